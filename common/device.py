@@ -1,0 +1,86 @@
+"""Which device to compute on, in which number format, and how to wait for it and ask it for its memory use."""
+
+from __future__ import annotations
+
+import torch
+
+from common.errors import UserError
+
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def pick_device(name: str = "auto") -> torch.device:
+    """The device called `name`: `cpu`, `cuda`, `cuda:1`, `mps`, or `auto` for the fastest one present.
+
+    Raises:
+        UserError: the name is unknown, or no such device is present in this machine.
+    """
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda", "mps") or (index and not index.isdecimal()):
+        raise UserError(f"device is {name!r}, but it must be auto, cpu, cuda, cuda:INDEX or mps")
+    if kind == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if int(index or 0) >= count:
+            raise UserError(f"device is {name!r}, but this machine shows PyTorch {count} CUDA devices")
+        return torch.device("cuda", int(index) if index else torch.cuda.current_device())
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise UserError("device is 'mps', but this PyTorch finds no Apple GPU")
+    return torch.device(kind)
+
+
+def pick_dtype(name: str = "auto", device: torch.device | str = "cpu") -> torch.dtype:
+    """The number format called `name`, or with `auto` the one that suits `device`.
+
+    `auto` means float32 on a CPU (where half precision has no fast path everywhere), bfloat16 on a CUDA device of
+    compute capability 8.0 (Ampere) or later, float16 on an older one (which emulates bfloat16) and on Apple GPUs.
+
+    Raises:
+        UserError: the name is none of auto, float32, bfloat16, float16.
+    """
+    if name != "auto":
+        if name not in _DTYPES:
+            raise UserError(f"dtype is {name!r}, but it must be one of auto, {', '.join(_DTYPES)}")
+        return _DTYPES[name]
+    device = torch.device(device)
+    if device.type == "cuda":
+        ampere = torch.cuda.get_device_capability(device) >= (8, 0)
+        return torch.bfloat16 if ampere else torch.float16
+    return torch.float16 if device.type == "mps" else torch.float32
+
+
+def synchronize(device: torch.device | str) -> None:
+    """Wait until `device` has finished everything it was given; a CPU always has."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def memory_allocated(device: torch.device | str) -> int | None:
+    """Bytes that tensors occupy on `device` now, or None for the CPU, whose allocator keeps no count."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return int(torch.cuda.memory_allocated(device))
+    return int(torch.mps.current_allocated_memory()) if device.type == "mps" else None
+
+
+def peak_memory_allocated(device: torch.device | str) -> int | None:
+    """The most bytes that tensors occupied on a CUDA `device` since `reset_peak_memory`; None elsewhere."""
+    device = torch.device(device)
+    return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else None
+
+
+def reset_peak_memory(device: torch.device | str) -> None:
+    """Start a new measurement for `peak_memory_allocated`; does nothing where there is no such count."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
