@@ -1,0 +1,94 @@
+"""The one seam of this course: attention, the only operator of a transformer that mixes tokens.
+
+A model computes queries, keys and values and hands them to an `Attention` object. This phase's object
+is the simplest one there is: it sees the whole sequence at every call and remembers nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What attention must know about the layer that calls it.
+
+    ``sliding_window = w`` lets the query at position ``p`` see the keys ``p-w+1 .. p``.
+    ``soft_cap = c`` replaces each score ``s`` by ``c * tanh(s / c)`` before masking (Gemma 2).
+    """
+
+    index: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+
+
+class Attention(Protocol):
+    """Maps one layer's queries, keys and values to its outputs. Every phase brings its own."""
+
+    def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """``q [..., H, D]``, ``k`` and ``v [..., KH, D]`` -> ``[..., H, D]``."""
+        ...
+
+
+def causal_mask(query_positions: Tensor, key_positions: Tensor, window: int | None = None) -> Tensor:
+    """Which key each query may see: none from the future, none beyond the window.
+
+    Args:
+        query_positions: ``[..., S]``.
+        key_positions: ``[..., L]``. The mask is not square once keys outnumber queries, so it is
+            computed from positions; "lower triangle" would align the wrong corner.
+        window: the layer's sliding window in tokens, or ``None``.
+
+    Returns:
+        ``[..., S, L]`` boolean, true where attention is allowed.
+    """
+    distance = query_positions.unsqueeze(-1) - key_positions.unsqueeze(-2)  # [..., S, L]
+    mask = distance >= 0
+    return mask if window is None else mask & (distance < window)
+
+
+def attend(layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Scaled dot-product attention with grouped key/value heads, written out (arXiv 1706.03762, 2305.13245).
+
+    Args:
+        layer: head counts, scale and soft cap.
+        q: ``[..., H, S, D]``.
+        k, v: ``[..., KH, L, D]``. Query head ``h`` reads key/value head ``h // (H / KH)``.
+        mask: boolean, broadcastable to ``[..., 1, S, L]``, true where a key may be seen; ``None`` = all.
+            Every query needs at least one key, or its softmax is 0/0.
+
+    Returns:
+        ``[..., H, S, D]`` in ``q``'s dtype.
+    """
+    groups, length = layer.num_heads // layer.num_kv_heads, q.shape[-2]
+    # The queries that share a key/value head become extra rows of one matrix product, so no key or
+    # value is ever copied ("repeat_kv" would read the cache once per query head).
+    grouped = q.reshape(*q.shape[:-3], layer.num_kv_heads, groups * length, layer.head_dim)
+    scores = (grouped * layer.scale) @ k.transpose(-1, -2)  # [..., KH, G*S, L]
+    scores = scores.view(*scores.shape[:-2], groups, length, k.shape[-2]).float()
+    if layer.soft_cap is not None:
+        scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask.unsqueeze(-3), float("-inf"))
+    weights = torch.softmax(scores, dim=-1).to(v.dtype)  # in float32: half precision loses the tail
+    out = weights.flatten(-3, -2) @ v  # [..., KH, G*S, D]
+    return out.view(*q.shape)
+
+
+class RecomputeAttention:
+    """Causal attention over the whole sequence, with no memory between calls."""
+
+    def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """``q [..., S, H, D]``, ``k`` and ``v [..., S, KH, D]``: the sequence is dimension -3."""
+        positions = torch.arange(q.shape[-3], device=q.device)
+        mask = causal_mask(positions, positions, layer.sliding_window).unsqueeze(-3)  # [1, S, S]
+        q, k, v = (x.transpose(-3, -2) for x in (q, k, v))  # heads before tokens
+        return attend(layer, q, k, v, mask).transpose(-3, -2)

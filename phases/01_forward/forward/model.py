@@ -1,0 +1,88 @@
+"""What every family is to the rest of the course: hidden states from tokens, logits from hidden states."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from common.config import ModelConfig
+from forward.attention import Attention, LayerSpec
+
+
+class Model(nn.Module, ABC):
+    """A decoder-only transformer whose attention is handed in from outside.
+
+    The leading shape of ``input_ids`` is free: ``[S]`` for one sequence, ``[B, S]`` for a padded batch,
+    ``[T]`` for a ragged one. Only the attention object has to know which it is.
+    """
+
+    TIED: ClassVar[dict[str, str]]
+    """``{head: embedding}``, the parameter that a checkpoint with tied embeddings leaves out."""
+
+    lm_head: nn.Linear
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_specs = tuple(
+            LayerSpec(
+                index=i,
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                scale=config.attention_scale / (i + 1 if config.scale_by_layer else 1),
+                sliding_window=config.sliding_windows[i],
+                soft_cap=config.attention_soft_cap,
+            )
+            for i in range(config.num_layers)
+        )
+
+    @abstractmethod
+    def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        """``input_ids [...]``, ``positions [...]`` (0 for a sequence's first token) -> ``[..., hidden]``."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``[..., hidden]`` -> ``[..., V]`` float32. Call it on the rows that are sampled, not on all."""
+        logits: Tensor = self.lm_head(hidden).float()
+        cap = self.config.final_soft_cap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.lm_head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The weights' dtype."""
+        return self.lm_head.weight.dtype
+
+    @property
+    def max_len(self) -> int:
+        """The context length in tokens, prompt and output together."""
+        return self.config.max_position_embeddings
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all parameters, a tied matrix counted once."""
+        return sum(p.numel() * p.element_size() for p in self.parameters())
+
+    def tie_weights(self) -> None:
+        """Make the output head the very same parameter as the input embedding, where the config says so."""
+        if self.config.tie_word_embeddings:
+            for head, embedding in self.TIED.items():
+                owner, _, name = head.rpartition(".")
+                setattr(self.get_submodule(owner), name, self.get_parameter(embedding))
+
+    @staticmethod
+    def rename(name: str) -> str | None:
+        """Our name of a checkpoint's tensor, or ``None`` for one that this model does not use."""
+        return name
+
+    @staticmethod
+    def transform(name: str, tensor: Tensor) -> Tensor:
+        """Our layout of a checkpoint's tensor; ``name`` is ours."""
+        return tensor

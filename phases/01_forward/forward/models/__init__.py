@@ -1,0 +1,18 @@
+"""The five families. Read `llama` first; `qwen2`, `qwen3` and `gemma3` are what they change in it."""
+
+from forward.model import Model
+from forward.models.gemma3 import Gemma3
+from forward.models.gpt2 import GPT2
+from forward.models.llama import Llama
+from forward.models.qwen2 import Qwen2
+from forward.models.qwen3 import Qwen3
+
+FAMILIES: dict[str, type[Model]] = {
+    "gpt2": GPT2,
+    "llama": Llama,
+    "qwen2": Qwen2,
+    "qwen3": Qwen3,
+    "gemma3": Gemma3,
+}
+
+__all__ = ["FAMILIES", "GPT2", "Gemma3", "Llama", "Qwen2", "Qwen3"]

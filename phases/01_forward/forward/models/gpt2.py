@@ -1,0 +1,92 @@
+"""GPT-2 (Radford et al., 2019): the ancestor. Learned positions, LayerNorm, biases, GELU, no RoPE."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from common.config import ModelConfig
+from forward.attention import Attention, LayerSpec
+from forward.layers import LayerNorm, activation
+from forward.model import Model
+
+
+class GPT2Attention(nn.Module):
+    """One projection makes queries, keys and values; every head has its own keys and values."""
+
+    def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.c_attn = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.c_proj = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, x: Tensor, attention: Attention) -> Tensor:
+        """``[..., hidden]`` -> ``[..., hidden]``."""
+        heads = (self.spec.num_heads, self.spec.head_dim)
+        q, k, v = (part.unflatten(-1, heads) for part in self.c_attn(x).chunk(3, dim=-1))  # [..., H, D]
+        return self.c_proj(attention(self.spec, q, k, v).flatten(-2))
+
+
+class GPT2MLP(nn.Module):
+    """Two matrices with a GELU between."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.c_proj = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.act = activation(config.activation)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., hidden]`` -> ``[..., hidden]``."""
+        return self.c_proj(self.act(self.c_fc(x)))
+
+
+class GPT2Block(nn.Module):
+    """Attention, then the MLP, each on a normalized copy and added back."""
+
+    def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
+        super().__init__()
+        self.ln_1 = LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.attn = GPT2Attention(config, spec)
+        self.ln_2 = LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.mlp = GPT2MLP(config)
+
+    def forward(self, x: Tensor, attention: Attention) -> Tensor:
+        """``[..., hidden]`` -> ``[..., hidden]``."""
+        x = x + self.attn(self.ln_1(x), attention)
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT2(Model):
+    """Token and position embeddings, blocks, norm, tied head."""
+
+    TIED: ClassVar[dict[str, str]] = {"lm_head.weight": "wte.weight"}
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.wte = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.wpe = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.h = nn.ModuleList(GPT2Block(config, spec) for spec in self.layer_specs)
+        self.ln_f = LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.tie_weights()
+
+    def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        """See `Model.forward`."""
+        x = self.wte(input_ids) + self.wpe(positions)  # [..., hidden]
+        for block in self.h:
+            x = block(x, attention)
+        return self.ln_f(x)
+
+    @staticmethod
+    def rename(name: str) -> str | None:
+        """Some files prefix ``transformer.``, some carry the causal mask as a buffer."""
+        name = name.removeprefix("transformer.")
+        return None if name.endswith((".attn.bias", ".attn.masked_bias")) else name
+
+    @staticmethod
+    def transform(name: str, tensor: Tensor) -> Tensor:
+        """GPT-2's own code multiplies from the other side and stores these matrices transposed."""
+        matrices = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+        return tensor.t() if name.endswith(matrices) else tensor

@@ -1,0 +1,41 @@
+"""Qwen3 (arXiv 2505.09388): Llama with every query and key head RMS-normalized before RoPE.
+
+The norm bounds the attention scores, which keeps training stable and lets Qwen3 drop Qwen2's biases.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from common.config import ModelConfig
+from forward.attention import LayerSpec
+from forward.layers import RMSNorm
+from forward.models.llama import Llama, LlamaAttention, LlamaBlock
+
+
+class Qwen3Attention(LlamaAttention):
+    """One norm weight of size D for all query heads, one for all key heads."""
+
+    def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
+        super().__init__(config, spec)
+        self.q_norm = RMSNorm(spec.head_dim, config.norm_eps)
+        self.k_norm = RMSNorm(spec.head_dim, config.norm_eps)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `LlamaAttention.project`."""
+        q, k, v = super().project(x)
+        return self.q_norm(q), self.k_norm(k), v
+
+
+class Qwen3Block(LlamaBlock):
+    """A Llama block around `Qwen3Attention`."""
+
+    attention_class: ClassVar[type[LlamaAttention]] = Qwen3Attention
+
+
+class Qwen3(Llama):
+    """A Llama of `Qwen3Block`."""
+
+    block_class: ClassVar[type[LlamaBlock]] = Qwen3Block

@@ -1,0 +1,68 @@
+"""Rotary position embedding (RoPE, arXiv 2104.09864): position as a rotation of query and key pairs.
+
+Dimension ``i`` of the first half of a head is paired with dimension ``i`` of the second half, the
+convention of Hugging Face checkpoints. (The paper pairs neighbours 2i and 2i+1; weights trained for
+one pairing give garbage with the other.)
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from common.config import RopeConfig
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Radians that each pair turns per token: ``[D/2]`` float32, from 1 down to about ``1/theta``."""
+    exponents = torch.arange(0, head_dim, 2, device="cpu", dtype=torch.float32) / head_dim
+    frequencies = 1.0 / rope.theta**exponents
+    if rope.kind == "linear":  # position interpolation, arXiv 2306.15595
+        return frequencies / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(frequencies, rope)
+    return frequencies
+
+
+def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
+    """Llama 3.1's scaling: slow pairs are stretched by ``factor``, fast ones kept, a ramp between.
+
+    A pair is slow when it turns fewer than ``low_freq_factor`` times within the original context and
+    fast when it turns more than ``high_freq_factor`` times.
+    """
+    turns = rope.original_max_position * frequencies / (2 * math.pi)  # [D/2] within the context
+    ramp = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    ramp = ramp.clamp(0.0, 1.0)
+    return (1 - ramp) * frequencies / rope.factor + ramp * frequencies
+
+
+class Rope(nn.Module):
+    """Turns positions into the cosines and sines that every layer of one kind shares."""
+
+    inverse_frequencies: Tensor
+
+    def __init__(self, rope: RopeConfig, head_dim: int) -> None:
+        super().__init__()
+        self.register_buffer("inverse_frequencies", inverse_frequencies(rope, head_dim), persistent=False)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions ``[...]`` -> ``(cos, sin)``, each ``[..., 1, D]`` float32, once a step.
+
+        In float32 whatever the model's dtype: bfloat16 cannot tell position 257 from 256. The first
+        half of ``sin`` carries the minus sign of the rotation.
+        """
+        angles = positions.unsqueeze(-1).float() * self.inverse_frequencies  # [..., D/2]
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat((cos, cos), -1).unsqueeze(-2), torch.cat((-sin, sin), -1).unsqueeze(-2)
+
+
+def apply_rope(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate every head: ``x [..., H, D]`` with ``cos, sin [..., 1, D]`` -> ``[..., H, D]``.
+
+    ``(a, b) -> (a cos - b sin, b cos + a sin)``: rolling by half a head brings each number its partner.
+    """
+    cos, sin = cos_sin
+    half, full = x.shape[-1] // 2, x.float()
+    return torch.addcmul(full * cos, full.roll(half, -1), sin).to(x.dtype)
