@@ -1,4 +1,4 @@
-"""What every phase uses and no phase teaches: configuration, weights, tokenizer, sampling, devices, measuring.
+"""What every phase uses and no phase teaches: configuration, weights, text, sampling, measuring.
 
 Nothing in this package imports a phase.
 """

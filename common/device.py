@@ -1,4 +1,4 @@
-"""Which device to compute on, in which number format, and how to wait for it and ask it for its memory use."""
+"""Which device to compute on, in which number format, how to wait for it, and how much memory is in use."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def pick_device(name: str = "auto") -> torch.device:
     if kind == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if int(index or 0) >= count:
-            raise UserError(f"device is {name!r}, but this machine shows PyTorch {count} CUDA devices")
+            raise UserError(f"device is {name!r}, but PyTorch finds {count} CUDA devices here")
         return torch.device("cuda", int(index) if index else torch.cuda.current_device())
     if kind == "mps" and not torch.backends.mps.is_available():
         raise UserError("device is 'mps', but this PyTorch finds no Apple GPU")
@@ -39,8 +39,9 @@ def pick_device(name: str = "auto") -> torch.device:
 def pick_dtype(name: str = "auto", device: torch.device | str = "cpu") -> torch.dtype:
     """The number format called `name`, or with `auto` the one that suits `device`.
 
-    `auto` means float32 on a CPU (where half precision has no fast path everywhere), bfloat16 on a CUDA device of
-    compute capability 8.0 (Ampere) or later, float16 on an older one (which emulates bfloat16) and on Apple GPUs.
+    `auto` means float32 on a CPU (not every one computes fast in half precision), bfloat16 on a CUDA device
+    of compute capability 8.0 (Ampere) or later, float16 on an older one, which can only emulate bfloat16, and
+    on Apple GPUs.
 
     Raises:
         UserError: the name is none of auto, float32, bfloat16, float16.
@@ -73,14 +74,14 @@ def memory_allocated(device: torch.device | str) -> int | None:
     return int(torch.mps.current_allocated_memory()) if device.type == "mps" else None
 
 
-def peak_memory_allocated(device: torch.device | str) -> int | None:
+def peak_memory(device: torch.device | str) -> int | None:
     """The most bytes that tensors occupied on a CUDA `device` since `reset_peak_memory`; None elsewhere."""
     device = torch.device(device)
     return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else None
 
 
 def reset_peak_memory(device: torch.device | str) -> None:
-    """Start a new measurement for `peak_memory_allocated`; does nothing where there is no such count."""
+    """Start a new measurement for `peak_memory`; does nothing where there is no such count."""
     device = torch.device(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

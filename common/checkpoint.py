@@ -1,0 +1,154 @@
+"""Load a Hugging Face folder of safetensors into a model that was built on the `meta` device.
+
+Format: https://github.com/huggingface/safetensors#format (a JSON header, then the tensors' bytes). The header
+is enough to find every mistake, so all of them are reported together, before the first weight is read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from common.errors import UserError
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_NAMES_SHOWN = 10
+
+
+def load_weights(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    rename: Callable[[str], str | None] = lambda name: name,
+    transform: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
+    tied: Mapping[str, str] | None = None,
+) -> None:
+    """Replace every parameter and persistent buffer of `model` by the checkpoint's tensor of that name.
+
+    The files are memory-mapped and each tensor is copied once, straight to its device and format, so the peak
+    is the finished model and the largest single tensor, not two models. Afterwards no parameter requires a
+    gradient. Buffers registered with `persistent=False` are in no checkpoint and stay as they are.
+
+    Args:
+        model: usually built under `torch.device("meta")`, where parameters have a shape but no memory.
+        folder: holds `model.safetensors`, or shards and `model.safetensors.index.json`.
+        device: where the weights go.
+        dtype: the format that floating point tensors are converted to; integers keep theirs.
+        rename: the model's name for a checkpoint's tensor, or None for a tensor that is to be ignored.
+        transform: called with the model's name and the tensor, returns it as the model wants it (GPT-2 stores
+            its linear weights transposed). It is also called with `meta` tensors, to learn the shape it makes.
+        tied: maps a parameter to the one whose memory it shares, as an output head to the embedding. It is
+            never missing, and a copy of it in the checkpoint is ignored.
+
+    Raises:
+        UserError: there is no checkpoint, a file is damaged, or tensors are missing, unexpected or misshapen.
+    """
+    folder = Path(folder)
+    tied = dict(tied or {})
+    expected = _tensors_of(model)
+    with ExitStack() as stack:
+        files = [_open(path, stack) for path in _files(folder)]
+        stored = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (not a dict)
+        sources = _match(folder, stored, expected, rename, transform, tied)
+        for target, source in sources.items():
+            tensor = transform(target, stored[source].get_tensor(source))
+            # Copied even where nothing is converted: a view would keep the file mapped while the model lives.
+            kept = dtype if tensor.is_floating_point() else tensor.dtype
+            _assign(model, target, torch.empty(tensor.shape, device=device, dtype=kept).copy_(tensor))
+    for target, source in tied.items():
+        _assign(model, target, model.get_parameter(source))
+
+
+def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name, tied ones under each of their names."""
+    return dict(model.state_dict(keep_vars=True))
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """The safetensors files that make up the checkpoint in `folder`."""
+    if (folder / _SINGLE).is_file():
+        yield folder / _SINGLE
+        return
+    index = folder / _INDEX
+    if not index.is_file():
+        if any(folder.glob("pytorch_model*.bin")):
+            raise UserError(f"{folder} holds pytorch_model.bin, but only safetensors files are supported")
+        raise UserError(f"{folder} holds neither {_SINGLE} nor {_INDEX}")
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise UserError(f"{index} is not an index of safetensors shards ({error!r})") from None
+    for name in names:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise UserError(f"{index} names the shard {name!r}, which is not in that folder")
+        yield folder / name
+
+
+def _open(path: Path, stack: ExitStack) -> Any:
+    try:
+        return stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} is damaged or incomplete, fetch it again ({error})") from None
+
+
+def _match(
+    folder: Path,
+    stored: Mapping[str, Any],
+    expected: Mapping[str, Tensor],
+    rename: Callable[[str], str | None],
+    transform: Callable[[str, Tensor], Tensor],
+    tied: Mapping[str, str],
+) -> dict[str, str]:
+    """The checkpoint's name for each of the model's tensors; raises one error that names every mismatch."""
+    sources: dict[str, str] = {}
+    unexpected, misshapen = [], []
+    for source, file in stored.items():
+        target = rename(source)
+        if target is None or target in tied:
+            continue
+        if target not in expected:
+            unexpected.append(source)
+            continue
+        if target in sources:
+            raise UserError(f"{folder} stores {target} twice, as {sources[target]} and as {source}")
+        sources[target] = source
+        header = file.get_slice(source)
+        want = tuple(expected[target].shape)
+        have = tuple(transform(target, torch.empty(header.get_shape(), device="meta")).shape)
+        if have != want:
+            misshapen.append(f"{target} {list(have)} instead of {list(want)}")
+        elif expected[target].is_floating_point() and "F" not in header.get_dtype():  # F32, BF16, F8_E4M3...
+            misshapen.append(f"{target} of type {header.get_dtype()} instead of floating point")
+    missing = [name for name in expected if name not in sources and name not in tied]
+    found = {"missing": missing, "unexpected": unexpected, "misshapen": misshapen}
+    problems = [f"{len(names)} {kind}: {_some(names)}" for kind, names in found.items() if names]
+    if problems:
+        raise UserError(f"the weights in {folder} do not fit the model; {'; '.join(problems)}")
+    return sources
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - _NAMES_SHOWN
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _assign(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Put `tensor` where the parameter or buffer `name` was."""
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    if leaf in module._buffers:
+        module._buffers[leaf] = tensor
+    elif isinstance(tensor, nn.Parameter):
+        module._parameters[leaf] = tensor  # the very same one: that is what makes it tied
+    else:
+        module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
