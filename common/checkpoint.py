@@ -46,7 +46,7 @@ def load_weights(
         dtype: the format that floating point tensors are converted to; integers keep theirs.
         rename: the model's name for a checkpoint's tensor, or None for a tensor that is to be ignored.
         transform: called with the model's name and the tensor, returns it as the model wants it (GPT-2 stores
-            its linear weights transposed). It is also called with `meta` tensors, to learn the shape it makes.
+            its linear weights transposed). It is also called with `meta` tensors, to learn the shape.
         tied: maps a parameter to the one whose memory it shares, as an output head to the embedding. It is
             never missing, and a copy of it in the checkpoint is ignored.
 
