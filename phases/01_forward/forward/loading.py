@@ -1,0 +1,86 @@
+"""From a model's name to a model in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from common.checkpoint import load_weights
+from common.config import ModelConfig
+from common.device import pick_device, pick_dtype
+from common.errors import UserError
+from common.hub import model_folder
+from forward.model import Model
+from forward.models import FAMILIES
+from forward.shapes import SHAPES
+
+RANDOM = "random:"
+
+
+def load_model(name: str | Path | Model, *, device: str = "auto", dtype: str = "auto", seed: int = 0) -> Model:
+    """Load a model for inference.
+
+    Args:
+        name: a bundled model (``smollm2``, ``gemma3-270m``), a folder with a Hugging Face checkpoint, a hub
+            id, or ``random:SHAPE`` for random weights of a published shape (`SHAPES`). A loaded model is
+            returned as it is.
+        device: ``auto``, ``cpu``, ``cuda`` or ``mps``.
+        dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
+        seed: of random weights.
+
+    Raises:
+        UserError: there is no such model, or its files do not fit its configuration.
+    """
+    if isinstance(name, Model):
+        return name
+    where = pick_device(device)
+    kind = pick_dtype(dtype, where)
+    if str(name).startswith(RANDOM):
+        shape = str(name).removeprefix(RANDOM)
+        if shape not in SHAPES:
+            raise UserError(f"model {str(name)!r}: the random shapes are {', '.join(SHAPES)}")
+        return random_model(SHAPES[shape], device=where, dtype=kind, seed=seed)
+    folder = model_folder(str(name))
+    model = _skeleton(ModelConfig.from_folder(folder))
+    load_weights(
+        model,
+        folder,
+        device=where,
+        dtype=kind,
+        rename=model.rename,
+        transform=model.transform,
+        tied=model.TIED if model.config.tie_word_embeddings else {},
+    )
+    return _finish(model, where)
+
+
+def random_model(config: ModelConfig, *, device: str | torch.device, dtype: torch.dtype, seed: int = 0) -> Model:
+    """A model of random weights: matrices of variance 1 / inputs, so that activations neither die nor explode."""
+    where = torch.device(device)
+    model = _skeleton(config)
+    generator = torch.Generator(where).manual_seed(seed)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            shape = parameter.shape
+            if isinstance(module, nn.Embedding) or isinstance(module, nn.Linear):
+                scale = 0.02 if isinstance(module, nn.Embedding) else shape[-1] ** -0.5
+                value = torch.empty(shape, device=where, dtype=dtype).normal_(0.0, scale, generator=generator)
+            else:  # a norm: no change, which Gemma stores as 0
+                one = name == "weight" and config.family != "gemma3"
+                value = torch.full(shape, float(one), device=where, dtype=dtype)
+            setattr(module, name, nn.Parameter(value, requires_grad=False))
+    model.tie_weights()
+    return _finish(model, where)
+
+
+def _skeleton(config: ModelConfig) -> Model:
+    """The modules with shapes and no memory, so that every weight is allocated once, where it belongs."""
+    with torch.device("meta"):
+        return FAMILIES[config.family](config)
+
+
+def _finish(model: Model, device: torch.device) -> Model:
+    # The weights are in place: this moves only the small tables that are computed, not loaded.
+    return model.to(device=device).requires_grad_(False).eval()

@@ -1,0 +1,105 @@
+"""Shapes of published models, for measuring speed where their weights are not at hand.
+
+Sources: the `config.json` of each model on the Hugging Face hub. Speed depends on the shape alone; what a
+model of random weights says is noise.
+"""
+
+from __future__ import annotations
+
+from common.config import ModelConfig, RopeConfig
+
+SHAPES: dict[str, ModelConfig] = {
+    "qwen3-0.6b": ModelConfig(
+        family="qwen3",
+        vocab_size=151_936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_layers=28,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=128,
+        max_position_embeddings=40_960,
+        norm_eps=1e-6,
+        activation="silu",
+        tie_word_embeddings=True,
+        attention_scale=128**-0.5,
+        rope=RopeConfig(theta=1_000_000.0),
+        eos_token_ids=(151_645,),
+    ),
+    "qwen3-8b": ModelConfig(
+        family="qwen3",
+        vocab_size=151_936,
+        hidden_size=4096,
+        intermediate_size=12_288,
+        num_layers=36,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        max_position_embeddings=40_960,
+        norm_eps=1e-6,
+        activation="silu",
+        tie_word_embeddings=False,
+        attention_scale=128**-0.5,
+        rope=RopeConfig(theta=1_000_000.0),
+        eos_token_ids=(151_645,),
+    ),
+    "gpt2": ModelConfig(
+        family="gpt2",
+        vocab_size=50_257,
+        hidden_size=768,
+        intermediate_size=3072,
+        num_layers=12,
+        num_heads=12,
+        num_kv_heads=12,
+        head_dim=64,
+        max_position_embeddings=1024,
+        norm_eps=1e-5,
+        activation="gelu_new",
+        tie_word_embeddings=True,
+        attention_scale=64**-0.5,
+        attention_bias=True,
+        mlp_bias=True,
+        eos_token_ids=(50_256,),
+    ),
+    # Small enough for exhaustive tests, and awkward on purpose: grouped heads whose number is no power
+    # of two, a head size that is not hidden / heads, an odd vocabulary.
+    "tiny": ModelConfig(
+        family="llama",
+        vocab_size=257,
+        hidden_size=48,
+        intermediate_size=80,
+        num_layers=2,
+        num_heads=6,
+        num_kv_heads=3,
+        head_dim=16,
+        max_position_embeddings=1024,
+        norm_eps=1e-5,
+        activation="silu",
+        tie_word_embeddings=False,
+        attention_scale=16**-0.5,
+        rope=RopeConfig(),
+        eos_token_ids=(0,),
+    ),
+    # The same with every feature that a cache or a mask can get wrong: windows and a soft cap.
+    "tiny-window": ModelConfig(
+        family="gemma3",
+        vocab_size=257,
+        hidden_size=48,
+        intermediate_size=80,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        max_position_embeddings=1024,
+        norm_eps=1e-5,
+        activation="gelu_pytorch_tanh",
+        tie_word_embeddings=False,
+        attention_scale=24**-0.5,
+        rope=RopeConfig(theta=100_000.0),
+        rope_local=RopeConfig(),
+        sliding_windows=(24, 24, None),
+        attention_soft_cap=20.0,
+        final_soft_cap=30.0,
+        eos_token_ids=(0,),
+    ),
+}
