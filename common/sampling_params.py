@@ -1,0 +1,180 @@
+"""How one request's tokens are chosen: the settings, checked once, when they are made.
+
+Everything that reads a `SamplingParams` (the sampler, the finish rule, the schedulers) may rely on what is
+checked here, so no later code checks it again.
+
+Names and meanings follow vLLM's `SamplingParams`
+(https://docs.vllm.ai/en/latest/api/vllm/sampling_params.html); the limits of the presence and frequency
+penalties, of `logprobs` and of `logit_bias` are those of the OpenAI API
+(https://platform.openai.com/docs/api-reference/chat/create).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, SupportsFloat, SupportsIndex
+
+from common.errors import UserError
+
+GREEDY_BELOW: Final = 1e-5
+"""Temperatures under this one mean greedy: dividing by them says nothing that the argmax does not."""
+
+MAX_TEMPERATURE: Final = 100.0
+MAX_REPETITION_PENALTY: Final = 100.0
+MAX_PENALTY: Final = 2.0
+MAX_LOGPROBS: Final = 20
+MAX_LOGIT_BIAS: Final = 100.0
+SEED_BITS: Final = 64
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """The settings of one request. Construction raises `UserError` for a value outside its limits.
+
+    max_tokens: most tokens to generate; 0 gives an empty completion that finishes with "length".
+    min_tokens: this many tokens are generated before an end-of-sequence token, a stop token or a stop string
+        may end the request.
+    temperature: 0 (in fact anything below `GREEDY_BELOW`) is greedy: the most likely token, exactly.
+    top_k: keep the k most likely tokens; 0 or -1 keeps all.
+    top_p: keep the most likely tokens until their probabilities reach p; the token that crosses p is kept.
+    min_p: keep the tokens at least min_p times as likely as the most likely one.
+    repetition_penalty: above 1 makes every token of the prompt and of the output so far less likely.
+    presence_penalty: subtracted from the logit of every token that stands in the output.
+    frequency_penalty: subtracted once for each time the token stands in the output.
+    seed: the same seed gives the same tokens, whatever else runs beside the request; None draws a fresh one.
+    stop: the text ends before the first of these strings to be completed.
+    stop_token_ids: tokens that end the request, besides the model's end-of-sequence tokens.
+    ignore_eos: an end-of-sequence token is a token like any other (for benchmarks).
+    logprobs: None, or report the log-probability of each chosen token and of this many most likely tokens.
+    logit_bias: added to the logits of these token ids.
+    n: completions for each prompt.
+    """
+
+    max_tokens: int = 128
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        put = self._put
+        put("max_tokens", _integer("max_tokens", self.max_tokens, low=0))
+        put("min_tokens", _integer("min_tokens", self.min_tokens, low=0))
+        if self.min_tokens > self.max_tokens:
+            limit = f"at most max_tokens, {self.max_tokens}"
+            raise UserError(f"min_tokens is {self.min_tokens}, but must be {limit}")
+        put("temperature", _number("temperature", self.temperature, low=0.0, high=MAX_TEMPERATURE))
+        top_k = _integer("top_k", self.top_k, low=-1)
+        put("top_k", max(top_k, 0))
+        put("top_p", _number("top_p", self.top_p, low=0.0, high=1.0, above_low=True))
+        put("min_p", _number("min_p", self.min_p, low=0.0, high=1.0))
+        high = MAX_REPETITION_PENALTY
+        name = "repetition_penalty"
+        put(name, _number(name, self.repetition_penalty, low=0.0, high=high, above_low=True))
+        for name in ("presence_penalty", "frequency_penalty"):
+            put(name, _number(name, getattr(self, name), low=-MAX_PENALTY, high=MAX_PENALTY))
+        if self.seed is not None:
+            lowest, highest = -(1 << (SEED_BITS - 1)), (1 << SEED_BITS) - 1
+            put("seed", _integer("seed", self.seed, low=lowest, high=highest))
+        put("stop", _stop_strings(self.stop))
+        put("stop_token_ids", _token_ids(self.stop_token_ids))
+        if not isinstance(self.ignore_eos, bool):
+            raise UserError(f"ignore_eos is {self.ignore_eos!r}, but must be True or False")
+        if self.logprobs is not None:
+            put("logprobs", _integer("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS))
+        put("logit_bias", _logit_bias(self.logit_bias))
+        put("n", _integer("n", self.n, low=1))
+
+    def _put(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)  # the dataclass is frozen for everybody else
+
+    @property
+    def greedy(self) -> bool:
+        """Whether each token is the most likely one."""
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def penalized(self) -> bool:
+        """Whether the choice depends on which tokens came before, so that they have to be counted."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def seed_of(self, sample: int) -> int | None:
+        """Return the seed of completion number `sample` (0 to n - 1), or None when the request has none.
+
+        It is seed + sample, so that the n completions differ; vLLM derives the seeds of its samples alike.
+        """
+        return None if self.seed is None else (self.seed + sample) % (1 << SEED_BITS)
+
+
+def _integer(name: str, value: SupportsIndex, *, low: int, high: int | None = None) -> int:
+    limit = f"at least {low}" if high is None else f"between {low} and {high}"
+    if isinstance(value, bool):  # bool is a subclass of int; max_tokens=True is a mistake
+        raise UserError(f"{name} is {value!r}, but must be an integer, {limit}")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise UserError(f"{name} is {value!r}, but must be an integer, {limit}") from None
+    if number < low or (high is not None and number > high):
+        raise UserError(f"{name} is {number}, but must be {limit}")
+    return number
+
+
+def _number(name: str, value: SupportsFloat, *, low: float, high: float, above_low: bool = False) -> float:
+    limit = f"above {low:g} and at most {high:g}" if above_low else f"between {low:g} and {high:g}"
+    if isinstance(value, (bool, str, bytes)):  # float("0.7") would work, and hide a mistake
+        raise UserError(f"{name} is {value!r}, but must be a number, {limit}")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise UserError(f"{name} is {value!r}, but must be a number, {limit}") from None
+    inside = low < number <= high if above_low else low <= number <= high
+    if not inside:  # also for NaN, which no comparison holds for
+        raise UserError(f"{name} is {number!r}, but must be {limit}")
+    return number
+
+
+def _items(name: str, value: Iterable[Any], what: str) -> tuple[Any, ...]:
+    try:
+        return tuple(value)
+    except TypeError:
+        raise UserError(f"{name} is {value!r}, but must be a list of {what}") from None
+
+
+def _stop_strings(value: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(value, str):  # one string; taken as an iterable it would be a list of characters
+        value = (value,)
+    strings = _items("stop", value, "strings")
+    for string in strings:
+        if not isinstance(string, str):
+            raise UserError(f"stop holds {string!r}, but must hold only strings")
+        if not string:
+            raise UserError("stop holds '', but each string must have at least 1 character")
+    return strings
+
+
+def _token_ids(value: Iterable[SupportsIndex]) -> tuple[int, ...]:
+    name = "stop_token_ids"
+    return tuple(_integer(name, item, low=0) for item in _items(name, value, "token ids"))
+
+
+def _logit_bias(value: Mapping[int, float]) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise UserError(f"logit_bias is {value!r}, but must map token ids to numbers")
+    checked: dict[int, float] = {}
+    for key, bias in value.items():
+        token = _integer("a token id in logit_bias", key, low=0)
+        checked[token] = _number(f"logit_bias[{token}]", bias, low=-MAX_LOGIT_BIAS, high=MAX_LOGIT_BIAS)
+    return checked
