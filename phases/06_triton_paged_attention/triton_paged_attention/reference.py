@@ -1,0 +1,57 @@
+"""Paged attention written for reading, in float32: what every kernel of this package is compared with.
+
+One request at a time: gather its keys and values through the block table, build the mask, softmax, multiply.
+Nothing here is fast, and nothing here should become fast.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def gather(cache: Tensor, block_table: Tensor, length: int) -> Tensor:
+    """The first `length` tokens of one request, `[length, KH, D]`, out of a pool `[N, P, KH, D]`."""
+    block_size = cache.shape[1]
+    blocks = block_table[: -(-length // block_size)].long()
+    return cache[blocks].flatten(0, 1)[:length]
+
+
+def paged_attention(
+    q: Tensor,  # [T, H, D]
+    k_cache: Tensor,  # [N, P, KH, D]
+    v_cache: Tensor,  # [N, P, KH, D]
+    block_tables: Tensor,  # [B, max_blocks] int32
+    query_starts: Tensor,  # [B + 1] int32
+    context_lens: Tensor,  # [B] int32, every key of a request, those of this step included
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """Attention of ragged queries over a paged cache: `[T, H, D]` in float32.
+
+    Query `i` of a request with `n` queries and `c` keys stands at position `c - n + i` and sees the keys up to
+    its own position, and with a sliding window `w` only the last `w` of them.
+    """
+    out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    starts, contexts = query_starts.tolist(), context_lens.tolist()
+    for b, context in enumerate(contexts):
+        rows = slice(starts[b], starts[b + 1])
+        count = rows.stop - rows.start
+        if count == 0:
+            continue
+        group = q.shape[1] // k_cache.shape[2]
+        k = gather(k_cache, block_tables[b], context).float().repeat_interleave(group, dim=1)  # [C, H, D]
+        v = gather(v_cache, block_tables[b], context).float().repeat_interleave(group, dim=1)
+        scores = torch.einsum("qhd,khd->hqk", q[rows].float(), k) * scale
+        if soft_cap is not None:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        position = torch.arange(context - count, context, device=q.device)[:, None]
+        key = torch.arange(context, device=q.device)[None, :]
+        hidden = key > position
+        if sliding_window is not None:
+            hidden |= key <= position - sliding_window
+        scores = scores.masked_fill(hidden, float("-inf"))
+        out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+    return out

@@ -1,0 +1,17 @@
+"""Descriptors for Hopper's tensor memory accelerator (TMA).
+
+One thread asks the TMA for a whole tile; the addresses of its rows are worked out in hardware instead of in
+registers by every thread. It copies a box out of a dense array, so the tile must lie inside one block.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+def describe(cache: Tensor, block_n: int) -> TensorDescriptor:
+    """A layer's cache `[N, P, KH, D]`, seen as `[N * P, KH * D]`, read in tiles of `block_n` tokens of one head."""
+    blocks, block_size, kv_heads, d = cache.shape
+    shape, strides = [blocks * block_size, kv_heads * d], [kv_heads * d, 1]
+    return TensorDescriptor(cache, shape, strides, [block_n, d])
