@@ -1,0 +1,72 @@
+# Everything a person or a machine does with this repository. Needs python3 (3.11 or newer), pip and make.
+PYTHON ?= python3
+VENV   ?= .venv
+PY     := $(VENV)/bin/python
+LADDER := $(VENV)/bin/ladder
+STAMP  := $(VENV)/.installed
+# Two test processes, each with one torch thread, use two cores best; more cores take more processes.
+JOBS   ?= 2
+PYTEST := OMP_NUM_THREADS=1 MPLBACKEND=Agg $(PY) -m pytest -n $(JOBS) --dist loadfile
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-fast test-gpu lint format mypy weights bench figures notebooks clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | \
+	  while IFS='|' read -r name text; do printf '  make %-10s %s\n' "$$name" "$$text"; done
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "python3 is $$($(PYTHON) -V 2>&1); this needs 3.11 or newer: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@test -x $(PY) || { echo "Creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "Installing into $(VENV) (PyTorch is the large part)"
+	@$(PY) -m pip install --quiet -c constraints.txt -e '.[test]'
+	@touch $@
+
+setup: $(STAMP) ## create .venv and install everything at the pinned versions
+
+demo: setup ## a real model answers through every phase; ends with a table of speeds
+	@$(LADDER) demo
+
+test: setup lint weights ## linters, every test and every notebook: what CI runs
+	LADDER_REQUIRE_WEIGHTS=1 $(PYTEST) --nbval tests notebooks
+
+test-fast: setup ## the tests that need neither weights nor much time (under two minutes)
+	$(PYTEST) -m 'not slow and not weights and not gpu' tests
+
+test-gpu: setup ## the tests that need a CUDA device
+	$(PY) -m pytest -m gpu tests
+
+lint: setup ## ruff format, ruff check, mypy --strict
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(MAKE) --no-print-directory mypy
+
+mypy: setup
+	$(VENV)/bin/mypy common phases/*.py phases/commands $(wildcard benchmarks/*.py)
+	@set -e; for folder in phases/[0-9]*/; do \
+	  package=$$(basename $$folder | sed -E 's/^[0-9]+_//'); \
+	  if [ -d $$folder$$package ]; then echo "mypy $$folder"; \
+	    $(VENV)/bin/mypy $$folder$$package $$(ls $$folder*.py 2>/dev/null); fi; done
+
+format: setup ## let ruff format and fix what it can
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+
+weights: setup ## download and convert the models the tests use
+	@$(LADDER) fetch smollm2
+	@$(LADDER) fetch gemma3-270m || echo "Gemma 3 could not be fetched; its tests are skipped."
+
+bench: setup ## measure every phase against the one before it, then draw the figures
+	@for phase in $$($(LADDER) list --names); do $(LADDER) bench $$phase || exit 1; done
+
+figures: setup ## draw every figure again from the evidence files
+	@$(LADDER) plot
+
+notebooks: setup ## install JupyterLab and open the notebooks
+	@$(PY) -m pip install --quiet -c constraints.txt -e '.[test,notebooks]'
+	$(VENV)/bin/jupyter lab notebooks
+
+clean: ## remove the environment and every cache of this checkout (downloaded models stay)
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,77 @@
+"""The phases of the ladder, in order, as data: the command line, the tests and the tables all read this list."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+"""The checkout: lessons, benchmarks and figures are files beside the code."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One rung: a folder with a lesson, and the package inside it."""
+
+    number: int
+    package: str
+    """The importable package; the folder is `NN_package`."""
+    title: str
+    summary: str
+    """What this phase adds, in one line."""
+    needs: str = ""
+    """What it must have to run natively ('cuda'), or nothing when it runs on every device."""
+
+    @property
+    def name(self) -> str:
+        """Folder name and the name used in evidence files, such as `05_paged_cache`."""
+        return f"{self.number:02d}_{self.package}"
+
+    @property
+    def folder(self) -> Path:
+        """The phase's folder in this checkout."""
+        return ROOT / "phases" / self.name
+
+    @property
+    def exists(self) -> bool:
+        """Whether the phase's package is in this checkout."""
+        return (self.folder / self.package / "__init__.py").exists()
+
+
+LADDER: tuple[Phase, ...] = (
+    Phase(1, "forward", "Forward pass", "the transformer from scratch; every token recomputes everything"),
+    Phase(2, "kv_cache", "KV cache", "keys and values are kept, so a step computes one token"),
+    Phase(3, "batching", "Static batching", "several prompts share one pass over the weights"),
+    Phase(4, "continuous", "Continuous batching", "requests join and leave the batch at every step"),
+    Phase(5, "paged_cache", "Paged cache", "the cache is blocks handed out on demand, not one row a request"),
+    Phase(
+        6,
+        "triton_paged_attention",
+        "Triton kernels",
+        "attention reads the blocks where they lie; small operators are fused",
+        needs="cuda",
+    ),
+    Phase(7, "chunked_prefill", "Chunked prefill", "long prompts are cut so that decodes never wait for one"),
+    Phase(8, "prefix_cache", "Prefix cache", "requests that begin alike share the blocks of what they share"),
+    Phase(
+        9,
+        "cuda_graphs",
+        "CUDA graphs and overlap",
+        "a step is one launch, and the next is scheduled meanwhile",
+        needs="cuda",
+    ),
+)
+"""Every phase there is a plan for up to now; `PHASES` holds those that exist."""
+
+PHASES: tuple[Phase, ...] = tuple(phase for phase in LADDER if phase.exists)
+"""The phases in this checkout, in order."""
+
+
+def find_phase(text: str) -> Phase | None:
+    """The phase meant by `1`, `01`, `forward` or `01_forward`, or None."""
+    wanted = text.strip().lower().replace("-", "_").removeprefix("phase_")
+    for phase in PHASES:
+        number = wanted.isdecimal() and int(wanted) == phase.number
+        if number or wanted in (phase.package, phase.name):
+            return phase
+    return None
