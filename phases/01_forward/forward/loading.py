@@ -12,6 +12,7 @@ from common.config import ModelConfig
 from common.device import pick_device, pick_dtype
 from common.errors import UserError
 from common.hub import model_folder
+from forward.cpu_linear import flip_linears, flipping_pays
 from forward.model import Model
 from forward.models import FAMILIES
 from forward.shapes import SHAPES
@@ -19,7 +20,9 @@ from forward.shapes import SHAPES
 RANDOM = "random:"
 
 
-def load_model(name: str | Path | Model, *, device: str = "auto", dtype: str = "auto", seed: int = 0) -> Model:
+def load_model(
+    name: str | Path | Model, *, device: str = "auto", dtype: str = "auto", seed: int = 0
+) -> Model:
     """Load a model for inference.
 
     Args:
@@ -56,15 +59,17 @@ def load_model(name: str | Path | Model, *, device: str = "auto", dtype: str = "
     return _finish(model, where)
 
 
-def random_model(config: ModelConfig, *, device: str | torch.device, dtype: torch.dtype, seed: int = 0) -> Model:
-    """A model of random weights: matrices of variance 1 / inputs, so that activations neither die nor explode."""
+def random_model(
+    config: ModelConfig, *, device: str | torch.device, dtype: torch.dtype, seed: int = 0
+) -> Model:
+    """A model of random weights: matrices of variance 1 / inputs keep activations near size 1."""
     where = torch.device(device)
     model = _skeleton(config)
     generator = torch.Generator(where).manual_seed(seed)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             shape = parameter.shape
-            if isinstance(module, nn.Embedding) or isinstance(module, nn.Linear):
+            if isinstance(module, nn.Embedding | nn.Linear):
                 scale = 0.02 if isinstance(module, nn.Embedding) else shape[-1] ** -0.5
                 value = torch.empty(shape, device=where, dtype=dtype).normal_(0.0, scale, generator=generator)
             else:  # a norm: no change, which Gemma stores as 0
@@ -82,5 +87,7 @@ def _skeleton(config: ModelConfig) -> Model:
 
 
 def _finish(model: Model, device: torch.device) -> Model:
+    if device.type == "cpu" and model.dtype == torch.float32 and flipping_pays():
+        flip_linears(model)
     # The weights are in place: this moves only the small tables that are computed, not loaded.
     return model.to(device=device).requires_grad_(False).eval()

@@ -1,0 +1,97 @@
+"""The plainest way to generate: run the whole sequence, sample one token, append it, start over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from common.generation import (
+    Params,
+    StopChecker,
+    TokenEvent,
+    check_prompt,
+    finish_reason,
+    output_limit,
+    params_per_prompt,
+)
+from common.sampler import Sampled, Sampler
+from common.sampling_params import SamplingParams
+from common.tokenizer import Tokenizer
+from forward.attention import RecomputeAttention
+from forward.model import Model
+
+
+class Generator:
+    """Serves one request after another, one token after another, and remembers nothing between tokens.
+
+    Args:
+        model: computes the hidden states.
+        tokenizer: needed for stop strings only.
+    """
+
+    def __init__(self, model: Model, tokenizer: Tokenizer | None = None) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.sampler = Sampler(1, model.config.vocab_size, model.device)
+        self.row = torch.zeros(1, dtype=torch.int64, device=model.device)
+
+    def stream(self, prompts: list[list[int]], params: Params) -> Iterator[TokenEvent]:
+        """Generate for each prompt in turn; see `common.generation.Streams`.
+
+        Raises:
+            UserError: a prompt or its parameters cannot be served; before anything is computed.
+        """
+        each = params_per_prompt(prompts, params)
+        for prompt, settings in zip(prompts, each, strict=True):
+            self.check(prompt, settings)
+        return self._stream(prompts, each)
+
+    def check(self, prompt: list[int], params: SamplingParams) -> None:
+        """Raise `UserError` for a request that cannot be served."""
+        known_text = self.tokenizer is not None
+        check_prompt(
+            prompt, self.model.config.vocab_size, self.model.max_len, params, has_tokenizer=known_text
+        )
+
+    def _stream(self, prompts: list[list[int]], each: list[SamplingParams]) -> Iterator[TokenEvent]:
+        for index, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
+            for sample in range(params.n):
+                yield from self._one(index, sample, prompt, params)
+
+    def _one(
+        self, index: int, sample: int, prompt: list[int], params: SamplingParams
+    ) -> Iterator[TokenEvent]:
+        tokens, eos = list(prompt), self.model.config.eos_token_ids
+        limit = output_limit(len(prompt), params, self.model.max_len)
+        if limit == 0:
+            yield TokenEvent(index, None, "length", time.perf_counter(), sample=sample)
+            return
+        self.begin(len(prompt), limit)
+        self.sampler.set_row(0, params, prompt, eos_ids=eos, sample=sample)
+        stop = StopChecker(self.tokenizer, params) if self.tokenizer and params.stop else None
+        reason = None
+        while reason is None:
+            sampled = self._next(tokens, len(tokens) - len(prompt))
+            token = int(sampled.tokens[0])  # the host waits for the device here, once a token
+            tokens.append(token)
+            reason = finish_reason(token, len(tokens) - len(prompt), params, eos, limit)
+            if stop is not None and stop.push(token):
+                reason = "stop"
+            yield TokenEvent(index, token, reason, time.perf_counter(), sampled.logprob(0), sample)
+
+    @torch.inference_mode()  # not around the loop: a generator would leave it switched on for its consumer
+    def _next(self, tokens: list[int], step: int) -> Sampled:
+        hidden = self.last_hidden(tokens)
+        steps = torch.full_like(self.row, step)
+        return self.sampler.sample(self.model.logits(hidden), self.row, [0], steps)
+
+    def begin(self, prompt_len: int, limit: int) -> None:
+        """Prepare for a request of ``prompt_len`` tokens and at most ``limit`` more."""
+
+    def last_hidden(self, tokens: list[int]) -> Tensor:
+        """The last token's hidden state ``[1, hidden]``: here, by computing all of them."""
+        ids = torch.tensor(tokens, device=self.model.device)  # [S]
+        positions = torch.arange(len(tokens), device=self.model.device)
+        return self.model(ids, positions, RecomputeAttention())[-1:]

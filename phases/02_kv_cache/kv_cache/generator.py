@@ -1,0 +1,38 @@
+"""Phase 01's loop with a memory: each token is computed once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from forward.generator import Generator
+from kv_cache.attention import CachedAttention
+from kv_cache.cache import KVCache
+
+
+class CachedGenerator(Generator):
+    """One request after another. A request's first step is its prefill, every later one a decode."""
+
+    cache: KVCache
+    attention: CachedAttention
+
+    def begin(self, prompt_len: int, limit: int) -> None:
+        """Allocate the request's cache. Its last token is never computed, so it needs no column."""
+        self.cache = KVCache(
+            self.model.config,
+            batch=1,
+            max_len=prompt_len + limit - 1,
+            device=self.model.device,
+            dtype=self.model.dtype,
+        )
+        self.attention = CachedAttention(self.cache)
+
+    def last_hidden(self, tokens: list[int]) -> Tensor:
+        """Compute the tokens that the cache has not seen: the whole prompt at first, then one."""
+        start, device = self.cache.length, self.model.device
+        ids = torch.tensor([tokens[start:]], device=device)  # [1, S]
+        positions = torch.arange(start, len(tokens), device=device).unsqueeze(0)  # [1, S]
+        self.attention.begin(ids.shape[1])
+        hidden: Tensor = self.model(ids, positions, self.attention)  # [1, S, hidden]
+        self.cache.advance(ids.shape[1])
+        return hidden[:, -1]

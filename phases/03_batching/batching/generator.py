@@ -1,0 +1,175 @@
+"""Static batching: requests are grouped, padded to one length, and leave together.
+
+Each step reads the weights once for the whole batch, which is what batching is for. The batch lasts as
+long as its longest request, which is what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from batching.attention import PaddedAttention
+from common.errors import UserError
+from common.generation import (
+    FinishReason,
+    Params,
+    StopChecker,
+    TokenEvent,
+    check_prompt,
+    finish_reason,
+    output_limit,
+    params_per_prompt,
+)
+from common.sampler import Sampled, Sampler
+from common.sampling_params import SamplingParams
+from common.tokenizer import Tokenizer
+from forward.model import Model
+from kv_cache.cache import KVCache
+
+
+@dataclass
+class Waste:
+    """What a static batch computes for nothing, in token positions.
+
+    ``computed`` counts every position that went through the model; ``padding`` those that were padding;
+    ``finished`` those of requests that had already ended.
+    """
+
+    computed: int = 0
+    padding: int = 0
+    finished: int = 0
+
+    @property
+    def fraction(self) -> float:
+        """The share of computed positions that served nobody."""
+        return (self.padding + self.finished) / self.computed if self.computed else 0.0
+
+
+@dataclass
+class Row:
+    """One request's place in the batch."""
+
+    index: int
+    sample: int
+    prompt: list[int]
+    params: SamplingParams
+    limit: int
+    stop: StopChecker | None
+    output: list[int] = field(default_factory=list)
+    reason: FinishReason | None = None
+
+
+class BatchGenerator:
+    """Serves requests in batches of ``batch_size``, each to its end before the next begins.
+
+    Args:
+        model: computes the hidden states.
+        tokenizer: needed for stop strings only.
+        batch_size: rows in a batch; memory grows with it.
+        compact: drop finished rows from the batch as they finish, for the price of copying the others'
+            cache. Waiting requests still wait for the whole batch.
+    """
+
+    def __init__(
+        self, model: Model, tokenizer: Tokenizer | None = None, *, batch_size: int = 16, compact: bool = False
+    ) -> None:
+        if batch_size < 1:
+            raise UserError(f"batch_size is {batch_size}, but must be at least 1")
+        self.model, self.tokenizer = model, tokenizer
+        self.batch_size, self.compact = batch_size, compact
+        self.sampler = Sampler(batch_size, model.config.vocab_size, model.device)
+        self.waste = Waste()
+
+    def stream(self, prompts: list[list[int]], params: Params) -> Iterator[TokenEvent]:
+        """Generate for all prompts; the events of a batch interleave. See `common.generation.Streams`.
+
+        Raises:
+            UserError: a prompt or its parameters cannot be served; before anything is computed.
+        """
+        each = params_per_prompt(prompts, params)
+        vocab_size, max_len = self.model.config.vocab_size, self.model.max_len
+        for prompt, settings in zip(prompts, each, strict=True):
+            check_prompt(prompt, vocab_size, max_len, settings, has_tokenizer=self.tokenizer is not None)
+        return self._stream(prompts, each)
+
+    def _stream(self, prompts: list[list[int]], each: list[SamplingParams]) -> Iterator[TokenEvent]:
+        rows = []
+        for index, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
+            limit = output_limit(len(prompt), params, self.model.max_len)
+            for sample in range(params.n):
+                if limit == 0:
+                    yield TokenEvent(index, None, "length", time.perf_counter(), sample=sample)
+                    continue
+                stop = StopChecker(self.tokenizer, params) if self.tokenizer and params.stop else None
+                rows.append(Row(index, sample, prompt, params, limit, stop))
+        for first in range(0, len(rows), self.batch_size):
+            yield from self._batch(rows[first : first + self.batch_size])
+
+    def _batch(self, rows: list[Row]) -> Iterator[TokenEvent]:
+        """Prefill the batch in one forward pass, then decode until its last row is done."""
+        longest = max(len(row.prompt) for row in rows)
+        padding = [longest - len(row.prompt) for row in rows]
+        cache = KVCache(
+            self.model.config,
+            batch=len(rows),
+            # The last token of a row is never computed. Padding columns take memory like any others.
+            max_len=max(pad + len(row.prompt) + row.limit for pad, row in zip(padding, rows, strict=True))
+            - 1,
+            device=self.model.device,
+            dtype=self.model.dtype,
+        )
+        attention = PaddedAttention(cache, torch.tensor(padding, device=self.model.device))
+        for place, row in enumerate(rows):
+            eos = self.model.config.eos_token_ids
+            self.sampler.set_row(place, row.params, row.prompt, eos_ids=eos, sample=row.sample)
+        # On the left, so that every row's newest token is in the last column.
+        ids = torch.tensor(
+            [[0] * pad + row.prompt for pad, row in zip(padding, rows, strict=True)], device=self.model.device
+        )  # [B, S]
+        self.waste.padding += sum(padding)
+        active, places = rows, list(range(len(rows)))  # the sampler's row of each row of the batch
+        step = 0
+        while True:
+            self.waste.computed += ids.numel()
+            sampled = self._step(ids, attention, places, step)
+            tokens, now, step = sampled.tokens.tolist(), time.perf_counter(), step + 1  # the only wait
+            for place, (row, token) in enumerate(zip(active, tokens, strict=True)):
+                if row.reason is None:
+                    self._append(row, token)
+                    yield TokenEvent(row.index, token, row.reason, now, sampled.logprob(place), row.sample)
+            ids = sampled.tokens.unsqueeze(1)  # [B, 1], never leaves the device
+            live = [place for place, row in enumerate(active) if row.reason is None]
+            if not live:
+                return
+            if self.compact and len(live) < len(active):
+                kept = torch.tensor(live, device=self.model.device)
+                attention.keep(kept)
+                active, places = [active[i] for i in live], [places[i] for i in live]
+                ids = ids[kept]
+            self.waste.finished += len(active) - len(live)
+
+    def _append(self, row: Row, token: int) -> None:
+        row.output.append(token)
+        row.reason = finish_reason(
+            token, len(row.output), row.params, self.model.config.eos_token_ids, row.limit
+        )
+        if row.stop is not None and row.stop.push(token):
+            row.reason = "stop"
+
+    @torch.inference_mode()  # not around the loop: a generator would leave it switched on for its consumer
+    def _step(self, ids: Tensor, attention: PaddedAttention, places: list[int], step: int) -> Sampled:
+        """Run ``ids [B, S]`` as the next S columns and sample a token for every row from the last one."""
+        count = ids.shape[1]
+        attention.begin(count)
+        # A row's position is its column less its padding. Padding has none, and a finished row may be
+        # dragged beyond the context by a longer neighbour: both take any legal one.
+        positions = (attention.columns - attention.padding.unsqueeze(-1)).clamp(0, self.model.max_len - 1)
+        hidden: Tensor = self.model(ids, positions, attention)  # [B, S, hidden]
+        attention.cache.advance(count)
+        at = torch.tensor(places, device=ids.device)
+        return self.sampler.sample(self.model.logits(hidden[:, -1]), at, places, torch.full_like(at, step))

@@ -1,0 +1,299 @@
+"""Phase 01: our transformers against Hugging Face's, layer by layer of detail."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from common.config import ModelConfig, RopeConfig
+from common.errors import UserError
+from common.sampling_params import SamplingParams
+from forward import Generator, load, load_model
+from forward.attention import LayerSpec, RecomputeAttention, attend, causal_mask
+from forward.loading import random_model
+from forward.model import Model
+from forward.rope import Rope, apply_rope
+from forward.shapes import SHAPES
+
+AWKWARD = {
+    "vocab_size": 97,
+    "hidden_size": 72,
+    "intermediate_size": 56,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 12,  # not hidden / heads
+    "max_position_embeddings": 128,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+ORACLES: dict[str, tuple[type, dict[str, Any]]] = {
+    "llama": (transformers.LlamaConfig, {"tie_word_embeddings": True}),
+    "llama-biased-untied": (
+        transformers.LlamaConfig,
+        {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
+    ),
+    "llama3-rope": (transformers.LlamaConfig, {"rope_parameters": LLAMA3_ROPE}),
+    "linear-rope": (
+        transformers.LlamaConfig,
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}},
+    ),
+    "qwen2": (transformers.Qwen2Config, {"hidden_size": 108, "tie_word_embeddings": True}),
+    "qwen2-window": (
+        transformers.Qwen2Config,
+        {"hidden_size": 108, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2},
+    ),
+    "qwen3": (transformers.Qwen3Config, {"tie_word_embeddings": True}),
+    "qwen3-untied": (transformers.Qwen3Config, {"tie_word_embeddings": False}),
+    "gemma3": (
+        transformers.Gemma3TextConfig,
+        {
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 20,
+            "final_logit_softcapping": 5.0,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
+    "gpt2": (
+        transformers.GPT2Config,
+        {"vocab_size": 97, "n_embd": 36, "n_layer": 3, "n_head": 3, "n_positions": 64},
+    ),
+    "gpt2-layer-scale": (
+        transformers.GPT2Config,
+        {
+            "vocab_size": 97,
+            "n_embd": 36,
+            "n_layer": 3,
+            "n_head": 3,
+            "n_positions": 64,
+            "n_inner": 50,
+            "scale_attn_by_inverse_layer_idx": True,
+        },
+    ),
+}
+
+
+def oracle(name: str, folder: Path, **save: Any) -> Any:
+    """A transformers model of random weights, also written to ``folder``."""
+    kind, options = ORACLES[name]
+    shape = {} if kind is transformers.GPT2Config else AWKWARD
+    config = kind(**{**shape, **options}, attn_implementation="eager")
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases and norms start at 0 and 1: make them matter
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder, **save)
+    return model
+
+
+def our_logits(model: Model, ids: Tensor) -> Tensor:
+    positions = torch.arange(ids.shape[-1]).expand(ids.shape)
+    with torch.inference_mode():
+        return model.logits(model(ids, positions, RecomputeAttention()))
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
+    reference = oracle(name, tmp_path)
+    model = load_model(tmp_path, device="cpu", dtype="float32")
+    ids = torch.randint(0, 97, (2, 40))
+    with torch.inference_mode():
+        expected = reference(ids).logits
+    torch.testing.assert_close(our_logits(model, ids), expected, atol=1e-4, rtol=0)
+
+
+def test_sharded_checkpoint_loads_like_a_single_file(tmp_path: Path) -> None:
+    reference = oracle("llama-biased-untied", tmp_path, max_shard_size="50KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    ids = torch.randint(0, 97, (1, 10))
+    with torch.inference_mode():
+        expected = reference(ids).logits
+    model = load_model(tmp_path, device="cpu", dtype="float32")
+    torch.testing.assert_close(our_logits(model, ids), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+def test_half_precision_stays_close(name: str, tmp_path: Path) -> None:
+    oracle(name, tmp_path)
+    ids = torch.randint(0, 97, (1, 40))
+    exact = our_logits(load_model(tmp_path, device="cpu", dtype="float32"), ids)
+    half = our_logits(load_model(tmp_path, device="cpu", dtype="bfloat16"), ids)
+    assert half.dtype == torch.float32
+    assert (half - exact).norm() / exact.norm() < 0.03
+
+
+def test_leading_shape_is_free() -> None:
+    model = load_model("random:tiny", device="cpu", dtype="float32")
+    ids = torch.randint(0, 257, (3, 9))
+    together = our_logits(model, ids)
+    for row in range(3):
+        torch.testing.assert_close(our_logits(model, ids[row]), together[row], atol=1e-5, rtol=1e-5)
+
+
+def test_causality() -> None:
+    """Changing a token changes nothing before it and something at it."""
+    model = load_model("random:tiny-window", device="cpu", dtype="float32")
+    ids = torch.randint(0, 256, (60,))
+    changed = ids.clone()
+    changed[30] += 1
+    before, after = our_logits(model, ids), our_logits(model, changed)
+    torch.testing.assert_close(before[:30], after[:30], atol=1e-6, rtol=0)
+    assert (before[30] - after[30]).abs().max() > 1e-3
+
+
+def test_mask_of_a_chunk_is_not_the_lower_triangle() -> None:
+    mask = causal_mask(torch.tensor([3, 4]), torch.arange(5))
+    assert mask.tolist() == [[True, True, True, True, False], [True] * 5]
+    window = causal_mask(torch.tensor([3, 4]), torch.arange(5), window=2)
+    assert window.tolist() == [[False, False, True, True, False], [False, False, False, True, True]]
+
+
+def test_attend_equals_sums_over_single_heads() -> None:
+    """Grouped heads, scale, soft cap and mask, against loops in float64."""
+    spec = LayerSpec(0, num_heads=6, num_kv_heads=2, head_dim=5, scale=0.3, soft_cap=2.0)
+    q, k, v = torch.randn(6, 4, 5), torch.randn(2, 7, 5), torch.randn(2, 7, 5)
+    mask = causal_mask(torch.arange(3, 7), torch.arange(7), window=4)
+    out = attend(spec, q, k, v, mask)
+    for head in range(6):
+        for row in range(4):
+            scores = []
+            for key in range(7):
+                score = float(q[head, row].double() @ k[head // 3, key].double()) * 0.3
+                scores.append(2.0 * math.tanh(score / 2.0))
+            weights = [math.exp(s) if seen else 0.0 for s, seen in zip(scores, mask[row], strict=True)]
+            expected = sum(w * v[head // 3, key].double() for key, w in enumerate(weights)) / sum(weights)
+            torch.testing.assert_close(out[head, row].double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_rope_depends_on_distance_only() -> None:
+    rope = Rope(RopeConfig(), 16)
+    q, k = torch.randn(1, 16), torch.randn(1, 16)
+
+    def score(query_at: int, key_at: int) -> float:
+        rotated_q = apply_rope(q, rope(torch.tensor(query_at)))
+        return float((rotated_q * apply_rope(k, rope(torch.tensor(key_at)))).sum())
+
+    assert score(9, 4) == pytest.approx(score(105, 100), abs=1e-4)
+    assert score(9, 4) != pytest.approx(score(9, 5), abs=1e-2)
+
+
+def test_rope_pairs_halves_not_neighbours() -> None:
+    """A vector in dimension 0 turns into dimension D/2."""
+    x = torch.zeros(1, 8)
+    x[0, 0] = 1.0
+    turned = apply_rope(x, Rope(RopeConfig(), 8)(torch.tensor(1)))
+    assert turned[0, 0] == pytest.approx(math.cos(1.0)) and turned[0, 4] == pytest.approx(math.sin(1.0))
+
+
+def test_rope_tables_stay_float32_at_far_positions() -> None:
+    """In bfloat16 positions 4096 and 4097 are the same number."""
+    model = load_model("random:tiny", device="cpu", dtype="bfloat16")
+    cos, _ = model.rope(torch.tensor([4096, 4097]))  # type: ignore[operator]
+    assert cos.dtype == torch.float32 and not torch.equal(cos[0], cos[1])
+
+
+@pytest.mark.parametrize("shape", ["gpt2", "tiny", "tiny-window"])
+def test_random_models_have_finite_distinct_logits(shape: str) -> None:
+    model = random_model(SHAPES[shape], device="cpu", dtype=torch.float32)
+    logits = our_logits(model, torch.randint(0, 257, (12,)))
+    assert torch.isfinite(logits).all() and logits.std() > 0.05
+    again = random_model(SHAPES[shape], device="cpu", dtype=torch.float32)
+    assert torch.equal(our_logits(again, torch.arange(5)), our_logits(model, torch.arange(5)))
+
+
+def test_published_sizes() -> None:
+    """The shapes have the parameter counts that their names claim."""
+    with torch.device("meta"):
+        from forward.models import FAMILIES
+
+        sizes = {
+            name: sum(p.numel() for p in FAMILIES[config.family](config).parameters())
+            for name, config in SHAPES.items()
+        }
+    assert sizes["gpt2"] == 124_439_808
+    assert sizes["qwen3-0.6b"] == 596_049_920
+    assert sizes["qwen3-8b"] == 8_190_735_360
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        ({"model_type": "mamba"}, "model_type 'mamba'"),
+        ({"model_type": "llama"}, "no field 'hidden_size'"),
+        (
+            {**AWKWARD, "model_type": "llama", "num_key_value_heads": 4},
+            "not a multiple of num_key_value_heads",
+        ),
+        ({**AWKWARD, "model_type": "llama", "rope_scaling": {"rope_type": "yarn"}}, "rope_type 'yarn'"),
+    ],
+)
+def test_unsupported_configurations_are_named(raw: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        ModelConfig.from_hf(raw)
+
+
+def test_both_generations_of_field_names_agree() -> None:
+    old = ModelConfig.from_hf(
+        {**AWKWARD, "model_type": "gemma3_text", "sliding_window": 5, "rope_theta": 2e5}
+    )
+    new = ModelConfig.from_hf(
+        {
+            **AWKWARD,
+            "model_type": "gemma3_text",
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention"] * 4,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 2e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        }
+    )
+    assert old == new
+
+
+def test_generator_recomputes_everything() -> None:
+    """What phase 02 will save: n tokens cost the sum of all lengths."""
+    model = load_model("random:tiny", device="cpu", dtype="float32")
+    computed = []
+    model.register_forward_pre_hook(lambda _, args: computed.append(args[0].numel()))
+    events = list(Generator(model).stream([[5, 6, 7]], SamplingParams(max_tokens=4, ignore_eos=True)))
+    assert computed == [3, 4, 5, 6] and len(events) == 4
+
+
+def test_generator_rejects_before_it_computes() -> None:
+    generator = load("random:tiny", device="cpu")
+    with pytest.raises(UserError, match="token id 257"):
+        generator.stream([[1, 2], [257]], SamplingParams(max_tokens=4))
+    with pytest.raises(UserError, match="empty"):
+        generator.stream([[]], SamplingParams(max_tokens=4))
+    with pytest.raises(UserError, match="1024 tokens"):
+        generator.stream([[1] * 1024], SamplingParams(max_tokens=4))
+
+
+def test_prompt_that_leaves_room_for_one_token() -> None:
+    generator = load("random:tiny", device="cpu")
+    events = list(generator.stream([[1] * 1023], SamplingParams(max_tokens=4, ignore_eos=True)))
+    assert [event.finish_reason for event in events] == ["length"]
+
+
+def test_max_tokens_zero_is_an_empty_completion() -> None:
+    events = list(load("random:tiny", device="cpu").stream([[1]], SamplingParams(max_tokens=0)))
+    assert [(event.token_id, event.finish_reason) for event in events] == [(None, "length")]
+
+
+def test_consumer_is_not_left_in_inference_mode() -> None:
+    for _ in load("random:tiny", device="cpu").stream([[1]], SamplingParams(max_tokens=2)):
+        assert not torch.is_inference_mode_enabled()
