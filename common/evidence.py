@@ -1,0 +1,318 @@
+"""Evidence: what a benchmark measured, as one JSON file that every figure and table is drawn from.
+
+A phase's `bench.py` is two functions, which `ladder bench` and `ladder plot` find by name:
+
+    def run(options: BenchOptions) -> Evidence: ...       # measure this phase against the one before it
+    def draw(evidence: Evidence, out: Path) -> None: ...  # draw the figure from that file alone
+
+`benchmarks/README.md` shows a whole one. The evidence of phase `05_paged_cache` on an H200 lies in
+`benchmarks/results/h200/05_paged_cache.json`, its figure in `figures/h200/05_paged_cache.png`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.errors import UserError
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+FIGURES = ROOT / "figures"
+
+PERCENTILES = ("p50", "p95", "p99")
+METRICS = frozenset(
+    [
+        "seconds",
+        "output_tokens_per_s",
+        "prompt_tokens_per_s",
+        "peak_memory_bytes",
+        "kv_cache_bytes",
+        "requests_in_flight",
+        "scheduling_us_per_step",
+        "bandwidth_fraction",
+        "flop_fraction",
+        "cache_hit_fraction",
+        "acceptance_fraction",
+        *(f"{name}_ms_{p}" for name in ("ttft", "itl", "e2e") for p in PERCENTILES),
+        *(f"{name}_ms_mean" for name in ("ttft", "itl", "e2e")),
+    ]
+)
+"""Metric names shared by all phases. A phase may add its own; these always mean the same thing."""
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What `ladder bench` was asked for. `repeats` is the number of timed samples of each variant."""
+
+    device: torch.device
+    dtype: torch.dtype
+    model: str | None = None
+    quick: bool = False
+    repeats: int = 3
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric's samples, in the order they were taken."""
+
+    samples: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Median of the samples."""
+        return statistics.median(self.samples)
+
+    @property
+    def spread(self) -> float:
+        """Largest minus smallest sample, as a share of the median."""
+        return (max(self.samples) - min(self.samples)) / abs(self.median) if self.median else 0.0
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """The least time that the work could take on this machine, and the share of it that was reached.
+
+    seconds: time for the work's bytes and FLOPs at the measured ceilings.
+    fraction: `seconds` over the median measured seconds; 1 means that nothing is left to gain.
+    """
+
+    seconds: float
+    fraction: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """One variant on one workload: the unit that figures and tables are made of.
+
+    variant: the phase's name, a variant of it (`03_batching+compact`), or a peer with its version.
+    weights: "real" or "random".
+    options: what distinguishes runs of one variant on one workload: batch size, context, budget.
+    noise: how idle the machine was (see `common.measure.Noise`), worst sample that was kept.
+    """
+
+    variant: str
+    workload: str
+    workload_sha256: str
+    model: str
+    weights: str
+    dtype: str
+    metrics: Mapping[str, Metric]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    roofline: Roofline | None = None
+    noise: Mapping[str, float] | None = None
+
+    def median(self, metric: str) -> float:
+        """Median of one metric. Raises `UserError` when it was not measured."""
+        if metric not in self.metrics:
+            raise UserError(f"{self.variant} on {self.workload} has no {metric}, only {', '.join(self.metrics)}")
+        return self.metrics[metric].median
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Everything one call of a benchmark measured, with what is needed to judge and repeat it."""
+
+    phase: str
+    when: str
+    git: Mapping[str, Any]
+    machine: Mapping[str, Any]
+    versions: Mapping[str, str]
+    runs: tuple[Run, ...]
+
+    @property
+    def folder(self) -> str:
+        """Name of the device's folder under `benchmarks/results` and `figures`."""
+        return device_folder(str(self.machine["device"]), str(self.machine["name"]))
+
+    def find(self, variant: str | None = None, workload: str | None = None, **options: Any) -> list[Run]:
+        """The runs with this variant and workload (None: any), and these values in `options`.
+
+        `model`, `dtype` and `weights` may be given among the options too.
+        """
+        found = []
+        for run in self.runs:
+            facts = {"model": run.model, "dtype": run.dtype, "weights": run.weights, **run.options}
+            wanted = variant in (None, run.variant) and workload in (None, run.workload)
+            if wanted and all(facts.get(name) == value for name, value in options.items()):
+                found.append(run)
+        return found
+
+    def one(self, variant: str | None = None, workload: str | None = None, **options: Any) -> Run:
+        """The only run that `find` returns. Raises `UserError` when there is none, or several."""
+        found = self.find(variant, workload, **options)
+        if len(found) != 1:
+            wanted = f"variant {variant}, workload {workload}, {options}"
+            raise UserError(f"{self.phase} has {len(found)} runs with {wanted}, but exactly 1 was asked for")
+        return found[0]
+
+    def write(self, path: Path | None = None) -> Path:
+        """Write the file (by default to its place in `benchmarks/results`) and return where."""
+        path = path or RESULTS / self.folder / f"{self.phase}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.to_json(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        return path
+
+    def to_json(self) -> dict[str, Any]:
+        """The file's content. Only what was measured appears: no roofline, no key."""
+        return {
+            "phase": self.phase,
+            "when": self.when,
+            "git": dict(self.git),
+            "machine": dict(self.machine),
+            "versions": dict(self.versions),
+            "runs": [_run_to_json(run) for run in self.runs],
+        }
+
+    @classmethod
+    def load(cls, path: Path) -> Evidence:
+        """Read a file that `write` made. Raises `UserError` naming the file when it is not one."""
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+            runs = tuple(_run_from_json(run) for run in raw["runs"])
+            return cls(raw["phase"], raw["when"], raw["git"], raw["machine"], raw["versions"], runs)
+        except FileNotFoundError:
+            raise UserError(f"{path} does not exist: no evidence was written there") from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{path} is no evidence file: {type(error).__name__} {error}") from None
+
+
+def collect(
+    phase: str, runs: Sequence[Run], device: torch.device, ceilings: Mapping[str, float] | None = None
+) -> Evidence:
+    """Put runs together with the time, the commit, the machine and the versions they belong to."""
+    return Evidence(
+        phase=phase,
+        when=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        git=git_state(),
+        machine=machine_facts(device, ceilings),
+        versions=versions(),
+        runs=tuple(runs),
+    )
+
+
+def sample_metrics(samples: Sequence[Mapping[str, float]]) -> dict[str, Metric]:
+    """Turn one mapping a sample into one `Metric` a name; only names that every sample has."""
+    if not samples:
+        return {}
+    names = [name for name in samples[0] if all(name in sample for sample in samples)]
+    return {name: Metric(tuple(float(sample[name]) for sample in samples)) for name in names}
+
+
+def results(folder: Path = RESULTS) -> dict[str, dict[str, Evidence]]:
+    """All evidence in the checkout: device folder -> phase -> evidence; the CPU first."""
+    found: dict[str, dict[str, Evidence]] = {}
+    for path in sorted(folder.glob("*/*.json"), key=lambda path: (path.parent.name != "cpu", path)):
+        found.setdefault(path.parent.name, {})[path.stem] = Evidence.load(path)
+    return found
+
+
+def device_folder(device: str, name: str) -> str:
+    """`cpu`, or a GPU's short name: `NVIDIA H200` -> `h200`."""
+    if device == "cpu":
+        return "cpu"
+    short = re.sub(r"\b(nvidia|geforce|amd|apple|graphics)\b", "", name.lower())
+    return re.sub(r"[^a-z0-9]+", "-", short).strip("-") or device
+
+
+def machine_facts(device: torch.device, ceilings: Mapping[str, float] | None = None) -> dict[str, Any]:
+    """Device kind, its name, the cores this process may use, torch's threads, and the measured ceilings."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {
+        "device": device.type,
+        "name": device_name(device),
+        "cores": cores,
+        "threads": torch.get_num_threads(),
+        "ceilings": dict(ceilings or {}),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """The maker's name of the GPU, or of the processor."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return match.group(1).strip() if match else platform.processor() or platform.machine()
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of what decides speed; an absent package has an empty one."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in ("triton", "transformers", "numpy"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = ""
+    if torch.version.cuda:
+        found["cuda"] = str(torch.version.cuda)
+    return found
+
+
+def git_state(root: Path = ROOT) -> dict[str, Any]:
+    """Commit of the checkout, and whether code in it differs from that commit.
+
+    Evidence and figures are left out of the comparison: writing one must not make the next one dirty.
+    """
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(root), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        commit = git("rev-parse", "HEAD")
+        changes = git("status", "--porcelain", "--", ".", ":!benchmarks/results", ":!figures")
+    except (OSError, subprocess.CalledProcessError):
+        return {"commit": os.environ.get("LADDER_GIT_COMMIT", ""), "dirty": None}
+    return {"commit": commit, "dirty": bool(changes)}
+
+
+def _run_to_json(run: Run) -> dict[str, Any]:
+    raw: dict[str, Any] = {
+        "variant": run.variant,
+        "workload": run.workload,
+        "workload_sha256": run.workload_sha256,
+        "model": run.model,
+        "weights": run.weights,
+        "dtype": run.dtype,
+        "options": dict(run.options),
+        "metrics": {
+            name: {"median": metric.median, "spread": round(metric.spread, 4), "samples": list(metric.samples)}
+            for name, metric in run.metrics.items()
+        },
+    }
+    if run.roofline is not None:
+        raw["roofline"] = asdict(run.roofline)
+    if run.noise is not None:
+        raw["noise"] = dict(run.noise)
+    return raw
+
+
+def _run_from_json(raw: Mapping[str, Any]) -> Run:
+    return Run(
+        variant=raw["variant"],
+        workload=raw["workload"],
+        workload_sha256=raw["workload_sha256"],
+        model=raw["model"],
+        weights=raw["weights"],
+        dtype=raw["dtype"],
+        options=raw["options"],
+        metrics={name: Metric(tuple(metric["samples"])) for name, metric in raw["metrics"].items()},
+        roofline=Roofline(**raw["roofline"]) if raw.get("roofline") else None,
+        noise=raw.get("noise"),
+    )
