@@ -117,7 +117,9 @@ class Run:
     def median(self, metric: str) -> float:
         """Median of one metric. Raises `UserError` when it was not measured."""
         if metric not in self.metrics:
-            raise UserError(f"{self.variant} on {self.workload} has no {metric}, only {', '.join(self.metrics)}")
+            raise UserError(
+                f"{self.variant} on {self.workload} has no {metric}, only {', '.join(self.metrics)}"
+            )
         return self.metrics[metric].median
 
 
@@ -292,7 +294,11 @@ def _run_to_json(run: Run) -> dict[str, Any]:
         "dtype": run.dtype,
         "options": dict(run.options),
         "metrics": {
-            name: {"median": metric.median, "spread": round(metric.spread, 4), "samples": list(metric.samples)}
+            name: {
+                "median": metric.median,
+                "spread": round(metric.spread, 4),
+                "samples": list(metric.samples),
+            }
             for name, metric in run.metrics.items()
         },
     }

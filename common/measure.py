@@ -1,0 +1,318 @@
+"""Measuring: samples in alternating order, each watched for disturbance by other processes.
+
+A speed measured once, or while something else ran, says nothing. `alternate` warms every variant up, takes
+the samples of all variants in turn (so that a slow minute of the machine hits them alike), and takes a sample
+again when other processes used a noticeable share of the processor while it ran.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+from common.device import peak_memory, reset_peak_memory, synchronize
+from common.evidence import PERCENTILES, Roofline, Run, sample_metrics
+from common.generation import Completion, Streams, generate
+from common.workloads import Workload
+
+Sample = dict[str, float]
+"""One measurement: metric name -> value. `seconds` is the time that a roofline is compared with."""
+
+MAX_OTHER_CPU = 0.10
+"""A sample is dirty when other processes used more than this share of the cores we may use."""
+MAX_SWITCHES_PER_S = 200.0
+"""Or when the kernel took the processor away from us this often per second and thread."""
+
+
+@dataclass(frozen=True)
+class Noise:
+    """How far other processes disturbed a stretch of time.
+
+    other_cpu: processor time of everything but this process and its children, as a share of all cores.
+    switches_per_s: involuntary context switches of this process, per second and torch thread.
+    """
+
+    other_cpu: float = 0.0
+    switches_per_s: float = 0.0
+
+    @property
+    def dirty(self) -> bool:
+        """Whether a sample taken then should be taken again."""
+        return self.other_cpu > MAX_OTHER_CPU or self.switches_per_s > MAX_SWITCHES_PER_S
+
+    @property
+    def score(self) -> float:
+        """How bad, with 1 at the limit."""
+        return max(self.other_cpu / MAX_OTHER_CPU, self.switches_per_s / MAX_SWITCHES_PER_S)
+
+
+@dataclass
+class Samples:
+    """The samples of one variant that were kept, and what happened around them."""
+
+    kept: list[Sample] = field(default_factory=list)
+    noises: list[Noise] = field(default_factory=list)
+    discarded: int = 0
+
+    def noise(self) -> dict[str, float]:
+        """The worst disturbance among the kept samples, for the evidence file."""
+        return {
+            "other_cpu": round(max((n.other_cpu for n in self.noises), default=0.0), 4),
+            "switches_per_s": round(max((n.switches_per_s for n in self.noises), default=0.0), 1),
+            "discarded": self.discarded,
+        }
+
+
+class Watch:
+    """Notices other processes: `with Watch() as watch: ...`, then `watch.noise`.
+
+    On a system without per-processor times for the whole machine, or where they cannot be read, it sees none.
+    """
+
+    noise = Noise()
+
+    def __enter__(self) -> Watch:
+        self._start = _usage()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        before, after = self._start, _usage()
+        elapsed = max(after.clock - before.clock, 1e-9)
+        others = (after.machine - before.machine) - (after.ours - before.ours)
+        cores = psutil.cpu_count() or 1
+        # The counters tick every 10 ms on each core; less than a few ticks is no information.
+        share = others / (elapsed * cores) if elapsed >= 0.2 else 0.0
+        switches = (after.switches - before.switches) / elapsed / max(torch.get_num_threads(), 1)
+        self.noise = Noise(max(share, 0.0), switches if elapsed >= 0.2 else 0.0)
+
+
+def alternate(
+    variants: Mapping[str, Callable[[int], Sample]],
+    repeats: int = 3,
+    *,
+    warm: Mapping[str, Callable[[], object]] | None = None,
+    tries: int = 4,
+    settle: float = 1.0,
+    log: Callable[[str], None] | None = None,
+) -> dict[str, Samples]:
+    """Take `repeats` samples of each variant in alternating order (a b, b a, a b, ...).
+
+    variants: name -> function of the repeat's number that returns one sample. Whatever it builds and throws
+        away is its own affair: only what it reports counts.
+    warm: name -> function called before each sample. Without it, each variant runs once untimed at the start.
+    tries: a dirty sample is taken again up to this often in all, after a pause that grows from `settle`
+        seconds; the least disturbed is kept, and the evidence says how dirty it was.
+    log: called with one line a sample.
+    """
+    if warm is None:
+        for run in variants.values():
+            run(0)
+    kept = {name: Samples() for name in variants}
+    for repeat in range(repeats):
+        order = list(variants)
+        for name in order if repeat % 2 == 0 else reversed(order):
+            best: tuple[Noise, Sample] | None = None
+            for attempt in range(tries):
+                if warm is not None and name in warm:
+                    warm[name]()
+                with Watch() as watch:
+                    sample = variants[name](repeat)
+                if best is None or watch.noise.score < best[0].score:
+                    best = watch.noise, sample
+                if log:
+                    log(_line(name, repeat, sample, watch.noise))
+                if not watch.noise.dirty:
+                    kept[name].discarded += attempt
+                    break
+                if attempt + 1 < tries:
+                    time.sleep(settle * 2**attempt)
+            else:
+                kept[name].discarded += tries - 1
+            assert best is not None
+            kept[name].noises.append(best[0])
+            kept[name].kept.append(best[1])
+    return kept
+
+
+def summarize(
+    variant: str,
+    workload: Workload,
+    samples: Samples,
+    *,
+    model: str,
+    dtype: torch.dtype,
+    options: Mapping[str, Any] | None = None,
+    roofline: Roofline | None = None,
+) -> Run:
+    """Make the evidence of one variant on one workload. Weights are random when the model's name says so."""
+    return Run(
+        variant=variant,
+        workload=workload.name,
+        workload_sha256=workload.sha256,
+        model=model.removeprefix("random:"),
+        weights="random" if model.startswith("random:") else "real",
+        dtype=str(dtype).removeprefix("torch."),
+        metrics=sample_metrics(samples.kept),
+        options=dict(options or {}),
+        roofline=roofline,
+        noise=samples.noise(),
+    )
+
+
+def time_generation(engine: Streams, workload: Workload, device: torch.device | str = "cpu") -> Sample:
+    """Run the whole workload through a phase, all requests at once, and measure it.
+
+    Arrival times are ignored here: a phase that admits requests while it runs replays them itself, and turns
+    its completions into metrics with `request_metrics`.
+    """
+    prompts, params = workload.prompts, workload.params
+    with memory(device) as used:
+        start = time.perf_counter()
+        completions = generate(engine, prompts, params)
+        synchronize(device)
+        seconds = time.perf_counter() - start
+    sample = request_metrics(completions, seconds)
+    if used.peak is not None:
+        sample["peak_memory_bytes"] = float(used.peak)
+    return sample
+
+
+def request_metrics(completions: Sequence[Completion], seconds: float) -> Sample:
+    """Throughput over `seconds`, and percentiles of the latencies of finished requests, in milliseconds."""
+    outputs = sum(len(completion.token_ids) for completion in completions)
+    prompts = sum(len(completion.prompt_ids) for completion in completions if completion.sample == 0)
+    sample = {
+        "seconds": seconds,
+        "output_tokens_per_s": outputs / seconds,
+        "prompt_tokens_per_s": prompts / seconds,
+    }
+    sample |= percentiles("ttft_ms", [c.ttft_ms for c in completions if c.ttft_ms is not None])
+    sample |= percentiles("itl_ms", [gap for c in completions for gap in c.itl_ms])
+    sample |= percentiles("e2e_ms", [c.e2e_ms for c in completions if c.e2e_ms is not None])
+    return sample
+
+
+def percentiles(name: str, values: Sequence[float]) -> Sample:
+    """`name_p50`, `_p95`, `_p99` (linear between neighbours) and `name_mean`; nothing without values."""
+    if not values:
+        return {}
+    found = {f"{name}_{p}": float(np.percentile(values, int(p[1:]))) for p in PERCENTILES}
+    return {**found, f"{name}_mean": float(np.mean(values))}
+
+
+def time_call(
+    function: Callable[[], object],
+    device: torch.device | str = "cpu",
+    *,
+    repeats: int = 20,
+    warm_up: int = 3,
+    floor: float = 0.0,
+) -> list[float]:
+    """Seconds of each of `repeats` calls, for kernels and probes.
+
+    On CUDA each call is timed by events on the device, so launch costs before it do not count. `floor` keeps
+    going until this many seconds were spent.
+    """
+    device = torch.device(device)
+    for _ in range(warm_up):
+        function()
+    synchronize(device)
+    times: list[float] = []
+    begun = time.perf_counter()
+    while len(times) < repeats or time.perf_counter() - begun < floor:
+        if device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start.record()
+            function()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1e3)
+        else:
+            before = time.perf_counter()
+            function()
+            synchronize(device)
+            times.append(time.perf_counter() - before)
+    return times
+
+
+@dataclass
+class Memory:
+    """Filled in when the `memory` block ends: the peak, in bytes, or None where it cannot be known."""
+
+    peak: int | None = None
+
+
+@contextmanager
+def memory(device: torch.device | str = "cpu") -> Iterator[Memory]:
+    """Peak memory inside the block: what tensors occupy on CUDA, the process's resident set on a CPU.
+
+    The kernel can reset its high-water mark of the resident set (Linux, `/proc/self/clear_refs`); where it
+    cannot, a CPU has no peak here, because the mark of the whole process's life says nothing about the block.
+    """
+    device, used = torch.device(device), Memory()
+    reset_peak_memory(device)
+    resettable = device.type == "cpu" and _reset_resident_peak()
+    yield used
+    used.peak = peak_memory(device)
+    if resettable:
+        used.peak = _resident_peak()
+
+
+def _reset_resident_peak() -> bool:
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return True
+
+
+def _resident_peak() -> int | None:
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+@dataclass(frozen=True)
+class _Usage:
+    clock: float
+    machine: float
+    ours: float
+    switches: float
+
+
+def _usage() -> _Usage:
+    """Processor seconds of the whole machine and of ours, and our involuntary switches, up to now."""
+    try:
+        times = psutil.cpu_times()
+    except (OSError, RuntimeError):
+        return _Usage(time.perf_counter(), 0.0, 0.0, 0.0)
+    # `steal` is what a hypervisor gave to other machines: as bad as another process.
+    machine = (
+        times.user + times.system + sum(getattr(times, name, 0.0) for name in ("irq", "softirq", "steal"))
+    )
+    own = os.times()
+    try:
+        import resource  # not on Windows
+
+        switches = float(resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw)
+    except ImportError:
+        switches = 0.0
+    ours = own.user + own.system + own.children_user + own.children_system
+    return _Usage(time.perf_counter(), machine, ours, switches)
+
+
+def _line(name: str, repeat: int, sample: Sample, noise: Noise) -> str:
+    rate = sample.get("output_tokens_per_s")
+    value = f"{rate:,.1f} tokens/s" if rate else f"{sample.get('seconds', float('nan')):.3f} s"
+    state = f"  (dirty: {noise.other_cpu:.0%} other processes)" if noise.dirty else ""
+    return f"{name} #{repeat + 1}: {value}{state}"

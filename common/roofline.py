@@ -1,0 +1,236 @@
+"""Roofline: the least time a piece of work can take on this machine.
+
+Any step of a model must read its weights and the keys and values it attends to, and must do its
+multiplications. The machine has a ceiling for each: bytes a second from memory, and floating-point operations
+a second in matrix products. A step takes at least the longer of the two times (Williams, Waterman, Patterson
+2009, "Roofline: an insightful visual performance model"). The ceilings are measured here by a short probe and
+kept in a file, since data sheets state what nobody reaches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from common.config import ModelConfig
+from common.device import synchronize
+from common.evidence import Roofline, device_name
+from common.measure import Samples, time_call
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What this machine reaches: bytes read from memory a second, FLOPs of matrix products a second."""
+
+    read_bytes_per_s: float
+    matmul_flop_per_s: float
+
+    def to_json(self) -> dict[str, float]:
+        """For the evidence file."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one stretch of computation needs, whoever computes it.
+
+    weight_bytes, kv_bytes: bytes read. flops: multiplications and additions, counted separately.
+    """
+
+    weight_bytes: float
+    kv_bytes: float
+    flops: float
+
+    @property
+    def bytes(self) -> float:
+        """Everything read."""
+        return self.weight_bytes + self.kv_bytes
+
+    def seconds(self, ceilings: Ceilings) -> float:
+        """Time at the ceilings, reading and computing at once."""
+        return max(self.bytes / ceilings.read_bytes_per_s, self.flops / ceilings.matmul_flop_per_s)
+
+    def __add__(self, other: Work) -> Work:
+        """Both as one stretch."""
+        return Work(
+            self.weight_bytes + other.weight_bytes, self.kv_bytes + other.kv_bytes, self.flops + other.flops
+        )
+
+
+def layer_parameters(config: ModelConfig) -> int:
+    """Weights of all layers' matrix products: projections and MLP, without embedding, norms and biases."""
+    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    attention = config.hidden_size * (query + 2 * kv) + query * config.hidden_size
+    gated = 2 if config.family == "gpt2" else 3  # GPT-2's MLP has two matrices, the others a gate as well
+    return config.num_layers * (attention + gated * config.hidden_size * config.intermediate_size)
+
+
+def decode_work(config: ModelConfig, dtype: torch.dtype, batch: int, context: float) -> Work:
+    """One decode step: one new token for each of `batch` sequences that attend to `context` keys each.
+
+    The embedding is read once as the output head (a tied one is the same matrix); of the input embedding only
+    `batch` rows are read, which is nothing.
+    """
+    head = config.vocab_size * config.hidden_size
+    weights = layer_parameters(config) + head
+    return Work(
+        weight_bytes=weights * dtype.itemsize,
+        kv_bytes=batch * _keys(config, context) * _kv_bytes_per_key(config, dtype),
+        flops=2.0 * batch * weights + batch * _keys(config, context) * _flops_per_key(config),
+    )
+
+
+def prefill_work(config: ModelConfig, dtype: torch.dtype, prompt_lens: Sequence[int]) -> Work:
+    """Prompts computed in one pass: every token through the layers, the head for each prompt's last token."""
+    head = config.vocab_size * config.hidden_size
+    layers = layer_parameters(config)
+    tokens = sum(prompt_lens)
+    pairs = sum(_pairs(config, length) for length in prompt_lens)
+    return Work(
+        weight_bytes=(layers + head) * dtype.itemsize,
+        kv_bytes=0.0,  # keys and values of a prompt are used where they are made
+        flops=2.0 * tokens * layers + 2.0 * len(prompt_lens) * head + pairs * _flops_per_key(config),
+    )
+
+
+def generation_work(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    prompt_lens: Sequence[int],
+    output_lens: Sequence[int],
+    batch: int,
+    cached: bool = True,
+) -> list[Work]:
+    """All prefills and all decodes of requests that run at most `batch` at a time, as two stretches.
+
+    The number of decode steps is the least that any schedule needs: no request goes faster than one token a
+    step, and no step yields more than `batch` tokens. The first output token comes from the prefill.
+
+    cached=False: no cache, so that every output token is a prefill of all that stands before it (phase 01).
+    """
+    if not cached:
+        works = []
+        for prompt, output in zip(prompt_lens, output_lens, strict=True):
+            works += [prefill_work(config, dtype, [prompt + done]) for done in range(output)]
+        return works
+    decodes = [max(output - 1, 0) for output in output_lens]
+    steps = max(max(decodes, default=0), -(-sum(decodes) // batch))
+    waves = -(-len(prompt_lens) // batch)
+    prefill = prefill_work(config, dtype, prompt_lens)
+    keys = sum(
+        _keys(config, prompt + done)
+        for prompt, output in zip(prompt_lens, decodes, strict=True)
+        for done in range(1, output + 1)
+    )
+    one = decode_work(config, dtype, 1, 0)
+    return [
+        Work(prefill.weight_bytes * waves, prefill.kv_bytes, prefill.flops),
+        Work(
+            weight_bytes=one.weight_bytes * steps,
+            kv_bytes=keys * _kv_bytes_per_key(config, dtype),
+            flops=one.flops * sum(decodes) + keys * _flops_per_key(config),
+        ),
+    ]
+
+
+def ideal_seconds(works: Sequence[Work], ceilings: Ceilings) -> float:
+    """Time of several stretches one after the other."""
+    return sum(work.seconds(ceilings) for work in works)
+
+
+def reached(works: Sequence[Work] | Work, ceilings: Ceilings, samples: Samples | float) -> Roofline:
+    """The roofline entry of an evidence file, from the median of the samples' `seconds`."""
+    works = [works] if isinstance(works, Work) else works
+    if isinstance(samples, Samples):
+        times = sorted(sample["seconds"] for sample in samples.kept)
+        middle = len(times) // 2
+        measured = times[middle] if len(times) % 2 else (times[middle - 1] + times[middle]) / 2
+    else:
+        measured = samples
+    seconds = ideal_seconds(works, ceilings)
+    return Roofline(seconds=seconds, fraction=seconds / measured)
+
+
+def _keys(config: ModelConfig, context: float) -> float:
+    """Keys that one query reads, summed over the layers: `context`, or less in sliding-window layers."""
+    return sum(context if window is None else min(context, window) for window in config.sliding_windows)
+
+
+def _pairs(config: ModelConfig, length: int) -> float:
+    """Query-key pairs of one causal prompt, summed over the layers."""
+    total = 0.0
+    for window in config.sliding_windows:
+        seen = length if window is None else min(length, window)
+        total += seen * (seen + 1) / 2 + (length - seen) * seen
+    return total
+
+
+def _kv_bytes_per_key(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of one token's key and value in one layer."""
+    return 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
+
+
+def _flops_per_key(config: ModelConfig) -> float:
+    """FLOPs that one query spends on one key in one layer: a score and a weighted value in each head."""
+    return 4.0 * config.num_heads * config.head_dim
+
+
+# --- the probe -------------------------------------------------------------------------------------------
+
+
+def ceilings(device: torch.device | str, dtype: torch.dtype, *, fresh: bool = False) -> Ceilings:
+    """This machine's ceilings for `dtype`, measured once (a few seconds) and then read from the cache.
+
+    The cache file's name covers device, torch version and number of threads; `fresh` measures again.
+    """
+    device = torch.device(device)
+    path = _cache_file(device, dtype)
+    if not fresh:
+        try:
+            return Ceilings(**json.loads(path.read_text(encoding="utf-8"))["ceilings"])
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+    measured = Ceilings(probe_read(device), probe_matmul(device, dtype))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"device": device_name(device), "dtype": str(dtype), "ceilings": measured.to_json()}
+    temporary = path.with_suffix(f".{os.getpid()}")
+    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(path)
+    return measured
+
+
+def probe_read(device: torch.device, size: int | None = None) -> float:
+    """Bytes a second that a large tensor is read at: the best of several sums over it.
+
+    `size` in bytes; it must be far larger than the caches (1 GiB on CUDA, 256 MiB elsewhere).
+    """
+    size = size or (2**30 if device.type == "cuda" else 2**28)
+    data = torch.ones(size // 4, dtype=torch.float32, device=device)
+    # A sum is arithmetic too; on a CPU a product of a matrix with a vector reads faster than torch's sum.
+    matrix, vector = data.view(-1, 4096), torch.ones(4096, device=device)
+    candidates = [lambda: data.sum(), lambda: torch.mv(matrix, vector)]
+    best = min(min(time_call(read, device, repeats=8, floor=0.3)) for read in candidates)
+    return data.numel() * 4 / best
+
+
+def probe_matmul(device: torch.device, dtype: torch.dtype, n: int | None = None) -> float:
+    """FLOPs a second of an n x n matrix product: the best of several (n is 8,192 on CUDA, else 1,024)."""
+    n = n or (8192 if device.type == "cuda" else 1024)
+    a = torch.randn(n, n, device=device).to(dtype)
+    b = torch.randn(n, n, device=device).to(dtype)
+    synchronize(device)
+    best = min(time_call(lambda: a @ b, device, repeats=8, floor=0.5))
+    return 2.0 * n**3 / best
+
+
+def _cache_file(device: torch.device, dtype: torch.dtype) -> Path:
+    home = os.environ.get("LADDER_HOME") or str(Path.home() / ".cache" / "inference-ladder")
+    what = f"{device_name(device)} {torch.__version__} {torch.get_num_threads()} {dtype}"
+    digest = hashlib.sha256(what.encode()).hexdigest()[:16]
+    return Path(home) / "ceilings" / f"{device.type}-{digest}.json"

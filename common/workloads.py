@@ -1,0 +1,274 @@
+"""Named workloads: the same requests, token for token, wherever and whenever they are measured.
+
+A workload is prompts (token ids), how many tokens each request generates, and when it arrives. Its SHA-256
+covers all of that, so two results with the same hash measured the same work. Tokens are random integers below
+a limit: speed does not depend on what they mean, and the end-of-sequence token is ignored.
+
+`offline-256`, `single-512` and `prefill-64x1024` are the benchmarks that nano-vLLM and mini-SGLang publish, so
+their numbers can stand beside ours. The serving workloads follow arrival patterns (steady, burst, long prompts
+among short ones, a shared prefix). Every name with `-small` behind it is the same pattern at a size that two
+CPU cores finish in about a minute with a model of 135 million parameters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+from common.errors import UserError
+from common.sampling_params import SamplingParams
+
+SMALL = "-small"
+
+
+@dataclass(frozen=True)
+class Item:
+    """One request: prompt token ids, tokens to generate, and its arrival in seconds after the start."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    arrival: float = 0.0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A named list of requests. `sequential` means that each is sent when the one before has finished."""
+
+    name: str
+    items: tuple[Item, ...]
+    temperature: float = 0.0
+    sequential: bool = False
+    vocab: int = 0
+    shift: int = 0
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """The prompts, as every phase's `stream` takes them."""
+        if not self.shift:
+            return [list(item.prompt) for item in self.items]
+        return [[(token + self.shift) % self.vocab for token in item.prompt] for item in self.items]
+
+    @property
+    def params(self) -> list[SamplingParams]:
+        """One a prompt; exactly `max_tokens` tokens are generated, whatever the model says."""
+        return [
+            SamplingParams(
+                max_tokens=item.max_tokens, temperature=self.temperature, ignore_eos=True, seed=number
+            )
+            for number, item in enumerate(self.items)
+        ]
+
+    @property
+    def arrivals(self) -> list[float]:
+        """Seconds after the start at which each request arrives."""
+        return [item.arrival for item in self.items]
+
+    @property
+    def prompt_lens(self) -> list[int]:
+        """Tokens of each prompt."""
+        return [len(item.prompt) for item in self.items]
+
+    @property
+    def output_lens(self) -> list[int]:
+        """Tokens each request generates."""
+        return [item.max_tokens for item in self.items]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(self.prompt_lens)
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens of all outputs."""
+        return sum(self.output_lens)
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of tokens, lengths, arrival times, temperature and order; the same on every machine."""
+        digest = hashlib.sha256(f"{self.temperature!r} {self.sequential!r} {self.shift}".encode())
+        for item, prompt in zip(self.items, self.prompts, strict=True):
+            digest.update(f"\n{len(prompt)} {item.max_tokens} {item.arrival!r}\n".encode())
+            digest.update(b" ".join(str(token).encode() for token in prompt))
+        return digest.hexdigest()
+
+    def cold(self, repeat: int) -> Workload:
+        """The same work with `repeat` added to every token: a prefix cache kept from before finds nothing.
+
+        Requests of one repeat still share what they shared. Repeat 0 is the workload itself.
+        """
+        return Workload(self.name, self.items, self.temperature, self.sequential, self.vocab, repeat)
+
+    def first(self, count: int) -> Workload:
+        """The first `count` requests alone, under a name that says so: for warm-ups and quick looks."""
+        name = f"{self.name}[:{count}]"
+        items = self.items[:count]
+        return Workload(name, items, self.temperature, self.sequential, self.vocab, self.shift)
+
+
+def workload(name: str, vocab: int = 10_000) -> Workload:
+    """The workload called `name`, with token ids below `vocab`.
+
+    Raises:
+        UserError: there is no such workload.
+    """
+    make = _WORKLOADS.get(name)
+    if make is None:
+        raise UserError(f"workload is {name!r}, but it must be one of {', '.join(_WORKLOADS)}")
+    return make(name, vocab)
+
+
+def names() -> list[str]:
+    """Names of all workloads."""
+    return list(_WORKLOADS)
+
+
+def uniform(
+    name: str, prompts: int, prompt_len: int, output_len: int, vocab: int = 10_000, seed: int = 0
+) -> Workload:
+    """`prompts` requests of equal lengths, all at once: for sweeps over batch size or length."""
+    rng = random.Random(seed)
+    items = [Item(_tokens(rng, prompt_len, vocab), output_len) for _ in range(prompts)]
+    return Workload(name, tuple(items), vocab=vocab)
+
+
+# --- the published benchmarks ---------------------------------------------------------------------------
+
+
+def _offline(name: str, vocab: int, count: int, shortest: int, longest: int) -> Workload:
+    """Random lengths, all at once; the order of the draws is nano-vLLM's `bench.py`."""
+    rng = random.Random(0)
+    prompts = [_tokens(rng, rng.randint(shortest, longest), vocab, inclusive=True) for _ in range(count)]
+    outputs = [rng.randint(shortest, longest) for _ in range(count)]
+    items = [Item(prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
+    return Workload(name, tuple(items), temperature=0.6, vocab=vocab + 1)
+
+
+def _single(name: str, vocab: int, output_len: int) -> Workload:
+    return uniform(name, 1, 100, output_len, vocab)
+
+
+def _prefill(name: str, vocab: int, count: int, length: int) -> Workload:
+    return uniform(name, count, length, 1, vocab)
+
+
+# --- outputs of unequal length ---------------------------------------------------------------------------
+
+
+def _skewed(name: str, vocab: int, count: int, short: int, long: int) -> Workload:
+    """Most requests generate a few tokens, every eighth a lot: what static batching is worst at."""
+    rng = random.Random(0)
+    items = []
+    for number in range(count):
+        prompt = _tokens(rng, rng.randint(16, 48), vocab)
+        output = long if number % 8 == 3 else rng.randint(short // 2, short)
+        items.append(Item(prompt, output))
+    return Workload(name, tuple(items), vocab=vocab)
+
+
+# --- serving ---------------------------------------------------------------------------------------------
+
+
+def _baseline(name: str, vocab: int, count: int, prompt_len: int, output_len: int) -> Workload:
+    """Requests one after the other: the latency of a server that is never busy."""
+    plain = uniform(name, count, prompt_len, output_len, vocab)
+    return Workload(name, plain.items, sequential=True, vocab=vocab)
+
+
+def _steady(
+    name: str,
+    vocab: int,
+    count: int,
+    rate: float,
+    lengths: tuple[int, int],
+    outputs: tuple[int, int],
+    long_length: int = 0,
+    long_share: float = 0.0,
+    prefix_len: int = 0,
+) -> Workload:
+    """Poisson arrivals at `rate` requests a second (0: all at once), as open clients send them.
+
+    long_length, long_share: this share of the prompts has `long_length` tokens.
+    prefix_len: all prompts begin with the same tokens, this many.
+    """
+    rng = random.Random(0)
+    prefix = _tokens(rng, prefix_len, vocab)
+    is_long = [number < round(count * long_share) for number in range(count)]
+    rng.shuffle(is_long)
+    items, clock = [], 0.0
+    for long in is_long:
+        length = long_length if long else rng.randint(*lengths)
+        items.append(Item(prefix + _tokens(rng, length, vocab), rng.randint(*outputs), round(clock, 6)))
+        clock += rng.expovariate(rate) if rate else 0.0
+    return Workload(name, tuple(items), vocab=vocab)
+
+
+def _agent(name: str, vocab: int, sessions: int, turns: int, system: int, step: int, output: int) -> Workload:
+    """Sessions of an agent that calls tools: each turn's prompt is the whole of the last one and a bit more.
+
+    All sessions begin with one system prompt of `system` tokens. A turn adds `step` tokens: what the model is
+    taken to have said and what the tool answered. Sessions start half a second apart, turns come every second.
+    """
+    rng = random.Random(0)
+    shared = _tokens(rng, system, vocab)
+    items = []
+    for session in range(sessions):
+        history = shared
+        for turn in range(turns):
+            history = history + _tokens(rng, step, vocab)
+            items.append(Item(history, output, 0.5 * session + turn))
+    items.sort(key=lambda item: item.arrival)
+    return Workload(name, tuple(items), vocab=vocab)
+
+
+def _tokens(rng: random.Random, length: int, vocab: int, inclusive: bool = False) -> tuple[int, ...]:
+    last = vocab if inclusive else vocab - 1
+    return tuple(rng.randint(0, last) for _ in range(length))
+
+
+def _serving(small: bool) -> dict[str, Callable[[str, int], Workload]]:
+    """The workloads with arrivals. Small ones are shorter and slower, so that two cores keep up."""
+    if small:
+        return {
+            "agent-session": lambda n, v: _agent(n, v, sessions=2, turns=4, system=192, step=48, output=8),
+            "chat-serving-short": lambda n, v: _steady(n, v, 12, 2.0, (16, 48), (8, 24)),
+            "chat-serving-mid": lambda n, v: _steady(n, v, 10, 1.0, (64, 160), (16, 32)),
+            "chat-serving-long": lambda n, v: _steady(n, v, 6, 0.5, (256, 512), (16, 48)),
+            "baseline": lambda n, v: _baseline(n, v, 4, 64, 32),
+            "continuous_batching": lambda n, v: _steady(n, v, 12, 2.0, (24, 96), (8, 48)),
+            "paged_attention": lambda n, v: _steady(n, v, 16, 0.0, (24, 96), (8, 32)),
+            "chunked_prefill": lambda n, v: _steady(
+                n, v, 12, 1.0, (16, 64), (16, 48), long_length=512, long_share=0.75
+            ),
+            "prefix_caching": lambda n, v: _steady(n, v, 12, 1.5, (16, 48), (8, 16), prefix_len=256),
+        }
+    return {
+        "agent-session": lambda n, v: _agent(n, v, sessions=8, turns=8, system=2048, step=256, output=64),
+        "chat-serving-short": lambda n, v: _steady(n, v, 128, 32.0, (32, 128), (32, 128)),
+        "chat-serving-mid": lambda n, v: _steady(n, v, 128, 16.0, (256, 1024), (128, 256)),
+        "chat-serving-long": lambda n, v: _steady(n, v, 64, 4.0, (2048, 4096), (128, 512)),
+        "baseline": lambda n, v: _baseline(n, v, 10, 256, 128),
+        "continuous_batching": lambda n, v: _steady(n, v, 32, 4.0, (64, 512), (32, 256)),
+        "paged_attention": lambda n, v: _steady(n, v, 48, 0.0, (64, 1024), (32, 256)),
+        "chunked_prefill": lambda n, v: _steady(
+            n, v, 48, 6.0, (32, 128), (64, 192), long_length=3072, long_share=0.75
+        ),
+        "prefix_caching": lambda n, v: _steady(n, v, 48, 8.0, (32, 128), (32, 128), prefix_len=1024),
+    }
+
+
+_WORKLOADS: dict[str, Callable[[str, int], Workload]] = {
+    "offline-256": lambda n, v: _offline(n, v, 256, 100, 1024),
+    "single-512": lambda n, v: _single(n, v, 512),
+    "prefill-64x1024": lambda n, v: _prefill(n, v, 64, 1024),
+    "skewed-outputs": lambda n, v: _skewed(n, v, 256, 64, 1024),
+    **_serving(small=False),
+    "offline-256-small": lambda n, v: _offline(n, v, 16, 16, 96),
+    "single-512-small": lambda n, v: _single(n, v, 128),
+    "prefill-64x1024-small": lambda n, v: _prefill(n, v, 4, 256),
+    "skewed-outputs-small": lambda n, v: _skewed(n, v, 32, 12, 160),
+    **{name + SMALL: make for name, make in _serving(small=True).items()},
+}
