@@ -1,0 +1,199 @@
+"""Text to token ids and back, one text at a time or one token at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers.decoders import DecodeStream
+
+from common.chat_template import ChatTemplate, Message
+from common.errors import UserError
+
+_REPLACEMENT = "\ufffd"
+
+
+class Tokenizer:
+    """A model's tokenizer: `tokenizer.json`, and what the files beside it say about special tokens.
+
+    Attributes:
+        eos_token_ids: every id that ends a text, from `generation_config.json`, else `config.json`, else
+            `tokenizer_config.json`; empty when none of them names one.
+        bos_token_id: the id that begins a text, or None.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        """Read the tokenizer in a model's folder.
+
+        Raises:
+            UserError: there is no usable `tokenizer.json`.
+        """
+        self.folder = Path(folder)
+        path = self.folder / "tokenizer.json"
+        if not path.is_file():
+            raise UserError(f"the model folder {self.folder} has no tokenizer.json")
+        try:
+            self.backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing more specific
+            raise UserError(f"{path} is not a tokenizer that can be read ({error})") from None
+        self.backend.no_truncation()  # some published files would cut prompts or pad them
+        self.backend.no_padding()
+        self._config = _read_json(self.folder / "tokenizer_config.json")
+        self.eos_token_ids = self._eos_token_ids()
+        self.bos_token_id = self._bos_token_id()
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens, added ones included. A model's embedding is often padded beyond it."""
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`, after the token that begins a text if the model was trained with one.
+
+        `add_bos_token` in `tokenizer_config.json` decides, and where it does not say, `tokenizer.json` does.
+
+        Raises:
+            UserError: `text` is not valid Unicode.
+        """
+        add_bos = self._config.get("add_bos_token")
+        ids = self._encode(text, add_special_tokens=add_bos is not False)
+        if add_bos and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
+            ids.insert(0, self.bos_token_id)
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of `ids`; invalid UTF-8 becomes U+FFFD, and an id outside the vocabulary nothing."""
+        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def chat(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any
+    ) -> list[int]:
+        """The ids of a conversation in the form the model was trained on.
+
+        Args:
+            messages: dictionaries with `role` and `content`.
+            add_generation_prompt: whether to end with the words that open the assistant's turn.
+            variables: passed on to the template, such as `enable_thinking=False`.
+
+        Raises:
+            UserError: the model has no chat template, or the template does not take these messages.
+        """
+        text = self.chat_template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+        return self._encode(text, add_special_tokens=False)  # the template has written them out
+
+    @property
+    def can_chat(self) -> bool:
+        """Whether the model comes with a chat template."""
+        return self._chat_template_source is not None
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """The compiled chat template.
+
+        Raises:
+            UserError: the model has none, as a model that was only pretrained.
+        """
+        source = self._chat_template_source
+        if source is None:
+            raise UserError(
+                f"the model in {self.folder} has no chat template: give it plain text to continue"
+            )
+        special = {key: _content(value) for key, value in self._config.items() if key.endswith("_token")}
+        return ChatTemplate(source, {key: value for key, value in special.items() if value is not None})
+
+    @cached_property
+    def _chat_template_source(self) -> str | None:
+        path = self.folder / "chat_template.jinja"
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+        source = self._config.get("chat_template")
+        if source is None:
+            source = _read_json(self.folder / "chat_template.json").get("chat_template")
+        if isinstance(source, list):  # several by name, of which `default` is for conversations without tools
+            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        return source if isinstance(source, str) else None
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"the text holds {text[error.start]!r} at position {error.start}, which is not valid Unicode"
+            ) from None
+        return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def _eos_token_ids(self) -> tuple[int, ...]:
+        for name in ("generation_config.json", "config.json"):
+            found = _read_json(self.folder / name).get("eos_token_id")
+            if found is not None:
+                return tuple(found) if isinstance(found, list) else (found,)
+        token = _content(self._config.get("eos_token"))
+        index = None if token is None else self.backend.token_to_id(token)
+        return () if index is None else (index,)
+
+    def _bos_token_id(self) -> int | None:
+        if "bos_token" in self._config:
+            token = _content(self._config["bos_token"])
+            return None if token is None else self.backend.token_to_id(token)
+        found = _read_json(self.folder / "config.json").get("bos_token_id")
+        return found if isinstance(found, int) else None
+
+
+class Detokenizer:
+    """The text of a growing sequence of tokens, in pieces that can be shown at once.
+
+    A character can be spread over several tokens (an emoji is four bytes), so a piece is held back until it
+    is complete. For valid UTF-8 the pieces together are exactly `Tokenizer.decode` of all ids. A character that
+    is never completed is left out at the end: the model was cut off before it had said it. Bytes that can never
+    become a character are shown as U+FFFD when the text goes on behind them.
+
+    Based on `tokenizers.decoders.DecodeStream`, which looks at a few tokens each time, not at all of them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Begin an empty text."""
+        self._backend = tokenizer.backend
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._held: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        """Add a token; returns the text that is now complete, often one word, sometimes nothing."""
+        self._held.append(token_id)
+        try:
+            text = self._stream.step(self._backend, token_id)
+        except Exception:  # the library has no type of its own for it
+            # Tokenizers with byte fallback decode a run of bytes as a whole: one invalid byte turns the
+            # characters before it, which were already given out, into U+FFFD, and the stream gives up. What was
+            # given out stays; what was held since is decoded by itself, and the stream begins anew behind it.
+            text = self._backend.decode(self._held)
+            self._stream = DecodeStream(skip_special_tokens=True)
+        if not text:
+            return ""
+        self._held.clear()
+        return text
+
+    def flush(self) -> str:
+        """End the text; returns what was held back, without a character that was never completed."""
+        text = self._backend.decode(self._held).rstrip(_REPLACEMENT)
+        self._held.clear()
+        return text
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, empty where there is no such file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON ({error})") from None
+    return content if isinstance(content, dict) else {}
+
+
+def _content(token: Any) -> str | None:
+    """The text of a special token, which the configuration holds as a string or as an object."""
+    return token.get("content") if isinstance(token, dict) else token
