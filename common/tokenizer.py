@@ -147,9 +147,9 @@ class Detokenizer:
     """The text of a growing sequence of tokens, in pieces that can be shown at once.
 
     A character can be spread over several tokens (an emoji is four bytes), so a piece is held back until it
-    is complete. For valid UTF-8 the pieces together are exactly `Tokenizer.decode` of all ids. A character that
-    is never completed is left out at the end: the model was cut off before it had said it. Bytes that can never
-    become a character are shown as U+FFFD when the text goes on behind them.
+    is complete. For valid UTF-8 the pieces together are exactly `Tokenizer.decode` of all ids. A character
+    that is never completed is left out at the end: the model was cut off before it had said it. Bytes that can
+    never become a character are shown as U+FFFD when the text goes on behind them.
 
     Based on `tokenizers.decoders.DecodeStream`, which looks at a few tokens each time, not at all of them.
     """
@@ -167,8 +167,8 @@ class Detokenizer:
             text = self._stream.step(self._backend, token_id)
         except Exception:  # the library has no type of its own for it
             # Tokenizers with byte fallback decode a run of bytes as a whole: one invalid byte turns the
-            # characters before it, which were already given out, into U+FFFD, and the stream gives up. What was
-            # given out stays; what was held since is decoded by itself, and the stream begins anew behind it.
+            # characters before it, which were already given out, into U+FFFD, and the stream gives up. What
+            # was given out stays; what was held since is decoded by itself, and the stream begins anew.
             text = self._backend.decode(self._held)
             self._stream = DecodeStream(skip_special_tokens=True)
         if not text:
