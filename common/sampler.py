@@ -1,0 +1,144 @@
+"""The sampler: from the logits of all running requests to one token each, at once and on the device.
+
+docs/sampling.md tells what happens to a row of logits, in which order and why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from common import sampling_ops as ops
+from common.generation import Logprob
+from common.sampler_rows import (
+    FREQUENCY,
+    KEY,
+    MIN_P,
+    PRESENCE,
+    REPETITION,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    TRUNCATION,
+    Feature,
+    Plan,
+    SamplerRows,
+)
+from common.sampling_params import GREEDY_BELOW
+
+__all__ = ["Feature", "Plan", "Sampled", "Sampler"]
+
+
+class Sampled(NamedTuple):
+    """The chosen tokens and, if a row asked, log-probabilities before temperature and penalties.
+
+    tokens: int64 [B]. logprobs: float32 [B], of the chosen tokens. top_ids int64 [B, N], top_logprobs float32
+    [B, N]: the most likely tokens, best first, where N is the largest number that a row asked for.
+    wanted: as in `Plan`.
+    """
+
+    tokens: Tensor
+    logprobs: Tensor | None = None
+    top_ids: Tensor | None = None
+    top_logprobs: Tensor | None = None
+    wanted: tuple[int, ...] | None = None
+
+    def logprob(self, place: int) -> Logprob | None:
+        """Return what the row at `place` in the batch asked for. Waits for the device; see `cpu`."""
+        if self.wanted is None or self.logprobs is None or self.wanted[place] < 0:
+            return None
+        count = self.wanted[place]
+        top: tuple[tuple[int, float], ...] = ()
+        if count > 0 and self.top_ids is not None and self.top_logprobs is not None:
+            ids, values = self.top_ids[place, :count].tolist(), self.top_logprobs[place, :count].tolist()
+            top = tuple(zip(ids, values, strict=True))
+        return Logprob(float(self.logprobs[place]), top)
+
+    def cpu(self) -> Sampled:
+        """Return a copy on the host. Waits for the device."""
+        logprobs, ids, values = (None if tensor is None else tensor.cpu() for tensor in self[1:4])
+        return Sampled(self.tokens.cpu(), logprobs, ids, values, self.wanted)
+
+
+class Sampler(SamplerRows):
+    """Chooses the next tokens of a batch whose requests have their settings in `SamplerRows`.
+
+    The token of a row depends on its logits, its settings and its own past, and on nothing else in the batch.
+    """
+
+    @torch.inference_mode()
+    def sample(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        rows_host: Sequence[int],
+        steps: Tensor,
+        plan: Plan | None = None,
+    ) -> Sampled:
+        """Choose the next token of each row and count it for the penalties.
+
+        With a plan given, this works on the device alone: it does not wait for it, has no loop over rows and
+        can be captured in a CUDA graph (a plan whose `truncated` is a tensor lists places of one batch: not
+        that one).
+
+        logits: float32 [B, V]; left as they are.
+        rows: int64 [B] on the device, the row of the request at each place in the batch.
+        rows_host: the same on the host, for the plan.
+        steps: int64 [B] on the device, how many tokens each request has generated before this one.
+        plan: `plan(rows_host)`; made here if missing.
+        """
+        if plan is None:
+            plan = self.plan(rows_host)
+        adjusted = self._adjust(logits, rows, steps, plan)
+        tokens = adjusted.argmax(1)  # of equals the first
+        if Feature.RANDOM in plan.features:
+            tokens = self._draw(adjusted, tokens, rows, steps, plan)
+        if Feature.PENALTIES in plan.features:
+            # Rows without penalties are counted too; nothing reads their counts.
+            place = rows * self.vocab_size + tokens
+            self.counts.view(-1).scatter_add_(0, place, torch.ones_like(place, dtype=torch.int32))
+        if plan.wanted is None:
+            return Sampled(tokens)
+        return Sampled(tokens, *ops.raw_logprobs(logits, tokens, max(plan.wanted)), plan.wanted)
+
+    def _adjust(self, logits: Tensor, rows: Tensor, steps: Tensor, plan: Plan) -> Tensor:
+        """Return the logits after bias, min_tokens and penalties; a copy where any row needs them."""
+        if not plan.features & (Feature.EDITS | Feature.PENALTIES):
+            return logits
+        logits = logits.clone()
+        if Feature.EDITS in plan.features:
+            active = steps.unsqueeze(1) < self.edit_until[rows]  # [B, E]
+            logits.scatter_add_(1, self.edit_ids[rows], torch.where(active, self.edit_values[rows], 0.0))
+        if Feature.PENALTIES in plan.features:
+            floats = self.floats[rows].unsqueeze(2)  # [B, 5, 1]
+            penalties = floats[:, REPETITION], floats[:, PRESENCE], floats[:, FREQUENCY]  # each [B, 1]
+            ops.penalize(logits, self.in_prompt[rows], self.counts[rows], *penalties)
+        return logits
+
+    def _draw(self, logits: Tensor, best: Tensor, rows: Tensor, steps: Tensor, plan: Plan) -> Tensor:
+        """Return a random token for each row with a temperature, and `best` for the others."""
+        floats, ints = self.floats[rows], self.ints[rows]
+        temperature = floats[:, TEMPERATURE, None]  # [B, 1]
+        largest = logits.gather(1, best.unsqueeze(1))  # [B, 1]
+        # Subtract first: then a small temperature divides differences, all at most 0, and nothing overflows.
+        weights = (logits - largest).div_(temperature.clamp(min=GREEDY_BELOW)).exp_()  # [B, V] in [0, 1]
+        integers = ops.to_integers(weights)  # [B, V]
+        if Feature.MIN_P in plan.features:
+            integers = torch.where(weights >= floats[:, MIN_P, None], integers, 0)
+        if plan.features & TRUNCATION:
+            top_k = ints[:, TOP_K, None] if Feature.TOP_K in plan.features else None
+            top_p = ints[:, TOP_P, None] if Feature.TOP_P in plan.features else None
+            at = plan.truncated
+            if at is None:
+                integers = ops.truncate(weights, integers, top_k, top_p)
+            else:
+                top_k, top_p = (None if setting is None else setting[at] for setting in (top_k, top_p))
+                integers[at] = ops.truncate(weights[at], integers[at], top_k, top_p)
+        drawn = ops.draw(integers, ops.random_bits(ints[:, KEY], steps))
+        # A largest logit that is NaN or infinite leaves no distribution to draw from; the argmax is still a
+        # token.
+        usable = (temperature > 0) & largest.isfinite()
+        return torch.where(usable.squeeze(1), drawn, best)
