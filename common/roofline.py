@@ -212,9 +212,14 @@ def probe_read(device: torch.device, size: int | None = None) -> float:
     """
     size = size or (2**30 if device.type == "cuda" else 2**28)
     data = torch.ones(size // 4, dtype=torch.float32, device=device)
-    # A sum is arithmetic too; on a CPU a product of a matrix with a vector reads faster than torch's sum.
-    matrix, vector = data.view(-1, 4096), torch.ones(4096, device=device)
-    candidates = [lambda: data.sum(), lambda: torch.mv(matrix, vector)]
+    # A sum is arithmetic too, and may not be what reads fastest: on a CPU a product with two vectors is (one
+    # vector takes MKL's single-threaded path, see `forward.cpu_linear`).
+    matrix, vectors = data.view(-1, 4096), torch.ones(2, 4096, device=device)
+    candidates = [
+        lambda: data.sum(),
+        lambda: torch.mv(matrix, vectors[0]),
+        lambda: torch.mm(matrix, vectors.t()),
+    ]
     best = min(min(time_call(read, device, repeats=8, floor=0.3)) for read in candidates)
     return data.numel() * 4 / best
 

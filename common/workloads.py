@@ -4,10 +4,10 @@ A workload is prompts (token ids), how many tokens each request generates, and w
 covers all of that, so two results with the same hash measured the same work. Tokens are random integers below
 a limit: speed does not depend on what they mean, and the end-of-sequence token is ignored.
 
-`offline-256`, `single-512` and `prefill-64x1024` are the benchmarks that nano-vLLM and mini-SGLang publish, so
-their numbers can stand beside ours. The serving workloads follow arrival patterns (steady, burst, long prompts
-among short ones, a shared prefix). Every name with `-small` behind it is the same pattern at a size that two
-CPU cores finish in about a minute with a model of 135 million parameters.
+`offline-256` is the benchmark that nano-vLLM and mini-SGLang publish, `single-512` and `prefill-64x1024` are
+its two extremes. The serving workloads follow arrival patterns (steady, burst, long prompts among short ones,
+a shared prefix). Every name with `-small` behind it is the same pattern at a size that two CPU cores finish in
+about a minute with a model of 135 million parameters.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def _agent(name: str, vocab: int, sessions: int, turns: int, system: int, step: 
     """Sessions of an agent that calls tools: each turn's prompt is the whole of the last one and a bit more.
 
     All sessions begin with one system prompt of `system` tokens. A turn adds `step` tokens: what the model is
-    taken to have said and what the tool answered. Sessions start half a second apart, turns come every second.
+    taken to have said and what the tool answered. Sessions start half a second apart, turns each second.
     """
     rng = random.Random(0)
     shared = _tokens(rng, system, vocab)

@@ -1,4 +1,4 @@
-"""The phases of the ladder, in order, as data: the command line, the tests and the tables all read this list."""
+"""The phases of the ladder, in order, as data: the command line, the tests and the tables read this list."""
 
 from __future__ import annotations
 
