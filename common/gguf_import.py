@@ -7,8 +7,8 @@ enough for a package registry. Everything after this module knows one format onl
 The weights are stored as float32. A quantized weight is a float16 scale times an integer, plus a float16
 minimum in some formats; such a product has up to 18 significant bits, which float16 (11) and bfloat16 (8)
 would round. From float32 each later format is rounded once, and `transformers` computes in float32 unless
-told otherwise, which is what an oracle should do. The price is disk space: 0.5 GB for SmolLM2-135M, 1.1 GB for
-Gemma-3-270M.
+told otherwise, which is what an oracle should do. The price is disk space: 0.5 GB for SmolLM2-135M, 1.1 GB
+for Gemma-3-270M.
 """
 
 from __future__ import annotations

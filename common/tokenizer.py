@@ -148,8 +148,8 @@ class Detokenizer:
 
     A character can be spread over several tokens (an emoji is four bytes), so a piece is held back until it
     is complete. For valid UTF-8 the pieces together are exactly `Tokenizer.decode` of all ids. A character
-    that is never completed is left out at the end: the model was cut off before it had said it. Bytes that can
-    never become a character are shown as U+FFFD when the text goes on behind them.
+    that is never completed is left out at the end: the model was cut off before it had said it. Bytes that
+    can never become a character are shown as U+FFFD when the text goes on behind them.
 
     Based on `tokenizers.decoders.DecodeStream`, which looks at a few tokens each time, not at all of them.
     """
