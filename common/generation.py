@@ -13,6 +13,24 @@ from typing import Literal, NamedTuple, Protocol
 
 from common.errors import UserError
 from common.sampling_params import SamplingParams
+from common.stop_checker import StopChecker
+from common.tokenizer import Tokenizer
+
+__all__ = [
+    "Completion",
+    "FinishReason",
+    "Logprob",
+    "Params",
+    "StopChecker",
+    "Streams",
+    "TextStream",
+    "TokenEvent",
+    "check_prompt",
+    "finish_reason",
+    "generate",
+    "output_limit",
+    "params_per_prompt",
+]
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 """Why a request ended: "stop" (end-of-sequence token, stop token or stop string), "length" (max_tokens or the
@@ -106,10 +124,43 @@ class Completion:
             self.token_ids.append(event.token_id)
             self.times.append(event.time)
             if event.logprob is not None:
-                self.logprobs = [*(self.logprobs or ()), event.logprob]
+                if self.logprobs is None:
+                    self.logprobs = []
+                self.logprobs.append(event.logprob)
         if event.finish_reason is not None:
             self.finish_reason = event.finish_reason
             self.finished = event.time
+
+
+class TextStream:
+    """The text of one completion, from its events, in pieces that can be shown at once.
+
+    The end-of-sequence or stop token that ended it is left out, and so is a stop string with what follows it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        """Begin with an empty text."""
+        self._checker = StopChecker(tokenizer, params)
+        self._endings = {*params.stop_token_ids, *(() if params.ignore_eos else tokenizer.eos_token_ids)}
+        self._shown = 0
+        self.text = ""
+
+    def push(self, event: TokenEvent) -> str:
+        """Take in the next event of the completion; returns the text to show after what was shown before."""
+        checker, ended = self._checker, event.finish_reason is not None
+        by_stop = event.finish_reason == "stop"
+        if event.token_id is None or (by_stop and event.token_id in self._endings):
+            self.text = checker.finish() if ended else checker.text
+        else:
+            before = checker.text + checker.held
+            stopped = checker.push(event.token_id)
+            if by_stop and not stopped:  # an end-of-sequence token that the tokenizer does not know as one
+                self.text = before
+            else:
+                self.text = checker.finish() if ended else checker.text
+        new = self.text[self._shown :]
+        self._shown = len(self.text)
+        return new
 
 
 def params_per_prompt(prompts: Sequence[Sequence[int]], params: Params) -> list[SamplingParams]:
@@ -121,8 +172,17 @@ def params_per_prompt(prompts: Sequence[Sequence[int]], params: Params) -> list[
     return list(params)
 
 
-def generate(engine: Streams, prompts: Sequence[Sequence[int]], params: Params) -> list[Completion]:
-    """Run `engine` on `prompts` (token ids) to the end; completions in (prompt, sample) order."""
+def generate(
+    engine: Streams,
+    prompts: Sequence[Sequence[int]],
+    params: Params,
+    *,
+    tokenizer: Tokenizer | None = None,
+) -> list[Completion]:
+    """Run `engine` on `prompts` (token ids) to the end; completions in (prompt, sample) order.
+
+    tokenizer: fills in the completions' texts; without one they stay empty.
+    """
     each = params_per_prompt(prompts, params)
     ids = [list(prompt) for prompt in prompts]
     arrival = time.perf_counter()
@@ -131,8 +191,13 @@ def generate(engine: Streams, prompts: Sequence[Sequence[int]], params: Params) 
         for index, (prompt, settings) in enumerate(zip(ids, each, strict=True))
         for sample in range(settings.n)
     }
+    texts = {key: TextStream(tokenizer, each[key[0]]) for key in completions} if tokenizer else {}
     for event in engine.stream(ids, each):
-        completions[event.index, event.sample].add(event)
+        key = event.index, event.sample
+        completions[key].add(event)
+        if key in texts:
+            texts[key].push(event)
+            completions[key].text = texts[key].text
     return list(completions.values())
 
 

@@ -29,7 +29,7 @@ from common.sampler_rows import (
 )
 from common.sampling_params import GREEDY_BELOW
 
-__all__ = ["Feature", "Plan", "Sampled", "Sampler"]
+__all__ = ["Feature", "HostSampled", "Plan", "Sampled", "Sampler"]
 
 
 class Sampled(NamedTuple):
@@ -47,7 +47,7 @@ class Sampled(NamedTuple):
     wanted: tuple[int, ...] | None = None
 
     def logprob(self, place: int) -> Logprob | None:
-        """Return what the row at `place` in the batch asked for. Waits for the device; see `cpu`."""
+        """Return what the row at `place` in the batch asked for. Waits for the device; see `to_host`."""
         if self.wanted is None or self.logprobs is None or self.wanted[place] < 0:
             return None
         count = self.wanted[place]
@@ -57,10 +57,37 @@ class Sampled(NamedTuple):
             top = tuple(zip(ids, values, strict=True))
         return Logprob(float(self.logprobs[place]), top)
 
-    def cpu(self) -> Sampled:
-        """Return a copy on the host. Waits for the device."""
-        logprobs, ids, values = (None if tensor is None else tensor.cpu() for tensor in self[1:4])
-        return Sampled(self.tokens.cpu(), logprobs, ids, values, self.wanted)
+    def to_host(self) -> HostSampled:
+        """Start copying to the host, without waiting for it."""
+        return HostSampled(self)
+
+
+class HostSampled:
+    """A `Sampled` on its way to the host."""
+
+    def __init__(self, sampled: Sampled) -> None:
+        """Queue the copies behind the device's work. With CUDA only pinned memory lets the host go on."""
+        tokens, logprobs, ids, values, wanted = sampled
+        self._arrived: torch.Event | None = None
+        if tokens.is_cuda:
+            tokens = _pinned_copy(tokens)
+            logprobs, ids, values = (None if t is None else _pinned_copy(t) for t in (logprobs, ids, values))
+            self._arrived = torch.cuda.current_stream(sampled.tokens.device).record_event()
+        self._sampled = Sampled(tokens, logprobs, ids, values, wanted)
+
+    def get(self) -> list[tuple[int, Logprob | None]]:
+        """Wait for the copies; returns the token and the log-probabilities of each place in the batch."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        sampled, tokens = self._sampled, self._sampled.tokens.tolist()
+        if sampled.wanted is None:
+            return [(token, None) for token in tokens]
+        return [(token, sampled.logprob(place)) for place, token in enumerate(tokens)]
+
+
+def _pinned_copy(tensor: Tensor) -> Tensor:
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
 
 
 class Sampler(SamplerRows):

@@ -118,7 +118,7 @@ def to_integers(weights: Tensor) -> Tensor:
 
 
 def truncate(weights: Tensor, integers: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
-    """Set `integers` to zero for the tokens that top-k, and then top-p of what is left, do not keep; return it.
+    """Set `integers` to 0 for tokens that top-k, and then top-p of what is left, do not keep; return it.
 
     Top-k keeps the k heaviest tokens and those that weigh the same as the k-th. Top-p keeps the heaviest
     tokens up to and including the one with which they reach the fraction p of all, and those that weigh the
