@@ -6,8 +6,8 @@ a limit: speed does not depend on what they mean, and the end-of-sequence token 
 
 `offline-256` is the benchmark that nano-vLLM and mini-SGLang publish, `single-512` and `prefill-64x1024` are
 its two extremes. The serving workloads follow arrival patterns (steady, burst, long prompts among short ones,
-a shared prefix). Every name with `-small` behind it is the same pattern at a size that two CPU cores finish in
-about a minute with a model of 135 million parameters.
+a shared prefix). Every name with `-small` behind it is the same pattern at a size that two CPU cores finish
+in about a minute with a model of 135 million parameters.
 """
 
 from __future__ import annotations
