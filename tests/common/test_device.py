@@ -1,0 +1,70 @@
+"""Device and number format."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from common.device import (
+    memory_allocated,
+    peak_memory,
+    pick_device,
+    pick_dtype,
+    reset_peak_memory,
+    synchronize,
+)
+from common.errors import UserError
+
+
+def test_auto_prefers_an_accelerator(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert pick_device("auto") == torch.device("cpu")
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert pick_device("auto") == torch.device("mps")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert pick_device("auto") == pick_device_with_two_gpus(monkeypatch, "cuda") == torch.device("cuda", 1)
+
+
+def pick_device_with_two_gpus(monkeypatch, name):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    return pick_device(name)
+
+
+def test_a_named_device_must_exist(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert pick_device_with_two_gpus(monkeypatch, "cuda:1") == torch.device("cuda", 1)
+    with pytest.raises(UserError, match="'cuda:2', but PyTorch finds 2 CUDA devices"):
+        pick_device("cuda:2")
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(UserError, match="no Apple GPU"):
+        pick_device("mps")
+
+
+@pytest.mark.parametrize("name", ["gpu", "", "cuda:x", "cuda:-1", "meta"])
+def test_unknown_devices_are_named(name):
+    with pytest.raises(UserError, match=f"device is '{name}', but it must be"):
+        pick_device(name)
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [((7, 5), torch.float16), ((8, 0), torch.bfloat16)])
+def test_auto_dtype_knows_which_gpus_compute_in_bfloat16(monkeypatch, capability, dtype):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert pick_dtype("auto", "cuda") is dtype
+
+
+def test_dtypes_by_name():
+    assert pick_dtype("auto", "cpu") is torch.float32
+    assert pick_dtype("auto", torch.device("mps")) is torch.float16
+    assert pick_dtype("bfloat16", "cpu") is torch.bfloat16
+    with pytest.raises(
+        UserError, match="dtype is 'int8', but it must be one of auto, float32, bfloat16, float16"
+    ):
+        pick_dtype("int8", "cpu")
+
+
+def test_the_cpu_has_nothing_to_wait_for_and_counts_no_memory():
+    synchronize("cpu")
+    reset_peak_memory("cpu")
+    assert memory_allocated("cpu") is None and peak_memory("cpu") is None

@@ -1,0 +1,199 @@
+"""GGUF import: the same weights, the same tokens, the same logits as the model that was written."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+
+from common.errors import UserError
+from common.gguf_import import import_gguf, unpermute
+from common.gguf_tokenizer import _merges
+from tests.common import tiny_gguf
+
+
+def imported(tmp_path: Path, architecture: str, quantization: str = "F32"):
+    model = tiny_gguf.write(tmp_path / "tiny.gguf", architecture, quantization)
+    import_gguf(tmp_path / "tiny.gguf", tmp_path / "model")
+    return model, tmp_path / "model"
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_float_weights_come_back_exactly_under_their_own_names(tmp_path, architecture):
+    model, folder = imported(tmp_path, architecture)
+    stored = load_file(folder / "model.safetensors")
+    expected = dict(model.named_parameters())  # the tied head appears once
+    assert stored.keys() == expected.keys()
+    for name, weight in stored.items():
+        # 1 + w loses the last bit of w, which the norms of Gemma can afford
+        atol = 1e-7 if architecture == "gemma3" and "norm" in name else 0
+        torch.testing.assert_close(weight, expected[name].detach(), rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_transformers_loads_the_folder_and_computes_the_same_logits(tmp_path, architecture):
+    model, folder = imported(tmp_path, architecture)
+    again = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.arange(5, 45)[None]  # longer than the sliding window
+    with torch.no_grad():
+        torch.testing.assert_close(again(ids).logits, model(ids).logits, rtol=0, atol=1e-5)
+    assert again.dtype == torch.float32
+
+
+@pytest.mark.parametrize("quantization", ["Q8_0", "Q4_1", "Q5_0"])
+def test_quantized_projections_are_dequantized_before_the_permutation_is_undone(tmp_path, quantization):
+    model, folder = imported(tmp_path, "llama", quantization)
+    stored = load_file(folder / "model.safetensors")
+    bits = int(quantization[1])
+    for name, weight in model.named_parameters():
+        error = (stored[name] - weight).abs().max()
+        # Half a step of the coarsest block; a wrong row order would be off by whole weights.
+        assert error <= 1.1 * weight.abs().max() / 2 ** (bits - 1), name
+
+
+def test_unpermute_turns_neighbours_into_halves():
+    rows = np.arange(8).reshape(8, 1)
+    assert unpermute(rows, heads=1).ravel().tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
+    assert unpermute(rows, heads=2).ravel().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+
+
+def test_configuration_holds_what_gguf_leaves_out(tmp_path):
+    _, folder = imported(tmp_path, "gemma3")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["layer_types"] == ["sliding_attention"] * 2
+    assert config["rope_theta"] == 1e6 and config["rope_local_base_freq"] == 1e4
+    assert config["query_pre_attn_scalar"] == 256 and config["rms_norm_eps"] == 1e-6
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 1
+
+
+def test_progress_ends_at_the_size_of_the_weights(tmp_path):
+    tiny_gguf.write(tmp_path / "tiny.gguf", "llama")
+    seen: list[tuple[int, int]] = []
+    import_gguf(tmp_path / "tiny.gguf", tmp_path / "model", lambda done, total: seen.append((done, total)))
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert (
+        seen[-1][0]
+        == seen[-1][1]
+        == sum(w.nbytes for w in load_file(tmp_path / "model/model.safetensors").values())
+    )
+
+
+def test_sentencepiece_merges_rank_by_the_score_of_the_union():
+    merges = _merges(["abc", "ab", "bc", "a", "b", "c", "<s>"], [-9, -1, -2, -3, -4, -5, 0], [1] * 6 + [3])
+    assert merges == [("a", "b"), ("b", "c"), ("ab", "c"), ("a", "bc")]
+
+
+def test_sentencepiece_text_round_trips_with_spaces_bytes_and_symbols(tmp_path):
+    _, folder = imported(tmp_path, "gemma3")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    encoded = tokenizer.encode("ab  <b>\nxé🎉")
+    assert encoded.tokens[:6] == ["<bos>", "ab", "  ", "<b>", "\n", "x"]
+    assert encoded.tokens[-4:] == ["<0xF0>", "<0x9F>", "<0x8E>", "<0x89>"]
+    assert tokenizer.decode(encoded.ids) == "ab  <b>\nxé🎉"
+
+
+def test_digits_stand_alone_in_the_byte_level_tokenizer(tmp_path):
+    _, folder = imported(tmp_path, "llama")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert tokenizer.encode("hello 42<|im_end|>").tokens == ["hello", "Ġ", "4", "2", "<|im_end|>"]
+
+
+def test_other_architectures_and_damaged_files_are_refused(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "mamba.gguf", "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(UserError, match=r"general\.architecture is 'mamba'"):
+        import_gguf(tmp_path / "mamba.gguf", tmp_path / "model")
+    (tmp_path / "text.gguf").write_text("not a model at all, but long enough to have a header")
+    with pytest.raises(UserError, match="not a readable GGUF file"):
+        import_gguf(tmp_path / "text.gguf", tmp_path / "model")
+    tiny_gguf.write(tmp_path / "tiny.gguf", "llama")
+    whole = (tmp_path / "tiny.gguf").read_bytes()
+    for size in (40, 2_000, len(whole) - 100):
+        (tmp_path / "short.gguf").write_bytes(whole[:size])
+        with pytest.raises(UserError, match="not a readable GGUF file"):
+            import_gguf(tmp_path / "short.gguf", tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+TEXTS = [
+    "The capital of France is",
+    "  two  spaces   three",
+    "tabs\t\tand\nnew\n\n\nlines\r\n",
+    "def f(x):\n    return x**2  # 123456",
+    "Ünïcödé ñandú",
+    "中文字符测试，你好世界。",
+    "日本語のテキスト",
+    "한국어 텍스트",
+    "Привет, мир!",
+    "مرحبا بالعالم",
+    "🎉🚀👩‍👩‍👧‍👦 emoji 🇫🇷",
+    "e\u0301 combining n\u0303",
+    "I'm you've they'll DON'T",
+    "3.14159 2024-01-01 1,000,000",
+    "<html><body><table></table></body></html>",
+    " leading",
+    " ",
+    "",
+    "a" * 50,
+    " " * 40 + "x",
+    "\n" * 40,
+    "\u00a0nbsp\u200bzero",
+    "𝔘𝔫𝔦 𐍈",
+    "ꙮ \x00\x07",
+    "https://example.com/?q=a%20b&c=d#e",
+    "\\frac{a}{b} $x^2$",
+    "ſtraße ﬁ ﬃ",
+]
+
+
+@pytest.mark.parametrize("fixture", ["smollm2_folder", "gemma3_folder"])
+def test_real_tokenizers_round_trip_and_agree_with_transformers(request, fixture):
+    folder = request.getfixturevalue(fixture)
+    ours = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    for text in TEXTS:
+        ids = ours.encode(text).ids
+        assert ids == theirs(text)["input_ids"], text
+        assert ours.decode(ids) == text
+
+
+def test_gemma_merges_say_what_the_scores_say(gemma3_folder):
+    """Compare with SentencePiece's definition as a plain loop: join the neighbours with the best union."""
+    model = json.loads((gemma3_folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]
+    ours = Tokenizer.from_file(str(gemma3_folder / "tokenizer.json"))
+    vocabulary = model["vocab"]
+    made = {"".join(merge) for merge in model["merges"]}
+    for text in [
+        "internationalization",
+        "Donaudampfschifffahrt",
+        " the quick brown fox",
+        "人工知能の研究開発",
+    ]:
+        pieces = list(text.replace(" ", "▁"))
+        while True:
+            # A normal piece's score falls with its id, so the best union is the one with the lowest id.
+            pairs = enumerate(itertools.pairwise(pieces))
+            unions = [(vocabulary[a + b], i) for i, (a, b) in pairs if a + b in made]
+            if not unions:
+                break
+            _, at = min(unions)
+            pieces[at : at + 2] = [pieces[at] + pieces[at + 1]]
+        assert ours.encode(text, add_special_tokens=False).tokens == pieces
+
+
+def test_real_model_answers(smollm2_folder):
+    model = transformers.AutoModelForCausalLM.from_pretrained(smollm2_folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2_folder)
+    ids = tokenizer("The capital of France is", return_tensors="pt")
+    output = model.generate(**ids, max_new_tokens=2, do_sample=False)
+    assert tokenizer.decode(output[0]).startswith("The capital of France is Paris")
