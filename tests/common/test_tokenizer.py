@@ -1,0 +1,262 @@
+"""Tokenizer, chat template and detokenizer."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import transformers
+from tokenizers import Tokenizer as Backend
+
+from common.errors import UserError
+from common.gguf_import import import_gguf
+from common.tokenizer import Detokenizer, Tokenizer
+from tests.common import tiny_gguf
+
+HARD = [
+    "🎉",
+    "👩‍👩‍👧‍👦 family",
+    "中文字符 mixed 日本語",
+    "e\u0301n\u0303 marks",
+    "  two  spaces\n\n",
+    "𐍈𝔘",
+    "مرحبا",
+    "",
+]
+
+
+@pytest.fixture(params=["llama", "gemma3"])
+def folder(request, tmp_path) -> Path:
+    """A tiny model with a byte-level tokenizer (llama), or with one that falls back to bytes (gemma3)."""
+    tiny_gguf.write(tmp_path / "tiny.gguf", request.param)
+    import_gguf(tmp_path / "tiny.gguf", tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def llama_folder(tmp_path) -> Path:
+    tiny_gguf.write(tmp_path / "tiny.gguf", "llama")
+    import_gguf(tmp_path / "tiny.gguf", tmp_path / "model")
+    return tmp_path / "model"
+
+
+def change(path: Path, **fields) -> None:
+    content = json.loads(path.read_text())
+    content.update(fields)
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
+
+
+def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    detokenizer = Detokenizer(tokenizer)
+    return [*(detokenizer.push(token) for token in ids), detokenizer.flush()]
+
+
+@pytest.mark.parametrize("text", HARD)
+def test_pieces_are_whole_characters_and_add_up(folder, text):
+    tokenizer = Tokenizer(folder)
+    ids = tokenizer.encode(text)
+    shown = pieces(tokenizer, ids)
+    assert "".join(shown) == tokenizer.decode(ids) == text
+    assert not any("\ufffd" in piece for piece in shown)
+    assert shown[-1] == ""
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_a_character_cut_off_at_the_end_is_left_out(folder, cut):
+    tokenizer = Tokenizer(folder)
+    ids = tokenizer.encode("ab🎉")[:-cut]
+    assert "".join(pieces(tokenizer, ids)) == "ab"
+
+
+def test_flush_begins_a_new_text(folder):
+    tokenizer = Tokenizer(folder)
+    detokenizer = Detokenizer(tokenizer)
+    detokenizer.push(tokenizer.encode("🎉")[-4])
+    assert detokenizer.flush() == "" and detokenizer.flush() == ""
+    assert "".join(detokenizer.push(token) for token in tokenizer.encode("ab")) == "ab"
+
+
+def test_special_tokens_and_unknown_ids_are_silent(folder):
+    tokenizer = Tokenizer(folder)
+    ids = [*tokenizer.encode("a"), tokenizer.eos_token_ids[0], 10**6, *tokenizer.encode("b")]
+    assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids) == "ab"
+
+
+def test_invalid_bytes_become_replacement_characters_when_text_follows(folder):
+    tokenizer = Tokenizer(folder)
+    ids = [*tokenizer.encode("🎉")[-4:-1], *tokenizer.encode("ab")]
+    shown = "".join(pieces(tokenizer, ids))
+    assert shown.strip("\ufffd") == "ab" and shown.startswith("\ufffd")
+
+
+def test_an_invalid_byte_does_not_stop_a_byte_fallback_stream(folder):
+    """DecodeStream raises here: the run of five bytes as a whole is no longer the emoji it gave out."""
+    tokenizer = Tokenizer(folder)
+    emoji = tokenizer.encode("🎉")[-4:]
+    detokenizer = Detokenizer(tokenizer)
+    shown = "".join(detokenizer.push(token) for token in [*emoji, emoji[0], *tokenizer.encode("ab ab")])
+    assert shown + detokenizer.flush() == "🎉\ufffdab ab"
+
+
+def test_random_ids_never_raise_and_valid_text_adds_up(folder):
+    tokenizer = Tokenizer(folder)
+    generator = random.Random(0)
+    for _ in range(300):
+        ids = [generator.randrange(tokenizer.vocab_size) for _ in range(12)]
+        shown, whole = "".join(pieces(tokenizer, ids)), tokenizer.decode(ids)
+        if "\ufffd" not in whole:
+            assert shown == whole
+
+
+def test_bos_follows_the_files(folder):
+    tokenizer = Tokenizer(folder)
+    gemma = tokenizer.bos_token_id == 2
+    assert (tokenizer.encode("ab")[0] == tokenizer.bos_token_id) == gemma
+    change(folder / "tokenizer_config.json", add_bos_token=not gemma)
+    assert (Tokenizer(folder).encode("ab")[0] == tokenizer.bos_token_id) != gemma
+    change(folder / "tokenizer_config.json", add_bos_token=...)  # then tokenizer.json decides
+    assert (Tokenizer(folder).encode("ab")[0] == tokenizer.bos_token_id) == gemma
+
+
+def test_eos_ids_come_from_the_first_file_that_names_them(llama_folder):
+    change(llama_folder / "generation_config.json", eos_token_id=[2, 0])
+    assert Tokenizer(llama_folder).eos_token_ids == (2, 0)
+    change(llama_folder / "generation_config.json", eos_token_id=None)
+    change(llama_folder / "config.json", eos_token_id=1)
+    assert Tokenizer(llama_folder).eos_token_ids == (1,)
+    (llama_folder / "generation_config.json").unlink()
+    change(llama_folder / "config.json", eos_token_id=None)
+    change(llama_folder / "tokenizer_config.json", eos_token={"content": "<|im_end|>"})
+    assert Tokenizer(llama_folder).eos_token_ids == (2,)
+    change(llama_folder / "tokenizer_config.json", eos_token=None)
+    assert Tokenizer(llama_folder).eos_token_ids == ()
+
+
+def test_published_truncation_and_padding_are_switched_off(llama_folder):
+    backend = Backend.from_file(str(llama_folder / "tokenizer.json"))
+    backend.enable_truncation(4)
+    backend.enable_padding(length=50)
+    backend.save(str(llama_folder / "tokenizer.json"))
+    assert len(Tokenizer(llama_folder).encode("x" * 20)) == 20
+
+
+def test_unusable_input_is_named(llama_folder):
+    with pytest.raises(UserError, match=r"'\\ud83d' at position 1"):
+        Tokenizer(llama_folder).encode("a\ud83d")
+    (llama_folder / "tokenizer_config.json").write_text("{")
+    with pytest.raises(UserError, match=r"tokenizer_config\.json is not valid JSON"):
+        Tokenizer(llama_folder)
+    (llama_folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match=r"tokenizer\.json is not a tokenizer"):
+        Tokenizer(llama_folder)
+    (llama_folder / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"has no tokenizer\.json"):
+        Tokenizer(llama_folder)
+
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+def test_chat_writes_special_tokens_once(llama_folder):
+    change(llama_folder / "tokenizer_config.json", add_bos_token=True)
+    tokenizer = Tokenizer(llama_folder)
+    assert tokenizer.decode(tokenizer.chat(MESSAGES), False) == "<|im_start|>hello<|im_end|>"
+
+
+@pytest.mark.parametrize("place", ["config", "named", "jinja", "json"])
+def test_templates_are_found_where_authors_put_them(llama_folder, place):
+    config, template = llama_folder / "tokenizer_config.json", "{{ bos_token }}{{ messages[0].content }}"
+    change(config, chat_template=..., bos_token={"content": "<|im_start|>"})
+    if place == "config":
+        change(config, chat_template=template)
+    elif place == "named":
+        named = {"tool_use": "wrong", "default": template}
+        change(config, chat_template=[{"name": k, "template": v} for k, v in named.items()])
+    elif place == "jinja":
+        change(config, chat_template="wrong")
+        (llama_folder / "chat_template.jinja").write_text(template)
+    else:
+        (llama_folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    tokenizer = Tokenizer(llama_folder)
+    assert tokenizer.can_chat and tokenizer.decode(tokenizer.chat(MESSAGES), False) == "<|im_start|>hello"
+
+
+TEMPLATES = [
+    "{%- for m in messages %}\n    {%- if loop.first %}\n  A{{ m.role }}\n    {%- endif %}\n"
+    "{{ m['content'] | trim }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}",
+    "{{ messages | tojson }}",
+    "{{ messages | tojson(indent=2) }}{{ tools is none }}",
+    "{% for m in messages %}{% if loop.index0 == 1 %}{% continue %}{% endif %}{{ m.content }}{% endfor %}",
+    "{% generation %}{{ messages[0].content }}{% endgeneration %}{{ eos_token }}",
+    "{{ strftime_now('%Y') }}{% if thinking is defined and not thinking %}quiet{% endif %}",
+]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_templates_render_as_transformers_renders_them(llama_folder, template):
+    change(llama_folder / "tokenizer_config.json", chat_template=template)
+    theirs = transformers.AutoTokenizer.from_pretrained(llama_folder)
+    ours = Tokenizer(llama_folder)
+    messages = [
+        {"role": "system", "content": " be <kind> & 'brief' é "},
+        {"role": "user", "content": "hello\n"},
+    ]
+    for prompt in (True, False):
+        expected = theirs.apply_chat_template(
+            messages, add_generation_prompt=prompt, thinking=False, return_dict=False
+        )
+        assert ours.chat(messages, prompt, thinking=False) == expected
+
+
+def test_templates_run_in_a_sandbox(llama_folder):
+    for attack in (
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+    ):
+        change(llama_folder / "tokenizer_config.json", chat_template=attack)
+        with pytest.raises(UserError, match=r"unsafe|does not take"):
+            Tokenizer(llama_folder).chat(MESSAGES)
+
+
+def test_refusals_are_one_sentence(folder):
+    change(folder / "tokenizer_config.json", chat_template=...)
+    with pytest.raises(UserError, match="has no chat template"):
+        Tokenizer(folder).chat(MESSAGES)
+    assert not Tokenizer(folder).can_chat
+    change(folder / "tokenizer_config.json", chat_template="{% if %}")
+    with pytest.raises(UserError, match="template is not valid"):
+        Tokenizer(folder).chat(MESSAGES)
+    change(folder / "tokenizer_config.json", chat_template="{{ raise_exception('roles must alternate') }}")
+    tokenizer = Tokenizer(folder)
+    with pytest.raises(UserError, match="roles must alternate"):
+        tokenizer.chat(MESSAGES)
+    for messages, reason in (
+        ([], "messages is empty"),
+        (["hi"], r"messages\[0\] must be an object"),
+        ([{"content": "hi"}], r"messages\[0\] must be an object with a role"),
+        ([*MESSAGES, {"role": "user"}], r"messages\[1\] has no content"),
+    ):
+        with pytest.raises(UserError, match=reason):
+            tokenizer.chat(messages)
+
+
+def test_smollm2_chat_equals_transformers(smollm2_folder):
+    ours, theirs = Tokenizer(smollm2_folder), transformers.AutoTokenizer.from_pretrained(smollm2_folder)
+    for messages in (MESSAGES, [{"role": "system", "content": "Be brief."}, *MESSAGES]):
+        expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert ours.chat(messages) == expected
+    assert ours.eos_token_ids == (2,) and ours.vocab_size == 49_152
+    assert theirs.decode(ours.chat(MESSAGES)).endswith("<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize("fixture", ["smollm2_folder", "gemma3_folder"])
+def test_real_tokenizers_stream_whole_characters(request, fixture):
+    tokenizer = Tokenizer(request.getfixturevalue(fixture))
+    for text in HARD:
+        ids = tokenizer.encode(text)
+        shown = pieces(tokenizer, ids)
+        assert "".join(shown) == tokenizer.decode(ids) == text
+        assert not any("\ufffd" in piece for piece in shown)
