@@ -98,12 +98,13 @@ class ModelConfig:
             UserError: the file is missing, is not JSON, or describes a model we do not have.
         """
         path = Path(folder) / "config.json"
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise UserError(f"{path} does not exist: a model folder needs a config.json") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise UserError(f"{path} is not valid JSON: {error}") from None
+        if not path.exists():
+            raise UserError(f"{path} does not exist: a model folder needs a config.json")
+        raw = _read_json(path)
+        generation = Path(folder) / "generation_config.json"
+        if generation.exists():  # chat models name the tokens that end a turn only here
+            ends = _read_json(generation).get("eos_token_id")
+            raw = raw if ends is None else {**raw, "eos_token_id": ends}
         return cls.from_hf(raw)
 
     @classmethod
@@ -114,7 +115,8 @@ class ModelConfig:
         if family is None:
             raise UserError(f"model_type {model_type!r} is not supported, only {', '.join(FAMILIES)}")
         if "text_config" in raw:  # a multimodal wrapper: the language model is inside
-            raw = {**raw, **raw["text_config"]}
+            ends = raw.get("eos_token_id")
+            raw = {**raw, **raw["text_config"]} | ({} if ends is None else {"eos_token_id": ends})
         try:
             return _gpt2(raw) if family == "gpt2" else _rope_family(family, raw)
         except KeyError as error:
@@ -123,6 +125,16 @@ class ModelConfig:
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of keys and values that one token keeps, over all layers (windows ignored)."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise UserError(f"{path} holds a {type(raw).__name__}, but a configuration is an object")
+    return raw
 
 
 def _gpt2(raw: Mapping[str, Any]) -> ModelConfig:

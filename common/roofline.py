@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from common.bundled import cache_home
 from common.config import ModelConfig
 from common.device import synchronize
 from common.evidence import Roofline, device_name
@@ -235,7 +236,6 @@ def probe_matmul(device: torch.device, dtype: torch.dtype, n: int | None = None)
 
 
 def _cache_file(device: torch.device, dtype: torch.dtype) -> Path:
-    home = os.environ.get("LADDER_HOME") or str(Path.home() / ".cache" / "inference-ladder")
     what = f"{device_name(device)} {torch.__version__} {torch.get_num_threads()} {dtype}"
     digest = hashlib.sha256(what.encode()).hexdigest()[:16]
-    return Path(home) / "ceilings" / f"{device.type}-{digest}.json"
+    return cache_home() / "ceilings" / f"{device.type}-{digest}.json"

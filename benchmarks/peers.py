@@ -1,0 +1,64 @@
+"""Other engines under the same measurement: what `transformers` needs for a workload."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.device import synchronize
+from common.measure import Sample, memory
+from common.workloads import Workload
+
+
+def transformers_version() -> str:
+    """How `transformers` is called as a variant, or an empty string where it is not installed."""
+    try:
+        import transformers
+    except ImportError:
+        return ""
+    return f"transformers {transformers.__version__}"
+
+
+class Transformers:
+    """`transformers`' own `generate`, greedy, with its KV cache, over a padded batch of all requests."""
+
+    def __init__(self, folder: Path, *, device: torch.device, dtype: torch.dtype) -> None:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        self.model: Any = model.to(device).eval()
+        self.device = device
+
+    @torch.inference_mode()
+    def measure(self, work: Workload) -> Sample:
+        """Seconds and rates of the whole workload; all its outputs must have one length."""
+        (output,) = set(work.output_lens)
+        longest = max(work.prompt_lens)
+        ids = torch.zeros(len(work.items), longest, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(work.prompts):
+            ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+            mask[row, longest - len(prompt) :] = 1
+        ids, mask = ids.to(self.device), mask.to(self.device)
+        with memory(self.device) as used:
+            start = time.perf_counter()
+            out = self.model.generate(
+                ids,
+                attention_mask=mask,
+                do_sample=False,
+                max_new_tokens=output,
+                min_new_tokens=output,
+                pad_token_id=0,
+            )
+            synchronize(self.device)
+            seconds = time.perf_counter() - start
+        assert out.shape[1] == longest + output
+        sample = {
+            "seconds": seconds,
+            "output_tokens_per_s": work.output_tokens / seconds,
+            "prompt_tokens_per_s": work.prompt_tokens / seconds,
+        }
+        return sample if used.peak is None else {**sample, "peak_memory_bytes": float(used.peak)}

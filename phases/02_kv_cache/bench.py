@@ -1,0 +1,131 @@
+"""Phase 02 against phase 01: what keeping keys and values is worth, and how it grows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+import forward
+import kv_cache
+from benchmarks.peers import Transformers, transformers_version
+from benchmarks.targets import load_target, targets
+from common.evidence import BenchOptions, Evidence, Run, collect
+from common.generation import generate
+from common.hub import model_folder
+from common.measure import Samples, Watch, alternate, summarize, time_generation, timer
+from common.plotting import lines, save
+from common.roofline import ceilings, generation_work, reached
+from common.sampling_params import SamplingParams
+from common.workloads import Workload, uniform
+from kv_cache import KVCache
+
+PHASE, BEFORE = "02_kv_cache", "01_forward"
+GENERATED = (200, 500, 1000)
+PROMPTS = (64, 256, 512)
+
+
+def run(options: BenchOptions) -> Evidence:
+    """One request at a time: 256 tokens beside a peer, then longer outputs, then longer prompts."""
+    runs = []
+    for target in targets(options, published=True):
+        bench = Bench(target)
+        runs += bench.main() + bench.longer_prompts()
+        # The naive loop computes half a million tokens for its first thousand: in float32 that is a quarter
+        # of an hour on two cores, in bfloat16 (for both phases) a few minutes.
+        on_cpu = options.device.type == "cpu"
+        runs += Bench(replace(target, dtype=torch.bfloat16) if on_cpu else target).longer_outputs()
+    return collect(PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json())
+
+
+class Bench:
+    """The two engines over one model, and how they are measured."""
+
+    def __init__(self, options: BenchOptions) -> None:
+        model = load_target(options)
+        self.options, self.name, self.config = options, options.model or "", model.config
+        self.engines = {BEFORE: forward.load(model), PHASE: kv_cache.load(model)}
+        self.top = ceilings(options.device, options.dtype)
+
+    def main(self) -> list[Run]:
+        """256 generated tokens. The naive loop takes minutes on a CPU: one sample of it is enough there."""
+        work = uniform("generate-256", 1, 64, 32 if self.options.quick else 256)
+        device, once = self.options.device, self.options.device.type == "cpu"
+        short = uniform(work.name, 1, 64, 4)
+        slow = alternate(
+            {BEFORE: lambda _: time_generation(self.engines[BEFORE], work, device)},
+            repeats=1 if once else self.options.repeats,
+            warm={BEFORE: lambda: time_generation(self.engines[BEFORE], short, device)},
+        )
+        contenders = {PHASE: timer(self.engines[PHASE], work, device)}
+        if transformers_version() and not self.name.startswith("random:"):
+            peer = Transformers(model_folder(self.name), device=device, dtype=self.options.dtype)
+            contenders[transformers_version()] = lambda repeat: peer.measure(work.cold(repeat))
+        return [
+            self.summarize(variant, work, samples, variant != BEFORE)
+            for variant, samples in (slow | alternate(contenders, self.options.repeats)).items()
+        ]
+
+    def longer_outputs(self) -> list[Run]:
+        """Rates up to 200, 500 and 1,000 tokens, all three from one generation."""
+        points = (8, 16, 32) if self.options.quick else GENERATED
+        work = uniform(f"generate-{points[-1]}", 1, 16, points[-1])
+        runs = []
+        for variant, engine in self.engines.items():
+            generate(engine, work.prompts, SamplingParams(max_tokens=4, ignore_eos=True))  # warm up
+            with Watch() as watch:
+                (done,) = generate(engine, work.prompts, work.params)
+            for count in points:
+                seconds = done.times[count - 1] - done.arrival
+                samples = Samples(
+                    [{"seconds": seconds, "output_tokens_per_s": count / seconds}], [watch.noise]
+                )
+                part = uniform(work.name, 1, 16, count)
+                runs.append(self.summarize(variant, part, samples, variant == PHASE, generated=count))
+        return runs
+
+    def longer_prompts(self) -> list[Run]:
+        """32 generated tokens after prompts of 64, 256 and 512."""
+        runs = []
+        for length in PROMPTS[:1] if self.options.quick else PROMPTS:
+            work = uniform(f"prompt-{length}", 1, length, 32)
+            samples = alternate(
+                {
+                    variant: timer(engine, work, self.options.device)
+                    for variant, engine in self.engines.items()
+                },
+                repeats=1 if self.options.device.type == "cpu" else self.options.repeats,
+                warm={variant: lambda: None for variant in self.engines},
+            )
+            for variant, kept in samples.items():
+                runs.append(self.summarize(variant, work, kept, variant == PHASE, prompt=length))
+        return runs
+
+    def summarize(self, variant: str, work: Workload, samples: Samples, cached: bool, **options: int) -> Run:
+        """Evidence of one variant; its roofline is that of the work its algorithm has to do."""
+        ideal = generation_work(
+            self.config, self.options.dtype, work.prompt_lens, work.output_lens, batch=1, cached=cached
+        )
+        if variant == PHASE:
+            columns = work.prompt_lens[0] + work.output_lens[0] - 1
+            for sample in samples.kept:
+                size = KVCache.bytes_needed(self.config, 1, columns, self.options.dtype)
+                sample["kv_cache_bytes"] = float(size)
+        return summarize(
+            variant,
+            work,
+            samples,
+            model=self.name,
+            dtype=self.options.dtype,
+            options=options,
+            roofline=reached(ideal, self.top, samples),
+        )
+
+
+def draw(evidence: Evidence, out: Path) -> None:
+    """The mean rate of both phases against the number of generated tokens."""
+    runs = [run for run in evidence.runs if "generated" in run.options]
+    figure, axes = lines(runs, x="generated", metric="output_tokens_per_s")
+    axes.set_title("One request: recomputing pays for every token again, the cache pays once")
+    save(figure, out, evidence)
