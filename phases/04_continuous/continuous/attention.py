@@ -1,0 +1,213 @@
+"""Attention over a ragged batch, and its form for contiguous rows.
+
+The requests of a step differ in how many queries they bring and in how many keys they look back on. One
+call for all would pad every request to the longest; one call for each costs a launch each. `group` finds the
+middle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from continuous.batch import Batch, HostBatch, Ints
+from continuous.cache import RowStore
+from forward.attention import LayerSpec, attend, causal_mask
+
+PADDING_PER_CALL = {"cpu": 128, "cuda": 32_768, "mps": 8192}
+"""How many padded query-key pairs cost as much as one more call, roughly (measured on a CPU: a decode reads a
+key in 0.1 microseconds, a call costs 12)."""
+
+
+@dataclass
+class Group:
+    """Requests whose attention is computed in one call, padded to the longest query and context among them.
+
+    members: `[G]`, their places in the batch.
+    queries, context: the longest query and context.
+    gather: which tokens of the batch are the group's queries: a slice if they are adjacent and need no
+        padding, or `[G, queries]` int64 on the device, where padding repeats a request's last token.
+    scatter: for a padded group, the tokens to write and where in the flat `[G * queries]` their results are.
+    masks: by sliding window, filled by whoever computes attention.
+    """
+
+    members: Ints
+    queries: int
+    context: int
+    gather: slice | Tensor
+    scatter: tuple[Tensor, Tensor] | None = None
+    masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, members: Ints, host: HostBatch, device: torch.device) -> Group:
+        """Plan the group of these members of the batch."""
+        starts, lens = host.query_starts[members], host.query_lens[members]
+        queries, context = int(lens.max()), int(host.context_lens[members].max())
+        padded = bool((lens != queries).any())
+        if not padded and (len(members) == 1 or bool((np.diff(starts) == queries).all())):
+            return cls(
+                members, queries, context, slice(int(starts[0]), int(starts[0]) + len(members) * queries)
+            )
+        columns = np.arange(queries)
+        gather = starts[:, None] + np.minimum(columns, lens[:, None] - 1)  # [G, queries]
+        plan = cls(members, queries, context, torch.from_numpy(gather).to(device))
+        if padded:
+            real = (columns < lens[:, None]).ravel()
+            where = (torch.from_numpy(x).to(device) for x in (gather.ravel()[real], np.flatnonzero(real)))
+            plan.scatter = (next(where), next(where))
+        return plan
+
+    def take(self, x: Tensor) -> Tensor:
+        """The group's tokens of `x [T, heads, D]`, heads first: `[G, heads, queries, D]`."""
+        taken = x[self.gather]
+        return taken.reshape(len(self.members), self.queries, *x.shape[1:]).transpose(1, 2)
+
+    def put(self, out: Tensor, result: Tensor) -> None:
+        """Write `result [G, H, queries, D]` to the group's tokens of `out [T, H, D]`."""
+        flat = result.transpose(1, 2).reshape(-1, *out.shape[1:])  # [G * queries, H, D]
+        if isinstance(self.gather, slice):
+            out[self.gather] = flat
+        elif self.scatter is None:
+            out[self.gather.view(-1)] = flat
+        else:
+            tokens, source = self.scatter
+            out[tokens] = flat[source]
+
+
+def group(
+    order: Sequence[int], queries: Ints, contexts: Ints, padding: int, rows: Ints | None = None
+) -> list[Ints]:
+    """Split requests into groups, each padded to its longest query and context, so that little is padded.
+
+    The requests are taken in the given order; the next one joins the group before it as long as the group's
+    padding stays within `padding` query-key pairs. So every further call saves more padding than it costs.
+
+    Args:
+        order: places in the batch, sorted so that neighbours are alike.
+        queries, contexts: `[B]`.
+        padding: see `PADDING_PER_CALL`.
+        rows: `[B]`; if given, a group's rows must be adjacent, so that one view covers them.
+
+    Returns:
+        Each group's members.
+    """
+    groups: list[Ints] = []
+    current: list[int] = []
+    longest = widest = pairs = 0
+    q, c = queries.tolist(), contexts.tolist()
+    r = None if rows is None else rows.tolist()
+    for i in order:
+        longer, wider = max(longest, q[i]), max(widest, c[i])
+        own = q[i] * c[i]
+        waste = (len(current) + 1) * longer * wider - pairs - own
+        if current and (waste > padding or (r is not None and r[i] != r[current[-1]] + 1)):
+            groups.append(np.array(current))
+            current, pairs, longer, wider = [], 0, q[i], c[i]
+        current.append(i)
+        longest, widest, pairs = longer, wider, pairs + own
+    if current:
+        groups.append(np.array(current))
+    return groups
+
+
+def attend_masked(layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """`forward.attend` in one fused call, which never writes the scores to memory.
+
+    `q [G, H, S, D]`, `k` and `v [G, KH, C, D]`, `mask [G or 1, 1, S, C]` boolean -> `[G, H, S, D]`.
+    The fused call has no soft cap; layers with one take the long way.
+    """
+    if layer.soft_cap is not None:
+        return attend(layer, q, k, v, mask)
+    heads = layer.num_heads // layer.num_kv_heads
+    if heads > 1:  # the query heads of one key/value head become rows of one matrix, as in `attend`
+        grouped = q.reshape(q.shape[0], layer.num_kv_heads, heads * q.shape[2], layer.head_dim)
+        mask = mask if mask is None or q.shape[2] == 1 else mask.repeat(1, 1, heads, 1)
+    else:
+        grouped = q
+    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=layer.scale).view(q.shape)
+
+
+def attend_causal(layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention of whole prompts to themselves, `S` queries over `S` keys; `mask` is causality or None."""
+    if mask is not None or layer.soft_cap is not None:
+        return attend_masked(layer, q, k, v, mask)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=layer.scale, enable_gqa=True)
+
+
+def prompt_groups(host: HostBatch, device: torch.device) -> tuple[list[Group], Ints]:
+    """Groups of the requests that start from nothing, by length, and the places of all the others.
+
+    A request without a past needs no cache to attend: its keys and values are this step's.
+    """
+    fresh = (host.query_lens == host.context_lens) & (host.query_lens > 1)
+    places = np.flatnonzero(fresh)
+    order = places[np.argsort(host.query_lens[places], kind="stable")].tolist()
+    found = group(order, host.query_lens, host.context_lens, PADDING_PER_CALL[device.type])
+    return [Group.of(members, host, device) for members in found], np.flatnonzero(~fresh)
+
+
+def prompt_attention(plan: Group, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+    """Compute one of `prompt_groups` from this step's `q [T, H, D]`, `k` and `v [T, KH, D]` into `out`."""
+    window = layer.sliding_window
+    if window not in plan.masks:
+        narrow = layer.soft_cap is not None or (window is not None and window < plan.queries)
+        columns = torch.arange(plan.queries, device=q.device)
+        plan.masks[window] = causal_mask(columns, columns, window)[None, None] if narrow else None
+    result = attend_causal(layer, plan.take(q), plan.take(k), plan.take(v), plan.masks[window])
+    plan.put(out, result)
+
+
+class RowAttention:
+    """The seam's object over a `RowStore`: prompts attend to themselves, decodes to views of the rows.
+
+    A prompt is computed whole, so a request either has no past or brings one query.
+    """
+
+    def __init__(self, store: RowStore) -> None:
+        self.store = store
+        self.batch: Batch
+        self._prompts: list[Group] = []
+        self._decodes: list[tuple[Group, slice]] = []
+
+    def begin(self, batch: Batch) -> None:
+        """Plan one step."""
+        self.batch = batch
+        host, device = batch.host, batch.positions.device
+        self._prompts, decoding = prompt_groups(host, device)
+        order = decoding[np.argsort(host.rows[decoding])].tolist()
+        runs = group(order, host.query_lens, host.context_lens, PADDING_PER_CALL[device.type], host.rows)
+        self._decodes = []
+        for members in runs:
+            first = int(host.rows[members[0]])
+            self._decodes.append((Group.of(members, host, device), slice(first, first + len(members))))
+
+    def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """`q [T, H, D]`, `k` and `v [T, KH, D]` -> `[T, H, D]`; also keeps `k` and `v`."""
+        keys, values = self.store.layers[layer.index]  # [R, KH, max_len, D]
+        keys[self.batch.token_rows, :, self.batch.positions] = k
+        values[self.batch.token_rows, :, self.batch.positions] = v
+        out = torch.empty_like(q)
+        for plan in self._prompts:
+            prompt_attention(plan, layer, q, k, v, out)
+        for plan, rows in self._decodes:
+            past_k, past_v = keys[rows, :, : plan.context], values[rows, :, : plan.context]  # views
+            plan.put(out, attend_masked(layer, plan.take(q), past_k, past_v, self._mask(plan, layer)))
+        return out
+
+    def _mask(self, plan: Group, layer: LayerSpec) -> Tensor | None:
+        """`[G, 1, 1, context]`, which keys each decode sees; None if all. Once a step and kind of layer."""
+        window = layer.sliding_window
+        if window not in plan.masks:
+            contexts = self.batch.host.context_lens[plan.members]
+            if contexts.min() == plan.context and (window is None or plan.context <= window):
+                plan.masks[window] = None
+            else:
+                last = torch.from_numpy(contexts[:, None] - 1).to(self.batch.positions.device)  # [G, 1]
+                columns = torch.arange(plan.context, device=last.device)
+                plan.masks[window] = causal_mask(last, columns, window).unsqueeze(1)
+        return plan.masks[window]

@@ -1,0 +1,149 @@
+"""One step's inputs as a ragged batch: the tokens of all requests end to end, with no padding between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from continuous.rows import Rows
+from continuous.scheduler import Work
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class HostBatch:
+    """What the host knows about a batch, so that nobody has to ask the device (`.item()` waits for it).
+
+    A batch has `B` works, `T` tokens and `S` samples; with work `i`'s tokens at
+    `query_starts[i] .. query_starts[i + 1] - 1`.
+
+    rows: `[B]`, each work's row.
+    query_lens: `[B]`, tokens computed now.
+    query_starts: `[B + 1]`, running sum of `query_lens`.
+    context_lens: `[B]`, every key that a request has after this step, the new ones included.
+    token_rows, positions: `[T]`, each token's row and its place in its sequence.
+    sample_at: `[S]`, the tokens (indices into `T`) whose hidden state is sampled.
+    sample_rows: `[S]`, the rows that take the samples.
+    sample_positions: `[S]`, where in its row each sampled token goes.
+    sample_steps: `[S]`, how many tokens that row had generated before.
+    """
+
+    rows: Ints
+    query_lens: Ints
+    query_starts: Ints
+    context_lens: Ints
+    token_rows: Ints
+    positions: Ints
+    sample_at: Ints
+    sample_rows: Ints
+    sample_positions: Ints
+    sample_steps: Ints
+
+    @classmethod
+    def of(cls, works: Sequence[Work], prompt_lens: Ints) -> HostBatch:
+        """Lay out the works of one step, in order. `prompt_lens [R]` is by row."""
+        table = np.array([work[1:4] for work in works], np.int64)  # [B, 3]: row, start, count
+        rows, starts, lens = table[:, 0], table[:, 1], table[:, 2]
+        ends = np.cumsum(lens)
+        query_starts = np.concatenate((ZERO, ends))
+        contexts = starts + lens
+        tokens = int(ends[-1])
+        if tokens == len(works):  # decodes only
+            token_rows, positions = rows, starts
+        else:
+            token_rows = np.repeat(rows, lens)
+            positions = np.arange(tokens) + np.repeat(starts - query_starts[:-1], lens)
+        takers = [request.row for work in works for request in work.takers]
+        sample_rows = np.array(takers, np.int64)
+        counts = [len(work.takers) for work in works]
+        sample_positions = np.repeat(contexts, counts)
+        return cls(
+            rows=rows,
+            query_lens=lens,
+            query_starts=query_starts,
+            context_lens=contexts,
+            token_rows=token_rows,
+            positions=positions,
+            sample_at=np.repeat(ends - 1, counts),
+            sample_rows=sample_rows,
+            sample_positions=sample_positions,
+            sample_steps=sample_positions - prompt_lens[sample_rows],
+        )
+
+
+ZERO: Ints = np.zeros(1, np.int64)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A step's inputs on the device; `host` has the same facts on the host.
+
+    input_ids, positions, token_rows: `[T]` int64.
+    query_starts: `[B + 1]` int32; context_lens: `[B]` int32.
+    rows: `[B]` int64.
+    sample_at, sample_rows, sample_positions, sample_steps: `[S]` int64.
+    """
+
+    host: HostBatch
+    input_ids: Tensor
+    positions: Tensor
+    token_rows: Tensor
+    query_starts: Tensor
+    context_lens: Tensor
+    rows: Tensor
+    sample_at: Tensor
+    sample_rows: Tensor
+    sample_positions: Tensor
+    sample_steps: Tensor
+
+    @classmethod
+    def of(cls, host: HostBatch, rows: Rows) -> Batch:
+        """Move a batch's layout to the device and read its tokens from the rows."""
+        device = rows.tokens.device
+        positions, token_rows, work_rows, sample_at, sample_rows, sample_positions, sample_steps = upload(
+            device,
+            np.int64,
+            host.positions,
+            host.token_rows,
+            host.rows,
+            host.sample_at,
+            host.sample_rows,
+            host.sample_positions,
+            host.sample_steps,
+        )
+        query_starts, context_lens = upload(device, np.int32, host.query_starts, host.context_lens)
+        return cls(
+            host=host,
+            input_ids=rows.tokens[token_rows, positions],
+            positions=positions,
+            token_rows=token_rows,
+            query_starts=query_starts,
+            context_lens=context_lens,
+            rows=work_rows,
+            sample_at=sample_at,
+            sample_rows=sample_rows,
+            sample_positions=sample_positions,
+            sample_steps=sample_steps,
+        )
+
+
+def upload(
+    device: torch.device, dtype: type[np.integer[Any]], *arrays: NDArray[np.integer[Any]]
+) -> list[Tensor]:
+    """Copy integer arrays of any shapes to the device in one transfer, and return one tensor for each.
+
+    Many small transfers cost far more than one: each has a fixed price of some microseconds.
+    """
+    packed = torch.from_numpy(np.concatenate([a.ravel() for a in arrays], dtype=dtype, casting="same_kind"))
+    if device.type == "cuda":
+        packed = packed.pin_memory()  # only from pinned memory does the copy not wait for the device
+    packed = packed.to(device, non_blocking=True)
+    pieces = torch.split(packed, [array.size for array in arrays])
+    return [piece.view(array.shape) for piece, array in zip(pieces, arrays, strict=True)]

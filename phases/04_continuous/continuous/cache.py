@@ -1,0 +1,102 @@
+"""Where keys and values live: what the scheduler asks of any cache, and the simplest one, a row a request."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from common.config import ModelConfig
+from common.request import Request
+
+
+class CacheManager(Protocol):
+    """The host's side of a cache: who has room. It moves no data and never waits for the device.
+
+    The scheduler gives a request its row before it calls `reserve`, and takes it away after `release`.
+    """
+
+    def holds(self, tokens: int) -> bool:
+        """Whether a request could keep this many tokens if it had the cache for itself."""
+        ...
+
+    def fits(self, request: Request) -> bool:
+        """Whether there is room now to admit `request` with all the tokens it has."""
+        ...
+
+    def lookup(self, request: Request) -> int:
+        """How many of the request's first tokens are here already, at most all but one. Changes nothing."""
+        ...
+
+    def reserve(self, request: Request, upto: int) -> bool:
+        """Make room for the request's first `upto` tokens and attach those that `lookup` found.
+
+        Returns False, and changes nothing, if there is no room.
+        """
+        ...
+
+    def commit(self, request: Request, upto: int) -> None:
+        """The request's first `upto` tokens are known and computed: others may share them from now on."""
+        ...
+
+    def release(self, request: Request) -> None:
+        """Give back all that `request` holds."""
+        ...
+
+    def check(self) -> None:
+        """Raise `AssertionError` if the books do not balance."""
+        ...
+
+
+class RowCache:
+    """Room for the longest request in every row, so whoever has a row has room."""
+
+    def __init__(self, max_len: int) -> None:
+        self.max_len = max_len
+
+    def holds(self, tokens: int) -> bool:
+        """See `CacheManager`; so are the others."""
+        return tokens <= self.max_len
+
+    def fits(self, request: Request) -> bool:
+        """Always: the scheduler asks only when it has a row to give."""
+        return True
+
+    def lookup(self, request: Request) -> int:
+        """Rows share nothing."""
+        return 0
+
+    def reserve(self, request: Request, upto: int) -> bool:
+        """Always."""
+        return True
+
+    def commit(self, request: Request, upto: int) -> None:
+        """Nothing to do."""
+
+    def release(self, request: Request) -> None:
+        """Nothing to do: the row is the memory."""
+
+    def check(self) -> None:
+        """Nothing to check."""
+
+
+class RowStore:
+    """The tensors: keys and values of every layer, `[R, KH, max_len, D]` each.
+
+    Heads come before tokens, so that one head's keys are adjacent: attention over `keys[row, :, :context]`
+    reads a view, and nothing is copied.
+    """
+
+    def __init__(
+        self, config: ModelConfig, rows: int, max_len: int, *, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        shape = (config.num_layers, 2, rows, config.num_kv_heads, max_len, config.head_dim)
+        # Zeros, not garbage: a masked key's weight is exactly 0, and 0 times a stray NaN is NaN.
+        self.data = torch.zeros(shape, device=device, dtype=dtype)  # [L, 2, R, KH, max_len, D]
+        self.layers: list[tuple[Tensor, Tensor]] = [(layer[0], layer[1]) for layer in self.data]
+
+    @staticmethod
+    def bytes_needed(config: ModelConfig, rows: int, max_len: int, dtype: torch.dtype) -> int:
+        """Bytes that such a store takes."""
+        return rows * max_len * config.kv_bytes_per_token(dtype)

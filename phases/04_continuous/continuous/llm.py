@@ -1,0 +1,105 @@
+"""Text in, text out: the engine behind a tokenizer, with a progress bar."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from common.errors import UserError
+from common.generation import Completion, Params, TokenEvent, generate, params_per_prompt
+from common.hub import model_folder
+from common.sampling_params import SamplingParams
+from common.tokenizer import Tokenizer
+from continuous.engine import Engine, Stats
+
+Message = Mapping[str, str]
+Prompt = str | Sequence[Message]
+
+
+class LLM:
+    """A model that completes texts: `LLM("smollm2").generate(["The sea is"], SamplingParams(max_tokens=20))`.
+
+    Args:
+        model: a bundled model, a folder, or a hub id.
+        options: those of `load`.
+    """
+
+    load: ClassVar[Callable[..., Engine]]
+    """How to make the engine. Each phase has its own `LLM`, which differs in this alone."""
+
+    def __init__(self, model: str | Path, **options: Any) -> None:
+        if str(model).startswith("random:"):
+            raise UserError(f"model is {str(model)!r}, but texts need a model with a tokenizer")
+        self.tokenizer = Tokenizer(model_folder(str(model)))
+        self.engine: Engine = type(self).load(model, tokenizer=self.tokenizer, **options)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The token ids of a text, or of a conversation that awaits its answer.
+
+        A message is `{"role": ..., "content": ...}`.
+        """
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        return self.tokenizer.chat([dict(message) for message in prompt], add_generation_prompt=True)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[Completion]:
+        """Complete texts or conversations.
+
+        Args:
+            prompts: a text, a list of texts, or a list of conversations.
+            params: one for all, or one for each.
+            progress: show a bar with the rates of prefill and decode.
+
+        Returns:
+            Completions with their texts, in (prompt, sample) order.
+        """
+        several = [prompts] if isinstance(prompts, str) else list(prompts)
+        ids = [self.encode(prompt) for prompt in several]  # type: ignore[arg-type]
+        each = params_per_prompt(ids, SamplingParams() if params is None else params)
+        with _bar(disable=not progress) as bar:
+            task = bar.add_task("generate", total=sum(settings.n for settings in each), rates="")
+            return generate(_Watched(self.engine, bar, task), ids, each, tokenizer=self.tokenizer)
+
+
+class _Watched:
+    """An engine's stream that moves a progress bar."""
+
+    def __init__(self, engine: Engine, bar: Progress, task: TaskID) -> None:
+        self.engine, self.bar, self.task = engine, bar, task
+
+    def stream(self, prompts: list[list[int]], params: Params) -> Iterator[TokenEvent]:
+        before = replace(self.engine.stats)
+        for event in self.engine.stream(prompts, params):
+            self.bar.advance(self.task, event.finish_reason is not None)
+            self.bar.update(self.task, rates=_rates(before, self.engine.stats))
+            yield event
+
+
+def _rates(before: Stats, now: Stats) -> str:
+    """How fast this call has gone so far; steps that compute prompts and steps that only decode apart."""
+    prefill_seconds = now.prefill_seconds - before.prefill_seconds
+    decode_seconds = now.decode_seconds - before.decode_seconds
+    prefill = (now.prefill_tokens - before.prefill_tokens) / prefill_seconds if prefill_seconds else 0.0
+    decode = (now.decode_tokens - before.decode_tokens) / decode_seconds if decode_seconds else 0.0
+    return f"prefill {prefill:,.0f} tok/s, decode {decode:,.0f} tok/s"
+
+
+def _bar(*, disable: bool) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[rates]}"),
+        disable=disable,
+    )

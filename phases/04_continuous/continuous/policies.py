@@ -1,0 +1,36 @@
+"""Who is served first: a policy gives each request a rank, once, when it arrives. Smaller goes first.
+
+The rank orders the waiting line and says who is preempted (the largest). A preempted request keeps its rank,
+so it returns to its old place in line and not to the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from common.request import Request
+
+Policy = Callable[[Request], tuple[float, ...]]
+
+
+def fcfs(request: Request) -> tuple[float, ...]:
+    """First come, first served: nobody waits for ever."""
+    return (request.id,)
+
+
+def shortest_first(request: Request) -> tuple[float, ...]:
+    """The least work first, which makes the mean wait as short as it can be (Smith, 1956).
+
+    The work is the prompt and the most tokens that may be generated. A long request can starve as long as
+    short ones keep coming.
+    """
+    return (request.limit, request.id)
+
+
+def priority(request: Request) -> tuple[float, ...]:
+    """By the number that the caller gave, lower first; equals by arrival."""
+    return (request.priority, request.id)
+
+
+POLICIES: dict[str, Policy] = {"fcfs": fcfs, "shortest_first": shortest_first, "priority": priority}
+"""Policies by the name that `load` and the command line take."""

@@ -1,0 +1,57 @@
+"""Rows: the place of each running request in arrays that live as long as the engine.
+
+A step's inputs are read from these arrays by index, for all requests at once. The alternative, to build them
+from every request's lists at every step, costs the host more than the GPU needs for the step itself.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+import torch
+
+from common.request import NO_ROW, Request
+
+
+class Rows:
+    """`count` rows, each with room for the tokens of one request.
+
+    tokens: `[R, max_len]` int64 on the device. A sampled token is written here by the device, so the next
+        step can read it before the host has seen it.
+    prompt_lens: `[R]` int64 on the host.
+    """
+
+    def __init__(self, count: int, max_len: int, device: torch.device | str = "cpu") -> None:
+        self.count, self.max_len = count, max_len
+        self.tokens = torch.zeros(count, max_len, dtype=torch.int64, device=device)  # [R, max_len]
+        self.prompt_lens = np.zeros(count, np.int64)  # [R]
+        self._free = list(range(count))  # a heap: the lowest row first keeps running requests adjacent
+        self._fresh: dict[int, Request] = {}
+
+    @property
+    def free(self) -> int:
+        """How many rows are free."""
+        return len(self._free)
+
+    def acquire(self, request: Request) -> None:
+        """Give `request` the lowest free row."""
+        request.row = heapq.heappop(self._free)
+        self.prompt_lens[request.row] = request.prompt_len
+        self._fresh[request.row] = request
+
+    def release(self, request: Request) -> None:
+        """Take the row of `request` back."""
+        heapq.heappush(self._free, request.row)
+        self._fresh.pop(request.row, None)
+        request.row = NO_ROW
+
+    def upload(self) -> list[Request]:
+        """Copy the tokens of requests that got a row since the last call to the device; returns those."""
+        fresh, self._fresh = self._fresh, {}
+        for row, request in fresh.items():
+            known = torch.tensor(request.tokens)
+            if self.tokens.is_cuda:
+                known = known.pin_memory()  # or the copy would wait for the device
+            self.tokens[row, : len(known)].copy_(known, non_blocking=True)
+        return list(fresh.values())
