@@ -1,0 +1,94 @@
+"""Phase 05: the paged cache. Requests grow a block at a time, in blocks from one pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from common.tokenizer import Tokenizer
+from continuous import at_least_one, context, named_policy
+from continuous.rows import Rows
+from forward.loading import load_model
+from forward.model import Model
+from paged_cache.allocator import BlockAllocator
+from paged_cache.attention import PagedAttention, PagedBatch, TorchPagedAttention
+from paged_cache.cache import BlockPool, PagedCache
+from paged_cache.engine import PagedEngine
+from paged_cache.llm import LLM as PagedLLM
+from paged_cache.memory import Ledger, plan_cache
+from paged_cache.runner import PagedRunner
+from paged_cache.scheduler import PagedScheduler
+
+__all__ = [
+    "LLM",
+    "BlockAllocator",
+    "BlockPool",
+    "Ledger",
+    "PagedAttention",
+    "PagedBatch",
+    "PagedCache",
+    "PagedEngine",
+    "PagedRunner",
+    "PagedScheduler",
+    "TorchPagedAttention",
+    "load",
+]
+
+
+def load(
+    model: str | Path | Model,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    tokenizer: Tokenizer | None = None,
+    max_rows: int = 64,
+    max_len: int | None = None,
+    step_tokens: int | None = None,
+    policy: str = "fcfs",
+    block_size: int = 16,
+    cache_bytes: int | None = None,
+    gpu_memory_utilization: float = 0.9,
+    make_cache: Callable[..., PagedCache] = PagedCache,
+    make_scheduler: Callable[..., PagedScheduler] = PagedScheduler,
+    make_attention: Callable[[BlockPool], PagedAttention] = TorchPagedAttention,
+) -> PagedEngine:
+    """This phase's engine for a model's name or a loaded model.
+
+    Args:
+        model, device, dtype, tokenizer, policy: see `continuous.load`.
+        max_rows: requests that run at a time; a row costs next to nothing now.
+        max_len: most tokens of a request, prompt and output; by default the model's context.
+        step_tokens: most tokens computed in a step, which the longest request must fit in case it has to be
+            computed again; by default 2,048, or `max_len` if that is more.
+        block_size: tokens in a block.
+        cache_bytes: the cache's size. Without it, the cache takes what weights and activations leave of
+            `gpu_memory_utilization` of the device's memory.
+        make_cache, make_scheduler, make_attention: the parts that later phases replace.
+
+    Raises:
+        UserError: an option is out of its limits.
+    """
+    loaded = load_model(model, device=device, dtype=dtype)
+    length = context(loaded, max_len)
+    steps = max(2048, length) if step_tokens is None else step_tokens
+    rows = Rows(at_least_one("max_rows", max_rows), length, loaded.device)
+    ledger = plan_cache(
+        loaded,
+        block_size=block_size,
+        step_tokens=steps,
+        rows=max_rows,
+        max_len=length,
+        cache_bytes=cache_bytes,
+        gpu_memory_utilization=gpu_memory_utilization,
+    )
+    cache = make_cache(max_rows, length, ledger.blocks, block_size)
+    scheduler = make_scheduler(rows, cache, step_tokens=steps, policy=named_policy(policy))
+    pool = BlockPool(loaded.config, ledger.blocks, block_size, device=loaded.device, dtype=loaded.dtype)
+    runner = PagedRunner(loaded, make_attention(pool), rows, cache)
+    return PagedEngine(scheduler, runner, ledger, tokenizer)
+
+
+class LLM(PagedLLM):
+    """See `paged_cache.llm.LLM`; options are those of this phase's `load`."""
+
+    load = staticmethod(load)

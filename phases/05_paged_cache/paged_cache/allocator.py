@@ -1,0 +1,61 @@
+"""The block allocator: which blocks of the pool are free, and how many users each of the others has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class BlockAllocator:
+    """Hands out blocks `0 .. count - 1`. A block may have several users; it is free after the last one."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.refs = [0] * count
+        self._free = list(range(count - 1, -1, -1))  # a stack, lowest block on top
+
+    @property
+    def free(self) -> int:
+        """How many blocks are free."""
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` free blocks; the caller has seen that there are as many."""
+        if count > len(self._free):
+            raise AssertionError(f"{count} blocks wanted, {len(self._free)} free")
+        if count == 0:
+            return []
+        blocks = self._free[-count:]
+        del self._free[-count:]
+        for block in blocks:
+            self.refs[block] = 1
+        return blocks
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more user for each of these blocks."""
+        for block in blocks:
+            if self.refs[block] < 1:
+                raise AssertionError(f"block {block} is free and cannot be shared")
+            self.refs[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """One user less for each of these blocks."""
+        for block in blocks:
+            refs = self.refs[block] = self.refs[block] - 1
+            if refs == 0:
+                self._free.append(block)
+            elif refs < 0:
+                raise AssertionError(f"block {block} was released once too often")
+
+    def check(self, users: Iterable[int]) -> None:
+        """Raise `AssertionError` unless `users` (every block once for each of its users) agrees with the books."""
+        counted = [0] * self.count
+        for block in users:
+            counted[block] += 1
+        if counted != self.refs:
+            wrong = next(b for b in range(self.count) if counted[b] != self.refs[b])
+            raise AssertionError(
+                f"block {wrong} has {counted[wrong]} users, but {self.refs[wrong]} are booked"
+            )
+        free = sorted(self._free)
+        if free != [block for block in range(self.count) if self.refs[block] == 0]:
+            raise AssertionError("the free blocks are not the blocks without users")

@@ -1,0 +1,134 @@
+"""Attention over the paged pool: the interface for every backend, and the one in plain torch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from continuous.attention import (
+    PADDING_PER_CALL,
+    Group,
+    attend_masked,
+    group,
+    prompt_attention,
+    prompt_groups,
+)
+from continuous.batch import Batch
+from forward.attention import LayerSpec, causal_mask
+from paged_cache.cache import BlockPool
+
+
+@dataclass(frozen=True)
+class PagedBatch(Batch):
+    """A batch that knows where its tokens live.
+
+    block_tables: `[B, max_blocks]` int32, as wide as the longest context needs; entries past a request's last
+        block may hold anything.
+    slots: `[T]` int64, `block * P + offset` of each new token.
+    """
+
+    block_tables: Tensor
+    slots: Tensor
+
+
+class PagedAttention(ABC):
+    """The seam's object over a `BlockPool`: scatter the new keys and values to their slots, then attend.
+
+    A backend implements `attend`, and `plan` if it needs something worked out once a step.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+        self.batch: PagedBatch
+
+    def begin(self, batch: Batch) -> None:
+        """Start a step."""
+        assert isinstance(batch, PagedBatch)
+        self.batch = batch
+        self.plan()
+
+    def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """`q [T, H, D]`, `k` and `v [T, KH, D]` -> `[T, H, D]`; also keeps `k` and `v`."""
+        k_cache, v_cache = self.pool.layers[layer.index]  # [N, P, KH, D]
+        self.store(k_cache, v_cache, k, v)
+        return self.attend(layer, q, k, v, k_cache, v_cache)
+
+    def store(self, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write every token's key and value to its slot, all tokens at once."""
+        k_cache.flatten(0, 1)[self.batch.slots] = k
+        v_cache.flatten(0, 1)[self.batch.slots] = v
+
+    def plan(self) -> None:  # noqa: B027  # many backends need nothing
+        """Prepare for `self.batch`, once a step."""
+
+    @abstractmethod
+    def attend(
+        self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor
+    ) -> Tensor:
+        """`q [T, H, D]` -> `[T, H, D]`; this step's `k` and `v [T, KH, D]` are in the cache already."""
+
+
+class TorchPagedAttention(PagedAttention):
+    """Gather each group's blocks into one padded tensor, then attend with a mask.
+
+    The gather copies every key and value of every context at every step: the price of paging without a
+    kernel that can read through a block table.
+    """
+
+    def plan(self) -> None:
+        """Group the requests, and find each group's blocks."""
+        host, device = self.batch.host, self.batch.positions.device
+        self._prompts, others = prompt_groups(host, device)
+        # By queries first, by contexts next, so that neighbours need little padding.
+        order = others[np.lexsort((host.context_lens[others], host.query_lens[others]))].tolist()
+        found = group(order, host.query_lens, host.context_lens, PADDING_PER_CALL[device.type])
+        self._others = [(Group.of(members, host, device), self._blocks(members)) for members in found]
+
+    def _blocks(self, members: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:
+        """The blocks of a group's requests, padded with block 0: `[G * blocks]`."""
+        size = self.pool.data.shape[3]
+        counts = -(-self.batch.host.context_lens[members] // size)
+        where = torch.from_numpy(members).to(self.batch.block_tables.device)
+        tables = self.batch.block_tables[where, : int(counts.max())]  # [G, blocks]
+        if (counts != counts.max()).any():  # what lies past a table's end may be no block at all
+            used = torch.arange(tables.shape[1]) < torch.from_numpy(counts)[:, None]
+            tables = tables.where(used.to(tables.device), 0)
+        return tables.flatten()
+
+    def attend(
+        self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor
+    ) -> Tensor:
+        """See `PagedAttention.attend`."""
+        out = torch.empty_like(q)
+        for plan in self._prompts:
+            prompt_attention(plan, layer, q, k, v, out)
+        for plan, blocks in self._others:
+            keys, values = (self._gather(cache, blocks, plan) for cache in (k_cache, v_cache))
+            mask = self._mask(plan, layer, keys.shape[2])
+            plan.put(out, attend_masked(layer, plan.take(q), keys, values, mask))
+        return out
+
+    @staticmethod
+    def _gather(cache: Tensor, blocks: Tensor, plan: Group) -> Tensor:
+        """`cache [N, P, KH, D]` -> the group's tokens, heads first: `[G, KH, blocks * P, D]`."""
+        taken = cache.index_select(0, blocks)  # [G * blocks, P, KH, D], a copy
+        return taken.view(len(plan.members), -1, *cache.shape[2:]).transpose(1, 2)
+
+    def _mask(self, plan: Group, layer: LayerSpec, columns: int) -> Tensor | None:
+        """`[G, 1, queries, columns]`, made once a step and kind of layer; None if every query sees all."""
+        window = layer.sliding_window
+        if window not in plan.masks:
+            host, device = self.batch.host, self.batch.positions.device
+            contexts, queries = host.context_lens[plan.members], host.query_lens[plan.members]
+            if plan.queries == 1 and contexts.min() == columns and (window is None or columns <= window):
+                plan.masks[window] = None
+            else:
+                first = torch.from_numpy(contexts - queries).to(device)  # [G], the first query's position
+                positions = first[:, None] + torch.arange(plan.queries, device=device)  # [G, queries]
+                mask = causal_mask(positions, torch.arange(columns, device=device), window)
+                plan.masks[window] = mask.unsqueeze(1)
+        return plan.masks[window]

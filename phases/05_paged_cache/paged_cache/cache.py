@@ -1,0 +1,162 @@
+"""The paged cache: a request's tokens live in blocks anywhere in a pool, found through its block table.
+
+Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023
+(arXiv 2309.06180). A row of phase 04 holds memory for the longest request; a block table grows a block at a
+time, so at most the last block of a request is partly empty.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.config import ModelConfig
+from common.request import Request
+from paged_cache.allocator import BlockAllocator
+
+
+class PagedCache:
+    """Block tables over an allocator; a `continuous.cache.CacheManager`.
+
+    Args:
+        rows: running requests at most.
+        max_len: most tokens of a request.
+        blocks: blocks in the pool, `N`.
+        block_size: tokens in a block, `P`.
+        watermark: share of the pool that admission leaves free for the requests that run already, so that a
+            newcomer is not the reason for the next preemption.
+
+    tables: `[rows, max_blocks]` int32. Token `p` of the request in row `r` is in block `tables[r, p // P]`.
+    """
+
+    def __init__(
+        self, rows: int, max_len: int, blocks: int, block_size: int, *, watermark: float = 0.01
+    ) -> None:
+        self.block_size = block_size
+        self.allocator = BlockAllocator(blocks)
+        self.tables: NDArray[np.int32] = np.zeros((rows, -(-max_len // block_size)), np.int32)
+        self.reserve_blocks = int(watermark * blocks)
+        self._owned = [0] * rows  # how many entries of each table are in use
+        self._writable = [0] * rows  # tokens up to which a row may write without asking again
+        self._copies: list[tuple[int, int]] = []
+
+    def blocks_for(self, tokens: int) -> int:
+        """How many blocks so many tokens take."""
+        return -(-tokens // self.block_size)
+
+    def blocks_of(self, row: int) -> list[int]:
+        """The blocks that the request in `row` uses, in order."""
+        blocks: list[int] = self.tables[row, : self._owned[row]].tolist()
+        return blocks
+
+    @property
+    def free(self) -> int:
+        """Blocks that can be had."""
+        return self.allocator.free
+
+    def holds(self, tokens: int) -> bool:
+        """Whether a request could keep this many tokens if it had the cache for itself."""
+        return self.blocks_for(tokens) <= min(self.allocator.count, self.tables.shape[1])
+
+    def fits(self, request: Request) -> bool:
+        """Whether the request can be admitted; blocks promised in this very step are taken already."""
+        alone = self.free == self.allocator.count
+        return self.blocks_for(len(request.tokens)) <= self.free - (0 if alone else self.reserve_blocks)
+
+    def lookup(self, request: Request) -> int:
+        """Nothing outlives its request here."""
+        return 0
+
+    def reserve(self, request: Request, upto: int) -> bool:
+        """Grow the request's table to `upto` tokens; almost always there is nothing to do."""
+        if upto <= self._writable[request.row]:
+            return True
+        return self.grow(request, upto)
+
+    def grow(self, request: Request, upto: int) -> bool:
+        """The slow path of `reserve`: take blocks, and copy one that is shared and about to be written."""
+        row = request.row
+        owned = self._owned[row]
+        shared = self._writable[row] // self.block_size  # the block to be written next,
+        copy = (
+            shared < owned and self.allocator.refs[int(self.tables[row, shared])] > 1
+        )  # if another has it too
+        new = max(0, self.blocks_for(upto) - owned)
+        if new + copy > self.free:
+            return False
+        if copy:
+            source = int(self.tables[row, shared])
+            (target,) = self.take_blocks(1)
+            self.tables[row, shared] = target
+            self._copies.append((source, target))
+            self.allocator.release([source])
+        if new:
+            self.tables[row, owned : owned + new] = self.take_blocks(new)
+            self._owned[row] = owned + new
+        self._writable[row] = self._owned[row] * self.block_size
+        return True
+
+    def take_blocks(self, count: int) -> list[int]:
+        """Free blocks, which the caller has seen to be there."""
+        return self.allocator.allocate(count)
+
+    def fork(self, parent: Request, child: Request, tokens: int) -> None:
+        """Let `child` share the blocks of its parent's first `tokens` tokens.
+
+        A full block is shared for good. The last, partial one is shared until one of them writes to it: the
+        first to do so takes a copy, and the last user keeps the original (copy on write).
+        """
+        blocks = self.blocks_of(parent.row)[: self.blocks_for(tokens)]
+        self.allocator.share(blocks)
+        self.tables[child.row, : len(blocks)] = blocks
+        self._owned[child.row] = len(blocks)
+        full = tokens // self.block_size * self.block_size
+        self._writable[child.row] = self._writable[parent.row] = full
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """The (source, target) blocks to copy before the next step writes anything."""
+        copies, self._copies = self._copies, []
+        return copies
+
+    def commit(self, request: Request, upto: int) -> None:
+        """Nothing is shared by content here."""
+
+    def release(self, request: Request) -> None:
+        """Give back the request's blocks, the last one first, so that the first is the next to be taken."""
+        row = request.row
+        self.allocator.release(reversed(self.blocks_of(row)))
+        self._owned[row] = self._writable[row] = 0
+
+    def users(self) -> list[int]:
+        """Every block once for each of its users."""
+        return [block for row in range(len(self._owned)) for block in self.blocks_of(row)]
+
+    def check(self) -> None:
+        """Raise `AssertionError` unless every block is booked for exactly the tables that hold it."""
+        self.allocator.check(self.users())
+
+
+class BlockPool:
+    """The tensors: one allocation `[L, 2, N, P, KH, D]`, and of it each layer's `k_cache` and `v_cache`."""
+
+    def __init__(
+        self, config: ModelConfig, blocks: int, block_size: int, *, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        shape = (config.num_layers, 2, blocks, block_size, config.num_kv_heads, config.head_dim)
+        # Zeros, not garbage: a masked key's weight is exactly 0, and 0 times a stray NaN is NaN.
+        self.data = torch.zeros(shape, device=device, dtype=dtype)
+        self.layers: list[tuple[Tensor, Tensor]] = [
+            (layer[0], layer[1]) for layer in self.data
+        ]  # [N, P, KH, D]
+
+    @staticmethod
+    def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+        """Bytes that one block takes, over all layers."""
+        return block_size * config.kv_bytes_per_token(dtype)
+
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy whole blocks, `(source, target)`, in every layer."""
+        sources, targets = (torch.tensor(side, device=self.data.device) for side in zip(*pairs, strict=True))
+        self.data[:, :, targets] = self.data[:, :, sources]

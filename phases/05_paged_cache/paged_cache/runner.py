@@ -1,0 +1,54 @@
+"""What paging adds to the runner: block tables and slots in the batch, and copies before the step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from continuous.batch import Batch, HostBatch, Ints, upload
+from continuous.rows import Rows
+from continuous.runner import Runner
+from continuous.scheduler import Work
+from forward.model import Model
+from paged_cache.attention import PagedAttention, PagedBatch
+from paged_cache.cache import PagedCache
+
+
+class PagedRunner(Runner):
+    """Runs steps over a block pool.
+
+    Args:
+        model: computes hidden states and logits.
+        attention: any backend over the pool.
+        rows: where the tokens are.
+        cache: whose tables say where keys and values are.
+    """
+
+    attention: PagedAttention
+
+    def __init__(self, model: Model, attention: PagedAttention, rows: Rows, cache: PagedCache) -> None:
+        super().__init__(model, attention, rows)
+        self.cache = cache
+
+    def prepare(self, works: Sequence[Work]) -> Batch:
+        """The step's inputs, with the copies that its writes depend on done first."""
+        copies = self.cache.take_copies()
+        if copies:
+            self.attention.pool.copy(copies)
+        host = HostBatch.of(works, self.rows.prompt_lens)
+        plain = Batch.of(host, self.rows)
+        (block_tables,) = upload(plain.rows.device, np.int32, self.block_tables(host))
+        (slots,) = upload(plain.rows.device, np.int64, self.slots(host))
+        return PagedBatch(**vars(plain), block_tables=block_tables, slots=slots)
+
+    def block_tables(self, host: HostBatch) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
+        """`[B, max_blocks]`: the tables of the batch's rows, no wider than the longest context needs."""
+        width = self.cache.blocks_for(int(host.context_lens.max()))
+        return self.cache.tables[host.rows, :width]
+
+    def slots(self, host: HostBatch) -> Ints:
+        """`[T]`: where each new token's key and value go."""
+        size = self.cache.block_size
+        blocks = self.cache.tables[host.token_rows, host.positions // size]
+        return blocks.astype(np.int64) * size + host.positions % size

@@ -1,0 +1,85 @@
+"""What blocks add to the scheduler: preemption when they run out, and samples that share their prompt's."""
+
+from __future__ import annotations
+
+from bisect import insort
+
+from common.errors import UserError
+from common.request import Request
+from continuous.policies import Policy, fcfs
+from continuous.rows import Rows
+from continuous.scheduler import Scheduler
+from paged_cache.cache import PagedCache
+
+
+class PagedScheduler(Scheduler):
+    """Admits on the blocks that a request needs now, not on all it may ever need; preempts if that fails."""
+
+    cache: PagedCache
+
+    def __init__(self, rows: Rows, cache: PagedCache, *, step_tokens: int, policy: Policy = fcfs) -> None:
+        super().__init__(rows, cache, step_tokens=step_tokens, policy=policy)
+
+    def check(self, requests: list[Request]) -> None:
+        """Also: siblings run together."""
+        super().check(requests)
+        if len(requests) > self.rows.count:
+            raise UserError(f"n is {len(requests)}, but must be at most max_rows, {self.rows.count}")
+
+    def check_step(self, request: Request) -> None:
+        """A preempted request computes its prompt and its output so far in one step."""
+        if request.limit - 1 > self.step_tokens:
+            raise UserError(
+                f"the request may have to compute {request.limit - 1} tokens at once after a preemption, but "
+                f"a step computes at most step_tokens, {self.step_tokens}"
+            )
+
+    def add(self, requests: list[Request]) -> None:
+        """Put the samples of one prompt in line as one: the first computes the prompt for all."""
+        for request in requests:
+            request.rank = self.policy(request)
+        requests[0].siblings = requests[1:]
+        self._push(requests[0])
+
+    def make_room(self, request: Request, upto: int, queue: list[Request], at: int) -> bool:
+        """Preempt from the end of the queue until `request` has room; if need be, `request` itself.
+
+        Only requests that this step does not serve yet can lose their blocks.
+        """
+        while len(queue) > at:
+            self.preempt(queue.pop())
+            if self.cache.reserve(request, upto):
+                return True
+        self.preempt(request)
+        return False
+
+    def admits(self, request: Request) -> bool:
+        """Siblings need rows of their own from the start."""
+        return self.rows.free > len(request.siblings) and super().admits(request)
+
+    def enter(self, request: Request) -> None:
+        """Take the siblings' rows too; those that were aborted while they waited are forgotten."""
+        super().enter(request)
+        request.siblings = [sibling for sibling in request.siblings if sibling.finish_reason is None]
+        for sibling in request.siblings:
+            self.rows.acquire(sibling)
+
+    def fork(self, request: Request) -> tuple[Request, ...]:
+        """The prompt's blocks get `n` users, and its last logits are sampled `n` times."""
+        siblings = [sibling for sibling in request.siblings if sibling.finish_reason is None]
+        request.siblings = []
+        for sibling in siblings:
+            self.cache.fork(request, sibling, request.num_computed_tokens)
+            sibling.num_computed_tokens = sibling.cached_tokens = request.num_computed_tokens
+            insort(self.running, sibling, key=lambda running: running.rank)
+        return (request, *siblings)
+
+    def leave(self, request: Request) -> None:
+        """Before the fork, siblings have rows but do not run; they leave with the first, or by themselves."""
+        if request.row >= 0 and request.num_computed_tokens == 0:
+            self.rows.release(request)
+            return
+        for sibling in request.siblings:
+            if sibling.row >= 0:
+                self.rows.release(sibling)
+        super().leave(request)
