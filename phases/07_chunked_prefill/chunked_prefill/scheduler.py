@@ -1,0 +1,76 @@
+"""One token budget a step, shared by decodes and pieces of prompts.
+
+Agrawal et al., "Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve", OSDI 2024
+(arXiv 2403.02310). A whole prompt in one step makes everybody else wait for it; a chunk of it makes them wait
+for the chunk.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from common.errors import UserError
+from common.request import Request
+from continuous.policies import Policy, fcfs
+from continuous.rows import Rows
+from paged_cache.cache import PagedCache
+from paged_cache.scheduler import PagedScheduler
+
+
+class ChunkedScheduler(PagedScheduler):
+    """Decodes first, then prompts with what is left of `step_tokens`.
+
+    Neither side can starve the other. While a prompt is waiting for its turn, a quarter of the budget is kept
+    for prompts; if that leaves too little for all decodes, they take turns.
+
+    Args:
+        rows, cache, policy: as before.
+        step_tokens: the budget. It bounds the time of a step, and so the gap between two tokens.
+        chunk_tokens: most tokens of one prompt in a step; the whole budget by default. Less lets several
+            prompts advance side by side.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        cache: PagedCache,
+        *,
+        step_tokens: int,
+        chunk_tokens: int | None = None,
+        policy: Policy = fcfs,
+    ) -> None:
+        super().__init__(rows, cache, step_tokens=step_tokens, policy=policy)
+        if step_tokens < 2:
+            raise UserError(f"step_tokens is {step_tokens}, but must be at least 2, one of them for prompts")
+        self.chunk_tokens = step_tokens if chunk_tokens is None else chunk_tokens
+        if self.chunk_tokens < 1:
+            raise UserError(f"chunk_tokens is {chunk_tokens}, but must be at least 1")
+        self._decodes_left = 0
+        self._last_decode: tuple[float, ...] = ()
+
+    def check_step(self, request: Request) -> None:
+        """Any prompt fits: it takes as many steps as it needs."""
+
+    def order(self, running: list[Request]) -> list[Request]:
+        """Decodes first, in turn if not all can be served, then prompts; each by rank."""
+        prompts = [request for request in running if request.prefilling]
+        decodes = [request for request in running if not request.prefilling] if prompts else running.copy()
+        newcomer = self.rows.free > 0 and self._head() is not None
+        kept = max(1, self.step_tokens // 4) if prompts or newcomer else 0
+        self._decodes_left = self.step_tokens - kept
+        if len(decodes) > self._decodes_left:
+            turn = bisect_right(decodes, self._last_decode, key=lambda request: request.rank)
+            decodes = decodes[turn:] + decodes[:turn]
+            self._last_decode = decodes[self._decodes_left - 1].rank
+        return decodes + prompts
+
+    def share(self, request: Request, budget: int) -> int:
+        """A decode's one token, or as much of a prompt as the budget and the chunk allow."""
+        known = len(request.tokens) + request.placeholders
+        behind = known - request.num_computed_tokens
+        if behind == 1 and request.row >= 0:
+            if self._decodes_left == 0 or known >= request.limit:
+                return 0
+            self._decodes_left -= 1
+            return 1
+        return min(behind, budget, self.chunk_tokens)
