@@ -1,0 +1,148 @@
+"""The paged cache that remembers: blocks outlive their requests until somebody needs the room."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.request import Request
+from paged_cache.cache import PagedCache
+from prefix_cache.index import Key, Match, PrefixIndex, block_keys
+
+
+@dataclass
+class PrefixStats:
+    """Counted at every admission: tokens that were looked up, and of them those that were found.
+
+    hit_tokens: tokens that need not be computed.
+    evicted_blocks: blocks forgotten to make room.
+    """
+
+    lookup_tokens: int = 0
+    hit_tokens: int = 0
+    evicted_blocks: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of looked-up tokens that were found."""
+        return self.hit_tokens / self.lookup_tokens if self.lookup_tokens else 0.0
+
+
+class PrefixCache(PagedCache):
+    """A `PagedCache` whose full blocks are kept in an index and shared by content.
+
+    The index is one user of every block in it, each request that shares it another. Blocks that only the
+    index uses count as free: they are evicted when somebody needs them.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        max_len: int,
+        blocks: int,
+        block_size: int,
+        index: PrefixIndex,
+        *,
+        watermark: float = 0.01,
+    ) -> None:
+        super().__init__(rows, max_len, blocks, block_size, watermark=watermark)
+        self.index, self.stats = index, PrefixStats()
+        self._cursors: list[object | None] = [None] * rows
+        self._committed = [0] * rows  # how many blocks of each row are in the index
+        self._keys: tuple[Request | None, int, list[Key]] = (None, 0, [])
+
+    @property
+    def free(self) -> int:
+        """Free blocks, and those that can be freed."""
+        return self.allocator.free + self.index.evictable
+
+    def fits(self, request: Request) -> bool:
+        """Blocks that are found need no room, but what they are pinned for nobody can evict."""
+        alone = self.free == self.allocator.count
+        room = self.free - (0 if alone else self.reserve_blocks)
+        if room < 1:
+            return False
+        hit = self._match(request)
+        return self.blocks_for(len(request.tokens)) - len(hit.blocks) + hit.unpinned <= room
+
+    def lookup(self, request: Request) -> int:
+        """Tokens in full blocks that are here already, always less than the request has.
+
+        The last token has to be computed, since its logits are wanted. If the last block is full and known,
+        all of that block is computed: one token alone would be written into a block that others share.
+        """
+        return len(self._match(request).blocks) * self.block_size
+
+    def _match(self, request: Request) -> Match:
+        return self.index.match(self._keys_of(request), request.salt)
+
+    def _keys_of(self, request: Request) -> list[Key]:
+        """The keys that a waiting request may share, remembered for the head of the line."""
+        length = len(request.tokens)
+        if self._keys[0] is not request or self._keys[1] != length:
+            self._keys = (request, length, block_keys(request.tokens[: length - 1], self.block_size))
+        return self._keys[2]
+
+    def grow(self, request: Request, upto: int) -> bool:
+        """At a request's first reservation, first attach what `lookup` found."""
+        row = request.row
+        if self._cursors[row] is None:
+            if not self.fits(request):
+                return False
+            keys = self._keys_of(request)[: request.num_computed_tokens // self.block_size]
+            blocks = self.index.match(keys, request.salt).blocks
+            self._cursors[row] = self.index.attach(keys, request.salt)
+            self.allocator.share(blocks)
+            self.tables[row, : len(blocks)] = blocks
+            self._owned[row] = self._committed[row] = len(blocks)
+            self._writable[row] = len(blocks) * self.block_size
+            self.stats.lookup_tokens += len(request.tokens)
+            self.stats.hit_tokens += request.num_computed_tokens
+            self._keys = (None, 0, [])
+        return super().grow(request, upto)
+
+    def take_blocks(self, count: int) -> list[int]:
+        """Free blocks; if there are too few, blocks that nobody has used for the longest time."""
+        missing = count - self.allocator.free
+        if missing > 0:
+            evicted = self.index.evict(missing)
+            self.stats.evicted_blocks += len(evicted)
+            self.allocator.release(evicted)
+        return super().take_blocks(count)
+
+    def fork(self, parent: Request, child: Request, tokens: int) -> None:
+        """The child enters the index by itself when it commits, and finds its parent's blocks there."""
+        super().fork(parent, child, tokens)
+        self._cursors[child.row] = self.index.attach([], child.salt)
+        self._committed[child.row] = 0
+
+    def commit(self, request: Request, upto: int) -> None:
+        """Put the blocks that have become full into the index.
+
+        Where another request has put the same tokens there first, this one gives its own block back and uses
+        the other's.
+        """
+        row, size = request.row, self.block_size
+        first, last = self._committed[row], upto // size
+        if last <= first:
+            return
+        own: list[int] = self.tables[row, first:last].tolist()
+        keys = block_keys(request.tokens[first * size : last * size], size)
+        self._cursors[row], held, new = self.index.extend(self._cursors[row], keys, own)
+        self.allocator.share(new)
+        for place, (mine, theirs) in enumerate(zip(own, held, strict=True), start=first):
+            if mine != theirs:
+                self.allocator.share([theirs])
+                self.allocator.release([mine])
+                self.tables[row, place] = theirs
+        self._committed[row] = last
+
+    def release(self, request: Request) -> None:
+        """The request lets go; the index keeps what was committed."""
+        row = request.row
+        super().release(request)
+        self.index.detach(self._cursors[row])
+        self._cursors[row], self._committed[row] = None, 0
+
+    def users(self) -> list[int]:
+        """Every block once for each of its users, of which the index is one."""
+        return super().users() + self.index.blocks()

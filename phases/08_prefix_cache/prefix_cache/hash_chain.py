@@ -1,0 +1,139 @@
+"""The hash chain: each block's hash covers its tokens and the hash before it, so one number names a prefix.
+
+This is vLLM's automatic prefix caching (https://docs.vllm.ai/en/latest/design/prefix_caching.html). A hash is
+not proof: 64 bits collide by chance after some billions of blocks, and on purpose much sooner. Every hit is
+therefore checked against the tokens and the block before.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+import xxhash
+
+from prefix_cache.index import Key, Match
+
+
+class Entry:
+    """A cached block; `before` is the block that it continues, None for a sequence's first."""
+
+    __slots__ = ("before", "block", "digest", "key", "pins")
+
+    def __init__(self, digest: int, key: Key, block: int, before: Entry | None) -> None:
+        self.digest, self.key, self.block, self.before = digest, key, block, before
+        self.pins = 0
+
+
+class Cursor:
+    """The end of what a request shares; `broken` once a collision has ended it."""
+
+    __slots__ = ("broken", "digest", "entry")
+
+    def __init__(self, digest: int, entry: Entry | None) -> None:
+        self.digest, self.entry, self.broken = digest, entry, False
+
+
+class HashIndex:
+    """A `PrefixIndex` as a table from hash to block.
+
+    Args:
+        digest: the hash function; a weak one makes collisions that tests can see.
+    """
+
+    def __init__(self, digest: Callable[[bytes], int] = xxhash.xxh3_64_intdigest) -> None:
+        self._digest = digest
+        self._entries: dict[int, Entry] = {}
+        self._unpinned: OrderedDict[int, Entry] = OrderedDict()  # oldest first
+        self.collisions = 0
+
+    @property
+    def evictable(self) -> int:
+        """Every block without pins, in whatever place of its sequence."""
+        return len(self._unpinned)
+
+    def match(self, keys: list[Key], salt: str) -> Match:
+        """See `PrefixIndex`; so are the others."""
+        found = self._walk(keys, salt)
+        return Match([entry.block for entry in found], sum(entry.pins == 0 for entry in found))
+
+    def attach(self, keys: list[Key], salt: str) -> Cursor:
+        """Pin the blocks of a path."""
+        cursor = Cursor(self._start(salt), None)
+        for entry in self._walk(keys, salt):
+            self._pin(entry)
+            cursor.digest, cursor.entry = entry.digest, entry
+        return cursor
+
+    def extend(
+        self, cursor: object, keys: list[Key], blocks: list[int]
+    ) -> tuple[Cursor, list[int], list[int]]:
+        """Insert block by block; after a collision the request keeps its blocks to itself."""
+        assert isinstance(cursor, Cursor)
+        held, new = list[int](), list[int]()
+        for key, block in zip(keys, blocks, strict=True):
+            digest = self._next(cursor.digest, key)
+            entry = None if cursor.broken else self._entries.get(digest)
+            if cursor.broken or (entry is not None and not _same(entry, key, cursor.entry)):
+                self.collisions += not cursor.broken
+                cursor.broken = True
+                held.append(block)
+                continue
+            if entry is None:
+                entry = self._entries[digest] = Entry(digest, key, block, cursor.entry)
+                self._unpinned[digest] = entry  # until it is pinned, in a moment
+                new.append(block)
+            self._pin(entry)
+            held.append(entry.block)
+            cursor.digest, cursor.entry = digest, entry
+        return cursor, held, new
+
+    def detach(self, cursor: object) -> None:
+        """Unpin from the end, so that a sequence's last blocks are older than those they depend on."""
+        entry = cursor.entry if isinstance(cursor, Cursor) else None
+        while entry is not None:
+            entry.pins -= 1
+            if entry.pins == 0:
+                self._unpinned[entry.digest] = entry
+            entry = entry.before
+
+    def evict(self, count: int) -> list[int]:
+        """The oldest blocks. A block is released before the one it continues, and so evicted before it."""
+        freed: list[int] = []
+        while len(freed) < count and self._unpinned:
+            digest, entry = self._unpinned.popitem(last=False)
+            del self._entries[digest]
+            freed.append(entry.block)
+        return freed
+
+    def blocks(self) -> list[int]:
+        """Every block in the table."""
+        return [entry.block for entry in self._entries.values()]
+
+    def _walk(self, keys: list[Key], salt: str) -> list[Entry]:
+        found: list[Entry] = []
+        digest, before = self._start(salt), None
+        for key in keys:
+            digest = self._next(digest, key)
+            entry = self._entries.get(digest)
+            if entry is None or not _same(entry, key, before):
+                break
+            found.append(entry)
+            before = entry
+        return found
+
+    def _start(self, salt: str) -> int:
+        return self._digest(salt.encode())
+
+    def _next(self, digest: int, key: Key) -> int:
+        return self._digest(digest.to_bytes(8, "little") + key)
+
+    def _pin(self, entry: Entry) -> None:
+        if entry.pins == 0:
+            del self._unpinned[entry.digest]
+        entry.pins += 1
+
+
+def _same(entry: Entry, key: Key, before: Entry | None) -> bool:
+    """The strong check. By induction over `before` it compares the whole sequence, one block at a time."""
+    return entry.key == key and entry.before is before

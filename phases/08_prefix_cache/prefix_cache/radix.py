@@ -1,0 +1,200 @@
+"""The radix tree: one path for each sequence, and one node for each stretch of blocks that sequences share.
+
+Zheng et al., "SGLang: Efficient Execution of Structured Language Model Programs" (RadixAttention),
+arXiv 2312.07104.
+"""
+
+from __future__ import annotations
+
+import heapq
+from itertools import count
+
+from prefix_cache.index import Key, Match
+
+
+class Node:
+    """A stretch of blocks. Its tokens continue those of its parent; its children differ in their first block.
+
+    keys, blocks: the tokens and the numbers of its blocks, equally long, never empty but in a root.
+    pins: how many cursors stand here or below.
+    used: when a cursor last left it.
+    """
+
+    __slots__ = ("blocks", "children", "keys", "parent", "pins", "salt", "used")
+
+    def __init__(self, keys: list[Key], blocks: list[int], parent: Node | None, salt: str) -> None:
+        self.keys, self.blocks, self.parent, self.salt = keys, blocks, parent, salt
+        self.children: dict[Key, Node] = {}
+        self.pins = 0
+        self.used = 0
+
+
+class RadixIndex:
+    """A `PrefixIndex` as a tree for each salt.
+
+    Only leaves without pins can be evicted. Whatever is pinned pins the way to it, so every block without
+    pins is on a leaf sooner or later: all of them are evictable.
+    """
+
+    def __init__(self) -> None:
+        self.evictable = 0
+        self._roots: dict[str, Node] = {}
+        self._clock = count(1)
+        self._tie = count()
+        self._leaves: list[tuple[int, int, Node]] = []  # a heap by age; entries may be out of date
+        self._nodes = 0
+
+    def match(self, keys: list[Key], salt: str) -> Match:
+        """See `PrefixIndex`; so are the others."""
+        blocks: list[int] = []
+        unpinned = 0
+        for node, length in self._walk(keys, salt):
+            blocks += node.blocks[:length]
+            unpinned += 0 if node.pins else length
+        return Match(blocks, unpinned)
+
+    def attach(self, keys: list[Key], salt: str) -> Node:
+        """Pin a path; a node that is matched in part is split, so that pins are exact."""
+        node = self._root(salt)
+        for child, length in self._walk(keys, salt):
+            node = child if length == len(child.keys) else self._split(child, length)
+        self._pin(node)
+        return node
+
+    def extend(self, cursor: object, keys: list[Key], blocks: list[int]) -> tuple[Node, list[int], list[int]]:
+        """Follow what is known, then append to the own leaf or grow a new one."""
+        assert isinstance(cursor, Node)
+        node, at, held = cursor, 0, list[int]()
+        while at < len(keys) and (child := node.children.get(keys[at])) is not None:
+            length = _common(child.keys, keys, at)
+            if length < len(child.keys):
+                child = self._split(child, length)
+            held += child.blocks
+            at += length
+            node = child
+            self._pin_one(node)
+        new = blocks[at:]
+        if new:
+            if node.parent is not None and node.pins == 1 and not node.children:
+                node.keys += keys[at:]  # nobody else stands here
+                node.blocks += new
+            else:
+                node = self._grow(node, keys[at:], new)
+                self._pin_one(node)
+        return node, held + new, new
+
+    def detach(self, cursor: object) -> None:
+        """Unpin a path; what nobody pins any more can be evicted from now on."""
+        now = next(self._clock)
+        node: Node | None = cursor if isinstance(cursor, Node) else None
+        while node is not None:
+            node.pins -= 1
+            node.used = now
+            if node.pins == 0:
+                self.evictable += len(node.blocks)
+                self._offer(node)
+            node = node.parent
+
+    def evict(self, count: int) -> list[int]:
+        """Take blocks from the end of the oldest leaves."""
+        freed: list[int] = []
+        while len(freed) < count and self._leaves:
+            used, _, leaf = heapq.heappop(self._leaves)
+            if not self._current(leaf, used):
+                continue
+            while leaf.blocks and len(freed) < count:
+                freed.append(leaf.blocks.pop())
+                first = leaf.keys.pop()
+            if not leaf.blocks:
+                self._remove(leaf, first)
+            else:
+                self._offer(leaf)
+        self.evictable -= len(freed)
+        return freed
+
+    def blocks(self) -> list[int]:
+        """Every block in every tree."""
+        found: list[int] = []
+        todo = list(self._roots.values())
+        while todo:
+            node = todo.pop()
+            found += node.blocks
+            todo += node.children.values()
+        return found
+
+    def _walk(self, keys: list[Key], salt: str) -> list[tuple[Node, int]]:
+        """The nodes along `keys`, each with how many of its blocks match: all, but for the last node."""
+        path: list[tuple[Node, int]] = []
+        node, at = self._roots.get(salt), 0
+        while node is not None and at < len(keys):
+            node = node.children.get(keys[at])
+            if node is None:
+                break
+            length = _common(node.keys, keys, at)
+            path.append((node, length))
+            at += length
+            if length < len(node.keys):
+                break
+        return path
+
+    def _root(self, salt: str) -> Node:
+        if salt not in self._roots:
+            self._roots[salt] = Node([], [], None, salt)
+        return self._roots[salt]
+
+    def _grow(self, parent: Node, keys: list[Key], blocks: list[int]) -> Node:
+        node = parent.children[keys[0]] = Node(keys, blocks, parent, parent.salt)
+        self.evictable += len(blocks)  # until it is pinned, in a moment
+        self._nodes += 1
+        return node
+
+    def _split(self, node: Node, length: int) -> Node:
+        """Cut `node` after `length` blocks; returns the new upper part. Cursors stay at the lower end."""
+        assert node.parent is not None
+        upper = Node(node.keys[:length], node.blocks[:length], node.parent, node.salt)
+        upper.pins, upper.used = node.pins, node.used
+        node.parent.children[upper.keys[0]] = upper
+        del node.keys[:length], node.blocks[:length]
+        node.parent = upper
+        upper.children[node.keys[0]] = node
+        self._nodes += 1
+        return upper
+
+    def _pin(self, node: Node | None) -> None:
+        while node is not None:
+            self._pin_one(node)
+            node = node.parent
+
+    def _pin_one(self, node: Node) -> None:
+        if node.pins == 0:
+            self.evictable -= len(node.blocks)
+        node.pins += 1
+
+    def _offer(self, node: Node) -> None:
+        """Enter a node that may have become an evictable leaf."""
+        if node.pins == 0 and not node.children:
+            if node.parent is None:
+                self._roots.pop(node.salt, None)  # an empty tree
+                return
+            heapq.heappush(self._leaves, (node.used, next(self._tie), node))
+            if len(self._leaves) > 2 * self._nodes + 64:  # mostly out of date by now
+                self._leaves = [entry for entry in self._leaves if self._current(entry[2], entry[0])]
+                heapq.heapify(self._leaves)
+
+    @staticmethod
+    def _current(node: Node, used: int) -> bool:
+        return node.pins == 0 and not node.children and node.used == used and bool(node.blocks)
+
+    def _remove(self, leaf: Node, first: Key) -> None:
+        assert leaf.parent is not None
+        del leaf.parent.children[first]
+        self._nodes -= 1
+        self._offer(leaf.parent)
+
+
+def _common(held: list[Key], keys: list[Key], at: int) -> int:
+    """How many of `held` equal `keys[at:]` from the start."""
+    length = min(len(held), len(keys) - at)
+    if held[:length] == keys[at : at + length]:
+        return length
+    return next(i for i in range(length) if held[i] != keys[at + i])
