@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 """The checkout: lessons, benchmarks and figures are files beside the code."""
@@ -21,6 +23,10 @@ class Phase:
     """What this phase adds, in one line."""
     needs: str = ""
     """What it must have to run natively ('cuda'), or nothing when it runs on every device."""
+    headline: str = "output_tokens_per_s"
+    """The metric that this phase is about: its gain in tables is read from the evidence's runs."""
+    headline_options: Mapping[str, Any] = field(default_factory=dict)
+    """Which runs that is read from, where options (batch size, ...) tell several apart."""
 
     @property
     def name(self) -> str:

@@ -1,8 +1,170 @@
-"""The `ladder` command."""
+"""The `ladder` command: its arguments, and what happens when they are wrong.
+
+Everything a person can get wrong ends in one line on standard error and exit code 2. Each command's work is
+in `phases.commands`, and imported when it is called: `ladder --help` must not wait for PyTorch.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
 
-def main() -> None:
-    """Run the command line."""
-    raise SystemExit("not there yet")
+import typer
+
+app = typer.Typer(
+    name="ladder",
+    help="A language model inference engine in runnable phases.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+PhaseName = Annotated[str, typer.Argument(metavar="PHASE", help="1, 01, forward or 01_forward")]
+DeviceName = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:INDEX or mps")]
+DtypeName = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")]
+MODEL_HELP = "smollm2, gemma3-270m, a folder or a Hugging Face hub id"
+
+
+@app.command("list")
+def list_phases(
+    names: Annotated[bool, typer.Option("--names", help="only the names, one a line")] = False,
+) -> int:
+    """List the phases, with measured gains where there is evidence."""
+    from phases.commands import listing
+
+    return listing.run(names)
+
+
+@app.command()
+def doctor() -> int:
+    """Say what this machine has, which phases run natively here, and how to get what is missing."""
+    from phases.commands import doctor
+
+    return doctor.run()
+
+
+@app.command()
+def fetch(
+    model: Annotated[
+        str, typer.Argument(metavar="[smollm2|gemma3-270m|HUB_ID]", help=MODEL_HELP)
+    ] = "smollm2",
+) -> int:
+    """Download a model (and convert it, if it is one of the bundled two)."""
+    from phases.commands import fetch
+
+    return fetch.run(model)
+
+
+@app.command()
+def run(
+    phase: PhaseName,
+    model: Annotated[str, typer.Option(help=MODEL_HELP)] = "smollm2",
+    prompt: Annotated[str | None, typer.Option(help="text to continue")] = None,
+    prompts_file: Annotated[Path | None, typer.Option(help="file with one prompt a line")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="put the prompt into the model's chat form")] = False,
+    max_tokens: Annotated[int, typer.Option(help="most tokens to generate")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 takes the most likely token each time")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="sample among the k most likely tokens; 0: all")] = 0,
+    top_p: Annotated[float, typer.Option(help="sample among the most likely tokens up to this share")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="makes sampling repeatable")] = None,
+    device: DeviceName = "auto",
+    dtype: DtypeName = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of text")] = False,
+) -> int:
+    """Generate text with one phase."""
+    from common.sampling_params import SamplingParams
+    from phases.commands import run
+
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+    )
+    return run.run(
+        phase,
+        model=model,
+        prompt=prompt,
+        prompts_file=prompts_file,
+        chat=chat,
+        params=params,
+        device=device,
+        dtype=dtype,
+        as_json=as_json,
+    )
+
+
+@app.command()
+def demo(
+    model: Annotated[str, typer.Option(help=MODEL_HELP)] = "smollm2",
+    device: DeviceName = "auto",
+    dtype: DtypeName = "auto",
+) -> int:
+    """Answer the same questions with every phase, and compare their speeds."""
+    from phases.commands import demo
+
+    return demo.run(model, device, dtype)
+
+
+@app.command()
+def bench(
+    phase: PhaseName,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="a short look, written to the cache, not to the evidence")
+    ] = False,
+    device: DeviceName = "auto",
+    dtype: DtypeName = "auto",
+    model: Annotated[str | None, typer.Option(help=f"{MODEL_HELP}, or random:SHAPE")] = None,
+    repeats: Annotated[int | None, typer.Option(help="timed samples of each variant")] = None,
+) -> int:
+    """Measure a phase against the one before it; write evidence and figure."""
+    from phases.commands import benches
+
+    return benches.bench(phase, quick=quick, device=device, dtype=dtype, model=model, repeats=repeats)
+
+
+@app.command()
+def plot(
+    phase: Annotated[str | None, typer.Argument(metavar="[PHASE]", help="only this phase's figures")] = None,
+) -> int:
+    """Draw all figures and fill in all tables again, from the evidence alone."""
+    from phases.commands import benches
+
+    return benches.plot(phase)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line (by default `sys.argv`) and exit with its code: 0, 1, or 2 for wrong input."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = app(given, prog_name="ladder", standalone_mode=False)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except ValueError as error:
+        from common.errors import UserError
+
+        if not isinstance(error, UserError):
+            raise
+        _fail(str(error), 2)
+    except Exception as error:
+        # Typer's own complaints about arguments; the library that raises them differs between its versions.
+        describe = getattr(error, "format_message", None)
+        if describe is None:
+            if type(error).__name__ == "Abort":
+                _fail("interrupted", 130)
+            raise
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(describe())
+            sys.exit(0 if not given else 2)
+        _fail(describe(), 2)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str, code: int) -> None:
+    print("error:", " ".join(message.split()), file=sys.stderr)
+    sys.exit(code)

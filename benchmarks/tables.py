@@ -1,0 +1,125 @@
+"""Fill in the tables of the READMEs from the evidence, so that no number in them is typed by hand.
+
+A table stands between two comments in a Markdown file:
+
+    <!-- table: ladder -->
+    <!-- /table -->
+
+    <!-- table: cpu/02_kv_cache workload=generate-256 columns=output_tokens_per_s,ttft_ms_p50 -->
+    <!-- /table -->
+
+`ladder` is the list of phases with their gains on every device. Any other name is an evidence file; words with
+`=` choose its runs (variant, workload, model, dtype or an option) and `columns` its metrics, to which `gain`
+(over the first row) and `roofline` can be added. `rows` names options to show (`rows=batch`). `python -m
+benchmarks.tables` fills all tables in; with `--check` it only says whether any is out of date.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from common.errors import UserError
+from common.evidence import RESULTS, ROOT, Evidence, Run, results
+from common.plotting import axis_label, number
+from phases import PHASES
+from phases.gains import gain_text
+
+TABLE = re.compile(r"(<!-- table: (.*?) -->\n).*?(<!-- /table -->)", re.DOTALL)
+
+
+def fill(text: str, root: Path = ROOT, file: Path | None = None) -> str:
+    """`text` with every table in it made again. `file` says from where links to lessons start."""
+    return TABLE.sub(lambda found: found[1] + _table(found[2].split(), root, file) + found[3], text)
+
+
+def fill_all(root: Path = ROOT, *, write: bool = True) -> list[Path]:
+    """Make the tables in all Markdown files of the checkout; returns the files that change."""
+    changed = []
+    for path in markdown_files(root):
+        old = path.read_text(encoding="utf-8")
+        new = fill(old, root, path)
+        if new != old:
+            changed.append(path)
+            if write:
+                path.write_text(new, encoding="utf-8")
+    return changed
+
+
+def markdown_files(root: Path = ROOT) -> list[Path]:
+    """The READMEs and documents of the checkout, without those of an environment inside it."""
+    folders = [root / name for name in ("phases", "docs", "benchmarks", "notebooks", "tests")]
+    found = [path for folder in folders for path in folder.rglob("*.md")]
+    return sorted([*root.glob("*.md"), *found])
+
+
+def _table(words: Sequence[str], root: Path, file: Path | None) -> str:
+    if words[0] == "ladder":
+        return _ladder(root, file)
+    settings = dict(word.split("=", 1) for word in words[1:])
+    columns = settings.pop("columns", "output_tokens_per_s").split(",")
+    shown = [name for name in settings.pop("rows", "").split(",") if name]
+    evidence = Evidence.load(root / RESULTS.relative_to(ROOT) / f"{words[0]}.json")
+    runs = [run for run in evidence.runs if _matches(run, settings)]
+    if not runs:
+        raise UserError(f"the table {' '.join(words)} in {file} has no rows: no run of the evidence matches")
+    lines = [["variant", *(name.replace("_", " ") for name in shown), *(_heading(name) for name in columns)]]
+    for run in runs:
+        cells = [run.variant, *(str(run.options.get(name, "")) for name in shown)]
+        lines.append([*cells, *(_cell(run, runs[0], name, columns[0]) for name in columns)])
+    return _markdown(lines, text_columns=1)
+
+
+def _ladder(root: Path, file: Path | None) -> str:
+    evidence = results(root / RESULTS.relative_to(ROOT))
+    lines = [["phase", "what it adds", *(f"gain ({device})" for device in evidence)]]
+    for phase in PHASES:
+        target = f"phases/{phase.name}/README.md"
+        if file is not None and file.parent != root:
+            target = "../" * len(file.parent.relative_to(root).parts) + target
+        gains = [gain_text(phase, found.get(phase.name)) for found in evidence.values()]
+        lines.append([f"[{phase.name}]({target})", phase.summary, *gains])
+    return _markdown(lines, text_columns=2)
+
+
+def _matches(run: Run, settings: dict[str, str]) -> bool:
+    facts = {"variant": run.variant, "workload": run.workload, "model": run.model, "dtype": run.dtype}
+    facts |= {name: str(value) for name, value in run.options.items()}
+    return all(facts.get(name) in value.split(",") for name, value in settings.items())
+
+
+def _heading(name: str) -> str:
+    return {"gain": "gain", "roofline": "share of roofline"}.get(name) or axis_label(name)
+
+
+def _cell(run: Run, first: Run, name: str, metric: str) -> str:
+    if name == "roofline":
+        return f"{run.roofline.fraction:.0%}" if run.roofline else ""
+    if name == "gain":
+        if metric not in run.metrics or not first.median(metric):
+            return ""
+        return f"{run.median(metric) / first.median(metric):.2f}×"
+    if name not in run.metrics:
+        return ""
+    return number(run.median(name) * (1e-9 if name.endswith("_bytes") else 1.0))
+
+
+def _markdown(lines: Sequence[Sequence[str]], text_columns: int) -> str:
+    rule = [" --- " if column < text_columns else " ---: " for column in range(len(lines[0]))]
+    head, *rest = ("| " + " | ".join(line) + " |\n" for line in lines)
+    return head + "|" + "|".join(rule) + "|\n" + "".join(rest)
+
+
+def main() -> None:
+    """Fill the tables in, or with `--check` exit with 1 when one is out of date."""
+    check = "--check" in sys.argv[1:]
+    changed = fill_all(write=not check)
+    for path in changed:
+        print(f"{path.relative_to(ROOT)}: {'out of date' if check else 'filled in'}")
+    sys.exit(1 if check and changed else 0)
+
+
+if __name__ == "__main__":
+    main()

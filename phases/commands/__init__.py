@@ -1,0 +1,1 @@
+"""What the `ladder` command does: one file a command, and what several of them share."""

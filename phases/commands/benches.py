@@ -1,0 +1,94 @@
+"""`ladder bench` and `ladder plot`: find the file that measures and draws, and call it."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from common.bundled import cache_home
+from common.device import pick_device, pick_dtype
+from common.errors import UserError
+from common.evidence import FIGURES, RESULTS, BenchOptions, Evidence, results
+from phases import PHASES, ROOT
+from phases.commands.console import err, out
+from phases.commands.engines import phase_named, require
+
+
+def bench(
+    phase_name: str, *, quick: bool, device: str, dtype: str, model: str | None, repeats: int | None
+) -> int:
+    """Measure a phase against the one before it; write the evidence and draw its figure."""
+    if repeats is not None and repeats < 1:
+        raise UserError(f"--repeats is {repeats}, but must be at least 1")
+    name = phase_name if _extra(phase_name) else phase_named(phase_name).name
+    if not _extra(name):
+        require(phase_named(name), device)
+    module = _module(name)
+    where = pick_device(device)
+    options = BenchOptions(
+        device=where,
+        dtype=pick_dtype(dtype, where),
+        model=model,
+        quick=quick,
+        repeats=repeats or (1 if quick else 3),
+    )
+    err.print(f"[dim]{name} on {where}, {options.dtype}, {options.repeats} samples of each variant[/dim]")
+    evidence: Evidence = module.run(options)
+    # A quick look must not replace what was measured with care.
+    home = cache_home() / "quick" if quick else ROOT
+    results_folder = home / RESULTS.relative_to(ROOT) / evidence.folder
+    written = evidence.write(results_folder / f"{evidence.phase}.json")
+    out.out(str(written), highlight=False)
+    figure = home / FIGURES.relative_to(ROOT) / evidence.folder / f"{evidence.phase}.png"
+    module.draw(evidence, figure)
+    out.out(str(figure), highlight=False)
+    return 0
+
+
+def plot(phase_name: str | None = None) -> int:
+    """Draw every figure (or one phase's) again, from the evidence alone, and fill in the tables."""
+    wanted = None
+    if phase_name is not None:
+        wanted = phase_name if _extra(phase_name) else phase_named(phase_name).name
+    found = 0
+    for folder, by_phase in results().items():
+        for name, evidence in by_phase.items():
+            if wanted in (None, name):
+                figure = FIGURES / folder / f"{name}.png"
+                _module(evidence.phase).draw(evidence, figure)
+                out.out(str(figure.relative_to(ROOT)), highlight=False)
+                found += 1
+    if wanted is None:
+        from benchmarks.tables import fill_all
+
+        for path in fill_all():
+            out.out(str(path.relative_to(ROOT)), highlight=False)
+    if not found:
+        err.print("There is no evidence to draw yet: `ladder bench PHASE` makes some.")
+    return 0
+
+
+def _extra(name: str) -> Path | None:
+    """A benchmark that is not of one phase: `benchmarks/NAME.py` or `benchmarks/kernels/NAME.py`."""
+    for path in (ROOT / "benchmarks" / f"{name}.py", ROOT / "benchmarks" / "kernels" / f"{name}.py"):
+        if path.is_file() and "def draw(" in path.read_text(encoding="utf-8"):
+            return path
+    return None
+
+
+def _module(name: str) -> ModuleType:
+    """The file with `run` and `draw`: the phase's `bench.py`, or one under `benchmarks`."""
+    path = _extra(name) or next((p.folder / "bench.py" for p in PHASES if p.name == name), None)
+    if path is None or not path.is_file():
+        raise UserError(f"{name} has no benchmark yet: {path or 'no such file'} does not exist")
+    label = f"bench_{name}"
+    if label in sys.modules:
+        return sys.modules[label]
+    spec = importlib.util.spec_from_file_location(label, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[label] = module  # dataclasses look their module up by name
+    spec.loader.exec_module(module)
+    return module

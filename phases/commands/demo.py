@@ -1,0 +1,126 @@
+"""`ladder demo`: one real model climbs the ladder, and a table says what each rung was worth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from rich.rule import Rule
+from rich.table import Table
+
+from common.device import pick_device, pick_dtype
+from common.roofline import ceilings, generation_work, ideal_seconds
+from common.sampling_params import SamplingParams
+from common.tokenizer import Tokenizer
+from forward.loading import load_model
+from phases import PHASES, Phase
+from phases.commands.console import err, out
+from phases.commands.engines import Served, encode, load_engine, missing_for, serve
+from phases.commands.fetch import fetch_with_progress
+
+QUESTION = "What is the capital of France? Answer in one sentence."
+OTHERS = (
+    "What is the largest planet in the solar system?",
+    "How many days are there in a week?",
+    "What color is the sky on a clear day?",
+    "Name three kinds of fruit.",
+    "What is the opposite of hot?",
+    "Which animal says meow?",
+    "What do bees make?",
+)
+MAX_TOKENS = 32
+
+WHY = {
+    "01_forward": "Every new token computes all tokens before it again.",
+    "02_kv_cache": "Keys and values are kept, so every step computes one token.",
+    "03_batching": "All questions share each step: the weights are read once for all of them.",
+    "04_continuous": "A finished answer leaves the batch at once, and a waiting question takes its place.",
+    "05_paged_cache": "The cache is blocks handed out on demand, so more requests fit the same memory.",
+    "06_triton_paged_attention": "Kernels read the blocks where they lie.",
+    "07_chunked_prefill": "Long prompts are cut into chunks, so that nobody waits for one.",
+    "08_prefix_cache": "Prompts that begin alike are computed once.",
+    "09_cuda_graphs": "A whole step is one launch.",
+}
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One phase's turn."""
+
+    phase: Phase
+    served: Served
+    fraction: float
+    """Share of the roofline."""
+
+
+def run(model: str, device: str, dtype: str) -> int:
+    """Fetch the model, answer the same questions with every phase that runs here, print the table."""
+    where = pick_device(device)
+    kind = pick_dtype(dtype, where)
+    folder = fetch_with_progress(model)
+    tokenizer = Tokenizer(folder)
+    questions = [QUESTION, *OTHERS]
+    prompts = [encode(tokenizer, question, chat=True) for question in questions]
+    loaded = load_model(str(folder), device=str(where), dtype=str(kind).removeprefix("torch."))
+    top = ceilings(where, kind)
+    params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
+    out.print(f"[bold]{QUESTION}[/bold]")
+    out.print(
+        f"[dim]{model} on {where}, {len(questions)} questions at once; the first answer is shown.[/dim]"
+    )
+    rungs: list[Rung] = []
+    for phase in PHASES:
+        missing = missing_for(phase, where)
+        if missing:
+            out.print(f"[dim]{phase.name} is left out: it needs {missing}[/dim]")
+            continue
+        out.print(Rule(f"{phase.name}: {phase.title}", align="left", style="dim"))
+        out.print(f"[dim]{WHY.get(phase.name, phase.summary)}[/dim]")
+        engine = load_engine(phase, loaded)
+        _warm(engine, tokenizer, prompts[:1])
+        served = serve(engine, tokenizer, prompts, params, _show_first)
+        out.file.write("\n")
+        lengths = [len(completion.token_ids) for completion in served.completions]
+        work = generation_work(loaded.config, kind, [len(p) for p in prompts], lengths, batch=len(prompts))
+        rungs.append(Rung(phase, served, ideal_seconds(work, top) / served.seconds))
+        del engine
+    _summary(rungs, where)
+    return 0
+
+
+def _show_first(index: int, text: str) -> None:
+    if index == 0:
+        out.file.write(text)
+        out.file.flush()
+
+
+def _warm(engine: object, tokenizer: Tokenizer, prompts: list[list[int]]) -> None:
+    """The first steps pay for allocations and compilation, which are not what is compared."""
+    serve(engine, tokenizer, prompts, SamplingParams(max_tokens=2))  # type: ignore[arg-type]
+
+
+def _summary(rungs: list[Rung], device: torch.device) -> None:
+    if not rungs:
+        err.print("No phase runs here: see `ladder doctor`.")
+        return
+    answer = rungs[-1].served.completions[0].text.strip()
+    out.print(Rule(style="dim"))
+    out.print(f"[bold]{QUESTION}[/bold]\n{answer}\n", markup=True)
+    table = Table(
+        "Phase", box=None, pad_edge=False, header_style="bold", caption_justify="left", caption_style="dim"
+    )
+    for name in ("tokens/s", "gain", "roofline"):
+        table.add_column(name, justify="right")
+    before: Rung | None = None
+    for rung in rungs:
+        rate = rung.served.tokens_per_second
+        gain = f"{rate / before.served.tokens_per_second:.1f}×" if before else ""
+        table.add_row(rung.phase.name, f"{rate:,.1f}", gain, f"{rung.fraction:.0%}")
+        before = rung
+    table.caption = (
+        f"All questions together, on {device}. Roofline: share of what this machine could do at best."
+    )
+    out.print(table)
+    texts = {tuple(tuple(c.token_ids) for c in rung.served.completions) for rung in rungs}
+    if len(texts) == 1:
+        out.print("[dim]Every phase gave the same answers, token for token.[/dim]")

@@ -1,0 +1,126 @@
+"""`ladder doctor`: what this machine has, which phases it can run, and how to get what is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+
+import psutil
+import torch
+from rich.table import Table
+
+from common.bundled import BUNDLED, cache_home, is_cached
+from common.device import pick_device, pick_dtype
+from common.evidence import device_name
+from phases import PHASES
+from phases.commands.console import out
+from phases.commands.engines import missing_for
+
+OLDEST_PYTHON = (3, 11)
+OLDEST_TORCH = (2, 11)
+
+
+def run() -> int:
+    """Print the tables. Returns 0: a machine that lacks something is no error."""
+    device = pick_device("auto")
+    table = Table("What", "Here", "Fix", box=None, pad_edge=False, header_style="bold")
+    for what, here, fix in facts(device):
+        table.add_row(what, here, f"[yellow]{fix}[/yellow]" if fix else "[green]ok[/green]")
+    out.print(table)
+    out.print()
+    phases = Table("Phase", "Runs natively here", box=None, pad_edge=False, header_style="bold")
+    for phase in PHASES:
+        missing = missing_for(phase, device)
+        state = "[green]yes[/green]" if not missing else f"[yellow]no: needs {missing}[/yellow]"
+        phases.add_row(phase.name, state)
+    out.print(phases)
+    if any(missing_for(phase, device) for phase in PHASES):
+        out.print(
+            "[dim]A phase that does not run natively is still tested here: its Triton kernels run in the\n"
+            "interpreter (TRITON_INTERPRET=1), on tiny shapes. Its lesson shows what a GPU measured.[/dim]"
+        )
+    return 0
+
+
+def facts(device: torch.device) -> Iterator[tuple[str, str, str]]:
+    """Rows of (what, what there is here, how to mend it or nothing)."""
+    old = sys.version_info < OLDEST_PYTHON
+    yield "Python", platform.python_version(), "install Python 3.11 or newer" if old else ""
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    yield "PyTorch", torch.__version__, "make setup" if version < OLDEST_TORCH else ""
+    yield "Triton", *_triton(device)
+    yield "Device", _device(device), _device_fix(device)
+    yield "dtype", f"{_short(pick_dtype('auto', device))} by default, {_dtypes(device)} run", ""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield "Processor", f"{device_name(torch.device('cpu'))}, cores: {cores}, threads: {_threads()}", ""
+    free = psutil.virtual_memory().available / 1e9
+    yield "Memory", f"{free:.1f} GB free", "" if free > 3 else "3 GB are needed for the small models"
+    if device.type == "cuda":
+        free, total = (value / 1e9 for value in torch.cuda.mem_get_info(device))
+        yield "GPU memory", f"{free:.1f} of {total:.1f} GB free", ""
+    yield "transformers", *_package("transformers", "make setup (only tests and comparisons use it)")
+    disk = cache_home()
+    while not disk.exists():
+        disk = disk.parent
+    space = shutil.disk_usage(disk).free / 1e9
+    yield "Model cache", f"{cache_home()}, {space:.0f} GB free", "" if space > 3 else "set LADDER_HOME"
+    for name, bundle in BUNDLED.items():
+        there = is_cached(name)
+        yield name, bundle.title if there else "not fetched yet", "" if there else f"ladder fetch {name}"
+
+
+def _triton(device: torch.device) -> tuple[str, str]:
+    if importlib.util.find_spec("triton") is None:
+        linux = sys.platform.startswith("linux")
+        return "not installed", "make setup" if linux else "Triton is made for Linux only"
+    return metadata.version("triton") + ("" if device.type == "cuda" else " (interpreter only)"), ""
+
+
+def _package(name: str, fix: str) -> tuple[str, str]:
+    try:
+        return metadata.version(name), ""
+    except metadata.PackageNotFoundError:
+        return "not installed", fix
+
+
+def _device(device: torch.device) -> str:
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        count = torch.cuda.device_count()
+        more = f", {count} of them" if count > 1 else ""
+        return f"cuda: {device_name(device)} (compute capability {major}.{minor}{more})"
+    return f"{device.type}: {device_name(device)}"
+
+
+def _device_fix(device: torch.device) -> str:
+    if device.type != "cpu" or not shutil.which("nvidia-smi"):
+        return ""
+    if torch.version.cuda is None:
+        return "there is an NVIDIA driver, but this PyTorch has no CUDA: install a CUDA build of it"
+    return f"this PyTorch wants a driver for CUDA {torch.version.cuda}: update the driver"
+
+
+def _dtypes(device: torch.device) -> str:
+    """The dtypes in which a small product works on this device."""
+    working = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        try:
+            one = torch.ones(2, 2, device=device, dtype=dtype)
+            (one @ one).sum().item()
+            working.append(_short(dtype))
+        except (RuntimeError, TypeError):
+            continue
+    return ", ".join(working)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _threads() -> str:
+    return str(torch.get_num_threads())

@@ -1,0 +1,37 @@
+"""`ladder fetch`: download a model, with a bar while it takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from common.hub import fetch
+from phases.commands.console import err, out
+
+
+def fetch_with_progress(model: str) -> Path:
+    """Fetch a model unless it is there. Bundled ones report their bytes; the hub's library has its own bars."""
+    tasks: dict[str, TaskID] = {}
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=err)
+
+    def report(stage: str, done: int, total: int) -> None:
+        if not tasks:
+            bar.start()  # only now: an idle bar would leave an empty line
+        if stage not in tasks:
+            tasks[stage] = bar.add_task(f"{model}: {stage}")
+        bar.update(tasks[stage], completed=done, total=total or None)
+
+    try:
+        return fetch(model, report, lambda line: err.print(line, markup=False))
+    finally:
+        if tasks:
+            bar.stop()
+
+
+def run(model: str) -> int:
+    """Fetch a model and say where it is."""
+    folder = fetch_with_progress(model)
+    out.out(str(folder), highlight=False)
+    return 0

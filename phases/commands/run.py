@@ -1,0 +1,120 @@
+"""`ladder run`: generate text with one phase."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from common.device import pick_device, pick_dtype
+from common.errors import UserError
+from common.sampling_params import SamplingParams
+from common.tokenizer import Tokenizer
+from phases import Phase
+from phases.commands.console import err, out
+from phases.commands.engines import Served, encode, load_engine, phase_named, read_prompts, require, serve
+from phases.commands.fetch import fetch_with_progress
+
+DEFAULT_PROMPT = "The capital of France is"
+DEFAULT_QUESTION = "What is the capital of France?"
+
+
+def run(
+    phase_name: str,
+    *,
+    model: str,
+    prompt: str | None,
+    prompts_file: Path | None,
+    chat: bool,
+    params: SamplingParams,
+    device: str,
+    dtype: str,
+    as_json: bool,
+) -> int:
+    """Generate and print. Returns the exit code: 0, or 1 when a request failed inside the engine."""
+    phase = phase_named(phase_name)
+    prompts = read_prompts(prompt, prompts_file, DEFAULT_QUESTION if chat else DEFAULT_PROMPT)
+    require(phase, device)
+    pick_dtype(dtype, pick_device(device))  # a wrong name must not wait for a download
+    if model.startswith("random:"):
+        raise UserError(f"model is {model!r}, but `ladder run` needs a model with a tokenizer")
+    folder = fetch_with_progress(model)
+    tokenizer = Tokenizer(folder)
+    ids = [encode(tokenizer, text, chat) for text in prompts]
+    engine = load_engine(phase, str(folder), device=device, dtype=dtype)
+    screen = Screen(prompts, quiet=as_json)
+    served = serve(engine, tokenizer, ids, params, screen.show)
+    screen.close()
+    if as_json:
+        out.out(json.dumps(to_json(phase, model, prompts, served), ensure_ascii=False), highlight=False)
+    else:
+        err.print(f"[dim]{describe(served)}[/dim]")
+    failed = [c.index for c in served.completions if c.finish_reason == "error"]
+    if failed:
+        err.print(f"error: generation failed for prompt {', '.join(str(index + 1) for index in failed)}")
+    return 1 if failed else 0
+
+
+def to_json(phase: Phase, model: str, prompts: list[str], served: Served) -> dict[str, object]:
+    """The object that `--json` prints."""
+    return {
+        "phase": phase.name,
+        "model": model,
+        "completions": [
+            {
+                "prompt": prompt,
+                "text": completion.text,
+                "token_ids": completion.token_ids,
+                "finish_reason": completion.finish_reason,
+            }
+            for prompt, completion in zip(prompts, served.completions, strict=True)
+        ],
+        "prompt_tokens": served.prompt_tokens,
+        "completion_tokens": served.completion_tokens,
+        "seconds": served.seconds,
+        "tokens_per_second": served.tokens_per_second,
+        "time_to_first_token": served.first_token,
+    }
+
+
+def describe(served: Served) -> str:
+    """One line about what was generated and how fast."""
+    first = "" if served.first_token is None else f", first token after {served.first_token * 1e3:,.0f} ms"
+    return (
+        f"{served.prompt_tokens:,} prompt tokens, {served.completion_tokens:,} generated "
+        f"in {served.seconds:.2f} s: {served.tokens_per_second:,.1f} tokens/s{first}"
+    )
+
+
+class Screen:
+    """Writes completions as they come; with several prompts, each under a heading."""
+
+    def __init__(self, prompts: list[str], *, quiet: bool = False) -> None:
+        self.prompts, self.quiet, self.shown = prompts, quiet, -1
+
+    def show(self, index: int, text: str) -> None:
+        """Write the next piece of a completion's text. Pieces come in the order of the prompts."""
+        if self.quiet:
+            return
+        self._begin(index)
+        self._write(text)
+
+    def close(self) -> None:
+        """End the last line; prompts whose completions are empty get their headings too."""
+        if not self.quiet:
+            self._begin(len(self.prompts) - 1)
+            self._write("\n")
+
+    def _begin(self, index: int) -> None:
+        while self.shown < index:
+            if self.shown >= 0:
+                self._write("\n")
+            self.shown += 1
+            if len(self.prompts) > 1:
+                heading = f"[{self.shown + 1}/{len(self.prompts)}] {self.prompts[self.shown]}"
+                gap = "\n" if self.shown else ""
+                out.print(f"{gap}{heading}", style="bold", markup=False)
+
+    @staticmethod
+    def _write(text: str) -> None:
+        out.file.write(text)
+        out.file.flush()

@@ -1,0 +1,65 @@
+"""What a phase gained over the one before it, read from its evidence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.evidence import Evidence, Run
+from common.plotting import axis_label
+from phases import LADDER, Phase
+
+
+@dataclass(frozen=True)
+class Gain:
+    """One comparison: the factor, always above 1 for better, and what was compared."""
+
+    factor: float
+    metric: str
+    before: Run
+    after: Run
+
+
+def gain(phase: Phase, evidence: Evidence | None) -> Gain | None:
+    """The phase's headline: its metric in its runs against those of the highest phase below it.
+
+    The first pair of runs of one workload, model, dtype and options counts, so a `bench.py` puts the
+    comparison it is about first. `phase.headline_options` narrows the choice down.
+    """
+    if evidence is None:
+        return None
+    names = [other.name for other in LADDER if other.number < phase.number]
+    wanted = dict(phase.headline_options)
+    for after in evidence.find(phase.name, **wanted):
+        if phase.headline not in after.metrics:
+            continue
+        for name in reversed(names):
+            for before in evidence.find(name):
+                if phase.headline in before.metrics and _same_work(before, after):
+                    return Gain(_factor(phase.headline, before, after), phase.headline, before, after)
+    return None
+
+
+def gain_text(phase: Phase, evidence: Evidence | None) -> str:
+    """A cell of a table: `5.3× output tokens per second`, or nothing without a comparison."""
+    found = gain(phase, evidence)
+    if found is None:
+        return ""
+    words = axis_label(found.metric).removesuffix(" (ms)").removesuffix(" (GB)")
+    return f"{found.factor:.2g}× {'less ' if _less_is_better(found.metric) else ''}{words}"
+
+
+def _same_work(one: Run, other: Run) -> bool:
+    def facts(run: Run) -> tuple[object, ...]:
+        return run.workload_sha256, run.model, run.weights, run.dtype, sorted(run.options.items())
+
+    return facts(one) == facts(other)
+
+
+def _less_is_better(metric: str) -> bool:
+    return "_ms_" in metric or metric.endswith(("_bytes", "_us_per_step")) or metric == "seconds"
+
+
+def _factor(metric: str, before: Run, after: Run) -> float:
+    old, new = before.median(metric), after.median(metric)
+    top, bottom = (old, new) if _less_is_better(metric) else (new, old)
+    return top / bottom if bottom else float("inf")
