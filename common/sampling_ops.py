@@ -131,7 +131,8 @@ def truncate(weights: Tensor, integers: Tensor, top_k: Tensor | None, top_p: Ten
     # A few rows at a time: the temporary tensors are several times as large as the logits. Two rows of 49,152
     # fit a CPU's cache (measured at 16 rows: three times as fast as all at once), and a GPU saves memory.
     count, vocab_size = weights.shape
-    at_once = max(1, (1 << (17 if weights.device.type == "cpu" else 25)) // vocab_size)
+    elements = 1 << (17 if weights.device.type == "cpu" else 25)
+    at_once = max(1, elements // max(vocab_size, 1 << _DIGIT_BITS))
     for first in range(0, count, at_once):
         part = slice(first, first + at_once)
         k, p = (None if setting is None else setting[part] for setting in (top_k, top_p))

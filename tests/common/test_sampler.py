@@ -1,0 +1,701 @@
+"""The sampler against a reference that takes one row at a time, in float64, from the definitions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from common import sampling_ops as ops
+from common.errors import UserError
+from common.sampler import Feature, Plan, Sampled, Sampler
+from common.sampling_params import SamplingParams
+
+Floats = NDArray[np.float64]
+
+
+# The reference.
+
+
+def splitmix64_stream(seed: int, count: int) -> list[int]:
+    """The generator as published: a counter, and a mixing function of it."""
+    outputs, state = [], seed
+    for _ in range(count):
+        state = (state + 0x9E3779B97F4A7C15) % 2**64
+        z = state
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % 2**64
+        outputs.append(z ^ (z >> 31))
+    return outputs
+
+
+def uniform(seed: int, step: int) -> float:
+    """The number in [0, 1) that a request with this seed draws at this step."""
+    key = splitmix64_stream(seed % 2**64, 1)[0]
+    return (splitmix64_stream(key, step + 1)[step] >> 33) / 2**31
+
+
+def reference(
+    logits: Sequence[float] | Floats,
+    params: SamplingParams,
+    prompt: Sequence[int] = (),
+    output: Sequence[int] = (),
+    eos: Sequence[int] = (),
+) -> Floats:
+    """The distribution of the next token, one token after another, in float64."""
+    x = np.array(logits, dtype=np.float64)
+    for token, bias in params.logit_bias.items():
+        x[token] += bias
+    if len(output) < params.min_tokens:
+        for token in [*params.stop_token_ids, *([] if params.ignore_eos else eos)]:
+            x[token] = -math.inf
+    for token in range(len(x)):
+        times = list(output).count(token)
+        if times or token in prompt:
+            factor = params.repetition_penalty
+            x[token] = x[token] / factor if x[token] > 0 else x[token] * factor
+        x[token] -= params.frequency_penalty * times + params.presence_penalty * (times > 0)
+    if params.greedy:
+        p = np.zeros(len(x))
+        p[np.argmax(x)] = 1
+        return p
+    p = np.exp((x - x.max()) / params.temperature)
+    p /= p.sum()
+    p[p < params.min_p * p.max()] = 0
+    if params.top_k:
+        p[p < np.sort(p)[::-1][min(params.top_k, len(p)) - 1]] = 0
+    if params.top_p < 1:
+        p /= p.sum()
+        mass, kept = 0.0, []
+        for token in np.argsort(-p, kind="stable"):
+            if mass >= params.top_p:
+                break
+            kept.append(token)
+            mass += p[token]
+        p[np.setdiff1d(np.arange(len(p)), kept)] = 0
+    return np.asarray(p / p.sum(), dtype=np.float64)
+
+
+# Helpers.
+
+
+def sampler_for(
+    requests: Sequence[dict[str, Any]], vocab_size: int, *, rows: Sequence[int] | None = None
+) -> Sampler:
+    """A sampler with `requests[i]` in row `rows[i]`."""
+    places = range(len(requests)) if rows is None else rows
+    sampler = Sampler(max(places, default=0) + 1, vocab_size, "cpu", seed=0)
+    for row, request in zip(places, requests, strict=True):
+        settings = dict(request)
+        sampler.set_row(row, settings.pop("params"), **settings)
+    return sampler
+
+
+def choose(sampler: Sampler, logits: Tensor, rows: Sequence[int], steps: Sequence[int] | int = 0) -> Sampled:
+    step = [steps] * len(rows) if isinstance(steps, int) else steps
+    return sampler.sample(logits, torch.tensor(rows), list(rows), torch.tensor(step))
+
+
+def histogram(params: SamplingParams, logits: Sequence[float], draws: int, **state: Any) -> NDArray[np.int64]:
+    """How often each token is drawn, over `draws` steps of one request."""
+    sampler = sampler_for([{"params": params, **state}], len(logits))
+    batch = torch.tensor(logits).expand(draws, -1)
+    tokens = choose(sampler, batch, [0] * draws, list(range(draws))).tokens
+    return np.bincount(tokens.numpy(), minlength=len(logits))
+
+
+def chi_square_limit(freedom: int, z: float = 4.0) -> float:
+    """What a chi-square statistic exceeds once in about 30,000 (Wilson and Hilferty's approximation)."""
+    return float(freedom * (1 - 2 / (9 * freedom) + z * math.sqrt(2 / (9 * freedom))) ** 3)
+
+
+def assert_drawn_from(counts: NDArray[np.int64], p: Floats) -> None:
+    assert counts[p == 0].sum() == 0, "a token was drawn that has no probability"
+    expected = p[p > 0] * counts.sum()
+    assert expected.min() > 5, "the test needs more draws"
+    statistic = (((counts[p > 0] - expected) ** 2) / expected).sum()
+    assert statistic < chi_square_limit(max(len(expected) - 1, 1))
+
+
+def random_params(rng: np.random.Generator, vocab_size: int) -> SamplingParams:
+    """Settings with any mixture of features."""
+
+    def sometimes(value: Any, default: Any) -> Any:
+        return value if rng.random() < 0.4 else default
+
+    return SamplingParams(
+        temperature=sometimes(0.0, float(rng.uniform(0.3, 2))),
+        top_k=sometimes(int(rng.integers(2, 40)), 0),
+        top_p=sometimes(float(rng.uniform(0.1, 0.99)), 1.0),
+        min_p=sometimes(float(rng.uniform(0.001, 0.3)), 0.0),
+        repetition_penalty=sometimes(float(rng.uniform(0.5, 2)), 1.0),
+        presence_penalty=sometimes(float(rng.uniform(-2, 2)), 0.0),
+        frequency_penalty=sometimes(float(rng.uniform(-2, 2)), 0.0),
+        min_tokens=sometimes(int(rng.integers(1, 6)), 0),
+        stop_token_ids=sometimes((int(rng.integers(vocab_size)),), ()),
+        ignore_eos=bool(rng.random() < 0.2),
+        logit_bias=sometimes(
+            {int(rng.integers(vocab_size)): float(rng.uniform(-5, 5)) for _ in range(3)}, {}
+        ),
+        logprobs=sometimes(int(rng.integers(0, 5)), None),
+        seed=int(rng.integers(1 << 62)),
+    )
+
+
+def random_request(rng: np.random.Generator, vocab_size: int) -> dict[str, Any]:
+    return {
+        "params": random_params(rng, vocab_size),
+        "prompt_ids": rng.integers(vocab_size, size=int(rng.integers(1, 20))).tolist(),
+        "output_ids": rng.integers(vocab_size, size=int(rng.integers(0, 8))).tolist(),
+        "eos_ids": [int(rng.integers(vocab_size))],
+    }
+
+
+# Random numbers.
+
+
+def test_splitmix64_is_the_published_one() -> None:
+    known = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
+    assert splitmix64_stream(1234567, 4) == known
+    assert ops.splitmix64(1234567) == known[0]
+
+
+def test_random_bits_are_the_stream_of_the_key() -> None:
+    for key in (0, 1, 1234567, (1 << 63) - 1, -1, -(1 << 63)):
+        expected = [output >> 33 for output in splitmix64_stream(key % 2**64, 50)]
+        bits = ops.random_bits(torch.full((50,), key), torch.arange(50))
+        assert bits.tolist() == expected
+
+
+def test_scaling_is_exact_where_the_product_needs_93_bits() -> None:
+    rng = np.random.default_rng(0)
+    fractions = [0, 1, (1 << 31) - 1, 1 << 31, *rng.integers(1 << 31, size=200).tolist()]
+    totals = [(1 << 62) - 1, 1, 1 << 40, 0, *rng.integers(1 << 62, size=200).tolist()]
+    down = ops.scale(torch.tensor(fractions), torch.tensor(totals))
+    up = ops.scale(torch.tensor(fractions), torch.tensor(totals), up=True)
+    assert down.tolist() == [f * t // 2**31 for f, t in zip(fractions, totals, strict=True)]
+    assert up.tolist() == [-(-f * t // 2**31) for f, t in zip(fractions, totals, strict=True)]
+
+
+def test_threshold_equals_a_sorted_search() -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(50):
+        keys = rng.integers(rng.choice([3, 1 << 10, 1 << 30]), size=(4, 60))
+        amounts = rng.integers(1 << 40, size=(4, 60))
+        targets = [int(rng.integers(1, row.sum())) for row in amounts]
+        found = ops.threshold(
+            torch.tensor(keys, dtype=torch.int32), torch.tensor(amounts), torch.tensor(targets)[:, None]
+        )
+        for row, target in enumerate(targets):
+            mass, order = 0, np.argsort(keys[row])
+            place = -1
+            while mass < target:
+                place += 1
+                mass += int(amounts[row, order[place]])
+            assert int(found[row]) == keys[row, order[place]]
+
+
+# Against the reference.
+
+
+def test_tokens_are_those_of_the_reference() -> None:
+    """The same uniform number through the reference's cumulative sum; only near ties may go another way."""
+    rng, vocab_size, ties = np.random.default_rng(2), 97, 0
+    for _ in range(40):
+        requests = [random_request(rng, vocab_size) for _ in range(25)]
+        logits = torch.tensor(rng.normal(size=(25, vocab_size)) * 4, dtype=torch.float32)
+        steps = [len(request["output_ids"]) for request in requests]
+        tokens = choose(sampler_for(requests, vocab_size), logits, range(25), steps).tokens.tolist()
+        for row, request in enumerate(requests):
+            params = request["params"]
+            p = reference(
+                logits[row].numpy(), params, request["prompt_ids"], request["output_ids"], request["eos_ids"]
+            )
+            ends = np.cumsum(p)
+            u = uniform(params.seed, steps[row])
+            if params.greedy or np.abs(ends - u).min() > 1e-6:
+                expected = int(np.argmax(p)) if params.greedy else int(np.searchsorted(ends, u, side="right"))
+                assert tokens[row] == expected, (row, params)
+            else:
+                ties += 1
+    assert ties < 10  # of 1,000: otherwise nothing was compared
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.5},
+        {"temperature": 2.0},
+        {"temperature": 1.0, "top_k": 5},
+        {"temperature": 1.5, "top_p": 0.8},
+        {"temperature": 1.0, "min_p": 0.2},
+        {"temperature": 1.3, "top_k": 8, "top_p": 0.9, "min_p": 0.02},
+    ],
+)
+def test_the_drawn_distribution_is_the_references(settings: dict[str, Any]) -> None:
+    logits = np.random.default_rng(3).uniform(-2, 2, size=20).astype(np.float32).tolist()
+    params = SamplingParams(**settings, seed=11)
+    draws = 6_000 if {"top_k", "top_p"} & set(settings) else 20_000
+    assert_drawn_from(histogram(params, logits, draws), reference(logits, params))
+
+
+def test_the_distribution_over_seeds_is_the_same_as_over_steps() -> None:
+    """Seeds 0, 1, 2, ... are what people use; their first tokens must not be alike."""
+    logits, draws = [0.3, -0.2, 1.0, 0.1, -1.0], 4_000
+    params = [SamplingParams(temperature=1.0, seed=seed) for seed in range(draws)]
+    sampler = sampler_for([{"params": one} for one in params], 5)
+    tokens = choose(sampler, torch.tensor(logits).expand(draws, -1), range(draws)).tokens
+    assert_drawn_from(np.bincount(tokens.numpy(), minlength=5), reference(logits, params[0]))
+
+
+def test_successive_draws_are_independent() -> None:
+    sampler = sampler_for([{"params": SamplingParams(temperature=1.0, seed=5)}], 4)
+    tokens = choose(sampler, torch.zeros(40_000, 4), [0] * 40_000, list(range(40_000))).tokens.numpy()
+    pairs = np.bincount(tokens[:-1] * 4 + tokens[1:], minlength=16)
+    assert_drawn_from(pairs, np.full(16, 1 / 16))
+
+
+# Truncation.
+
+
+@pytest.mark.parametrize(
+    ("top_p", "kept"),
+    [(0.01, {0}), (0.499, {0}), (0.501, {0, 1}), (0.79, {0, 1}), (0.81, {0, 1, 2}), (0.96, {0, 1, 2, 3})],
+)
+def test_top_p_keeps_the_token_that_crosses_p(top_p: float, kept: set[int]) -> None:
+    logits = np.log([0.5, 0.3, 0.15, 0.05]).tolist()
+    counts = histogram(SamplingParams(temperature=1.0, top_p=top_p, seed=0), logits, 2_000)
+    assert set(np.flatnonzero(counts).tolist()) == kept
+
+
+def test_top_p_stops_where_p_is_reached_exactly() -> None:
+    counts = histogram(
+        SamplingParams(temperature=1.0, top_p=0.5, seed=0), [5.0, -99.0, 5.0 - math.log(3)] * 1, 500
+    )
+    assert set(np.flatnonzero(counts).tolist()) == {0}  # three quarters alone
+    tied = histogram(SamplingParams(temperature=1.0, top_p=0.5, seed=0), [1.0, 1.0, 1.0, 1.0], 500)
+    assert set(np.flatnonzero(tied).tolist()) == {
+        0,
+        1,
+        2,
+        3,
+    }  # tokens equally likely are kept or dropped together
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3, 5, 99])
+def test_top_k_keeps_k(top_k: int) -> None:
+    counts = histogram(SamplingParams(temperature=5.0, top_k=top_k, seed=0), [0.1, 0.5, 0.3, 0.2, 0.4], 2_000)
+    ranked = [1, 4, 2, 3, 0]
+    assert set(np.flatnonzero(counts).tolist()) == set(ranked[:top_k])
+
+
+def test_top_k_one_is_greedy_even_where_float32_sees_a_tie() -> None:
+    low = 20.0
+    high = float(np.nextafter(np.float32(low), np.float32(21)))
+    counts = histogram(SamplingParams(temperature=100.0, top_k=1, seed=0), [low, high], 200)
+    assert counts.tolist() == [0, 200]
+
+
+def test_truncation_of_more_tokens_than_are_handled_at_once() -> None:
+    vocab_size, rows = 60_000, 5  # several parts of a batch
+    logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(0))
+    requests = [
+        {"params": SamplingParams(temperature=1.0, top_k=3 + row, top_p=0.99, seed=row)}
+        for row in range(rows)
+    ]
+    drawn: list[set[int]] = [set() for _ in range(rows)]
+    sampler = sampler_for(requests, vocab_size)
+    for step in range(60):
+        for row, token in enumerate(choose(sampler, logits, range(rows), step).tokens.tolist()):
+            drawn[row].add(token)
+    for row in range(rows):
+        assert drawn[row] <= set(logits[row].topk(3 + row).indices.tolist())
+        assert len(drawn[row]) > 1
+
+
+# Rows do not depend on their batch.
+
+
+@pytest.mark.parametrize("vocab_size", [97, 1001, 50_257])
+def test_a_row_does_not_depend_on_its_batch(vocab_size: int) -> None:
+    """Alone, together, in another order, in other rows: the same tokens, bit for bit."""
+    rng = np.random.default_rng(4)
+    count, steps = 19, 4
+    requests = [random_request(rng, vocab_size) for _ in range(count)]
+    logits = torch.tensor(rng.normal(size=(steps, count, vocab_size)) * 3, dtype=torch.float32)
+
+    def run(members: Sequence[int], rows: Sequence[int]) -> list[list[int]]:
+        sampler = sampler_for([requests[member] for member in members], vocab_size, rows=rows)
+        starts = [len(requests[member]["output_ids"]) for member in members]
+        return [
+            choose(
+                sampler, logits[step, list(members)], rows, [start + step for start in starts]
+            ).tokens.tolist()
+            for step in range(steps)
+        ]
+
+    together = run(range(count), range(count))
+    for member in range(count):
+        assert run([member], [0]) == [[tokens[member]] for tokens in together]
+    order = rng.permutation(count).tolist()
+    assert run(order, range(count)) == [[tokens[member] for member in order] for tokens in together]
+    some, rows = [3, 7, 11], [5, 0, 2]
+    assert run(some, rows) == [[tokens[member] for member in some] for tokens in together]
+
+
+def test_greedy_rows_among_random_ones_are_exact() -> None:
+    logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(1))
+    logits[2, 40] = logits[2, 200] = logits.max() + 1  # a tie: the lower id
+    requests = [{"params": SamplingParams(temperature=1.0 * (row % 2), top_p=0.9)} for row in range(6)]
+    tokens = choose(sampler_for(requests, 300), logits, range(6)).tokens
+    assert tokens[::2].tolist() == logits[::2].argmax(1).tolist()
+    assert int(tokens[2]) == 40
+
+
+def test_a_small_temperature_is_nearly_greedy_and_does_not_overflow() -> None:
+    logits = torch.tensor([[1e4, 1e4 - 1, -1e4, 3.0]])
+    sampler = sampler_for([{"params": SamplingParams(temperature=1e-5, seed=3)}], 4)
+    assert {int(choose(sampler, logits, [0], step).tokens) for step in range(50)} == {0}
+
+
+# Seeds.
+
+
+def test_the_same_seed_gives_the_same_tokens_in_any_row_and_another_seed_others() -> None:
+    logits = torch.zeros(1, 1000)
+
+    def tokens(row: int, **settings: Any) -> list[int]:
+        sampler = Sampler(4, 1000, "cpu")
+        sampler.set_row(row, SamplingParams(temperature=1.0, n=2, seed=settings.pop("seed", 7)), **settings)
+        return [int(choose(sampler, logits, [row], step).tokens) for step in range(20)]
+
+    assert tokens(0) == tokens(3)
+    assert tokens(0) != tokens(0, seed=8)
+    assert tokens(0) != tokens(0, sample=1)
+    assert tokens(0, sample=1) == tokens(1, seed=8)  # seed + sample
+
+
+def test_a_request_without_a_seed_gets_one_that_can_be_given_back() -> None:
+    logits, params = torch.zeros(1, 1000), SamplingParams(temperature=1.0)
+    one, other = Sampler(2, 1000, "cpu", seed=1), Sampler(2, 1000, "cpu", seed=1)
+    seeds = [one.set_row(0, params), one.set_row(1, params)]
+    assert seeds == [other.set_row(0, params), other.set_row(1, params)]
+    assert seeds[0] != seeds[1]
+    assert Sampler(1, 10, "cpu").set_row(0, params) != Sampler(1, 10, "cpu").set_row(0, params)
+    first = [int(choose(one, logits, [0], step).tokens) for step in range(10)]
+    other.set_row(1, params, seed=seeds[0])  # after a preemption, in another row
+    assert [int(choose(other, logits, [1], step).tokens) for step in range(10)] == first
+
+
+# Penalties, bias, min_tokens.
+
+
+def test_penalties_follow_the_output_as_it_grows_and_survive_a_preemption() -> None:
+    rng, vocab_size = np.random.default_rng(5), 12
+    params = SamplingParams(
+        repetition_penalty=1.4, presence_penalty=0.6, frequency_penalty=0.5, max_tokens=500
+    )
+    prompt = [3, 3, 8]
+    sampler = sampler_for([{"params": params, "prompt_ids": prompt}] * 2, vocab_size)
+    output: list[int] = []
+    for step in range(60):
+        logits = rng.normal(size=vocab_size).astype(np.float32) + np.arange(vocab_size, dtype=np.float32) / 8
+        if step == 30:  # comes back in row 1
+            sampler.clear_row(0)
+            sampler.set_row(1, params, prompt, output)
+        row = int(step >= 30)
+        token = int(choose(sampler, torch.tensor(logits)[None], [row], step).tokens)
+        assert token == int(np.argmax(reference(logits, params, prompt, output)))
+        output.append(token)
+    assert len(set(output)) > 6  # the penalties moved it on
+
+
+def test_a_row_does_not_inherit_the_penalties_of_the_request_before() -> None:
+    params = SamplingParams(frequency_penalty=2.0)
+    sampler = sampler_for([{"params": params, "output_ids": [1] * 5}], 4)
+    logits = torch.tensor([[0.0, 1.0, 0.5, 0.0]])
+    assert int(choose(sampler, logits, [0], 5).tokens) == 2
+    sampler.set_row(0, params)
+    assert int(choose(sampler, logits, [0]).tokens) == 1
+
+
+def test_penalty_arrays_exist_only_once_they_are_used() -> None:
+    sampler = Sampler(8, 1000, "cpu")
+    sampler.set_row(0, SamplingParams(temperature=1.0, top_p=0.5, logit_bias={1: 1}))
+    choose(sampler, torch.zeros(1, 1000), [0])
+    assert sampler.counts.numel() == sampler.in_prompt.numel() == 0
+    sampler.set_row(1, SamplingParams(presence_penalty=1.0))
+    choose(sampler, torch.zeros(1, 1000), [1])
+    assert sampler.counts.nbytes + sampler.in_prompt.nbytes == sampler.penalty_bytes() == 8 * 1000 * 5
+
+
+def test_logit_bias_can_force_and_forbid() -> None:
+    logits = torch.zeros(3, 50)
+    logits[:, 9] = 30
+    requests = [{"params": SamplingParams(logit_bias=bias)} for bias in ({4: 100}, {9: -100, 30: 0.5}, {})]
+    sampler = sampler_for(requests, 50)
+    assert choose(sampler, logits, [0, 1, 2], 10_000).tokens.tolist() == [4, 30, 9]
+    sampler.set_row(0, SamplingParams(logit_bias=dict.fromkeys(range(40), -50.0)))  # more than the array held
+    assert choose(sampler, logits, [0, 1, 2]).tokens.tolist() == [40, 30, 9]
+    sampler.set_row(1, SamplingParams())  # and the bias of the request before is gone
+    assert choose(sampler, logits, [0, 1, 2]).tokens.tolist() == [40, 9, 9]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_min_tokens_holds_back_every_way_to_stop(temperature: float) -> None:
+    eos, stop, other = 7, 3, 5
+    logits = torch.full((1, 10), -50.0)
+    logits[0, [eos, stop, other]] = torch.tensor([50.0, 40.0, 30.0])
+    params = SamplingParams(min_tokens=3, stop_token_ids=(stop,), temperature=temperature)
+    sampler = sampler_for([{"params": params, "eos_ids": [eos, 10_000]}], 10)
+    assert [int(choose(sampler, logits, [0], step).tokens) for step in range(5)] == [other] * 3 + [eos] * 2
+    sampler.set_row(0, SamplingParams(min_tokens=3, ignore_eos=True), eos_ids=[eos])
+    assert int(choose(sampler, logits, [0]).tokens) == eos  # it stops nothing, so it is not held back
+
+
+# Log-probabilities.
+
+
+def test_logprobs_are_the_models_own() -> None:
+    rng, vocab_size = np.random.default_rng(6), 200
+    logits = torch.tensor(rng.normal(size=(4, vocab_size)) * 5, dtype=torch.float32)
+    busy = {"temperature": 0.7, "repetition_penalty": 1.5, "logit_bias": {2: 5.0}, "top_k": 3}
+    wanted = [None, 0, 3, 20]
+    requests = [{"params": SamplingParams(logprobs=count, **busy), "prompt_ids": [1, 2]} for count in wanted]  # type: ignore[arg-type]
+    sampled = choose(sampler_for(requests, vocab_size), logits, range(4))
+    x = logits.numpy().astype(np.float64)
+    expected = x - np.log(np.exp(x).sum(1, keepdims=True))
+    assert sampled.logprob(0) is None
+    for row in (1, 2, 3):
+        logprob, count = sampled.logprob(row), wanted[row]
+        assert logprob is not None
+        assert count is not None
+        assert logprob.chosen == pytest.approx(expected[row, int(sampled.tokens[row])], abs=1e-5)
+        best = np.argsort(-expected[row])[:count]
+        assert [token for token, _ in logprob.top] == best.tolist()
+        assert [value for _, value in logprob.top] == pytest.approx(expected[row, best].tolist(), abs=1e-5)
+    assert sampled.to_host().get() == [(int(sampled.tokens[row]), sampled.logprob(row)) for row in range(4)]
+
+
+def test_nobody_asks_for_logprobs_so_none_are_computed() -> None:
+    sampled = choose(sampler_for([{"params": SamplingParams()}], 10), torch.zeros(1, 10), [0])
+    assert sampled.logprobs is None
+    assert sampled.to_host().get() == [(0, None)]
+
+
+def test_more_top_logprobs_than_tokens() -> None:
+    logprob = choose(
+        sampler_for([{"params": SamplingParams(logprobs=20)}], 3), torch.zeros(1, 3), [0]
+    ).logprob(0)
+    assert logprob is not None
+    assert len(logprob.top) == 3
+
+
+# Bad logits.
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        lambda row: row.fill_(math.nan),
+        lambda row: row[7].fill_(math.nan),
+        lambda row: row.fill_(-math.inf),
+        lambda row: row.fill_(math.inf),
+        lambda row: row[7].fill_(math.inf),
+    ],
+    ids=["all-nan", "one-nan", "all-minus-inf", "all-inf", "one-inf"],
+)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_bad_logits_give_a_token_and_harm_no_neighbour(
+    bad: Callable[[Tensor], Tensor], temperature: float
+) -> None:
+    logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(2))
+    params = SamplingParams(temperature=temperature, top_k=50, top_p=0.9, min_p=0.01, seed=1)
+    sampler = sampler_for([{"params": params}] * 3, 500)
+    good = choose(sampler, logits, range(3)).tokens
+    bad(logits[1])
+    tokens = choose(sampler, logits, range(3)).tokens
+    assert tokens[[0, 2]].tolist() == good[[0, 2]].tolist()
+    assert 0 <= int(tokens[1]) < 500
+    if math.isinf(float(logits[1, 7])) and math.isfinite(float(logits[1, 8])):
+        assert int(tokens[1]) == 7
+
+
+def test_minus_infinity_is_never_drawn() -> None:
+    logits = [-math.inf, 0.0, -math.inf, 1.0]
+    params = SamplingParams(temperature=50.0, seed=0)
+    assert_drawn_from(histogram(params, logits, 2_000), reference(logits, params))
+
+
+# What it costs, and that it does not wait.
+
+
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the names of the operations that are run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+EVERYTHING = SamplingParams(
+    temperature=0.9,
+    top_k=20,
+    top_p=0.9,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    min_tokens=2,
+    stop_token_ids=(1,),
+    logit_bias={5: 1.0},
+    logprobs=3,
+)
+
+
+def operations(params: Sequence[SamplingParams], vocab_size: int = 64) -> tuple[list[str], Plan]:
+    rows = list(range(len(params)))
+    sampler = sampler_for([{"params": one, "prompt_ids": [1, 2]} for one in params], vocab_size)
+    plan = sampler.plan(rows)
+    on_device, steps, logits = (
+        torch.tensor(rows),
+        torch.zeros(len(rows), dtype=torch.int64),
+        torch.zeros(len(rows), 64),
+    )
+    before = logits.clone()
+    with Operations() as record:
+        sampler.sample(logits, on_device, [], steps, plan)
+    assert torch.equal(logits, before)
+    return record.names, plan
+
+
+def test_a_greedy_batch_costs_one_argmax() -> None:
+    names, plan = operations([SamplingParams()] * 5)
+    assert names == ["argmax"]
+    assert plan == Plan(Feature(0), None, None)
+
+
+@pytest.mark.parametrize("others", [[], [SamplingParams()], [EVERYTHING]])
+def test_sampling_never_reads_from_the_device(others: list[SamplingParams]) -> None:
+    """These operations make the host wait, and cannot stand in a CUDA graph."""
+    names, _ = operations([EVERYTHING, *others])
+    assert not {"_local_scalar_dense", "item", "nonzero", "masked_select", "is_nonzero", "equal"} & set(names)
+    assert "scatter_add_" in names  # something was recorded
+
+
+def test_sampling_has_no_loop_over_rows() -> None:
+    everything_else = replace(EVERYTHING, top_k=0, top_p=1.0)
+    assert operations([everything_else] * 30)[0] == operations([everything_else] * 2)[0]
+    # Top-k and top-p take a few rows at a time, so that their temporary tensors stay small.
+    assert operations([EVERYTHING] * 4)[0] == operations([EVERYTHING] * 2)[0]
+    assert len(operations([EVERYTHING] * 30)[0]) < 10 * len(operations([EVERYTHING] * 2)[0])
+
+
+@pytest.mark.parametrize("others", [0, 3])
+def test_only_rows_that_use_top_k_or_top_p_are_truncated(others: int) -> None:
+    random = SamplingParams(temperature=1.0)
+    _, plan = operations([random] * others + [SamplingParams(temperature=1.0, top_p=0.5)])
+    assert Feature.TOP_P in plan.features
+    assert (
+        (plan.truncated is None)
+        if others == 0
+        else (plan.truncated is not None and plan.truncated.tolist() == [3])
+    )
+    names, plan = operations([random] * 4)
+    assert plan.features == Feature.RANDOM
+    assert "scatter_add_" not in names  # no histogram
+
+
+def test_settings_of_greedy_requests_cost_nothing() -> None:
+    names, _ = operations(
+        [SamplingParams(top_p=0.5, top_k=5, min_p=0.1), SamplingParams(temperature=1.0, top_k=1)]
+    )
+    assert names == ["argmax"]
+
+
+def test_a_batch_may_be_empty() -> None:
+    sampled = choose(Sampler(2, 10, "cpu"), torch.zeros(0, 10), [])
+    assert sampled.tokens.shape == (0,)
+
+
+def test_rows_may_change_inside_and_outside_of_inference_mode() -> None:
+    sampler = Sampler(2, 64, "cpu")
+    logits = torch.zeros(1, 64, requires_grad=True)
+    with torch.inference_mode():
+        sampler.set_row(0, EVERYTHING)
+        choose(sampler, logits.detach(), [0])
+    sampler.set_row(0, EVERYTHING)
+    assert not choose(sampler, logits, [0]).tokens.requires_grad
+
+
+def test_a_vocabulary_too_large_for_exact_sums_is_refused() -> None:
+    with pytest.raises(UserError, match="vocab_size is 3000000, but must be at most 2097152"):
+        Sampler(1, 3_000_000, "cpu")
+
+
+# On a GPU.
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_draws_what_the_cpu_draws_eagerly_and_from_a_graph() -> None:
+    count, vocab_size, steps = 24, 50_257, 6
+    rng = np.random.default_rng(7)
+    requests = [random_request(rng, vocab_size) for _ in range(count - 1)] + [{"params": EVERYTHING}]
+    logits = torch.tensor(rng.normal(size=(steps, count, vocab_size)) * 3, dtype=torch.float32)
+    starts = torch.tensor([len(request.get("output_ids", ())) for request in requests])
+    host = sampler_for(requests, vocab_size)
+    expected = [
+        choose(host, logits[step], range(count), (starts + step).tolist()).tokens for step in range(steps)
+    ]
+
+    def on_cuda() -> Sampler:
+        sampler = Sampler(count, vocab_size, "cuda", seed=0)
+        for row, request in enumerate(requests):
+            settings = dict(request)
+            sampler.set_row(row, settings.pop("params"), **settings)
+        return sampler
+
+    rows, rows_host = torch.arange(count, device="cuda"), list(range(count))
+    eager = on_cuda()
+    found = [
+        eager.sample(logits[step].cuda(), rows, rows_host, (starts + step).cuda()).tokens.cpu()
+        for step in range(steps)
+    ]
+    # exp is rounded differently, so a draw that falls between two tokens may go the other way, very seldom.
+    assert sum(int((a != b).sum()) for a, b in zip(found, expected, strict=True)) <= 1
+
+    sampler = on_cuda()
+    plan = Plan(sampler.plan(rows_host).features, None, None)  # for any rows: truncates all
+    static, step_now = (
+        torch.zeros(count, vocab_size, device="cuda"),
+        torch.zeros(count, dtype=torch.int64).cuda(),
+    )
+    warm = on_cuda()
+    warm.plan(rows_host)
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        warm.sample(static, rows, rows_host, step_now, plan)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tokens = sampler.sample(static, rows, rows_host, step_now, plan).tokens
+    for step in range(steps):
+        static.copy_(logits[step])
+        step_now.copy_(starts + step)
+        graph.replay()
+        assert tokens.cpu().tolist() == found[step].tolist()

@@ -1,0 +1,142 @@
+"""Sampling parameters: what is accepted, what it becomes, and that refusals say field, value and limit."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.errors import UserError
+from common.sampling_params import GREEDY_BELOW, SamplingParams
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "limit"),
+    [
+        ("max_tokens", -1, "at least 0"),
+        ("max_tokens", True, "integer"),
+        ("max_tokens", 1.0, "integer"),
+        ("max_tokens", None, "integer"),
+        ("max_tokens", "8", "integer"),
+        ("min_tokens", -1, "at least 0"),
+        ("min_tokens", 129, "at most max_tokens, 128"),
+        ("temperature", -0.1, "between 0 and 100"),
+        ("temperature", 101, "between 0 and 100"),
+        ("temperature", NAN, "between 0 and 100"),
+        ("temperature", INF, "between 0 and 100"),
+        ("temperature", True, "number"),
+        ("temperature", "0.7", "number"),
+        ("temperature", None, "number"),
+        ("top_k", -2, "at least -1"),
+        ("top_k", 2.5, "integer"),
+        ("top_p", 0.0, "above 0 and at most 1"),
+        ("top_p", 1.01, "above 0 and at most 1"),
+        ("top_p", NAN, "above 0 and at most 1"),
+        ("min_p", -0.01, "between 0 and 1"),
+        ("min_p", 1.01, "between 0 and 1"),
+        ("repetition_penalty", 0.0, "above 0 and at most 100"),
+        ("repetition_penalty", NAN, "above 0 and at most 100"),
+        ("presence_penalty", 2.1, "between -2 and 2"),
+        ("presence_penalty", -2.1, "between -2 and 2"),
+        ("frequency_penalty", INF, "between -2 and 2"),
+        ("seed", 1.5, "integer"),
+        ("seed", False, "integer"),
+        ("seed", 1 << 64, "between"),
+        ("stop", ("a", ""), "at least 1 character"),
+        ("stop", "", "at least 1 character"),
+        ("stop", ("a", 3), "only strings"),
+        ("stop", 3, "strings"),
+        ("stop_token_ids", (-1,), "at least 0"),
+        ("stop_token_ids", (2.0,), "integer"),
+        ("stop_token_ids", 5, "token ids"),
+        ("ignore_eos", 1, "True or False"),
+        ("logprobs", -1, "between 0 and 20"),
+        ("logprobs", 21, "between 0 and 20"),
+        ("logprobs", True, "integer"),
+        ("logit_bias", {-1: 1.0}, "at least 0"),
+        ("logit_bias", {"5": 1.0}, "integer"),
+        ("logit_bias", {5: NAN}, "between -100 and 100"),
+        ("logit_bias", {5: 101.0}, "between -100 and 100"),
+        ("logit_bias", [(5, 1.0)], "map"),
+        ("n", 0, "at least 1"),
+        ("n", 1.0, "integer"),
+    ],
+)
+def test_refusals_name_field_value_and_limit(field: str, value: Any, limit: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        SamplingParams(**{field: value})
+    sentence = str(refusal.value)
+    assert field in sentence
+    assert limit in sentence
+    if not isinstance(value, (tuple, list, dict)):
+        assert repr(value) in sentence or str(value) in sentence
+    assert "\n" not in sentence
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_tokens": 0},
+        {"temperature": 0},
+        {"temperature": 100},
+        {"top_p": 1},
+        {"top_p": 1e-9},
+        {"min_p": 1},
+        {"seed": -(1 << 63)},
+        {"seed": (1 << 64) - 1},
+        {"logprobs": 0},
+        {"logprobs": 20},
+        {"min_tokens": 128},
+        {"logit_bias": {0: -100, 7: 100}},
+    ],
+)
+def test_limits_belong_to_the_range(settings: dict[str, Any]) -> None:
+    SamplingParams(**settings)
+
+
+def test_defaults_are_greedy_and_switch_everything_off() -> None:
+    params = SamplingParams()
+    assert params.greedy
+    assert not params.penalized
+    assert params == SamplingParams(top_k=-1)  # -1 and 0 both mean: keep all
+    assert SamplingParams(temperature=GREEDY_BELOW / 2).greedy
+    assert not SamplingParams(temperature=GREEDY_BELOW).greedy
+
+
+@pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
+def test_any_penalty_makes_tokens_count(name: str) -> None:
+    assert SamplingParams(**{name: 1.5}).penalized  # type: ignore[arg-type]
+
+
+def test_one_stop_string_is_not_a_list_of_characters() -> None:
+    assert SamplingParams(stop="END").stop == ("END",)  # type: ignore[arg-type]
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
+
+
+def test_numbers_of_other_kinds_become_plain_ones() -> None:
+    params = SamplingParams(max_tokens=np.int64(7), temperature=np.float32(0.5), stop_token_ids=[np.int32(3)])  # type: ignore[arg-type]
+    assert (type(params.max_tokens), params.max_tokens) == (int, 7)
+    assert (type(params.temperature), params.temperature) == (float, 0.5)
+    assert params.stop_token_ids == (3,)
+
+
+def test_is_a_value() -> None:
+    bias = {3: 1.0}
+    params = SamplingParams(logit_bias=bias)
+    bias[3] = 5.0  # the caller's dictionary is not shared
+    assert params.logit_bias == {3: 1.0}
+    assert params == SamplingParams(logit_bias={3: 1})
+    assert hash(params) == hash(SamplingParams(logit_bias={3: 1}))
+    assert pickle.loads(pickle.dumps(params)) == params
+    with pytest.raises(AttributeError):
+        params.seed = 3  # type: ignore[misc]
+
+
+def test_the_samples_of_a_prompt_have_different_seeds() -> None:
+    params = SamplingParams(seed=(1 << 64) - 1, n=3)
+    assert [params.seed_of(sample) for sample in range(3)] == [(1 << 64) - 1, 0, 1]
+    assert SamplingParams(n=3).seed_of(1) is None
