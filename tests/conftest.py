@@ -19,6 +19,7 @@ torch.set_num_threads(1)
 _REAL_MODELS = {"smollm2_folder", "gemma3_folder"}
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark every test that asks for a real model, so that `-m "not weights"` leaves it out."""
     for item in items:

@@ -121,9 +121,12 @@ def test_an_index_must_name_shards_that_are_there(tmp_path):
         UserError, match=r"names the shard 'model-1\.safetensors', which is not in that folder"
     ):
         load(tmp_path, tied=TIED)
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../other.safetensors"}}')
+    (tmp_path / "inner").mkdir()
+    save_file(tensors(), tmp_path / "other.safetensors")
+    outside = {"weight_map": dict.fromkeys(tensors(), "../other.safetensors")}
+    (tmp_path / "inner" / "model.safetensors.index.json").write_text(json.dumps(outside))
     with pytest.raises(UserError, match=r"\.\./other\.safetensors"):
-        load(tmp_path, tied=TIED)
+        load(tmp_path / "inner", tied=TIED)
     (tmp_path / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(UserError, match="not an index"):
         load(tmp_path, tied=TIED)

@@ -89,6 +89,7 @@ def test_progress_ends_at_the_size_of_the_weights(tmp_path):
 def test_sentencepiece_merges_rank_by_the_score_of_the_union():
     merges = _merges(["abc", "ab", "bc", "a", "b", "c", "<s>"], [-9, -1, -2, -3, -4, -5, 0], [1] * 6 + [3])
     assert merges == [("a", "b"), ("b", "c"), ("ab", "c"), ("a", "bc")]
+    assert _merges(["<b>", "<b>a", "a"], [0, -1, -2], [4, 1, 1]) == []  # the text is cut behind <b> before
 
 
 def test_sentencepiece_text_round_trips_with_spaces_bytes_and_symbols(tmp_path):
@@ -156,6 +157,7 @@ TEXTS = [
 ]
 
 
+@pytest.mark.weights
 @pytest.mark.parametrize("fixture", ["smollm2_folder", "gemma3_folder"])
 def test_real_tokenizers_round_trip_and_agree_with_transformers(request, fixture):
     folder = request.getfixturevalue(fixture)

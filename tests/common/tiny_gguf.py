@@ -106,13 +106,13 @@ def _add_tensor(writer, name, weight, architecture, config, quantization):
 def _add_tokenizer(writer, architecture):
     if architecture == "llama":
         alphabet = byte_alphabet()
-        tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *alphabet, "he", "ll", "hell", "hello"]
+        tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *alphabet, "he", "ll", "hell", "hello", "42"]
         tokens += [f"<unused{i}>" for i in range(300 - len(tokens))]
-        types = [3, 3, 3] + [1] * (len(alphabet) + 4)
+        types = [3, 3, 3] + [1] * (len(alphabet) + 5)
         types += [3] * (300 - len(types))
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre("smollm")
-        writer.add_token_merges(["h e", "l l", "he ll", "hell o"])
+        writer.add_token_merges(["h e", "l l", "he ll", "hell o", "4 2"])
         writer.add_chat_template("{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}")
         writer.add_bos_token_id(1)
         writer.add_eos_token_id(2)
