@@ -8,10 +8,10 @@ A table stands between two comments in a Markdown file:
     <!-- table: cpu/02_kv_cache workload=generate-256 columns=output_tokens_per_s,ttft_ms_p50 -->
     <!-- /table -->
 
-`ladder` is the list of phases with their gains on every device. Any other name is an evidence file; words with
-`=` choose its runs (variant, workload, model, dtype or an option) and `columns` its metrics, to which `gain`
-(over the first row) and `roofline` can be added. `rows` names options to show (`rows=batch`). `python -m
-benchmarks.tables` fills all tables in; with `--check` it only says whether any is out of date.
+`ladder` is the list of phases with their gains on every device. Any other name is an evidence file; words
+with `=` choose its runs (variant, workload, model, dtype or an option) and `columns` its metrics, to which
+`gain` (over the first row) and `roofline` can be added. `rows` names options to show (`rows=batch`). `python
+-m benchmarks.tables` fills all tables in; with `--check` it only says whether any is out of date.
 """
 
 from __future__ import annotations

@@ -23,12 +23,12 @@ OTHERS = (
     "What is the largest planet in the solar system?",
     "How many days are there in a week?",
     "What color is the sky on a clear day?",
-    "Name three kinds of fruit.",
     "What is the opposite of hot?",
     "Which animal says meow?",
     "What do bees make?",
+    "Name three kinds of fruit.",
 )
-MAX_TOKENS = 32
+MAX_TOKENS = 24
 
 WHY = {
     "01_forward": "Every new token computes all tokens before it again.",
@@ -78,7 +78,7 @@ def run(model: str, device: str, dtype: str) -> int:
         out.print(f"[dim]{WHY.get(phase.name, phase.summary)}[/dim]")
         engine = load_engine(phase, loaded)
         _warm(engine, tokenizer, prompts[:1])
-        served = serve(engine, tokenizer, prompts, params, _show_first)
+        served = serve(engine, tokenizer, prompts, params, _Answers().show)
         out.file.write("\n")
         lengths = [len(completion.token_ids) for completion in served.completions]
         work = generation_work(loaded.config, kind, [len(p) for p in prompts], lengths, batch=len(prompts))
@@ -88,9 +88,18 @@ def run(model: str, device: str, dtype: str) -> int:
     return 0
 
 
-def _show_first(index: int, text: str) -> None:
-    if index == 0:
-        out.file.write(text)
+class _Answers:
+    """Writes the first answer as it comes, and then a dot for each of the others."""
+
+    def __init__(self) -> None:
+        self.index = 0
+
+    def show(self, index: int, text: str) -> None:
+        if index == 0:
+            out.file.write(text)
+        elif index != self.index:
+            out.file.write("  ." if self.index == 0 else ".")
+            self.index = index
         out.file.flush()
 
 

@@ -11,7 +11,7 @@ from phases.commands.console import err, out
 
 
 def fetch_with_progress(model: str) -> Path:
-    """Fetch a model unless it is there. Bundled ones report their bytes; the hub's library has its own bars."""
+    """Fetch a model unless it is there. The hub's library shows bars of its own."""
     tasks: dict[str, TaskID] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=err)
