@@ -77,15 +77,14 @@ def random_bits(keys: Tensor, steps: Tensor) -> Tensor:
     return _shift_right(z, 64 - FRACTION_BITS)
 
 
-def scale(fraction: Tensor, total: Tensor, *, up: bool = False) -> Tensor:
-    """Return fraction / 2**31 * total, rounded down (or up), exactly.
+def scale(fraction: Tensor, total: Tensor) -> Tensor:
+    """Return fraction / 2**31 * total, rounded down, exactly.
 
     fraction: int64 in [0, 2**31]; total: int64 in [0, 2**62). The product would need 93 bits, so `total` is
     split.
     """
     low = (1 << FRACTION_BITS) - 1
-    carry = fraction * (total & low) + (low if up else 0)
-    return fraction * (total >> FRACTION_BITS) + (carry >> FRACTION_BITS)
+    return fraction * (total >> FRACTION_BITS) + (fraction * (total & low) >> FRACTION_BITS)
 
 
 def threshold(keys: Tensor, amounts: Tensor, target: Tensor) -> Tensor:
@@ -148,7 +147,7 @@ def _truncate(weights: Tensor, integers: Tensor, top_k: Tensor | None, top_p: Te
         ones = torch.ones(1, 1, dtype=torch.int64, device=keys.device).expand_as(keys)
         integers = torch.where(keys <= threshold(keys, ones, top_k), integers, 0)
     if top_p is not None:
-        target = scale(top_p, integers.sum(1, keepdim=True), up=True)
+        target = scale(top_p, integers.sum(1, keepdim=True))
         integers = torch.where(keys <= threshold(keys, integers, target), integers, 0)
     return integers
 

@@ -179,10 +179,8 @@ def test_scaling_is_exact_where_the_product_needs_93_bits() -> None:
     rng = np.random.default_rng(0)
     fractions = [0, 1, (1 << 31) - 1, 1 << 31, *rng.integers(1 << 31, size=200).tolist()]
     totals = [(1 << 62) - 1, 1, 1 << 40, 0, *rng.integers(1 << 62, size=200).tolist()]
-    down = ops.scale(torch.tensor(fractions), torch.tensor(totals))
-    up = ops.scale(torch.tensor(fractions), torch.tensor(totals), up=True)
-    assert down.tolist() == [f * t // 2**31 for f, t in zip(fractions, totals, strict=True)]
-    assert up.tolist() == [-(-f * t // 2**31) for f, t in zip(fractions, totals, strict=True)]
+    scaled = ops.scale(torch.tensor(fractions), torch.tensor(totals))
+    assert scaled.tolist() == [f * t // 2**31 for f, t in zip(fractions, totals, strict=True)]
 
 
 def test_threshold_equals_a_sorted_search() -> None:
@@ -203,7 +201,33 @@ def test_threshold_equals_a_sorted_search() -> None:
             assert int(found[row]) == keys[row, order[place]]
 
 
+def test_drawing_is_exact_at_the_ends_of_every_token() -> None:
+    half, most = 1 << 30, (1 << 31) - 1
+    weights = torch.tensor([[0, 2, 0, 2, 0]]).expand(4, -1).clone()
+    assert ops.draw(weights, torch.tensor([0, half - 1, half, most])).tolist() == [1, 1, 3, 3]
+    big = 1 << 40  # float32 could not tell the token in the middle from nothing
+    assert ops.draw(torch.tensor([[big, 1, big]]), torch.tensor([half])).tolist() == [1]
+
+
 # Against the reference.
+
+
+def test_penalized_logits_are_those_of_the_reference() -> None:
+    rng, rows, vocab_size = np.random.default_rng(8), 30, 40
+    logits = torch.tensor(rng.normal(size=(rows, vocab_size)), dtype=torch.float32)
+    prompt = torch.tensor(rng.random((rows, vocab_size)) < 0.3)
+    counts = torch.tensor(rng.integers(4, size=(rows, vocab_size)) * (rng.random((rows, vocab_size)) < 0.3))
+    settings = torch.tensor(rng.uniform(0.5, 2, size=(3, rows, 1)), dtype=torch.float32)
+    expected = logits.double().numpy().copy()
+    for row in range(rows):
+        repetition, presence, frequency = settings[:, row, 0].tolist()
+        for token in range(vocab_size):
+            x, times = expected[row, token], int(counts[row, token])
+            if times or prompt[row, token]:
+                x = x / repetition if x > 0 else x * repetition
+            expected[row, token] = x - times * frequency - (times > 0) * presence
+    found = ops.penalize(logits, prompt, counts.int(), *settings)
+    assert np.allclose(found.numpy(), expected, atol=1e-5)
 
 
 def test_tokens_are_those_of_the_reference() -> None:
@@ -356,9 +380,11 @@ def test_greedy_rows_among_random_ones_are_exact() -> None:
     logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(1))
     logits[2, 40] = logits[2, 200] = logits.max() + 1  # a tie: the lower id
     requests = [{"params": SamplingParams(temperature=1.0 * (row % 2), top_p=0.9)} for row in range(6)]
-    tokens = choose(sampler_for(requests, 300), logits, range(6)).tokens
-    assert tokens[::2].tolist() == logits[::2].argmax(1).tolist()
-    assert int(tokens[2]) == 40
+    sampler = sampler_for(requests, 300)
+    for step in range(20):
+        tokens = choose(sampler, logits, range(6), step).tokens
+        assert tokens[::2].tolist() == logits[::2].argmax(1).tolist()
+        assert int(tokens[2]) == 40
 
 
 def test_a_small_temperature_is_nearly_greedy_and_does_not_overflow() -> None:
@@ -425,6 +451,11 @@ def test_a_row_does_not_inherit_the_penalties_of_the_request_before() -> None:
     logits = torch.tensor([[0.0, 1.0, 0.5, 0.0]])
     assert int(choose(sampler, logits, [0], 5).tokens) == 2
     sampler.set_row(0, params)
+    assert int(choose(sampler, logits, [0]).tokens) == 1
+    params = SamplingParams(repetition_penalty=10.0)
+    sampler.set_row(0, params, prompt_ids=[1])
+    assert int(choose(sampler, logits, [0]).tokens) == 2
+    sampler.set_row(0, params, prompt_ids=[3])
     assert int(choose(sampler, logits, [0]).tokens) == 1
 
 
