@@ -63,7 +63,9 @@ def run(options: BenchOptions) -> Evidence:
 
 
 def draw(evidence: Evidence, out: Path) -> None:
-    """The rate against the number of generated tokens."""
-    figure, axes = lines(evidence.find(PHASE), x="generated", metric="output_tokens_per_s")
+    """The mean rate against the number of generated tokens, a line a model."""
+    figure, axes = lines(
+        evidence.find(PHASE), x="generated", metric="output_tokens_per_s", by=lambda run: run.model
+    )
     axes.set_title("Recomputing everything: every token makes the next one slower")
     save(figure, out, evidence)

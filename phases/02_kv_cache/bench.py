@@ -15,7 +15,7 @@ from common.evidence import BenchOptions, Evidence, Run, collect
 from common.generation import generate
 from common.hub import model_folder
 from common.measure import Samples, Watch, alternate, summarize, time_generation, timer
-from common.plotting import lines, save
+from common.plotting import lines, panels, save
 from common.roofline import ceilings, generation_work, reached
 from common.sampling_params import SamplingParams
 from common.workloads import Workload, uniform
@@ -124,8 +124,11 @@ class Bench:
 
 
 def draw(evidence: Evidence, out: Path) -> None:
-    """The mean rate of both phases against the number of generated tokens."""
-    runs = [run for run in evidence.runs if "generated" in run.options]
-    figure, axes = lines(runs, x="generated", metric="output_tokens_per_s")
-    axes.set_title("One request: recomputing pays for every token again, the cache pays once")
+    """The mean rate of both phases against the number of generated tokens, a panel a model."""
+    models = list(dict.fromkeys(run.model for run in evidence.runs))
+    figure, panel = panels(len(models))
+    for axes, model in zip(panel, models, strict=True):
+        runs = [run for run in evidence.find(model=model) if "generated" in run.options]
+        lines(runs, x="generated", metric="output_tokens_per_s", axes=axes)
+        axes.set_title(f"{model}, one request")
     save(figure, out, evidence)

@@ -9,7 +9,7 @@ import kv_cache
 from benchmarks.targets import load_target, targets
 from common.evidence import BenchOptions, Evidence, Run, collect
 from common.measure import Sample, Samples, alternate, summarize, time_generation, timer
-from common.plotting import lines, save
+from common.plotting import lines, panels, reference_line, save
 from common.roofline import ceilings, generation_work, reached
 from common.workloads import Item, Workload, uniform, workload
 
@@ -34,25 +34,31 @@ class Bench:
         self.top = ceilings(options.device, options.dtype)
 
     def sizes(self) -> list[Run]:
-        """As many equal requests as the batch has rows. Phase 02 serves a few of them one by one."""
-        on_cpu = self.options.device.type == "cpu"
-        prompt, output = (64, 64) if on_cpu else (64, 128)
-        sizes = SIZES.get(self.options.device.type, SIZES["cpu"])[: 2 if self.options.quick else None]
+        """As many equal requests as the batch has rows; phase 02 serves those of one size one by one."""
+        device, quick = self.options.device, self.options.quick
+        on_cpu = device.type == "cpu"
+        prompt, output = (64, 16 if quick else 64) if on_cpu else (64, 128)
+        sizes = SIZES.get(device.type, SIZES["cpu"])[: 3 if quick else None]
+        shared = 4 if quick else 16 if on_cpu else 8
         works = {size: uniform(f"batch-{prompt}+{output}", size, prompt, output) for size in sizes}
-        alone = uniform(f"batch-{prompt}+{output}", 2, prompt, output)
-        variants = {(BEFORE, 1): (kv_cache.load(self.model), alone)} | {
-            (PHASE, size): (batching.load(self.model, batch_size=size), work) for size, work in works.items()
-        }
+        warm_up = uniform("warm-up", 1, prompt, 4)
+        alone = kv_cache.load(self.model)
+        before = alternate(
+            {BEFORE: timer(alone, works[shared], device)},
+            repeats=self.options.repeats if on_cpu else 1,
+            warm={BEFORE: lambda: time_generation(alone, warm_up, device)},
+        )
+        engines = {str(size): batching.load(self.model, batch_size=size) for size in sizes}
         samples = alternate(
-            {
-                f"{variant} {size}": timer(engine, work, self.options.device)
-                for (variant, size), (engine, work) in variants.items()
-            },
+            {str(size): timer(engines[str(size)], work, device) for size, work in works.items()},
             repeats=self.options.repeats,
         )
         return [
-            self.summarize(variant, work, samples[f"{variant} {size}"], size)
-            for (variant, size), (_, work) in variants.items()
+            self.summarize(BEFORE, works[shared], before[BEFORE], batch=1, requests=shared),
+            *(
+                self.summarize(PHASE, work, samples[str(size)], batch=size, requests=size)
+                for size, work in works.items()
+            ),
         ]
 
     def skewed(self) -> list[Run]:
@@ -71,7 +77,7 @@ class Bench:
             repeats=self.options.repeats,
             warm={variant: lambda: None for variant in (PHASE, COMPACT)},
         )
-        return [self.summarize(variant, work, kept, batch) for variant, kept in samples.items()]
+        return [self.summarize(variant, work, kept, batch=batch) for variant, kept in samples.items()]
 
     def waste(self, work: Workload, batch: int, compact: bool) -> Sample:
         """Time the workload and count the computed positions that served nobody."""
@@ -79,7 +85,7 @@ class Bench:
         sample = time_generation(engine, work, self.options.device)
         return {**sample, "wasted_fraction": engine.waste.fraction}
 
-    def summarize(self, variant: str, work: Workload, samples: Samples, batch: int) -> Run:
+    def summarize(self, variant: str, work: Workload, samples: Samples, *, batch: int, **options: int) -> Run:
         """Evidence of one variant; the roofline is that of a batch which is always full."""
         ideal = generation_work(
             self.model.config, self.options.dtype, work.prompt_lens, work.output_lens, batch
@@ -90,14 +96,19 @@ class Bench:
             samples,
             model=self.name,
             dtype=self.options.dtype,
-            options={"batch": batch},
+            options=options,
             roofline=reached(ideal, self.top, samples),
         )
 
 
 def draw(evidence: Evidence, out: Path) -> None:
-    """Throughput against batch size, with phase 02 as its starting point."""
-    runs = [run for run in evidence.runs if run.workload.startswith("batch-")]
-    figure, axes = lines(runs, x="batch", metric="output_tokens_per_s", log_x=True)
-    axes.set_title("Batch size: one pass over the weights for everybody")
+    """Throughput over the number of requests in a batch, a panel a model."""
+    models = list(dict.fromkeys(run.model for run in evidence.runs))
+    figure, panel = panels(len(models))
+    for axes, model in zip(panel, models, strict=True):
+        runs = [run for run in evidence.find(PHASE, model=model) if "requests" in run.options]
+        lines(runs, x="requests", metric="output_tokens_per_s", axes=axes, log_x=True, roofline=True)
+        (alone,) = [run for run in evidence.find(BEFORE, model=model) if "requests" in run.options]
+        reference_line(axes, alone.median("output_tokens_per_s"), "one by one (phase 02)")
+        axes.set_title(f"{model}: one pass over the weights for all")
     save(figure, out, evidence)

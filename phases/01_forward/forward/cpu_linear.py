@@ -46,7 +46,8 @@ class FlippedLinear(nn.Linear):
 def flipping_pays() -> bool:
     """Whether this machine is one where the table above was measured: MKL on an AMD processor under Linux."""
     info = Path("/proc/cpuinfo")
-    return torch.backends.mkl.is_available() and info.exists() and "AuthenticAMD" in info.read_text()
+    mkl: bool = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
+    return mkl and info.exists() and "AuthenticAMD" in info.read_text()
 
 
 def flip_linears(model: nn.Module) -> None:

@@ -1,0 +1,121 @@
+"""Real weights: what phases 01 to 03 generate is what `transformers` would, token by token.
+
+Greedy decoding is checked by induction rather than by generating twice. If, after every prefix of what we
+generated, the oracle's best token is the one we chose, then the oracle, started on the same prompt, generates
+the same text. One pass of the oracle over prompt and output gives its choice after every prefix at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import batching
+import forward
+import kv_cache
+from common.generation import generate
+from common.sampling_params import SamplingParams
+from common.tokenizer import Tokenizer
+from forward import Model
+from forward.attention import RecomputeAttention
+from kv_cache import CachedAttention, KVCache
+from tests.prompts import CHAT, PLAIN
+
+pytestmark = pytest.mark.weights
+TIE = 1e-3
+"""Tokens whose logits lie this close are a tie: rounding may decide it either way."""
+GREEDY = SamplingParams(max_tokens=64)
+
+
+@dataclass
+class Case:
+    """A real model, the oracle over the same files, and what phase 03 says to every prompt, in one batch."""
+
+    model: Model
+    oracle: Any
+    prompts: list[list[int]]
+    outputs: list[list[int]]
+
+
+@pytest.fixture(scope="module", params=["smollm2", "gemma3"])
+def case(request: pytest.FixtureRequest) -> Iterator[Case]:
+    transformers = pytest.importorskip("transformers")
+    folder: Path = request.getfixturevalue(f"{request.param}_folder")
+    tokenizer = Tokenizer(folder)
+    prompts = [tokenizer.encode(text) for text in PLAIN]
+    if tokenizer.can_chat:
+        prompts += [tokenizer.chat([{"role": "user", "content": text}]) for text in CHAT]
+    else:
+        prompts += [tokenizer.encode(text) for text in CHAT]
+    model = forward.load_model(folder, device="cpu", dtype="float32")
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    together = generate(batching.load(model, batch_size=len(prompts)), prompts, GREEDY)
+    yield Case(model, oracle, prompts, [done.token_ids for done in together])
+
+
+def choices_differ(logits: Tensor, prompt: list[int], output: list[int]) -> list[str]:
+    """Where the output is not the argmax of ``logits [S, V]`` and no tie either; ``S`` = prompt + output."""
+    rows = logits[len(prompt) - 1 : len(prompt) + len(output) - 1]  # the row before each output token
+    chosen = rows.gather(1, torch.tensor(output).unsqueeze(1)).squeeze(1)
+    gaps = rows.max(dim=1).values - chosen  # [n], 0 where the choice is the same
+    return [f"token {i}: {float(gap):.4f} below the best" for i, gap in enumerate(gaps) if gap > TIE]
+
+
+@torch.inference_mode()
+def test_phase_03_generates_what_transformers_does(case: Case) -> None:
+    assert len(case.prompts) >= 20
+    for prompt, output in zip(case.prompts, case.outputs, strict=True):
+        logits = case.oracle(torch.tensor([prompt + output])).logits[0]
+        assert not choices_differ(logits, prompt, output)
+
+
+@torch.inference_mode()
+def test_phase_01_generates_the_same(case: Case) -> None:
+    for prompt, output in zip(case.prompts, case.outputs, strict=True):
+        ids = torch.tensor(prompt + output)
+        hidden = case.model(ids, torch.arange(len(ids)), RecomputeAttention())
+        assert not choices_differ(case.model.logits(hidden), prompt, output)
+
+
+@torch.inference_mode()
+def test_logits_are_close_to_transformers(case: Case) -> None:
+    """Within 1e-4 of the largest logit."""
+    ids = torch.tensor(case.prompts[-1])
+    hidden = case.model(ids, torch.arange(len(ids)), RecomputeAttention())
+    expected = case.oracle(ids.unsqueeze(0)).logits[0]
+    assert (case.model.logits(hidden) - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+@torch.inference_mode()
+def test_phase_02_generates_the_same(case: Case) -> None:
+    """A prompt's prefill and then the whole output over its cache; and its own loop for a few prompts."""
+    for prompt, output in zip(case.prompts, case.outputs, strict=True):
+        size = {"device": torch.device("cpu"), "dtype": torch.float32}
+        attention = CachedAttention(KVCache(case.model.config, 1, len(prompt) + len(output), **size))
+        parts = []
+        for start, ids in ((0, prompt), (len(prompt), output)):
+            attention.begin(len(ids))
+            positions = torch.arange(start, start + len(ids)).unsqueeze(0)
+            parts.append(case.model(torch.tensor([ids]), positions, attention)[0])
+            attention.cache.advance(len(ids))
+        assert not choices_differ(case.model.logits(torch.cat(parts)), prompt, output)
+    for prompt, output in list(zip(case.prompts, case.outputs, strict=True))[:16:4]:
+        (alone,) = generate(kv_cache.load(case.model), [prompt], GREEDY)
+        if alone.token_ids != output:  # then by a tie, judged by the oracle along this path
+            logits = case.oracle(torch.tensor([prompt + alone.token_ids])).logits[0]
+            assert not choices_differ(logits, prompt, alone.token_ids)
+
+
+def test_phase_01s_own_loop_and_transformers_own_generate(case: Case) -> None:
+    """The induction once without it: both loops really run, on one short prompt."""
+    prompt = case.prompts[0]
+    (naive,) = generate(forward.load(case.model), [prompt], SamplingParams(max_tokens=12))
+    assert naive.token_ids == case.outputs[0][:12]
+    out = case.oracle.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=32)
+    assert out[0, len(prompt) :].tolist() == case.outputs[0][:32]
