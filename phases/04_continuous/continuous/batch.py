@@ -49,8 +49,8 @@ class HostBatch:
     @classmethod
     def of(cls, works: Sequence[Work], prompt_lens: Ints) -> HostBatch:
         """Lay out the works of one step, in order. `prompt_lens [R]` is by row."""
-        table = np.array([work[1:4] for work in works], np.int64)  # [B, 3]: row, start, count
-        rows, starts, lens = table[:, 0], table[:, 1], table[:, 2]
+        _, row, start, count, _, takers = zip(*works, strict=True)
+        rows, starts, lens = (np.array(column, np.int64) for column in (row, start, count))
         ends = np.cumsum(lens)
         query_starts = np.concatenate((ZERO, ends))
         contexts = starts + lens
@@ -60,10 +60,11 @@ class HostBatch:
         else:
             token_rows = np.repeat(rows, lens)
             positions = np.arange(tokens) + np.repeat(starts - query_starts[:-1], lens)
-        takers = [request.row for work in works for request in work.takers]
-        sample_rows = np.array(takers, np.int64)
-        counts = [len(work.takers) for work in works]
-        sample_positions = np.repeat(contexts, counts)
+        counts = np.array([len(taking) for taking in takers], np.int64)  # [B]
+        sample_at, sample_rows, sample_positions = ends - 1, rows, contexts
+        if (counts != 1).any():  # parts of prompts, which are not sampled, or several takers
+            sample_at, sample_positions = np.repeat(sample_at, counts), np.repeat(contexts, counts)
+            sample_rows = np.array([request.row for taking in takers for request in taking], np.int64)
         return cls(
             rows=rows,
             query_lens=lens,
@@ -71,7 +72,7 @@ class HostBatch:
             context_lens=contexts,
             token_rows=token_rows,
             positions=positions,
-            sample_at=np.repeat(ends - 1, counts),
+            sample_at=sample_at,
             sample_rows=sample_rows,
             sample_positions=sample_positions,
             sample_steps=sample_positions - prompt_lens[sample_rows],
@@ -141,7 +142,9 @@ def upload(
 
     Many small transfers cost far more than one: each has a fixed price of some microseconds.
     """
-    packed = torch.from_numpy(np.concatenate([a.ravel() for a in arrays], dtype=dtype, casting="same_kind"))
+    flat = [array.ravel() for array in arrays]
+    one = flat[0] if len(flat) == 1 else np.concatenate(flat, dtype=dtype, casting="same_kind")
+    packed = torch.from_numpy(one.astype(dtype, copy=False))
     if device.type == "cuda":
         packed = packed.pin_memory()  # only from pinned memory does the copy not wait for the device
     packed = packed.to(device, non_blocking=True)

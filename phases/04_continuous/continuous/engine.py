@@ -133,7 +133,8 @@ class Engine:
         """End a request in whatever state it is; its tokens so far stay. Ended requests stay as they are."""
         if request.finish_reason is None:
             for member in [request, *request.siblings]:
-                self._end(member, None, "abort", time.perf_counter())
+                if member.finish_reason is None:
+                    self._end(member, None, "abort", time.perf_counter())
 
     @property
     def idle(self) -> bool:
@@ -144,7 +145,10 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Run one step for everybody who can take part, and tell what came of it."""
-        pending = self.launch(self.scheduler.schedule())
+        works = self.scheduler.schedule()
+        if not works and not self.scheduler.idle:
+            raise AssertionError("requests are left, but the scheduler finds nothing to do")
+        pending = self.launch(works)
         if pending is not None:
             self.collect(pending)
         return self.drain()

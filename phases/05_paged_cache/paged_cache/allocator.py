@@ -47,7 +47,7 @@ class BlockAllocator:
                 raise AssertionError(f"block {block} was released once too often")
 
     def check(self, users: Iterable[int]) -> None:
-        """Raise `AssertionError` unless `users` (every block once for each of its users) agrees with the books."""
+        """Raise `AssertionError` unless the books agree with `users`, each block once for each user."""
         counted = [0] * self.count
         for block in users:
             counted[block] += 1
