@@ -141,23 +141,18 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         """Begin with an empty text."""
         self._checker = StopChecker(tokenizer, params)
-        self._endings = {*params.stop_token_ids, *(() if params.ignore_eos else tokenizer.eos_token_ids)}
         self._shown = 0
         self.text = ""
 
     def push(self, event: TokenEvent) -> str:
         """Take in the next event of the completion; returns the text to show after what was shown before."""
-        checker, ended = self._checker, event.finish_reason is not None
-        by_stop = event.finish_reason == "stop"
-        if event.token_id is None or (by_stop and event.token_id in self._endings):
-            self.text = checker.finish() if ended else checker.text
+        checker = self._checker
+        before = checker.text + checker.held
+        stopped = event.token_id is not None and checker.push(event.token_id)
+        if event.finish_reason == "stop" and not stopped:  # so the token itself ended it
+            self.text = before
         else:
-            before = checker.text + checker.held
-            stopped = checker.push(event.token_id)
-            if by_stop and not stopped:  # an end-of-sequence token that the tokenizer does not know as one
-                self.text = before
-            else:
-                self.text = checker.finish() if ended else checker.text
+            self.text = checker.text if event.finish_reason is None else checker.finish()
         new = self.text[self._shown :]
         self._shown = len(self.text)
         return new

@@ -1,0 +1,323 @@
+"""The rules that every phase shares: collecting events, checking prompts, finishing, stop strings, texts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers
+
+from common.errors import UserError
+from common.generation import (
+    Completion,
+    FinishReason,
+    Logprob,
+    Params,
+    StopChecker,
+    TextStream,
+    TokenEvent,
+    check_prompt,
+    finish_reason,
+    generate,
+    output_limit,
+    params_per_prompt,
+)
+from common.sampling_params import SamplingParams
+from common.tokenizer import Tokenizer
+
+EOS = 256
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """One token for each byte, a few for two letters, and one special token."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: index for index, letter in enumerate(letters)}
+    assert len(vocabulary) == EOS
+    space = "\u0120"  # how byte-level vocabularies write a space
+    merges = [("a", "b"), ("c", "d"), (space, "a"), ("d", "a")]
+    vocabulary |= {"<eos>": EOS} | {a + b: EOS + 1 + rank for rank, (a, b) in enumerate(merges)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<eos>"])
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(f'{{"eos_token_id": {EOS}}}')
+    return Tokenizer(folder)
+
+
+def event(token: int | None, reason: FinishReason | None = None) -> TokenEvent:
+    return TokenEvent(0, token, reason, 0.0)
+
+
+class Script:
+    """An engine that plays events."""
+
+    def __init__(self, events: Sequence[TokenEvent]) -> None:
+        self.events = events
+        self.seen: list[SamplingParams] = []
+
+    def stream(self, prompts: list[list[int]], params: Params) -> Iterator[TokenEvent]:
+        self.seen = params_per_prompt(prompts, params)
+        yield from self.events
+
+
+# Collecting.
+
+
+def test_generate_collects_in_prompt_and_sample_order() -> None:
+    events = [
+        TokenEvent(1, 10, None, 5.0),
+        TokenEvent(0, 20, None, 6.0, sample=1),
+        TokenEvent(0, 30, "stop", 6.5, sample=0),
+        TokenEvent(1, 11, "length", 7.0),
+        TokenEvent(0, None, "abort", 9.0, sample=1),
+    ]
+    each = [SamplingParams(n=2), SamplingParams()]
+    engine = Script(events)
+    found = generate(engine, [[1, 2], [3]], each)
+    assert engine.seen == each
+    assert [(c.index, c.sample, c.prompt_ids, c.token_ids, c.finish_reason) for c in found] == [
+        (0, 0, [1, 2], [30], "stop"),
+        (0, 1, [1, 2], [20], "abort"),
+        (1, 0, [3], [10, 11], "length"),
+    ]
+    assert found[2].times == [5.0, 7.0]
+    assert [c.text for c in found] == ["", "", ""]
+
+
+def test_one_params_for_all_or_one_for_each() -> None:
+    one, other = SamplingParams(), SamplingParams(max_tokens=3)
+    assert params_per_prompt([[1], [2]], one) == [one, one]
+    assert params_per_prompt([[1], [2]], [one, other]) == [one, other]
+    with pytest.raises(UserError, match="params has 1 entries, but must have one a prompt, 2"):
+        params_per_prompt([[1], [2]], [one])
+
+
+def test_latencies_are_milliseconds_from_arrival() -> None:
+    completion = Completion(0, 0, [1], arrival=10.0)
+    assert (completion.ttft_ms, completion.itl_ms, completion.e2e_ms) == (None, [], None)
+    for token, at in enumerate([10.5, 10.75, 11.75]):
+        completion.add(TokenEvent(0, token, None, at))
+    completion.add(TokenEvent(0, None, "abort", 12.0))
+    assert (completion.ttft_ms, completion.itl_ms, completion.e2e_ms) == (500.0, [250.0, 1000.0], 2000.0)
+
+
+def test_logprobs_stand_beside_their_tokens() -> None:
+    asked = Logprob(-0.5, ((7, -0.5), (3, -1.5)))
+    completion = Completion(0, 0, [1], arrival=0.0)
+    completion.add(TokenEvent(0, 7, None, 1.0, asked))
+    completion.add(TokenEvent(0, 9, "stop", 1.0, Logprob(-2.0)))
+    assert completion.logprobs == [asked, Logprob(-2.0)]
+    assert generate(Script([TokenEvent(0, 7, "stop", 1.0)]), [[1]], SamplingParams())[0].logprobs is None
+
+
+def test_an_empty_completion() -> None:
+    done = generate(Script([TokenEvent(0, None, "length", 1.0)]), [[1]], SamplingParams(max_tokens=0))[0]
+    assert (done.token_ids, done.finish_reason, done.ttft_ms) == ([], "length", None)
+    assert done.e2e_ms is not None
+
+
+# Checking and finishing.
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "sentence"),
+    [
+        ([], SamplingParams(), "the prompt is empty, but must have at least 1 token"),
+        ([1] * 8, SamplingParams(), "the prompt has 8 tokens, but must have at most 7"),
+        ([1, 100, 2], SamplingParams(), "token id 100, but ids must be between 0 and 99"),
+        ([1, -3], SamplingParams(), "token id -3, but ids must be between 0 and 99"),
+        ([1], SamplingParams(stop_token_ids=(5, 100)), "stop_token_ids holds token id 100"),
+        ([1], SamplingParams(logit_bias={123: 1.0}), "logit_bias holds token id 123"),
+        ([1], SamplingParams(stop=("END",)), "stop is .*END.*, but must be empty"),
+    ],
+)
+def test_requests_that_cannot_be_served(prompt: list[int], params: SamplingParams, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        check_prompt(prompt, 100, 8, params, has_tokenizer=False)
+
+
+def test_the_longest_prompt_leaves_room_for_one_token() -> None:
+    params = SamplingParams(max_tokens=50, stop=("END",))
+    check_prompt([0] * 6 + [99], 100, 8, params)
+    assert output_limit(7, params, 8) == 1
+    assert output_limit(1, params, 8) == 7
+    assert output_limit(1, SamplingParams(max_tokens=3), 8) == 3
+
+
+@pytest.mark.parametrize(
+    ("token", "output_len", "settings_", "limit", "reason"),
+    [
+        (5, 1, {}, None, None),
+        (5, 9, {"max_tokens": 10}, None, None),
+        (5, 10, {"max_tokens": 10}, None, "length"),
+        (5, 3, {"max_tokens": 10}, 3, "length"),
+        (EOS, 1, {}, None, "stop"),
+        (EOS, 10, {"max_tokens": 10}, None, "stop"),
+        (EOS, 1, {"ignore_eos": True}, None, None),
+        (EOS, 10, {"ignore_eos": True, "max_tokens": 10}, None, "length"),
+        (EOS, 2, {"min_tokens": 2}, None, None),
+        (EOS, 3, {"min_tokens": 2}, None, "stop"),
+        (7, 2, {"stop_token_ids": (7,)}, None, "stop"),
+        (7, 2, {"stop_token_ids": (7,), "ignore_eos": True}, None, "stop"),
+        (7, 2, {"stop_token_ids": (7,), "min_tokens": 2}, None, None),
+        (7, 2, {"stop_token_ids": (7,), "min_tokens": 2, "max_tokens": 2}, None, "length"),
+        (EOS, 1, {"ignore_eos": True, "stop_token_ids": (EOS,)}, None, "stop"),
+    ],
+)
+def test_the_finish_rule(
+    token: int, output_len: int, settings_: dict[str, object], limit: int | None, reason: str | None
+) -> None:
+    params = SamplingParams(**settings_)  # type: ignore[arg-type]
+    assert finish_reason(token, output_len, params, {EOS}, limit) == reason
+
+
+# Stop strings.
+
+
+def first_stop(text: str, stops: Sequence[str], start: int = 0) -> int | None:
+    """The reference: where a text ends that is read one character after another."""
+    for end in range(start + 1, len(text) + 1):
+        starts = [end - len(stop) for stop in stops if text[start:end].endswith(stop)]
+        if starts:
+            return min(starts)
+    return None
+
+
+def test_a_stop_string_may_be_spread_over_tokens(tokenizer: Tokenizer) -> None:
+    checker = StopChecker(tokenizer, SamplingParams(stop=("END",)))
+    shown = []
+    for letter in "the E ENEND":
+        stopped = checker.push(tokenizer.encode(letter)[0])
+        shown.append(checker.text)
+    assert stopped
+    assert checker.text == "the E EN"
+    assert shown[4] == "the "  # the E is held back: it may be the beginning of END
+    assert shown[5] == "the E "  # and it was not
+    assert checker.push(tokenizer.encode("x")[0])  # nothing is added after a stop
+    assert checker.finish() == "the E EN"
+
+
+def test_text_held_back_is_given_out_at_the_end(tokenizer: Tokenizer) -> None:
+    checker = StopChecker(tokenizer, SamplingParams(stop=("END",)))
+    for token in tokenizer.encode("the EN"):
+        assert not checker.push(token)
+    assert (checker.text, checker.held) == ("the ", "EN")
+    assert checker.finish() == "the EN"
+    assert not checker.stopped
+
+
+@pytest.mark.parametrize(
+    ("stops", "text", "kept"),
+    [
+        (("bc", "abcd"), "xabcd", "xa"),  # completed first
+        (("c", "abc"), "xabcd", "x"),  # completed together: the longest
+        (("zz", "b"), "abzz", "a"),
+        (("aab",), "aaab", "a"),  # the held-back text is not the beginning, its end is
+        (("\n\n",), "one\n\ntwo", "one"),
+        (("é",), "caféine", "caf"),
+        (("🙂",), "so 🙂", "so "),
+    ],
+)
+def test_which_stop_string_counts(tokenizer: Tokenizer, stops: tuple[str, ...], text: str, kept: str) -> None:
+    checker = StopChecker(tokenizer, SamplingParams(stop=stops))
+    assert any([checker.push(token) for token in tokenizer.encode(text)])
+    assert checker.text == kept
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    text=st.text("ab cdé", max_size=30),
+    stops=st.lists(st.text("ab cdé", min_size=1, max_size=4), max_size=3),
+    cuts=st.randoms(use_true_random=False),
+    exempt=st.integers(0, 4),
+)
+def test_the_cut_into_tokens_does_not_matter(
+    tokenizer: Tokenizer, text: str, stops: list[str], cuts: random.Random, exempt: int
+) -> None:
+    """Against a search of the whole text; and what was given out is never taken back."""
+    tokens, rest = [], text
+    while rest:
+        size = cuts.randint(1, len(rest))
+        tokens += tokenizer.encode(rest[:size])
+        rest = rest[size:]
+    params = SamplingParams(stop=tuple(stops), min_tokens=exempt)
+    checker = StopChecker(tokenizer, params)
+    given_out = ""
+    for token in tokens:
+        stopped = checker.push(token)
+        assert checker.text.startswith(given_out)
+        given_out = checker.text
+        if stopped:
+            break
+    # The text of the first tokens, without a character that they leave incomplete, is not searched.
+    start = len(tokenizer.decode(tokens[:exempt]).rstrip("\ufffd"))
+    end = first_stop(text, stops, start)
+    assert checker.stopped == (end is not None)
+    assert checker.finish() == (text if end is None else text[:end])
+
+
+# Texts.
+
+
+def collect(tokenizer: Tokenizer, params: SamplingParams, events: Sequence[TokenEvent]) -> list[str]:
+    stream = TextStream(tokenizer, params)
+    pieces = [stream.push(item) for item in events]
+    assert "".join(pieces) == stream.text
+    return pieces
+
+
+def test_text_leaves_out_the_token_that_ended_it(tokenizer: Tokenizer) -> None:
+    a, b, x = (tokenizer.encode(letter)[0] for letter in "abx")
+    params = SamplingParams(stop_token_ids=(x,), stop=("bq",))
+    assert collect(tokenizer, params, [event(a), event(b), event(EOS, "stop")]) == ["a", "", "b"]
+    assert collect(tokenizer, params, [event(a), event(b), event(x, "stop")]) == ["a", "", "b"]
+    assert collect(tokenizer, params, [event(x), event(a, "length")]) == ["x", "a"]  # it ended nothing
+
+
+def test_text_ends_before_a_stop_string(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode("go now")
+    events = [*map(event, tokens[:-1]), event(tokens[-1], "stop")]
+    assert "".join(collect(tokenizer, SamplingParams(stop=(" now",)), events)) == "go"
+
+
+def test_text_of_an_interrupted_character_is_left_out(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode("a🙂")
+    assert len(tokens) == 5
+    assert collect(tokenizer, SamplingParams(), [*map(event, tokens[:3]), event(None, "abort")]) == [
+        "a",
+        "",
+        "",
+        "",
+    ]
+    assert collect(tokenizer, SamplingParams(), list(map(event, tokens))) == ["a", "", "", "", "🙂"]
+
+
+def test_generate_fills_in_texts(tokenizer: Tokenizer) -> None:
+    hello, other = tokenizer.encode("hello"), tokenizer.encode("dogs")
+    events = [TokenEvent(0, token, None, 1.0) for token in hello] + [TokenEvent(0, EOS, "stop", 2.0)]
+    events += [TokenEvent(1, token, None, 1.0, sample=1) for token in other]
+    events += [TokenEvent(1, other[0], "length", 1.0, sample=1), TokenEvent(1, None, "abort", 1.0)]
+    each = [SamplingParams(), SamplingParams(n=2)]
+    found = generate(Script(events), [[1], [2]], each, tokenizer=tokenizer)
+    assert [completion.text for completion in found] == ["hello", "", "dogsd"]
+    assert found[0].token_ids == [*hello, EOS]
+
+
+def test_real_tokenizer_streams_what_it_decodes(smollm2_folder: Path) -> None:
+    tokenizer = Tokenizer(smollm2_folder)
+    text = "Zürich, 北京 and 🙂👩‍👩‍👧: naïve café. " * 3 + "STOP here"
+    tokens = tokenizer.encode(text)
+    pieces = collect(tokenizer, SamplingParams(), [*map(event, tokens[:-1]), event(tokens[-1], "length")])
+    assert "".join(pieces) == text
+    params = SamplingParams(stop=("STOP",))
+    checker = StopChecker(tokenizer, params)
+    assert any([checker.push(token) for token in tokens])
+    assert checker.text == text[: text.index("STOP")]
