@@ -28,11 +28,17 @@ from phases import PHASES
 from phases.gains import gain_text
 
 TABLE = re.compile(r"(<!-- table: (.*?) -->\n).*?(<!-- /table -->)", re.DOTALL)
+FENCE = re.compile(r"(^```.*?^```)", re.DOTALL | re.MULTILINE)
 
 
 def fill(text: str, root: Path = ROOT, file: Path | None = None) -> str:
     """`text` with every table in it made again. `file` says from where links to lessons start."""
-    return TABLE.sub(lambda found: found[1] + _table(found[2].split(), root, file) + found[3], text)
+    pieces = FENCE.split(text)  # every second one is a block of code, in which comments are examples
+    pieces[::2] = [
+        TABLE.sub(lambda found: found[1] + _table(found[2].split(), root, file) + found[3], piece)
+        for piece in pieces[::2]
+    ]
+    return "".join(pieces)
 
 
 def fill_all(root: Path = ROOT, *, write: bool = True) -> list[Path]:
@@ -58,6 +64,9 @@ def markdown_files(root: Path = ROOT) -> list[Path]:
 def _table(words: Sequence[str], root: Path, file: Path | None) -> str:
     if words[0] == "ladder":
         return _ladder(root, file)
+    for word in words[1:]:
+        if "=" not in word:
+            raise UserError(f"the table {' '.join(words)} in {file} says {word!r}, which has no value")
     settings = dict(word.split("=", 1) for word in words[1:])
     columns = settings.pop("columns", "output_tokens_per_s").split(",")
     shown = [name for name in settings.pop("rows", "").split(",") if name]

@@ -10,6 +10,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
+if not torch.cuda.is_available():  # before anything imports triton: its kernels then run in its interpreter
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from common.errors import UserError
 from common.hub import model_folder
 
@@ -21,8 +24,13 @@ _REAL_MODELS = {"smollm2_folder", "gemma3_folder"}
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test that asks for a real model, so that `-m "not weights"` leaves it out."""
+    """Mark every test that asks for a real model, so that `-m "not weights"` leaves it out.
+
+    Tests that need a GPU are skipped where there is none.
+    """
     for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if _REAL_MODELS & set(getattr(item, "fixturenames", ())):
             item.add_marker("weights")
 
@@ -31,6 +39,10 @@ def _folder(name: str) -> Path:
     try:
         return model_folder(name)
     except UserError as error:
+        if os.environ.get(
+            "LADDER_REQUIRE_WEIGHTS"
+        ):  # `make test` has fetched them: a skip would hide a fault
+            pytest.fail(f"the weights of {name} cannot be had: {error}")
         pytest.skip(f"the weights of {name} cannot be had: {error}")
 
 

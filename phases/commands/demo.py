@@ -115,9 +115,7 @@ def _summary(rungs: list[Rung], device: torch.device) -> None:
     answer = rungs[-1].served.completions[0].text.strip()
     out.print(Rule(style="dim"))
     out.print(f"[bold]{QUESTION}[/bold]\n{answer}\n", markup=True)
-    table = Table(
-        "Phase", box=None, pad_edge=False, header_style="bold", caption_justify="left", caption_style="dim"
-    )
+    table = Table("Phase", box=None, pad_edge=False, header_style="bold")
     for name in ("tokens/s", "gain", "roofline"):
         table.add_column(name, justify="right")
     before: Rung | None = None
@@ -126,10 +124,8 @@ def _summary(rungs: list[Rung], device: torch.device) -> None:
         gain = f"{rate / before.served.tokens_per_second:.1f}×" if before else ""
         table.add_row(rung.phase.name, f"{rate:,.1f}", gain, f"{rung.fraction:.0%}")
         before = rung
-    table.caption = (
-        f"All questions together, on {device}. Roofline: share of what this machine could do at best."
-    )
     out.print(table)
+    out.print(f"[dim]All questions together, on {device}. Roofline: share of what it could do at best.[/dim]")
     texts = {tuple(tuple(c.token_ids) for c in rung.served.completions) for rung in rungs}
     if len(texts) == 1:
         out.print("[dim]Every phase gave the same answers, token for token.[/dim]")

@@ -1,0 +1,136 @@
+"""Evidence files: their exact shape, reading back what was written, and what they say about the machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import pytest
+import torch
+
+from common.errors import UserError
+from common.evidence import (
+    Evidence,
+    Metric,
+    Roofline,
+    Run,
+    collect,
+    device_folder,
+    git_state,
+    results,
+    sample_metrics,
+    versions,
+)
+
+CPU = torch.device("cpu")
+
+
+def a_run(variant: str = "02_kv_cache", **options: object) -> Run:
+    metrics = {"output_tokens_per_s": Metric((10.0, 14.0, 11.0))}
+    return Run(
+        variant, "single-512", "abc", "smollm2", "real", "float32", metrics, options, Roofline(2.0, 0.5)
+    )
+
+
+def test_file_has_the_agreed_shape(tmp_path):
+    ceilings = {"read_bytes_per_s": 1.0, "matmul_flop_per_s": 2.0}
+    path = collect("02_kv_cache", [a_run(batch=4)], CPU, ceilings).write(tmp_path / "x" / "e.json")
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    assert list(raw) == ["phase", "when", "git", "machine", "versions", "runs"]
+    assert set(raw["git"]) == {"commit", "dirty"}
+    assert raw["machine"]["device"] == "cpu"
+    assert raw["machine"]["ceilings"] == ceilings
+    assert raw["machine"]["cores"] >= 1
+    assert {"python", "torch", "triton", "transformers"} <= set(raw["versions"])
+    assert raw["runs"] == [
+        {
+            "variant": "02_kv_cache",
+            "workload": "single-512",
+            "workload_sha256": "abc",
+            "model": "smollm2",
+            "weights": "real",
+            "dtype": "float32",
+            "options": {"batch": 4},
+            "metrics": {
+                "output_tokens_per_s": {"median": 11.0, "spread": 0.3636, "samples": [10.0, 14.0, 11.0]}
+            },
+            "roofline": {"seconds": 2.0, "fraction": 0.5},
+        }
+    ]
+    assert raw["when"].endswith("Z")
+
+
+def test_reading_gives_back_what_was_written(tmp_path):
+    evidence = collect("02_kv_cache", [a_run(), a_run("01_forward", batch=2)], CPU)
+    path = evidence.write(tmp_path / "cpu" / "02_kv_cache.json")
+    assert Evidence.load(path) == evidence
+    assert results(tmp_path) == {"cpu": {"02_kv_cache": evidence}}
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"phase": "x"}', '{"runs": [3]}'])
+def test_another_file_is_named_in_the_error(tmp_path, content):
+    path = tmp_path / "wrong.json"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(UserError, match=r"wrong\.json is no evidence file"):
+        Evidence.load(path)
+    with pytest.raises(UserError, match="does not exist"):
+        Evidence.load(tmp_path / "nothing.json")
+
+
+def test_find_and_one_choose_by_facts_and_options():
+    evidence = collect("p", [a_run(batch=1), a_run(batch=2), a_run("01_forward", batch=1)], CPU)
+    assert evidence.find(batch=1) == [evidence.runs[0], evidence.runs[2]]
+    assert evidence.one("02_kv_cache", batch=2, model="smollm2") == evidence.runs[1]
+    assert evidence.find(model="other") == []
+    with pytest.raises(UserError, match="2 runs"):
+        evidence.one("02_kv_cache")
+    with pytest.raises(UserError, match="no ttft_ms_p50"):
+        evidence.runs[0].median("ttft_ms_p50")
+
+
+def test_median_and_spread():
+    assert Metric((1.0, 4.0, 2.0, 3.0)).median == 2.5
+    assert Metric((1.0, 4.0, 2.0, 3.0)).spread == pytest.approx(1.2)
+    assert sample_metrics([{"a": 1, "b": 2}, {"a": 3}]) == {"a": Metric((1.0, 3.0))}
+    assert sample_metrics([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "folder"),
+    [
+        ("cpu", "AMD EPYC 9R14", "cpu"),
+        ("cuda", "NVIDIA H200", "h200"),
+        ("cuda", "NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("cuda", "NVIDIA", "cuda"),
+    ],
+)
+def test_device_folder(device, name, folder):
+    assert device_folder(device, name) == folder
+
+
+def test_git_state_sees_changed_code_but_not_new_evidence(tmp_path):
+    def git(*arguments: str) -> None:
+        identity = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True)
+
+    git("init")
+    (tmp_path / "code.py").write_text("1")
+    git("add", ".")
+    git("commit", "-m", "x")
+    assert git_state(tmp_path)["dirty"] is False
+    assert len(git_state(tmp_path)["commit"]) == 40
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    (tmp_path / "benchmarks" / "results" / "e.json").write_text("1")
+    assert git_state(tmp_path)["dirty"] is False
+    (tmp_path / "code.py").write_text("2")
+    assert git_state(tmp_path)["dirty"] is True
+
+
+def test_git_state_without_a_checkout(tmp_path, monkeypatch):
+    monkeypatch.setenv("LADDER_GIT_COMMIT", "f" * 40)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert git_state(tmp_path) == {"commit": "f" * 40, "dirty": None}
+
+
+def test_versions_are_those_installed():
+    assert versions()["torch"] == torch.__version__

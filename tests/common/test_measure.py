@@ -1,0 +1,196 @@
+"""Measuring: order of samples, dirty samples taken again, metrics that add up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from common.generation import Completion, TokenEvent
+from common.measure import (
+    Noise,
+    Samples,
+    Watch,
+    alternate,
+    memory,
+    percentiles,
+    request_metrics,
+    summarize,
+    time_call,
+    time_generation,
+)
+from common.workloads import workload
+
+CLEAN, DIRTY, WORSE = Noise(), Noise(other_cpu=0.5), Noise(other_cpu=0.9)
+
+
+class Noises:
+    """Stands in for `Watch`: hands out the given noises, one a sample, and then clean ones."""
+
+    def __init__(self, *noises: Noise) -> None:
+        self.left = list(noises)
+
+    def __call__(self) -> Noises:
+        return self
+
+    def __enter__(self) -> Noises:
+        self.noise = self.left.pop(0) if self.left else CLEAN
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def noises(monkeypatch):
+    def use(*values: Noise) -> None:
+        monkeypatch.setattr("common.measure.Watch", Noises(*values))
+
+    return use
+
+
+def recorder(calls: list[tuple[str, int]], name: str):
+    def run(repeat: int) -> dict[str, float]:
+        calls.append((name, repeat))
+        return {"seconds": float(len(calls))}
+
+    return run
+
+
+def test_order_alternates_after_a_warm_up(noises):
+    noises()
+    calls: list[tuple[str, int]] = []
+    samples = alternate({name: recorder(calls, name) for name in "ab"}, repeats=3)
+    assert calls == [("a", 0), ("b", 0), ("a", 0), ("b", 0), ("b", 1), ("a", 1), ("a", 2), ("b", 2)]
+    assert [sample["seconds"] for sample in samples["a"].kept] == [3.0, 6.0, 7.0]
+
+
+def test_a_given_warm_up_comes_before_each_sample(noises):
+    noises()
+    calls: list[tuple[str, int]] = []
+    warm = {"a": lambda: calls.append(("warm", -1))}
+    alternate({"a": recorder(calls, "a")}, repeats=2, warm=warm)
+    assert calls == [("warm", -1), ("a", 0), ("warm", -1), ("a", 1)]
+
+
+def test_a_dirty_sample_is_taken_again(noises):
+    noises(DIRTY, WORSE, CLEAN)
+    calls: list[tuple[str, int]] = []
+    lines: list[str] = []
+    samples = alternate({"a": recorder(calls, "a")}, repeats=2, warm={}, settle=0.0, log=lines.append)["a"]
+    assert [sample["seconds"] for sample in samples.kept] == [3.0, 4.0]
+    assert samples.discarded == 2
+    assert samples.noise() == {"other_cpu": 0.0, "switches_per_s": 0.0, "discarded": 2}
+    assert [("dirty" in line) for line in lines] == [True, True, False, False]
+
+
+def test_after_the_last_try_the_least_dirty_is_kept(noises):
+    noises(WORSE, DIRTY, WORSE)
+    calls: list[tuple[str, int]] = []
+    samples = alternate({"a": recorder(calls, "a")}, repeats=1, warm={}, tries=3, settle=0.0)["a"]
+    assert [sample["seconds"] for sample in samples.kept] == [2.0]
+    assert samples.noise()["other_cpu"] == 0.5
+    assert samples.discarded == 2
+
+
+def test_noise_limits():
+    assert not Noise(other_cpu=0.05, switches_per_s=10).dirty
+    assert Noise(other_cpu=0.2).dirty
+    assert Noise(switches_per_s=1000).dirty
+
+
+class FakeUsage:
+    """Counters of a machine with two cores, as `_usage` reports them."""
+
+    def __init__(self, monkeypatch, before: tuple[float, ...], after: tuple[float, ...]) -> None:
+        from common import measure
+
+        values = [measure._Usage(*before), measure._Usage(*after)]
+        monkeypatch.setattr(measure, "_usage", lambda: values.pop(0))
+        monkeypatch.setattr(measure.psutil, "cpu_count", lambda: 2)
+
+
+def test_watch_subtracts_our_own_time(monkeypatch):
+    # 10 s on two cores: 15 s of processor time in all, 9 s of it ours, so 6 of 20 were others'
+    FakeUsage(monkeypatch, (0.0, 100.0, 50.0, 0.0), (10.0, 115.0, 59.0, 0.0))
+    with Watch() as watch:
+        pass
+    assert watch.noise.other_cpu == pytest.approx(0.3)
+    assert watch.noise.dirty
+
+
+def test_watch_says_nothing_about_a_moment(monkeypatch):
+    FakeUsage(monkeypatch, (0.0, 0.0, 0.0, 0.0), (0.05, 0.1, 0.0, 500.0))
+    with Watch() as watch:
+        pass
+    assert watch.noise == CLEAN
+
+
+def test_percentiles():
+    found = percentiles("itl_ms", [float(value) for value in range(101)])
+    assert found == {"itl_ms_p50": 50.0, "itl_ms_p95": 95.0, "itl_ms_p99": 99.0, "itl_ms_mean": 50.0}
+    assert percentiles("itl_ms", []) == {}
+
+
+def completion(index: int, prompt: int, arrival: float, times: list[float]) -> Completion:
+    found = Completion(index, 0, [1] * prompt, arrival)
+    for number, time_ in enumerate(times):
+        last = number + 1 == len(times)
+        found.add(TokenEvent(index, 7, "length" if last else None, time_))
+    return found
+
+
+def test_request_metrics_by_hand():
+    found = request_metrics(
+        [completion(0, 5, 0.0, [0.1, 0.2, 0.4]), completion(1, 3, 1.0, [1.3])], seconds=2.0
+    )
+    assert found["output_tokens_per_s"] == 2.0
+    assert found["prompt_tokens_per_s"] == 4.0
+    assert found["ttft_ms_p50"] == pytest.approx(200.0)
+    assert found["itl_ms_p50"] == pytest.approx(150.0)
+    assert found["e2e_ms_mean"] == pytest.approx(350.0)
+
+
+class OneTokenEach:
+    def stream(self, prompts, params) -> Iterator[TokenEvent]:
+        for index, settings in enumerate(params):
+            for number in range(settings.max_tokens):
+                reason = "length" if number + 1 == settings.max_tokens else None
+                yield TokenEvent(index, 1, reason, time.perf_counter())
+
+
+def test_time_generation_runs_the_whole_workload():
+    work = workload("offline-256-small")
+    sample = time_generation(OneTokenEach(), work)
+    assert sample["output_tokens_per_s"] * sample["seconds"] == pytest.approx(work.output_tokens)
+    run = summarize(
+        "v", work, Samples([sample]), model="random:tiny", dtype=torch.float32, options={"batch": 1}
+    )
+    assert (run.model, run.weights, run.dtype, run.workload_sha256) == (
+        "tiny",
+        "random",
+        "float32",
+        work.sha256,
+    )
+    assert run.metrics["seconds"].samples == (sample["seconds"],)
+
+
+def test_memory_peak_of_a_block():
+    with memory() as before:
+        pass
+    with memory() as used:
+        block = torch.ones(64 * 2**20 // 4)
+        del block
+    if used.peak is None or before.peak is None:
+        pytest.skip("this kernel does not let a process reset its resident peak")
+    assert used.peak - before.peak > 40 * 2**20
+
+
+def test_time_call_counts():
+    calls = []
+    times = time_call(lambda: calls.append(1), repeats=5, warm_up=2)
+    assert (len(times), len(calls)) == (5, 7)
+    assert all(value >= 0 for value in times)
+    assert len(time_call(lambda: time.sleep(0.01), repeats=1, warm_up=0, floor=0.05)) > 1

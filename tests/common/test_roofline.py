@@ -1,0 +1,156 @@
+"""The roofline, against counts made by hand and by adding up the steps one by one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from common.config import ModelConfig
+from common.measure import Samples
+from common.roofline import (
+    Ceilings,
+    Work,
+    ceilings,
+    decode_work,
+    generation_work,
+    ideal_seconds,
+    layer_parameters,
+    prefill_work,
+    probe_matmul,
+    probe_read,
+    reached,
+)
+from forward.shapes import SHAPES
+
+BF16 = torch.bfloat16
+
+
+def small(**changes: object) -> ModelConfig:
+    raw = {
+        "model_type": "llama",
+        "vocab_size": 100,
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 64,
+        **changes,
+    }
+    return ModelConfig.from_hf(raw)
+
+
+def test_decode_work_by_hand():
+    config = small()
+    layer = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16  # q, k and v, o, MLP
+    assert layer_parameters(config) == 2 * layer
+    weights = 2 * layer + 100 * 8
+    work = decode_work(config, BF16, batch=3, context=10)
+    assert work.weight_bytes == 2 * weights
+    assert work.kv_bytes == 3 * 10 * config.kv_bytes_per_token(BF16)
+    assert work.flops == 2 * 3 * weights + 3 * 10 * 2 * (4 * 2 * 4)
+
+
+def test_layer_parameters_of_a_published_model():
+    """Qwen3-0.6B has 0.44 billion parameters without its embedding, as its card says."""
+    assert layer_parameters(SHAPES["qwen3-0.6b"]) == pytest.approx(0.44e9, rel=0.01)
+    assert layer_parameters(SHAPES["gpt2"]) == 12 * (4 * 768 * 768 + 2 * 768 * 3072)
+
+
+def test_generation_is_the_sum_of_its_steps():
+    config, prompts, outputs = small(), [5, 9], [4, 2]
+    prefill, decode = generation_work(config, BF16, prompts, outputs, batch=2)
+    first = prefill_work(config, BF16, prompts)
+    # 3 steps: both sequences in the first, then the longer one alone
+    steps = [
+        decode_work(config, BF16, 1, 6) + decode_work(config, BF16, 1, 10),
+        decode_work(config, BF16, 1, 7),
+        decode_work(config, BF16, 1, 8),
+    ]
+    assert prefill == first
+    assert decode.flops == pytest.approx(sum(step.flops for step in steps))
+    assert decode.kv_bytes == pytest.approx(sum(step.kv_bytes for step in steps))
+    assert decode.weight_bytes == 3 * decode_work(config, BF16, 1, 0).weight_bytes
+    alone = generation_work(config, BF16, prompts, outputs, batch=1)
+    assert alone[1].weight_bytes == 4 * decode_work(config, BF16, 1, 0).weight_bytes
+    assert alone[0].weight_bytes == 2 * first.weight_bytes
+
+
+def test_without_a_cache_every_token_is_a_prefill():
+    config = small()
+    works = generation_work(config, BF16, [5], [3], batch=1, cached=False)
+    assert works == [prefill_work(config, BF16, [length]) for length in (5, 6, 7)]
+
+
+def test_prefill_counts_causal_pairs():
+    config = small()
+    one, two = prefill_work(config, BF16, [1]), prefill_work(config, BF16, [2])
+    per_pair, layers = 4 * 2 * 4, 2
+    assert two.flops - one.flops == 2 * layer_parameters(config) + 2 * per_pair * layers
+
+
+def test_a_window_limits_keys_and_pairs():
+    full, windowed = (
+        small(model_type="qwen2"),
+        small(
+            model_type="qwen2",
+            use_sliding_window=True,
+            sliding_window=4,
+            layer_types=["sliding_attention"] * 2,
+        ),
+    )
+    assert decode_work(windowed, BF16, 1, 10).kv_bytes == decode_work(full, BF16, 1, 4).kv_bytes
+    brute = sum(min(position + 1, 4) for position in range(10)) * 2
+    extra = prefill_work(windowed, BF16, [10]).flops - 2 * 10 * layer_parameters(full) - 2 * 800
+    assert extra == brute * 4 * 2 * 4
+
+
+def test_published_rooflines():
+    """Qwen3 on an H200 with 4.3 TB/s and 800 TFLOP/s: the rates that the peers' numbers stand beside."""
+    from common.workloads import workload
+
+    top = Ceilings(4.3e12, 8e14)
+    for shape, name, batch, rate in (
+        ("qwen3-0.6b", "offline-256", 256, 36_433),
+        ("qwen3-8b", "offline-256", 256, 13_053),
+        ("qwen3-8b", "single-512", 1, 284),
+    ):
+        work = workload(name)
+        ideal = generation_work(SHAPES[shape], BF16, work.prompt_lens, work.output_lens, batch)
+        assert work.output_tokens / ideal_seconds(ideal, top) == pytest.approx(rate, rel=0.01)
+
+
+def test_seconds_is_the_longer_of_the_two():
+    top = Ceilings(read_bytes_per_s=10.0, matmul_flop_per_s=100.0)
+    assert Work(20.0, 30.0, 100.0).seconds(top) == 5.0
+    assert Work(20.0, 30.0, 1000.0).seconds(top) == 10.0
+    samples = Samples([{"seconds": 20.0}, {"seconds": 5.0}, {"seconds": 40.0}])
+    assert reached(Work(20.0, 30.0, 1000.0), top, samples).fraction == 0.5
+    assert reached([Work(20.0, 30.0, 1000.0)], top, 40.0).fraction == 0.25
+
+
+def test_probe_is_cached(tmp_path, monkeypatch):
+    monkeypatch.setenv("LADDER_HOME", str(tmp_path))
+    calls = []
+    monkeypatch.setattr("common.roofline.probe_read", lambda device: calls.append(1) or 3.0)
+    monkeypatch.setattr("common.roofline.probe_matmul", lambda device, dtype: 4.0)
+    assert ceilings("cpu", torch.float32) == Ceilings(3.0, 4.0)
+    assert ceilings("cpu", torch.float32) == Ceilings(3.0, 4.0)
+    assert len(calls) == 1
+    ceilings("cpu", torch.bfloat16)
+    ceilings("cpu", torch.float32, fresh=True)
+    assert len(calls) == 3
+    (file, _) = sorted((tmp_path / "ceilings").iterdir())
+    assert set(json.loads(file.read_text())) == {"device", "dtype", "ceilings"}
+    file.write_text("broken")
+    ceilings("cpu", torch.float32)
+    ceilings("cpu", torch.bfloat16)
+    assert len(calls) == 4
+
+
+def test_probes_measure_something():
+    cpu = torch.device("cpu")
+    assert 1e7 < probe_read(cpu, size=2**20) < 1e14
+    assert 1e6 < probe_matmul(cpu, torch.float32, n=64) < 1e16

@@ -1,0 +1,168 @@
+"""Workloads are the same everywhere and always: their hashes are written down here."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from common.errors import UserError
+from common.workloads import Item, Workload, names, uniform, workload
+
+SERVING = (
+    "agent-session",
+    "chat-serving-short",
+    "chat-serving-mid",
+    "chat-serving-long",
+    "baseline",
+    "continuous_batching",
+    "paged_attention",
+    "chunked_prefill",
+    "prefix_caching",
+)
+HASHES = {
+    "offline-256": "85afb66d5ea73919",
+    "single-512": "0583be50a40482fe",
+    "prefill-64x1024": "f4bf6fa0a37b6672",
+    "skewed-outputs": "420208499e8ad9aa",
+    "agent-session": "3ac511e50eae7e74",
+    "chat-serving-short": "eb11a21823e10e81",
+    "chat-serving-mid": "482a91114adf0022",
+    "chat-serving-long": "310e27619c0fca5d",
+    "baseline": "2eaa2b690570ef3e",
+    "continuous_batching": "fc7f2c9ce9053f33",
+    "paged_attention": "ce07666d16b5fd80",
+    "chunked_prefill": "6536dd7f3292fd2b",
+    "prefix_caching": "1b31f4670f1c71f8",
+    "offline-256-small": "57dfeab81c456d8a",
+    "single-512-small": "a14345eef2d0f04e",
+    "prefill-64x1024-small": "e1a419c05e9ee068",
+    "skewed-outputs-small": "ea38aea1d08db498",
+    "agent-session-small": "7a320f4404f0acc4",
+    "chat-serving-short-small": "a889addc1408227e",
+    "chat-serving-mid-small": "cee0de9943d46605",
+    "chat-serving-long-small": "47c81abe02e37269",
+    "baseline-small": "8b346e74fc0f8407",
+    "continuous_batching-small": "f35bdf9843941b23",
+    "paged_attention-small": "bd5e4c0662f014b1",
+    "chunked_prefill-small": "7724dcdf63b8398d",
+    "prefix_caching-small": "94399025873fd52d",
+}
+
+
+@pytest.mark.parametrize("name", names())
+def test_hash_has_not_changed(name):
+    """A change here makes every recorded measurement of the workload incomparable."""
+    assert workload(name).sha256[:16] == HASHES[name]
+
+
+def test_every_workload_has_a_small_version():
+    large = {name for name in names() if not name.endswith("-small")}
+    assert {*SERVING, "offline-256", "single-512", "prefill-64x1024", "skewed-outputs"} == large
+    assert {f"{name}-small" for name in large} == set(names()) - large
+
+
+def test_offline_256_is_the_published_benchmark():
+    """The token counts that nano-vLLM's benchmark has, drawn in its order."""
+    rng = random.Random(0)
+    prompts = [[rng.randint(0, 10_000) for _ in range(rng.randint(100, 1024))] for _ in range(256)]
+    outputs = [rng.randint(100, 1024) for _ in range(256)]
+    work = workload("offline-256")
+    assert work.prompts == prompts
+    assert work.output_lens == outputs
+    assert (work.prompt_tokens, work.output_tokens) == (142_827, 133_966)
+    assert work.temperature == 0.6
+    assert set(work.arrivals) == {0.0}
+
+
+def test_sizes_of_the_others():
+    assert (workload("single-512").prompt_lens, workload("single-512").output_lens) == ([100], [512])
+    prefill = workload("prefill-64x1024")
+    assert (set(prefill.prompt_lens), set(prefill.output_lens), len(prefill.items)) == ({1024}, {1}, 64)
+    assert len({tuple(prompt) for prompt in prefill.prompts}) == 64
+
+
+def test_params_generate_exactly_the_length():
+    for params, item in zip(
+        workload("offline-256-small").params, workload("offline-256-small").items, strict=True
+    ):
+        assert (params.max_tokens, params.ignore_eos, params.temperature) == (item.max_tokens, True, 0.6)
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "rate"),
+    [("continuous_batching", 32, 4.0), ("chunked_prefill", 48, 6.0), ("prefix_caching", 48, 8.0)],
+)
+def test_arrivals_are_as_many_a_second_as_said(name, count, rate):
+    arrivals = workload(name).arrivals
+    assert len(arrivals) == count
+    assert arrivals == sorted(arrivals)
+    assert (count - 1) / arrivals[-1] == pytest.approx(rate, rel=0.5)
+
+
+def test_patterns():
+    assert workload("baseline").sequential
+    assert len(workload("baseline").items) == 10
+    assert set(workload("paged_attention").arrivals) == {0.0}
+    lengths = workload("chunked_prefill").prompt_lens
+    assert sum(length == 3072 for length in lengths) == 36  # 75 % of 48
+    shared = workload("prefix_caching").prompts
+    assert len({tuple(prompt[:1024]) for prompt in shared}) == 1
+    assert len({tuple(prompt) for prompt in shared}) == 48
+    skewed = sorted(workload("skewed-outputs").output_lens)
+    assert skewed[len(skewed) // 2] * 8 < skewed[-1]
+
+
+def test_an_agents_turn_begins_with_its_last_one():
+    work = workload("agent-session-small")
+    by_length = sorted(work.prompts, key=len)
+    assert len({tuple(prompt[:192]) for prompt in by_length}) == 1
+    for prompt in by_length[2:]:
+        assert any(
+            prompt[: len(shorter)] == shorter for shorter in by_length if len(shorter) == len(prompt) - 48
+        )
+
+
+def test_cold_repeats_are_distinct_and_keep_what_is_shared():
+    work = workload("prefix_caching-small")
+    again = work.cold(1)
+    assert again.prompt_lens == work.prompt_lens
+    assert not {tuple(prompt) for prompt in work.prompts} & {tuple(prompt) for prompt in again.prompts}
+    assert len({tuple(prompt[:256]) for prompt in again.prompts}) == 1
+    assert again.sha256 != work.sha256
+    assert work.cold(0).sha256 == work.sha256
+
+
+@pytest.mark.parametrize("name", names())
+def test_tokens_stay_below_the_vocabulary(name):
+    work = workload(name, vocab=200)
+    limit = work.vocab  # `offline-256` draws its largest token too
+    assert limit <= 201
+    assert all(0 <= token < limit for prompt in work.cold(7).prompts for token in prompt)
+
+
+def test_hash_covers_everything():
+    plain = uniform("x", 2, 3, 4)
+    items = plain.items
+    others = [
+        Workload("x", (items[0], Item(items[1].prompt, 5))),
+        Workload("x", (items[0], Item(items[1].prompt, 4, 0.5))),
+        Workload("x", (items[1], items[0])),
+        Workload("x", items, temperature=1.0),
+        Workload("x", items, sequential=True),
+        uniform("x", 2, 3, 4, seed=1),
+    ]
+    hashes = {plain.sha256, *(other.sha256 for other in others)}
+    assert len(hashes) == 7
+    assert uniform("another name", 2, 3, 4).sha256 == plain.sha256
+
+
+def test_unknown_name():
+    with pytest.raises(UserError, match="workload is 'nope'"):
+        workload("nope")
+
+
+def test_first():
+    work = workload("offline-256-small").first(3)
+    assert len(work.items) == 3
+    assert work.name == "offline-256-small[:3]"

@@ -1,0 +1,294 @@
+"""The `ladder` command: what it prints, and that wrong input is one line and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from common.evidence import Metric, Run, collect
+from common.generation import TokenEvent
+from phases import LADDER, PHASES, ROOT, find_phase
+from phases.cli import main
+from phases.commands import demo, doctor, engines
+from phases.commands.engines import missing_for, serve
+
+
+def ladder(capsys, *arguments: str) -> tuple[int, str, str]:
+    """(exit code, standard output, standard error) of one call inside this process."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    out, err = capsys.readouterr()
+    return ended.value.code or 0, out, err
+
+
+@pytest.fixture
+def cli(capsys):
+    return lambda *arguments: ladder(capsys, *arguments)
+
+
+WRONG = {
+    "no such phase": (["run", "99"], "phase is '99'"),
+    "a phase of one letter": (["run", "x"], "phase is 'x'"),
+    "no phase": (["run"], "PHASE"),
+    "no such command": (["walk"], "walk"),
+    "no such option": (["run", "1", "--speed", "9"], "--speed"),
+    "temperature below 0": (["run", "1", "--temperature", "-1"], "temperature is -1"),
+    "temperature not a number": (["run", "1", "--temperature", "warm"], "--temperature"),
+    "temperature nan": (["run", "1", "--temperature", "nan"], "temperature is nan"),
+    "negative max_tokens": (["run", "1", "--max-tokens", "-1"], "max_tokens is -1"),
+    "top_p of 0": (["run", "1", "--top-p", "0"], "top_p is 0"),
+    "top_k below -1": (["run", "1", "--top-k", "-2"], "top_k is -2"),
+    "empty prompt": (["run", "1", "--prompt", ""], "--prompt is empty"),
+    "no such file": (["run", "1", "--prompts-file", "/nothing/here"], "/nothing/here cannot be read"),
+    "a folder for a file": (["run", "1", "--prompts-file", "/"], "cannot be read"),
+    "unknown dtype": (["run", "1", "--dtype", "int4"], "dtype is 'int4'"),
+    "unknown device": (["run", "1", "--device", "tpu"], "device is 'tpu'"),
+    "unknown model": (["run", "1", "--model", "no/such/model"], "model is 'no/such/model'"),
+    "missing folder": (["run", "1", "--model", "./nothing"], "model is './nothing'"),
+    "model without tokenizer": (["run", "1", "--model", "random:tiny"], "needs a model with a tokenizer"),
+    "fetch of nothing": (["fetch", "no such model"], "model is 'no such model'"),
+    "bench of no phase": (["bench", "99"], "phase is '99'"),
+    "bench without samples": (["bench", "1", "--repeats", "0"], "--repeats is 0"),
+    "bench of no shape": (["bench", "1", "--quick", "--model", "random:nope"], "random:nope"),
+    "plot of no phase": (["plot", "99"], "phase is '99'"),
+    "demo on nothing": (["demo", "--device", "abacus"], "device is 'abacus'"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "words"), WRONG.values(), ids=WRONG.keys())
+def test_wrong_input_is_one_line_and_exit_code_2(cli, arguments, words):
+    code, out, err = cli(*arguments)
+    assert code == 2
+    assert out == ""
+    (line,) = [line for line in err.splitlines() if "float32, 1 samples" not in line]
+    assert line.startswith("error: ")
+    assert words in line
+
+
+@pytest.mark.parametrize("content", [b"", b"\n  \n", b"\xff\xfe\x00"])
+def test_files_without_prompts(cli, tmp_path, content):
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(content)
+    code, _, err = cli("run", "1", "--prompts-file", str(path))
+    assert code == 2
+    assert "prompts.txt" in err
+    code, _, err = cli("run", "1", "--prompts-file", str(path), "--prompt", "x")
+    assert "both given" in err
+
+
+def test_no_traceback_from_a_real_process():
+    call = [sys.executable, "-m", "phases", "run", "1", "--prompt", ""]
+    done = subprocess.run(call, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: --prompt is empty, but it must have at least 1 character\n"
+
+
+def test_help_does_not_load_torch():
+    code = "import sys; from phases.cli import app; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_help(cli):
+    code, out, _ = cli("--help")
+    assert code == 0
+    assert all(name in out for name in ("list", "doctor", "fetch", "run", "bench", "plot", "demo"))
+    assert cli()[0] == 0
+
+
+@pytest.mark.parametrize("text", ["1", "01", "forward", "01_forward", "01-forward", " Forward "])
+def test_names_of_a_phase(text):
+    assert find_phase(text).name == "01_forward"
+
+
+def test_the_ladder_is_in_order():
+    assert [phase.number for phase in LADDER] == list(range(1, len(LADDER) + 1))
+    assert PHASES[0].name == "01_forward"
+    assert find_phase("0") is None
+
+
+def test_list(cli, monkeypatch):
+    metrics = {"output_tokens_per_s": Metric((10.0,))}
+    before = Run("01_forward", "w", "h", "m", "real", "float32", metrics)
+    after = Run("02_kv_cache", "w", "h", "m", "real", "float32", {"output_tokens_per_s": Metric((73.0,))})
+    evidence = collect("02_kv_cache", [before, after], torch.device("cpu"))
+    monkeypatch.setattr("phases.commands.listing.results", lambda: {"cpu": {"02_kv_cache": evidence}})
+    monkeypatch.setattr("phases.commands.listing.out.width", 160)
+    code, out, _ = cli("list")
+    assert code == 0
+    assert all(f"{phase.name} " in out for phase in PHASES)
+    (line,) = [line for line in out.splitlines() if line.startswith("02_kv_cache")]
+    assert "7.3× output tokens per second" in line
+    code, out, _ = cli("list", "--names")
+    assert out.split() == [phase.name for phase in PHASES]
+
+
+def test_doctor(cli, monkeypatch):
+    monkeypatch.setattr("phases.commands.doctor.out.width", 160)
+    code, out, _ = cli("doctor")
+    assert code == 0
+    for words in (
+        "Python",
+        "PyTorch",
+        torch.__version__,
+        "Triton",
+        "Device",
+        "dtype",
+        "smollm2",
+        "01_forward",
+    ):
+        assert words in out
+
+
+def test_doctor_offers_fixes(monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor, "OLDEST_TORCH", (99, 0))
+    monkeypatch.setattr(doctor, "is_cached", lambda name: False)
+    rows = {what: fix for what, _, fix in doctor.facts(torch.device("cpu"))}
+    assert rows["PyTorch"] == "make setup"
+    assert rows["smollm2"] == "ladder fetch smollm2"
+    assert rows["Python"] == ""
+
+
+def test_a_phase_that_needs_a_gpu_says_so():
+    kernels = next(phase for phase in LADDER if phase.needs == "cuda")
+    assert missing_for(kernels, torch.device("cpu"))
+    assert not missing_for(kernels, torch.device("cuda"))
+    assert not missing_for(LADDER[0], torch.device("cpu"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_run_of_a_phase_that_needs_a_gpu(cli):
+    phase = next((phase for phase in PHASES if phase.needs == "cuda"), None)
+    if phase is None:
+        pytest.skip("there is no such phase yet")
+    code, _, err = cli("run", phase.name)
+    assert (code, "needs a CUDA device" in err) == (2, True)
+
+
+class Letters:
+    """Stands in for a tokenizer, which only `FakeText` would use."""
+
+
+class Interleaved:
+    """Completes prompt i with the letters of `answers[i]`, round robin, as a batch does."""
+
+    def __init__(self, *answers: str) -> None:
+        self.answers = answers
+
+    def stream(self, prompts, params) -> Iterator[TokenEvent]:
+        for step in range(max(map(len, self.answers)) + 1):
+            for index, answer in enumerate(self.answers):
+                if step < len(answer):
+                    yield TokenEvent(index, ord(answer[step]), None, 0.0)
+                elif step == len(answer):
+                    yield TokenEvent(index, 0, "stop", 0.0)
+
+
+class FakeText:
+    def __init__(self, tokenizer, params) -> None:
+        self.text = ""
+
+    def push(self, event: TokenEvent) -> str:
+        piece = "" if event.token_id in (None, 0) else chr(event.token_id)
+        self.text += piece
+        return piece
+
+
+def test_interleaved_completions_are_shown_in_order(monkeypatch):
+    monkeypatch.setattr(engines, "TextStream", FakeText)
+    shown: list[tuple[int, str]] = []
+    served = serve(
+        Interleaved("abc", "", "xyzzy"), Letters(), [[1], [2, 2], [3]], None, lambda *p: shown.append(p)
+    )
+    assert shown == [(0, "a"), (0, "b"), (0, "c"), (2, "xyz"), (2, "z"), (2, "y")]
+    assert [completion.text for completion in served.completions] == ["abc", "", "xyzzy"]
+    assert (served.prompt_tokens, served.completion_tokens) == (4, 11)
+
+
+def run_json(cli, *arguments: str) -> dict[str, object]:
+    code, out, _ = cli("run", *arguments, "--json", "--device", "cpu")
+    assert code == 0
+    return json.loads(out)
+
+
+def test_run_json_has_exactly_the_agreed_fields(cli, smollm2_folder):
+    found = run_json(cli, "2", "--prompt", "The capital of France is", "--max-tokens", "4")
+    assert set(found) == {
+        "phase", "model", "completions", "prompt_tokens", "completion_tokens",
+        "seconds", "tokens_per_second", "time_to_first_token",
+    }  # fmt: skip
+    (completion,) = found["completions"]
+    assert set(completion) == {"prompt", "text", "token_ids", "finish_reason"}
+    assert (found["phase"], found["model"]) == ("02_kv_cache", "smollm2")
+    assert completion["text"].strip().startswith("Paris")
+    assert completion["finish_reason"] == "length"
+    assert (found["prompt_tokens"], found["completion_tokens"]) == (5, len(completion["token_ids"]))
+    assert found["completion_tokens"] == 4
+    assert found["tokens_per_second"] == pytest.approx(4 / found["seconds"])
+    assert 0 < found["time_to_first_token"] < found["seconds"]
+
+
+def test_run_chat_ends_with_its_end_token_and_without_its_text(cli, smollm2_folder):
+    found = run_json(cli, "2", "--chat", "--prompt", demo.QUESTION, "--max-tokens", "24")
+    (completion,) = found["completions"]
+    assert completion["text"] == "The capital of France is Paris."
+    assert completion["finish_reason"] == "stop"
+
+
+def test_run_streams_several_prompts_under_headings(cli, tmp_path, smollm2_folder):
+    path = tmp_path / "prompts.txt"
+    path.write_text("1, 2, 3,\n\nThe capital of France is\n", encoding="utf-8")
+    code, out, err = cli("run", "3", "--prompts-file", str(path), "--max-tokens", "3", "--device", "cpu")
+    assert code == 0
+    assert out.startswith("[1/2] 1, 2, 3,\n")
+    assert "\n\n[2/2] The capital of France is\n" in out
+    assert "tokens/s" in err
+
+
+def test_run_with_a_prompt_that_is_too_long(cli, tmp_path, smollm2_folder):
+    path = tmp_path / "long.txt"
+    path.write_text("word " * 9000, encoding="utf-8")
+    code, out, err = cli("run", "2", "--prompts-file", str(path), "--device", "cpu")
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert "tokens, but must have at most" in err
+
+
+def test_a_seed_repeats_itself(cli, smollm2_folder):
+    arguments = ["2", "--temperature", "1.5", "--max-tokens", "6", "--prompt", "Once"]
+    one, two, other = (run_json(cli, *arguments, "--seed", seed)["completions"] for seed in ("7", "7", "8"))
+    assert one == two != other
+
+
+def test_no_weights_reachable(tmp_path):
+    """With an empty cache and no network, the message says what to do, in one line."""
+    environment = {
+        **os.environ,
+        "LADDER_HOME": str(tmp_path),
+        "PIP_NO_INDEX": "1",
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_FIND_LINKS": "",
+    }
+    call = [sys.executable, "-m", "phases", "run", "1"]
+    done = subprocess.run(call, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: ")
+
+
+@pytest.mark.slow
+def test_demo_answers_and_ends_with_a_table(cli, monkeypatch, smollm2_folder):
+    monkeypatch.setattr(demo, "OTHERS", demo.OTHERS[:1])
+    monkeypatch.setattr("phases.commands.demo.out.width", 120)
+    code, out, _ = cli("demo", "--device", "cpu")
+    assert code == 0
+    assert "The capital of France is Paris." in out
+    table = out[out.rindex("tokens/s") :]
+    assert all(phase.name in table for phase in PHASES if not phase.needs)
+    assert "Every phase gave the same answers" in table
