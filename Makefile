@@ -4,6 +4,8 @@ VENV   ?= .venv
 PY     := $(VENV)/bin/python
 LADDER := $(VENV)/bin/ladder
 STAMP  := $(VENV)/.installed
+# The package inside each phase's folder: phases/05_paged_cache/paged_cache
+PACKAGES := $(shell for folder in phases/[0-9]*/; do ls -d $$folder$$(basename $$folder | sed 's/^[0-9]*_//') 2>/dev/null; done)
 # Two test processes, each with one torch thread, use two cores best; more cores take more processes.
 JOBS   ?= 2
 PYTEST := OMP_NUM_THREADS=1 MPLBACKEND=Agg $(PY) -m pytest -n $(JOBS) --dist loadfile
@@ -29,7 +31,7 @@ demo: setup ## a real model answers through every phase; ends with a table of sp
 	@$(LADDER) demo
 
 test: setup lint weights ## linters, every test and every notebook: what CI runs
-	LADDER_REQUIRE_WEIGHTS=1 $(PYTEST) --nbval tests $(wildcard notebooks)
+	LADDER_REQUIRE_WEIGHTS=1 $(PYTEST) --nbval --nbval-current-env tests $(wildcard notebooks)
 
 test-fast: setup ## the tests that need neither weights nor much time (under two minutes)
 	$(PYTEST) -m 'not slow and not weights and not gpu' tests
@@ -42,12 +44,12 @@ lint: setup ## ruff format, ruff check, mypy --strict
 	$(VENV)/bin/ruff check .
 	$(MAKE) --no-print-directory mypy
 
+# Every phase has a bench.py, which mypy takes for one module in many places: links give each a name of its own.
 mypy: setup
-	$(VENV)/bin/mypy common phases/*.py phases/commands $(wildcard benchmarks/*.py)
-	@set -e; for folder in phases/[0-9]*/; do \
-	  package=$$(basename $$folder | sed -E 's/^[0-9]+_//'); \
-	  if [ -d $$folder$$package ]; then echo "mypy $$folder"; \
-	    $(VENV)/bin/mypy $$folder$$package $$(ls $$folder*.py 2>/dev/null); fi; done
+	@rm -rf build/benches && mkdir -p build/benches
+	@for file in phases/*/bench.py; do \
+	  ln -s "$(CURDIR)/$$file" "build/benches/bench_$$(basename $$(dirname $$file)).py"; done
+	$(VENV)/bin/mypy common benchmarks phases/*.py phases/commands $(PACKAGES) build/benches
 
 format: setup ## let ruff format and fix what it can
 	$(VENV)/bin/ruff format .
