@@ -280,7 +280,9 @@ def git_state(root: Path = ROOT) -> dict[str, Any]:
         commit = git("rev-parse", "HEAD")
         changes = git("status", "--porcelain", "--", ".", ":!benchmarks/results", ":!figures")
     except (OSError, subprocess.CalledProcessError):
-        return {"commit": os.environ.get("LADDER_GIT_COMMIT", ""), "dirty": None}
+        # A copy without its history is told by whoever made the copy.
+        dirty = {"0": False, "1": True}.get(os.environ.get("LADDER_GIT_DIRTY", ""))
+        return {"commit": os.environ.get("LADDER_GIT_COMMIT", ""), "dirty": dirty}
     return {"commit": commit, "dirty": bool(changes)}
 
 
