@@ -23,6 +23,7 @@ from common.sampler_rows import (
     TOP_K,
     TOP_P,
     TRUNCATION,
+    Draw,
     Feature,
     Plan,
     SamplerRows,
@@ -107,9 +108,8 @@ class Sampler(SamplerRows):
     ) -> Sampled:
         """Choose the next token of each row and count it for the penalties.
 
-        With a plan given, this works on the device alone: it does not wait for it, has no loop over rows and
-        can be captured in a CUDA graph (a plan whose `truncated` is a tensor lists places of one batch: not
-        that one).
+        With a plan given, this only queues work for the device. With `plan.for_any_rows()` a CUDA graph can
+        capture it.
 
         logits: float32 [B, V]; left as they are.
         rows: int64 [B] on the device, the row of the request at each place in the batch.
@@ -121,8 +121,8 @@ class Sampler(SamplerRows):
             plan = self.plan(rows_host)
         adjusted = self._adjust(logits, rows, steps, plan)
         tokens = adjusted.argmax(1)  # of equals the first
-        if Feature.RANDOM in plan.features:
-            tokens = self._draw(adjusted, tokens, rows, steps, plan)
+        if plan.draws:
+            tokens = self._draw(adjusted, tokens, rows, steps, plan.draws)
         if Feature.PENALTIES in plan.features:
             # Rows without penalties are counted too; nothing reads their counts.
             place = rows * self.vocab_size + tokens
@@ -145,27 +145,33 @@ class Sampler(SamplerRows):
             ops.penalize(logits, self.in_prompt[rows], self.counts[rows], *penalties)
         return logits
 
-    def _draw(self, logits: Tensor, best: Tensor, rows: Tensor, steps: Tensor, plan: Plan) -> Tensor:
-        """Return a random token for each row with a temperature, and `best` for the others."""
+    def _draw(
+        self, logits: Tensor, best: Tensor, rows: Tensor, steps: Tensor, draws: Sequence[Draw]
+    ) -> Tensor:
+        """Return `best` with a random token in its place for each row that has a temperature."""
+        tokens = best.clone()
+        for places, features in draws:
+            at = rows[places]
+            tokens[places] = self._draw_some(logits[places], best[places], at, steps[places], features)
+        return tokens
+
+    def _draw_some(
+        self, logits: Tensor, best: Tensor, rows: Tensor, steps: Tensor, features: Feature
+    ) -> Tensor:
         floats, ints = self.floats[rows], self.ints[rows]
         temperature = floats[:, TEMPERATURE, None]  # [B, 1]
         largest = logits.gather(1, best.unsqueeze(1))  # [B, 1]
         # Subtract first: then a small temperature divides differences, all at most 0, and nothing overflows.
         weights = (logits - largest).div_(temperature.clamp(min=GREEDY_BELOW)).exp_()  # [B, V] in [0, 1]
         integers = ops.to_integers(weights)  # [B, V]
-        if Feature.MIN_P in plan.features:
+        if Feature.MIN_P in features:
             integers = torch.where(weights >= floats[:, MIN_P, None], integers, 0)
-        if plan.features & TRUNCATION:
-            top_k = ints[:, TOP_K, None] if Feature.TOP_K in plan.features else None
-            top_p = ints[:, TOP_P, None] if Feature.TOP_P in plan.features else None
-            at = plan.truncated
-            if at is None:
-                integers = ops.truncate(weights, integers, top_k, top_p)
-            else:
-                top_k, top_p = (None if setting is None else setting[at] for setting in (top_k, top_p))
-                integers[at] = ops.truncate(weights[at], integers[at], top_k, top_p)
+        if features & TRUNCATION:
+            top_k = ints[:, TOP_K, None] if Feature.TOP_K in features else None
+            top_p = ints[:, TOP_P, None] if Feature.TOP_P in features else None
+            integers = ops.truncate(weights, integers, top_k, top_p)
         drawn = ops.draw(integers, ops.random_bits(ints[:, KEY], steps))
         # A largest logit that is NaN or infinite leaves no distribution to draw from; the argmax is still a
-        # token.
+        # token. A plan for any rows brings rows without a temperature here, too.
         usable = (temperature > 0) & largest.isfinite()
         return torch.where(usable.squeeze(1), drawn, best)

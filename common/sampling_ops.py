@@ -29,7 +29,7 @@ _MASK: Final = (1 << 64) - 1
 
 _ONE: Final = 0x3F800000  # the bits of float32 1.0
 _KEY_BITS: Final = 30  # which is below 2**30
-_DIGIT_BITS: Final = 15  # so a key is two digits
+DIGIT_BITS: Final = 15  # so a key is two digits
 
 
 def _signed(value: int) -> int:
@@ -96,7 +96,7 @@ def threshold(keys: Tensor, amounts: Tensor, target: Tensor) -> Tensor:
     keys: int32 [B, V], at least 0 and below 2**30. amounts: int64 [B, V], at least 0. target: int64 [B, 1].
     Returns int32 [B, 1]; 2**30 - 1 where all amounts together do not reach the target.
     """
-    bins = 1 << _DIGIT_BITS
+    bins = 1 << DIGIT_BITS
 
     def reach(digits: Tensor, amounts: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         mass = torch.zeros(keys.shape[0], bins, dtype=torch.int64, device=keys.device)
@@ -105,7 +105,7 @@ def threshold(keys: Tensor, amounts: Tensor, target: Tensor) -> Tensor:
         before = mass.gather(1, (digit - 1).clamp_(min=0)).masked_fill_(digit == 0, 0)
         return digit, target - before
 
-    upper = (keys >> _DIGIT_BITS).long()
+    upper = (keys >> DIGIT_BITS).long()
     high, rest = reach(upper, amounts, target)
     low, _ = reach((keys & (bins - 1)).long(), torch.where(upper == high, amounts, 0), rest)
     return (high * bins + low).int()
@@ -117,7 +117,7 @@ def to_integers(weights: Tensor) -> Tensor:
 
 
 def truncate(weights: Tensor, integers: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
-    """Set `integers` to 0 for tokens that top-k, and then top-p of what is left, do not keep; return it.
+    """Return `integers` with 0 for the tokens that top-k, and then top-p of what is left, do not keep.
 
     Top-k keeps the k heaviest tokens and those that weigh the same as the k-th. Top-p keeps the heaviest
     tokens up to and including the one with which they reach the fraction p of all, and those that weigh the
@@ -127,19 +127,6 @@ def truncate(weights: Tensor, integers: Tensor, top_k: Tensor | None, top_p: Ten
     weights: float32 [B, V] in [0, 1]; integers: int64 [B, V], the same weights as `to_integers` gives them.
     top_k: int64 [B, 1], at least 1; top_p: int64 [B, 1], p * 2**31, at least 1. None: no row uses it.
     """
-    # A few rows at a time: the temporary tensors are several times as large as the logits. Two rows of 49,152
-    # fit a CPU's cache (measured at 16 rows: three times as fast as all at once), and a GPU saves memory.
-    count, vocab_size = weights.shape
-    elements = 1 << (17 if weights.device.type == "cpu" else 25)
-    at_once = max(1, elements // max(vocab_size, 1 << _DIGIT_BITS))
-    for first in range(0, count, at_once):
-        part = slice(first, first + at_once)
-        k, p = (None if setting is None else setting[part] for setting in (top_k, top_p))
-        integers[part] = _truncate(weights[part], integers[part], k, p)
-    return integers
-
-
-def _truncate(weights: Tensor, integers: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
     # The bits of floats that are not negative sort like the floats; the heaviest token, 1.0, gets key 0. The
     # clamp is for NaN: nobody uses such a row's result, but its keys become indices.
     keys = (_ONE - weights.view(torch.int32)).clamp_(0, (1 << _KEY_BITS) - 1)  # [B, V]

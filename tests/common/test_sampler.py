@@ -616,7 +616,7 @@ def operations(params: Sequence[SamplingParams], vocab_size: int = 64) -> tuple[
 def test_a_greedy_batch_costs_one_argmax() -> None:
     names, plan = operations([SamplingParams()] * 5)
     assert names == ["argmax"]
-    assert plan == Plan(Feature(0), None, None)
+    assert plan == Plan(Feature(0), (), None)
 
 
 @pytest.mark.parametrize("others", [[], [SamplingParams()], [EVERYTHING]])
@@ -628,26 +628,45 @@ def test_sampling_never_reads_from_the_device(others: list[SamplingParams]) -> N
 
 
 def test_sampling_has_no_loop_over_rows() -> None:
-    everything_else = replace(EVERYTHING, top_k=0, top_p=1.0)
+    everything_else = replace(EVERYTHING, temperature=0.0)
     assert operations([everything_else] * 30)[0] == operations([everything_else] * 2)[0]
-    # Top-k and top-p take a few rows at a time, so that their temporary tensors stay small.
+    # Draws take a few rows at a time, so that their temporary tensors stay in the cache.
     assert operations([EVERYTHING] * 4)[0] == operations([EVERYTHING] * 2)[0]
     assert len(operations([EVERYTHING] * 30)[0]) < 10 * len(operations([EVERYTHING] * 2)[0])
 
 
-@pytest.mark.parametrize("others", [0, 3])
-def test_only_rows_that_use_top_k_or_top_p_are_truncated(others: int) -> None:
-    random = SamplingParams(temperature=1.0)
-    _, plan = operations([random] * others + [SamplingParams(temperature=1.0, top_p=0.5)])
-    assert Feature.TOP_P in plan.features
-    assert (
-        (plan.truncated is None)
-        if others == 0
-        else (plan.truncated is not None and plan.truncated.tolist() == [3])
-    )
-    names, plan = operations([random] * 4)
-    assert plan.features == Feature.RANDOM
-    assert "scatter_add_" not in names  # no histogram
+def test_rows_are_drawn_with_those_that_need_the_same() -> None:
+    greedy, warm = SamplingParams(), SamplingParams(temperature=1.0, min_p=0.1)
+    nucleus, top = SamplingParams(temperature=1.0, top_p=0.5), SamplingParams(temperature=1.0, top_k=5)
+
+    def draws(*params: SamplingParams) -> list[tuple[list[int], Feature]]:
+        plan, order = operations(params)[1], torch.arange(len(params))
+        return [(order[places].tolist(), features) for places, features in plan.draws]
+
+    r = Feature.RANDOM
+    assert draws(greedy, greedy) == []
+    assert draws(greedy, warm, warm, greedy) == [([1, 2], r | Feature.MIN_P)]
+    assert draws(nucleus, greedy, warm, top, greedy, warm) == [
+        ([2, 5], r | Feature.MIN_P),
+        ([0, 3], r | Feature.TOP_P | Feature.TOP_K),
+    ]
+    assert draws(*[nucleus] * 6) == [([0, 1, 2, 3], r | Feature.TOP_P), ([4, 5], r | Feature.TOP_P)]
+    assert "scatter_add_" not in operations([warm] * 4)[0]  # no histogram for rows that do not truncate
+
+
+def test_a_plan_for_any_rows_chooses_the_same_tokens() -> None:
+    rng, vocab_size, count = np.random.default_rng(9), 120, 25
+    requests = [random_request(rng, vocab_size) for _ in range(count)]
+    logits = torch.tensor(rng.normal(size=(count, vocab_size)), dtype=torch.float32)
+    steps = torch.zeros(count, dtype=torch.int64)
+    one, other = sampler_for(requests, vocab_size), sampler_for(requests, vocab_size)
+    rows, rows_host = torch.arange(count), list(range(count))
+    plan = other.plan(rows_host).for_any_rows()
+    assert len(plan.draws) == 1
+    for _ in range(5):
+        expected = one.sample(logits, rows, rows_host, steps).tokens
+        assert other.sample(logits, rows, [], steps, plan).tokens.tolist() == expected.tolist()
+        steps += 1
 
 
 def test_settings_of_greedy_requests_cost_nothing() -> None:
@@ -710,7 +729,7 @@ def test_cuda_draws_what_the_cpu_draws_eagerly_and_from_a_graph() -> None:
     assert sum(int((a != b).sum()) for a, b in zip(found, expected, strict=True)) <= 1
 
     sampler = on_cuda()
-    plan = Plan(sampler.plan(rows_host).features, None, None)  # for any rows: truncates all
+    plan = sampler.plan(rows_host).for_any_rows()
     static, step_now = (
         torch.zeros(count, vocab_size, device="cuda"),
         torch.zeros(count, dtype=torch.int64).cuda(),
