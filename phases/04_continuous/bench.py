@@ -1,0 +1,223 @@
+"""Phase 04 against phase 03: what it is worth to let requests join and leave at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import batching
+import continuous
+from benchmarks.replay import time_replay
+from benchmarks.targets import load_target, targets
+from common.evidence import BenchOptions, Evidence, Run, collect
+from common.generation import Completion, Streams, generate
+from common.measure import Sample, Samples, alternate, summarize, time_generation
+from common.plotting import bars, panels, save
+from common.roofline import ceilings, generation_work, reached
+from common.workloads import Item, Workload, uniform, workload
+from continuous.cache import RowStore
+from kv_cache import KVCache
+
+PHASE, BEFORE, COMPACT = "04_continuous", "03_batching", "03_batching+compact"
+SEQUENTIAL = "04_continuous, 1 row"
+ROWS = {"cpu": 8, "cuda": 128}
+"""Rows of 04 and batch size of 03 for the skewed outputs: several batches' worth of requests either way."""
+MIXED = ((24, 8), (160, 12), (40, 48), (12, 24), (96, 16), (56, 40), (200, 8), (32, 32))
+"""Prompt and output lengths of the eight mixed requests."""
+
+
+def run(options: BenchOptions) -> Evidence:
+    """Unequal outputs, eight mixed requests, then requests that arrive over time."""
+    runs = []
+    for target in targets(options):
+        bench = Bench(target)
+        runs += bench.skewed() + bench.mixed() + bench.traces()
+    return collect(PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json())
+
+
+class Bench:
+    """One model and how its engines are measured."""
+
+    def __init__(self, options: BenchOptions) -> None:
+        self.options, self.name, self.model = options, options.model or "", load_target(options)
+        self.on_cpu = options.device.type == "cpu"
+        self.small = "-small" if self.on_cpu else ""
+        self.top = ceilings(options.device, options.dtype)
+
+    def skewed(self) -> list[Run]:
+        """Most outputs short, every eighth long: 03 plain and compacted, and 04, with no more KV bytes.
+
+        03 makes a cache for each batch, as long as its longest prompt and longest output together; 04 has as
+        many rows as a batch, each as long as the longest request.
+        """
+        work = workload(f"skewed-outputs{self.small}")
+        rows = ROWS["cpu" if self.on_cpu else "cuda"]
+        if self.options.quick:
+            rows, items = 4, tuple(Item(i.prompt, i.max_tokens // 8 + 1) for i in work.items[:16])
+            work = Workload(f"{work.name}[:16]/8", items, vocab=work.vocab)
+        columns = max(batch_columns(work.items[at : at + rows]) for at in range(0, len(work.items), rows))
+        max_len = max(len(item.prompt) + item.max_tokens for item in work.items)
+        engines: dict[str, Streams] = {
+            BEFORE: batching.load(self.model, batch_size=rows),
+            COMPACT: batching.load(self.model, batch_size=rows, compact=True),
+            PHASE: continuous.load(self.model, max_rows=rows, max_len=max_len),
+        }
+        config, dtype = self.model.config, self.options.dtype
+        sizes = {
+            BEFORE: KVCache.bytes_needed(config, rows, columns, dtype),
+            COMPACT: KVCache.bytes_needed(config, rows, columns, dtype),
+            PHASE: RowStore.bytes_needed(config, rows, max_len, dtype),
+        }
+        short = uniform("warm-up", rows, 32, 4)
+        for engine in engines.values():
+            generate(engine, short.prompts, short.params)
+
+        def measure(variant: str) -> Callable[[int], Sample]:
+            def sample(repeat: int) -> Sample:
+                timed = time_generation(engines[variant], work.cold(repeat), self.options.device)
+                return {**timed, "kv_cache_bytes": float(sizes[variant])}
+
+            return sample
+
+        samples = alternate(
+            {variant: measure(variant) for variant in engines},
+            # The plain batches take most of this file's time.
+            repeats=max(1, self.options.repeats - 1) if self.on_cpu else 1,
+            warm={variant: lambda: None for variant in engines},
+            tries=1 if self.options.quick else 4,
+        )
+        # The phase before comes first, so that a table's gains are over it.
+        return [self.summarize(variant, work, kept, batch=rows) for variant, kept in samples.items()]
+
+    def mixed(self) -> list[Run]:
+        """Eight requests of unequal lengths at once, together and one after the other; each one's gain."""
+        items = [
+            Item(uniform("", 1, prompt, 1, seed=number).items[0].prompt, output)
+            for number, (prompt, output) in enumerate(MIXED)
+        ]
+        if self.options.quick:
+            items = [Item(item.prompt[:16], item.max_tokens // 8) for item in items]
+        work = Workload("mixed-8", tuple(items), vocab=10_000)
+        max_len = max(len(item.prompt) + item.max_tokens for item in items)
+        engines = {
+            SEQUENTIAL: continuous.load(self.model, max_rows=1, max_len=max_len),
+            PHASE: continuous.load(self.model, max_rows=len(items), max_len=max_len),
+        }
+
+        def measure(engine: continuous.Engine) -> Callable[[int], Sample]:
+            def timed(repeat: int) -> Sample:
+                sample, done = time_replay(engine, work.cold(repeat), self.options.device)
+                return {**sample, **end_to_end(done)}
+
+            return timed
+
+        samples = alternate(
+            {variant: measure(engine) for variant, engine in engines.items()}, repeats=self.options.repeats
+        )
+        add_gains(samples[SEQUENTIAL], samples[PHASE])
+        batches = {SEQUENTIAL: 1, PHASE: len(items)}
+        return [
+            self.summarize(v, work, kept, batch=batches[v], rows=batches[v]) for v, kept in samples.items()
+        ]
+
+    def traces(self) -> list[Run]:
+        """Requests that arrive over time: all at once, evenly, at random; and one after the other."""
+        poisson = workload(f"continuous_batching{self.small}")
+        base, rate = workload(f"baseline{self.small}"), 2.0 if self.on_cpu else 4.0
+        if self.options.quick:
+            poisson, base = poisson.first(3), base.first(1)
+        elif not self.on_cpu:
+            base = base.first(4)  # a slow second each, and all are alike
+        runs = []
+        for trace, work in {
+            "poisson": poisson,
+            "burst": arriving(poisson, "burst", 0.0),
+            "steady": arriving(poisson, "steady", 1 / rate),
+            "baseline": base,
+        }.items():
+            max_len = max(len(item.prompt) + item.max_tokens for item in work.items)
+            rows = {PHASE: 16}
+            if trace == "poisson" and self.on_cpu:
+                rows[SEQUENTIAL] = 1
+            engines = {v: continuous.load(self.model, max_rows=n, max_len=max_len) for v, n in rows.items()}
+            warm_up = uniform("warm-up", 2, 16, 2)
+
+            def measure(engine: continuous.Engine, work: Workload = work) -> Callable[[int], Sample]:
+                return lambda repeat: time_replay(engine, work.cold(repeat), self.options.device)[0]
+
+            for engine in engines.values():
+                generate(engine, warm_up.prompts, warm_up.params)
+            samples = alternate(
+                {variant: measure(engine) for variant, engine in engines.items()},
+                repeats=max(1, self.options.repeats // 2),
+                warm={variant: lambda: None for variant in engines},
+            tries=1 if self.options.quick else 4,
+            )
+            runs += [
+                summarize(
+                    variant,
+                    work,
+                    kept,
+                    model=self.name,
+                    dtype=self.options.dtype,
+                    options={"trace": trace, "rows": rows[variant]},
+                )
+                for variant, kept in samples.items()
+            ]
+        return runs
+
+    def summarize(self, variant: str, work: Workload, samples: Samples, *, batch: int, **options: int) -> Run:
+        """Evidence of one variant; the roofline is that of a batch which is always full."""
+        ideal = generation_work(
+            self.model.config, self.options.dtype, work.prompt_lens, work.output_lens, batch
+        )
+        return summarize(
+            variant,
+            work,
+            samples,
+            model=self.name,
+            dtype=self.options.dtype,
+            options=options or {"batch": batch},
+            roofline=reached(ideal, self.top, samples),
+        )
+
+
+def batch_columns(items: Sequence[Item]) -> int:
+    """Columns of 03's cache for one batch: prompts padded to the longest, then the outputs but one token."""
+    return max(len(item.prompt) for item in items) + max(item.max_tokens for item in items) - 1
+
+
+def arriving(work: Workload, pattern: str, gap: float) -> Workload:
+    """The same requests, one every `gap` seconds."""
+    items = tuple(replace(item, arrival=number * gap) for number, item in enumerate(work.items))
+    return replace(work, name=f"{work.name} ({pattern})", items=items)
+
+
+def end_to_end(completions: Sequence[Completion]) -> Sample:
+    """Each request's time from arrival to its last token: `e2e_ms_request_0`, `_1`, ..."""
+    return {f"e2e_ms_request_{c.index}": c.e2e_ms for c in completions if c.e2e_ms is not None}
+
+
+def add_gains(before: Samples, after: Samples) -> None:
+    """Add to `after`'s samples how many times sooner each request ended than in `before`."""
+    for old, new in zip(before.kept, after.kept, strict=True):
+        gains = {f"gain_{k}": old[k] / new[k] for k in old if k.startswith("e2e_ms_request_")}
+        new |= gains
+        new |= {
+            "gain_least": min(gains.values()),
+            "gain_median": median(gains.values()),
+            "gain_most": max(gains.values()),
+        }
+
+
+def draw(evidence: Evidence, out: Path) -> None:
+    """Throughput and mean time to first token when outputs are skewed."""
+    runs = [run for run in evidence.runs if run.workload.startswith("skewed-outputs")]
+    figure, (rate, first) = panels(2, height=2.6)
+    bars(runs, "output_tokens_per_s", axes=rate, label=lambda run: run.variant)
+    rate.set_title(f"{runs[0].workload}: throughput")
+    bars(runs, "ttft_ms_mean", axes=first, label=lambda run: "")
+    first.set_title("mean time to first token")
+    save(figure, out, evidence)

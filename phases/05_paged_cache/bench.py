@@ -1,0 +1,352 @@
+"""Phase 05 against phase 04: more requests in the same bytes, and what gathering blocks costs for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import continuous
+import paged_cache
+from benchmarks import scheduling_cost
+from benchmarks.targets import load_target, targets
+from common.config import ModelConfig
+from common.evidence import BenchOptions, Evidence, Run, collect
+from common.generation import generate
+from common.measure import Sample, Samples, alternate, summarize, time_call, time_generation
+from common.plotting import lines, panels, save
+from common.request import Request
+from common.roofline import ceilings, generation_work, reached
+from common.sampling_params import SamplingParams
+from common.workloads import Workload, uniform, workload
+from continuous.attention import RowAttention
+from continuous.batch import Batch, HostBatch
+from continuous.cache import RowStore
+from continuous.engine import Engine
+from continuous.rows import Rows
+from continuous.runner import BatchAttention
+from continuous.scheduler import Work
+from paged_cache import BlockPool, PagedBatch, PagedCache, TorchPagedAttention
+
+PHASE, BEFORE = "05_paged_cache", "04_continuous"
+FIXED = "05_paged_cache, pool for the largest batch"
+BLOCK = 16
+CAPACITY = {"cpu": (1024, (512, 256, 128)), "cuda": (16_384, (4096, 2048, 1280))}
+"""Tokens of cache, and the longest request that the server accepts: generous ones first."""
+CONTEXTS = {"cpu": (64, 256, 1024), "cuda": (256, 1024, 4096)}
+BATCHES = {"cpu": (1, 4, 16), "cuda": (1, 16, 64)}
+LAYERS = 4
+"""Layers of cache in the attention benchmark: enough that a layer's keys leave the processor's cache before
+their next turn."""
+MEMORY_BATCHES = (1, 4, 8, 16, 24, 32, 64, 128, 256)
+MEMORY_MAX_LEN = 4096
+
+
+def run(options: BenchOptions) -> Evidence:
+    """Requests in flight, the price of gathering (alone and end to end), memory, and the host's time."""
+    runs = []
+    for target in targets(options):
+        bench = Bench(target)
+        runs += bench.capacity() + bench.end_to_end() + bench.attention() + bench.memory()
+        runs += bench.scheduling()
+    return collect(PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json())
+
+
+class Bench:
+    """One model and how its engines are measured."""
+
+    def __init__(self, options: BenchOptions) -> None:
+        self.options, self.name, self.model = options, options.model or "", load_target(options)
+        self.config, self.dtype, self.device = self.model.config, self.model.dtype, self.model.device
+        self.on_cpu = options.device.type == "cpu"
+        self.kind, self.small = ("cpu", "-small") if self.on_cpu else ("cuda", "")
+        self.top = ceilings(options.device, options.dtype)
+
+    # The same bytes.
+
+    def capacity(self) -> list[Run]:
+        """A burst of requests into the same bytes of cache, for servers that accept shorter and longer ones.
+
+        04 divides the bytes by the longest request that the server accepts. 05 does not care.
+        """
+        work = workload(f"paged_attention{self.small}")
+        accepted: tuple[int, ...]
+        tokens, accepted = CAPACITY[self.kind]
+        if self.options.quick:
+            work, tokens, accepted = work.first(6), 512, (256,)
+        size = tokens * self.config.kv_bytes_per_token(self.dtype)
+        runs = []
+        for max_len in accepted:
+            engines: dict[str, Engine] = {
+                BEFORE: continuous.load(self.model, cache_bytes=size, max_len=max_len, max_rows=64),
+                PHASE: paged_cache.load(
+                    self.model, cache_bytes=size, max_len=max_len, max_rows=64, block_size=BLOCK
+                ),
+            }
+            samples = self.sample(engines, work, count=in_flight)
+            for variant, kept in samples.items():
+                for sample in kept.kept:
+                    sample["kv_cache_bytes"] = float(size)
+                batch = round(max(sample["requests_in_flight"] for sample in kept.kept))
+                runs.append(
+                    self.summarize(variant, work, kept, batch, max_len=max_len, kv_bytes=size, same="bytes")
+                )
+            del engines
+        return runs
+
+    # The price of gathering.
+
+    def end_to_end(self) -> list[Run]:
+        """The same rows for both, and room for everybody: what is left is the price of gathering."""
+        names = ["offline-256-small", "chat-serving-long-small"]
+        if not self.on_cpu:
+            names = ["paged_attention", "chat-serving-long"]
+        runs = []
+        for name in names[: 1 if self.options.quick else None]:
+            work = workload(name)
+            if self.options.quick:
+                work = work.first(3)
+            elif not self.on_cpu:
+                work = work.first(32)
+            rows = len(work.items)
+            max_len = max(len(item.prompt) + item.max_tokens for item in work.items)
+            size = RowStore.bytes_needed(self.config, rows, -(-max_len // BLOCK) * BLOCK, self.dtype)
+            engines: dict[str, Engine] = {
+                BEFORE: continuous.load(self.model, max_rows=rows, max_len=max_len),
+                PHASE: paged_cache.load(
+                    self.model, max_rows=rows, max_len=max_len, cache_bytes=size, block_size=BLOCK
+                ),
+            }
+            samples = self.sample(engines, work)
+            runs += [
+                self.summarize(v, work, kept, rows, rows=rows, same="rows") for v, kept in samples.items()
+            ]
+            del engines
+        return runs
+
+    def attention(self) -> list[Run]:
+        """One layer's attention of a decode step, over context and batch, with its writes to the cache."""
+        few = 2 if self.options.quick else None
+        contexts, batches = CONTEXTS[self.kind][:few], BATCHES[self.kind][:few]
+        return [run for c in contexts for b in batches for run in self.attention_at(b, c)]
+
+    def attention_at(self, batch: int, context: int) -> list[Run]:
+        """`batch` decodes with `context` keys each."""
+        work = uniform("paged-decode-attention", batch, context, 1)
+        layers = self.model.layer_specs[:LAYERS]
+        heads, kv_heads, size = layers[0].num_heads, layers[0].num_kv_heads, layers[0].head_dim
+        rng = torch.Generator().manual_seed(0)
+
+        def random(count: int) -> torch.Tensor:
+            made = torch.randn(batch, count, size, generator=rng)
+            return made.to(self.device, self.dtype)
+
+        q, k, v = random(heads), random(kv_heads), random(kv_heads)
+        calls = {}
+        with torch.inference_mode():
+            for variant, attention in self.contenders(batch, context):
+                calls[variant] = lambda a=attention: [a(layer, q, k, v) for layer in layers]
+
+            def measure(call: Callable[[], object]) -> Callable[[int], Sample]:
+                def sample(repeat: int) -> Sample:
+                    floor = 0.05 if self.options.quick else 0.3
+                    with torch.inference_mode():
+                        times = time_call(call, self.device, repeats=10, floor=floor)
+                    seconds = float(np.median(times)) / len(layers)
+                    read = 2 * batch * context * kv_heads * size * self.dtype.itemsize
+                    reached = read / seconds / self.top.read_bytes_per_s
+                    return {"seconds": seconds, "attention_us": seconds * 1e6, "bandwidth_fraction": reached}
+
+                return sample
+
+            samples = alternate({v: measure(call) for v, call in calls.items()}, self.options.repeats)
+        facts = {"batch": batch, "context": context}
+        return [
+            summarize(variant, work, kept, model=self.name, dtype=self.dtype, options=facts)
+            for variant, kept in samples.items()
+        ]
+
+    def contenders(self, batch: int, context: int) -> Iterator[tuple[str, BatchAttention]]:
+        """04's attention over rows and 05's over scattered blocks, in the middle of the same decode step."""
+        rows = Rows(batch, context + 1, self.device)
+        requests = [Request(n, [0] * context, context, context + 1, SamplingParams()) for n in range(batch)]
+        for request in requests:
+            rows.acquire(request)
+        works = [Work(r, r.row, context - 1, 1, (), (r,)) for r in requests]
+        host = HostBatch.of(works, rows.prompt_lens)
+        plain = Batch.of(host, rows)
+        few: dict[str, Any] = {"device": self.device, "dtype": self.dtype}
+        config = shortened(self.config)
+        store = RowStore(config, batch, context, **few)
+        store.data.normal_()
+        by_rows = RowAttention(store)
+        by_rows.begin(plain)
+        yield BEFORE, by_rows
+        per_request = -(-context // BLOCK)
+        pool = BlockPool(config, batch * per_request, BLOCK, **few)
+        pool.data.normal_()
+        # As after hours of service: a request's blocks are anywhere.
+        order = torch.randperm(batch * per_request, generator=torch.Generator().manual_seed(0))
+        tables = order.view(batch, per_request)
+        slots = tables[:, (context - 1) // BLOCK] * BLOCK + (context - 1) % BLOCK
+        paged = TorchPagedAttention(pool)
+        paged.begin(
+            PagedBatch(**vars(plain), block_tables=tables.int().to(self.device), slots=slots.to(self.device))
+        )
+        yield PHASE, paged
+
+    # Memory.
+
+    def memory(self) -> list[Run]:
+        """Bytes of cache that running requests hold, by the managers' own books: nothing is timed.
+
+        The requests are caught at a random moment of their lives. The third line is a pool that was made once
+        for the largest batch, as long as it runs nothing smaller.
+        """
+        life = self.half_way(MEMORY_BATCHES[-1])
+        held = {count: self.paged_bytes(life[:count]) for count in MEMORY_BATCHES}
+        runs = []
+        for count in MEMORY_BATCHES:
+            sizes = {
+                BEFORE: RowStore.bytes_needed(self.config, count, MEMORY_MAX_LEN, self.dtype),
+                PHASE: held[count],
+                FIXED: held[MEMORY_BATCHES[-1]],
+            }
+            runs += [
+                summarize(
+                    variant,
+                    workload("offline-256").first(count),
+                    Samples([{"kv_cache_bytes": float(size)}]),
+                    model=self.name,
+                    dtype=self.dtype,
+                    options={"requests": count, "max_len": MEMORY_MAX_LEN, "same": "requests"},
+                )
+                for variant, size in sizes.items()
+            ]
+        return runs
+
+    def half_way(self, count: int) -> list[int]:
+        """Tokens that each of the first requests of `offline-256` has at a random moment."""
+        share = np.random.default_rng(0).random(count)
+        items = workload("offline-256").items[:count]
+        return [len(i.prompt) + int(s * i.max_tokens) for i, s in zip(items, share, strict=True)]
+
+    def paged_bytes(self, lengths: list[int]) -> int:
+        """Bytes of the blocks that a cache manager gives to requests of these lengths."""
+        cache = PagedCache(len(lengths), MEMORY_MAX_LEN, len(lengths) * MEMORY_MAX_LEN // BLOCK, BLOCK)
+        for row, length in enumerate(lengths):
+            request = Request(row, [0] * length, length, length + 1, SamplingParams(), row=row)
+            assert cache.reserve(request, length)
+        used = cache.allocator.count - cache.free
+        return used * BlockPool.bytes_per_block(self.config, BLOCK, self.dtype)
+
+    # The host.
+
+    def scheduling(self) -> list[Run]:
+        """Python's time a step with a model that computes nothing: `benchmarks/scheduling_cost.py`."""
+        runs = []
+        counts, contexts = ((1, 16), (64,)) if self.options.quick else ((1, 64, 256), (500, 4000))
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        for context in contexts:
+            for running in counts:
+                engine = scheduling_cost.build(PHASE, running, context)
+
+                def sample(repeat: int, engine: Engine = engine) -> Sample:
+                    cost = scheduling_cost.cost(engine, 20 if self.options.quick else 100)
+                    return {
+                        "scheduling_us_per_step": cost.total,
+                        "schedule_us": cost.schedule,
+                        "prepare_us": cost.prepare,
+                        "update_us": cost.update,
+                    }
+
+                samples = alternate({PHASE: sample}, self.options.repeats)
+                runs.append(
+                    summarize(
+                        PHASE,
+                        uniform("scheduling-only", running, context, 1, vocab=8),
+                        samples[PHASE],
+                        model="random:no model",
+                        dtype=self.dtype,
+                        options={"running": running, "context": context},
+                    )
+                )
+        torch.set_num_threads(threads)
+        return runs
+
+    # Common to all.
+
+    def sample(
+        self, engines: dict[str, Engine], work: Workload, count: Callable[[Engine], Sample] | None = None
+    ) -> dict[str, Samples]:
+        """Warm up, then measure in alternating order; `count` adds what the engine counted meanwhile."""
+        short = uniform("warm-up", 2, 16, 4)
+        for engine in engines.values():
+            generate(engine, short.prompts, short.params)
+
+        def measure(engine: Engine) -> Callable[[int], Sample]:
+            def sample(repeat: int) -> Sample:
+                before = engine.stats.steps, engine.stats.computed_tokens, engine.scheduler.preemptions
+                engine.stats.most_running = 0
+                timed = time_generation(engine, work.cold(repeat), self.options.device)
+                timed["steps"] = float(engine.stats.steps - before[0])
+                timed["computed_tokens"] = float(engine.stats.computed_tokens - before[1])
+                timed["preemptions"] = float(engine.scheduler.preemptions - before[2])
+                return {**timed, **(count(engine) if count else {})}
+
+            return sample
+
+        return alternate(
+            {variant: measure(engine) for variant, engine in engines.items()},
+            repeats=self.options.repeats if self.on_cpu else max(1, self.options.repeats // 2),
+            warm={variant: lambda: None for variant in engines},
+            tries=1 if self.options.quick else 4,
+        )
+
+    def summarize(self, variant: str, work: Workload, samples: Samples, batch: int, **options: Any) -> Run:
+        """Evidence of one variant; the roofline is that of a batch which is always full."""
+        ideal = generation_work(self.config, self.dtype, work.prompt_lens, work.output_lens, batch)
+        return summarize(
+            variant,
+            work,
+            samples,
+            model=self.name,
+            dtype=self.dtype,
+            options=options,
+            roofline=reached(ideal, self.top, samples),
+        )
+
+
+def shortened(config: ModelConfig) -> ModelConfig:
+    """The same model with few layers, for caches that are not larger than they need to be."""
+    return replace(config, num_layers=LAYERS, sliding_windows=config.sliding_windows[:LAYERS])
+
+
+def in_flight(engine: Engine) -> Sample:
+    """The most requests that ran in one step."""
+    return {"requests_in_flight": float(engine.stats.most_running)}
+
+
+def draw(evidence: Evidence, out: Path) -> None:
+    """Requests in flight, one layer's attention at the largest batch, and memory."""
+    figure, (flight, attention, memory) = panels(3)
+    runs = evidence.find(same="bytes")
+    lines(runs, x="max_len", metric="requests_in_flight", axes=flight, log_x=True)
+    flight.set_title("The same bytes of cache")
+    flight.set_xlabel("longest request accepted (tokens)")
+    alone = evidence.find(workload="paged-decode-attention")
+    batch = max(run.options["batch"] for run in alone)
+    lines(
+        [r for r in alone if r.options["batch"] == batch], x="context", metric="attention_us", axes=attention
+    )
+    attention.set_title(f"A layer's attention, {batch} decodes")
+    attention.set_ylabel("µs")
+    lines(evidence.find(same="requests"), x="requests", metric="kv_cache_bytes", axes=memory, log_x=True)
+    memory.set_yscale("log", base=10)
+    memory.set_title("Memory held")
+    save(figure, out, evidence)
