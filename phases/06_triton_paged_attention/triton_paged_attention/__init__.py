@@ -1,1 +1,93 @@
-"""Phase 06."""
+"""Phase 06: attention over the paged pool in one kernel, and the small operators around it, in Triton.
+
+Without a CUDA GPU the kernels run in Triton's interpreter: the same programs, one after the other, in
+numpy. It is slow and good for lessons and tests. The choice is made when Triton is first imported.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import paged_cache
+from common.errors import UserError
+from forward.loading import load_model
+from forward.model import Model
+from paged_cache import PagedEngine
+from paged_cache.llm import LLM as PagedLLM
+from triton_paged_attention.attention import Backend, TritonPagedAttention
+from triton_paged_attention.surgery import Backends, optimize
+
+__all__ = ["LLM", "Backend", "Backends", "TritonPagedAttention", "load", "optimize"]
+
+CUDA_BLOCK_SIZE = 64
+"""One tile of keys then lies in one block, and a step of the kernel looks up one block id instead of 64."""
+
+
+def load(
+    model: str | Path | Model,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    attention_prefill: Backend = "triton",
+    attention_decode: Backend = "triton",
+    norms: Backend = "triton",
+    rope: Backend = "triton",
+    activation: Backend = "triton",
+    projections: Backend = "triton",
+    block_size: int | None = None,
+    **options: Any,
+) -> PagedEngine:
+    """Phase 05's engine with this phase's kernels.
+
+    Args:
+        model, device, dtype: see `paged_cache.load`. A loaded model keeps its layers; the engine's copy
+        shares
+            its weights except those of fused projections.
+        attention_prefill, attention_decode, norms, rope, activation, projections: "torch" or "triton", each
+        on
+            its own (see `Backends`).
+        block_size: tokens in a block, by default 64 on a GPU and 16 elsewhere.
+        options: the others of `paged_cache.load`.
+
+    Raises:
+        UserError: an option is out of its limits, or the device has no Triton.
+    """
+    loaded = load_model(model, device=device, dtype=dtype)
+    kind = loaded.device.type
+    if kind not in ("cuda", "cpu"):
+        raise UserError(f"device is {kind!r}, but Triton kernels need 'cuda', or 'cpu' for the interpreter")
+    if kind == "cpu" and not _interpreted():
+        raise UserError(
+            "device is 'cpu', but Triton was imported without TRITON_INTERPRET=1 in the environment"
+        )
+    heads = loaded.config.num_heads
+    return paged_cache.load(
+        optimize(loaded, Backends(norms, rope, activation, projections)),
+        block_size=block_size or (CUDA_BLOCK_SIZE if kind == "cuda" else 16),
+        make_attention=lambda pool: TritonPagedAttention(
+            pool, heads, prefill=attention_prefill, decode=attention_decode
+        ),
+        **options,
+    )
+
+
+def _interpreted() -> bool:
+    """Whether kernels of this package run in the interpreter."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    from triton_paged_attention.kv_store import kv_store_kernel
+
+    return isinstance(kv_store_kernel, InterpretedFunction)
+
+
+class LLM(PagedLLM):
+    """See `paged_cache.LLM`; options are those of this phase's `load`."""
+
+    load = staticmethod(load)

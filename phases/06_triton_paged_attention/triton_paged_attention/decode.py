@@ -2,10 +2,12 @@
 
 What it adds to version 3:
 
-- The block ids of the next tile are loaded while this tile is computed and carried through the loop. Otherwise
+- The block ids of the next tile are loaded while this tile is computed and carried through the loop.
+Otherwise
   every load of keys waits for a load of block ids in the same iteration, and three stages buffer like two.
 - When a tile never crosses a block (`P % BLOCK_N == 0`) one block id serves the whole tile.
-- Splits without work return at once, a request that needs one split writes its result directly, and of several
+- Splits without work return at once, a request that needs one split writes its result directly, and of
+several
   splits the last to finish combines them: one launch instead of two.
 - A request may bring several query tokens (a short chunk, or drafts to verify): row `r` of the tile is query
   token `r // GROUP` and query head `r % GROUP` of this key/value head.
@@ -23,7 +25,7 @@ from .tma import describe
 from .tuning import DecodeConfig, decode_config
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def decode_kernel(
     out, q,  # [T, H, D]
     k_cache, v_cache, block_tables, context_lens, query_starts, requests, partial, lse, arrived,
@@ -33,6 +35,7 @@ def decode_kernel(
     SUBSET: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
     SPLITS_PAD: tl.constexpr, MIN_SHARE: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
+    """One program per key/value head, split and request."""
     kv_head, split, item = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     request = tl.load(requests + item) if SUBSET else item
     context = tl.load(context_lens + request)
@@ -72,55 +75,58 @@ def decode_kernel(
         low = whole
     m, total, acc = attend(
         query, position, m, total, acc, k_cache, v_cache, table, kv_head, low, high, scale, soft_cap,
-        block_stride, slot_stride, head_stride, D, D_PAD, P, BLOCK_N, True, QUERIES > 1, WINDOW, SOFT_CAP, TMA,
+        block_stride, slot_stride, head_stride, D, D_PAD, P, BLOCK_N, True, QUERIES > 1, WINDOW, SOFT_CAP,
+        TMA,
     )  # fmt: skip
 
     weight_sum = tl.where(total > 0, total, 1.0)  # total 0: a row that sees none of these keys, m = -1e30
-    acc = acc / weight_sum[:, None]
+    acc = acc * (1.0 / weight_sum)[:, None]
     if SPLITS == 1 or used <= 1:
         tl.store(out + at_q, acc.to(out.dtype.element_ty), mask=real)
     else:
         slot = item * tl.num_programs(0) + kv_head
-        at_split = (slot * SPLITS + split) * BLOCK_M + row
+        at_split = (slot * SPLITS + split) * (QUERIES * GROUP) + row
         tl.store(partial + at_split[:, None] * D_PAD + d[None, :], acc, mask=real)
         tl.store(lse + at_split, m + tl.log2(weight_sum), mask=token < count)
         # All threads' stores first, then one release; whoever counts last has acquired everybody's stores.
         tl.debug_barrier()
         if tl.atomic_add(arrived + slot, 1, sem="acq_rel") == used - 1:
             tl.store(arrived + slot, 0)  # ready for the next launch
+            # Four rows at once: all their loads are in flight together, where a loop would wait for each.
+            ROWS: tl.constexpr = 4 if QUERIES * GROUP > 2 else 2
             s_id = tl.arange(0, SPLITS_PAD)
-            for r in tl.static_range(QUERIES * GROUP):
-                at_r = (slot * SPLITS + s_id) * BLOCK_M + r
-                logs = tl.load(lse + at_r, mask=s_id < used, other=-1.0e30, cache_modifier=".cg")
-                weight = tl.exp2(logs - tl.max(logs, axis=0))
+            for first in tl.static_range(0, QUERIES * GROUP, ROWS):
+                r = first + tl.arange(0, ROWS)
+                at_r = (slot * SPLITS + s_id)[:, None] * (QUERIES * GROUP) + r[None, :]
+                filled = (s_id < used)[:, None] & (r < count * GROUP)[None, :]
+                logs = tl.load(lse + at_r, mask=filled, other=-1.0e30, cache_modifier=".cg")  # [splits, rows]
+                weight = tl.exp2(logs - tl.max(logs, axis=0)[None, :])
+                weight = weight / tl.sum(weight, axis=0)[None, :]
                 parts = tl.load(
-                    partial + at_r[:, None] * D_PAD + d[None, :],
-                    mask=(s_id < used)[:, None] & (d < D)[None, :], other=0.0, cache_modifier=".cg",
+                    partial + at_r[:, :, None] * D_PAD + d[None, None, :],
+                    mask=filled[:, :, None] & (d < D)[None, None, :], other=0.0, cache_modifier=".cg",
                 )  # fmt: skip
-                mixed = tl.sum(parts * weight[:, None], axis=0) / tl.sum(weight, axis=0)
-                at_out = ((first_token + r // GROUP) * H + kv_head * GROUP + r % GROUP) * D + d
-                keep = d < (tl.where(count * GROUP > r, D, 0) if RAGGED else D)
+                mixed = tl.sum(parts * weight[:, :, None], axis=0)  # [rows, D]
+                at_out = ((first_token + r // GROUP) * H + kv_head * GROUP + r % GROUP)[:, None] * D + d[
+                    None, :
+                ]
+                keep = (r < count * GROUP)[:, None] & (d < D)[None, :]
                 tl.store(out + at_out, mixed.to(out.dtype.element_ty), mask=keep)
 
 
 class Workspace:
     """Memory in which the splits of a launch meet: allocated once, reused by every layer and step.
 
-    `rows` is the largest number of (request, key/value head) pairs times splits a launch may have. Launches
-    that share a workspace must run on one stream. A captured graph must keep its workspace alive.
+    `rows` is the largest product of (request, key/value head) pairs, splits and tile rows that a launch may
+    have. Launches that share a workspace must run on one stream. A captured graph must keep its workspace
+    alive.
     """
 
-    def __init__(self, rows: int, block_m: int, d_pad: int, device: torch.device | str) -> None:
+    def __init__(self, rows: int, d_pad: int, device: torch.device | str) -> None:
         self.rows = rows
-        self.width = block_m * d_pad
-        self.partial = torch.empty(rows * self.width, dtype=torch.float32, device=device)
-        self.lse = torch.empty(rows * block_m, dtype=torch.float32, device=device)
+        self.partial = torch.empty(rows * d_pad, dtype=torch.float32, device=device)
+        self.lse = torch.empty(rows, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(rows, dtype=torch.int32, device=device)
-
-
-def tile_rows(queries: int, group: int) -> int:
-    """Rows of the query tile: a power of two, at least the 16 that a tensor core takes."""
-    return max(16, triton.next_power_of_2(queries * group))
 
 
 def paged_decode(
@@ -136,15 +142,15 @@ def paged_decode(
     query_starts: Tensor | None = None,  # [B + 1] int32; None: one token per request, T == B
     max_queries: int = 1,
     requests: Tensor | None = None,  # [R] int32: only these requests of the batch; None: all
-    max_context: int | None = None,
     out: Tensor | None = None,
     workspace: Workspace | None = None,
     config: DecodeConfig | None = None,
 ) -> Tensor:
-    """Attention of a few new tokens per request over the paged cache: `[T, H, D]`, rows of other requests untouched.
+    """Attention of a few new tokens per request over the paged cache: `[T, H, D]`, rows of other requests
+    untouched.
 
-    `max_queries` bounds the query tokens of a request here. `max_context` bounds the contexts and only helps to
-    choose the number of splits. A request with context 0 (a padding row of a graph) gets zeros.
+    `max_queries` bounds the query tokens of a request here. A request with context 0 (a padding row of a
+    graph) gets zeros. Without a `workspace`, a launch that splits makes its own.
     """
     heads, d = q.shape[1:]
     _, block_size, kv_heads, _ = k_cache.shape
@@ -154,11 +160,12 @@ def paged_decode(
     if items == 0:
         return out
     queries = triton.next_power_of_2(max_queries)
-    block_m = tile_rows(queries, group)
-    config = config or decode_config(items * kv_heads, block_size, d_pad, q.element_size(), q.device, max_context)
-    if workspace is None and config.splits > 1:
-        workspace = Workspace(items * kv_heads * config.splits, block_m, d_pad, q.device)
-    k_arg, v_arg = (describe(k_cache, config.block_n), describe(v_cache, config.block_n)) if config.tma else (k_cache, v_cache)
+    config = config or decode_config(items * kv_heads, d_pad, q.element_size(), q.device)
+    if config.splits > 1:
+        rows = items * kv_heads * config.splits * queries * group
+        workspace = workspace or Workspace(rows, d_pad, q.device)
+        assert workspace.rows >= rows, f"the workspace has {workspace.rows} rows, but {rows} are needed"
+    k_arg, v_arg = (describe(c, config.block_n) if config.tma else c for c in (k_cache, v_cache))
     decode_kernel[(kv_heads, config.splits, items)](
         out, q, k_arg, v_arg, block_tables, context_lens,
         context_lens if query_starts is None else query_starts,  # any pointer where there is nothing to read
@@ -168,8 +175,9 @@ def paged_decode(
         H=heads, GROUP=group, D=d, D_PAD=d_pad, P=block_size,
         WINDOW=sliding_window or 0, SOFT_CAP=soft_cap is not None, QUERIES=queries,
         RAGGED=query_starts is not None, SUBSET=requests is not None,
-        BLOCK_M=block_m, BLOCK_N=config.block_n, SPLITS=config.splits,
-        SPLITS_PAD=triton.next_power_of_2(config.splits), MIN_SHARE=config.min_share, TMA=config.tma,
+        BLOCK_M=max(16, triton.next_power_of_2(queries * group)), BLOCK_N=config.block_n,
+        SPLITS=config.splits, SPLITS_PAD=triton.next_power_of_2(config.splits),
+        MIN_SHARE=config.min_share, TMA=config.tma,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out

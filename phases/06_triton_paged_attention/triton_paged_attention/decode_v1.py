@@ -1,13 +1,14 @@
 """Paged decode attention, version 1: one program per request and query head, one block at a time.
 
-The whole algorithm is here. A program owns one query vector and walks the request's block table. For each block
-it loads the keys, computes their scores, and folds them into a running softmax (Milakov and Gimelshein 2018):
-`m` is the largest score so far, `total` the sum of exp(score - m), `acc` the same sum weighted by the values. When a
-larger score appears, what was summed so far shrinks by exp(old m - new m). No score is ever written to memory.
+The whole algorithm is here. A program owns one query vector and walks the request's block table. For each
+block it loads the keys, computes their scores, and folds them into a running softmax (Milakov and
+Gimelshein 2018): `m` is the largest score so far, `total` the sum of exp(score - m), `acc` the same sum
+weighted by the values. When a larger score appears, what was summed so far shrinks by exp(old m - new m).
+No score is ever written to memory.
 
-What is slow: the query heads that share a key/value head each read it from memory again; a block of 16 tokens is
-too little work between two dependent loads (the block id, then the keys); a batch of one fills only H of the
-GPU's multiprocessors. Versions 2, 3 and 4 repair these in turn.
+What is slow: the query heads that share a key/value head each read it from memory again; a block of 16
+tokens is too little work between two dependent loads (the block id, then the keys); a batch of one fills
+only H of the GPU's multiprocessors. Versions 2, 3 and 4 repair these in turn.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def decode_v1_kernel(
     out,  # [B, H, D]
     q,  # [B, H, D]
@@ -41,6 +42,7 @@ def decode_v1_kernel(
     WINDOW: tl.constexpr,  # 0: none
     SOFT_CAP: tl.constexpr,
 ):
+    """One program per request and query head."""
     request, head = tl.program_id(0), tl.program_id(1)
     context = tl.load(context_lens + request)
     slot = tl.arange(0, P_PAD)

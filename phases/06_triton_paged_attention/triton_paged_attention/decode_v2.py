@@ -1,9 +1,11 @@
-"""Paged decode attention, version 2: the query heads of one key/value head share a tile, and tiles span blocks.
+"""Paged decode attention, version 2: the query heads of one key/value head share a tile, and tiles span
+blocks.
 
-Two changes to version 1. A program now owns a *key/value head* and all the query heads that read it, so each key
-is loaded once instead of `H / KH` times; the tile of queries is padded to 16 rows, the smallest a tensor core
-takes. And a step handles `BLOCK_N` tokens whatever the block size is: each token of the tile looks up its own
-block. With several tiles in flight (`num_stages`) the loop no longer waits for memory at every step.
+Two changes to version 1. A program now owns a *key/value head* and all the query heads that read it, so
+each key is loaded once instead of `H / KH` times; the tile of queries is padded to 16 rows, the smallest a
+tensor core takes. And a step handles `BLOCK_N` tokens whatever the block size is: each token of the tile
+looks up its own block. With several tiles in flight (`num_stages`) the loop no longer waits for memory at
+every step.
 """
 
 from __future__ import annotations
@@ -13,16 +15,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .tiles import fold, scores_log2
+from .tiles import fold, raw_scores, unit
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def decode_v2_kernel(
     out, q, k_cache, v_cache, block_tables, context_lens, scale, soft_cap,
     table_stride, block_stride, slot_stride, head_stride,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """One program per request and key/value head."""
     request, kv_head = tl.program_id(0), tl.program_id(1)
     context = tl.load(context_lens + request)
     row = tl.arange(0, BLOCK_M)  # row r of the tile is query head kv_head * GROUP + r
@@ -44,9 +47,9 @@ def decode_v2_kernel(
         mask = visible[:, None] & (d < D)[None, :]
         keys = tl.load(k_cache + at, mask=mask, other=0.0)
         values = tl.load(v_cache + at, mask=mask, other=0.0)
-        s = scores_log2(query, keys, scale, soft_cap, SOFT_CAP)
+        s = raw_scores(query, keys, scale, soft_cap, SOFT_CAP)
         s = tl.where(visible[None, :], s, float("-inf"))
-        m, total, acc = fold(s, values, m, total, acc)
+        m, total, acc = fold(s, values, m, total, acc, unit(scale, soft_cap, SOFT_CAP))
     tl.store(out + at_q, (acc / total[:, None]).to(out.dtype.element_ty), mask=row_is_real)
 
 

@@ -1,13 +1,14 @@
 """Paged decode attention, version 3: split the keys of one request over several programs (flash-decoding).
 
 With 8 key/value heads, a batch of one gives version 2 eight programs for 132 multiprocessors. Here `splits`
-programs share the keys of one request and head. Each writes its own softmax, normalized, and the base-2 logarithm
-of its sum; a second kernel combines them (Dao et al. 2023, "Flash-Decoding for long-context inference"):
+programs share the keys of one request and head. Each writes its own softmax, normalized, and the base-2
+logarithm of its sum; a second kernel combines them (Dao et al. 2023, "Flash-Decoding for long-context
+inference"):
 
     out = sum_s 2**lse_s out_s / sum_s 2**lse_s
 
-The number of splits is part of the launch; how many keys that makes per split is worked out on the device from
-the context length, so that a captured graph stays right while contexts grow.
+The number of splits is part of the launch; how many keys that makes per split is worked out on the device
+from the context length, so that a captured graph stays right while contexts grow.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .tiles import fold, scores_log2
+from .tiles import fold, raw_scores, unit
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def decode_v3_kernel(
     partial,  # [B, H, SPLITS, D] float32
     lse,  # [B, H, SPLITS] float32
@@ -30,6 +31,7 @@ def decode_v3_kernel(
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
+    """One program per request, key/value head and split."""
     request, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     context = tl.load(context_lens + request)
     row = tl.arange(0, BLOCK_M)
@@ -56,9 +58,9 @@ def decode_v3_kernel(
         mask = visible[:, None] & (d < D)[None, :]
         keys = tl.load(k_cache + at, mask=mask, other=0.0)
         values = tl.load(v_cache + at, mask=mask, other=0.0)
-        s = scores_log2(query, keys, scale, soft_cap, SOFT_CAP)
+        s = raw_scores(query, keys, scale, soft_cap, SOFT_CAP)
         s = tl.where(visible[None, :], s, float("-inf"))
-        m, total, acc = fold(s, values, m, total, acc)
+        m, total, acc = fold(s, values, m, total, acc, unit(scale, soft_cap, SOFT_CAP))
 
     # An empty split has total = 0 and m = -1e30: in the mix its weight is 2**-1e30 = 0.
     weight_sum = tl.where(total > 0, total, 1.0)
@@ -74,6 +76,7 @@ def combine_kernel(
     partial, lse,
     D: tl.constexpr, D_PAD: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr,
 ):  # fmt: skip
+    """One program per request and query head."""
     head = tl.program_id(0)  # request * H + query head
     s = tl.arange(0, SPLITS_PAD)
     d = tl.arange(0, D_PAD)
@@ -116,6 +119,13 @@ def paged_decode_v3(
         num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     combine_kernel[(batch * heads,)](
-        out, partial, lse, D=d, D_PAD=d_pad, SPLITS=splits, SPLITS_PAD=triton.next_power_of_2(splits), num_warps=4
+        out,
+        partial,
+        lse,
+        D=d,
+        D_PAD=d_pad,
+        SPLITS=splits,
+        SPLITS_PAD=triton.next_power_of_2(splits),
+        num_warps=4,
     )
     return out

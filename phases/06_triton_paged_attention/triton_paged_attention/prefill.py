@@ -1,12 +1,13 @@
 """Paged prefill attention: any mix of chunk lengths and cached prefixes in one launch.
 
-The unit of work is a *query tile*: up to `BLOCK_M` rows, which are `BLOCK_M // GROUP` consecutive query tokens of
-one request times the query heads that share one key/value head. The host lists the tiles (it knows the query
-lengths), longest first, so that the short ones fill the gaps at the end: under a causal mask the last tile of a
-prompt reads everything and the first almost nothing.
+The unit of work is a *query tile*: up to `BLOCK_M` rows, which are `BLOCK_M // GROUP` consecutive query
+tokens of one request times the query heads that share one key/value head. The host lists the tiles (it
+knows the query lengths), longest first, so that the short ones fill the gaps at the end: under a causal
+mask the last tile of a prompt reads everything and the first almost nothing.
 
-Of the keys a tile reads, all but the last few are visible to every row. They go through a loop without any mask;
-only the tiles on the diagonal pay for one, and keys after the diagonal are never touched (early exit).
+Of the keys a tile reads, all but the last few are visible to every row. They go through a loop without any
+mask; only the tiles on the diagonal pay for one, and keys after the diagonal are never touched (early
+exit).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .tma import describe
 from .tuning import PrefillConfig, prefill_config
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def prefill_kernel(
     out, q,  # [T, H, D]
     k_cache, v_cache, block_tables, context_lens, query_starts,
@@ -35,6 +36,7 @@ def prefill_kernel(
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
+    """One program per query tile and key/value head."""
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     request = tl.load(tiles + 2 * tile)
@@ -46,9 +48,12 @@ def prefill_kernel(
     row = tl.arange(0, BLOCK_M)
     d = tl.arange(0, D_PAD)
     token = first + row // GROUP
-    at_q = ((first_row + token) * H + kv_head * GROUP + row % GROUP).to(tl.int64)[:, None] * D + d[None, :]
-    real = ((row < TOKENS * GROUP) & (token < count))[:, None] & (d < D)[None, :]
-    query = tl.load(q + at_q, mask=real, other=0.0)
+    origin = ((first_row + first).to(tl.int64) * H + kv_head * GROUP) * D  # of the tile's first row
+    at_q = ((row // GROUP) * H + row % GROUP)[:, None] * D + d[None, :]
+    real = (token < count)[:, None] & (d < D)[None, :]
+    if BLOCK_M % GROUP != 0:
+        real = real & (row < TOKENS * GROUP)[:, None]
+    query = tl.load(q + origin + at_q, mask=real, other=0.0)
     position = context - count + token
 
     # Keys [begin, whole) are visible to every row, [whole, end) to some.
@@ -73,12 +78,14 @@ def prefill_kernel(
         query, position, m, total, acc, k_cache, v_cache, table, kv_head, whole, end, scale, soft_cap,
         block_stride, slot_stride, head_stride, D, D_PAD, P, BLOCK_N, True, True, WINDOW, SOFT_CAP, TMA,
     )  # fmt: skip
-    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-    tl.store(out + at_q, acc.to(out.dtype.element_ty), mask=real)
+    acc = acc * (1.0 / tl.where(total > 0, total, 1.0))[:, None]  # one division per row, not per number
+    tl.store(out + origin + at_q, acc.to(out.dtype.element_ty), mask=real)
 
 
 def query_tiles(
-    query_lens: Sequence[int] | NDArray[np.integer], context_lens: Sequence[int] | NDArray[np.integer], tokens: int
+    query_lens: Sequence[int] | NDArray[np.integer],
+    context_lens: Sequence[int] | NDArray[np.integer],
+    tokens: int,
 ) -> NDArray[np.int32]:
     """The tiles of a batch, `[n, 2]` of (request, first query token), those that read most keys first.
 
@@ -108,15 +115,15 @@ def paged_prefill(
     out: Tensor | None = None,
     config: PrefillConfig | None = None,
 ) -> Tensor:
-    """Causal attention of ragged queries over the paged cache: `[T, H, D]`, rows outside the tiles untouched."""
+    """Causal attention of ragged queries over the paged cache: `[T, H, D]`; other rows stay as they are."""
     heads, d = q.shape[1:]
     _, block_size, kv_heads, _ = k_cache.shape
     d_pad = max(16, triton.next_power_of_2(d))
-    config = config or prefill_config(block_size, d_pad, q.element_size(), q.device)
+    config = config or prefill_config(d_pad, q.element_size(), q.device)
     out = torch.empty_like(q) if out is None else out
     if len(tiles) == 0:
         return out
-    k_arg, v_arg = (describe(k_cache, config.block_n), describe(v_cache, config.block_n)) if config.tma else (k_cache, v_cache)
+    k_arg, v_arg = (describe(c, config.block_n) if config.tma else c for c in (k_cache, v_cache))
     options = {"maxnreg": config.maxnreg} if config.maxnreg and q.is_cuda else {}
     prefill_kernel[(len(tiles), kv_heads)](
         out, q, k_arg, v_arg, block_tables, context_lens, query_starts, tiles,

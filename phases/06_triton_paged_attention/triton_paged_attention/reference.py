@@ -31,8 +31,8 @@ def paged_attention(
 ) -> Tensor:
     """Attention of ragged queries over a paged cache: `[T, H, D]` in float32.
 
-    Query `i` of a request with `n` queries and `c` keys stands at position `c - n + i` and sees the keys up to
-    its own position, and with a sliding window `w` only the last `w` of them.
+    Query `i` of a request with `n` queries and `c` keys stands at position `c - n + i` and sees the keys up
+    to its own position, and with a sliding window `w` only the last `w` of them.
     """
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     starts, contexts = query_starts.tolist(), context_lens.tolist()

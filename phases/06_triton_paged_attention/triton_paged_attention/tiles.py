@@ -7,27 +7,32 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def scores_log2(q, keys, scale, soft_cap, SOFT_CAP: tl.constexpr):
-    """Scores of a tile in units of log2(e), `q [M, D]` and `keys [N, D]` -> `[M, N]`.
+def raw_scores(q, keys, scale, soft_cap, SOFT_CAP: tl.constexpr):
+    """Scores of a tile, `q [M, D]` and `keys [N, D]` -> `[M, N]`, still to be multiplied by `unit`.
 
-    The GPU has an instruction for 2**x and none for e**x, so log2(e) goes into the scale once.
     "ieee" keeps float32 inputs from being rounded to tf32, and changes nothing for half precision.
     """
     s = tl.dot(q, tl.trans(keys), input_precision="ieee")
     if SOFT_CAP:
-        x = s * (scale / soft_cap)
-        s = (2.0 * tl.sigmoid(2.0 * x) - 1.0) * (soft_cap * LOG2_E)  # cap * tanh(x)
-    else:
-        s = s * (scale * LOG2_E)
+        s = 2.0 * tl.sigmoid(2.0 * (scale / soft_cap) * s) - 1.0  # tanh(score / cap)
     return s
 
 
 @triton.jit
-def fold(s, values, m, total, acc):
-    """One step of the online softmax: fold scores `s [M, N]` and `values [N, D]` into (m, total, acc)."""
-    new_m = tl.maximum(m, tl.max(s, axis=1))
+def unit(scale, soft_cap, SOFT_CAP: tl.constexpr):
+    """What turns raw scores into scores in units of log2(e): the GPU computes 2**x, not e**x."""
+    return (soft_cap if SOFT_CAP else scale) * LOG2_E
+
+
+@triton.jit
+def fold(s, values, m, total, acc, factor):
+    """One step of the online softmax: fold raw scores `s [M, N]` and `values [N, D]` into (m, total, acc).
+
+    Scaling inside the exponent makes one multiply-add of it per score instead of two operations.
+    """
+    new_m = tl.maximum(m, tl.max(s, axis=1) * factor)
     shrink = tl.exp2(m - new_m)
-    p = tl.exp2(s - new_m[:, None])
+    p = tl.exp2(s * factor - new_m[:, None])
     acc = tl.dot(p.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
     return new_m, total * shrink + tl.sum(p, axis=1), acc
 
@@ -42,8 +47,8 @@ def lookup(table, start, end, n, P: tl.constexpr, BLOCK_N: tl.constexpr):
         block = tl.load(table + start // P, mask=start < end, other=0)
     else:
         key = start + n
-        block = tl.load(table + key // P, mask=key < end, other=0)
-    return block.to(tl.int64)
+        block = tl.load(table + key // P, mask=key < end, other=0).to(tl.int64)  # as addresses need it
+    return block
 
 
 @triton.jit
@@ -56,29 +61,31 @@ def attend(
     D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Fold keys [low, high) of one request into (m, total, acc). Every attention kernel here is a call of this.
+    """Fold keys [low, high) of one request into (m, total, acc). Every attention kernel here is a call of
+    this.
 
-    Unless MASKED, `high - low` is a multiple of BLOCK_N and every row sees every key.
-    The block ids of the next tile are loaded while this one is computed and carried through the loop: loaded in
-    the iteration that needs them, they would halve the depth of the pipeline.
+    Unless MASKED, `high - low` is a multiple of BLOCK_N and every row sees every key. The block ids of the
+    next tile are loaded while this one is computed and carried through the loop: loaded in the iteration
+    that needs them, they would halve the depth of the pipeline.
     """
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, D_PAD)
+    factor = unit(scale, soft_cap, SOFT_CAP)
     block = lookup(table, low, high, n, P, BLOCK_N)
     for start in range(low, high, BLOCK_N):
         next_block = lookup(table, start + BLOCK_N, high, n, P, BLOCK_N)
         key = start + n
         if TMA:
-            slot = (block * P + start % P).to(tl.int32)
+            slot = block * P + start % P
             keys = k_cache.load([slot, kv_head * D])
             values = v_cache.load([slot, kv_head * D])
             if MASKED:
                 values = tl.where((key < high)[:, None], values, 0.0)  # 0 * NaN would be NaN
         else:
             if P % BLOCK_N == 0:
-                at = block * block_stride + (start % P) * slot_stride + n * slot_stride
+                at = block.to(tl.int64) * block_stride + (start % P) * slot_stride + n * slot_stride
             else:
-                at = block * block_stride + (key % P) * slot_stride
+                at = block.to(tl.int64) * block_stride + (key % P) * slot_stride
             at = at[:, None] + kv_head * head_stride + d[None, :]
             if MASKED:
                 mask = (key < high)[:, None] & (d < D)[None, :]
@@ -90,14 +97,12 @@ def attend(
             else:
                 keys = tl.load(k_cache + at)
                 values = tl.load(v_cache + at)
-        s = scores_log2(query, keys, scale, soft_cap, SOFT_CAP)
+        s = raw_scores(query, keys, scale, soft_cap, SOFT_CAP)
         if MASKED:
-            visible = (key < high)[None, :]
-            if CAUSAL:
-                visible = visible & (key[None, :] <= position[:, None])
+            visible = key[None, :] <= position[:, None] if CAUSAL else (key < high)[None, :]
             if WINDOW > 0:
                 visible = visible & (key[None, :] > position[:, None] - WINDOW)
             s = tl.where(visible, s, float("-inf"))
-        m, total, acc = fold(s, values, m, total, acc)
+        m, total, acc = fold(s, values, m, total, acc, factor)
         block = next_block
     return m, total, acc

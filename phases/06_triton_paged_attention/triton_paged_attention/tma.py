@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 def describe(cache: Tensor, block_n: int) -> TensorDescriptor:
-    """A layer's cache `[N, P, KH, D]`, seen as `[N * P, KH * D]`, read in tiles of `block_n` tokens of one head."""
+    """A layer's cache `[N, P, KH, D]`, as `[N * P, KH * D]` in tiles of `block_n` tokens of a head."""
     blocks, block_size, kv_heads, d = cache.shape
     shape, strides = [blocks * block_size, kv_heads * d], [kv_heads * d, 1]
     return TensorDescriptor(cache, shape, strides, [block_n, d])

@@ -1,7 +1,8 @@
-"""Tuned defaults, per architecture and shape: a table that can be read, not a search that happens to the user.
+"""Tuned defaults by shape: a table that can be read, not a search that happens to the user.
 
-The numbers for compute capability 9.0 come from `benchmarks/kernels/` on an H200. On other GPUs the same choices
-are made to fit: tiles and stages shrink until they fit the multiprocessor's shared memory.
+The numbers come from `benchmarks/kernels/` on an H200 (compute capability 9.0; `docs/kernels.md` has the
+sweeps). On other GPUs the same choices are made to fit: tiles and stages shrink until they fit the shared
+memory.
 """
 
 from __future__ import annotations
@@ -14,7 +15,12 @@ import torch
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """How the decode kernel runs: tokens per tile, warps, pipeline stages, splits, fewest tiles per split."""
+    """How the decode kernel runs.
+
+    block_n: tokens per tile. splits: programs that share one request and key/value head. min_share: fewest
+    tiles that a split gets. tma: copy tiles by the tensor memory accelerator (Hopper on; the block size
+    must be a multiple of `block_n` and the head size a power of two).
+    """
 
     block_n: int = 64
     num_warps: int = 4
@@ -26,7 +32,11 @@ class DecodeConfig:
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """How the prefill kernel runs: query rows and keys per tile, warps, stages, register cap (None: no cap)."""
+    """How the prefill kernel runs.
+
+    block_m: rows (query tokens times the heads of a group) per tile. block_n: keys per step.
+    maxnreg: registers per thread at most; 128 lets two programs of 8 warps share a multiprocessor.
+    """
 
     block_m: int = 128
     block_n: int = 64
@@ -44,44 +54,43 @@ def multiprocessors(device: torch.device) -> int:
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory one program may use."""
+    """Bytes of shared memory that one program may use; for the interpreter, Hopper's."""
     if device.type != "cuda":
-        return 232448
-    properties = torch.cuda.get_device_properties(device)
-    return int(getattr(properties, "shared_memory_per_block_optin", 49152))
+        return 232_448
+    # Torch's own stubs lack this property.
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin"))  # noqa: B009
 
 
 @cache
-def decode_config(
-    pairs: int, block_size: int, d_pad: int, itemsize: int, device: torch.device, max_context: int | None = None
-) -> DecodeConfig:
+def decode_config(pairs: int, d_pad: int, itemsize: int, device: torch.device) -> DecodeConfig:
     """Defaults for `pairs` (request, key/value head) pairs; `d_pad` and `itemsize` say how large a row is.
 
-    Two programs fit on a multiprocessor. From 3 programs each up, one split per pair is best; below that the
-    splits are what brings their number there.
+    With about 2 programs per multiprocessor the memory is busy. Fewer pairs than that are split. Many short
+    loads (32 tokens, 2 warps, 4 stages) hide the latency of a few programs best, larger tiles carry many
+    programs.
     """
-    config = DecodeConfig()
-    row = d_pad * itemsize
-    while config.block_n > 16 and 2 * config.block_n * row * 2 > shared_memory(device) // 2:
-        config = replace(config, block_n=config.block_n // 2)
-    while config.num_stages > 1 and 2 * config.block_n * row * config.num_stages > shared_memory(device) * 0.45:
-        config = replace(config, num_stages=config.num_stages - 1)
     wanted = 2 * multiprocessors(device)
-    splits = 1 if pairs * 4 > wanted * 3 else min(32, -(-wanted // pairs))
-    return replace(config, splits=splits)
+    splits = 1 if 4 * pairs > 3 * wanted else min(32, -(-wanted // pairs))
+    small = pairs <= 4 * wanted
+    config = DecodeConfig(32, 2, 4, splits) if small else DecodeConfig(64, 4, 3, splits)
+    row = 2 * d_pad * itemsize  # of keys and values
+    budget = shared_memory(device) // 2
+    while config.num_stages > 1 and row * config.block_n * config.num_stages > budget:
+        config = replace(config, num_stages=config.num_stages - 1)
+    while config.block_n > 16 and row * config.block_n * config.num_stages > budget:
+        config = replace(config, block_n=config.block_n // 2)
+    return config
 
 
 @cache
-def prefill_config(
-    block_size: int, d_pad: int, itemsize: int, device: torch.device, mean_context: int | None = None
-) -> PrefillConfig:
-    """Defaults for prefill tiles."""
-    config = PrefillConfig()
+def prefill_config(d_pad: int, itemsize: int, device: torch.device) -> PrefillConfig:
+    """Defaults for a head of `d_pad` numbers of `itemsize` bytes.
+
+    Up to 256 bytes a row: two programs of 8 warps per multiprocessor, which fill each other's pauses between
+    matrix products and softmax. Larger heads take smaller tiles.
+    """
     row = d_pad * itemsize
-    if d_pad * itemsize > 256:
-        config = PrefillConfig(block_m=64, block_n=32, num_warps=4, num_stages=2)
-    while config.num_stages > 1 and row * (config.block_m + 2 * config.block_n * config.num_stages) > shared_memory(
-        device
-    ):
-        config = replace(config, num_stages=config.num_stages - 1)
+    config = PrefillConfig(128, 64, 8, 2, maxnreg=128) if row <= 256 else PrefillConfig(64, 32, 4, 2)
+    while config.block_n > 16 and row * (config.block_m + 2 * config.block_n * 2) > shared_memory(device):
+        config = replace(config, block_n=config.block_n // 2, block_m=max(16, config.block_m // 2))
     return config

@@ -1,0 +1,124 @@
+"""The seam's object over the paged pool whose kernels read the blocks where they lie."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from common.errors import UserError
+from continuous.batch import upload
+from forward.attention import LayerSpec
+from paged_cache import BlockPool, PagedAttention, TorchPagedAttention
+from triton_paged_attention.decode import Workspace, paged_decode
+from triton_paged_attention.kv_store import kv_store
+from triton_paged_attention.prefill import paged_prefill, query_tiles
+from triton_paged_attention.tuning import multiprocessors, prefill_config
+
+Backend = Literal["torch", "triton"]
+TILE_ROWS = 16
+"""Rows of the decode kernel's tile: a request with at most `16 / GROUP` new tokens goes through it."""
+
+
+def check_backend(name: str, value: str) -> None:
+    """Raise `UserError` unless `value` is a backend."""
+    if value not in ("torch", "triton"):
+        raise UserError(f"{name} is {value!r}, but must be 'torch' or 'triton'")
+
+
+class TritonPagedAttention(PagedAttention):
+    """Requests with a few new tokens go through the decode kernel, the others through the prefill kernel.
+
+    Args:
+        pool: the cache. num_heads: query heads of the model, `H`. prefill, decode: which backend computes
+        each kind. With one of each, a step that has both kinds computes
+            all of it in torch first; such mixtures are for comparisons, not for speed.
+
+    A step of decodes alone allocates nothing and uploads nothing in `begin`, so that it can be captured.
+    """
+
+    def __init__(
+        self, pool: BlockPool, num_heads: int, *, prefill: Backend = "triton", decode: Backend = "triton"
+    ) -> None:
+        check_backend("attention_prefill", prefill)
+        check_backend("attention_decode", decode)
+        super().__init__(pool)
+        self.prefill, self.decode = prefill, decode
+        self._torch = TorchPagedAttention(pool)
+        device, (kv_heads, d) = pool.data.device, pool.data.shape[-2:]
+        self._group = num_heads // kv_heads
+        self._most_queries = max(1, TILE_ROWS // self._group)
+        d_pad = max(16, triton.next_power_of_2(d))
+        self._prefill_config = prefill_config(d_pad, pool.data.element_size(), device)
+        # Only launches of few pairs split, so this bounds pairs * splits * rows: see `decode_config`.
+        pairs = 4 * multiprocessors(device) + kv_heads
+        rows = triton.next_power_of_2(self._most_queries) * self._group
+        self._workspace = Workspace(pairs * rows, d_pad, device)
+
+    @property
+    def stores_early(self) -> bool:
+        """Whether keys and values may be in the pool before the call; torch's prefill wants them in hand."""
+        return self.prefill == self.decode == "triton"
+
+    def plan(self) -> None:
+        """Sort the requests into the two kinds, and cut the longer ones into query tiles."""
+        host = self.batch.host
+        short = host.query_lens <= self._most_queries
+        decodes = short & (self.decode == "triton")
+        longer = ~short & (self.prefill == "triton")
+        self._needs_torch = not (decodes | longer).all()
+        if self._needs_torch:
+            self._torch.begin(self.batch)
+        self._max_queries = int(host.query_lens[decodes].max(initial=0))
+        self._only: Tensor | None = None  # the requests that are decodes; None: all
+        self._tiles: Tensor | None = None
+        if not decodes.all():
+            tokens = self._prefill_config.block_m // self._group
+            tiles = query_tiles(np.where(longer, host.query_lens, 0), host.context_lens, tokens)
+            members = np.flatnonzero(decodes).astype(np.int32)
+            self._only, self._tiles = upload(self.batch.positions.device, np.int32, members, tiles)
+
+    def store(self, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None:
+        """See `PagedAttention.store`."""
+        kv_store(k, v, k_cache, v_cache, self.batch.slots)
+
+    def attend(
+        self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor
+    ) -> Tensor:
+        """See `PagedAttention.attend`. Unless a backend is torch, `k` and `v` are not read."""
+        batch, q = self.batch, q.contiguous()
+        if self._needs_torch:
+            out = self._torch.attend(layer, q, k, v, k_cache, v_cache)
+        else:
+            out = torch.empty_like(q)
+        cache = (k_cache, v_cache, batch.block_tables, batch.context_lens)
+        if self._max_queries:
+            one_each = self._only is None and self._max_queries == 1
+            paged_decode(
+                q,
+                *cache,
+                scale=layer.scale,
+                sliding_window=layer.sliding_window,
+                soft_cap=layer.soft_cap,
+                query_starts=None if one_each else batch.query_starts,
+                max_queries=self._max_queries,
+                requests=self._only,
+                out=out,
+                workspace=self._workspace,
+            )
+        if self._tiles is not None:
+            paged_prefill(
+                q,
+                *cache,
+                batch.query_starts,
+                self._tiles,
+                scale=layer.scale,
+                sliding_window=layer.sliding_window,
+                soft_cap=layer.soft_cap,
+                out=out,
+                config=self._prefill_config,
+            )
+        return out

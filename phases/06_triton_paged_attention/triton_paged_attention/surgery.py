@@ -1,0 +1,231 @@
+"""Replace a loaded model's layers by fused ones. The model's own code stays as phase 01 wrote it.
+
+Each kind of layer is a choice of its own (`Backends`), so that a benchmark can switch one at a time.
+`optimize` returns a new model that shares the given one's weights; the given one is not touched.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from forward.attention import Attention
+from forward.layers import GatedMLP, RMSNorm
+from forward.model import Model
+from forward.models.gemma3 import Gemma3RMSNorm
+from forward.models.llama import LlamaAttention, LlamaBlock
+from forward.rope import apply_rope
+from triton_paged_attention.activation import KINDS, gated
+from triton_paged_attention.attention import Backend, TritonPagedAttention, check_backend
+from triton_paged_attention.norms import add_rms_norm, rms_norm
+from triton_paged_attention.rope import norm_rope
+
+
+@dataclass(frozen=True)
+class Backends:
+    """Who computes what: plain `torch` as in phase 01, or the kernels of this phase.
+
+    norms: RMSNorm, and the residual addition before it where the block allows.
+    rope: query and key norm, RoPE and KV store in one kernel.
+    activation: SwiGLU and GeGLU.
+    projections: one matrix product for queries, keys and values, one for gate and up.
+    """
+
+    norms: Backend = "triton"
+    rope: Backend = "triton"
+    activation: Backend = "triton"
+    projections: Backend = "triton"
+
+    def __post_init__(self) -> None:
+        """Refuse what is no backend."""
+        for field in fields(self):
+            check_backend(field.name, getattr(self, field.name))
+
+
+class Stream(NamedTuple):
+    """The residual stream between two blocks, its last addition still to be done by whoever normalizes it."""
+
+    total: Tensor
+    delta: Tensor
+
+
+class FusedRMSNorm(nn.Module):
+    """`RMSNorm` or `Gemma3RMSNorm` in one kernel, with the pending addition of a `Stream` if there is one."""
+
+    def __init__(self, norm: RMSNorm | Gemma3RMSNorm) -> None:
+        super().__init__()
+        self.weight, self.eps = norm.weight, norm.eps
+        self.one_plus = isinstance(norm, Gemma3RMSNorm)
+
+    def forward(self, x: Tensor | Stream) -> Tensor:
+        """`[..., size]` -> `[..., size]`."""
+        if isinstance(x, Stream):
+            return self.add(x.total, x.delta)[1]
+        return rms_norm(x, self.weight, self.eps, one_plus=self.one_plus)
+
+    def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum, and the sum normalized."""
+        return add_rms_norm(x, delta, self.weight, self.eps, one_plus=self.one_plus)
+
+
+class FusedBlock(nn.Module):
+    """A `LlamaBlock` that leaves its last addition to the next norm."""
+
+    input_layernorm: FusedRMSNorm
+    self_attn: nn.Module
+    post_attention_layernorm: FusedRMSNorm
+    mlp: nn.Module
+
+    def __init__(self, block: LlamaBlock) -> None:
+        super().__init__()
+        for name, part in block.named_children():
+            setattr(self, name, part)
+
+    def forward(self, x: Tensor | Stream, cos_sin: tuple[Tensor, Tensor], attention: Attention) -> Stream:
+        """See `LlamaBlock.forward`."""
+        if isinstance(x, Stream):
+            total, normed = self.input_layernorm.add(x.total, x.delta)
+        else:
+            total, normed = x, self.input_layernorm(x)
+        total, normed = self.post_attention_layernorm.add(total, self.self_attn(normed, cos_sin, attention))
+        return Stream(total, self.mlp(normed))
+
+
+class FusedLinear(nn.Module):
+    """Several linear layers of one input as one matrix product, their outputs end to end."""
+
+    def __init__(self, *parts: nn.Linear) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.cat(tuple(part.weight for part in parts)), requires_grad=False)
+        biases = [part.bias for part in parts if part.bias is not None]
+        self.bias = nn.Parameter(torch.cat(tuple(biases)), requires_grad=False) if biases else None
+        assert len(biases) in (0, len(parts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., in]` -> `[..., sum of outs]`."""
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+class SideBySide(nn.Module):
+    """The same function with the layers apart, for comparison."""
+
+    def __init__(self, *parts: nn.Linear) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., in]` -> `[..., sum of outs]`."""
+        return torch.cat([part(x) for part in self.parts], dim=-1)
+
+
+class FusedAttention(nn.Module):
+    """`LlamaAttention` and its descendants with one projection, and one kernel from it to the seam."""
+
+    def __init__(self, old: LlamaAttention, backends: Backends) -> None:
+        super().__init__()
+        self.spec, self.o_proj = old.spec, old.o_proj
+        join = FusedLinear if backends.projections == "triton" else SideBySide
+        self.qkv_proj = join(old.q_proj, old.k_proj, old.v_proj)
+        self.fused = backends.rope == "triton"
+        self.q_norm, self.k_norm = (getattr(old, name, None) for name in ("q_norm", "k_norm"))
+        self.one_plus = isinstance(self.q_norm, Gemma3RMSNorm)
+
+    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
+        """See `LlamaAttention.forward`."""
+        qkv = self.qkv_proj(x)
+        out = (self._fused if self.fused else self._apart)(qkv, cos_sin, attention)
+        return self.o_proj(out.reshape(*x.shape[:-1], -1))
+
+    def _fused(self, qkv: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
+        """With this phase's attention, keys and values go straight to the pool."""
+        spec, norm = self.spec, None
+        if self.q_norm is not None and self.k_norm is not None:
+            norm = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        early = attention if isinstance(attention, TritonPagedAttention) and attention.stores_early else None
+        q, k, v = norm_rope(
+            qkv.flatten(0, -2),
+            *(part.reshape(-1, spec.head_dim) for part in cos_sin),
+            heads=spec.num_heads,
+            kv_heads=spec.num_kv_heads,
+            norm=norm,
+            one_plus=self.one_plus,
+            cache=None if early is None else (*early.pool.layers[spec.index], early.batch.slots),
+        )
+        if early is not None:
+            return early.attend(spec, q, k, v, k, v)
+        return attention(spec, *(part.unflatten(0, qkv.shape[:-1]) for part in (q, k, v)))
+
+    def _apart(self, qkv: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
+        """Phase 01's norms and RoPE."""
+        spec = self.spec
+        heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+        parts = qkv.split([n * spec.head_dim for n in heads], dim=-1)
+        q, k, v = (part.unflatten(-1, (n, spec.head_dim)) for part, n in zip(parts, heads, strict=True))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return attention(spec, apply_rope(q, cos_sin), apply_rope(k, cos_sin), v)
+
+
+class FusedMLP(nn.Module):
+    """`GatedMLP` with gate and up in one matrix product, and the activation in one kernel."""
+
+    def __init__(self, old: GatedMLP, kind: str, backends: Backends) -> None:
+        super().__init__()
+        join = FusedLinear if backends.projections == "triton" else SideBySide
+        self.gate_up_proj, self.down_proj = join(old.gate_proj, old.up_proj), old.down_proj
+        self.act, self.kind = old.act, kind
+        self.fused = backends.activation == "triton"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., hidden]` -> `[..., hidden]`."""
+        both = self.gate_up_proj(x)
+        if self.fused:
+            return self.down_proj(gated(both, self.kind))
+        gate, up = both.chunk(2, dim=-1)
+        return self.down_proj(self.act(gate) * up)
+
+
+def clone(model: Model) -> Model:
+    """A copy of the modules that shares every parameter and buffer with the original."""
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, shared)
+
+
+def optimize(model: Model, backends: Backends | None = None) -> Model:
+    """The same model with this phase's layers in the places of phase 01's.
+
+    GPT-2 has LayerNorm, no RoPE and no gate: it keeps its layers, and gains by attention alone.
+    """
+    chosen = backends or Backends()
+    model = clone(model)
+    kind = model.config.activation
+    if "triton" in (chosen.rope, chosen.projections):
+        _replace(model, LlamaAttention, lambda old: FusedAttention(old, chosen))
+    if "triton" in (chosen.activation, chosen.projections) and kind in KINDS:
+        _replace(model, GatedMLP, lambda old: FusedMLP(old, kind, chosen))
+    if chosen.norms == "triton":
+        if chosen.rope == "torch":  # or the kernel above takes care of the heads' norms
+            _replace(model, (RMSNorm, Gemma3RMSNorm), FusedRMSNorm)
+        else:
+            _replace(model, (RMSNorm, Gemma3RMSNorm), FusedRMSNorm, skip=FusedAttention)
+        _replace(model, LlamaBlock, FusedBlock)
+    return model
+
+
+def _replace(
+    model: Model,
+    kind: type[nn.Module] | tuple[type[nn.Module], ...],
+    make: Callable[[Any], nn.Module],
+    skip: type[nn.Module] | None = None,
+) -> None:
+    """Put `make(module)` in the place of every module of a kind, except those whose owner is a `skip`."""
+    for name, module in list(model.named_modules()):
+        owner, _, last = name.rpartition(".")
+        holder = model.get_submodule(owner)
+        if isinstance(module, kind) and not (skip is not None and isinstance(holder, skip)):
+            setattr(holder, last, make(module))
