@@ -28,7 +28,6 @@ from common.sampler_rows import (
     Plan,
     SamplerRows,
 )
-from common.sampling_params import GREEDY_BELOW
 
 __all__ = ["Feature", "HostSampled", "Plan", "Sampled", "Sampler"]
 
@@ -162,7 +161,7 @@ class Sampler(SamplerRows):
         temperature = floats[:, TEMPERATURE, None]  # [B, 1]
         largest = logits.gather(1, best.unsqueeze(1))  # [B, 1]
         # Subtract first: then a small temperature divides differences, all at most 0, and nothing overflows.
-        weights = (logits - largest).div_(temperature.clamp(min=GREEDY_BELOW)).exp_()  # [B, V] in [0, 1]
+        weights = (logits - largest).div_(temperature).exp_()  # [B, V] in [0, 1]
         integers = ops.to_integers(weights)  # [B, V]
         if Feature.MIN_P in features:
             integers = torch.where(weights >= floats[:, MIN_P, None], integers, 0)
@@ -171,7 +170,7 @@ class Sampler(SamplerRows):
             top_p = ints[:, TOP_P, None] if Feature.TOP_P in features else None
             integers = ops.truncate(weights, integers, top_k, top_p)
         drawn = ops.draw(integers, ops.random_bits(ints[:, KEY], steps))
-        # A largest logit that is NaN or infinite leaves no distribution to draw from; the argmax is still a
-        # token. A plan for any rows brings rows without a temperature here, too.
+        # What was drawn means nothing where the largest logit is NaN or infinite, or where the temperature is 0
+        # (a plan for any rows brings greedy ones here too); the argmax is always a token.
         usable = (temperature > 0) & largest.isfinite()
         return torch.where(usable.squeeze(1), drawn, best)

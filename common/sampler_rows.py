@@ -188,7 +188,7 @@ class SamplerRows:
 
     def _draws(self, features: NDArray[np.int64]) -> Iterator[Draw]:
         random, truncated = features & int(Feature.RANDOM) != 0, features & int(TRUNCATION) != 0
-        for chosen in (random & ~truncated, random & truncated):
+        for chosen in (random & ~truncated, truncated):
             places = np.flatnonzero(chosen)
             for first in range(0, len(places), self._at_once):
                 part = places[first : first + self._at_once]

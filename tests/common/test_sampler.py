@@ -657,7 +657,9 @@ def test_rows_are_drawn_with_those_that_need_the_same() -> None:
 def test_a_plan_for_any_rows_chooses_the_same_tokens() -> None:
     rng, vocab_size, count = np.random.default_rng(9), 120, 25
     requests = [random_request(rng, vocab_size) for _ in range(count)]
+    requests[3]["params"] = SamplingParams()
     logits = torch.tensor(rng.normal(size=(count, vocab_size)), dtype=torch.float32)
+    logits[3] = 0  # every token is as likely as the first
     steps = torch.zeros(count, dtype=torch.int64)
     one, other = sampler_for(requests, vocab_size), sampler_for(requests, vocab_size)
     rows, rows_host = torch.arange(count), list(range(count))
