@@ -346,7 +346,13 @@ def draw(evidence: Evidence, out: Path) -> None:
     )
     attention.set_title(f"A layer's attention, {batch} decodes")
     attention.set_ylabel("µs")
-    lines(evidence.find(same="requests"), x="requests", metric="kv_cache_bytes", axes=memory, log_x=True)
-    memory.set_yscale("log", base=10)
+    lines(
+        evidence.find(same="requests"),
+        x="requests",
+        metric="kv_cache_bytes",
+        axes=memory,
+        log_x=True,
+        log_y=True,
+    )
     memory.set_title("Memory held")
     save(figure, out, evidence)
