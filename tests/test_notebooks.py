@@ -1,0 +1,84 @@
+"""The notebooks as files: complete, clean, run from top to bottom. `pytest --nbval` compares their outputs."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phases import ROOT
+
+FOLDER = ROOT / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+MACHINE = re.compile(r"/(?:home|Users|root|tmp|work|usr)/|[A-Z]:\\\\|site-packages")
+WITH_EXERCISES = {"01_forward", "02_kv_cache", "03_batching"}
+HEX = re.compile(r"[0-9a-f]{8,}")
+
+
+def read(path: Path) -> dict[str, Any]:
+    notebook: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return notebook
+
+
+def code_cells(path: Path) -> list[dict[str, Any]]:
+    return [cell for cell in read(path)["cells"] if cell["cell_type"] == "code"]
+
+
+def test_the_first_three_phases_have_one() -> None:
+    assert WITH_EXERCISES <= {path.stem for path in NOTEBOOKS}
+    assert all((ROOT / "phases" / path.stem / "README.md").exists() for path in NOTEBOOKS)
+
+
+def test_the_list_names_every_notebook() -> None:
+    text = (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert [path.name for path in NOTEBOOKS if f"({path.name})" not in text] == []
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+class TestNotebook:
+    def test_format_and_metadata(self, path: Path) -> None:
+        notebook = read(path)
+        assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+        assert notebook["metadata"]["kernelspec"]["name"] == "python3"
+        # A version or an editor's state would change with every machine that saves the file.
+        assert set(notebook["metadata"]) <= {"kernelspec", "language_info"}
+        assert set(notebook["metadata"]["language_info"]) == {"name"}
+        assert all(cell["metadata"] == {} for cell in notebook["cells"])
+
+    def test_cells_have_readable_ids(self, path: Path) -> None:
+        ids = [cell["id"] for cell in read(path)["cells"]]
+        assert len(ids) == len(set(ids))
+        assert [name for name in ids if HEX.fullmatch(name)] == []
+
+    def test_was_run_from_top_to_bottom_without_errors(self, path: Path) -> None:
+        cells = code_cells(path)
+        assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+        outputs = [output for cell in cells for output in cell["outputs"]]
+        assert [o for o in outputs if o["output_type"] == "error" or o.get("name") == "stderr"] == []
+
+    def test_every_print_has_its_output(self, path: Path) -> None:
+        silent = [c["id"] for c in code_cells(path) if re.search(r"^print\(", "".join(c["source"]), re.M)]
+        assert silent and [c["id"] for c in code_cells(path) if c["id"] in silent and not c["outputs"]] == []
+
+    def test_times_are_not_compared(self, path: Path) -> None:
+        for cell in code_cells(path):
+            source = "".join(cell["source"])
+            if re.search(r"itl_ms|ttft_ms|perf_counter|\.arrival", source):
+                assert source.startswith("# NBVAL_IGNORE_OUTPUT"), cell["id"]
+
+    def test_names_no_machine(self, path: Path) -> None:
+        assert MACHINE.search(path.read_text(encoding="utf-8")) is None
+
+    def test_exercises_come_last_and_fold_their_hints(self, path: Path) -> None:
+        cells = read(path)["cells"]
+        at = [i for i, cell in enumerate(cells) if "## Exercises" in "".join(cell["source"])]
+        assert len(at) == 1 or (not at and path.stem not in WITH_EXERCISES)
+        if not at:
+            return
+        rest = cells[at[0] :]
+        assert [cell["cell_type"] for cell in rest] == ["markdown", "code"] * (len(rest) // 2)
+        assert 2 <= len(rest) // 2 <= 3
+        assert all("<details>" in "".join(cell["source"]) for cell in rest[::2])
