@@ -103,7 +103,7 @@ def prefill(batch: Batch, config: PrefillConfig, **options: float | int | None) 
         DEVICE
     )
     out = torch.full_like(batch.q, float("nan"))
-    paged_prefill(*batch.arguments, batch.query_starts, tiles, scale=0.2, out=out, config=config, **options)  # type: ignore[arg-type,misc]
+    paged_prefill(*batch.arguments[:4], tiles, scale=0.2, out=out, config=config, **options)  # type: ignore[arg-type,misc]
     return out
 
 
@@ -201,10 +201,16 @@ def test_prefill_over_head_shapes_and_block_sizes(block: int, heads: tuple[int, 
 def test_query_tiles_cover_every_token_once_and_longest_first() -> None:
     queries, contexts = [1, 0, 70, 33], [50, 9, 70, 200]
     tiles = query_tiles(queries, contexts, 32)
-    seen = sorted((int(r), int(f) + i) for r, f in tiles for i in range(32) if f + i < queries[r])
-    assert seen == [(r, t) for r, n in enumerate(queries) for t in range(n)]
-    reads = [contexts[r] - queries[r] + f + 32 for r, f in tiles]
+    rows = sorted(int(first) + i for _, first, count, _ in tiles for i in range(count))
+    assert rows == list(range(sum(queries)))
+    starts = np.cumsum(queries) - queries
+    for request, first, count, position in tiles:
+        assert 0 < count <= 32
+        assert position - (first - starts[request]) == contexts[request] - queries[request]
+    reads = [position + count for _, _, count, position in tiles]
     assert reads == sorted(reads, reverse=True)
+    only = query_tiles(queries, contexts, 32, np.array([False, False, True, False]))
+    assert sorted(only[:, 1]) == [1, 33, 65] and (only[:, 0] == 2).all()
 
 
 def test_defaults_fill_the_gpu_and_fit_its_memory() -> None:

@@ -77,7 +77,7 @@ class TritonPagedAttention(PagedAttention):
         self._tiles: Tensor | None = None
         if not decodes.all():
             tokens = self._prefill_config.block_m // self._group
-            tiles = query_tiles(np.where(longer, host.query_lens, 0), host.context_lens, tokens)
+            tiles = query_tiles(host.query_lens, host.context_lens, tokens, longer)
             members = np.flatnonzero(decodes).astype(np.int32)
             self._only, self._tiles = upload(self.batch.positions.device, np.int32, members, tiles)
 
@@ -112,8 +112,9 @@ class TritonPagedAttention(PagedAttention):
         if self._tiles is not None:
             paged_prefill(
                 q,
-                *cache,
-                batch.query_starts,
+                k_cache,
+                v_cache,
+                batch.block_tables,
                 self._tiles,
                 scale=layer.scale,
                 sliding_window=layer.sliding_window,

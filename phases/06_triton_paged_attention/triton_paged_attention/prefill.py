@@ -29,36 +29,31 @@ from .tuning import PrefillConfig, prefill_config
 @triton.jit(do_not_specialize=["table_stride"])
 def prefill_kernel(
     out, q,  # [T, H, D]
-    k_cache, v_cache, block_tables, context_lens, query_starts,
-    tiles,  # [number of tiles, 2]: request, first query token within it
+    k_cache, v_cache, block_tables,
+    tiles,  # [number of tiles, 4], see query_tiles
     scale, soft_cap, table_stride, block_stride, slot_stride, head_stride,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
     """One program per query tile and key/value head."""
-    TOKENS: tl.constexpr = BLOCK_M // GROUP
     tile, kv_head = tl.program_id(0), tl.program_id(1)
-    request = tl.load(tiles + 2 * tile)
-    first = tl.load(tiles + 2 * tile + 1)
-    first_row = tl.load(query_starts + request)
-    count = tl.load(query_starts + request + 1) - first_row
-    context = tl.load(context_lens + request)
+    request = tl.load(tiles + 4 * tile)
+    first_row = tl.load(tiles + 4 * tile + 1)
+    tokens = tl.load(tiles + 4 * tile + 2)
+    first_position = tl.load(tiles + 4 * tile + 3)
 
     row = tl.arange(0, BLOCK_M)
     d = tl.arange(0, D_PAD)
-    token = first + row // GROUP
-    origin = ((first_row + first).to(tl.int64) * H + kv_head * GROUP) * D  # of the tile's first row
-    at_q = ((row // GROUP) * H + row % GROUP)[:, None] * D + d[None, :]
-    real = (token < count)[:, None] & (d < D)[None, :]
-    if BLOCK_M % GROUP != 0:
-        real = real & (row < TOKENS * GROUP)[:, None]
+    token = row // GROUP
+    origin = (first_row.to(tl.int64) * H + kv_head * GROUP) * D
+    at_q = (token * H + row % GROUP)[:, None] * D + d[None, :]
+    real = (token < tokens)[:, None] & (d < D)[None, :]
     query = tl.load(q + origin + at_q, mask=real, other=0.0)
-    position = context - count + token
+    position = first_position + token
 
     # Keys [begin, whole) are visible to every row, [whole, end) to some.
-    first_position = context - count + first
-    end = tl.minimum(first_position + TOKENS, context)
+    end = first_position + tokens
     if WINDOW > 0:  # the window's edge runs through the first tiles, so mask them all
         begin = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
         whole = begin
@@ -86,18 +81,25 @@ def query_tiles(
     query_lens: Sequence[int] | NDArray[np.integer],
     context_lens: Sequence[int] | NDArray[np.integer],
     tokens: int,
+    only: NDArray[np.bool_] | None = None,
 ) -> NDArray[np.int32]:
-    """The tiles of a batch, `[n, 2]` of (request, first query token), those that read most keys first.
+    """The tiles of a batch, `[n, 4]`, those that read most keys first, each of at most `tokens` query tokens.
 
-    `tokens` is the number of query tokens in a tile. Pure numpy, no loop over requests: it runs every step.
+    `only [B]` picks requests; the others have no tiles. A tile is (request, row of its first query token in
+    the ragged batch, query tokens, position of the first): all that a program must know, so that it starts
+    with one load instead of a chain of them. Pure numpy without a loop over requests, since it runs every
+    step.
     """
     lens = np.asarray(query_lens, dtype=np.int64)
-    per_request = -(-lens // tokens)
+    starts = np.cumsum(lens) - lens
+    per_request = -(-lens // tokens) if only is None else np.where(only, -(-lens // tokens), 0)
     request = np.repeat(np.arange(len(lens)), per_request)
     nth = np.arange(len(request)) - np.repeat(np.cumsum(per_request) - per_request, per_request)
-    last_key = np.asarray(context_lens, dtype=np.int64)[request] - lens[request] + (nth + 1) * tokens
-    order = np.argsort(-last_key, kind="stable")
-    return np.stack([request, nth * tokens], axis=1)[order].astype(np.int32)
+    first = nth * tokens
+    count = np.minimum(lens[request] - first, tokens)
+    position = np.asarray(context_lens, dtype=np.int64)[request] - lens[request] + first
+    tiles = np.stack([request, starts[request] + first, count, position], axis=1)
+    return tiles[np.argsort(-(position + count), kind="stable")].astype(np.int32)
 
 
 def paged_prefill(
@@ -105,9 +107,7 @@ def paged_prefill(
     k_cache: Tensor,  # [N, P, KH, D]
     v_cache: Tensor,
     block_tables: Tensor,  # [B, max_blocks] int32
-    context_lens: Tensor,  # [B] int32
-    query_starts: Tensor,  # [B + 1] int32
-    tiles: Tensor,  # [n, 2] int32, from query_tiles with the same config
+    tiles: Tensor,  # [n, 4] int32, from query_tiles with the same config's block_m // (H / KH)
     *,
     scale: float,
     sliding_window: int | None = None,
@@ -126,7 +126,7 @@ def paged_prefill(
     k_arg, v_arg = (describe(c, config.block_n) if config.tma else c for c in (k_cache, v_cache))
     options = {"maxnreg": config.maxnreg} if config.maxnreg and q.is_cuda else {}
     prefill_kernel[(len(tiles), kv_heads)](
-        out, q, k_arg, v_arg, block_tables, context_lens, query_starts, tiles,
+        out, q, k_arg, v_arg, block_tables, tiles,
         scale, soft_cap or 1.0, block_tables.stride(0), *k_cache.stride()[:3],
         H=heads, GROUP=heads // kv_heads, D=d, D_PAD=d_pad, P=block_size,
         WINDOW=sliding_window or 0, SOFT_CAP=soft_cap is not None,

@@ -1,0 +1,326 @@
+"""Paged attention by itself: every version of the decode kernel, the prefill kernel, and what others reach.
+
+Workload `paged-decode-attention`: one new token for each request; `bandwidth_fraction` is the share of the
+read ceiling at which keys and values are read. Workload `paged-prefill-attention`: whole prompts;
+`flop_fraction` is the share of the matrix product ceiling. Times are of graph replays over blocks that no
+cache holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.kernels.harness import Case, graph_seconds, make_case
+from common.errors import UserError
+from common.evidence import BenchOptions, Evidence, Metric, Roofline, Run, collect
+from common.plotting import panels, reference_line, save
+from common.roofline import Ceilings, ceilings
+from continuous.batch import HostBatch
+from forward.attention import LayerSpec
+from paged_cache import PagedBatch, TorchPagedAttention
+from triton_paged_attention.decode import Workspace, paged_decode
+from triton_paged_attention.decode_v1 import paged_decode_v1
+from triton_paged_attention.decode_v2 import paged_decode_v2
+from triton_paged_attention.decode_v3 import paged_decode_v3
+from triton_paged_attention.prefill import paged_prefill, query_tiles
+from triton_paged_attention.reference import gather
+from triton_paged_attention.tuning import prefill_config
+
+NAME = "paged_attention"
+HEADS = {"qwen3-0.6b": (16, 8), "qwen3-8b": (32, 8)}
+Call = Callable[[Tensor], Tensor]
+"""One attention over one of a case's block tables."""
+
+
+def serving_contexts() -> list[int]:
+    """256 requests in the middle of `offline-256`: 100 to 1,800 keys."""
+    generator = random.Random(0)
+    return [generator.randint(100, 1800) for _ in range(256)]
+
+
+def decode_cases() -> dict[str, list[int]]:
+    """Contexts by name."""
+    return {
+        "1x512": [512],
+        "1x4096": [4096],
+        "1x16384": [16384],
+        "4x2048": [2048] * 4,
+        "32x512": [512] * 32,
+        "32x1024": [1024] * 32,
+        "32x2048": [2048] * 32,
+        "128x1024": [1024] * 128,
+        "256x100-1800": serving_contexts(),
+    }
+
+
+PREFILL_CASES = {"2x8192": [8192] * 2, "16x1024": [1024] * 16}
+
+
+def run(options: BenchOptions) -> Evidence:
+    """Every kernel on every case; correctness against float32 first."""
+    if options.device.type != "cuda":
+        raise UserError(f"device is {options.device.type!r}, but kernels are timed on 'cuda' only")
+    top = ceilings(options.device, options.dtype)
+    bench = Bench(options, top)
+    runs = [*bench.decode(), *bench.prefill()]
+    return collect(NAME, runs, options.device, top.to_json())
+
+
+class Bench:
+    """The cases and how they are measured."""
+
+    def __init__(self, options: BenchOptions, top: Ceilings) -> None:
+        self.options, self.top = options, top
+        self.repeats = 3 if options.quick else 9
+
+    def decode(self) -> Iterator[Run]:
+        """All versions at block size 16; the last one at 64 and 256 too."""
+        for model, (heads, kv_heads) in HEADS.items():
+            for name, contexts in decode_cases().items():
+                if self.options.quick and name not in ("1x4096", "32x1024"):
+                    continue
+                for block in (16, 64, 256):
+                    case = make_case(
+                        contexts, heads=heads, kv_heads=kv_heads, block_size=block, dtype=self.options.dtype
+                    )
+                    for variant, call in decode_variants(case, name, block).items():
+                        yield self.measure(case, call, variant, model, "paged-decode-attention", name, block)
+                    del case
+
+    def prefill(self) -> Iterator[Run]:
+        """The kernel at three block sizes, and torch's kernels on contiguous tensors."""
+        for model, (heads, kv_heads) in HEADS.items():
+            for name, contexts in PREFILL_CASES.items():
+                for block in (16, 64, 256):
+                    case = make_case(
+                        contexts,
+                        contexts,
+                        heads=heads,
+                        kv_heads=kv_heads,
+                        block_size=block,
+                        dtype=self.options.dtype,
+                        sets=2,
+                    )
+                    variants: dict[str, Call] = {"06_triton_paged_attention": prefill_call(case)}
+                    if block == 16:
+                        variants |= contiguous_calls(case)
+                    for variant, call in variants.items():
+                        yield self.measure(case, call, variant, model, "paged-prefill-attention", name, block)
+                    del case
+
+    def measure(
+        self, case: Case, call: Call, variant: str, model: str, workload: str, name: str, block: int
+    ) -> Run:
+        """Check, then time."""
+        out = call(case.tables[0])
+        wanted = oracle(case)
+        error = float((out.float() - wanted).norm() / wanted.norm())
+        limit = 1e-4 if self.options.dtype == torch.float32 else 1e-2
+        if not error < limit:
+            raise UserError(
+                f"{variant} on {name} has a relative error of {error:.1e}, but {limit} is allowed"
+            )
+        samples = graph_seconds([partial(call, table) for table in case.tables], repeats=self.repeats)
+        decode = workload == "paged-decode-attention"
+        work = case.kv_bytes if decode else case.flop
+        ceiling = self.top.read_bytes_per_s if decode else self.top.matmul_flop_per_s
+        fraction = "bandwidth_fraction" if decode else "flop_fraction"
+        contiguous = not decode and variant != "06_triton_paged_attention"
+        middle = Metric(tuple(samples)).median
+        print(f"{workload} {model} {name} block {block} {variant}: {middle * 1e6:.1f} us, "
+              f"{work / middle / 1e12:.2f} T/s, error {error:.1e}", flush=True)  # fmt: skip
+        return Run(
+            variant=variant,
+            workload=workload,
+            workload_sha256=hashlib.sha256(json.dumps([case.contexts, case.query_lens]).encode()).hexdigest(),
+            model=model,
+            weights="random",
+            dtype=str(self.options.dtype).removeprefix("torch."),
+            options={"case": name, "block_size": None if contiguous else block},
+            metrics={
+                "seconds": Metric(tuple(samples)),
+                fraction: Metric(tuple(work / s / ceiling for s in samples)),
+                "relative_error": Metric((error,)),
+            },
+            roofline=Roofline(seconds=work / ceiling, fraction=work / ceiling / middle),
+        )
+
+
+def oracle(case: Case) -> Tensor:
+    """Request by request: gather, then torch's attention in float32 (for prompts, in the case's dtype)."""
+    outs = []
+    for b, (count, context) in enumerate(zip(case.query_lens, case.contexts, strict=True)):
+        kind = torch.float32 if count == 1 else case.q.dtype
+        k, v = (
+            gather(c, case.tables[0][b], context).transpose(0, 1)[None] for c in (case.k_cache, case.v_cache)
+        )
+        first = sum(case.query_lens[:b])
+        q = case.q[first : first + count].transpose(0, 1)[None]
+        out = F.scaled_dot_product_attention(
+            q.to(kind), k.to(kind), v.to(kind), is_causal=count > 1, scale=case.scale, enable_gqa=True
+        )
+        outs.append(out[0].transpose(0, 1).float())
+    return torch.cat(outs)
+
+
+def decode_variants(case: Case, name: str, block: int) -> dict[str, Call]:
+    """The kernels; at block size 16 their ancestors, and for one case the two gathers in torch."""
+    _, _, kv_heads, d = case.k_cache.shape
+    workspace = Workspace(2**14, d, case.q.device)
+    q, k, v, lens, scale = case.q, case.k_cache, case.v_cache, case.context_lens, case.scale
+
+    def latest(table: Tensor) -> Tensor:
+        return paged_decode(q, k, v, table, lens, scale=scale, workspace=workspace)
+
+    if block != 16:
+        return {"decode_v4": latest}
+    splits = max(1, min(32, 264 // (len(case.contexts) * kv_heads)))
+    variants: dict[str, Call] = {
+        "decode_v1": lambda table: paged_decode_v1(q, k, v, table, lens, scale=scale),
+        "decode_v2": lambda table: paged_decode_v2(q, k, v, table, lens, scale=scale),
+        "decode_v3": lambda table: paged_decode_v3(q, k, v, table, lens, scale=scale, splits=splits),
+        "decode_v4": latest,
+    }
+    if name == "4x2048":
+        variants["05_paged_cache"] = gather_call(case)
+        variants["loop over requests"] = loop_call(case)
+    return variants
+
+
+def gather_call(case: Case) -> Call:
+    """Phase 05's attention: gather all blocks of the batch, then one masked attention."""
+    count = len(case.contexts)
+    lens, ones = np.array(case.contexts), np.ones(count, np.int64)
+    zeros, starts = np.zeros(count, np.int64), np.arange(count + 1)
+    host = HostBatch(zeros, ones, starts, lens, zeros, lens - 1, starts[:-1], zeros, lens, zeros)
+    unused = case.context_lens
+    heads, kv_heads, d = case.q.shape[1], *case.k_cache.shape[2:]
+    layer = LayerSpec(0, heads, kv_heads, d, case.scale)
+    pool: Any = SimpleNamespace(data=case.k_cache[None, None])
+    attentions = {}
+    for table in case.tables:
+        batch = PagedBatch(
+            host=host,
+            input_ids=unused,
+            positions=unused,
+            token_rows=unused,
+            query_starts=case.query_starts,
+            context_lens=case.context_lens,
+            rows=unused,
+            sample_at=unused,
+            sample_rows=unused,
+            sample_positions=unused,
+            sample_steps=unused,
+            block_tables=table,
+            slots=unused,
+        )
+        attention = TorchPagedAttention(pool)
+        attention.begin(batch)
+        attentions[table.data_ptr()] = attention
+
+    def call(table: Tensor) -> Tensor:
+        k, v = case.k_cache, case.v_cache
+        return attentions[table.data_ptr()].attend(layer, case.q, k, v, k, v)
+
+    return call
+
+
+def loop_call(case: Case) -> Call:
+    """One gather and one attention for each request."""
+
+    def call(table: Tensor) -> Tensor:
+        outs = []
+        for b, context in enumerate(case.contexts):
+            k, v = (gather(c, table[b], context).transpose(0, 1)[None] for c in (case.k_cache, case.v_cache))
+            q = case.q[b][None, :, None]
+            outs.append(F.scaled_dot_product_attention(q, k, v, scale=case.scale, enable_gqa=True)[0, :, 0])
+        return torch.stack(outs)
+
+    return call
+
+
+def prefill_call(case: Case) -> Call:
+    """The prefill kernel with its defaults."""
+    _, _, kv_heads, d = case.k_cache.shape
+    config = prefill_config(d, case.q.element_size(), case.q.device)
+    tokens = config.block_m // (case.q.shape[1] // kv_heads)
+    tiles = torch.from_numpy(query_tiles(case.query_lens, case.contexts, tokens)).to(case.q.device)
+    return lambda table: paged_prefill(
+        case.q,
+        case.k_cache,
+        case.v_cache,
+        table,
+        tiles,
+        scale=case.scale,
+        config=config,
+    )
+
+
+def contiguous_calls(case: Case) -> dict[str, Call]:
+    """Torch's own kernels on keys and values in one piece; the gather is done before the clock runs."""
+    length = case.contexts[0]
+    k, v = (
+        torch.stack([gather(c, case.tables[0][b], length) for b in range(len(case.contexts))])
+        .transpose(1, 2)
+        .contiguous()
+        for c in (case.k_cache, case.v_cache)
+    )  # [B, KH, S, D]
+    q = case.q.view(-1, length, *case.q.shape[1:]).transpose(1, 2).contiguous()  # [B, H, S, D]
+
+    def sdpa(backend: SDPBackend) -> Call:
+        def call(table: Tensor) -> Tensor:
+            with sdpa_kernel(backend):
+                out = F.scaled_dot_product_attention(
+                    q, k, v, is_causal=True, scale=case.scale, enable_gqa=True
+                )
+            return out.transpose(1, 2).flatten(0, 1)
+
+        return call
+
+    cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    return {
+        f"cuDNN {cudnn}": sdpa(SDPBackend.CUDNN_ATTENTION),
+        f"FlashAttention-2 in torch {torch.__version__}": sdpa(SDPBackend.FLASH_ATTENTION),
+    }
+
+
+def draw(evidence: Evidence, out: Path) -> None:
+    """Bandwidth of the versions over the cases; prefill beside its peers."""
+    figure, (left, right) = panels(2)
+    names = list(decode_cases())
+
+    def order(runs: Sequence[Run]) -> list[Run]:
+        return sorted(runs, key=lambda run: names.index(run.options["case"]))
+
+    for version in ("decode_v1", "decode_v2", "decode_v3", "decode_v4"):
+        runs = order(evidence.find(version, model="qwen3-0.6b", block_size=16))
+        cases = [run.options["case"] for run in runs]
+        left.plot(cases, [run.median("bandwidth_fraction") for run in runs], marker="o", label=version)
+    left.set_title("Decode: share of the read bandwidth")
+    left.tick_params(axis="x", rotation=60)
+    reference_line(left, 1.0, "reading, and nothing else")
+    left.legend()
+    prefill = evidence.find(workload="paged-prefill-attention", model="qwen3-0.6b", case="2x8192")
+    labels = [
+        run.variant.split()[0]
+        if run.options["block_size"] is None
+        else f"ours, block {run.options['block_size']}"
+        for run in prefill
+    ]
+    right.bar(labels, [run.median("flop_fraction") for run in prefill])
+    right.set_title("Prefill 2 x 8,192: share of the matmul ceiling")
+    right.tick_params(axis="x", rotation=60)
+    save(figure, out, evidence)
