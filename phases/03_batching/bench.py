@@ -63,8 +63,8 @@ class Bench:
 
     def skewed(self) -> list[Run]:
         """Most outputs short, a few long, at batch size 16: plain, and with finished rows dropped."""
-        name = "skewed-outputs-small" if self.options.device.type == "cpu" else "skewed-outputs"
-        work, batch = workload(name), 16
+        name, batch = "skewed-outputs-small", 16
+        work = workload(name)
         if self.options.quick:
             work = Workload(
                 f"{name}[:16]", tuple(Item(i.prompt, i.max_tokens // 4 + 1) for i in work.items[:16])
