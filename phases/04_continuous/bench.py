@@ -114,7 +114,9 @@ class Bench:
             return timed
 
         samples = alternate(
-            {variant: measure(engine) for variant, engine in engines.items()}, repeats=self.options.repeats
+            {variant: measure(engine) for variant, engine in engines.items()},
+            repeats=self.options.repeats,
+            tries=1 if self.options.quick else 4,
         )
         add_gains(samples[SEQUENTIAL], samples[PHASE])
         batches = {SEQUENTIAL: 1, PHASE: len(items)}
@@ -145,7 +147,11 @@ class Bench:
             warm_up = uniform("warm-up", 2, 16, 2)
 
             def measure(engine: continuous.Engine, work: Workload = work) -> Callable[[int], Sample]:
-                return lambda repeat: time_replay(engine, work.cold(repeat), self.options.device)[0]
+                def timed(repeat: int) -> Sample:
+                    sample, done = time_replay(engine, work.cold(repeat), self.options.device)
+                    return {**sample, **end_to_end(done)}
+
+                return timed
 
             for engine in engines.values():
                 generate(engine, warm_up.prompts, warm_up.params)
@@ -153,8 +159,10 @@ class Bench:
                 {variant: measure(engine) for variant, engine in engines.items()},
                 repeats=max(1, self.options.repeats // 2),
                 warm={variant: lambda: None for variant in engines},
-            tries=1 if self.options.quick else 4,
+                tries=1 if self.options.quick else 4,
             )
+            if SEQUENTIAL in samples:
+                add_gains(samples[SEQUENTIAL], samples[PHASE])
             runs += [
                 summarize(
                     variant,
