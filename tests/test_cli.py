@@ -162,13 +162,22 @@ def test_a_phase_that_needs_a_gpu_says_so():
     assert not missing_for(LADDER[0], torch.device("cpu"))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
-def test_run_of_a_phase_that_needs_a_gpu(cli):
-    phase = next((phase for phase in PHASES if phase.needs == "cuda"), None)
-    if phase is None:
-        pytest.skip("there is no such phase yet")
-    code, _, err = cli("run", phase.name)
-    assert (code, "needs a CUDA device" in err) == (2, True)
+def test_a_phase_that_is_not_native_here_says_so(cli, monkeypatch, smollm2_folder):
+    monkeypatch.setattr("phases.commands.run.load_engine", lambda *_, **__: Interleaved("ab"))
+    _, _, err = cli("run", "6", "--device", "cpu")
+    assert "06_triton_paged_attention needs a CUDA device to be fast" in err
+    _, _, err = cli("run", "5", "--device", "cpu")
+    assert "to be fast" not in err
+
+
+def test_a_missing_triton_is_named(cli, monkeypatch, smollm2_folder):
+    def without_triton(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'triton'", name="triton")
+
+    monkeypatch.setattr(engines.importlib, "import_module", without_triton)
+    code, _, err = cli("run", "6")
+    assert code == 2
+    assert "needs triton" in err.splitlines()[-1]
 
 
 class Letters:

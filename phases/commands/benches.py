@@ -13,7 +13,7 @@ from common.errors import UserError
 from common.evidence import FIGURES, RESULTS, BenchOptions, Evidence, results
 from phases import PHASES, ROOT
 from phases.commands.console import err, out
-from phases.commands.engines import phase_named, require
+from phases.commands.engines import phase_named
 
 
 def bench(
@@ -23,8 +23,6 @@ def bench(
     if repeats is not None and repeats < 1:
         raise UserError(f"--repeats is {repeats}, but must be at least 1")
     name = phase_name if _extra(phase_name) else phase_named(phase_name).name
-    if not _extra(name):
-        require(phase_named(name), device)
     module = _module(name)
     where = pick_device(device)
     options = BenchOptions(

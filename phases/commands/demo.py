@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 
 import torch
@@ -84,6 +85,7 @@ def run(model: str, device: str, dtype: str) -> int:
         work = generation_work(loaded.config, kind, [len(p) for p in prompts], lengths, batch=len(prompts))
         rungs.append(Rung(phase, served, ideal_seconds(work, top) / served.seconds))
         del engine
+        gc.collect()  # the next engine may want the memory of this one's cache
     _summary(rungs, where)
     return 0
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from common.device import pick_device
 from common.errors import UserError
 from common.generation import Completion, Streams, TextStream
 from common.sampling_params import SamplingParams
@@ -29,7 +28,14 @@ def phase_named(text: str) -> Phase:
 
 def load_engine(phase: Phase, model: Any, **options: Any) -> Streams:
     """What the phase's package loads for a model's name or a loaded model."""
-    package = importlib.import_module(phase.package)
+    try:
+        package = importlib.import_module(phase.package)
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise UserError(
+            f"phase {phase.name} needs triton, which is not installed: see `ladder doctor`"
+        ) from None
     if not hasattr(package, "load"):
         raise UserError(f"phase {phase.name} has no engine yet: its package has no load()")
     engine: Streams = package.load(model, **options)
@@ -41,13 +47,6 @@ def missing_for(phase: Phase, device: torch.device) -> str:
     if phase.needs == "cuda" and device.type != "cuda":
         return "a CUDA device" if not torch.cuda.is_available() else "--device cuda"
     return ""
-
-
-def require(phase: Phase, device: str) -> None:
-    """Raise `UserError` when `phase` cannot run on the device called `device`."""
-    missing = missing_for(phase, pick_device(device))
-    if missing:
-        raise UserError(f"phase {phase.name} needs {missing}, which is not here: see `ladder doctor`")
 
 
 def read_prompts(prompt: str | None, prompts_file: Path | None, default: str) -> list[str]:

@@ -11,7 +11,7 @@ from common.sampling_params import SamplingParams
 from common.tokenizer import Tokenizer
 from phases import Phase
 from phases.commands.console import err, out
-from phases.commands.engines import Served, encode, load_engine, phase_named, read_prompts, require, serve
+from phases.commands.engines import Served, encode, load_engine, missing_for, phase_named, read_prompts, serve
 from phases.commands.fetch import fetch_with_progress
 
 DEFAULT_PROMPT = "The capital of France is"
@@ -33,13 +33,17 @@ def run(
     """Generate and print. Returns the exit code: 0, or 1 when a request failed inside the engine."""
     phase = phase_named(phase_name)
     prompts = read_prompts(prompt, prompts_file, DEFAULT_QUESTION if chat else DEFAULT_PROMPT)
-    require(phase, device)
     pick_dtype(dtype, pick_device(device))  # a wrong name must not wait for a download
     if model.startswith("random:"):
         raise UserError(f"model is {model!r}, but `ladder run` needs a model with a tokenizer")
     folder = fetch_with_progress(model)
     tokenizer = Tokenizer(folder)
     ids = [encode(tokenizer, text, chat) for text in prompts]
+    missing = missing_for(phase, pick_device(device))
+    if missing:
+        err.print(
+            f"[dim]{phase.name} needs {missing} to be fast; here it may take minutes.[/dim]", soft_wrap=True
+        )
     engine = load_engine(phase, str(folder), device=device, dtype=dtype)
     screen = Screen(prompts, quiet=as_json)
     served = serve(engine, tokenizer, ids, params, screen.show)
@@ -47,7 +51,7 @@ def run(
     if as_json:
         out.out(json.dumps(to_json(phase, model, prompts, served), ensure_ascii=False), highlight=False)
     else:
-        err.print(f"[dim]{describe(served)}[/dim]")
+        err.print(f"[dim]{describe(served)}[/dim]", soft_wrap=True)
     failed = [c.index for c in served.completions if c.finish_reason == "error"]
     if failed:
         err.print(f"error: generation failed for prompt {', '.join(str(index + 1) for index in failed)}")
