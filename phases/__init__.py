@@ -49,7 +49,13 @@ LADDER: tuple[Phase, ...] = (
     Phase(2, "kv_cache", "KV cache", "keys and values are kept, so a step computes one token"),
     Phase(3, "batching", "Static batching", "several prompts share one pass over the weights"),
     Phase(4, "continuous", "Continuous batching", "requests join and leave the batch at every step"),
-    Phase(5, "paged_cache", "Paged cache", "the cache is blocks handed out on demand, not one row a request"),
+    Phase(
+        5,
+        "paged_cache",
+        "Paged cache",
+        "the cache is blocks handed out on demand, not one row a request",
+        headline="requests_in_flight",
+    ),
     Phase(
         6,
         "triton_paged_attention",
