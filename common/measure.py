@@ -32,6 +32,11 @@ MAX_OTHER_CPU = 0.10
 MAX_SWITCHES_PER_S = 200.0
 """Or when the kernel took the processor away from us this often per second and thread."""
 
+TRIES = 4
+"""How often a sample is taken, at most, until it is clean; `ladder bench --quick` sets it to 1."""
+MAX_SAMPLE_SECONDS = 300.0
+"""No further try of a sample whose tries took longer than this together."""
+
 
 @dataclass(frozen=True)
 class Noise:
@@ -100,7 +105,7 @@ def alternate(
     repeats: int = 3,
     *,
     warm: Mapping[str, Callable[[], object]] | None = None,
-    tries: int = 4,
+    tries: int | None = None,
     settle: float = 1.0,
     log: Callable[[str], None] | None = None,
 ) -> dict[str, Samples]:
@@ -109,10 +114,12 @@ def alternate(
     variants: name -> function of the repeat's number that returns one sample. Whatever it builds and throws
         away is its own affair: only what it reports counts.
     warm: name -> function called before each sample. Without it, each variant runs once untimed at the start.
-    tries: a dirty sample is taken again up to this often in all, after a pause that grows from `settle`
-        seconds; the least disturbed is kept, and the evidence says how dirty it was.
+    tries: a dirty sample is taken up to this often in all (`TRIES` by default), after a pause that grows from
+        `settle` seconds, but not again once its tries took `MAX_SAMPLE_SECONDS`; the least disturbed is kept,
+        and the evidence says how dirty it was.
     log: called with one line a sample.
     """
+    tries = TRIES if tries is None else tries
     if warm is None:
         for run in variants.values():
             run(0)
@@ -121,6 +128,7 @@ def alternate(
         order = list(variants)
         for name in order if repeat % 2 == 0 else reversed(order):
             best: tuple[Noise, Sample] | None = None
+            begun = time.perf_counter()
             for attempt in range(tries):
                 if warm is not None and name in warm:
                     warm[name]()
@@ -130,14 +138,12 @@ def alternate(
                     best = watch.noise, sample
                 if log:
                     log(_line(name, repeat, sample, watch.noise))
-                if not watch.noise.dirty:
-                    kept[name].discarded += attempt
+                if not watch.noise.dirty or time.perf_counter() - begun > MAX_SAMPLE_SECONDS:
                     break
                 if attempt + 1 < tries:
                     time.sleep(settle * 2**attempt)
-            else:
-                kept[name].discarded += tries - 1
             assert best is not None
+            kept[name].discarded += attempt
             kept[name].noises.append(best[0])
             kept[name].kept.append(best[1])
     return kept

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from common import measure
 from common.bundled import cache_home
 from common.device import pick_device, pick_dtype
 from common.errors import UserError
@@ -23,6 +24,8 @@ def bench(
     if repeats is not None and repeats < 1:
         raise UserError(f"--repeats is {repeats}, but must be at least 1")
     name = phase_name if _extra(phase_name) else phase_named(phase_name).name
+    if quick:
+        measure.TRIES = 1
     module = _module(name)
     where = pick_device(device)
     options = BenchOptions(

@@ -95,6 +95,14 @@ def test_after_the_last_try_the_least_dirty_is_kept(noises):
     assert samples.discarded == 2
 
 
+def test_a_sample_that_takes_long_is_not_repeated(noises, monkeypatch):
+    noises(DIRTY, CLEAN)
+    monkeypatch.setattr("common.measure.MAX_SAMPLE_SECONDS", 0.0)
+    calls: list[tuple[str, int]] = []
+    samples = alternate({"a": recorder(calls, "a")}, repeats=1, warm={})["a"]
+    assert (len(calls), samples.discarded, samples.noise()["other_cpu"]) == (1, 0, 0.5)
+
+
 def test_noise_limits():
     assert not Noise(other_cpu=0.05, switches_per_s=10).dirty
     assert Noise(other_cpu=0.2).dirty
