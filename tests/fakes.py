@@ -1,7 +1,7 @@
 """A runner without a model that knows what every slot of the cache must hold.
 
-It keeps, for each slot, a fingerprint of the whole sequence up to that token. At every step it checks that the
-request's past is where its block table says, and at the end of a work the next token is a function of the
+It keeps, for each slot, a fingerprint of the whole sequence up to that token. At every step it checks that
+the past is where the block table says, and at the end of a work the next token is a function of the
 fingerprint. So a schedule that shares, copies, frees or counts wrongly is seen at once, in microseconds.
 """
 

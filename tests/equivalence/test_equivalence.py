@@ -1,0 +1,211 @@
+"""Every phase against the naive one: the same tokens, whatever joins, leaves, waits, shares or is preempted."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+import chunked_prefill
+import forward
+import kv_cache
+import prefix_cache
+from common.generation import Completion, TokenEvent, generate
+from common.sampling_params import SamplingParams
+from continuous.engine import Engine
+from forward.model import Model
+from paged_cache import PagedEngine
+from tests.equivalence.compare import assert_all_same, margin
+from tests.equivalence.engines import ENGINES, SLOW
+
+MODELS = ("random:tiny", "random:tiny-window")
+Work = tuple[list[list[int]], list[SamplingParams]]
+
+
+@cache
+def model(name: str) -> Model:
+    return forward.load_model(name, device="cpu", dtype="float32")
+
+
+@cache
+def mixed(name: str) -> Work:
+    """Lengths 1 to 500, some prefixes shared, every way to end; stop tokens taken from what is generated."""
+    rng = random.Random(4)
+    shared = [rng.randrange(1, 257) for _ in range(70)]
+    prompts = [[rng.randrange(1, 257) for _ in range(n)] for n in (1, 2, 15, 16, 17, 33, 120, 500)]
+    prompts += [
+        shared[:n] + [rng.randrange(1, 257) for _ in range(m)] for n, m in ((64, 0), (64, 1), (70, 9))
+    ]
+    prompts += [shared[:32], shared[:48]]
+    params = [SamplingParams(max_tokens=n) for n in (40, 1, 8, 17, 33, 0, 16, 12, 20, 20, 24, 18, 5)]
+    free = generate(kv_cache.load(model(name)), prompts, params)
+    for at in (0, 4, 8):
+        token = free[at].token_ids[len(free[at].token_ids) // 2]
+        params[at] = replace(params[at], stop_token_ids=(token,))
+    params[9] = replace(params[9], ignore_eos=True)
+    return prompts, params
+
+
+@cache
+def truth(name: str) -> list[Completion]:
+    return generate(forward.load(model(name)), *mixed(name))
+
+
+def finish(engine: Engine, work: Work, *, every: int = 0, victims: tuple[int, ...] = ()) -> list[Completion]:
+    """Run `work`, one arrival in every `every` steps; requests in `victims` are aborted after some tokens."""
+    prompts, params = work
+    completions = [
+        Completion(index, sample, prompt, 0.0)
+        for index, (prompt, settings) in enumerate(zip(prompts, params, strict=True))
+        for sample in range(settings.n)
+    ]
+    by_key = {(one.index, one.sample): one for one in completions}
+    todo = list(enumerate(zip(prompts, params, strict=True)))
+    steps = 0
+    while todo or not engine.idle:
+        if todo and (every == 0 or steps % every == 0):
+            index, (prompt, settings) = todo.pop(0)
+            engine.add(prompt, settings, index=index)
+            if every == 0:
+                continue
+        for request, token, reason, now, logprob in engine.step():
+            by_key[request.index, request.sample].add(
+                TokenEvent(request.index, token, reason, now, logprob, request.sample)
+            )
+            if request.index in victims and len(request.output_ids) == 3 and reason is None:
+                engine.abort(request)
+        steps += 1
+        assert steps < 20_000
+    return completions
+
+
+def assert_clean(engine: Engine) -> None:
+    """Rows and blocks are back at the start count."""
+    assert engine.idle and engine.scheduler.rows.free == engine.scheduler.rows.count
+    engine.scheduler.cache.check()
+    cache = engine.scheduler.cache
+    if isinstance(engine, PagedEngine):
+        engine.check_integrity()
+    if hasattr(cache, "allocator"):
+        assert cache.free == cache.allocator.count
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_set_is_worth_comparing(name: str) -> None:
+    reasons = [completion.finish_reason for completion in truth(name)]
+    assert reasons.count("stop") >= 3 and reasons.count("length") >= 5
+    assert len({tuple(completion.token_ids[:4]) for completion in truth(name)}) > 8
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("engine", [*list(SLOW)[1:], *ENGINES])
+def test_mixed_requests(engine: str, name: str) -> None:
+    made = {**SLOW, **ENGINES}[engine](model(name))
+    assert_all_same(model(name), truth(name), generate(made, *mixed(name)))
+    if isinstance(made, Engine):
+        assert_clean(made)
+        if "preempting" in engine:
+            assert made.scheduler.preemptions > 0
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_arrivals_in_the_middle(engine: str, every: int) -> None:
+    name = MODELS[0]
+    made = ENGINES[engine](model(name))
+    assert_all_same(model(name), truth(name), finish(made, mixed(name), every=every))
+    assert_clean(made)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_abort_of_neighbours(engine: str) -> None:
+    name, victims = MODELS[0], (0, 4, 7, 8, 11)
+    made = ENGINES[engine](model(name))
+    completions = finish(made, mixed(name), every=2, victims=victims)
+    others = [(a, b) for a, b in zip(truth(name), completions, strict=True) if a.index not in victims]
+    assert_all_same(model(name), *zip(*others, strict=True))  # type: ignore[arg-type]
+    aborted = [one for one in completions if one.finish_reason == "abort"]
+    assert len(aborted) >= 3
+    for one in aborted:
+        assert one.token_ids == truth(name)[one.index].token_ids[: len(one.token_ids)]
+    assert_clean(made)
+
+
+@pytest.mark.parametrize("engine", [*list(SLOW)[1:], *ENGINES])
+def test_sampled_requests_with_seeds(engine: str) -> None:
+    """A request's random numbers depend on its seed and its step alone, so sampling agrees as well."""
+    name = MODELS[0]
+    prompts, _ = mixed(name)
+    params = [
+        SamplingParams(
+            max_tokens=10, temperature=0.9, seed=index, n=1 + index % 3, top_k=50, presence_penalty=0.5
+        )
+        for index in range(len(prompts))
+    ]
+    expected = generate(forward.load(model(name)), prompts, params)
+    made = {**SLOW, **ENGINES}[engine](model(name))
+    actual = generate(made, prompts, params)
+    assert [one.token_ids for one in actual] == [one.token_ids for one in expected]
+    samples = [tuple(one.token_ids) for one in actual if one.index == 8]
+    assert len(samples) == 3 and len(set(samples)) == 3
+
+
+@pytest.mark.parametrize("chunk", range(1, 41))
+def test_every_chunk_size(chunk: int) -> None:
+    name = MODELS[chunk % 2]
+    prompts, params = mixed(name)
+    keep = [at for at, prompt in enumerate(prompts) if len(prompt) <= 80]
+    made = chunked_prefill.load(
+        model(name), max_rows=6, step_tokens=chunk + 7, chunk_tokens=chunk, block_size=8
+    )
+    actual = generate(made, [prompts[at] for at in keep], [params[at] for at in keep])
+    expected = [replace(truth(name)[at], index=place) for place, at in enumerate(keep)]
+    assert_all_same(model(name), expected, actual)
+    assert_clean(made)
+
+
+@pytest.mark.parametrize("index", ["radix", "hash"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_warm_prefix_cache(name: str, index: str) -> None:
+    """The second time most of each prompt is found, and the outputs stay the same."""
+    made = prefix_cache.load(model(name), max_rows=4, index=index, block_size=8)
+    for _ in range(3):
+        assert_all_same(model(name), truth(name), generate(made, *mixed(name)))
+        assert_clean(made)
+    prompts, _ = mixed(name)
+    assert made.cache.stats.hit_tokens > sum(map(len, prompts))  # type: ignore[attr-defined]
+
+
+def conversation(engine: Callable[[list[int]], list[int]]) -> list[list[int]]:
+    """Three turns, each with all that was said before."""
+    rng, history, answers = random.Random(9), [5] * 20, []
+    for _ in range(3):
+        history = history + [rng.randrange(1, 257) for _ in range(25)]
+        answers.append(engine(history))
+        history = history + answers[-1]
+    return answers
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_conversation(engine: str) -> None:
+    name = MODELS[1]
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    made, oracle = ENGINES[engine](model(name)), kv_cache.load(model(name))
+    actual = conversation(lambda history: generate(made, [history], params)[0].token_ids)
+    assert actual == conversation(lambda history: generate(oracle, [history], params)[0].token_ids)
+    assert_clean(made)
+
+
+def test_the_comparator_sees_a_wrong_token() -> None:
+    name = MODELS[0]
+    right = truth(name)[0]
+    at = next(i for i in range(3) if margin(model(name), right.prompt_ids + right.token_ids[:i]) > 0.01)
+    wrong = replace(right, token_ids=[*right.token_ids])
+    wrong.token_ids[at] += 1
+    with pytest.raises(AssertionError, match="apart"):
+        assert_all_same(model(name), [right], [wrong])
+    with pytest.raises(AssertionError, match="beginning"):
+        assert_all_same(model(name), [right], [replace(right, token_ids=right.token_ids[:-1])])
