@@ -1,7 +1,8 @@
 """Are two engines' outputs the same? Greedy decoding in float32 is, but for ties.
 
-The same sum in another batch shape rounds differently, by up to 1e-4 in a logit. Where the two best tokens are
-closer than that, either is right, and what follows differs. So at the first difference the oracle is asked.
+The same sum in another batch shape rounds differently, by up to 1e-4 in a logit. Where the two best tokens
+are closer than that, either is right, and what follows differs. So at the first difference the oracle is
+asked.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every phase's engine under one name, small enough for a tiny model; add a phase here to have it compared."""
+"""Every phase's engine under one name, small enough for a tiny model. Add a phase here to compare it."""
 
 from __future__ import annotations
 

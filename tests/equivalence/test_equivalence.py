@@ -1,4 +1,4 @@
-"""Every phase against the naive one: the same tokens, whatever joins, leaves, waits, shares or is preempted."""
+"""Every phase against the naive one: the same tokens, whatever joins, leaves, shares or is preempted."""
 
 from __future__ import annotations
 

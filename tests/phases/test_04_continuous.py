@@ -1,0 +1,448 @@
+"""Phase 04: requests join and leave at every step, and nothing that happens to one reaches another."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import continuous
+import continuous.attention
+import forward
+from common.errors import UserError
+from common.generation import generate
+from common.request import Request
+from common.sampling_params import SamplingParams
+from continuous.attention import group
+from continuous.batch import HostBatch, upload
+from continuous.cache import RowCache, RowStore
+from continuous.engine import Engine
+from continuous.policies import POLICIES
+from continuous.rows import Rows
+from continuous.scheduler import Scheduler, Work
+from forward.model import Model
+from tests.fakes import expected_tokens
+from tests.schedules import MAX_LEN, Ask, fake_engine, operations, play
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return forward.load_model("random:tiny", device="cpu", dtype="float32")
+
+
+def fake(rows: int = 4, *, step_tokens: int = 64, policy: str = "fcfs", overlap: bool = False) -> Any:
+    def scheduler(table: Rows) -> Scheduler:
+        return Scheduler(table, RowCache(MAX_LEN), step_tokens=step_tokens, policy=POLICIES[policy])
+
+    return fake_engine(scheduler, rows, overlap=overlap)
+
+
+def greedy(count: int, **options: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=count, ignore_eos=True, **options)
+
+
+# Schedules.
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    script=operations,
+    rows=st.integers(1, 6),
+    policy=st.sampled_from(sorted(POLICIES)),
+    overlap=st.booleans(),
+)
+def test_any_schedule(script: list[Any], rows: int, policy: str, overlap: bool) -> None:
+    engine, runner = fake(rows, policy=policy, overlap=overlap)
+    play(engine, runner, script)
+    assert runner.most_in_step <= 64
+
+
+def test_requests_join_and_leave_at_every_step() -> None:
+    engine, runner = fake(2)
+    for length, count in ((5, 1), (3, 6), (4, 2)):
+        engine.add([1] * length, greedy(count))
+    seen = []
+    while not engine.idle:
+        before = runner.computed
+        engine.step()
+        seen.append(runner.computed - before)
+    # 5 + 3 together; the first is done and the third's prompt runs beside a decode; two decodes; one alone.
+    assert seen == [8, 1 + 4, 2, 1, 1, 1]
+
+
+def test_waiting_prompts_are_prefilled_together(model: Model) -> None:
+    engine = continuous.load(model, max_rows=8)
+    for length in (3, 9, 4):
+        engine.add([1] * length, greedy(2))
+    passes = []
+    hook = model.register_forward_pre_hook(lambda _, args: passes.append(len(args[0])))
+    engine.step()
+    hook.remove()
+    assert passes == [16]
+
+
+def test_every_token_is_computed_once(model: Model) -> None:
+    """Work shrank: nothing is padded, and a finished row costs nothing."""
+    engine = continuous.load(model, max_rows=3)
+    lengths, counts = (3, 30, 17, 1, 8), (1, 9, 30, 4, 2)
+    prompts = [[7] * length for length in lengths]
+    computed: list[int] = []
+    hook = model.register_forward_pre_hook(lambda _, args: computed.append(args[0].numel()))
+    generate(engine, prompts, [greedy(count) for count in counts])
+    hook.remove()
+    assert sum(computed) == engine.stats.computed_tokens == sum(lengths) + sum(counts) - len(counts)
+
+
+def test_only_sampled_rows_get_logits(model: Model) -> None:
+    engine = continuous.load(model)
+    rows: list[int] = []
+    hook = model.lm_head.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[0]))
+    generate(engine, [[1] * 50, [2] * 60], greedy(2))
+    hook.remove()
+    assert rows == [2, 2]
+
+
+def test_first_come_first_served() -> None:
+    """A short request does not overtake a long one that is waiting for room in the step."""
+    engine, _ = fake(4, step_tokens=40)
+    first, second, third = (engine.add([1] * n, greedy(3))[0] for n in (35, 30, 2))
+    engine.step()
+    assert (first.row, second.row, third.row) == (0, -1, -1)
+    engine.step()
+    assert second.row >= 0 and third.row >= 0
+
+
+@pytest.mark.parametrize(
+    ("policy", "order"), [("fcfs", "abc"), ("shortest_first", "bca"), ("priority", "cab")]
+)
+def test_policies(policy: str, order: str) -> None:
+    engine, _ = fake(1, policy=policy)
+    requests = {
+        name: engine.add([1] * length, greedy(2), priority=priority)[0]
+        for name, length, priority in (("a", 20, 1), ("b", 2, 2), ("c", 10, 0))
+    }
+    while not engine.idle:
+        engine.step()
+    done = sorted(requests, key=lambda name: requests[name].finished or 0.0)
+    assert "".join(done) == order
+
+
+def test_a_request_is_not_readmitted_while_a_token_is_in_flight() -> None:
+    engine, _ = fake(2)
+    (request,) = engine.add([1, 2, 3], greedy(5, seed=0))
+    pending = engine.launch(engine.scheduler.schedule())
+    assert pending is not None
+    engine.scheduler.preempt(request)
+    assert engine.scheduler.schedule() == []
+    engine.collect(pending)
+    assert request.output_ids == expected_tokens([1, 2, 3], request.params, 0, MAX_LEN)[:1]
+    (work,) = engine.scheduler.schedule()
+    assert (work.start, work.count) == (0, 4)  # the prompt and the token that was in flight
+
+
+def test_rows_are_reused_lowest_first() -> None:
+    rows = Rows(3, 8)
+    requests = [Request(i, [1], 1, 4, SamplingParams()) for i in range(4)]
+    for request in requests[:3]:
+        rows.acquire(request)
+    rows.release(requests[1])
+    rows.release(requests[0])
+    rows.acquire(requests[3])
+    assert requests[3].row == 0 and rows.free == 1
+
+
+# What callers do.
+
+
+def test_a_thousand_queued_requests() -> None:
+    engine, runner = fake(16)
+    rng = np.random.default_rng(0)
+    asks = [
+        Ask(tuple(rng.integers(1, 50, rng.integers(1, 8)).tolist()), greedy(3, seed=0)) for _ in range(1000)
+    ]
+    requests = play(engine, runner, [("burst", asks)])
+    assert len(requests) == 1000 and all(request.finish_reason == "length" for request in requests)
+
+
+def test_max_tokens_zero_and_one(model: Model) -> None:
+    engine = continuous.load(model, max_rows=2)
+    none, one, other = generate(engine, [[1, 2], [3], [4]], [greedy(0), greedy(1), greedy(0)])
+    assert (none.token_ids, none.finish_reason) == ([], "length")
+    assert (len(one.token_ids), one.finish_reason) == (1, "length")
+    assert other.token_ids == [] and engine.idle
+    assert engine.stats.computed_tokens == 1
+
+
+def test_prompt_that_fills_the_context(model: Model) -> None:
+    engine = continuous.load(model, max_len=64)
+    (done,) = generate(engine, [[1] * 63], greedy(10))
+    assert (len(done.token_ids), done.finish_reason) == (1, "length")
+    (done,) = generate(engine, [[1] * 60], greedy(10))
+    assert (len(done.token_ids), done.finish_reason) == (4, "length")
+    with pytest.raises(UserError, match="64 tokens"):
+        engine.stream([[1] * 64], greedy(1))
+
+
+def test_nothing_is_added_if_one_prompt_is_bad(model: Model) -> None:
+    engine = continuous.load(model)
+    with pytest.raises(UserError, match="token id 257"):
+        engine.stream([[1], [257]], greedy(1))
+    with pytest.raises(UserError, match="no tokenizer"):
+        engine.stream([[1]], greedy(1, stop=("x",)))
+    assert engine.idle
+
+
+def test_a_prompt_longer_than_a_step_is_rejected() -> None:
+    engine, _ = fake(2, step_tokens=10)
+    with pytest.raises(UserError, match=r"11 tokens.*at most step_tokens, 10"):
+        engine.add([1] * 11, greedy(1))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"max_rows": 0}, "max_rows is 0"),
+        ({"max_len": 1}, "max_len is 1"),
+        ({"max_len": 2000}, "model's context of 1024"),
+        ({"policy": "lifo"}, "policy is 'lifo'"),
+        ({"cache_bytes": 1000}, "cache_bytes is 1000"),
+        ({"step_tokens": 0}, "step_tokens is 0"),
+    ],
+)
+def test_bad_options(model: Model, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        continuous.load(model, **options)
+
+
+def test_rows_from_bytes(model: Model) -> None:
+    row = RowStore.bytes_needed(model.config, 1, 128, model.dtype)
+    engine = continuous.load(model, max_len=128, cache_bytes=5 * row + 1)
+    assert engine.scheduler.rows.count == 5
+    assert engine.runner.attention.store.data.nbytes == 5 * row  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_abort_in_every_state(overlap: bool) -> None:
+    engine, _ = fake(1, overlap=overlap)
+    (running,) = engine.add([1, 2, 3], greedy(20))
+    (waiting,) = engine.add([1, 2, 3, 4], greedy(20))
+    (last,) = engine.add([5], greedy(2))
+    for _ in range(3):
+        engine.step()
+    engine.abort(waiting)
+    engine.abort(running)
+    assert running.output_ids and running.finish_reason == waiting.finish_reason == "abort"
+    ends = []
+    while not engine.idle:
+        ends += [(output.request, output.finish_reason) for output in engine.step() if output.finish_reason]
+    assert ends == [(waiting, "abort"), (running, "abort"), (last, "length")]
+    engine.abort(last)
+    assert last.finish_reason == "length" and engine.idle
+    assert engine.scheduler.rows.free == 1
+
+
+def test_a_consumer_that_leaves_aborts_the_rest(model: Model) -> None:
+    engine = continuous.load(model, max_rows=2)
+    stream = engine.stream([[1, 2], [3], [4, 5]], greedy(50))
+    for _ in range(5):
+        next(stream)
+    stream.close()
+    assert engine.idle and engine.scheduler.rows.free == 2
+    assert generate(engine, [[9]], greedy(3)) and engine.idle
+
+
+def test_a_stream_that_is_never_read_holds_nothing(model: Model) -> None:
+    engine = continuous.load(model)
+    engine.stream([[1]], greedy(5))
+    assert engine.idle
+
+
+def test_interleaved_streams(model: Model) -> None:
+    engine = continuous.load(model)
+    alone = [generate(engine, [prompt], greedy(6))[0].token_ids for prompt in ([1, 2], [3])]
+    one, other = engine.stream([[1, 2]], greedy(6)), engine.stream([[3]], greedy(6))
+    pairs = [(a.token_id, b.token_id) for a, b in zip(one, other, strict=True)]
+    assert [list(side) for side in zip(*pairs, strict=True)] == alone
+
+
+def test_consumer_is_not_left_in_inference_mode(model: Model) -> None:
+    for _ in continuous.load(model).stream([[1]], greedy(2)):
+        assert not torch.is_inference_mode_enabled()
+
+
+def test_logprobs_are_those_of_phase_01(model: Model) -> None:
+    params = greedy(4, logprobs=2)
+    prompts = [[1, 2, 3], [4]]
+    expected = generate(forward.load(model), prompts, params)
+    actual = generate(continuous.load(model), prompts, [params, params])
+    for one, other in zip(expected, actual, strict=True):
+        assert one.logprobs is not None and other.logprobs is not None
+        assert [[t for t, _ in p.top] for p in one.logprobs] == [
+            [t for t, _ in p.top] for p in other.logprobs
+        ]
+        assert [p.chosen for p in one.logprobs] == pytest.approx([p.chosen for p in other.logprobs], abs=1e-4)
+
+
+def test_times_are_those_of_the_request() -> None:
+    engine, _ = fake(1)
+    before = time.perf_counter()
+    first, second = (engine.add([1], greedy(2))[0] for _ in range(2))
+    while not engine.idle:
+        engine.step()
+    assert before <= first.arrival <= first.first_token < first.finished  # type: ignore[operator]
+    assert first.finished < second.first_token  # type: ignore[operator]
+
+
+# Failures.
+
+
+def test_an_exception_in_the_model_fails_that_step_only(
+    model: Model, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = continuous.load(model, max_rows=2)
+    prompts = [[1, 2], [3], [4, 5], [6]]
+    alone = generate(engine, prompts, greedy(5))
+    calls = []
+
+    def explode(*_: Any) -> None:
+        calls.append(0)
+        if len(calls) == 3:
+            raise RuntimeError("out of luck")
+
+    hook = model.register_forward_pre_hook(explode)
+    done = generate(engine, prompts, greedy(5))
+    hook.remove()
+    assert [one.finish_reason for one in done] == ["error", "error", "length", "length"]
+    assert [len(one.token_ids) for one in done] == [2, 2, 5, 5]
+    for one, other in zip(alone, done, strict=True):
+        assert one.token_ids[: len(other.token_ids)] == other.token_ids
+    assert engine.idle and engine.scheduler.rows.free == 2 and "out of luck" in caplog.text
+
+
+def test_an_exception_names_itself_in_the_request() -> None:
+    engine, runner = fake(2)
+    (request,) = engine.add([1], greedy(2))
+    runner.fail_get = True
+    engine.step()
+    assert request.finish_reason == "error" and str(request.error) == "step failed"
+
+
+# Batches and attention.
+
+
+def test_layout_of_a_ragged_batch() -> None:
+    params = SamplingParams()
+    prompt, decode, part = (
+        Request(i, [1] * n, p, 50, params) for i, n, p in ((0, 3, 3), (1, 9, 5), (2, 8, 8))
+    )
+    prompt.row, decode.row, part.row = 0, 2, 4
+    works = [
+        Work(prompt, 0, 0, 3, (), (prompt,)),
+        Work(decode, 2, 8, 1, (), (decode,)),
+        Work(part, 4, 2, 4),
+    ]
+    prompt_lens = np.array([3, 0, 5, 0, 8])
+    batch = HostBatch.of(works, prompt_lens)
+    assert batch.query_starts.tolist() == [0, 3, 4, 8]
+    assert batch.context_lens.tolist() == [3, 9, 6]
+    assert batch.token_rows.tolist() == [0, 0, 0, 2, 4, 4, 4, 4]
+    assert batch.positions.tolist() == [0, 1, 2, 8, 2, 3, 4, 5]
+    assert batch.sample_at.tolist() == [2, 3]
+    assert batch.sample_rows.tolist() == [0, 2]
+    assert batch.sample_positions.tolist() == [3, 9]
+    assert batch.sample_steps.tolist() == [0, 4]
+
+
+def test_upload_keeps_shapes_and_types() -> None:
+    one, two = upload(torch.device("cpu"), np.int32, np.arange(6).reshape(2, 3), np.array([7], np.int32))
+    assert one.dtype == two.dtype == torch.int32
+    assert one.tolist() == [[0, 1, 2], [3, 4, 5]] and two.tolist() == [7]
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 60), st.integers(0, 200)), min_size=1, max_size=40),
+    padding=st.integers(0, 3000),
+    by_rows=st.booleans(),
+)
+def test_groups_cover_everybody_and_pad_little(
+    sizes: list[tuple[int, int]], padding: int, by_rows: bool
+) -> None:
+    queries = np.array([q for q, _ in sizes])
+    contexts = queries + np.array([past for _, past in sizes])
+    rows = np.array([3 * (i // 4) + i for i in range(len(sizes))])  # a gap after every fourth
+    order = list(range(len(sizes))) if by_rows else np.lexsort((contexts, queries)).tolist()
+    groups = group(order, queries, contexts, padding, rows if by_rows else None)
+    assert np.concatenate(groups).tolist() == order
+    for members in groups:
+        padded = len(members) * queries[members].max() * contexts[members].max()
+        assert padded - (queries[members] * contexts[members]).sum() <= padding
+        if by_rows:
+            assert (np.diff(rows[members]) == 1).all()
+
+
+def test_equal_decodes_are_one_call() -> None:
+    ones = np.ones(64, np.int64)
+    assert len(group(range(64), ones, 500 * ones, 0, np.arange(64))) == 1
+
+
+def test_decodes_read_views_of_the_rows(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is copied: what attention reads lies inside the store."""
+    engine = continuous.load(model, max_rows=4)
+    store = engine.runner.attention.store.data  # type: ignore[attr-defined]
+    seen = []
+    original = continuous.attention.attend_masked
+
+    def spy(layer: Any, q: Any, k: Any, v: Any, mask: Any) -> Any:
+        seen.extend((k, v))
+        return original(layer, q, k, v, mask)
+
+    monkeypatch.setattr(continuous.attention, "attend_masked", spy)
+    generate(engine, [[1] * 5, [2] * 9, [3] * 5], greedy(4))
+    assert len(seen) >= 2 * 2 * 3
+    for tensor in seen:
+        assert tensor.untyped_storage().data_ptr() == store.untyped_storage().data_ptr()
+
+
+def test_what_an_earlier_request_left_in_a_row_is_not_seen(model: Model) -> None:
+    engine = continuous.load(model, max_rows=2)
+    expected = generate(engine, [[1] * 9, [5] * 3], greedy(6))
+    engine.runner.attention.store.data.fill_(1e3)  # type: ignore[attr-defined]
+    actual = generate(engine, [[1] * 9, [5] * 3], greedy(6))
+    assert [one.token_ids for one in actual] == [one.token_ids for one in expected]
+
+
+def test_half_precision_runs() -> None:
+    engine = continuous.load("random:tiny", device="cpu", dtype="bfloat16")
+    done = generate(engine, [[1] * 40, [2] * 3], greedy(5))
+    assert [len(one.token_ids) for one in done] == [5, 5]
+
+
+def test_llm_speaks_text(smollm2_folder: Any) -> None:
+    llm = continuous.LLM(smollm2_folder, device="cpu", max_rows=4, max_len=256)
+    question = [{"role": "user", "content": "What is the capital of Italy?"}]
+    done = llm.generate(
+        ["The capital of France is", question, "1, 2, 3, 4,"],
+        [
+            SamplingParams(max_tokens=6),
+            SamplingParams(max_tokens=20),
+            SamplingParams(max_tokens=30, stop=("7, 8",)),
+        ],
+        progress=False,
+    )
+    assert done[0].text.startswith(" Paris")
+    assert done[1].finish_reason == "stop" and done[1].token_ids[-1] in llm.tokenizer.eos_token_ids
+    assert done[1].text == llm.tokenizer.decode(done[1].token_ids[:-1]) and "<|" not in done[1].text
+    assert done[2].text == " 5, 6, " and done[2].finish_reason == "stop"
+    assert isinstance(llm.engine, Engine) and llm.engine.idle
+    (single,) = llm.generate("The capital of France is", SamplingParams(max_tokens=6), progress=False)
+    assert single.text == done[0].text
+
+
+def test_llm_needs_a_tokenizer() -> None:
+    with pytest.raises(UserError, match="random:tiny"):
+        continuous.LLM("random:tiny")
