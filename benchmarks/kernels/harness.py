@@ -121,6 +121,23 @@ def graph_seconds(
     return samples
 
 
+def eager_seconds(
+    calls: Sequence[Callable[[], object]], *, count: int = 200, repeats: int = 9
+) -> list[float]:
+    """Seconds per call, one sample per repeat, of `count` calls launched one after the other."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    samples = []
+    for repeat in range(repeats + 1):
+        begin.record()
+        for i in range(count):
+            calls[i % len(calls)]()
+        end.record()
+        end.synchronize()
+        if repeat:  # the first is a warm-up
+            samples.append(begin.elapsed_time(end) * 1e-3 / count)
+    return samples
+
+
 def median(samples: Sequence[float]) -> float:
     """The median."""
     return statistics.median(samples)

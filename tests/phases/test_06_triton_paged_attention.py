@@ -19,11 +19,13 @@ from common.errors import UserError  # noqa: E402
 from common.generation import generate  # noqa: E402
 from common.sampling_params import SamplingParams  # noqa: E402
 from forward.loading import load_model  # noqa: E402
+from triton_paged_attention import surgery  # noqa: E402
 from triton_paged_attention.activation import gated  # noqa: E402
 from triton_paged_attention.decode import Workspace, paged_decode  # noqa: E402
 from triton_paged_attention.decode_v1 import paged_decode_v1  # noqa: E402
 from triton_paged_attention.decode_v2 import paged_decode_v2  # noqa: E402
 from triton_paged_attention.decode_v3 import paged_decode_v3  # noqa: E402
+from triton_paged_attention.gemv import gemv  # noqa: E402
 from triton_paged_attention.kv_store import kv_store  # noqa: E402
 from triton_paged_attention.norms import add_rms_norm, rms_norm  # noqa: E402
 from triton_paged_attention.prefill import paged_prefill, query_tiles  # noqa: E402
@@ -424,3 +426,32 @@ def test_surgery_leaves_the_given_model_alone_and_shares_its_weights() -> None:
 def test_an_unknown_backend_is_refused() -> None:
     with pytest.raises(UserError, match="norms is 'cuda'"):
         triton_paged_attention.load("random:tiny", device=DEVICE, dtype="float32", norms="cuda")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", [48, 512, 1536])
+@pytest.mark.parametrize("gate", [None, "silu"])
+def test_gemv_with_norm_bias_residual_and_gate(size: int, gate: str | None) -> None:
+    x, norm = torch.randn(2, 1, size, device=DEVICE)
+    weight = torch.randn(2 * 20, size, device=DEVICE) / size**0.5
+    bias, residual = torch.randn(40, device=DEVICE), torch.randn(1, 40, device=DEVICE)
+    product = F.rms_norm(x, (size,), norm[0] + 1, 1e-5) @ weight.t()
+    if gate is None:
+        got = gemv(x, weight, norm=(norm[0], 1e-5, True), bias=bias, residual=residual)
+        assert error(got, product + bias + residual) < 1e-6
+        assert error(gemv(x, weight), x @ weight.t()) < 1e-6
+    else:
+        got = gemv(x, weight, norm=(norm[0], 1e-5, True), gate=gate)
+        assert error(got, F.silu(product[:, :20]) * product[:, 20:]) < 1e-6
+
+
+def test_a_step_of_one_token_runs_the_single_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens of a lone request are phase 05's, and every decode went through the fused path."""
+    model = load_model("random:tiny", device=DEVICE, dtype="float32")
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    before = generate(paged_cache.load(model, max_len=64, max_rows=1), [[5, 6, 7]], params)
+    calls = []
+    single = surgery.FusedBlock._single
+    monkeypatch.setattr(surgery.FusedBlock, "_single", lambda self, *a: calls.append(1) or single(self, *a))
+    after = generate(triton_paged_attention.load(model, max_len=64, max_rows=1), [[5, 6, 7]], params)
+    assert [c.token_ids for c in after] == [c.token_ids for c in before]
+    assert len(calls) == 2 * model.config.num_layers

@@ -14,6 +14,7 @@ from continuous.batch import upload
 from forward.attention import LayerSpec
 from paged_cache import BlockPool, PagedAttention, TorchPagedAttention
 from triton_paged_attention.decode import Workspace, paged_decode
+from triton_paged_attention.gemv import dependent_launch
 from triton_paged_attention.kv_store import kv_store
 from triton_paged_attention.prefill import paged_prefill, query_tiles
 from triton_paged_attention.tuning import multiprocessors, prefill_config
@@ -89,6 +90,22 @@ class TritonPagedAttention(PagedAttention):
         self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor
     ) -> Tensor:
         """See `PagedAttention.attend`. Unless a backend is torch, `k` and `v` are not read."""
+        return self._attend(layer, q, k, v, k_cache, v_cache)
+
+    def attend_early(self, layer: LayerSpec, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """The same right behind a Triton kernel, for decodes alone whose keys and values are stored."""
+        return self._attend(layer, q, q, q, k_cache, v_cache, early=dependent_launch(q.device))
+
+    def _attend(
+        self,
+        layer: LayerSpec,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        early: bool = False,
+    ) -> Tensor:
         batch, q = self.batch, q.contiguous()
         if self._needs_torch:
             out = self._torch.attend(layer, q, k, v, k_cache, v_cache)
@@ -108,6 +125,7 @@ class TritonPagedAttention(PagedAttention):
                 requests=self._only,
                 out=out,
                 workspace=self._workspace,
+                early=early,
             )
         if self._tiles is not None:
             paged_prefill(

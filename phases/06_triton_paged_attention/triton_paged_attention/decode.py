@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .tiles import attend
 from .tma import describe
@@ -34,6 +35,7 @@ def decode_kernel(
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, QUERIES: tl.constexpr, RAGGED: tl.constexpr,
     SUBSET: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
     SPLITS_PAD: tl.constexpr, MIN_SHARE: tl.constexpr, TMA: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per key/value head, split and request."""
     kv_head, split, item = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -53,6 +55,9 @@ def decode_kernel(
     high = tl.minimum(low + share * BLOCK_N, context)
     if SPLITS > 1 and split > 0 and split >= used:
         return
+    if PDL:  # the queries and the newest key come from the kernel before; lengths and tables do not
+        gdc_wait()
+        gdc_launch_dependents()
 
     row = tl.arange(0, BLOCK_M)
     d = tl.arange(0, D_PAD)
@@ -145,6 +150,7 @@ def paged_decode(
     out: Tensor | None = None,
     workspace: Workspace | None = None,
     config: DecodeConfig | None = None,
+    early: bool = False,
 ) -> Tensor:
     """Attention of a few new tokens per request over the paged cache: `[T, H, D]`, rows of other requests
     untouched.
@@ -177,7 +183,8 @@ def paged_decode(
         RAGGED=query_starts is not None, SUBSET=requests is not None,
         BLOCK_M=max(16, triton.next_power_of_2(queries * group)), BLOCK_N=config.block_n,
         SPLITS=config.splits, SPLITS_PAD=triton.next_power_of_2(config.splits),
-        MIN_SHARE=config.min_share, TMA=config.tma,
+        MIN_SHARE=config.min_share, TMA=config.tma, PDL=early,
         num_warps=config.num_warps, num_stages=config.num_stages,
+        **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out

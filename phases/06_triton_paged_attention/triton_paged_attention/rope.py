@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 HEADS_PER_PROGRAM = 8
 
@@ -22,8 +23,12 @@ def norm_rope_kernel(
     block_stride, slot_stride,
     H: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr,
     NORM: tl.constexpr, ONE_PLUS: tl.constexpr, STORE: tl.constexpr, HEADS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per token and few heads: first the queries, then the keys, then the values."""
+    if PDL:  # only the projection's output comes from the kernel before
+        gdc_wait()
+        gdc_launch_dependents()
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     Q_PARTS: tl.constexpr = (H + HEADS - 1) // HEADS
     KV_PARTS: tl.constexpr = (KH + HEADS - 1) // HEADS
@@ -83,6 +88,7 @@ def norm_rope(
     norm: tuple[Tensor, Tensor, float] | None = None,
     one_plus: bool = False,
     cache: tuple[Tensor, Tensor, Tensor] | None = None,
+    early: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries `[T, H, D]`, keys and values `[T, KH, D]`, the first two normalized and rotated.
 
@@ -91,6 +97,7 @@ def norm_rope(
         norms' weights are stored as distance from 1. cache: the layer's `k_cache`, `v_cache` `[N, P, KH,
         D]` and `slots [T]`. Then keys and values go there,
             and the tensors returned for them are the caches.
+        early: start while the kernel before still runs, and wait for it there (see `gemv`).
     """
     tokens = qkv.shape[0]
     d = qkv.shape[1] // (heads + 2 * kv_heads)
@@ -108,6 +115,6 @@ def norm_rope(
             q, k, v, qkv, cos, sin, q_weight, k_weight, slots, eps, *strides,
             H=heads, KH=kv_heads, D=d, D_PAD=triton.next_power_of_2(d), P=block_size,
             NORM=norm is not None, ONE_PLUS=one_plus, STORE=cache is not None, HEADS=HEADS_PER_PROGRAM,
-            num_warps=4,
+            PDL=early, num_warps=4, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
     return q, k, v

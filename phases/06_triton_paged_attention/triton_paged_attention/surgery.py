@@ -22,6 +22,7 @@ from forward.models.llama import LlamaAttention, LlamaBlock
 from forward.rope import apply_rope
 from triton_paged_attention.activation import KINDS, gated
 from triton_paged_attention.attention import Backend, TritonPagedAttention, check_backend
+from triton_paged_attention.gemv import dependent_launch, gemv
 from triton_paged_attention.norms import add_rms_norm, rms_norm
 from triton_paged_attention.rope import norm_rope
 
@@ -30,10 +31,10 @@ from triton_paged_attention.rope import norm_rope
 class Backends:
     """Who computes what: plain `torch` as in phase 01, or the kernels of this phase.
 
-    norms: RMSNorm, and the residual addition before it where the block allows.
-    rope: query and key norm, RoPE and KV store in one kernel.
-    activation: SwiGLU and GeGLU.
-    projections: one matrix product for queries, keys and values, one for gate and up.
+    norms: RMSNorm, and the residual addition before it where the block allows. rope: query and key norm,
+    RoPE and KV store in one kernel. activation: SwiGLU and GeGLU. projections: one matrix product for
+    queries, keys and values, one for gate and up; where a step has one token
+        and all of these are "triton", matrix-vector kernels with norms, gate and residuals inside.
     """
 
     norms: Backend = "triton"
@@ -68,6 +69,11 @@ class FusedRMSNorm(nn.Module):
             return self.add(x.total, x.delta)[1]
         return rms_norm(x, self.weight, self.eps, one_plus=self.one_plus)
 
+    @property
+    def parts(self) -> tuple[Tensor, float, bool]:
+        """Weight, epsilon, and whether the weight is the distance from 1."""
+        return self.weight, self.eps, self.one_plus
+
     def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         """The sum, and the sum normalized."""
         return add_rms_norm(x, delta, self.weight, self.eps, one_plus=self.one_plus)
@@ -77,23 +83,39 @@ class FusedBlock(nn.Module):
     """A `LlamaBlock` that leaves its last addition to the next norm."""
 
     input_layernorm: FusedRMSNorm
-    self_attn: nn.Module
+    self_attn: FusedAttention
     post_attention_layernorm: FusedRMSNorm
-    mlp: nn.Module
+    mlp: FusedMLP
 
     def __init__(self, block: LlamaBlock) -> None:
         super().__init__()
         for name, part in block.named_children():
             setattr(self, name, part)
+        fused = isinstance(self.self_attn, FusedAttention) and isinstance(self.mlp, FusedMLP)
+        self.single = fused and self.self_attn.single and self.mlp.single
 
-    def forward(self, x: Tensor | Stream, cos_sin: tuple[Tensor, Tensor], attention: Attention) -> Stream:
+    def forward(
+        self, x: Tensor | Stream, cos_sin: tuple[Tensor, Tensor], attention: Attention
+    ) -> Tensor | Stream:
         """See `LlamaBlock.forward`."""
+        if isinstance(attention, TritonPagedAttention) and attention.stores_early:
+            if self.single and isinstance(x, Tensor) and len(x) == 1:
+                return self._single(x, cos_sin, attention)
         if isinstance(x, Stream):
             total, normed = self.input_layernorm.add(x.total, x.delta)
         else:
             total, normed = x, self.input_layernorm(x)
         total, normed = self.post_attention_layernorm.add(total, self.self_attn(normed, cos_sin, attention))
         return Stream(total, self.mlp(normed))
+
+    def _single(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: TritonPagedAttention) -> Tensor:
+        """One token: six kernels, four of which read a matrix each, and nothing in between."""
+        attend, mlp = self.self_attn, self.mlp
+        qkv = gemv(x, attend.qkv_proj.weight, norm=self.input_layernorm.parts, bias=attend.qkv_proj.bias)
+        out = attend.attend_single(qkv, cos_sin, attention)
+        x = gemv(out.reshape(x.shape[0], -1), attend.o_proj.weight, bias=attend.o_proj.bias, residual=x)
+        both = gemv(x, mlp.gate_up_proj.weight, norm=self.post_attention_layernorm.parts, gate=mlp.kind)
+        return gemv(both, mlp.down_proj.weight, bias=mlp.down_proj.bias, residual=x)
 
 
 class FusedLinear(nn.Module):
@@ -109,6 +131,18 @@ class FusedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in]` -> `[..., sum of outs]`."""
         return nn.functional.linear(x, self.weight, self.bias)
+
+
+class HeadForOne(nn.Linear):
+    """The output head, which is a matrix-vector product whenever one row is sampled."""
+
+    def __init__(self, old: nn.Linear) -> None:
+        super().__init__(old.in_features, old.out_features, bias=False, device="meta")
+        self.weight = old.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., hidden]` -> `[..., V]`."""
+        return gemv(x, self.weight) if x.numel() == self.in_features else super().forward(x)
 
 
 class SideBySide(nn.Module):
@@ -129,9 +163,10 @@ class FusedAttention(nn.Module):
     def __init__(self, old: LlamaAttention, backends: Backends) -> None:
         super().__init__()
         self.spec, self.o_proj = old.spec, old.o_proj
-        join = FusedLinear if backends.projections == "triton" else SideBySide
-        self.qkv_proj = join(old.q_proj, old.k_proj, old.v_proj)
+        join: Any = FusedLinear if backends.projections == "triton" else SideBySide
+        self.qkv_proj: Any = join(old.q_proj, old.k_proj, old.v_proj)
         self.fused = backends.rope == "triton"
+        self.single = self.fused and backends.projections == "triton"
         self.q_norm, self.k_norm = (getattr(old, name, None) for name in ("q_norm", "k_norm"))
         self.one_plus = isinstance(self.q_norm, Gemma3RMSNorm)
 
@@ -143,22 +178,43 @@ class FusedAttention(nn.Module):
 
     def _fused(self, qkv: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
         """With this phase's attention, keys and values go straight to the pool."""
+        if isinstance(attention, TritonPagedAttention) and attention.stores_early:
+            q, k_cache, v_cache = self._rotate(qkv, cos_sin, attention, early=False)
+            return attention.attend(self.spec, q, q, q, k_cache, v_cache)
+        rotated = self._rotate(qkv, cos_sin, None, early=False)
+        return attention(self.spec, *(part.unflatten(0, qkv.shape[:-1]) for part in rotated))
+
+    def attend_single(
+        self, qkv: Tensor, cos_sin: tuple[Tensor, Tensor], attention: TritonPagedAttention
+    ) -> Tensor:
+        """From the projection of one token to the output of its heads, behind a Triton kernel."""
+        early = dependent_launch(qkv.device)
+        q, k_cache, v_cache = self._rotate(qkv, cos_sin, attention, early)
+        return attention.attend_early(self.spec, q, k_cache, v_cache)
+
+    def _rotate(
+        self,
+        qkv: Tensor,
+        cos_sin: tuple[Tensor, Tensor],
+        attention: TritonPagedAttention | None,
+        early: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         spec, norm = self.spec, None
         if self.q_norm is not None and self.k_norm is not None:
             norm = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        early = attention if isinstance(attention, TritonPagedAttention) and attention.stores_early else None
-        q, k, v = norm_rope(
+        cache = None
+        if attention is not None:
+            cache = (*attention.pool.layers[spec.index], attention.batch.slots)
+        return norm_rope(
             qkv.flatten(0, -2),
             *(part.reshape(-1, spec.head_dim) for part in cos_sin),
             heads=spec.num_heads,
             kv_heads=spec.num_kv_heads,
             norm=norm,
             one_plus=self.one_plus,
-            cache=None if early is None else (*early.pool.layers[spec.index], early.batch.slots),
+            cache=cache,
+            early=early,
         )
-        if early is not None:
-            return early.attend(spec, q, k, v, k, v)
-        return attention(spec, *(part.unflatten(0, qkv.shape[:-1]) for part in (q, k, v)))
 
     def _apart(self, qkv: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
         """Phase 01's norms and RoPE."""
@@ -176,10 +232,12 @@ class FusedMLP(nn.Module):
 
     def __init__(self, old: GatedMLP, kind: str, backends: Backends) -> None:
         super().__init__()
-        join = FusedLinear if backends.projections == "triton" else SideBySide
-        self.gate_up_proj, self.down_proj = join(old.gate_proj, old.up_proj), old.down_proj
+        join: Any = FusedLinear if backends.projections == "triton" else SideBySide
+        self.gate_up_proj: Any = join(old.gate_proj, old.up_proj)
+        self.down_proj = old.down_proj
         self.act, self.kind = old.act, kind
         self.fused = backends.activation == "triton"
+        self.single = self.fused and backends.projections == "triton" and old.gate_proj.bias is None
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., hidden]` -> `[..., hidden]`."""
@@ -214,6 +272,8 @@ def optimize(model: Model, backends: Backends | None = None) -> Model:
         else:
             _replace(model, (RMSNorm, Gemma3RMSNorm), FusedRMSNorm, skip=FusedAttention)
         _replace(model, LlamaBlock, FusedBlock)
+    if chosen.projections == "triton":
+        model.lm_head = HeadForOne(model.lm_head)
     return model
 
 

@@ -33,8 +33,11 @@ def fold(s, values, m, total, acc, factor):
     new_m = tl.maximum(m, tl.max(s, axis=1) * factor)
     shrink = tl.exp2(m - new_m)
     p = tl.exp2(s * factor - new_m[:, None])
+    total = total * shrink + tl.sum(
+        p, axis=1
+    )  # before the product, which then needs p in half precision only
     acc = tl.dot(p.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
-    return new_m, total * shrink + tl.sum(p, axis=1), acc
+    return new_m, total, acc
 
 
 @triton.jit

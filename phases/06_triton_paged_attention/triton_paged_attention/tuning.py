@@ -65,14 +65,12 @@ def shared_memory(device: torch.device) -> int:
 def decode_config(pairs: int, d_pad: int, itemsize: int, device: torch.device) -> DecodeConfig:
     """Defaults for `pairs` (request, key/value head) pairs; `d_pad` and `itemsize` say how large a row is.
 
-    With about 2 programs per multiprocessor the memory is busy. Fewer pairs than that are split. Many short
-    loads (32 tokens, 2 warps, 4 stages) hide the latency of a few programs best, larger tiles carry many
-    programs.
+    With about 2 programs per multiprocessor the memory is busy; fewer pairs than that are split. Few programs
+    hide latency best with many short loads, many programs carry larger tiles.
     """
     wanted = 2 * multiprocessors(device)
     splits = 1 if 4 * pairs > 3 * wanted else min(32, -(-wanted // pairs))
-    small = pairs <= 4 * wanted
-    config = DecodeConfig(32, 2, 4, splits) if small else DecodeConfig(64, 4, 3, splits)
+    config = DecodeConfig(64, 4, 3) if splits == 1 else DecodeConfig(32, 2, 4, splits)
     row = 2 * d_pad * itemsize  # of keys and values
     budget = shared_memory(device) // 2
     while config.num_stages > 1 and row * config.block_n * config.num_stages > budget:

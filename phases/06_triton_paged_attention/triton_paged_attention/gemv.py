@@ -1,0 +1,110 @@
+"""Matrix times vector for a batch of one token, with what stands before and after it in the same kernel.
+
+With one token every weight is used once: a projection is a read of its matrix, and a library's tiles for
+matrix products only get in the way. Here a program owns a few output rows and reads each in one sweep. The
+norm before the product is so cheap that every program repeats it; bias, residual addition and the gate
+follow in registers.
+
+On Hopper the kernel starts while its predecessor still runs (programmatic dependent launch): weights depend
+on nobody, so their loads are issued before `gdc_wait`, and only the input vector is read after it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .activation import KINDS, activate
+
+
+@triton.jit
+def gemv_kernel(
+    out, x, weight, norm_weight, bias, residual, eps, N,
+    K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr,
+    BIAS: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program per `ROWS` outputs; `GATED`: row `r` of the gate and row `N + r` of the up projection."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    k = tl.arange(0, BLOCK_K)
+    at = row.to(tl.int64)[:, None] * K + k[None, :]
+    mask = (row < N)[:, None] & (k < K)[None, :]
+    up_at = at + N.to(tl.int64) * K
+    w = tl.load(weight + at, mask=mask, other=0.0)
+    up = tl.load(weight + up_at, mask=mask, other=0.0) if GATED else w
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    scale = 1.0
+    if NORM:
+        square = tl.zeros([BLOCK_K], tl.float32)
+        for start in tl.static_range(0, K, BLOCK_K):
+            part = tl.load(x + start + k, mask=start + k < K, other=0.0).to(tl.float32)
+            square += part * part
+        scale = tl.rsqrt(tl.sum(square, axis=0) / K + eps)
+    total = tl.zeros([ROWS], tl.float32)
+    total_up = tl.zeros([ROWS], tl.float32)
+    for start in tl.static_range(0, K, BLOCK_K):
+        if start > 0:
+            mask = (row < N)[:, None] & (start + k < K)[None, :]
+            w = tl.load(weight + at + start, mask=mask, other=0.0)
+            if GATED:
+                up = tl.load(weight + up_at + start, mask=mask, other=0.0)
+        vector = tl.load(x + start + k, mask=start + k < K, other=0.0)
+        if NORM:
+            g = tl.load(norm_weight + start + k, mask=start + k < K, other=0.0).to(tl.float32)
+            if ONE_PLUS:
+                g += 1.0
+            vector = (vector.to(tl.float32) * scale * g).to(vector.dtype)  # rounded as a norm apart
+        total += tl.sum(w.to(tl.float32) * vector.to(tl.float32)[None, :], axis=1)
+        if GATED:
+            total_up += tl.sum(up.to(tl.float32) * vector.to(tl.float32)[None, :], axis=1)
+    if GATED:
+        total = activate(total, KIND) * total_up
+    if BIAS:
+        total += tl.load(bias + row, mask=row < N, other=0.0).to(tl.float32)
+    if ADD:
+        total += tl.load(residual + row, mask=row < N, other=0.0).to(tl.float32)
+    tl.store(out + row, total.to(out.dtype.element_ty), mask=row < N)
+
+
+@cache
+def dependent_launch(device: torch.device) -> bool:
+    """Whether the device has programmatic dependent launch (compute capability 9.0 on)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def gemv(
+    x: Tensor,  # [..., K], one row
+    weight: Tensor,  # [N, K], or [2 N, K] when gated
+    *,
+    norm: tuple[Tensor, float, bool] | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    gate: str | None = None,
+) -> Tensor:
+    """`residual + bias + weight @ norm(x)`, or `act(gate rows @ norm(x)) * (up rows @ norm(x))`: `[..., N]`.
+
+    Args:
+        norm: weight `[K]`, epsilon, and whether the weight is stored as distance from 1.
+        gate: name of the activation (a key of `activation.KINDS`); then `weight` is gate rows over up rows.
+    """
+    size = weight.shape[1]
+    rows = weight.shape[0] // (1 if gate is None else 2)
+    chunk = size & -size  # the largest power of two that divides it
+    block_k = min(4096, chunk if chunk >= 512 else triton.next_power_of_2(size))
+    per_program = max(1, 8192 // (block_k * (1 if gate is None else 2)))
+    out = torch.empty(*x.shape[:-1], rows, dtype=x.dtype, device=x.device)
+    norm_weight, eps, one_plus = norm if norm is not None else (x, 0.0, False)
+    early = dependent_launch(x.device)
+    gemv_kernel[(triton.cdiv(rows, per_program),)](
+        out, x, weight, norm_weight, x if bias is None else bias, x if residual is None else residual, eps,
+        rows, K=size, ROWS=per_program, BLOCK_K=block_k, NORM=norm is not None, ONE_PLUS=one_plus, BIAS=bias
+        is not None, ADD=residual is not None, GATED=gate is not None, KIND=0 if gate is None else
+        KINDS[gate], PDL=early, num_warps=4, **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
+    return out
