@@ -1,16 +1,73 @@
+"""Phase 05: blocks are counted, shared, copied on write, preempted and given back, each exactly once."""
+
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import continuous
+import forward
+import paged_cache
+from common.errors import UserError
+from common.generation import generate
+from common.request import Request
+from common.sampling_params import SamplingParams
+from continuous.batch import Batch
+from continuous.engine import Engine
 from continuous.rows import Rows
-from paged_cache import PagedCache, PagedScheduler
+from continuous.scheduler import Work
+from forward.attention import LayerSpec
+from forward.model import Model
+from forward.shapes import SHAPES
+from paged_cache import (
+    BlockAllocator,
+    BlockPool,
+    PagedBatch,
+    PagedCache,
+    PagedScheduler,
+    TorchPagedAttention,
+    plan_cache,
+)
+from paged_cache.runner import PagedRunner
 from tests.schedules import MAX_LEN, fake_engine, operations, play
+from triton_paged_attention.reference import paged_attention
 
 
-@settings(max_examples=300, deadline=None)
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return forward.load_model("random:tiny", device="cpu", dtype="float32")
+
+
+def block_bytes(model: Model, blocks: int, block_size: int = 16) -> int:
+    return blocks * BlockPool.bytes_per_block(model.config, block_size, model.dtype)
+
+
+def greedy(count: int, **options: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=count, ignore_eos=True, **options)
+
+
+def fake(
+    rows: int,
+    blocks: int,
+    block_size: int = 4,
+    *,
+    step_tokens: int = 64,
+    watermark: float = 0.0,
+    **options: Any,
+) -> Any:
+    def scheduler(table: Rows) -> PagedScheduler:
+        cache = PagedCache(rows, MAX_LEN, blocks, block_size, watermark=watermark)
+        return PagedScheduler(table, cache, step_tokens=step_tokens)
+
+    return fake_engine(scheduler, rows, **{"overlap": False, **options})
+
+
+@settings(max_examples=200, deadline=None)
 @given(
     script=operations,
     rows=st.integers(3, 6),
@@ -19,11 +76,349 @@ from tests.schedules import MAX_LEN, fake_engine, operations, play
     overlap=st.booleans(),
 )
 def test_any_schedule(script: list[Any], rows: int, block_size: int, spare: int, overlap: bool) -> None:
-    blocks = -(-48 // block_size) + spare
-
-    def scheduler(table: Rows) -> PagedScheduler:
-        return PagedScheduler(table, PagedCache(rows, MAX_LEN, blocks, block_size), step_tokens=64)
-
-    engine, runner = fake_engine(scheduler, rows, overlap=overlap)
+    blocks = -(-MAX_LEN // block_size) + spare
+    engine, runner = fake(rows, blocks, block_size, overlap=overlap)
     play(engine, runner, script)
     assert runner.most_in_step <= 64
+
+
+# The allocator.
+
+
+def test_allocator_counts_users() -> None:
+    allocator = BlockAllocator(4)
+    blocks = allocator.allocate(3)
+    assert len(set(blocks)) == 3 and allocator.free == 1
+    allocator.share(blocks[:2])
+    allocator.release(blocks)
+    assert allocator.free == 2 and allocator.refs[blocks[0]] == 1
+    allocator.check(blocks[:2])
+    allocator.release(blocks[:2])
+    assert allocator.free == 4
+    allocator.check([])
+
+
+def test_allocator_refuses_nonsense() -> None:
+    allocator = BlockAllocator(2)
+    (block,) = allocator.allocate(1)
+    with pytest.raises(AssertionError, match="2 blocks wanted, 1 free"):
+        allocator.allocate(2)
+    with pytest.raises(AssertionError, match="cannot be shared"):
+        allocator.share([1 - block])
+    allocator.release([block])
+    with pytest.raises(AssertionError, match="once too often"):
+        allocator.release([block])
+
+
+def test_the_integrity_check_sees_a_leak_and_a_stray_user(model: Model) -> None:
+    engine = paged_cache.load(model, cache_bytes=block_bytes(model, 8))
+    generate(engine, [[1] * 20], greedy(3))
+    engine.check_integrity()
+    leaked = engine.cache.allocator.allocate(1)
+    with pytest.raises(AssertionError, match="has 0 users, but 1 are booked"):
+        engine.check_integrity()
+    engine.cache.allocator.release(leaked)
+    engine.add([1] * 20, greedy(3))
+    engine.step()
+    engine.cache.tables[0, 0] ^= 1  # the request now claims somebody else's block
+    with pytest.raises(AssertionError, match="users, but"):
+        engine.check_integrity()
+
+
+# Admission, growth and preemption.
+
+
+def test_a_request_grows_block_by_block() -> None:
+    engine, _ = fake(2, 12)
+    (request,) = engine.add([1] * 6, greedy(8))
+    held = []
+    while True:
+        engine.step()
+        if engine.idle:
+            break
+        held.append(engine.scheduler.cache.allocator.count - engine.scheduler.cache.free)
+    # 6 tokens in the first step, then one more in each: 6, 7, 8 in two blocks, 9 to 12 in three.
+    assert held == [2, 2, 2, 3, 3, 3, 3] and request.preemptions == 0
+
+
+def test_admission_counts_blocks_promised_in_the_same_step() -> None:
+    engine, _ = fake(4, 5)
+    first, second, third = (engine.add([1] * 12, greedy(1))[0] for _ in range(3))
+    works = engine.scheduler.schedule()
+    assert [work.request for work in works] == [first]  # three blocks each, five in all
+    engine.collect(engine.launch(works))
+    assert engine.scheduler.cache.free == 5
+    while not engine.idle:
+        engine.step()
+    assert engine.scheduler.preemptions == 0 and third.finish_reason == second.finish_reason == "length"
+
+
+def test_admission_leaves_room_for_those_that_run() -> None:
+    engine, _ = fake(4, 10, watermark=0.2)
+    engine.add([1] * 4, greedy(9))
+    engine.step()
+    (large,) = engine.add([1] * 32, greedy(1))
+    engine.step()
+    assert large.row < 0  # 8 of the 8 free blocks, but 2 are kept
+    while not engine.idle:
+        engine.step()
+    assert large.finish_reason == "length"
+
+
+def test_preemption_takes_the_youngest_and_loses_no_token() -> None:
+    engine, runner = fake(2, 12)
+    old, young = (engine.add([1] * 20, greedy(20, seed=seed))[0] for seed in (0, 1))
+    while not engine.idle:
+        engine.step()
+    assert (old.preemptions, young.preemptions) == (0, 1)
+    assert old.finished < young.finished
+    # All tokens but the last of each, and what the young one had computed before it was preempted.
+    again = runner.computed - 2 * 39
+    assert 20 < again < 40
+
+
+def test_a_preempted_request_keeps_its_place_in_line() -> None:
+    engine, _ = fake(3, 12)
+    _, young, late = (engine.add([1] * n, greedy(20))[0] for n in (20, 20, 4))
+    while young.preemptions == 0:
+        engine.step()
+    waited = 0
+    while young.row < 0:
+        assert late.row < 0  # nobody overtakes it
+        engine.step()
+        waited += 1
+    while not engine.idle:
+        engine.step()
+    assert waited > 3 and young.finished < late.finished
+
+
+def test_preemption_gives_the_same_tokens(model: Model) -> None:
+    rng = random.Random(1)
+    prompts = [[rng.randrange(1, 257) for _ in range(rng.randrange(20, 60))] for _ in range(10)]
+    params = greedy(40)
+    roomy = paged_cache.load(model, max_rows=10)
+    tight = paged_cache.load(model, max_rows=10, cache_bytes=block_bytes(model, 14))
+    expected, actual = generate(roomy, prompts, params), generate(tight, prompts, params)
+    assert roomy.scheduler.preemptions == 0 and tight.scheduler.preemptions > 3
+    assert [one.token_ids for one in actual] == [one.token_ids for one in expected]
+    tight.check_integrity()
+
+
+def test_a_cache_of_two_blocks(model: Model) -> None:
+    engine = paged_cache.load(model, block_size=8, cache_bytes=block_bytes(model, 2, 8))
+    prompts = [[1] * 10, [2] * 3, [3] * 16, [4]]
+    params = [greedy(7), greedy(14), greedy(1), greedy(16)]
+    expected = generate(continuous.load(model), prompts, params)
+    actual = generate(engine, prompts, params)
+    assert [one.token_ids for one in actual] == [one.token_ids for one in expected]
+    engine.check_integrity()
+
+
+def test_what_can_never_fit_is_rejected_at_once(model: Model) -> None:
+    engine = paged_cache.load(model, block_size=8, cache_bytes=block_bytes(model, 2, 8))
+    with pytest.raises(UserError, match="may need 17 tokens of cache"):
+        engine.add([1] * 10, greedy(8))
+    engine.add([1] * 10, greedy(7))
+    small = paged_cache.load(model, step_tokens=20)
+    with pytest.raises(UserError, match="compute 21 tokens at once after a preemption"):
+        small.add([1] * 10, greedy(12))
+    small.add([1] * 10, greedy(11))
+    with pytest.raises(UserError, match="n is 3, but must be at most max_rows, 2"):
+        paged_cache.load(model, max_rows=2).add([1], greedy(1, n=3))
+
+
+def test_three_times_as_many_requests_in_the_same_bytes(model: Model) -> None:
+    """Work shrank: rows keep memory for the longest request, blocks for what there is."""
+    memory = 4 * 256 * model.config.kv_bytes_per_token(model.dtype)
+    prompts = [[1] * 40 for _ in range(24)]
+    rows = continuous.load(model, max_len=256, cache_bytes=memory)
+    blocks = paged_cache.load(model, max_len=256, cache_bytes=memory)
+    for engine in (rows, blocks):
+        generate(engine, prompts, greedy(20))
+    assert rows.stats.most_running == 4
+    assert blocks.stats.most_running >= 12 and blocks.stats.steps < rows.stats.steps / 2
+
+
+# Samples that share their prompt.
+
+
+def test_samples_share_the_prompt_and_copy_the_last_block() -> None:
+    engine, runner = fake(4, 20)
+    requests = engine.add([1] * 10, greedy(4, n=3, seed=5))
+    engine.step()
+    cache = engine.scheduler.cache
+    assert runner.computed == 10
+    assert cache.allocator.count - cache.free == 3  # two full blocks and a partial one, for three requests
+    tables = [cache.blocks_of(request.row) for request in requests]
+    assert tables[0] == tables[1] == tables[2]
+    engine.step()
+    tables = [cache.blocks_of(request.row) for request in requests]
+    assert tables[0][:2] == tables[1][:2] == tables[2][:2]
+    assert len({table[2] for table in tables}) == 3
+    assert cache.allocator.count - cache.free == 5
+    while not engine.idle:
+        engine.step()
+    assert len({tuple(request.output_ids) for request in requests}) == 3
+    assert cache.free == 20
+
+
+def test_samples_of_a_block_aligned_prompt_copy_nothing() -> None:
+    engine, _ = fake(4, 20)
+    requests = engine.add([1] * 8, greedy(3, n=2, seed=5))
+    engine.step()
+    works = engine.scheduler.schedule()
+    cache = engine.scheduler.cache
+    assert cache.take_copies() == []
+    tables = [cache.blocks_of(request.row) for request in requests]
+    assert tables[0][:2] == tables[1][:2] and tables[0][2] != tables[1][2] and len(works) == 2
+
+
+def test_samples_wait_until_there_are_rows_for_all() -> None:
+    engine, _ = fake(3, 20)
+    engine.add([1] * 3, greedy(6))
+    engine.step()
+    several = engine.add([2] * 3, greedy(2, n=3))
+    engine.step()
+    assert all(request.row < 0 for request in several)
+    while not engine.idle:
+        engine.step()
+    assert [request.finish_reason for request in several] == ["length"] * 3
+
+
+def test_copies_read_before_anything_is_written() -> None:
+    """Block 1 is copied to 2 and block 2 to 0 in one step: 0 gets what 2 had before."""
+    pool = BlockPool(SHAPES["tiny"], 3, 4, device=torch.device("cpu"), dtype=torch.float32)
+    for block in range(3):
+        pool.data[:, :, block] = block
+    pool.copy([(1, 2), (2, 0)])
+    assert [int(pool.layers[1][0][block].unique()) for block in range(3)] == [2, 1, 1]
+
+
+# Attention.
+
+
+def paged_batch(rows: Rows, cache: PagedCache, works: list[Work]) -> PagedBatch:
+    runner = PagedRunner.__new__(PagedRunner)
+    runner.rows, runner.cache = rows, cache
+    batch: Batch = runner.prepare(works)
+    assert isinstance(batch, PagedBatch)
+    return batch
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_torch_attention_equals_the_reference(seed: int) -> None:
+    """Random mixes of prompts, chunks and decodes, with windows and soft caps, over scattered blocks."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    block_size, heads, kv_heads, size = rng.choice([1, 4, 16]), 6, rng.choice([1, 2, 6]), 8
+    config = SHAPES["tiny"]
+    config = type(config)(**{**vars(config), "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": size})
+    rows, cache = Rows(12, 200), PagedCache(12, 200, 2000 // block_size, block_size)
+    rng.shuffle(cache.allocator._free)
+    pool = BlockPool(
+        config, cache.allocator.count, block_size, device=torch.device("cpu"), dtype=torch.float32
+    )
+    pool.data.normal_()
+    works = []
+    for number in range(rng.randrange(1, 12)):
+        start, count = rng.choice(
+            [(0, rng.randrange(1, 40)), (rng.randrange(1, 150), rng.choice([1, 1, 7, 30]))]
+        )
+        request = Request(number, [1] * (start + count), start + count, 200, SamplingParams())
+        rows.acquire(request)
+        assert cache.reserve(request, start + count)
+        works.append(Work(request, request.row, start, count, (), (request,)))
+    batch = paged_batch(rows, cache, works)
+    attention = TorchPagedAttention(pool)
+    attention.begin(batch)
+    tokens = len(batch.positions)
+    for window, cap in ((None, None), (9, None), (None, 5.0), (33, 5.0)):
+        layer = LayerSpec(1, heads, kv_heads, size, 0.3, window, cap)
+        q = torch.randn(tokens, heads, size)
+        k, v = (torch.randn(tokens, kv_heads, size) for _ in "kv")
+        actual = attention(layer, q, k, v)
+        k_cache, v_cache = pool.layers[1]
+        assert torch.equal(k_cache.flatten(0, 1)[batch.slots], k)
+        assert torch.equal(v_cache.flatten(0, 1)[batch.slots], v)
+        expected = paged_attention(
+            q, k_cache, v_cache, batch.block_tables, batch.query_starts, batch.context_lens,
+            scale=0.3, sliding_window=window, soft_cap=cap,
+        )  # fmt: skip
+        torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_slots_follow_the_block_tables() -> None:
+    rows, cache = Rows(2, 40), PagedCache(2, 40, 10, 4)
+    cache.allocator._free = [3, 9, 0, 5]
+    request = Request(0, [1] * 10, 10, 20, SamplingParams())
+    rows.acquire(request)
+    cache.reserve(request, 10)
+    batch = paged_batch(rows, cache, [Work(request, 0, 2, 8)])
+    table = cache.blocks_of(0)
+    assert batch.block_tables.tolist() == [table] and batch.block_tables.dtype == torch.int32
+    assert batch.slots.tolist() == [table[p // 4] * 4 + p % 4 for p in range(2, 10)]
+
+
+def test_attention_has_no_loop_over_requests(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixty requests at one context are gathered by one call for keys and one for values in each layer."""
+    engine = paged_cache.load(model, max_rows=60)
+    calls = []
+    original = TorchPagedAttention._gather
+    monkeypatch.setattr(
+        TorchPagedAttention, "_gather", staticmethod(lambda *args: calls.append(0) or original(*args))
+    )
+    for _ in range(60):
+        engine.add([1] * 30, greedy(3))
+    engine.step()
+    assert calls == []  # prompts read this step's keys, not the cache
+    engine.step()
+    assert len(calls) == 2 * model.config.num_layers
+
+
+def test_what_an_earlier_request_left_in_a_block_is_not_seen(model: Model) -> None:
+    engine = paged_cache.load(model, max_rows=4)
+    prompts = [[1] * 9, [5] * 3, [6] * 33]
+    expected = generate(engine, prompts, greedy(6))
+    engine.runner.attention.pool.data.fill_(1e3)  # type: ignore[attr-defined]
+    actual = generate(engine, prompts, greedy(6))
+    assert [one.token_ids for one in actual] == [one.token_ids for one in expected]
+
+
+# Memory.
+
+
+def test_ledger(model: Model) -> None:
+    plan = {"block_size": 16, "step_tokens": 2048, "rows": 4, "max_len": 100}
+    ledger = plan_cache(model, cache_bytes=block_bytes(model, 10) + 5, **plan)
+    assert (ledger.blocks, ledger.tokens, ledger.cache) == (10, 160, block_bytes(model, 10))
+    assert ledger.weights == sum(p.numel() for p in model.parameters()) * 4
+    for word in ("weights", "activations", "cache", "blocks", "tokens", "160"):
+        assert word in str(ledger)
+    assert plan_cache(model, **plan).blocks == 4 * 7  # no more than the rows can fill
+    with pytest.raises(UserError, match="one block of 16 tokens takes"):
+        plan_cache(model, cache_bytes=100, **plan)
+    with pytest.raises(UserError, match=r"gpu_memory_utilization is 1\.5"):
+        plan_cache(model, gpu_memory_utilization=1.5, **plan)
+    with pytest.raises(UserError, match="block_size is 0"):
+        plan_cache(model, **{**plan, "block_size": 0})
+
+
+def test_the_pool_has_the_ledgers_size(model: Model) -> None:
+    engine = paged_cache.load(model, cache_bytes=block_bytes(model, 10))
+    pool = engine.runner.attention.pool  # type: ignore[attr-defined]
+    assert pool.data.nbytes == engine.ledger.cache
+    k_cache, v_cache = pool.layers[1]
+    assert k_cache.shape == v_cache.shape == (10, 16, model.config.num_kv_heads, model.config.head_dim)
+
+
+def test_an_exception_gives_the_blocks_back(model: Model) -> None:
+    engine: Engine = paged_cache.load(model, max_rows=2)
+    for _ in range(2):
+        engine.add([1] * 20, greedy(5, n=2))
+    hook = model.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("broken")))
+    outputs = engine.step()
+    hook.remove()
+    assert [output.finish_reason for output in outputs] == ["error"] * 2
+    while not engine.idle:
+        engine.step()
+    engine.check_integrity()  # type: ignore[attr-defined]

@@ -132,13 +132,6 @@ def attend_masked(layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tenso
     return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=layer.scale).view(q.shape)
 
 
-def attend_causal(layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention of whole prompts to themselves, `S` queries over `S` keys; `mask` is causality or None."""
-    if mask is not None or layer.soft_cap is not None:
-        return attend_masked(layer, q, k, v, mask)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=layer.scale, enable_gqa=True)
-
-
 def prompt_groups(host: HostBatch, device: torch.device) -> tuple[list[Group], Ints]:
     """Groups of the requests that start from nothing, by length, and the places of all the others.
 
@@ -153,12 +146,15 @@ def prompt_groups(host: HostBatch, device: torch.device) -> tuple[list[Group], I
 
 def prompt_attention(plan: Group, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
     """Compute one of `prompt_groups` from this step's `q [T, H, D]`, `k` and `v [T, KH, D]` into `out`."""
+    q, k, v = plan.take(q), plan.take(k), plan.take(v)
     window = layer.sliding_window
-    if window not in plan.masks:
-        narrow = layer.soft_cap is not None or (window is not None and window < plan.queries)
-        columns = torch.arange(plan.queries, device=q.device)
-        plan.masks[window] = causal_mask(columns, columns, window)[None, None] if narrow else None
-    result = attend_causal(layer, plan.take(q), plan.take(k), plan.take(v), plan.masks[window])
+    if layer.soft_cap is None and (window is None or window >= plan.queries):
+        result = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=layer.scale, enable_gqa=True)
+    else:
+        if window not in plan.masks:
+            columns = torch.arange(plan.queries, device=q.device)
+            plan.masks[window] = causal_mask(columns, columns, window)[None, None]
+        result = attend_masked(layer, q, k, v, plan.masks[window])
     plan.put(out, result)
 
 
