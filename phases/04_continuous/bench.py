@@ -22,8 +22,8 @@ from kv_cache import KVCache
 
 PHASE, BEFORE, COMPACT = "04_continuous", "03_batching", "03_batching+compact"
 SEQUENTIAL = "04_continuous, 1 row"
-ROWS = {"cpu": 8, "cuda": 128}
-"""Rows of 04 and batch size of 03 for the skewed outputs: several batches' worth of requests either way."""
+ROWS = 8
+"""Rows of 04 and batch size of 03 for the skewed outputs: four batches' worth of requests."""
 MIXED = ((24, 8), (160, 12), (40, 48), (12, 24), (96, 16), (56, 40), (200, 8), (32, 32))
 """Prompt and output lengths of the eight mixed requests."""
 
@@ -52,8 +52,7 @@ class Bench:
         03 makes a cache for each batch, as long as its longest prompt and longest output together; 04 has as
         many rows as a batch, each as long as the longest request.
         """
-        work = workload(f"skewed-outputs{self.small}")
-        rows = ROWS["cpu" if self.on_cpu else "cuda"]
+        work, rows = workload("skewed-outputs-small"), ROWS
         if self.options.quick:
             rows, items = 4, tuple(Item(i.prompt, i.max_tokens // 8 + 1) for i in work.items[:16])
             work = Workload(f"{work.name}[:16]/8", items, vocab=work.vocab)
@@ -84,7 +83,7 @@ class Bench:
         samples = alternate(
             {variant: measure(variant) for variant in engines},
             # The plain batches take most of this file's time.
-            repeats=max(1, self.options.repeats - 1) if self.on_cpu else 1,
+            repeats=max(1, self.options.repeats - 1),
             warm={variant: lambda: None for variant in engines},
             tries=1 if self.options.quick else 4,
         )

@@ -104,7 +104,7 @@ class Bench:
         """The same rows for both, and room for everybody: what is left is the price of gathering."""
         names = ["offline-256-small", "chat-serving-long-small"]
         if not self.on_cpu:
-            names = ["paged_attention", "chat-serving-long"]
+            names = ["paged_attention"]
         runs = []
         for name in names[: 1 if self.options.quick else None]:
             work = workload(name)
