@@ -20,6 +20,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .activation import KINDS, activate
+from .tuning import gemv_config
 
 
 @triton.jit
@@ -27,6 +28,7 @@ def gemv_kernel(
     out, x, weight, norm_weight, bias, residual, eps, N,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr,
     BIAS: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
+    LATE: tl.constexpr,
 ):  # fmt: skip
     """One program per `ROWS` outputs; `GATED`: row `r` of the gate and row `N + r` of the up projection."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -38,7 +40,8 @@ def gemv_kernel(
     up = tl.load(weight + up_at, mask=mask, other=0.0) if GATED else w
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
+        if not LATE:
+            gdc_launch_dependents()
     scale = 1.0
     if NORM:
         square = tl.zeros([BLOCK_K], tl.float32)
@@ -63,6 +66,8 @@ def gemv_kernel(
         total += tl.sum(w.to(tl.float32) * vector.to(tl.float32)[None, :], axis=1)
         if GATED:
             total_up += tl.sum(up.to(tl.float32) * vector.to(tl.float32)[None, :], axis=1)
+    if PDL and LATE:
+        gdc_launch_dependents()
     if GATED:
         total = activate(total, KIND) * total_up
     if BIAS:
@@ -95,16 +100,16 @@ def gemv(
     """
     size = weight.shape[1]
     rows = weight.shape[0] // (1 if gate is None else 2)
-    chunk = size & -size  # the largest power of two that divides it
-    block_k = min(4096, chunk if chunk >= 512 else triton.next_power_of_2(size))
-    per_program = max(1, 8192 // (block_k * (1 if gate is None else 2)))
+    shape = gemv_config(rows, size, gate is not None)
     out = torch.empty(*x.shape[:-1], rows, dtype=x.dtype, device=x.device)
     norm_weight, eps, one_plus = norm if norm is not None else (x, 0.0, False)
     early = dependent_launch(x.device)
-    gemv_kernel[(triton.cdiv(rows, per_program),)](
-        out, x, weight, norm_weight, x if bias is None else bias, x if residual is None else residual, eps,
-        rows, K=size, ROWS=per_program, BLOCK_K=block_k, NORM=norm is not None, ONE_PLUS=one_plus, BIAS=bias
-        is not None, ADD=residual is not None, GATED=gate is not None, KIND=0 if gate is None else
-        KINDS[gate], PDL=early, num_warps=4, **({"launch_pdl": True} if early else {}),
+    gemv_kernel[(triton.cdiv(rows, shape.rows),)](
+        out, x, weight, norm_weight, x if bias is None else bias, x if residual is None else residual,
+        eps, rows,
+        K=size, ROWS=shape.rows, BLOCK_K=shape.block_k, NORM=norm is not None, ONE_PLUS=one_plus,
+        BIAS=bias is not None, ADD=residual is not None, GATED=gate is not None,
+        KIND=0 if gate is None else KINDS[gate], PDL=early, LATE=shape.late, num_warps=shape.num_warps,
+        **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out

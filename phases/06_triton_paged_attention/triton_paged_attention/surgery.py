@@ -98,9 +98,9 @@ class FusedBlock(nn.Module):
         self, x: Tensor | Stream, cos_sin: tuple[Tensor, Tensor], attention: Attention
     ) -> Tensor | Stream:
         """See `LlamaBlock.forward`."""
-        if isinstance(attention, TritonPagedAttention) and attention.stores_early:
-            if self.single and isinstance(x, Tensor) and len(x) == 1:
-                return self._single(x, cos_sin, attention)
+        ours = isinstance(attention, TritonPagedAttention) and attention.stores_early
+        if ours and self.single and isinstance(x, Tensor) and len(x) == 1:
+            return self._single(x, cos_sin, attention)
         if isinstance(x, Stream):
             total, normed = self.input_layernorm.add(x.total, x.delta)
         else:
@@ -108,7 +108,7 @@ class FusedBlock(nn.Module):
         total, normed = self.post_attention_layernorm.add(total, self.self_attn(normed, cos_sin, attention))
         return Stream(total, self.mlp(normed))
 
-    def _single(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: TritonPagedAttention) -> Tensor:
+    def _single(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Any) -> Tensor:
         """One token: six kernels, four of which read a matrix each, and nothing in between."""
         attend, mlp = self.self_attn, self.mlp
         qkv = gemv(x, attend.qkv_proj.weight, norm=self.input_layernorm.parts, bias=attend.qkv_proj.bias)

@@ -92,3 +92,31 @@ def prefill_config(d_pad: int, itemsize: int, device: torch.device) -> PrefillCo
     while config.block_n > 16 and row * (config.block_m + 2 * config.block_n * 2) > shared_memory(device):
         config = replace(config, block_n=config.block_n // 2, block_m=max(16, config.block_m // 2))
     return config
+
+
+@dataclass(frozen=True)
+class GemvConfig:
+    """How a matrix-vector kernel runs: output rows per program, inputs per sweep, warps.
+
+    late: let the next kernel start only when this one has read its matrix, not when it begins to.
+    """
+
+    rows: int
+    block_k: int
+    num_warps: int = 4
+    late: bool = False
+
+
+@cache
+def gemv_config(rows: int, size: int, gated: bool) -> GemvConfig:
+    """Defaults for `[rows, size]` (gated: two such matrices).
+
+    Small matrices: 16 KiB a program and some 500 programs, and the next kernel loads its weights meanwhile.
+    Large ones fill the memory by themselves, and an early successor only takes their place.
+    """
+    chunk = size & -size  # the largest power of two that divides it
+    block_k = min(4096, chunk if chunk >= 512 else 1 << (size - 1).bit_length())
+    large = size >= 4096
+    row = size * (2 if gated else 1)
+    wanted = max(1, min((16_384 if large else 8_192) // row, rows // (256 if large else 512)))
+    return GemvConfig(1 << (wanted.bit_length() - 1), block_k, 8 if large else 4, large)
