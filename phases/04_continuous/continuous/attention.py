@@ -129,7 +129,7 @@ def attend_masked(layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tenso
         mask = mask if mask is None or q.shape[2] == 1 else mask.repeat(1, 1, heads, 1)
     else:
         grouped = q
-    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=layer.scale).view(q.shape)
+    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=layer.scale).reshape(q.shape)
 
 
 def prompt_groups(host: HostBatch, device: torch.device) -> tuple[list[Group], Ints]:
