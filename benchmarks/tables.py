@@ -85,11 +85,13 @@ def _ladder(root: Path, file: Path | None) -> str:
     evidence = results(root / RESULTS.relative_to(ROOT))
     lines = [["phase", "what it adds", *(f"gain ({device})" for device in evidence)]]
     for phase in PHASES:
-        target = f"phases/{phase.name}/README.md"
+        lesson = f"phases/{phase.name}/README.md"
+        target = lesson
         if file is not None and file.parent != root:
             target = "../" * len(file.parent.relative_to(root).parts) + target
         gains = [gain_text(phase, found.get(phase.name)) for found in evidence.values()]
-        lines.append([f"[{phase.name}]({target})", phase.summary, *gains])
+        name = f"[{phase.name}]({target})" if (root / lesson).exists() else phase.name
+        lines.append([name, phase.summary, *gains])
     return _markdown(lines, text_columns=2)
 
 
