@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from continuous.batch import Batch, HostBatch, Ints
@@ -44,11 +45,16 @@ class Group:
     masks: dict[int | None, Tensor | None] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, members: Ints, host: HostBatch, device: torch.device) -> Group:
-        """Plan the group of these members of the batch."""
+    def of(
+        cls, members: Ints, host: HostBatch, device: torch.device, meant: NDArray[np.bool_] | None = None
+    ) -> Group:
+        """Plan the group of these members of the batch.
+
+        meant: `[G]`, false for members that only fill a gap; their results are dropped. None: all are meant.
+        """
         starts, lens = host.query_starts[members], host.query_lens[members]
         queries, context = int(lens.max()), int(host.context_lens[members].max())
-        padded = bool((lens != queries).any())
+        padded = bool((lens != queries).any()) or (meant is not None and not meant.all())
         if not padded and (len(members) == 1 or bool((np.diff(starts) == queries).all())):
             return cls(
                 members, queries, context, slice(int(starts[0]), int(starts[0]) + len(members) * queries)
@@ -57,7 +63,8 @@ class Group:
         gather = starts[:, None] + np.minimum(columns, lens[:, None] - 1)  # [G, queries]
         plan = cls(members, queries, context, torch.from_numpy(gather).to(device))
         if padded:
-            real = (columns < lens[:, None]).ravel()
+            filled = columns < lens[:, None]  # [G, queries]
+            real = (filled if meant is None else filled & meant[:, None]).ravel()
             where = (torch.from_numpy(x).to(device) for x in (gather.ravel()[real], np.flatnonzero(real)))
             plan.scatter = (next(where), next(where))
         return plan
@@ -91,7 +98,8 @@ def group(
         order: places in the batch, sorted so that neighbours are alike.
         queries, contexts: `[B]`.
         padding: see `PADDING_PER_CALL`.
-        rows: `[B]`; if given, a group's rows must be adjacent, so that one view covers them.
+        rows: `[B]`, increasing in this order; if given, one view must cover a group's rows, and rows between
+            them that nobody in the group has are padding too.
 
     Returns:
         Each group's members.
@@ -104,8 +112,9 @@ def group(
     for i in order:
         longer, wider = max(longest, q[i]), max(widest, c[i])
         own = q[i] * c[i]
-        waste = (len(current) + 1) * longer * wider - pairs - own
-        if current and (waste > padding or (r is not None and r[i] != r[current[-1]] + 1)):
+        height = len(current) + 1 if r is None or not current else r[i] - r[current[0]] + 1
+        waste = height * longer * wider - pairs - own
+        if current and waste > padding:
             groups.append(np.array(current))
             current, pairs, longer, wider = [], 0, q[i], c[i]
         current.append(i)
@@ -179,8 +188,13 @@ class RowAttention:
         runs = group(order, host.query_lens, host.context_lens, PADDING_PER_CALL[device.type], host.rows)
         self._decodes = []
         for members in runs:
-            first = int(host.rows[members[0]])
-            self._decodes.append((Group.of(members, host, device), slice(first, first + len(members))))
+            rows = host.rows[members]
+            first, last = int(rows[0]), int(rows[-1])
+            # A row between that is not the group's repeats the member before it, so that the view has no gap.
+            place = np.searchsorted(rows, np.arange(first, last + 1), side="right") - 1
+            meant = np.isin(np.arange(first, last + 1), rows)
+            plan = Group.of(members[place], host, device, meant)
+            self._decodes.append((plan, slice(first, last + 1)))
 
     def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """`q [T, H, D]`, `k` and `v [T, KH, D]` -> `[T, H, D]`; also keeps `k` and `v`."""
