@@ -1,8 +1,8 @@
 """What the host does between two steps, in microseconds: `python -m benchmarks.scheduling_cost`.
 
-The model is a stub that computes nothing, so what is left is Python: scheduling, laying out the batch, sampling
-the argmax of eight numbers, and dealing out tokens. On a GPU all of it is time in which the GPU idles, unless
-a later phase hides it.
+The model is a stub that computes nothing, so what is left is Python: scheduling, laying out the batch,
+sampling the argmax of eight numbers, and dealing out tokens. On a GPU all of it is time in which the GPU idles,
+unless a later phase hides it.
 """
 
 from __future__ import annotations
@@ -145,7 +145,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     print(
-        f"{'phase':<22}{'running':>8}{'context':>8}{'schedule':>10}{'prepare':>9}{'update':>8}{'total us':>10}{'rest':>8}"
+        f"{'phase':<22}{'running':>8}{'context':>8}{'schedule':>10}{'prepare':>9}{'update':>8}"
+        f"{'total us':>10}{'rest':>8}"
     )
     for phase in PHASES:
         for context in arguments.context:

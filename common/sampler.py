@@ -170,7 +170,7 @@ class Sampler(SamplerRows):
             top_p = ints[:, TOP_P, None] if Feature.TOP_P in features else None
             integers = ops.truncate(weights, integers, top_k, top_p)
         drawn = ops.draw(integers, ops.random_bits(ints[:, KEY], steps))
-        # What was drawn means nothing where the largest logit is NaN or infinite, or where the temperature is 0
-        # (a plan for any rows brings greedy ones here too); the argmax is always a token.
+        # What was drawn means nothing where the largest logit is NaN or infinite, or the temperature is 0 (a
+        # plan for any rows brings greedy ones here too); the argmax is always a token.
         usable = (temperature > 0) & largest.isfinite()
         return torch.where(usable.squeeze(1), drawn, best)

@@ -13,6 +13,7 @@ from continuous.attention import (
     PADDING_PER_CALL,
     Group,
     attend_masked,
+    avoid_plans_per_shape,
     group,
     prompt_attention,
     prompt_groups,
@@ -78,6 +79,10 @@ class TorchPagedAttention(PagedAttention):
     The gather copies every key and value of every context at every step: the price of paging without a
     kernel that can read through a block table.
     """
+
+    def __init__(self, pool: BlockPool) -> None:
+        avoid_plans_per_shape()
+        super().__init__(pool)
 
     def plan(self) -> None:
         """Group the requests, and find each group's blocks."""
