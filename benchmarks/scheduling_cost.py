@@ -1,8 +1,8 @@
 """What the host does between two steps, in microseconds: `python -m benchmarks.scheduling_cost`.
 
 The model is a stub that computes nothing, so what is left is Python: scheduling, laying out the batch,
-sampling the argmax of eight numbers, and dealing out tokens. On a GPU all of it is time in which the GPU idles,
-unless a later phase hides it.
+sampling the argmax of eight numbers, and dealing out tokens. On a GPU all of it is time in which the GPU
+idles, unless a later phase hides it.
 """
 
 from __future__ import annotations
