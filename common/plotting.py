@@ -109,6 +109,7 @@ def bars(
         axes.annotate(
             text, (max(samples, default=value), row), (5, 0), textcoords="offset points", va="center",
             fontsize=8,
+            bbox={"facecolor": "white", "alpha": 0.85, "pad": 0.6, "linewidth": 0},
         )  # fmt: skip
     axes.set_yticks(range(len(runs)), [label(run) for run in runs])
     axes.invert_yaxis()

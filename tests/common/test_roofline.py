@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common.config import ModelConfig
-from common.measure import Samples
+from common.measure import Noise, Samples
 from common.roofline import (
     Ceilings,
     Work,
@@ -136,6 +136,7 @@ def test_probe_is_cached(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr("common.roofline.probe_read", lambda device: calls.append(1) or 3.0)
     monkeypatch.setattr("common.roofline.probe_matmul", lambda device, dtype: 4.0)
+    monkeypatch.setattr("common.measure.Noise.dirty", False)
     assert ceilings("cpu", torch.float32) == Ceilings(3.0, 4.0)
     assert ceilings("cpu", torch.float32) == Ceilings(3.0, 4.0)
     assert len(calls) == 1
@@ -148,6 +149,25 @@ def test_probe_is_cached(tmp_path, monkeypatch):
     ceilings("cpu", torch.float32)
     ceilings("cpu", torch.bfloat16)
     assert len(calls) == 4
+
+
+def test_a_disturbed_probe_is_repeated_and_not_kept(tmp_path, monkeypatch):
+    class Watch:
+        noise = Noise(other_cpu=0.5)
+
+        def __enter__(self) -> Watch:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    rates = iter([1.0, 3.0, 2.0])
+    monkeypatch.setenv("LADDER_HOME", str(tmp_path))
+    monkeypatch.setattr("common.roofline.Watch", Watch)
+    monkeypatch.setattr("common.roofline.probe_read", lambda device: next(rates))
+    monkeypatch.setattr("common.roofline.probe_matmul", lambda device, dtype: 4.0)
+    assert ceilings("cpu", torch.float32) == Ceilings(3.0, 4.0)
+    assert not (tmp_path / "ceilings").exists()
 
 
 def test_probes_measure_something():
