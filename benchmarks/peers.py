@@ -28,8 +28,8 @@ class Transformers:
     def __init__(self, folder: Path, *, device: torch.device, dtype: torch.dtype) -> None:
         from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-        self.model: Any = model.to(device).eval()
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        self.model.to(device).eval()
         self.device = device
 
     @torch.inference_mode()
