@@ -28,8 +28,8 @@ class Transformers:
     def __init__(self, folder: Path, *, device: torch.device, dtype: torch.dtype) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-        self.model.to(device).eval()
+        load: Any = AutoModelForCausalLM.from_pretrained  # its types are no help with `to`
+        self.model = load(folder, dtype=dtype).to(device).eval()
         self.device = device
 
     @torch.inference_mode()
