@@ -63,8 +63,20 @@ LADDER: tuple[Phase, ...] = (
         "attention reads the blocks where they lie; small operators are fused",
         needs="cuda",
     ),
-    Phase(7, "chunked_prefill", "Chunked prefill", "long prompts are cut so that decodes never wait for one"),
-    Phase(8, "prefix_cache", "Prefix cache", "requests that begin alike share the blocks of what they share"),
+    Phase(
+        7,
+        "chunked_prefill",
+        "Chunked prefill",
+        "long prompts are cut so that decodes never wait for one",
+        headline="itl_ms_p99",
+    ),
+    Phase(
+        8,
+        "prefix_cache",
+        "Prefix cache",
+        "requests that begin alike share the blocks of what they share",
+        headline="ttft_ms_p50",
+    ),
     Phase(
         9,
         "cuda_graphs",
