@@ -69,6 +69,12 @@ def test_a_table_is_made_from_the_evidence(tmp_path):
 
 def test_the_ladder_table_links_every_lesson(tmp_path):
     text = fill("<!-- table: ladder -->\n<!-- /table -->", tmp_path, tmp_path / "docs" / "page.md")
+    assert all(f"| {phase.name} |" in text for phase in PHASES)  # no lesson in this folder: named, not linked
+    for phase in PHASES:
+        lesson = tmp_path / "phases" / phase.name / "README.md"
+        lesson.parent.mkdir(parents=True)
+        lesson.touch()
+    text = fill("<!-- table: ladder -->\n<!-- /table -->", tmp_path, tmp_path / "docs" / "page.md")
     assert all(f"[{phase.name}](../phases/{phase.name}/README.md)" in text for phase in PHASES)
 
 

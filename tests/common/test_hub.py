@@ -89,7 +89,7 @@ def test_an_interruption_keeps_the_downloads_and_shows_no_folder(index, home, mo
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(bundled, "import_gguf", interrupted)
+        patch.setattr("common.gguf_import.import_gguf", interrupted)
         with pytest.raises(KeyboardInterrupt):
             fetch("tiny")
     assert not (home / "tiny").exists() and not is_cached("tiny")

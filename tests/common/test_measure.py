@@ -47,6 +47,9 @@ class Noises:
 def noises(monkeypatch):
     def use(*values: Noise) -> None:
         monkeypatch.setattr("common.measure.Watch", Noises(*values))
+        monkeypatch.setattr(
+            "common.measure.TRIES", 4
+        )  # a quick benchmark in this process may have lowered it
 
     return use
 
@@ -189,11 +192,12 @@ def test_memory_peak_of_a_block():
     with memory() as before:
         pass
     with memory() as used:
-        block = torch.ones(64 * 2**20 // 4)
+        # Far more than what the allocator may keep from earlier tests, and hand out again without growing.
+        block = torch.ones(3 * 2**30 // 4)
         del block
     if used.peak is None or before.peak is None:
         pytest.skip("this kernel does not let a process reset its resident peak")
-    assert used.peak - before.peak > 40 * 2**20
+    assert used.peak - before.peak > 2**29
 
 
 def test_time_call_counts():

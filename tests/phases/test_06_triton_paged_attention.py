@@ -437,11 +437,11 @@ def test_gemv_with_norm_bias_residual_and_gate(size: int, gate: str | None) -> N
     product = F.rms_norm(x, (size,), norm[0] + 1, 1e-5) @ weight.t()
     if gate is None:
         got = gemv(x, weight, norm=(norm[0], 1e-5, True), bias=bias, residual=residual)
-        assert error(got, product + bias + residual) < 1e-6
-        assert error(gemv(x, weight), x @ weight.t()) < 1e-6
+        assert error(got, product + bias + residual) < 1e-5
+        assert error(gemv(x, weight), x @ weight.t()) < 1e-5
     else:
         got = gemv(x, weight, norm=(norm[0], 1e-5, True), gate=gate)
-        assert error(got, F.silu(product[:, :20]) * product[:, 20:]) < 1e-6
+        assert error(got, F.silu(product[:, :20]) * product[:, 20:]) < 1e-5
 
 
 def test_a_step_of_one_token_runs_the_single_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
