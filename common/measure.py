@@ -7,10 +7,12 @@ again when other processes used a noticeable share of the processor while it ran
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -279,6 +281,9 @@ def memory(device: torch.device | str = "cpu") -> Iterator[Memory]:
 
 
 def _reset_resident_peak() -> bool:
+    gc.collect()
+    with suppress(OSError, AttributeError):  # what the C library keeps for later use would hide new use of it
+        ctypes.CDLL(None).malloc_trim(0)
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:

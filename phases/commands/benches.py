@@ -24,8 +24,6 @@ def bench(
     if repeats is not None and repeats < 1:
         raise UserError(f"--repeats is {repeats}, but must be at least 1")
     name = phase_name if _extra(phase_name) else phase_named(phase_name).name
-    if quick:
-        measure.TRIES = 1
     module = _module(name)
     where = pick_device(device)
     options = BenchOptions(
@@ -36,7 +34,7 @@ def bench(
         repeats=repeats or (1 if quick else 3),
     )
     err.print(f"[dim]{name} on {where}, {options.dtype}, {options.repeats} samples of each variant[/dim]")
-    evidence: Evidence = module.run(options)
+    evidence = _measure(module, options)
     # A quick look must not replace what was measured with care.
     home = cache_home() / "quick" if quick else ROOT
     results_folder = home / RESULTS.relative_to(ROOT) / evidence.folder
@@ -46,6 +44,17 @@ def bench(
     module.draw(evidence, figure)
     out.out(str(figure), highlight=False)
     return 0
+
+
+def _measure(module: ModuleType, options: BenchOptions) -> Evidence:
+    tries = measure.TRIES
+    if options.quick:
+        measure.TRIES = 1
+    try:
+        evidence: Evidence = module.run(options)
+        return evidence
+    finally:
+        measure.TRIES = tries
 
 
 def plot(phase_name: str | None = None) -> int:
