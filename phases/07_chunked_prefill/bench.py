@@ -1,0 +1,265 @@
+"""Phase 07 against phase 05: what a long prompt costs those being served, and what a budget changes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from matplotlib.axes import Axes
+
+import chunked_prefill
+import paged_cache
+from benchmarks.replay import time_replay
+from benchmarks.targets import load_target, targets
+from common.evidence import BenchOptions, Evidence, Run, collect
+from common.generation import Completion
+from common.measure import Sample, Samples, alternate, percentiles, summarize
+from common.plotting import COLOURS, MARKERS, number, panels, reference_line, save
+from common.roofline import ceilings, generation_work, reached
+from common.workloads import Item, Workload, uniform, workload
+from paged_cache import PagedEngine
+
+PHASE, BEFORE = "07_chunked_prefill", "05_paged_cache"
+BUDGET = 128
+"""The budget of the comparison with phase 05."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A machine's share of the work.
+
+    decodes, outputs: requests in flight and the tokens each generates.
+    prompts, every: lengths of the prompts that arrive meanwhile, one for every `every` tokens of the decodes.
+    burst: lengths of the prompts that arrive together in the comparison of policies.
+    budgets: of the sweep. policy_budget: of the comparison of policies.
+    max_len: of the engines.
+    """
+
+    decodes: int
+    outputs: int
+    prompts: tuple[int, ...]
+    every: int
+    burst: tuple[int, ...]
+    budgets: tuple[int, ...]
+    policy_budget: int
+    max_len: int
+
+
+CPU = Size(8, 64, (1024,) * 3, 16, (1024, 128, 512, 64, 768, 256), (32, 64, 128, 256, 512), 128, 2048)
+GPU = Size(16, 96, (8192,) * 3, 24, (8192, 1024, 4096, 512, 6144, 2048), (128, 512, 2048), 512, 16_384)
+QUICK = Size(4, 16, (96,) * 2, 4, (96, 16, 48), (32, 128), 32, 512)
+
+
+def run(options: BenchOptions) -> Evidence:
+    """Decodes meet long prompts; then budgets, policies, and a workload with arrivals."""
+    runs = []
+    for target in targets(options):
+        bench = Bench(target)
+        runs += bench.stalls() + bench.policies() + bench.arrivals()
+    return collect(PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json())
+
+
+def decodes_and_prompts(size: Size, prompts: tuple[int, ...], name: str, vocab: int = 10_000) -> Workload:
+    """Short prompts that generate for long, and then prompts of these lengths that generate 16 tokens."""
+    rng = random.Random(0)
+    shapes = [(32, size.outputs)] * size.decodes + [(length, 16) for length in prompts]
+    items = [Item(tuple(rng.randrange(vocab) for _ in range(length)), output) for length, output in shapes]
+    return Workload(name, tuple(items), vocab=vocab)
+
+
+def stalled_fraction(completions: list[Completion]) -> float:
+    """The share of gaps between tokens that lasted more than twice as long as the median gap."""
+    gaps = [gap for completion in completions for gap in completion.itl_ms]
+    return sum(gap > 2 * median(gaps) for gap in gaps) / len(gaps)
+
+
+class Bench:
+    """One model and how its engines are measured."""
+
+    def __init__(self, options: BenchOptions) -> None:
+        self.options, self.name, self.model = options, options.model or "", load_target(options)
+        self.top = ceilings(options.device, options.dtype)
+        self.on_cpu = options.device.type != "cuda"
+        self.size = QUICK if options.quick else CPU if self.on_cpu else GPU
+
+    def stalls(self) -> list[Run]:
+        """Long prompts arrive while others decode: phase 05, and this phase at several budgets.
+
+        A prompt arrives when the decodes have got some more tokens, not at some second, so that the same
+        meets the same on any machine. The two that are compared take turns; the sweep's rest comes after.
+        """
+        size = self.size
+        work = decodes_and_prompts(
+            size, size.prompts, f"decodes-{size.decodes}-prompts-{size.prompts[0]}-every-{size.every}"
+        )
+        variants = {BEFORE: self.under_load(self.before, work)}
+        for budget in size.budgets:
+            variants[str(budget)] = self.under_load(partial(self.after, budget), work)
+        main = {name: variants.pop(name) for name in (BEFORE, str(BUDGET))}
+        kept = self.take(main, self.options.repeats)
+        runs = [
+            self.summarize(BEFORE, work, kept[BEFORE]),
+            self.summarize(PHASE, work, kept[str(BUDGET)]),
+        ]
+        kept |= self.take(variants, 1 if self.on_cpu else self.options.repeats)
+        return runs + [self.summarize(PHASE, work, kept[str(b)], budget=b) for b in size.budgets]
+
+    def policies(self) -> list[Run]:
+        """Prompts of all lengths arrive together: who waits for whom, under which policy?"""
+        size = self.size
+        work = decodes_and_prompts(size, size.burst, f"decodes-{size.decodes}-burst-{len(size.burst)}")
+        budget, chunk = size.policy_budget, size.policy_budget // 4
+        made: dict[str, Callable[[], PagedEngine]] = {
+            "whole prompts": self.before,
+            "fcfs": partial(self.after, budget),
+            "shortest first": partial(self.after, budget, policy="shortest_first"),
+            f"fcfs, chunks of {chunk}": partial(self.after, budget, chunk_tokens=chunk),
+        }
+        kept = self.take(
+            {name: self.under_load(make, work) for name, make in made.items()},
+            1 if self.on_cpu else self.options.repeats,
+        )
+        return [
+            self.summarize(BEFORE, work, kept[name], policy=name)
+            if name == "whole prompts"
+            else self.summarize(PHASE, work, kept[name], policy=name, at_budget=budget)
+            for name in made
+        ]
+
+    def arrivals(self) -> list[Run]:
+        """The workload with 75 % long prompts, arriving by the clock."""
+        work = workload("chunked_prefill-small" if self.on_cpu else "chunked_prefill")
+        if self.options.quick:
+            items = [Item(item.prompt[:64], 8, item.arrival / 20) for item in work.items[:6]]
+            work = Workload(f"{work.name}[:6]", tuple(items), vocab=work.vocab)
+        budget = BUDGET if self.on_cpu else 2048
+        made: dict[str, Callable[[], PagedEngine]] = {
+            BEFORE: self.before,
+            PHASE: partial(self.after, budget),
+        }
+        kept = self.take({name: self.by_the_clock(make, work) for name, make in made.items()}, 1)
+        return [
+            self.summarize(BEFORE, work, kept[BEFORE]),
+            self.summarize(PHASE, work, kept[PHASE], at_budget=budget),
+        ]
+
+    # Engines and samples.
+
+    def before(self) -> PagedEngine:
+        """Phase 05: all prompts that wait go into one step, if they are not very long."""
+        return paged_cache.load(self.model, step_tokens=2 * self.size.max_len, **self.room())
+
+    def after(self, budget: int, **options: Any) -> PagedEngine:
+        """Phase 07."""
+        return chunked_prefill.load(self.model, step_tokens=budget, **options, **self.room())
+
+    def room(self) -> dict[str, Any]:
+        """The same cache for everybody: nobody is preempted."""
+        tokens = 16 * self.size.max_len if self.on_cpu else 160_000
+        size = min(tokens, 64 * self.size.max_len) * self.model.config.kv_bytes_per_token(self.options.dtype)
+        return {"max_rows": 64, "max_len": self.size.max_len, "cache_bytes": size}
+
+    def take(self, variants: Mapping[str, Callable[[int], Sample]], repeats: int) -> dict[str, Samples]:
+        """Alternate; on a CPU the first steps need no more warming up than a few tokens."""
+        if not self.on_cpu:
+            return alternate(variants, repeats)
+        time_replay(self.after(BUDGET), uniform("warm-up", 2, 64, 2))
+        tries = 1 if self.options.quick else 4
+        return alternate(variants, repeats, warm={name: lambda: None for name in variants}, tries=tries)
+
+    def under_load(self, make: Callable[[], PagedEngine], work: Workload) -> Callable[[int], Sample]:
+        """A sample has the decodes first, then each prompt in its turn. TTFT is that of these prompts."""
+        size, burst = self.size, "burst" in work.name
+
+        def timed(repeat: int) -> Sample:
+            engine = make()
+
+            def due(index: int) -> bool:
+                if index < size.decodes:
+                    return True
+                turn = 1 if burst else index - size.decodes + 1
+                present = engine.scheduler.running + engine.scheduler.waiting
+                done = [len(request.output_ids) for request in present if request.index < size.decodes]
+                return not done or min(done) >= turn * size.every
+
+            sample, ended = time_replay(engine, work.cold(repeat), self.options.device, due)
+            waits = [completion.ttft_ms or 0.0 for completion in ended[size.decodes :]]
+            return {**sample, **percentiles("ttft_ms", waits), "stalled_fraction": stalled_fraction(ended)}
+
+        return timed
+
+    def by_the_clock(self, make: Callable[[], PagedEngine], work: Workload) -> Callable[[int], Sample]:
+        """Samples of a workload with arrival times."""
+
+        def timed(repeat: int) -> Sample:
+            sample, done = time_replay(make(), work.cold(repeat), self.options.device)
+            return {**sample, "stalled_fraction": stalled_fraction(done)}
+
+        return timed
+
+    def summarize(self, variant: str, work: Workload, samples: Samples, **options: int | str) -> Run:
+        """Evidence of one variant; the roofline has every request in every step."""
+        ideal = generation_work(
+            self.model.config, self.options.dtype, work.prompt_lens, work.output_lens, len(work.items)
+        )
+        # Arrivals by the clock leave the machine idle between requests: a roofline would say nothing.
+        roofline = None if any(work.arrivals) else reached(ideal, self.top, samples)
+        return summarize(
+            variant,
+            work,
+            samples,
+            model=self.name,
+            dtype=self.options.dtype,
+            options=options,
+            roofline=roofline,
+        )
+
+
+def draw(evidence: Evidence, out: Path) -> None:
+    """Left: the budget moves waiting from the decodes to the prompts. Right: policies share it out."""
+    figure, (left, right) = panels(2, height=3.6)
+    _sweep(evidence, left)
+    _fairness(evidence, right)
+    save(figure, out, evidence)
+
+
+def _sweep(evidence: Evidence, axes: Axes) -> None:
+    runs = sorted(
+        (run for run in evidence.find(PHASE) if "budget" in run.options),
+        key=lambda run: run.options["budget"],
+    )
+    budgets = [run.options["budget"] for run in runs]
+    shown = {"itl_ms_p50": "gap, median", "itl_ms_p99": "gap, p99", "ttft_ms_p50": "first token, median"}
+    before = evidence.one(BEFORE, runs[0].workload)
+    for place, (metric, label) in enumerate(shown.items()):
+        values = [run.median(metric) for run in runs]
+        axes.plot(budgets, values, color=COLOURS[place], marker=MARKERS[place], label=label)
+    reference_line(axes, before.median("itl_ms_p99"), "phase 05: gap, p99")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(budgets, [number(budget) for budget in budgets])
+    axes.set_xlabel("budget, tokens a step")
+    axes.set_ylabel("milliseconds")
+    axes.set_title("Long prompts among decodes")
+    axes.legend()
+
+
+def _fairness(evidence: Evidence, axes: Axes) -> None:
+    runs = [run for run in evidence.runs if "policy" in run.options]
+    for place, run in enumerate(runs):
+        label = run.options["policy"]
+        if "at_budget" in run.options:
+            label += f" (budget {run.options['at_budget']})"
+        at = (run.median("ttft_ms_p50"), run.median("itl_ms_p99"))
+        axes.plot(*at, MARKERS[place], color=COLOURS[place], label=label, markersize=8)
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("time to first token of the prompts, median (ms)")
+    axes.set_ylabel("gap of all, p99 (ms)")
+    axes.set_title("Who waits, by policy")
+    axes.legend()
