@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 
 from common.request import Request
@@ -13,9 +15,12 @@ from common.sampling_params import SamplingParams
 from continuous.engine import Engine
 from continuous.rows import Rows
 from paged_cache.cache import PagedCache
-from tests.fakes import FakeRunner, OverlapEngine, expected_tokens
+from tests.fakes import VOCAB, FakeRunner, OverlapEngine, expected_tokens
 
 MAX_LEN = 48
+SCHEDULES = settings(
+    max_examples=60, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
+)
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,37 @@ _ABORT = st.tuples(st.just("abort"), st.integers(0, 20))
 _FAIL = st.tuples(st.sampled_from(["fail_run", "fail_get"]), st.none())
 _BURST = st.tuples(st.just("burst"), st.lists(asks(), min_size=3, max_size=8))
 operations = st.lists(st.one_of(_ADD, _BURST, _STEP, _ADD, _STEP, _ABORT, _FAIL), min_size=3, max_size=25)
+
+
+def random_script(rng: random.Random) -> list[tuple[str, Any]]:
+    """The same from a plain generator: thousands take seconds, where hypothesis takes minutes."""
+
+    def ask() -> Ask:
+        length = rng.randrange(1, 31)
+        common = rng.randrange(length + 1)
+        prompt = [1] * common + [rng.randrange(1, 4) for _ in range(length - common)]
+        params = SamplingParams(
+            max_tokens=rng.choice([0, 1, 2, 3, 8, 12, 18]),
+            n=rng.choice([1, 1, 2, 3]),
+            seed=rng.randrange(4),
+            temperature=1.0,
+            ignore_eos=rng.random() < 0.5,
+            stop_token_ids=(rng.randrange(1, VOCAB),),
+        )
+        return Ask(tuple(prompt), params)
+
+    def operation() -> tuple[str, Any]:
+        kinds = ["add", "burst", "step", "abort", "fail_run", "fail_get"]
+        (kind,) = rng.choices(kinds, [35, 15, 35, 10, 2, 3])
+        values: dict[str, Callable[[], Any]] = {
+            "add": ask,
+            "burst": lambda: [ask() for _ in range(rng.randrange(2, 6))],
+            "step": lambda: rng.randrange(1, 4),
+            "abort": lambda: rng.randrange(20),
+        }
+        return kind, values[kind]() if kind in values else None
+
+    return [operation() for _ in range(rng.randrange(2, 14))]
 
 
 def play(engine: Engine, runner: FakeRunner, script: list[tuple[str, Any]]) -> list[Request]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import time
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import continuous
@@ -27,7 +28,7 @@ from continuous.rows import Rows
 from continuous.scheduler import Scheduler, Work
 from forward.model import Model
 from tests.fakes import expected_tokens
-from tests.schedules import MAX_LEN, Ask, fake_engine, operations, play
+from tests.schedules import MAX_LEN, SCHEDULES, Ask, fake_engine, operations, play, random_script
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def greedy(count: int, **options: Any) -> SamplingParams:
 # Schedules.
 
 
-@settings(max_examples=150, deadline=None)
+@SCHEDULES
 @given(
     script=operations,
     rows=st.integers(1, 6),
@@ -60,6 +61,13 @@ def test_any_schedule(script: list[Any], rows: int, policy: str, overlap: bool) 
     engine, runner = fake(rows, policy=policy, overlap=overlap)
     play(engine, runner, script)
     assert runner.most_in_step <= 64
+
+
+def test_many_schedules() -> None:
+    for seed in range(300):
+        rng = random.Random(seed)
+        engine, runner = fake(rng.randrange(1, 7), policy=rng.choice(list(POLICIES)), overlap=seed % 2 == 0)
+        play(engine, runner, random_script(rng))
 
 
 def test_requests_join_and_leave_at_every_step() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import continuous
@@ -34,7 +34,7 @@ from paged_cache import (
     plan_cache,
 )
 from paged_cache.runner import PagedRunner
-from tests.schedules import MAX_LEN, fake_engine, operations, play
+from tests.schedules import MAX_LEN, SCHEDULES, fake_engine, operations, play, random_script
 from triton_paged_attention.reference import paged_attention
 
 
@@ -67,7 +67,7 @@ def fake(
     return fake_engine(scheduler, rows, **{"overlap": False, **options})
 
 
-@settings(max_examples=200, deadline=None)
+@SCHEDULES
 @given(
     script=operations,
     rows=st.integers(3, 6),
@@ -80,6 +80,18 @@ def test_any_schedule(script: list[Any], rows: int, block_size: int, spare: int,
     engine, runner = fake(rows, blocks, block_size, overlap=overlap)
     play(engine, runner, script)
     assert runner.most_in_step <= 64
+
+
+def test_many_schedules() -> None:
+    preempted = 0
+    for seed in range(400):
+        rng = random.Random(seed)
+        block_size = rng.choice([1, 2, 3, 4, 8])
+        blocks = -(-MAX_LEN // block_size) + rng.randrange(21)
+        engine, runner = fake(rng.randrange(3, 7), blocks, block_size, overlap=seed % 2 == 0)
+        play(engine, runner, random_script(rng))
+        preempted += engine.scheduler.preemptions > 0
+    assert preempted > 50
 
 
 # The allocator.

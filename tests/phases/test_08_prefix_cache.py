@@ -1,15 +1,27 @@
+"""Phase 08: what was computed is found again, by whoever may see it, and forgotten in the right order."""
+
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import chunked_prefill
+import forward
+import prefix_cache
 from chunked_prefill import ChunkedScheduler
+from common.errors import UserError
+from common.generation import generate
+from common.sampling_params import SamplingParams
 from continuous.rows import Rows
+from forward.model import Model
+from paged_cache import BlockPool, PagedEngine
 from prefix_cache import HashIndex, PrefixCache, PrefixIndex, RadixIndex
-from tests.schedules import MAX_LEN, fake_engine, operations, play
+from prefix_cache.index import block_keys
+from tests.schedules import MAX_LEN, SCHEDULES, fake_engine, operations, play, random_script
 
 
 def weak_digest(data: bytes) -> int:
@@ -17,11 +29,44 @@ def weak_digest(data: bytes) -> int:
     return sum(data) % 5
 
 
-INDEXES = {"radix": RadixIndex, "hash": HashIndex, "weak hash": lambda: HashIndex(weak_digest)}
+MAKE: dict[str, Any] = {"radix": RadixIndex, "hash": HashIndex, "weak hash": lambda: HashIndex(weak_digest)}
+BOTH = pytest.mark.parametrize("index", ["radix", "hash"])
 
 
-@pytest.mark.parametrize("index", INDEXES)
-@settings(max_examples=200, deadline=None)
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return forward.load_model("random:tiny", device="cpu", dtype="float32")
+
+
+def greedy(count: int, **options: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=count, ignore_eos=True, **options)
+
+
+def fake(
+    index: PrefixIndex,
+    *,
+    rows: int = 4,
+    blocks: int = 100,
+    block_size: int = 4,
+    step_tokens: int = 64,
+    **options: Any,
+) -> Any:
+    def scheduler(table: Rows) -> ChunkedScheduler:
+        cache = PrefixCache(rows, MAX_LEN, blocks, block_size, index)
+        return ChunkedScheduler(table, cache, step_tokens=step_tokens)
+
+    return fake_engine(scheduler, rows, **{"overlap": False, **options})
+
+
+def run(engine: Any, *asked: Any) -> list[Any]:
+    requests = [request for prompt, params in asked for request in engine.add(prompt, params)]
+    while not engine.idle:
+        engine.step()
+    return requests
+
+
+@pytest.mark.parametrize("index", MAKE)
+@SCHEDULES
 @given(
     script=operations,
     rows=st.integers(3, 6),
@@ -34,14 +79,303 @@ def test_any_schedule(
     index: str, script: list[Any], rows: int, block_size: int, spare: int, step_tokens: int, overlap: bool
 ) -> None:
     blocks = -(-MAX_LEN // block_size) + spare
-    made: PrefixIndex = INDEXES[index]()
-
-    def scheduler(table: Rows) -> ChunkedScheduler:
-        cache = PrefixCache(rows, MAX_LEN, blocks, block_size, made)
-        return ChunkedScheduler(table, cache, step_tokens=step_tokens)
-
-    engine, runner = fake_engine(scheduler, rows, overlap=overlap)
+    made: PrefixIndex = MAKE[index]()
+    engine, runner = fake(
+        made, rows=rows, blocks=blocks, block_size=block_size, step_tokens=step_tokens, overlap=overlap
+    )
     play(engine, runner, script)
     # Everything is evictable again, and evicting it leaves nothing.
     evicted = made.evict(blocks)
     assert sorted(evicted) == sorted(set(evicted)) and made.evictable == 0 and made.blocks() == []
+
+
+@pytest.mark.parametrize("index", MAKE)
+def test_many_schedules(index: str) -> None:
+    hits = 0
+    for seed in range(400):
+        rng = random.Random(seed)
+        block_size = rng.choice([1, 2, 3, 4, 8])
+        engine, runner = fake(
+            MAKE[index](),
+            rows=rng.randrange(3, 7),
+            blocks=-(-MAX_LEN // block_size) + rng.randrange(21),
+            block_size=block_size,
+            step_tokens=rng.randrange(2, 31),
+            overlap=seed % 2 == 0,
+        )
+        play(engine, runner, random_script(rng))
+        hits += engine.scheduler.cache.stats.hit_tokens > 0
+    assert hits > 100
+
+
+# Hits.
+
+
+@BOTH
+def test_a_full_block_aligned_hit_computes_its_last_block_again(index: str) -> None:
+    engine, runner = fake(MAKE[index](), block_size=4)
+    (first,) = run(engine, ([1, 2, 3, 4, 5, 6, 7, 8], greedy(3, seed=1)))
+    before = runner.computed
+    (second,) = run(engine, ([1, 2, 3, 4, 5, 6, 7, 8], greedy(3, seed=1)))
+    assert (first.cached_tokens, second.cached_tokens) == (0, 4)
+    assert runner.computed - before == 4 + 2
+    assert second.output_ids == first.output_ids
+
+
+@BOTH
+@pytest.mark.parametrize(("length", "found"), [(1, 0), (4, 0), (5, 4), (7, 4), (8, 4), (9, 8), (13, 12)])
+def test_hits_are_whole_blocks_and_leave_a_token_to_compute(index: str, length: int, found: int) -> None:
+    engine, _ = fake(MAKE[index](), block_size=4)
+    run(engine, (list(range(1, 15)), greedy(1)))
+    (request,) = run(engine, (list(range(1, 1 + length)), greedy(1)))
+    assert request.cached_tokens == found
+
+
+@BOTH
+def test_generated_tokens_are_found_by_the_next_turn(index: str) -> None:
+    engine, _ = fake(MAKE[index](), block_size=4)
+    (first,) = run(engine, ([1] * 6, greedy(11, seed=1)))
+    history = [*first.tokens, 2, 3, 4]
+    (second,) = run(engine, (history, greedy(2)))
+    # 17 tokens were known and 16 computed: the last sampled one never was.
+    assert second.cached_tokens == 16
+
+
+@BOTH
+def test_a_running_request_shares_what_it_has_generated_so_far(index: str) -> None:
+    engine, _ = fake(MAKE[index](), block_size=4)
+    (running,) = engine.add([1] * 6, greedy(30, seed=1))
+    for _ in range(8):
+        engine.step()
+    (late,) = engine.add([*running.tokens, 3], greedy(1))
+    engine.step()
+    assert late.cached_tokens == 12 and running.finish_reason is None
+    while not engine.idle:
+        engine.step()
+
+
+@BOTH
+def test_a_preempted_request_finds_its_own_blocks(index: str) -> None:
+    engine, runner = fake(MAKE[index](), blocks=12, block_size=4)
+    one, other = run(engine, ([1] * 20, greedy(20, seed=0)), ([2] * 20, greedy(20, seed=1)))
+    assert (one.preemptions, other.preemptions) == (0, 1) and other.cached_tokens > 0
+    assert runner.computed < 2 * 39 + 20
+
+
+@BOTH
+def test_the_second_of_two_that_compute_the_same_uses_the_firsts_blocks(index: str) -> None:
+    engine, _ = fake(MAKE[index](), block_size=4)
+    requests = [engine.add([1] * 13, greedy(6, seed=seed))[0] for seed in (0, 1)]
+    engine.step()
+    cache = engine.scheduler.cache
+    tables = [cache.blocks_of(request.row) for request in requests]
+    assert tables[0][:3] == tables[1][:3] and tables[0][3] != tables[1][3]
+    assert cache.allocator.count - cache.allocator.free == 5
+    while not engine.idle:
+        engine.step()
+
+
+@BOTH
+def test_tenants_do_not_see_each_others_prefixes(index: str) -> None:
+    engine, _ = fake(MAKE[index](), block_size=4)
+    prompt = [1] * 12
+
+    def cached(salt: str) -> int:
+        (request,) = engine.add(prompt, greedy(1), salt=salt)
+        while not engine.idle:
+            engine.step()
+        return request.cached_tokens
+
+    assert [cached("a"), cached("a"), cached("b"), cached(""), cached("b")] == [0, 8, 0, 0, 8]
+
+
+@BOTH
+def test_samples_of_one_prompt(index: str) -> None:
+    engine, runner = fake(MAKE[index](), block_size=4, rows=4)
+    requests = run(engine, ([1] * 10, greedy(5, n=3, seed=1)))
+    assert runner.computed == 10 + 3 * 4
+    assert len({tuple(request.output_ids) for request in requests}) == 3
+    engine.scheduler.cache.check()
+
+
+@BOTH
+def test_work_shrinks_and_is_counted(model: Model, index: str) -> None:
+    rng = random.Random(2)
+    shared = [rng.randrange(1, 257) for _ in range(160)]
+    prompts = [shared + [rng.randrange(1, 257) for _ in range(20)] for _ in range(6)]
+    plain = chunked_prefill.load(model)
+    engine = prefix_cache.load(model, index=index)
+    expected = [generate(plain, [prompt], greedy(4))[0].token_ids for prompt in prompts]
+    actual = [generate(engine, [prompt], greedy(4))[0].token_ids for prompt in prompts]
+    assert actual == expected
+    stats = engine.cache.stats  # type: ignore[attr-defined]
+    assert plain.stats.computed_tokens - engine.stats.computed_tokens == stats.hit_tokens == 5 * 160
+    assert stats.lookup_tokens == 6 * 180 and stats.hit_rate == pytest.approx(5 * 160 / (6 * 180))
+    assert stats.evicted_blocks == 0
+    engine.check_integrity()
+
+
+@BOTH
+def test_eviction_makes_room_and_forgets_the_oldest(model: Model, index: str) -> None:
+    memory = 12 * BlockPool.bytes_per_block(model.config, 8, model.dtype)
+    engine: PagedEngine = prefix_cache.load(model, index=index, block_size=8, cache_bytes=memory)
+    prompts = [[n] * 33 for n in range(1, 7)]
+    for prompt in prompts:
+        generate(engine, [prompt], greedy(2))
+    stats = engine.cache.stats  # type: ignore[attr-defined]
+    assert stats.evicted_blocks > 0
+    before = stats.hit_tokens
+    generate(engine, [prompts[-1]], greedy(1))
+    assert stats.hit_tokens - before == 32  # the newest is here,
+    generate(engine, [prompts[0]], greedy(1))
+    assert stats.hit_tokens - before == 32  # the oldest is not
+    engine.check_integrity()
+
+
+def test_a_failed_step_commits_nothing() -> None:
+    for moment in ("fail_run", "fail_get"):
+        engine, runner = fake(RadixIndex(), block_size=4)
+        setattr(runner, moment, True)
+        (failed,) = run(engine, ([1] * 12, greedy(2)))
+        (again,) = run(engine, ([1] * 12, greedy(2)))
+        assert failed.finish_reason == "error" and again.cached_tokens == 0
+
+
+def test_unknown_index(model: Model) -> None:
+    with pytest.raises(UserError, match="index is 'tree'"):
+        prefix_cache.load(model, index="tree")
+
+
+# The indexes by themselves.
+
+
+def keys(text: str) -> list[bytes]:
+    return block_keys([ord(character) for character in text], 1)
+
+
+def grow(index: Any, text: str, first: int, salt: str = "") -> Any:
+    """Insert `text` as blocks `first ..`, one character each; returns the cursor."""
+    cursor = index.attach([], salt)
+    cursor, _, _ = index.extend(cursor, keys(text), list(range(first, first + len(text))))
+    return cursor
+
+
+def test_keys_are_full_blocks() -> None:
+    one = block_keys([1, 2, 3, 4, 5], 2)
+    assert len(one) == 2 and one == block_keys([1, 2, 3, 4], 2) and one[0] != one[1]
+    assert block_keys([], 4) == block_keys([1, 2, 3], 4) == []
+
+
+@pytest.mark.parametrize("index", MAKE)
+def test_match_shares_beginnings(index: str) -> None:
+    made = MAKE[index]()
+    first = grow(made, "abcd", 0)
+    second, held, new = made.extend(made.attach([], ""), keys("abxy"), [10, 11, 12, 13])
+    if index != "weak hash":
+        assert held == [0, 1, 12, 13] and new == [12, 13]
+        assert made.match(keys("abcz"), "").blocks == [0, 1, 2]
+        assert made.match(keys("abxyz"), "").blocks == [0, 1, 12, 13]
+    assert made.match(keys("b"), "").blocks == made.match(keys("abcd"), "other").blocks == []
+    made.detach(first)
+    made.detach(second)
+    assert made.evictable == len(made.blocks())
+
+
+@BOTH
+def test_pinned_blocks_are_never_evicted(index: str) -> None:
+    made = MAKE[index]()
+    made.detach(grow(made, "abcdef", 0))
+    cursor = made.attach(keys("abc"), "")
+    assert made.evictable == 3 and made.match(keys("abcd"), "").unpinned == 1
+    assert sorted(made.evict(10)) == [3, 4, 5]
+    assert made.match(keys("abcdef"), "").blocks == [0, 1, 2]
+    made.detach(cursor)
+    assert made.evict(10) == [2, 1, 0]
+
+
+@BOTH
+def test_least_recently_used_goes_first_and_ends_before_beginnings(index: str) -> None:
+    made = MAKE[index]()
+    for at, text in enumerate(("aaa", "bbb", "ccc")):
+        made.detach(grow(made, text, 10 * at))
+    made.detach(made.attach(keys("aa"), ""))  # used again, but for its last block
+    order = [made.evict(1)[0] for _ in range(9)]
+    assert order.index(2) < order.index(12) < order.index(11) < order.index(10) < order.index(22)
+    assert order[-2:] == [1, 0] and made.evictable == 0
+
+
+def test_a_radix_leaf_grows_in_place() -> None:
+    made = RadixIndex()
+    cursor = grow(made, "ab", 0)
+    for at, character in enumerate("cdefgh"):
+        cursor, _, _ = made.extend(cursor, keys(character), [2 + at])
+    assert made._nodes == 1 and made.match(keys("abcdefgh"), "").blocks == list(range(8))
+
+
+def test_the_radix_tree_forgets_empty_tenants_and_stale_leaves() -> None:
+    made = RadixIndex()
+    for turn in range(2000):
+        made.detach(made.attach([], f"tenant {turn}"))
+        made.detach(grow(made, "ab", 0, "one"))
+    assert set(made._roots) == {"one"} and len(made._leaves) < 100
+    made.evict(2)
+    assert made._roots == {} and made._nodes == 0
+
+
+def test_collisions_are_counted_and_never_served() -> None:
+    made = HashIndex(lambda data: 7)
+    cursor, held, new = made.extend(made.attach([], ""), keys("ab"), [0, 1])
+    assert (held, new, made.collisions) == ([0, 1], [0], 1)
+    assert made.match(keys("b"), "").blocks == [] and made.match(keys("ab"), "").blocks == [0]
+    made.detach(cursor)
+
+
+@pytest.mark.parametrize("index", ["radix", "hash"])
+@settings(max_examples=150, deadline=None)
+@given(
+    actions=st.lists(
+        st.tuples(
+            st.sampled_from(["insert", "insert", "attach", "detach", "evict"]),
+            st.text("ab", min_size=0, max_size=6),
+            st.integers(0, 5),
+        ),
+        max_size=40,
+    )
+)
+def test_an_index_against_a_plain_dictionary(index: str, actions: list[tuple[str, str, int]]) -> None:
+    """The model: which text each block continues, and when it was last let go."""
+    made = MAKE[index]()
+    held: dict[str, int] = {}  # text -> its last block
+    cursors: list[tuple[Any, str]] = []
+    numbers = iter(range(10_000))
+
+    def pinned(text: str) -> bool:
+        return any(end.startswith(text) for _, end in cursors)
+
+    for action, text, number in actions:
+        if action == "insert":
+            cursor, own = made.attach([], ""), [next(numbers) for _ in text]
+            cursor, found, new = made.extend(cursor, keys(text), own)
+            for at, block in enumerate(own):
+                known = held.setdefault(text[: at + 1], block)
+                assert found[at] == known and (block in new) == (known == block)
+            cursors.append((cursor, text))
+        elif action == "attach":
+            known = max(n for n in range(len(text) + 1) if n == 0 or text[:n] in held)
+            match = made.match(keys(text), "")
+            assert match.blocks == [held[text[: n + 1]] for n in range(known)]
+            assert match.unpinned == sum(not pinned(text[: n + 1]) for n in range(known))
+            cursors.append((made.attach(keys(text[:known]), ""), text[:known]))
+        elif action == "detach" and cursors:
+            cursor, _ = cursors.pop(number % len(cursors))
+            made.detach(cursor)
+        elif action == "evict":
+            before = sum(not pinned(text) for text in held)
+            gone = made.evict(number)
+            assert len(gone) == min(number, before)
+            for block in gone:
+                text = next(t for t, b in held.items() if b == block)
+                assert not pinned(text) and not any(t != text and t.startswith(text) for t in held)
+                del held[text]
+        assert sorted(made.blocks()) == sorted(held.values())
+        assert made.evictable == sum(not pinned(text) for text in held)

@@ -38,7 +38,7 @@ class Scheduler:
     """Iteration-level scheduling of whole prompts and decodes, as many as `step_tokens` and the cache allow.
 
     There is one rule: let `num_computed_tokens` catch up with the tokens there are. A prompt is far behind, a
-    decode is one behind. Later phases change the hooks: `order`, `share`, `make_room`, `fork`.
+    decode is one behind. Later phases change the hooks: `order`, `yields`, `share`, `make_room`, `fork`.
 
     Args:
         rows: who runs, at most `rows.count` at a time.
@@ -97,6 +97,8 @@ class Scheduler:
         preempted = False
         while at < len(queue):
             request = queue[at]
+            if not preempted and self.yields(request):
+                budget = self._admit(works, budget)
             at += 1
             count = self.share(request, budget)
             if count == 0:
@@ -111,22 +113,26 @@ class Scheduler:
             self._admit(works, budget)
         return works
 
-    def _admit(self, works: list[Work], budget: int) -> None:
-        """Let requests in from the head of the line while there is room. Nobody overtakes the head."""
+    def _admit(self, works: list[Work], budget: int) -> int:
+        """Let requests in from the head of the line while there is room; returns what is left of the budget.
+
+        Nobody overtakes the head.
+        """
         while budget > 0:
             request = self._head()
             if request is None or request.in_flight or not self.admits(request):
-                return
+                break
             request.num_computed_tokens = request.cached_tokens = self.cache.lookup(request)
             count = self.share(request, budget)
             if count == 0:
                 request.num_computed_tokens = 0
-                return
+                break
             heapq.heappop(self._waiting)
             self.enter(request)
             insort(self.running, request, key=_rank)
             works.append(self._take(request, count))
             budget -= count
+        return budget
 
     def _take(self, request: Request, count: int) -> Work:
         """Write down one work and advance the request by it."""
@@ -146,6 +152,10 @@ class Scheduler:
     def order(self, running: list[Request]) -> list[Request]:
         """A new list of the running requests in the order in which they are served."""
         return running.copy()
+
+    def yields(self, request: Request) -> bool:
+        """Whether the waiting line goes before this running request."""
+        return False
 
     def share(self, request: Request, budget: int) -> int:
         """How many tokens of `request` to compute now, at most `budget`: all it is behind, or none."""
@@ -176,14 +186,11 @@ class Scheduler:
 
     def land(self, work: Work, *, computed: bool = True) -> None:
         """The host has seen the end of one work's step; `computed` is False if the step failed."""
-        request = work.request
-        for taker in work.takers:
-            taker.in_flight -= 1
-            taker.placeholders -= 1
-        if not work.takers:
+        for request in work.takers or (work.request,):
             request.in_flight -= 1
-        if computed and request.row >= 0:  # not finished, aborted or preempted meanwhile
-            self.cache.commit(request, work.start + work.count)
+            request.placeholders -= bool(work.takers)
+            if computed and request.row >= 0:  # not finished, aborted or preempted meanwhile
+                self.cache.commit(request, work.start + work.count)
 
     def leave(self, request: Request) -> None:
         """Take back what a request holds: it has finished, or it is preempted."""

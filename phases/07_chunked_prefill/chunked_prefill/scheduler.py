@@ -64,13 +64,22 @@ class ChunkedScheduler(PagedScheduler):
             self._last_decode = decodes[self._decodes_left - 1].rank
         return decodes + prompts
 
+    def yields(self, request: Request) -> bool:
+        """A prompt that has begun lets one of lower rank begin and pass it."""
+        if not request.prefilling:
+            return False
+        head = self._head()
+        return head is not None and head.rank < request.rank
+
     def share(self, request: Request, budget: int) -> int:
         """A decode's one token, or as much of a prompt as the budget and the chunk allow."""
         known = len(request.tokens) + request.placeholders
         behind = known - request.num_computed_tokens
+        count = min(behind, budget, self.chunk_tokens)
+        if request.siblings and request.in_flight and count == behind:
+            return 0  # they fork when all earlier chunks are known to be computed
         if behind == 1 and request.row >= 0:
             if self._decodes_left == 0 or known >= request.limit:
                 return 0
             self._decodes_left -= 1
-            return 1
-        return min(behind, budget, self.chunk_tokens)
+        return count

@@ -110,10 +110,10 @@ class PrefixCache(PagedCache):
         return super().take_blocks(count)
 
     def fork(self, parent: Request, child: Request, tokens: int) -> None:
-        """The child enters the index by itself when it commits, and finds its parent's blocks there."""
+        """The child pins what its parent shares: whoever uses a block of the index also pins it."""
         super().fork(parent, child, tokens)
-        self._cursors[child.row] = self.index.attach([], child.salt)
-        self._committed[child.row] = 0
+        self._cursors[child.row] = self.index.share(self._cursors[parent.row])
+        self._committed[child.row] = self._committed[parent.row]
 
     def commit(self, request: Request, upto: int) -> None:
         """Put the blocks that have become full into the index.
@@ -146,3 +146,12 @@ class PrefixCache(PagedCache):
     def users(self) -> list[int]:
         """Every block once for each of its users, of which the index is one."""
         return super().users() + self.index.blocks()
+
+    def check(self) -> None:
+        """Also: the evictable blocks are exactly those that only the index uses."""
+        super().check()
+        alone = sum(self.allocator.refs[block] == 1 for block in self.index.blocks())
+        if alone != self.index.evictable:
+            raise AssertionError(
+                f"{alone} blocks are used by the index alone, but {self.index.evictable} evictable"
+            )

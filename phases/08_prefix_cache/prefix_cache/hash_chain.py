@@ -30,8 +30,8 @@ class Cursor:
 
     __slots__ = ("broken", "digest", "entry")
 
-    def __init__(self, digest: int, entry: Entry | None) -> None:
-        self.digest, self.entry, self.broken = digest, entry, False
+    def __init__(self, digest: int, entry: Entry | None, broken: bool = False) -> None:
+        self.digest, self.entry, self.broken = digest, entry, broken
 
 
 class HashIndex:
@@ -87,6 +87,16 @@ class HashIndex:
             held.append(entry.block)
             cursor.digest, cursor.entry = digest, entry
         return cursor, held, new
+
+    def share(self, cursor: object) -> Cursor:
+        """Pin the way from the end to the start."""
+        assert isinstance(cursor, Cursor)
+        copy = Cursor(cursor.digest, cursor.entry, cursor.broken)
+        entry = copy.entry
+        while entry is not None:
+            self._pin(entry)
+            entry = entry.before
+        return copy
 
     def detach(self, cursor: object) -> None:
         """Unpin from the end, so that a sequence's last blocks are older than those they depend on."""

@@ -56,6 +56,10 @@ class PrefixIndex(Protocol):
         """
         ...
 
+    def share(self, cursor: object) -> object:
+        """A second cursor at the same place, with pins of its own."""
+        ...
+
     def detach(self, cursor: object) -> None:
         """Unpin everything on the way to the cursor."""
         ...

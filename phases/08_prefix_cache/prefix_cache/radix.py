@@ -83,6 +83,12 @@ class RadixIndex:
                 self._pin_one(node)
         return node, held + new, new
 
+    def share(self, cursor: object) -> Node:
+        """A cursor is a node, and a node counts its cursors."""
+        assert isinstance(cursor, Node)
+        self._pin(cursor)
+        return cursor
+
     def detach(self, cursor: object) -> None:
         """Unpin a path; what nobody pins any more can be evicted from now on."""
         now = next(self._clock)
