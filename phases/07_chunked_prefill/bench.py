@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 import chunked_prefill
 import paged_cache
@@ -243,6 +244,8 @@ def _sweep(evidence: Evidence, axes: Axes) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(budgets, [number(budget) for budget in budgets])
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("budget, tokens a step")
     axes.set_ylabel("milliseconds")
     axes.set_title("Long prompts among decodes")
@@ -258,7 +261,7 @@ def _fairness(evidence: Evidence, axes: Axes) -> None:
         at = (run.median("ttft_ms_p50"), run.median("itl_ms_p99"))
         axes.plot(*at, MARKERS[place], color=COLOURS[place], label=label, markersize=8)
     axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.5 * max(run.median("itl_ms_p99") for run in runs))  # room for the legend
     axes.set_xlabel("time to first token of the prompts, median (ms)")
     axes.set_ylabel("gap of all, p99 (ms)")
     axes.set_title("Who waits, by policy")

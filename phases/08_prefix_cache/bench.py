@@ -1,0 +1,289 @@
+"""Phase 08 against phase 07: what shared beginnings save, what they cost to find, and radix against hash."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+from matplotlib.axes import Axes
+
+import chunked_prefill
+import prefix_cache
+from benchmarks.replay import time_replay
+from benchmarks.targets import load_target, targets
+from common.evidence import BenchOptions, Evidence, Run, collect
+from common.measure import Sample, Samples, alternate, summarize
+from common.plotting import COLOURS, lines, number, panels, save
+from common.roofline import ceilings, generation_work, reached
+from common.workloads import Item, Workload, uniform, workload
+from paged_cache import PagedEngine
+from prefix_cache import INDEXES, PrefixCache
+from prefix_cache.index import Key, block_keys
+
+PHASE, BEFORE, HASH = "08_prefix_cache", "07_chunked_prefill", "08_prefix_cache+hash"
+INDEX_BLOCKS = (1_000, 10_000, 100_000)
+"""Sizes of the index in the comparison of the two kinds."""
+SEQUENCE, BLOCK = 64, 16
+"""Blocks of a sequence there, and tokens of a block."""
+
+Make = Callable[[], PagedEngine]
+
+
+def run(options: BenchOptions) -> Evidence:
+    """A shared prefix, by the clock and all at once; nothing shared; sessions; chats; the indexes alone."""
+    runs = []
+    for target in targets(options):
+        bench = Bench(target)
+        runs += bench.shared() + bench.unshared() + bench.sessions()
+        runs += index_runs(target)
+    return collect(PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json())
+
+
+class Bench:
+    """One model and how its engines are measured."""
+
+    def __init__(self, options: BenchOptions) -> None:
+        self.options, self.name, self.model = options, options.model or "", load_target(options)
+        self.top = ceilings(options.device, options.dtype)
+        self.on_cpu = options.device.type != "cuda"
+        self.small = "-small" if self.on_cpu else ""
+
+    def shared(self) -> list[Run]:
+        """Every prompt begins alike: as requests arrive by the clock, and all at once for throughput."""
+        work = self.quick(workload(f"prefix_caching{self.small}"))
+        repeats = self.options.repeats if self.on_cpu else max(1, self.options.repeats // 2)
+        runs = self.compare(work, repeats)
+        at_once = tuple(replace(item, arrival=0.0) for item in work.items)
+        return runs + self.compare(replace(work, name=f"{work.name} (burst)", items=at_once), 1)
+
+    def unshared(self) -> list[Run]:
+        """Nothing in common: what looking up, inserting and pinning cost, at least five times."""
+        count, prompt, output = (8, 128, 16) if self.on_cpu else (64, 512, 64)
+        if self.options.quick:
+            count, prompt, output = 2, 32, 4
+        work = uniform(f"unshared-{count}x{prompt}+{output}", count, prompt, output)
+        made = self.engines() | {HASH: partial(self.after, "hash")}
+        repeats = self.options.repeats if self.options.quick else max(5, self.options.repeats)
+        kept = self.take({name: self.timed(make, work) for name, make in made.items()}, repeats)
+        ideal = generation_work(
+            self.model.config, self.options.dtype, work.prompt_lens, work.output_lens, count
+        )
+        return [
+            replace(self.summarize(name, work, samples), roofline=reached(ideal, self.top, samples))
+            for name, samples in kept.items()
+        ]
+
+    def sessions(self) -> list[Run]:
+        """Agents whose every turn repeats all that was said, and chats with nothing in common."""
+        runs = []
+        for name in ("agent-session", "chat-serving-short"):
+            runs += self.compare(self.quick(workload(f"{name}{self.small}")), 1)
+        return runs
+
+    def compare(self, work: Workload, repeats: int) -> list[Run]:
+        """Both phases on one workload."""
+        variants = {name: self.timed(make, work) for name, make in self.engines().items()}
+        return [self.summarize(name, work, kept) for name, kept in self.take(variants, repeats).items()]
+
+    def quick(self, work: Workload) -> Workload:
+        """The workload, or with `--quick` a hurried beginning of it."""
+        if not self.options.quick:
+            return work
+        items = tuple(Item(item.prompt, 4, item.arrival / 10) for item in work.items[:4])
+        return replace(work, name=f"{work.name}[:4]", items=items)
+
+    # Engines and samples.
+
+    def engines(self) -> dict[str, Make]:
+        """Phase 07 and this phase, with the same budget and the same cache."""
+        return {BEFORE: self.before, PHASE: partial(self.after, "radix")}
+
+    def before(self) -> PagedEngine:
+        """Phase 07."""
+        return chunked_prefill.load(
+            self.model, step_tokens=self.budget, max_len=self.max_len, cache_bytes=self.cache_bytes
+        )
+
+    def after(self, index: str) -> PagedEngine:
+        """This phase."""
+        return prefix_cache.load(
+            self.model,
+            index=index,
+            step_tokens=self.budget,
+            max_len=self.max_len,
+            cache_bytes=self.cache_bytes,
+        )
+
+    @property
+    def budget(self) -> int:
+        """Tokens a step."""
+        return 256 if self.on_cpu else 2048
+
+    @property
+    def max_len(self) -> int:
+        """Most tokens of a request."""
+        return 1024 if self.on_cpu else 8192
+
+    @property
+    def cache_bytes(self) -> int:
+        """Room for everything: eviction is not what is measured here."""
+        tokens = 8192 if self.on_cpu else 160_000
+        return tokens * self.model.config.kv_bytes_per_token(self.options.dtype)
+
+    def take(self, variants: Mapping[str, Callable[[int], Sample]], repeats: int) -> dict[str, Samples]:
+        """Alternate, after a short warm-up of both phases instead of whole runs."""
+        for make in self.engines().values():
+            time_replay(make(), uniform("warm-up", 2, 64, 2), self.options.device)
+        tries = 1 if self.options.quick else 4
+        return alternate(variants, repeats, warm={name: lambda: None for name in variants}, tries=tries)
+
+    def timed(self, make: Make, work: Workload) -> Callable[[int], Sample]:
+        """Samples of a replay in an engine whose cache is empty, with what was found and saved."""
+
+        def sample(repeat: int) -> Sample:
+            engine = make()
+            found, _ = time_replay(engine, work.cold(repeat), self.options.device)
+            found["computed_tokens"] = float(engine.stats.computed_tokens)
+            if isinstance(engine.cache, PrefixCache):
+                stats = engine.cache.stats
+                found["cache_hit_fraction"] = stats.hit_rate
+                found["tokens_saved"] = float(stats.hit_tokens)
+                found["evicted_blocks"] = float(stats.evicted_blocks)
+            return found
+
+        return sample
+
+    def summarize(self, variant: str, work: Workload, samples: Samples) -> Run:
+        """Evidence of one variant. Arrivals by the clock leave idle time, so most runs have no roofline."""
+        return summarize(variant, work, samples, model=self.name, dtype=self.options.dtype)
+
+
+# The two indexes by themselves.
+
+
+def index_runs(options: BenchOptions) -> list[Run]:
+    """Microseconds of a look-up, an insertion and an eviction, in indexes of growing size.
+
+    Nothing here touches a model or a device; it is Python that runs between two steps.
+    """
+    runs = []
+    for blocks in INDEX_BLOCKS[: 1 if options.quick else None]:
+        for hit in (0.0, 0.5, 1.0):
+            work = index_queries(hit, blocks)
+            kept = alternate(
+                {kind: partial(index_sample, kind, blocks, work) for kind in INDEXES},
+                options.repeats,
+                warm={kind: lambda: None for kind in INDEXES},
+                tries=1 if options.quick else 4,
+            )
+            for kind, samples in kept.items():
+                variant = PHASE if kind == "radix" else HASH
+                facts = {"index_blocks": blocks, "known_share": hit}
+                name = options.model or ""
+                runs.append(summarize(variant, work, samples, model=name, dtype=options.dtype, options=facts))
+    return runs
+
+
+def stored_tokens(blocks: int) -> list[list[int]]:
+    """Sequences that fill an index with about so many blocks: 16 prompts' worth of common beginnings."""
+    rng = random.Random(1)
+    quarter = SEQUENCE // 4 * BLOCK
+    starts = [[rng.randrange(10_000) for _ in range(quarter)] for _ in range(16)]
+    count = max(1, blocks // (SEQUENCE - SEQUENCE // 4))
+    return [
+        starts[n % 16] + [rng.randrange(10_000) for _ in range(SEQUENCE * BLOCK - quarter)]
+        for n in range(count)
+    ]
+
+
+def index_queries(hit: float, blocks: int) -> Workload:
+    """32 sequences of 64 blocks, of which the first `hit` are in the index, as a workload with a hash."""
+    rng, stored = random.Random(2), stored_tokens(blocks)
+    known = round(hit * SEQUENCE) * BLOCK
+    items = []
+    for query in range(32):
+        rest = [10_000 + rng.randrange(10_000) for _ in range(SEQUENCE * BLOCK - known)]
+        items.append(Item(tuple(stored[query * 7919 % len(stored)][:known] + rest), 1))
+    return Workload("prefix-index", tuple(items), vocab=20_000)
+
+
+def index_sample(kind: str, blocks: int, work: Workload, repeat: int) -> Sample:
+    """Build an index, then time look-ups, insertions and evictions; medians of single calls."""
+    index, number_of_block = INDEXES[kind](), 0
+
+    def insert(keys: list[Key]) -> None:
+        nonlocal number_of_block
+        known = len(index.match(keys, "").blocks)
+        cursor: object = index.attach(keys[:known], "")
+        new = list(range(number_of_block, number_of_block + len(keys) - known))
+        number_of_block += len(new)
+        cursor, _, _ = index.extend(cursor, keys[known:], new)
+        index.detach(cursor)
+
+    for tokens in stored_tokens(blocks):
+        insert(block_keys(tokens, BLOCK))
+    start = time.perf_counter()
+    queries = [block_keys(prompt, BLOCK) for prompt in work.prompts]
+    making = (time.perf_counter() - start) / len(queries)
+    lookup = median(_seconds(partial(index.match, keys, "")) for keys in queries)
+    inserting = median(_seconds(partial(insert, keys)) for keys in queries)
+    evicting = median(_seconds(partial(index.evict, SEQUENCE)) for _ in range(8))
+    return {
+        "seconds": lookup,
+        "keys_us": making * 1e6,
+        "lookup_us": lookup * 1e6,
+        "insert_us": inserting * 1e6,
+        "evict_us": evicting * 1e6,
+    }
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+# The figure.
+
+
+def draw(evidence: Evidence, out: Path) -> None:
+    """Left: first tokens come sooner where beginnings are shared. Right: what a look-up costs."""
+    figure, (left, right) = panels(2, height=3.2)
+    _first_tokens(evidence, left)
+    full = [run for run in evidence.runs if run.options.get("known_share") == 1.0]
+    kinds = {PHASE: "radix tree", HASH: "hash chain"}
+    lines(
+        full, x="index_blocks", metric="lookup_us", axes=right, by=lambda run: kinds[run.variant], log_x=True
+    )
+    right.set_xlabel("blocks in the index")
+    right.set_ylabel(f"look-up of {SEQUENCE} known blocks (µs)")
+    right.set_title("Radix tree against hash chain")
+    save(figure, out, evidence)
+
+
+def _first_tokens(evidence: Evidence, axes: Axes) -> None:
+    names = list(dict.fromkeys(run.workload for run in evidence.find(BEFORE)))
+    names = [name for name in names if "unshared" not in name]
+    for place, variant in enumerate((BEFORE, PHASE)):
+        for row, name in enumerate(names):
+            found = evidence.one(variant, name)
+            value = found.median("ttft_ms_p50")
+            at = row + 0.38 * place - 0.19
+            label = variant if row == 0 else None
+            axes.barh(at, value, height=0.36, color=COLOURS[place], label=label)
+            text = number(value)
+            if variant == PHASE:
+                text += f"  ({found.median('cache_hit_fraction'):.0%} found)"
+            axes.annotate(text, (value, at), (4, 0), textcoords="offset points", va="center", fontsize=8)
+    axes.set_yticks(range(len(names)), [name.replace(" ", "\n") for name in names])
+    axes.invert_yaxis()
+    axes.margins(x=0.35)
+    axes.set_xlabel("time to first token, median (ms)")
+    axes.set_title("What is found need not be computed")
+    axes.grid(visible=False, axis="y")
+    axes.legend(loc="lower right")
