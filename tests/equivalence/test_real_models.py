@@ -27,7 +27,7 @@ from forward.attention import RecomputeAttention
 from kv_cache import CachedAttention, KVCache
 from tests.prompts import CHAT, PLAIN
 
-pytestmark = pytest.mark.weights
+pytestmark = [pytest.mark.weights, pytest.mark.timeout(1200)]
 TIE = 1e-3
 """Tokens whose logits lie this close are a tie: rounding may decide it either way."""
 GREEDY = SamplingParams(max_tokens=64)
