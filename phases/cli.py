@@ -125,6 +125,32 @@ def bench(
 
 
 @app.command()
+def profile(
+    phase: PhaseName,
+    model: Annotated[str | None, typer.Option(help=f"{MODEL_HELP}, or random:SHAPE")] = None,
+    device: DeviceName = "auto",
+    dtype: DtypeName = "auto",
+    batch: Annotated[int | None, typer.Option(help="prompts at a time")] = None,
+    context: Annotated[int | None, typer.Option(help="tokens of each prompt")] = None,
+    steps: Annotated[int | None, typer.Option(help="decode steps after the prefill")] = None,
+    output: Annotated[Path | None, typer.Option(help="folder for the trace, or build/profile")] = None,
+) -> int:
+    """Show the kernels of a phase's steps, and write a trace for chrome://tracing or Perfetto."""
+    from phases.commands import profile
+
+    return profile.run(
+        phase,
+        model=model,
+        device=device,
+        dtype=dtype,
+        batch=batch,
+        context=context,
+        steps=steps,
+        output=output,
+    )
+
+
+@app.command()
 def plot(
     phase: Annotated[str | None, typer.Argument(metavar="[PHASE]", help="only this phase's figures")] = None,
 ) -> int:

@@ -98,7 +98,7 @@ def test_help_does_not_load_torch():
 def test_help(cli):
     code, out, _ = cli("--help")
     assert code == 0
-    assert all(name in out for name in ("list", "doctor", "fetch", "run", "bench", "plot", "demo"))
+    assert all(name in out for name in ("list", "doctor", "fetch", "run", "bench", "profile", "plot", "demo"))
     assert cli()[0] == 0
 
 

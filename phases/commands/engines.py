@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -26,8 +27,12 @@ def phase_named(text: str) -> Phase:
     return phase
 
 
-def load_engine(phase: Phase, model: Any, **options: Any) -> Streams:
-    """What the phase's package loads for a model's name or a loaded model."""
+def import_phase(phase: Phase) -> ModuleType:
+    """The phase's package. Raises `UserError` when it cannot be used here.
+
+    Phase 06 chooses Triton's interpreter when it is imported, which must be before Triton is; PyTorch imports
+    that as soon as it makes random weights.
+    """
     try:
         package = importlib.import_module(phase.package)
     except ModuleNotFoundError as error:
@@ -38,7 +43,12 @@ def load_engine(phase: Phase, model: Any, **options: Any) -> Streams:
         ) from None
     if not hasattr(package, "load"):
         raise UserError(f"phase {phase.name} has no engine yet: its package has no load()")
-    engine: Streams = package.load(model, **options)
+    return package
+
+
+def load_engine(phase: Phase, model: Any, **options: Any) -> Streams:
+    """What the phase's package loads for a model's name or a loaded model."""
+    engine: Streams = import_phase(phase).load(model, **options)
     return engine
 
 

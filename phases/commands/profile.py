@@ -1,0 +1,261 @@
+"""`ladder profile`: a few steps of a phase's engine under PyTorch's profiler, as a trace and as a table."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from torch.profiler import ProfilerActivity, record_function, schedule
+from torch.profiler import profile as torch_profile
+
+from common.device import pick_device, pick_dtype, synchronize
+from common.errors import UserError
+from common.generation import Streams
+from common.trace import BETWEEN, INTERPRETED, STEP, Row, StepTable, read_trace, step_tables
+from common.workloads import Workload, uniform
+from forward.loading import load_model
+from forward.model import Model
+from phases import ROOT, Phase
+from phases.commands.console import err, out
+from phases.commands.engines import import_phase, load_engine, missing_for, phase_named
+from phases.commands.fetch import fetch_with_progress
+
+FOLDER = ROOT / "build" / "profile"
+"""Where traces go unless told otherwise; not part of the checkout's files."""
+ROWS = 16
+"""Rows of a table; the kernels that took least share the last one."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """The workload: `batch` prompts of `context` tokens at once, and `steps` decode steps after each."""
+
+    batch: int
+    context: int
+    steps: int
+
+
+USUAL, TINY = Size(4, 128, 8), Size(2, 12, 2)
+"""The default, and that of a phase that is not native on this device, such as Triton's kernels on a CPU."""
+
+
+def run(
+    phase_name: str,
+    *,
+    model: str | None,
+    device: str,
+    dtype: str,
+    batch: int | None,
+    context: int | None,
+    steps: int | None,
+    output: Path | None,
+) -> int:
+    """Profile a phase, write the trace, print a table for each kind of step."""
+    phase = phase_named(phase_name)
+    where = pick_device(device)
+    kind = pick_dtype(dtype, where)
+    missing = missing_for(phase, where)
+    usual = TINY if missing else USUAL
+    size = Size(
+        usual.batch if batch is None else batch,
+        usual.context if context is None else context,
+        usual.steps if steps is None else steps,
+    )
+    for name, least in (("batch", 1), ("context", 2), ("steps", 1)):  # a prefill has more than one token
+        if getattr(size, name) < least:
+            raise UserError(f"--{name} is {getattr(size, name)}, but must be at least {least}")
+    if missing and model is None:
+        err.print(f"[dim]{phase.name} needs {missing} to be fast; here it runs a tiny model.[/dim]")
+    name = model or ("random:tiny" if missing else "smollm2")
+    import_phase(phase)  # before a model is made
+    source = name if name.startswith("random:") else str(fetch_with_progress(name))
+    loaded = load_model(source, device=str(where), dtype=str(kind).removeprefix("torch."))
+    if size.context + size.steps + 1 > loaded.max_len:
+        raise UserError(
+            f"--context {size.context} and --steps {size.steps} need {size.context + size.steps + 1} tokens, "
+            f"but {name} has at most {loaded.max_len}"
+        )
+    folder = FOLDER if output is None else output
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output {folder} cannot be made: {error.strerror}") from None
+    path = folder / f"{phase.name}.json.gz"
+    engine = load_engine(phase, loaded, **engine_options(phase, loaded, size))
+    vocab = min(10_000, loaded.config.vocab_size)
+    work = uniform("profile", size.batch, size.context, size.steps + 1, vocab)
+    record(engine, work, loaded, path)
+    on_device = where.type == "cuda"
+    out.print(
+        f"{phase.name}, {name}, {where}, {str(kind).removeprefix('torch.')}: "
+        f"{size.batch} prompts of {size.context} tokens, {size.steps} decode steps",
+        soft_wrap=True,
+    )
+    for table in step_tables(read_trace(path), on_device=on_device):
+        out.print()
+        out.print(kernel_table(table, on_device))
+        out.print(summary(table, on_device), soft_wrap=True)
+    out.print()
+    out.out(str(path), highlight=False)
+    err.print("[dim]Open the trace in https://ui.perfetto.dev or chrome://tracing.[/dim]")
+    return 0
+
+
+def engine_options(phase: Phase, model: Model, size: Size) -> dict[str, Any]:
+    """Just as much room as the workload needs: the default would take most of the device's memory."""
+    if phase.number < 3:
+        return {}
+    if phase.number == 3:
+        return {"batch_size": size.batch}
+    tokens = size.context + size.steps + 1
+    options: dict[str, Any] = {"max_rows": size.batch, "max_len": tokens}
+    if phase.number < 7:  # before chunks: all prompts in one step
+        options["step_tokens"] = max(2048, size.batch * tokens)
+    if phase.number > 4:
+        blocks = size.batch * (tokens // 64 + 2) * 64
+        options["cache_bytes"] = 2 * blocks * model.config.kv_bytes_per_token(model.dtype)
+    return options
+
+
+def record(engine: Streams, work: Workload, model: Model, path: Path) -> None:
+    """Serve `work` under the profiler and write the trace.
+
+    Before that the work is done twice with other tokens: once to compile kernels and fill caches, once for
+    the profiler itself, whose first events cost extra.
+    """
+    activities = [ProfilerActivity.CPU]
+    if model.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with marked_steps(engine, work) as serve, interpreted_kernels():
+        serve(work.cold(1))
+        synchronize(model.device)
+        with torch_profile(
+            activities=activities,
+            schedule=schedule(wait=0, warmup=1, active=1, repeat=1),
+            on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
+        ) as profiler:
+            for repeat in (2, 0):
+                serve(work.cold(repeat))
+                synchronize(model.device)
+                profiler.step()
+
+
+@contextmanager
+def marked_steps(engine: Any, work: Workload) -> Iterator[Callable[[Workload], None]]:
+    """A function that serves a workload, in which every step is a range of the trace.
+
+    A range lasts from a step's start to the next one's. In phases with a runner a step is a call of its
+    `run`; before that it is a call of the model. A step that computes more than one new token for anybody is
+    a prefill.
+    """
+    current: list[Any] = []
+
+    def end() -> None:
+        while current:
+            current.pop().__exit__(None, None, None)
+
+    def begin(kind: str) -> None:
+        end()
+        current.append(record_function(STEP + kind))
+        current[-1].__enter__()
+
+    def serve(served: Workload) -> None:
+        try:
+            for event in engine.stream(served.prompts, served.params):
+                if event.finish_reason == "error":
+                    raise RuntimeError("a step failed while it was profiled; its log says why")
+            synchronize(engine_model.device)
+        finally:
+            end()
+
+    runner = getattr(engine, "runner", None)
+    engine_model: Model = engine.model if runner is None else runner.model
+    if runner is None:
+        context = len(work.prompts[0])
+
+        def forward(module: Model, arguments: tuple[Any, ...]) -> None:
+            # Phase 01 computes the whole sequence again for every token, the others only the last one.
+            begin("prefill" if arguments[0].shape[-1] == context else "decode")
+
+        handle = engine_model.register_forward_pre_hook(forward)
+        try:
+            yield serve
+        finally:
+            handle.remove()
+        return
+
+    inner = runner.run
+
+    def run_step(works: Sequence[Any]) -> Any:
+        begin("prefill" if any(work.count > 1 for work in works) else "decode")
+        return inner(works)
+
+    runner.run = run_step
+    try:
+        yield serve
+    finally:
+        del runner.run
+
+
+@contextmanager
+def interpreted_kernels() -> Iterator[None]:
+    """Put a range around each kernel that Triton's interpreter runs: the profiler knows only operators."""
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    if interpreter is None:
+        yield
+        return
+    function = interpreter.InterpretedFunction
+    inner = function.run
+
+    def run_kernel(self: Any, *arguments: Any, **options: Any) -> Any:
+        with record_function(INTERPRETED + self.fn.__name__):
+            return inner(self, *arguments, **options)
+
+    function.run = run_kernel
+    try:
+        yield
+    finally:
+        function.run = inner
+
+
+def kernel_table(table: StepTable, on_device: bool, most: int = ROWS) -> Table:
+    """The kernels of one kind of step, longest time first."""
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    shown.add_column(f"{table.kind}: {'kernel' if on_device else 'operator'}", overflow="fold")
+    for heading in ("calls", "a step", "total ms", "share", "mean µs"):
+        shown.add_column(heading, justify="right", no_wrap=True)
+    total = sum(row.seconds for row in table.rows) or 1.0
+    rows = list(table.rows)
+    if len(rows) > most:
+        rest = [row for row in rows[most - 1 :] if row.name != BETWEEN]
+        kept = rows[: most - 1] + [row for row in rows[most - 1 :] if row.name == BETWEEN]
+        others = Row(f"({len(rest)} others)", sum(r.calls for r in rest), sum(r.seconds for r in rest))
+        rows = [*kept, others]
+    for row in rows:
+        shown.add_row(
+            row.name,
+            f"{row.calls:,}" if row.calls else "",
+            f"{row.calls / table.steps:,.1f}" if row.calls else "",
+            f"{row.seconds * 1e3:,.3f}",
+            f"{row.seconds / total:.1%}",
+            f"{row.seconds / row.calls * 1e6:,.1f}" if row.calls else "",
+        )
+    return shown
+
+
+def summary(table: StepTable, on_device: bool) -> str:
+    """One line: steps, kernels a step, how long a step takes and how much of that the device works."""
+    count = table.launches / table.steps
+    wall = table.wall / table.steps * 1e3
+    share = table.busy / table.wall if table.wall else 0.0
+    if on_device:
+        what = f"{count:,.1f} kernels and {table.copies / table.steps:,.1f} copies a step"
+        busy = f"GPU busy {share:.1%}"
+    else:
+        what, busy = f"{count:,.1f} operators a step", f"inside operators {share:.1%}"
+    return f"{table.kind}: {table.steps} steps, {what}, {wall:,.3f} ms a step (profiled), {busy}"

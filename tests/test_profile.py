@@ -1,0 +1,214 @@
+"""`ladder profile`: the trace it writes, and what it reads out of one."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.trace import BETWEEN, read_trace, short_name, step_tables
+from phases import PHASES, ROOT
+from phases.cli import main
+from phases.commands import profile
+from phases.commands.profile import kernel_table, summary
+
+SIZE = ["--model", "random:tiny", "--batch", "2", "--context", "6", "--steps", "2"]
+
+
+def ladder(capsys: Any, *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["profile", *arguments])
+    out, err = capsys.readouterr()
+    return int(ended.value.code or 0), out, err
+
+
+@pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.name)
+def test_every_phase_is_profiled(capsys: Any, tmp_path: Path, phase: Any) -> None:
+    code, out, _ = ladder(capsys, str(phase.number), *SIZE, "--device", "cpu", "--output", str(tmp_path))
+    assert code == 0
+    path = tmp_path / f"{phase.name}.json.gz"
+    assert out.splitlines()[-1] == str(path)
+    assert "traceEvents" in json.loads(gzip.decompress(path.read_bytes()))
+    prefill, decode = step_tables(read_trace(path), on_device=False)
+    # Phases 01 and 02 serve the two prompts one after the other.
+    turns = 2 if phase.number < 3 else 1
+    assert (prefill.kind, prefill.steps) == ("prefill", turns)
+    assert (decode.kind, decode.steps) == ("decode", 2 * turns)
+    for table in (prefill, decode):
+        assert 0 < table.busy <= table.wall
+        assert sum(row.seconds for row in table.rows) == pytest.approx(table.wall, rel=1e-3)
+        assert f"{table.kind}: {table.steps} steps, {table.launches / table.steps:,.1f} operators" in out
+    names = {row.name for row in decode.rows}
+    # A kernel that the interpreter runs is one row, with what it does inside.
+    assert ("triton: decode_kernel" in names) == (phase.package == "triton_paged_attention")
+    assert ("aten::embedding" in names) and BETWEEN in names
+
+
+def test_kernels_are_interpreted_in_a_process_of_its_own(tmp_path: Path) -> None:
+    """Triton must not be imported before phase 06 has chosen its interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    call = [sys.executable, "-m", "phases", "profile", "6", *SIZE, "--output", str(tmp_path)]
+    if torch.cuda.is_available():
+        pytest.skip("kernels run natively here")
+    done = subprocess.run(call, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "triton: decode_kernel" in done.stdout
+
+
+def test_the_default_needs_no_download_where_the_phase_is_not_at_home(
+    capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profile, "FOLDER", tmp_path)
+    monkeypatch.setattr(profile, "fetch_with_progress", lambda name: pytest.fail(name))
+    code, _, err = ladder(capsys, "9", "--device", "cpu")
+    assert code == 0
+    assert "runs a tiny model" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["09_cuda_graphs.json.gz"]
+
+
+WRONG = {
+    "batch": (["--batch", "0"], "--batch is 0, but must be at least 1"),
+    "context": (["--context", "1"], "--context is 1, but must be at least 2"),
+    "steps": (["--steps", "-3"], "--steps is -3"),
+    "too long": (["--model", "random:tiny", "--context", "99999"], "random:tiny has at most"),
+    "output": (["--model", "random:tiny", "--output", "/dev/null/x"], "--output /dev/null/x cannot be made"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "words"), WRONG.values(), ids=WRONG.keys())
+def test_wrong_input(capsys: Any, arguments: list[str], words: str) -> None:
+    code, out, err = ladder(capsys, "2", "--device", "cpu", *arguments)
+    assert (code, out) == (2, "")
+    assert words in err and len(err.splitlines()) == 1
+
+
+# Traces by hand, in microseconds.
+
+
+def event(category: str, name: str, ts: float, dur: float, **args: Any) -> dict[str, Any]:
+    return {"ph": "X", "cat": category, "name": name, "ts": ts, "dur": dur, "tid": 1, "args": args}
+
+
+GPU_TRACE = [
+    event("user_annotation", "step: prefill", 0, 100),
+    event("user_annotation", "step: decode", 100, 50),
+    event("user_annotation", "step: decode", 150, 50),
+    event("cuda_runtime", "cudaLaunchKernel", 10, 5, correlation=1),
+    event("kernel", "gemm", 20, 60, correlation=1),
+    # Launched by the prefill, but run when the host is in the first decode already.
+    event("cuda_driver", "cuLaunchKernelEx", 90, 5, correlation=2),
+    event("kernel", "void at::native::softmax_kernel<float>(float*)", 110, 10, correlation=2),
+    # One launch of a graph, two kernels that overlap, and a copy.
+    event("cuda_runtime", "cudaGraphLaunch", 105, 5, correlation=3),
+    event("kernel", "decode_kernel", 120, 10, correlation=3),
+    event("kernel", "gemv_kernel", 125, 10, correlation=3),
+    event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 140, 1, correlation=3),
+    event("cuda_runtime", "cudaGraphLaunch", 155, 5, correlation=4),
+    event("kernel", "decode_kernel", 160, 10, correlation=4),
+    event("cuda_runtime", "cudaLaunchKernel", 300, 5, correlation=5),  # after the last step
+    event("kernel", "gemm", 310, 60, correlation=5),
+    event("cpu_op", "aten::mm", 10, 20),
+]
+
+
+def test_kernels_belong_to_the_step_that_launched_them() -> None:
+    prefill, decode = step_tables(GPU_TRACE, on_device=True)
+    assert {(row.name, row.calls) for row in prefill.rows} == {("gemm", 1), ("softmax_kernel", 1)}
+    assert (prefill.launches, prefill.copies) == (2, 0)
+    assert (decode.steps, decode.launches, decode.copies) == (2, 3, 1)
+    assert decode.rows[0].name == "decode_kernel"
+    assert decode.rows[0].seconds == pytest.approx(20e-6)
+
+
+def test_overlapping_kernels_keep_the_device_busy_once() -> None:
+    _, decode = step_tables(GPU_TRACE, on_device=True)
+    assert decode.wall == pytest.approx(100e-6)
+    assert decode.busy == pytest.approx((15 + 1 + 10) * 1e-6)
+    line = summary(decode, on_device=True)
+    assert "1.5 kernels and 0.5 copies a step" in line and "GPU busy 26.0%" in line
+    assert "0.050 ms a step" in line
+
+
+def test_an_operator_s_time_leaves_out_those_it_called() -> None:
+    events = [
+        event("user_annotation", "step: decode", 0, 100),
+        event("cpu_op", "aten::linear", 10, 40),
+        event("cpu_op", "aten::t", 12, 3),
+        event("cpu_op", "aten::addmm", 20, 25),
+        event("cpu_op", "aten::copy_", 25, 5),
+        event("cpu_op", "aten::add", 50, 10),
+        event("user_annotation", "triton: gemv_kernel", 70, 20),
+        event("cpu_op", "aten::empty", 75, 5),
+    ]
+    (table,) = step_tables(events, on_device=False)
+    own = {row.name: round(row.seconds * 1e6) for row in table.rows}
+    assert own == {
+        "aten::linear": 12, "aten::t": 3, "aten::addmm": 20, "aten::copy_": 5, "aten::add": 10,
+        "triton: gemv_kernel": 20, BETWEEN: 30,
+    }  # fmt: skip
+    assert table.launches == 3
+
+
+def test_a_long_table_ends_with_the_others() -> None:
+    events = [event("user_annotation", "step: decode", 0, 100)]
+    events += [event("cpu_op", f"op{i}", i, 0.5) for i in range(30)]
+    (table,) = step_tables(events, on_device=False)
+    shown = kernel_table(table, on_device=False, most=4)
+    names = list(shown.columns[0].cells)
+    assert names == [BETWEEN, "op0", "op1", "(28 others)"]
+
+
+NAMES = {
+    "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::BFloat16>, "
+    "std::array<char*, 3ul> >(int, at::native::CUDAFunctor_add<c10::BFloat16>, std::array<char*, 3ul>)": (
+        "vectorized_elementwise_kernel: CUDAFunctor_add"
+    ),
+    "void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<at::native::BinaryFunctor"
+    "<float, float, float, at::native::binary_internal::MulFunctor<float> > >(at::TensorIteratorBase&)"
+    "::{lambda(int)#1}>(int, at::native::gpu_kernel_impl_nocast<...>)": "elementwise_kernel: MulFunctor",
+    "void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<at::native::"
+    "direct_copy_kernel_cuda(at::TensorIteratorBase&)::{lambda()#3}::operator()() const>>(int)": (
+        "elementwise_kernel: direct_copy_kernel_cuda"
+    ),
+    "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::ArgMaxOps<float>, "
+    "unsigned int, long, 4, 4> >(at::native::ReduceOp<float, at::native::ArgMaxOps<float>>)": (
+        "reduce_kernel: ArgMaxOps"
+    ),
+    "void (anonymous namespace)::softmax_warp_forward<float, float, 8>(float*, float const*)": (
+        "softmax_warp_forward"
+    ),
+    "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm>"
+    "(cutlass_80_wmma_tensorop_bf16_s161616gemm::Params)": "cutlass_80_wmma_tensorop_bf16_s161616gemm",
+    "nvjet_tst_128x64_64x11_1x2_h_bz_TNT": "nvjet_tst_128x64_64x11_1x2_h_bz_TNT",
+    "decode_kernel": "decode_kernel",
+    "Memcpy HtoD (Pinned -> Device)": "Memcpy HtoD (Pinned -> Device)",
+    "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment": (
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x12…"
+    ),
+}
+
+
+@pytest.mark.parametrize(("long", "short"), NAMES.items(), ids=NAMES.values())
+def test_short_names(long: str, short: str) -> None:
+    assert short_name(long) == short
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("number", ["2", "6", "9"])
+def test_kernels_of_a_gpu(capsys: Any, tmp_path: Path, number: str) -> None:
+    code, out, _ = ladder(capsys, number, *SIZE, "--device", "cuda", "--output", str(tmp_path))
+    assert code == 0
+    (path,) = tmp_path.iterdir()
+    for table in step_tables(read_trace(path), on_device=True):
+        assert table.launches >= 1 and table.busy > 0
+    assert "GPU busy" in out
+    if number != "2":
+        assert "decode_kernel" in out
