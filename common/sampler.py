@@ -119,9 +119,7 @@ class Sampler(SamplerRows):
         if plan is None:
             plan = self.plan(rows_host)
         adjusted = self._adjust(logits, rows, steps, plan)
-        tokens = adjusted.argmax(1)  # of equals the first
-        if plan.draws:
-            tokens = self._draw(adjusted, tokens, rows, steps, plan.draws)
+        tokens = self.choose(adjusted, rows, steps, plan)
         if Feature.PENALTIES in plan.features:
             # Rows without penalties are counted too; nothing reads their counts.
             place = rows * self.vocab_size + tokens
@@ -129,6 +127,14 @@ class Sampler(SamplerRows):
         if plan.wanted is None:
             return Sampled(tokens)
         return Sampled(tokens, *ops.raw_logprobs(logits, tokens, max(plan.wanted)), plan.wanted)
+
+    def choose(self, logits: Tensor, rows: Tensor, steps: Tensor, plan: Plan) -> Tensor:
+        """Return one token for each row of the adjusted `logits [B, V]`: `[B]` int64.
+
+        Where it is done by kernels, the tokens have to be the same.
+        """
+        best = logits.argmax(1)  # of equals the first
+        return self._draw(logits, best, rows, steps, plan.draws) if plan.draws else best
 
     def _adjust(self, logits: Tensor, rows: Tensor, steps: Tensor, plan: Plan) -> Tensor:
         """Return the logits after bias, min_tokens and penalties; a copy where any row needs them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Protocol
 
@@ -54,17 +54,33 @@ class Runner:
         model: computes hidden states and logits.
         attention: over this engine's cache.
         rows: where the tokens are.
+        make_sampler: what chooses the tokens; later phases bring kernels.
     """
 
-    def __init__(self, model: Model, attention: BatchAttention, rows: Rows) -> None:
+    def __init__(
+        self,
+        model: Model,
+        attention: BatchAttention,
+        rows: Rows,
+        *,
+        make_sampler: Callable[[int, int, torch.device], Sampler] = Sampler,
+    ) -> None:
         self.model, self.attention, self.rows = model, attention, rows
-        self.sampler = Sampler(rows.count, model.config.vocab_size, model.device)
+        self.sampler = make_sampler(rows.count, model.config.vocab_size, model.device)
 
     @torch.inference_mode()
     def run(self, works: Sequence[Work]) -> Pending:
         """Start one step. It returns when everything is handed to the device, not when it is done."""
         # In the order of their rows, so that neighbours in the cache are neighbours in the batch.
         works = sorted(works, key=_by_row)
+        self.refresh()
+        batch = self.prepare(works)
+        self.attention.begin(batch)
+        hidden = self.model(batch.input_ids, batch.positions, self.attention)  # [T, hidden]
+        return Pending(works, self._sample(batch, hidden))
+
+    def refresh(self) -> None:
+        """Hand over tokens and sampling settings of the requests that got a row since the last step."""
         for request in self.rows.upload():
             self.sampler.set_row(
                 request.row,
@@ -74,10 +90,6 @@ class Runner:
                 eos_ids=self.model.config.eos_token_ids,
                 seed=request.seed,
             )
-        batch = self.prepare(works)
-        self.attention.begin(batch)
-        hidden = self.model(batch.input_ids, batch.positions, self.attention)  # [T, hidden]
-        return Pending(works, self._sample(batch, hidden))
 
     def prepare(self, works: Sequence[Work]) -> Batch:
         """The step's inputs."""

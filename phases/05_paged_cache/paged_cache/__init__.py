@@ -48,9 +48,12 @@ def load(
     block_size: int = 16,
     cache_bytes: int | None = None,
     gpu_memory_utilization: float = 0.9,
+    reserved_bytes: int = 0,
     make_cache: Callable[..., PagedCache] = PagedCache,
     make_scheduler: Callable[..., PagedScheduler] = PagedScheduler,
     make_attention: Callable[[BlockPool], PagedAttention] = TorchPagedAttention,
+    make_runner: Callable[..., PagedRunner] = PagedRunner,
+    make_engine: Callable[..., PagedEngine] = PagedEngine,
 ) -> PagedEngine:
     """This phase's engine for a model's name or a loaded model.
 
@@ -63,7 +66,9 @@ def load(
         block_size: tokens in a block.
         cache_bytes: the cache's size. Without it, the cache takes what weights and activations leave of
             `gpu_memory_utilization` of the device's memory.
-        make_cache, make_scheduler, make_attention: the parts that later phases replace.
+        reserved_bytes: memory to leave free for somebody else (phase 09's graphs).
+        make_cache, make_scheduler, make_attention, make_runner, make_engine: the parts that later phases
+            replace.
 
     Raises:
         UserError: an option is out of its limits.
@@ -80,12 +85,13 @@ def load(
         max_len=length,
         cache_bytes=cache_bytes,
         gpu_memory_utilization=gpu_memory_utilization,
+        reserved=reserved_bytes,
     )
     cache = make_cache(max_rows, length, ledger.blocks, block_size)
     scheduler = make_scheduler(rows, cache, step_tokens=steps, policy=named_policy(policy))
     pool = BlockPool(loaded.config, ledger.blocks, block_size, device=loaded.device, dtype=loaded.dtype)
-    runner = PagedRunner(loaded, make_attention(pool), rows, cache)
-    return PagedEngine(scheduler, runner, ledger, tokenizer)
+    runner = make_runner(loaded, make_attention(pool), rows, cache)
+    return make_engine(scheduler, runner, ledger, tokenizer)
 
 
 class LLM(PagedLLM):

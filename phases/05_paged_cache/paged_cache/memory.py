@@ -25,6 +25,7 @@ class Ledger:
     cache: int
     blocks: int
     block_size: int
+    reserved: int = 0
 
     @property
     def tokens(self) -> int:
@@ -35,6 +36,7 @@ class Ledger:
         lines = [
             ("weights", _mib(self.weights)),
             ("activations", _mib(self.activations)),
+            *([("reserved", _mib(self.reserved))] if self.reserved else []),
             ("cache", _mib(self.cache)),
             ("blocks", f"{self.blocks:,} of {self.block_size} tokens"),
             ("tokens", f"{self.tokens:,}"),
@@ -106,7 +108,7 @@ def plan_cache(
         raise UserError(
             f"the cache has {max(room, 0)} bytes, but one block of {block_size} tokens takes {per_block}"
         )
-    return Ledger(model.weight_bytes, activations, blocks * per_block, blocks, block_size)
+    return Ledger(model.weight_bytes, activations, blocks * per_block, blocks, block_size, reserved)
 
 
 def _free_memory() -> int:

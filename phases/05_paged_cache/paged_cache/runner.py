@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -23,12 +24,15 @@ class PagedRunner(Runner):
         attention: any backend over the pool.
         rows: where the tokens are.
         cache: whose tables say where keys and values are.
+        options: those of `continuous.Runner`.
     """
 
     attention: PagedAttention
 
-    def __init__(self, model: Model, attention: PagedAttention, rows: Rows, cache: PagedCache) -> None:
-        super().__init__(model, attention, rows)
+    def __init__(
+        self, model: Model, attention: PagedAttention, rows: Rows, cache: PagedCache, **options: Any
+    ) -> None:
+        super().__init__(model, attention, rows, **options)
         self.cache = cache
 
     def prepare(self, works: Sequence[Work]) -> Batch:

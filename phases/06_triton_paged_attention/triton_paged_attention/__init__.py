@@ -7,6 +7,8 @@ numpy. It is slow and good for lessons and tests. The choice is made when Triton
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,12 @@ from forward.loading import load_model
 from forward.model import Model
 from paged_cache import PagedEngine
 from paged_cache.llm import LLM as PagedLLM
-from triton_paged_attention.attention import Backend, TritonPagedAttention
+from paged_cache.runner import PagedRunner
+from triton_paged_attention.attention import Backend, TritonPagedAttention, check_backend
+from triton_paged_attention.sampler import TritonSampler
 from triton_paged_attention.surgery import Backends, optimize
 
-__all__ = ["LLM", "Backend", "Backends", "TritonPagedAttention", "load", "optimize"]
+__all__ = ["LLM", "Backend", "Backends", "TritonPagedAttention", "TritonSampler", "load", "optimize"]
 
 CUDA_BLOCK_SIZE = 64
 """One tile of keys then lies in one block, and a step of the kernel looks up one block id instead of 64."""
@@ -41,20 +45,21 @@ def load(
     rope: Backend = "triton",
     activation: Backend = "triton",
     projections: Backend = "triton",
+    sampling: Backend = "triton",
     block_size: int | None = None,
+    below: Callable[..., PagedEngine] = paged_cache.load,
     **options: Any,
 ) -> PagedEngine:
-    """Phase 05's engine with this phase's kernels.
+    """Phase 05's engine, or a later one, with this phase's kernels.
 
     Args:
         model, device, dtype: see `paged_cache.load`. A loaded model keeps its layers; the engine's copy
-        shares
-            its weights except those of fused projections.
-        attention_prefill, attention_decode, norms, rope, activation, projections: "torch" or "triton", each
-        on
-            its own (see `Backends`).
+            shares its weights except those of fused projections.
+        attention_prefill, attention_decode, norms, rope, activation, projections, sampling: "torch" or
+            "triton", each on its own (see `Backends`); sampled tokens are the same with both.
         block_size: tokens in a block, by default 64 on a GPU and 16 elsewhere.
-        options: the others of `paged_cache.load`.
+        below: the `load` whose engine gets the kernels; a later phase gives its own.
+        options: the others of `below`.
 
     Raises:
         UserError: an option is out of its limits, or the device has no Triton.
@@ -68,7 +73,11 @@ def load(
             "device is 'cpu', but Triton was imported without TRITON_INTERPRET=1 in the environment"
         )
     heads = loaded.config.num_heads
-    return paged_cache.load(
+    check_backend("sampling", sampling)
+    if sampling == "triton":
+        make_runner: Callable[..., PagedRunner] = options.pop("make_runner", PagedRunner)
+        options["make_runner"] = partial(make_runner, make_sampler=TritonSampler)
+    return below(
         optimize(loaded, Backends(norms, rope, activation, projections)),
         block_size=block_size or (CUDA_BLOCK_SIZE if kind == "cuda" else 16),
         make_attention=lambda pool: TritonPagedAttention(

@@ -7,12 +7,13 @@ from typing import Literal
 import numpy as np
 import torch
 import triton
+from numpy.typing import NDArray
 from torch import Tensor
 
 from common.errors import UserError
-from continuous.batch import upload
+from continuous.batch import HostBatch, upload
 from forward.attention import LayerSpec
-from paged_cache import BlockPool, PagedAttention, TorchPagedAttention
+from paged_cache import BlockPool, PagedAttention, PagedBatch, TorchPagedAttention
 from triton_paged_attention.decode import Workspace, paged_decode
 from triton_paged_attention.gemv import dependent_launch
 from triton_paged_attention.kv_store import kv_store
@@ -34,9 +35,10 @@ class TritonPagedAttention(PagedAttention):
     """Requests with a few new tokens go through the decode kernel, the others through the prefill kernel.
 
     Args:
-        pool: the cache. num_heads: query heads of the model, `H`. prefill, decode: which backend computes
-        each kind. With one of each, a step that has both kinds computes
-            all of it in torch first; such mixtures are for comparisons, not for speed.
+        pool: the cache.
+        num_heads: query heads of the model, `H`.
+        prefill, decode: which backend computes each kind. With one of each, a step that has both kinds
+            computes all of it in torch first; such mixtures are for comparisons, not for speed.
 
     A step of decodes alone allocates nothing and uploads nothing in `begin`, so that it can be captured.
     """
@@ -68,8 +70,7 @@ class TritonPagedAttention(PagedAttention):
         """Sort the requests into the two kinds, and cut the longer ones into query tiles."""
         host = self.batch.host
         short = host.query_lens <= self._most_queries
-        decodes = short & (self.decode == "triton")
-        longer = ~short & (self.prefill == "triton")
+        decodes, longer = short & (self.decode == "triton"), ~short & (self.prefill == "triton")
         self._needs_torch = not (decodes | longer).all()
         if self._needs_torch:
             self._torch.begin(self.batch)
@@ -77,10 +78,31 @@ class TritonPagedAttention(PagedAttention):
         self._only: Tensor | None = None  # the requests that are decodes; None: all
         self._tiles: Tensor | None = None
         if not decodes.all():
-            tokens = self._prefill_config.block_m // self._group
-            tiles = query_tiles(host.query_lens, host.context_lens, tokens, longer)
-            members = np.flatnonzero(decodes).astype(np.int32)
+            members, tiles = np.flatnonzero(decodes).astype(np.int32), self._cut(host, longer)
             self._only, self._tiles = upload(self.batch.positions.device, np.int32, members, tiles)
+
+    def sort(self, host: HostBatch) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """The requests for the decode kernel, and the query tiles `[n, 4]` of the others."""
+        short = host.query_lens <= self._most_queries
+        return np.flatnonzero(short), self._cut(host, ~short)
+
+    def _cut(self, host: HostBatch, longer: NDArray[np.bool_]) -> NDArray[np.int32]:
+        tokens = self._prefill_config.block_m // self._group
+        return query_tiles(host.query_lens, host.context_lens, tokens, longer)
+
+    def most_tiles(self, tokens: int) -> int:
+        """The most tiles that a batch of so many tokens can have."""
+        per_tile = self._prefill_config.block_m // self._group
+        return tokens // per_tile + tokens // (self._most_queries + 1)
+
+    def begin_sorted(self, batch: PagedBatch, members: Tensor, tiles: Tensor) -> None:
+        """Start a step whose requests the caller has sorted: a graph, which refills both before each replay.
+
+        members: int32, padded with requests that have no tokens and no context. tiles: `[n, 4]` int32,
+        padded with tiles of no tokens.
+        """
+        self.batch, self._needs_torch = batch, False
+        self._max_queries, self._only, self._tiles = self._most_queries, members, tiles
 
     def store(self, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None:
         """See `PagedAttention.store`."""

@@ -1,0 +1,80 @@
+"""Phase 09: CUDA graphs and overlap. A step is one launch, and the next is scheduled meanwhile."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import prefix_cache
+import triton_paged_attention
+from common.errors import UserError
+from continuous import at_least_one
+from cuda_graphs.engine import OverlapEngine
+from cuda_graphs.memory import graph_bytes
+from cuda_graphs.runner import GraphRunner, Startup
+from forward.loading import load_model
+from forward.model import Model
+from paged_cache import PagedEngine
+from paged_cache.llm import LLM as PagedLLM
+
+__all__ = ["LLM", "GraphRunner", "OverlapEngine", "Startup", "load"]
+
+DEFAULT_GRAPH_ROWS = 256
+"""Larger batches keep the device busy without graphs."""
+
+
+def load(
+    model: str | Path | Model,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    kernels: bool | None = None,
+    graphs: bool | None = None,
+    overlap: bool = True,
+    max_rows: int = 64,
+    graph_rows: int = DEFAULT_GRAPH_ROWS,
+    graph_tokens: int = 1024,
+    **options: Any,
+) -> PagedEngine:
+    """This phase's engine for a model's name or a loaded model.
+
+    Args:
+        model, device, dtype: see `forward.load_model`.
+        kernels: use phase 06's kernels; by default on CUDA only.
+        graphs: replay steps from graphs; by default on CUDA with the kernels' attention only.
+        overlap: schedule each step while the one before is computed.
+        max_rows: requests that run at a time.
+        graph_rows: the largest batch of decodes that has a graph.
+        graph_tokens: the most tokens of a mixed step that has one; 0: none has.
+        options: those of `prefix_cache.load` and, with kernels, of `triton_paged_attention.load`.
+
+    Raises:
+        UserError: an option is out of its limits.
+    """
+    loaded = load_model(model, device=device, dtype=dtype)
+    on_cuda = loaded.device.type == "cuda"
+    kernels = on_cuda if kernels is None else kernels
+    fixed = kernels and "torch" not in (options.get("attention_prefill"), options.get("attention_decode"))
+    graphs = on_cuda and fixed if graphs is None else graphs
+    if graphs and not fixed:
+        raise UserError(
+            "graphs is True, but must be False without phase 06's attention kernels: torch's attention "
+            "chooses its calls by the lengths of the requests, which a graph cannot"
+        )
+    parts: dict[str, Any] = {"max_rows": at_least_one("max_rows", max_rows)}
+    if graphs:
+        rows, tokens = at_least_one("graph_rows", min(graph_rows, max_rows)), graph_tokens
+        parts["reserved_bytes"] = graph_bytes(loaded, rows, tokens)
+        parts["make_runner"] = partial(GraphRunner, most_rows=rows, most_tokens=tokens)
+    if overlap:
+        parts["make_engine"] = OverlapEngine
+    if kernels:
+        return triton_paged_attention.load(loaded, below=prefix_cache.load, **parts, **options)
+    return prefix_cache.load(loaded, **parts, **options)
+
+
+class LLM(PagedLLM):
+    """See `paged_cache.llm.LLM`; options are those of this phase's `load`."""
+
+    load = staticmethod(load)

@@ -1,0 +1,43 @@
+"""Capture: record the kernels of a function once, then launch them all with one call.
+
+Replaying does exactly what was recorded: the same kernels, grids and addresses. So whatever may differ
+between two steps has to be the contents of tensors that stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+Replay = Callable[[], None]
+
+
+class Capturer:
+    """Captures functions one after the other into one pool of memory.
+
+    Graphs that share a pool reuse each other's memory: what a replay leaves behind is good only until the
+    next replay of any of them. Capture the largest first, so that the others fit into what it took.
+
+    On a device without graphs the function itself is the replay. That is slow, and exactly what tests on a
+    CPU need.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.count = device, 0
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+    def capture(self, function: Callable[[], None]) -> Replay:
+        """Record `function`, which takes its inputs from fixed tensors and leaves its results in attributes.
+
+        It runs once before: compiling kernels and setting up libraries cannot be recorded.
+        """
+        self.count += 1
+        function()
+        if self.device.type != "cuda":
+            return function
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            function()
+        return graph.replay

@@ -1,0 +1,142 @@
+"""The forward pass of a step with prompt tokens in it as a graph: any ragged batch that fits.
+
+A chunk of 256 tokens keeps a large GPU busy for a millisecond or two; launching its kernels one by one takes
+the host several. What differs between two such steps is data here: how many requests there are, how many
+tokens each has, which of them are decodes. Padding fills the rest: tokens that are stored nowhere, requests
+without tokens, tiles without rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from continuous.batch import HostBatch, Ints
+from cuda_graphs.capture import Capturer
+from cuda_graphs.decode_graph import Machine, fixed_batch
+from cuda_graphs.step_kernels import gather_inputs
+from paged_cache.attention import PagedBatch
+
+GIVEN = (
+    "token_rows",
+    "positions",
+    "rows",
+    "sample_at",
+    "sample_rows",
+    "sample_positions",
+    "sample_steps",
+    "query_starts",
+    "context_lens",
+)
+"""Inputs that are parts of a `HostBatch`, under their names there."""
+NARROW = ("query_starts", "context_lens", "members", "tiles")
+"""Inputs that kernels read as int32; they come last."""
+NOTHING: Ints = np.zeros(0, np.int64)
+
+
+class Layout:
+    """Where each input of a chunk graph lies in one flat array of int64, so that one copy sends them all.
+
+    With room for one request more than are served: the last one has no tokens, and pads what lists requests.
+    """
+
+    def __init__(self, tokens: int, requests: int, tiles: int) -> None:
+        everybody = requests + 1
+        self.sizes = {
+            "token_rows": tokens,
+            "positions": tokens,
+            "rows": everybody,
+            "sample_at": requests,
+            "sample_rows": requests,
+            "sample_positions": requests,
+            "sample_steps": requests,
+            "query_starts": everybody + 1,
+            "context_lens": everybody,
+            "members": everybody,
+            "tiles": 4 * tiles,
+        }
+        self.starts = dict(zip(self.sizes, accumulate(self.sizes.values(), initial=0), strict=False))
+        self.size = sum(self.sizes.values())
+        self.empty = {"positions": -1, "members": requests}
+        self.tile = np.array([requests, 0, 0, 0])
+
+    def fill(self, flat: Ints, host: HostBatch, members: Ints, tiles: NDArray[np.integer[Any]]) -> None:
+        """Write a batch into `flat [size]`, padding included."""
+        given: dict[str, Ints] = {name: getattr(host, name) for name in GIVEN}
+        for name, values in (given | {"members": members, "tiles": tiles.ravel()}).items():
+            part = self.part(flat, name)
+            part[: len(values)] = values
+            part[len(values) :] = self.empty.get(name, 0)
+        self.part(flat, "query_starts")[len(host.query_starts) :] = host.query_starts[-1]
+        self.part(flat, "tiles").reshape(-1, 4)[len(tiles) :] = self.tile
+
+    def part(self, flat: Ints, name: str) -> Ints:
+        """One input, as a view of the array."""
+        return flat[self.starts[name] : self.starts[name] + self.sizes[name]]
+
+    def tensors(self, flat: Tensor) -> dict[str, Tensor]:
+        """All inputs, as views of the tensor."""
+        return dict(zip(self.sizes, torch.split(flat, list(self.sizes.values())), strict=True))
+
+
+class ChunkGraph:
+    """A step of up to `tokens` tokens of up to `requests` requests, to its hidden states.
+
+    Sampling is left out: few of the rows are sampled, a different number every time, and a few launches more
+    are no matter here.
+
+    Args:
+        tokens, requests: the most that fit; fewer are padded.
+        inputs: `[layout.size]` int64.
+
+    hidden: `[tokens, hidden]`; good until the next replay.
+    """
+
+    hidden: Tensor
+
+    def __init__(
+        self, machine: Machine, tokens: int, requests: int, layout: Layout, inputs: Tensor, capturer: Capturer
+    ) -> None:
+        self.machine, self.tokens, self.requests, self.layout = machine, tokens, requests, layout
+        self.batch = fixed_batch(tokens, 1, inputs.device)
+        self.inputs = layout.tensors(inputs)
+        self._narrow = inputs[layout.starts[NARROW[0]] :]
+        padding = np.zeros(layout.size, np.int64)
+        nobody = replace(self.batch.host, **dict.fromkeys(GIVEN, NOTHING), query_starts=np.zeros(1, np.int64))
+        layout.fill(padding, nobody, NOTHING, NOTHING.reshape(0, 4))
+        inputs.copy_(torch.from_numpy(padding))
+        self.replay = capturer.capture(self.compute)
+
+    def compute(self) -> None:
+        """The forward pass; what is captured."""
+        on, batch, given = self.machine, self.batch, self.inputs
+        gather_inputs(
+            given["token_rows"],
+            given["positions"],
+            on.rows.tokens,
+            on.tables.data,
+            on.block_size,
+            ids=batch.input_ids,
+            positions=batch.positions,
+            slots=batch.slots,
+        )
+        sizes = [self.layout.sizes[name] for name in NARROW]
+        query_starts, context_lens, members, tiles = torch.split(self._narrow.int(), sizes)
+        block_tables = on.tables.data[given["rows"]]  # [requests + 1, max_blocks]
+        batch = replace(
+            batch, query_starts=query_starts, context_lens=context_lens, block_tables=block_tables
+        )
+        on.attention.begin_sorted(batch, members, tiles.view(-1, 4))
+        self.hidden = on.model(batch.input_ids, batch.positions, on.attention)
+
+    def sampled(self, host: HostBatch) -> PagedBatch:
+        """The batch with its samples, as `Runner` samples them from `hidden`."""
+        count = len(host.sample_at)
+        names = ("sample_at", "sample_rows", "sample_positions", "sample_steps")
+        return replace(self.batch, host=host, **{name: self.inputs[name][:count] for name in names})

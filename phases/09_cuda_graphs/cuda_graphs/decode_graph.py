@@ -1,0 +1,123 @@
+"""One decode step as a graph: from rows and positions to sampled tokens, with nothing left to the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.sampler import Feature, Plan, Sampler
+from continuous.batch import HostBatch
+from continuous.rows import Rows
+from cuda_graphs.capture import Capturer
+from cuda_graphs.step_kernels import gather_inputs, scatter_tokens
+from cuda_graphs.tables import DeviceTables
+from forward.model import Model
+from paged_cache.attention import PagedBatch
+from triton_paged_attention import TritonPagedAttention
+
+GREEDY, RANDOM = Feature(0), Feature.RANDOM
+CAPTURED = (GREEDY, RANDOM)
+"""Kinds of sampling inside graphs. Anything else samples eagerly from the logits of the greedy graph."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a step works with; all of it stays where it is as long as the engine lives."""
+
+    model: Model
+    attention: TritonPagedAttention
+    sampler: Sampler
+    rows: Rows
+    tables: DeviceTables
+    block_size: int
+
+
+class DecodeGraph:
+    """A step of `size` requests that each compute one token.
+
+    Args:
+        size: requests; fewer are padded.
+        inputs: `[3, size]` int64: each request's row, the position of the token it computes (-1: padding),
+            and how many tokens it has generated before.
+        features: how it samples, one of `CAPTURED`.
+
+    tokens: `[size]` int64, logits: `[size, V]` in the model's dtype; good until the next replay.
+    """
+
+    tokens: Tensor
+    logits: Tensor
+
+    def __init__(
+        self, machine: Machine, size: int, inputs: Tensor, features: Feature, capturer: Capturer
+    ) -> None:
+        self.machine, self.size = machine, size
+        self.rows, self.at, self.steps = inputs
+        self.plan = Plan(features, (), None).for_any_rows()
+        self.batch = fixed_batch(size, machine.tables.data.shape[1], inputs.device)
+        inputs[0], inputs[1], inputs[2] = 0, -1, 0  # all padding, which harms nobody
+        self.replay = capturer.capture(self.compute)
+
+    def compute(self) -> None:
+        """The step; what is captured."""
+        on, batch = self.machine, self.batch
+        gather_inputs(
+            self.rows,
+            self.at,
+            on.rows.tokens,
+            on.tables.data,
+            on.block_size,
+            ids=batch.input_ids,
+            positions=batch.positions,
+            slots=batch.slots,
+            contexts=batch.context_lens,
+            batch_tables=batch.block_tables,
+        )
+        on.attention.begin(batch)
+        hidden = on.model(batch.input_ids, batch.positions, on.attention)  # [size, hidden]
+        # In half precision the copy to float32 that `logits` makes is larger than the logits themselves, and
+        # the sampling kernel widens each number as it reads it.
+        capped = on.model.config.final_soft_cap is not None
+        self.logits = on.model.logits(hidden) if capped else on.model.lm_head(hidden)
+        self.tokens = on.sampler.sample(self.logits, self.rows, (), self.steps, self.plan).tokens
+        scatter_tokens(self.rows, self.at, self.tokens, on.rows.tokens)
+
+
+def fixed_batch(size: int, max_blocks: int, device: torch.device) -> PagedBatch:
+    """A batch of `size` decodes whose tensors are filled on the device, before every step."""
+    count = np.arange(size)
+    ones = np.ones(size, np.int64)
+    host = HostBatch(
+        rows=count,
+        query_lens=ones,
+        query_starts=np.arange(size + 1),
+        context_lens=ones,  # nobody may read the real ones: they differ from replay to replay
+        token_rows=count,
+        positions=count,
+        sample_at=count,
+        sample_rows=count,
+        sample_positions=count,
+        sample_steps=count,
+    )
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.zeros(*shape, dtype=dtype, device=device)
+
+    nothing = zeros(0)
+    return PagedBatch(
+        host=host,
+        input_ids=zeros(size),
+        positions=zeros(size),
+        token_rows=nothing,
+        query_starts=torch.arange(size + 1, dtype=torch.int32, device=device),
+        context_lens=zeros(size, dtype=torch.int32),
+        rows=nothing,
+        sample_at=nothing,
+        sample_rows=nothing,
+        sample_positions=nothing,
+        sample_steps=nothing,
+        block_tables=zeros(size, max_blocks, dtype=torch.int32),
+        slots=zeros(size),
+    )

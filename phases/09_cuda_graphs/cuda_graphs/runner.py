@@ -1,0 +1,162 @@
+"""The runner that replays graphs where it can and runs the step eagerly where it cannot."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import torch
+
+from common.sampler import Sampled
+from continuous.batch import HostBatch, Ints
+from continuous.rows import Rows
+from continuous.runner import Pending
+from continuous.scheduler import Work
+from cuda_graphs.buckets import chunk_sizes, decode_sizes, smallest
+from cuda_graphs.capture import Capturer
+from cuda_graphs.chunk_graph import ChunkGraph, Layout
+from cuda_graphs.decode_graph import CAPTURED, GREEDY, DecodeGraph, Machine
+from cuda_graphs.staging import Staging
+from cuda_graphs.tables import DeviceTables
+from forward.model import Model
+from paged_cache.cache import PagedCache
+from paged_cache.runner import PagedRunner
+from triton_paged_attention import TritonPagedAttention
+
+FEW = 16
+"""Requests for which each size of chunk has a second graph. With few requests the decode kernel splits
+contexts over programs, and how often is fixed at capture."""
+_by_row = attrgetter("row")
+_PADDING = np.array([[0], [-1], [0]])  # row 0, no position, no step
+
+
+@dataclass(frozen=True)
+class Startup:
+    """What capturing took: graphs, seconds (compiling kernels included), and bytes of device memory."""
+
+    graphs: int
+    seconds: float
+    bytes: int
+
+
+class GraphRunner(PagedRunner):
+    """Replays steps of one token a request from `DecodeGraph`s, and small mixed steps from `ChunkGraph`s.
+
+    Args:
+        model, attention, rows, cache, options: see `paged_cache.PagedRunner`.
+        most_rows: requests in the largest decode graph.
+        most_tokens: tokens in the largest chunk graph; 0: none.
+
+    startup: what capturing took.
+    replays: steps that were replayed.
+    """
+
+    attention: TritonPagedAttention
+
+    def __init__(
+        self,
+        model: Model,
+        attention: TritonPagedAttention,
+        rows: Rows,
+        cache: PagedCache,
+        *,
+        most_rows: int,
+        most_tokens: int,
+        **options: Any,
+    ) -> None:
+        super().__init__(model, attention, rows, cache, **options)
+        self.replays = 0
+        self.tables = DeviceTables(cache.tables, model.device)
+        self._sizes = decode_sizes(min(most_rows, rows.count))
+        self._chunks = chunk_sizes(most_tokens) if most_tokens else []
+        self._requests = sorted({min(FEW, rows.count), rows.count})
+        self._layouts = {
+            (tokens, requests): Layout(tokens, requests, attention.most_tiles(tokens))
+            for tokens in self._chunks
+            for requests in self._requests
+        }
+        largest = max([3 * self._sizes[-1], *(layout.size for layout in self._layouts.values())])
+        self._staging = Staging(largest, model.device)
+        self.startup = self._capture()
+
+    @torch.inference_mode()
+    def _capture(self) -> Startup:
+        """Capture every graph, the largest first."""
+        device, started = self.model.device, time.perf_counter()
+        before = _free_bytes(device)
+        capturer, inputs = Capturer(device), self._staging.device
+        machine = Machine(
+            self.model, self.attention, self.sampler, self.rows, self.tables, self.cache.block_size
+        )
+        self._chunk_graphs = {
+            (tokens, requests): ChunkGraph(machine, tokens, requests, layout, inputs[: layout.size], capturer)
+            for (tokens, requests), layout in reversed(self._layouts.items())
+        }
+        self._decode_graphs = {
+            (size, features): DecodeGraph(machine, size, inputs[: 3 * size].view(3, size), features, capturer)
+            for size in reversed(self._sizes)
+            for features in CAPTURED
+        }
+        return Startup(capturer.count, time.perf_counter() - started, before - _free_bytes(device))
+
+    @torch.inference_mode()
+    def run(self, works: Sequence[Work]) -> Pending:
+        """Start one step; see `continuous.Runner.run`."""
+        single = all(work.count == 1 and len(work.takers) == 1 for work in works)
+        if single and (size := smallest(self._sizes, len(works))) is not None:
+            return self._decode(works, size)
+        tokens = smallest(self._chunks, sum(work.count for work in works))
+        requests = smallest(self._requests, sum(max(1, len(work.takers)) for work in works))
+        if tokens is not None and requests is not None:
+            return self._chunk(works, self._chunk_graphs[tokens, requests])
+        return super().run(works)
+
+    def _decode(self, works: Sequence[Work], size: int) -> Pending:
+        self._begin()
+        count = len(works)
+        rows: Ints = np.fromiter((work.row for work in works), np.int64, count)
+        at: Ints = np.fromiter((work.start for work in works), np.int64, count)
+        self.tables.update(rows, int(at.max()) // self.cache.block_size + 1)
+        with self._staging.fill(3 * size) as flat:
+            inputs = flat.reshape(3, size)
+            inputs[:, count:] = _PADDING
+            inputs[:, :count] = rows, at, at + 1 - self.rows.prompt_lens[rows]
+        rows_host = rows.tolist()
+        plan = self.sampler.plan(rows_host)
+        inside = plan.features in CAPTURED and plan.wanted is None
+        graph = self._decode_graphs[size, plan.features if inside else GREEDY]
+        graph.replay()
+        if inside:
+            return Pending(works, Sampled(graph.tokens[:count]))
+        logits, own = graph.logits[:count].float(), slice(count)
+        sampled = self.sampler.sample(logits, graph.rows[own], rows_host, graph.steps[own], plan)
+        self.rows.tokens[graph.rows[own], graph.at[own] + 1] = sampled.tokens
+        return Pending(works, sampled)
+
+    def _chunk(self, works: Sequence[Work], graph: ChunkGraph) -> Pending:
+        self._begin()
+        works = sorted(works, key=_by_row)
+        host = HostBatch.of(works, self.rows.prompt_lens)
+        self.tables.update(host.rows, self.cache.blocks_for(int(host.context_lens.max())))
+        with self._staging.fill(graph.layout.size) as flat:
+            graph.layout.fill(flat, host, *self.attention.sort(host))
+        graph.replay()
+        return Pending(works, self._sample(graph.sampled(host), graph.hidden))
+
+    def _begin(self) -> None:
+        self.replays += 1
+        self.refresh()
+        if copies := self.cache.take_copies():
+            self.attention.pool.copy(copies)
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Free memory of the device; what the allocator merely keeps for later counts as free."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]

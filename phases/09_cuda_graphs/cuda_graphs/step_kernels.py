@@ -1,0 +1,79 @@
+"""The two ends of a captured step, one small kernel each: rows and positions in, sampled tokens out.
+
+In torch these would be a dozen kernels of a microsecond each, which at batch 1 is a fiftieth of the step.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def gather_kernel(
+    ids, positions, slots, contexts, batch_tables, rows, at, tokens, tables,
+    max_len, width, P: tl.constexpr, TABLES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program per token."""
+    i = tl.program_id(0)
+    row, position = tl.load(rows + i), tl.load(at + i)
+    real = position >= 0
+    place = tl.maximum(position, 0)
+    block = tl.load(tables + row * width + place // P).to(tl.int64)
+    tl.store(ids + i, tl.load(tokens + row * max_len + place))
+    tl.store(positions + i, place)
+    tl.store(slots + i, tl.where(real, block * P + place % P, -1))
+    if TABLES:
+        tl.store(contexts + i, (position + 1).to(tl.int32))
+        used = tl.where(real, place // P + 1, 0)
+        for first in range(0, used, BLOCK):
+            column = first + tl.arange(0, BLOCK)
+            entry = tl.load(tables + row * width + column, mask=column < used)
+            tl.store(batch_tables + i.to(tl.int64) * width + column, entry, mask=column < used)
+
+
+def gather_inputs(
+    rows: Tensor,  # [T] int64
+    at: Tensor,  # [T] int64 positions; -1: padding
+    tokens: Tensor,  # [R, max_len] int64
+    tables: Tensor,  # [R, max_blocks] int32
+    block_size: int,
+    *,
+    ids: Tensor,  # [T] int64, and so the next two
+    positions: Tensor,
+    slots: Tensor,
+    contexts: Tensor | None = None,  # [T] int32
+    batch_tables: Tensor | None = None,  # [T, max_blocks] int32
+) -> None:
+    """Fill in a step's inputs from each token's row and position.
+
+    Padding reads as token 0 of its row at position 0, is stored nowhere (slot -1) and has no context.
+
+    contexts, batch_tables: where every token is a request of its own (decodes), its context length and its
+        block table, as far as the context needs it.
+    """
+    decodes = contexts is not None and batch_tables is not None
+    gather_kernel[(len(rows),)](
+        ids, positions, slots, contexts if decodes else ids, batch_tables if decodes else ids,
+        rows, at, tokens, tables, tokens.shape[1], tables.shape[1],
+        P=block_size, TABLES=decodes, BLOCK=128, num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def scatter_kernel(tokens, rows, at, sampled, max_len):
+    """One program per request."""
+    i = tl.program_id(0)
+    row, position = tl.load(rows + i), tl.load(at + i)
+    tl.store(tokens + row * max_len + position + 1, tl.load(sampled + i), mask=position >= 0)
+
+
+def scatter_tokens(
+    rows: Tensor,  # [B] int64
+    at: Tensor,  # [B] int64, -1: padding
+    sampled: Tensor,  # [B] int64
+    tokens: Tensor,  # [R, max_len] int64
+) -> None:
+    """Write each request's sampled token behind the one it was computed from."""
+    scatter_kernel[(len(rows),)](tokens, rows, at, sampled, tokens.shape[1], num_warps=1)

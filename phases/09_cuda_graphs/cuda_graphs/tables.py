@@ -1,0 +1,40 @@
+"""Block tables that stay on the device: only what has changed is sent.
+
+A captured graph reads its inputs from fixed addresses. The tables are the one input that is large (a row for
+every running request, a column for every block of the longest), and between two decode steps almost nothing
+in them changes: a request takes a new block every `block_size` tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from continuous.batch import Ints, upload
+
+
+class DeviceTables:
+    """A copy on the device of the host's block tables.
+
+    data: `[rows, max_blocks]` int32. Entries that no step has asked for may be out of date.
+    """
+
+    def __init__(self, tables: NDArray[np.int32], device: torch.device) -> None:
+        self._tables, self._sent = tables, np.zeros_like(tables)
+        self.data = torch.zeros(tables.shape, dtype=torch.int32, device=device)
+
+    def update(self, rows: Ints, blocks: int) -> None:
+        """Make the first `blocks` entries of these rows what they are on the host.
+
+        The host compares with what it has sent, so nobody has to report changes: a new block, a copy on write
+        and a block replaced by its twin in the prefix cache all look alike here.
+        """
+        now = self._tables[rows, :blocks]
+        line, column = np.nonzero(now != self._sent[rows, :blocks])
+        if not len(line):
+            return
+        self._sent[rows, :blocks] = now
+        places = rows[line] * self.data.shape[1] + column
+        index, value = upload(self.data.device, np.int64, places, now[line, column])
+        self.data.view(-1)[index] = value.int()
