@@ -142,9 +142,15 @@ def draw_kernel(
     tl.store(tokens + row, token)
 
 
+def _dense(logits: Tensor) -> Tensor:
+    """The same with columns side by side; some matrix products on CPUs leave them apart."""
+    return logits if logits.stride(1) == 1 else logits.contiguous()
+
+
 def _best(logits: Tensor) -> tuple[Tensor, dict[str, int]]:
     """Every chunk's best `[B, chunks]` int64, and how the vocabulary is cut. Few rows take more programs."""
     batch, vocab = logits.shape
+    assert logits.stride(1) == 1
     block = min(CHUNK if batch > 4 else CHUNK // 4, max(16, triton.next_power_of_2(vocab)))
     chunks = triton.cdiv(vocab, block)
     best = torch.empty(batch, chunks, dtype=torch.int64, device=logits.device)
@@ -156,7 +162,7 @@ def argmax_rows(logits: Tensor) -> Tensor:
     """`[B, V]` -> `[B]` int64, as `logits.argmax(1)`: of equals the first, and NaN counts as the largest."""
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if len(logits):
-        best, cut = _best(logits)
+        best, cut = _best(_dense(logits))
         winner_kernel[(len(logits),)](
             tokens, best, CHUNKS=cut["CHUNKS"], CHUNKS_PAD=cut["CHUNKS_PAD"], num_warps=1
         )
@@ -177,6 +183,7 @@ def draw_rows(
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if len(logits) == 0:
         return tokens
+    logits = _dense(logits)
     best, cut = _best(logits)
     mass = torch.empty_like(best)
     vocab = logits.shape[1]
