@@ -74,6 +74,9 @@ def run(
     device: DeviceName = "auto",
     dtype: DtypeName = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of text")] = False,
+    autotune: Annotated[
+        bool, typer.Option("--autotune", help="first search for the fastest kernels for this model here")
+    ] = False,
 ) -> int:
     """Generate text with one phase."""
     from common.sampling_params import SamplingParams
@@ -92,6 +95,7 @@ def run(
         device=device,
         dtype=dtype,
         as_json=as_json,
+        autotune=autotune,
     )
 
 

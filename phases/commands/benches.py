@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -33,6 +34,7 @@ def bench(
         quick=quick,
         repeats=repeats or (1 if quick else 3),
     )
+    os.environ["LADDER_TUNING"] = "off"  # evidence is about the defaults, not about what was found here
     err.print(f"[dim]{name} on {where}, {options.dtype}, {options.repeats} samples of each variant[/dim]")
     evidence = _measure(module, options)
     # A quick look must not replace what was measured with care.

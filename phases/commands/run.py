@@ -10,6 +10,8 @@ from common.errors import UserError
 from common.sampling_params import SamplingParams
 from common.tokenizer import Tokenizer
 from phases import Phase
+from phases.commands.autotune import autotune as search
+from phases.commands.autotune import check_autotune
 from phases.commands.console import err, out
 from phases.commands.engines import Served, encode, load_engine, missing_for, phase_named, read_prompts, serve
 from phases.commands.fetch import fetch_with_progress
@@ -29,17 +31,28 @@ def run(
     device: str,
     dtype: str,
     as_json: bool,
+    autotune: bool = False,
 ) -> int:
-    """Generate and print. Returns the exit code: 0, or 1 when a request failed inside the engine."""
+    """Generate and print, after a search for kernels if `autotune`.
+
+    Returns the exit code: 0, or 1 when a request failed inside the engine.
+    """
     phase = phase_named(phase_name)
     prompts = read_prompts(prompt, prompts_file, DEFAULT_QUESTION if chat else DEFAULT_PROMPT)
-    pick_dtype(dtype, pick_device(device))  # a wrong name must not wait for a download
+    where = pick_device(device)
+    kind = pick_dtype(dtype, where)  # a wrong name must not wait for a download
+    if autotune:
+        check_autotune(phase, where)
+        random = model.startswith("random:")
+        search(phase, model, None if random else fetch_with_progress(model), where, kind)
+        if random:  # its words would say nothing
+            return 0
     if model.startswith("random:"):
         raise UserError(f"model is {model!r}, but `ladder run` needs a model with a tokenizer")
     folder = fetch_with_progress(model)
     tokenizer = Tokenizer(folder)
     ids = [encode(tokenizer, text, chat) for text in prompts]
-    missing = missing_for(phase, pick_device(device))
+    missing = missing_for(phase, where)
     if missing:
         err.print(
             f"[dim]{phase.name} needs {missing} to be fast; here it may take minutes.[/dim]", soft_wrap=True

@@ -2,7 +2,7 @@
 
 The numbers come from `benchmarks/kernels/` on an H200 (compute capability 9.0; `docs/kernels.md` has the
 sweeps). On other GPUs the same choices are made to fit: tiles and stages shrink until they fit the shared
-memory.
+memory. What `--autotune` found on the present machine comes before the table (`winners.py`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
+
+from .winners import winners_first
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ def shared_memory(device: torch.device) -> int:
     return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin"))  # noqa: B009
 
 
-@cache
+@winners_first("decode", DecodeConfig)
 def decode_config(pairs: int, d_pad: int, itemsize: int, device: torch.device) -> DecodeConfig:
     """Defaults for `pairs` (request, key/value head) pairs; `d_pad` and `itemsize` say how large a row is.
 
@@ -80,7 +82,7 @@ def decode_config(pairs: int, d_pad: int, itemsize: int, device: torch.device) -
     return config
 
 
-@cache
+@winners_first("prefill", PrefillConfig)
 def prefill_config(d_pad: int, itemsize: int, device: torch.device) -> PrefillConfig:
     """Defaults for a head of `d_pad` numbers of `itemsize` bytes.
 
@@ -107,7 +109,7 @@ class GemvConfig:
     late: bool = False
 
 
-@cache
+@winners_first("gemv", GemvConfig)
 def gemv_config(rows: int, size: int, gated: bool) -> GemvConfig:
     """Defaults for `[rows, size]` (gated: two such matrices).
 

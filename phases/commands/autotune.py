@@ -1,0 +1,119 @@
+"""`ladder run PHASE --autotune`: search for kernel configurations for a model on this GPU, with a bar."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from common.config import ModelConfig
+from common.errors import UserError
+from forward.shapes import SHAPES
+from phases import Phase
+from phases.commands.console import err, out
+from phases.commands.engines import import_phase
+
+if TYPE_CHECKING:
+    from triton_paged_attention.autotune import Found, Shape, Trial
+
+
+def check_autotune(phase: Phase, device: torch.device) -> None:
+    """Raise `UserError` unless the phase has Triton kernels and the device is a GPU."""
+    if phase.needs != "cuda":
+        raise UserError(f"--autotune is given, but phase {phase.name} has no kernels to tune: phase 06 has")
+    if device.type != "cuda":
+        raise UserError(f"device is {device.type!r}, but --autotune times kernels on 'cuda' only")
+
+
+def autotune(
+    phase: Phase, model: str, folder: Path | None, device: torch.device, dtype: torch.dtype, **options: Any
+) -> None:
+    """Search, show each configuration as it is tried, and print what was found.
+
+    Args:
+        model: its name; folder: where it is, None for a `random:SHAPE`.
+        options: those of `triton_paged_attention.autotune.autotune`.
+    """
+    import_phase(phase)
+    from triton_paged_attention.autotune import MOST
+    from triton_paged_attention.autotune import autotune as search
+
+    if folder is None:
+        shape = model.removeprefix("random:")
+        if shape not in SHAPES:
+            raise UserError(f"model {model!r}: the random shapes are {', '.join(SHAPES)}")
+        config = SHAPES[shape]
+    else:
+        config = ModelConfig.from_folder(folder)
+    found: list[Found] = []
+    begun = time.perf_counter()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[latest]}"),
+    )
+    with Progress(*columns, console=err) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def report(shape: Shape, trial: Trial) -> None:
+            if shape.title not in tasks:
+                tasks[shape.title] = bar.add_task(shape.title, total=MOST, latest="")
+            bar.update(tasks[shape.title], advance=1, latest=describe(trial))
+
+        for result in search(config, device=device, dtype=dtype, report=report, **options):
+            found.append(result)
+            count = len(result.trials)
+            bar.update(tasks[result.shape.title], total=count, completed=count, latest=describe(result.best))
+    out.print(summary(found))
+    trials = [trial for result in found for trial in result.trials]
+    compiling = sum(trial.compile_seconds for trial in trials)
+    out.print(
+        f"{len(trials)} configurations in {time.perf_counter() - begun:,.1f} s, "
+        f"of which {compiling:,.1f} s for compiling",
+        soft_wrap=True,
+    )
+    written = {str(result.path): None for result in found if result.path is not None}
+    for path in written:
+        out.out(path, highlight=False)
+    if written:
+        err.print("[dim]Used from now on with this Triton version; LADDER_TUNING=off ignores it.[/dim]")
+    else:
+        err.print("[dim]The defaults are the best that was found: nothing was written.[/dim]")
+
+
+def describe(trial: Trial) -> str:
+    """A configuration, how long it took to compile and how long it runs."""
+    fields = " ".join(f"{name}={value}" for name, value in vars(trial.config).items())
+    result = trial.why if trial.seconds is None else f"{trial.seconds * 1e6:,.1f} µs"
+    return f"{fields}: compiled in {trial.compile_seconds:.1f} s, {result}"
+
+
+def summary(found: list[Found]) -> Table:
+    """One row a shape: the default's time, the best time, and the winner if it is another."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("shape")
+    for heading in ("default µs", "best µs", "gain", "tried"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("winner")
+    for result in found:
+        before, after = result.default.seconds or 0.0, result.best.seconds or 0.0
+        changed = {
+            name: value
+            for name, value in vars(result.best.config).items()
+            if value != getattr(result.default.config, name)
+        }
+        table.add_row(
+            result.shape.title,
+            f"{before * 1e6:,.1f}",
+            f"{after * 1e6:,.1f}",
+            f"{before / after:.2f}×" if after else "",
+            str(len(result.trials)),
+            ", ".join(f"{name} {value}" for name, value in changed.items()) or "the default",
+        )
+    return table
