@@ -148,7 +148,7 @@ def draw(integers: Tensor, bits: Tensor) -> Tensor:
     integers: int64 [B, V], at least one above 0 in each row; bits: int64 [B] in [0, 2**31).
     Returns int64 [B].
     """
-    cumulative = integers.cumsum_(1)  # [B, V]
+    cumulative = integers.cumsum_(1).contiguous()  # [B, V]
     point = scale(bits.unsqueeze(1), cumulative[:, -1:]).contiguous()  # [B, 1], below the total
     token = torch.searchsorted(cumulative, point, right=True).squeeze(1)  # the first with cumulative > point
     return token.clamp_(max=integers.shape[1] - 1)

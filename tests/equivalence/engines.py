@@ -8,6 +8,7 @@ from typing import Any
 import batching
 import chunked_prefill
 import continuous
+import cuda_graphs
 import forward
 import kv_cache
 import paged_cache
@@ -58,5 +59,7 @@ ENGINES: dict[str, Callable[[Model], Engine]] = {
     "08 radix preempting": tight(prefix_cache.load, step_tokens=50),
     "08 hash preempting": tight(prefix_cache.load, step_tokens=50, index="hash"),
     "08 radix overlapped": lambda model: overlapped(tight(prefix_cache.load, step_tokens=50)(model)),
+    "09 overlap": lambda model: cuda_graphs.load(model, max_rows=8, step_tokens=64),
+    "09 overlap preempting": tight(cuda_graphs.load, step_tokens=50),
 }
 """Engines with `add`, `step` and `abort`."""

@@ -62,6 +62,8 @@ def load(
             "graphs is True, but must be False without phase 06's attention kernels: torch's attention "
             "chooses its calls by the lengths of the requests, which a graph cannot"
         )
+    if graph_tokens < 0:
+        raise UserError(f"graph_tokens is {graph_tokens}, but must be at least 0")
     parts: dict[str, Any] = {"max_rows": at_least_one("max_rows", max_rows)}
     if graphs:
         rows, tokens = at_least_one("graph_rows", min(graph_rows, max_rows)), graph_tokens

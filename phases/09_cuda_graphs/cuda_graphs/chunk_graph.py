@@ -108,7 +108,8 @@ class ChunkGraph:
         self.inputs = layout.tensors(inputs)
         self._narrow = inputs[layout.starts[NARROW[0]] :]
         padding = np.zeros(layout.size, np.int64)
-        nobody = replace(self.batch.host, **dict.fromkeys(GIVEN, NOTHING), query_starts=np.zeros(1, np.int64))
+        empty = {**dict.fromkeys(GIVEN, NOTHING), "query_starts": np.zeros(1, np.int64)}
+        nobody = replace(self.batch.host, **empty)
         layout.fill(padding, nobody, NOTHING, NOTHING.reshape(0, 4))
         inputs.copy_(torch.from_numpy(padding))
         self.replay = capturer.capture(self.compute)

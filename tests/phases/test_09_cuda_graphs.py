@@ -1,0 +1,403 @@
+"""Phase 09: replayed steps give the same tokens, whatever pads them, and running ahead changes nothing.
+
+On the CPU a graph's function is called instead of replayed, with the kernels in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import cuda_graphs
+import forward
+import prefix_cache
+from chunked_prefill import ChunkedScheduler
+from common.errors import UserError
+from common.generation import Completion, generate
+from common.sampler import Feature
+from common.sampling_params import SamplingParams
+from continuous.batch import HostBatch
+from continuous.rows import Rows
+from continuous.runner import Pending
+from continuous.scheduler import Work
+from cuda_graphs.buckets import chunk_sizes, decode_sizes, smallest
+from cuda_graphs.chunk_graph import Layout
+from cuda_graphs.engine import OverlapEngine
+from cuda_graphs.memory import graph_bytes
+from cuda_graphs.runner import GraphRunner
+from cuda_graphs.staging import AHEAD, Staging
+from cuda_graphs.step_kernels import gather_inputs, scatter_tokens
+from cuda_graphs.tables import DeviceTables
+from forward.model import Model
+from paged_cache import BlockPool, PagedCache, PagedEngine
+from tests.equivalence.compare import assert_all_same
+from tests.fakes import FakeRunner
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+GPU = pytest.mark.gpu
+# All but attention in torch: what a graph is made of is not tested here, and the interpreter is slow.
+PLAIN = dict.fromkeys(("norms", "rope", "activation", "projections", "sampling"), "torch")
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return forward.load_model("random:tiny", device=DEVICE, dtype="float32")
+
+
+def load(model: Model, **options: Any) -> PagedEngine:
+    given: dict[str, Any] = {"max_rows": 5, "max_len": 120, "graph_tokens": 32, "cache_bytes": 4_000_000}
+    return cuda_graphs.load(model, kernels=True, graphs=True, **{**PLAIN, **given, **options})
+
+
+def runner_of(engine: PagedEngine) -> GraphRunner:
+    assert isinstance(engine.runner, GraphRunner)
+    return engine.runner
+
+
+# Sizes.
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 8, 16, 17, 40, 256])
+def test_every_batch_has_a_size_with_little_padding(most: int) -> None:
+    sizes = decode_sizes(most)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == most
+    for count in range(1, most + 1):
+        size = smallest(sizes, count)
+        assert size is not None and count <= size < max(2 * count, count + 16)
+    assert smallest(sizes, most + 1) is None
+
+
+@pytest.mark.parametrize("most", [1, 32, 33, 1000, 2048])
+def test_chunk_sizes_end_with_the_largest(most: int) -> None:
+    sizes = chunk_sizes(most)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == most and all(size >= 32 for size in sizes[:-1])
+
+
+# What goes in and out.
+
+
+def test_tables_on_the_device_follow_those_of_the_host() -> None:
+    rng = np.random.default_rng(0)
+    host = np.zeros((6, 9), np.int32)
+    tables = DeviceTables(host, torch.device(DEVICE))
+    for _ in range(50):
+        row, width = int(rng.integers(6)), int(rng.integers(1, 10))
+        host[row, : rng.integers(1, 10)] = rng.integers(0, 100)
+        rows = np.unique(np.append(rng.integers(0, 6, 3), row))
+        tables.update(rows, width)
+        assert tables.data[rows, :width].tolist() == host[rows, :width].tolist()
+
+
+def test_only_changed_entries_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = np.zeros((4, 5), np.int32)
+    tables = DeviceTables(host, torch.device("cpu"))
+    sent: list[int] = []
+    upload = cuda_graphs.tables.upload
+
+    def counted(device: torch.device, dtype: Any, *arrays: Any) -> list[torch.Tensor]:
+        sent.append(len(arrays[0]))
+        return upload(device, dtype, *arrays)
+
+    monkeypatch.setattr(cuda_graphs.tables, "upload", counted)
+    host[1, :3] = 7
+    tables.update(np.array([0, 1]), 4)
+    tables.update(np.array([0, 1]), 4)
+    host[0, 0] = 1
+    tables.update(np.array([0, 1]), 4)
+    assert sent == [3, 1]
+
+
+def test_a_step_reads_its_inputs_from_rows_and_positions() -> None:
+    device = torch.device(DEVICE)
+    tokens = torch.arange(40, device=device).view(4, 10)
+    tables = torch.tensor([[3, 1, 9], [2, 0, 9], [9, 9, 9], [5, 4, 6]], dtype=torch.int32, device=device)
+    rows, at = torch.tensor([3, 0, 1, 0], device=device), torch.tensor([9, 0, 4, -1], device=device)
+    ids, positions, slots = (torch.full((4,), -7, device=device) for _ in range(3))
+    contexts = torch.full((4,), -7, dtype=torch.int32, device=device)
+    batch_tables = torch.full((4, 3), -7, dtype=torch.int32, device=device)
+    gather_inputs(
+        rows,
+        at,
+        tokens,
+        tables,
+        4,
+        ids=ids,
+        positions=positions,
+        slots=slots,
+        contexts=contexts,
+        batch_tables=batch_tables,
+    )
+    assert ids.tolist() == [39, 0, 14, 0] and positions.tolist() == [9, 0, 4, 0]
+    assert slots.tolist() == [6 * 4 + 1, 3 * 4, 0, -1]
+    assert contexts.tolist() == [10, 1, 5, 0]
+    assert batch_tables.tolist() == [[5, 4, 6], [3, -7, -7], [2, 0, -7], [-7, -7, -7]]
+
+
+def test_padding_writes_no_token() -> None:
+    tokens = torch.zeros(3, 5, dtype=torch.int64, device=DEVICE)
+    rows, at = torch.tensor([2, 0, 0], device=DEVICE), torch.tensor([3, 0, -1], device=DEVICE)
+    scatter_tokens(rows, at, torch.tensor([11, 12, 13], device=DEVICE), tokens)
+    assert tokens.tolist() == [[0, 12, 0, 0, 0], [0] * 5, [0, 0, 0, 0, 11]]
+
+
+def test_the_layout_of_a_mixed_step_pads_everything() -> None:
+    layout = Layout(tokens=8, requests=3, tiles=2)
+    flat = np.full(layout.size, 99)
+    works = [Work(Any, 1, 4, 1, (), (SimpleNamespace(row=1),)), Work(Any, 2, 0, 3)]  # type: ignore[arg-type]
+    host = HostBatch.of(works, np.array([0, 2, 9]))
+    layout.fill(flat, host, np.array([0]), np.array([[1, 1, 3, 0]]))
+    assert layout.part(flat, "positions").tolist() == [4, 0, 1, 2, -1, -1, -1, -1]
+    assert layout.part(flat, "query_starts").tolist() == [0, 1, 4, 4, 4]
+    assert layout.part(flat, "context_lens").tolist() == [5, 3, 0, 0]
+    assert layout.part(flat, "members").tolist() == [0, 3, 3, 3]
+    assert layout.part(flat, "tiles").tolist() == [1, 1, 3, 0, 3, 0, 0, 0]
+    assert 99 not in flat
+
+
+def test_staging_does_not_write_into_a_copy_that_waits() -> None:
+    staging = Staging(4, torch.device(DEVICE))
+    buffers = set()
+    for turn in range(2 * AHEAD):
+        with staging.fill(3) as numbers:
+            numbers[:] = turn
+            buffers.add(numbers.__array_interface__["data"][0])
+        assert staging.device[:3].tolist() == [turn] * 3
+    assert len(buffers) == AHEAD >= 3
+
+
+# Running ahead.
+
+
+class Ordered(FakeRunner):
+    """Notes when steps are launched and when their results are read."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.log: list[str] = []
+
+    def run(self, works: Sequence[Work]) -> Pending:
+        pending = super().run(works)
+        number = sum(entry.startswith("launch") for entry in self.log)
+        self.log.append(f"launch {number}")
+        get = pending.get
+
+        def noted() -> Any:
+            self.log.append(f"read {number}")
+            return get()
+
+        pending.get = noted  # type: ignore[method-assign]
+        return pending
+
+
+def ahead(**fails: bool) -> tuple[OverlapEngine, Ordered]:
+    rows, cache = Rows(4, 48), PagedCache(4, 48, 40, 4)
+    runner = Ordered(rows, cache)
+    vars(runner).update(fails)
+    ledger: Any = None
+    return OverlapEngine(ChunkedScheduler(rows, cache, step_tokens=64), runner, ledger), runner  # type: ignore[arg-type]
+
+
+def test_a_step_is_launched_before_the_last_one_is_read() -> None:
+    engine, runner = ahead()
+    engine.add([1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True))
+    while not engine.idle:
+        engine.step()
+    assert runner.log == ["launch 0", "launch 1", "read 0", "launch 2", "read 1", "read 2"]
+
+
+def test_nothing_is_scheduled_behind_the_last_allowed_token() -> None:
+    engine, runner = ahead()
+    engine.add([1, 2], SamplingParams(max_tokens=4, ignore_eos=True))
+    while not engine.idle:
+        engine.step()
+    assert runner.computed == 2 + 3
+
+
+def test_a_stop_token_is_seen_one_step_late_and_costs_one_token() -> None:
+    engine, runner = ahead()
+    free = SamplingParams(max_tokens=12, ignore_eos=True, seed=1)
+    (whole,) = engine.generate([[1, 2, 3]], free)
+    before = runner.computed
+    stop = whole.token_ids[4]
+    first = whole.token_ids.index(stop)
+    (stopped,) = engine.generate([[1, 2, 3]], replace(free, stop_token_ids=(stop,)))
+    assert stopped.token_ids == whole.token_ids[: first + 1] and stopped.finish_reason == "stop"
+    assert runner.computed - before == 3 + first + 1
+    engine.cache.check()
+
+
+@pytest.mark.parametrize("where", ["fail_run", "fail_get"])
+def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(where: str) -> None:
+    engine, _ = ahead(**{where: True})
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    assert engine.generate([[1, 2, 3]], params)[0].finish_reason == "error"
+    assert engine.generate([[1, 2, 3]], params)[0].finish_reason == "length"
+    assert engine.idle and engine.cache.free == engine.cache.allocator.count
+
+
+def test_an_abort_with_a_token_on_its_way() -> None:
+    engine, _ = ahead()
+    first, second = (
+        engine.add([1, 2, n], SamplingParams(max_tokens=9, ignore_eos=True))[0] for n in (3, 4)
+    )
+    engine.step()
+    assert first.in_flight == 1
+    engine.abort(first)
+    while not engine.idle:
+        engine.step()
+    assert (first.finish_reason, first.output_ids) == ("abort", [])
+    assert second.finish_reason == "length" and len(second.output_ids) == 9
+    assert engine.cache.free == engine.cache.allocator.count
+
+
+# Graphs.
+
+
+def asks() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Decodes and chunks together, forks, every way to sample, and a prefix that is found again."""
+    shared = [(7 * i) % 250 + 1 for i in range(34)]
+    prompts = [[5, 6, 7], shared, [1, 2], [*shared, 4, 4], [9] * 50]
+    params = [
+        SamplingParams(max_tokens=6),
+        SamplingParams(max_tokens=4, temperature=1.0, seed=3),
+        SamplingParams(max_tokens=5, temperature=0.7, top_p=0.8, seed=1, n=2),
+        SamplingParams(max_tokens=3, logprobs=2, presence_penalty=0.5),
+        SamplingParams(max_tokens=3, logit_bias={7: 3.0}),
+    ]
+    return prompts, params
+
+
+def truth(model: Model) -> list[Completion]:
+    return generate(prefix_cache.load(model, max_rows=3, max_len=120), *asks())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [False, True])
+def test_replayed_steps_give_the_same_tokens(model: Model, overlap: bool) -> None:
+    engine = load(model, overlap=overlap)
+    actual = generate(engine, *asks())
+    assert [one.token_ids for one in actual] == [one.token_ids for one in truth(model)]
+    top = [[pair.top[0][0] for pair in one.logprobs or ()] for one in actual]
+    assert top == [[pair.top[0][0] for pair in one.logprobs or ()] for one in truth(model)]
+    runner = runner_of(engine)
+    # The prompt of 50 does not fit the largest mixed graph; all else is replayed.
+    assert engine.stats.steps - 3 <= runner.replays < engine.stats.steps
+    engine.check_integrity()
+
+
+def test_steps_that_fit_no_graph_run_eagerly(model: Model) -> None:
+    engine = load(model, graph_rows=1, graph_tokens=0)
+    prompts, params = [[5, 6, 7], [8, 9]], SamplingParams(max_tokens=3)
+    assert_all_same(
+        model, generate(prefix_cache.load(model), prompts, params), generate(engine, prompts, params)
+    )
+    assert runner_of(engine).replays == 0
+    generate(engine, prompts[:1], params)
+    assert runner_of(engine).replays == 2
+
+
+def test_startup_counts_the_graphs(model: Model) -> None:
+    runner = runner_of(load(model, graph_tokens=0))
+    assert runner.startup.graphs == 2 * len(decode_sizes(5)) and runner.startup.seconds > 0
+
+
+def test_the_budget_for_graphs_grows_with_them(model: Model) -> None:
+    small, large = graph_bytes(model, 8, 0), graph_bytes(model, 64, 0)
+    assert 0 < small < large < graph_bytes(model, 64, 512)
+
+
+# What cannot be had.
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kernels": False}, "graphs is True"),
+        ({"attention_decode": "torch"}, "graphs is True"),
+        ({"graph_rows": 0}, "graph_rows is 0"),
+        ({"graph_tokens": -1}, "graph_tokens is -1"),
+        ({"max_rows": 0}, "max_rows is 0"),
+    ],
+)
+def test_options_out_of_their_limits(model: Model, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        cuda_graphs.load(model, **{"kernels": True, "graphs": True, **options})
+
+
+@pytest.mark.skipif(CUDA, reason="a CUDA device has graphs")
+def test_without_cuda_it_is_phase_08_run_ahead(model: Model) -> None:
+    engine = cuda_graphs.load(model, max_rows=3)
+    assert isinstance(engine, OverlapEngine) and not isinstance(engine.runner, GraphRunner)
+
+
+# On a GPU.
+
+
+@GPU
+def test_graphs_on_a_gpu_give_the_tokens_of_the_cpu() -> None:
+    on_cpu = forward.load_model("random:tiny", device="cpu", dtype="float32")
+    on_gpu = forward.load_model("random:tiny", device="cuda", dtype="float32")
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(1, 250, n).tolist() for n in (1, 5, 17, 64, 150, 3, 40, 9, 33)]
+    params = [SamplingParams(max_tokens=n) for n in (40, 30, 1, 12, 20, 33, 5, 8, 25)]
+    engine = cuda_graphs.load(on_gpu, max_rows=6, cache_bytes=4_000_000, step_tokens=64)
+    assert_all_same(on_cpu, generate(forward.load(on_cpu), prompts, params), generate(engine, prompts, params))
+    assert runner_of(engine).replays > 0.9 * engine.stats.steps
+    engine.check_integrity()
+
+
+@GPU
+def test_capturing_stays_within_its_budget() -> None:
+    model = forward.load_model("random:qwen3-0.6b", device="cuda", dtype="bfloat16")
+    engine = cuda_graphs.load(model, max_rows=64, max_len=1024, cache_bytes=1 << 30)
+    assert 0 < runner_of(engine).startup.bytes <= engine.ledger.reserved
+
+
+@GPU
+def test_sampled_tokens_do_not_depend_on_graphs_or_kernels() -> None:
+    model = forward.load_model("random:tiny", device="cuda", dtype="float32")
+    prompts = [[n, n + 1, n + 2] for n in range(1, 9)]
+    params = [SamplingParams(max_tokens=20, temperature=0.8, seed=n) for n in range(8)]
+    options: dict[str, Any] = {"max_rows": 8, "cache_bytes": 4_000_000}
+    made = [cuda_graphs.load(model, graphs=graphs, **options) for graphs in (True, False)]
+    made.append(cuda_graphs.load(model, graphs=True, sampling="torch", **options))
+    tokens = [[one.token_ids for one in generate(engine, prompts, params)] for engine in made]
+    # A logit differs in its last bits between batch shapes, so a draw may fall on the other side of a border.
+    same = sum(a == b == c for a, b, c in zip(*tokens, strict=True))
+    assert same >= 7
+
+
+@GPU
+def test_the_host_does_not_wait_for_the_step_it_launches() -> None:
+    model = forward.load_model("random:qwen3-0.6b", device="cuda", dtype="bfloat16")
+    engine = cuda_graphs.load(model, max_rows=64, max_len=2048, cache_bytes=8 << 30, step_tokens=8192)
+    for _ in range(64):
+        engine.add([5] * 64, SamplingParams(max_tokens=40, ignore_eos=True))
+    for _ in range(20):
+        engine.step()
+    works = engine.scheduler.schedule()
+    started = time.perf_counter()
+    pending = engine.launch(works)
+    launched = time.perf_counter() - started
+    assert pending is not None
+    torch.cuda.synchronize()
+    assert launched < time.perf_counter() - started - 1e-4
+
+
+def test_kinds_of_sampling_inside_graphs() -> None:
+    assert cuda_graphs.decode_graph.CAPTURED == (Feature(0), Feature.RANDOM)
+
+
+def test_the_pool_fits_the_test(model: Model) -> None:
+    """The requests above fit at once, or preemption would hide what the test is about."""
+    assert 4_000_000 // BlockPool.bytes_per_block(model.config, 16, model.dtype) > 5 * 8
