@@ -18,7 +18,8 @@ from phases.commands.console import err, out
 from phases.commands.engines import import_phase
 
 if TYPE_CHECKING:
-    from triton_paged_attention.autotune import Found, Shape, Trial
+    from triton_paged_attention.autotune import Found, Trial
+    from triton_paged_attention.autotune_shapes import Shape
 
 
 def check_autotune(phase: Phase, device: torch.device) -> None:

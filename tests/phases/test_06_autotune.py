@@ -21,7 +21,8 @@ from phases.cli import main
 from phases.commands import autotune as command
 from phases.commands import benches
 from triton_paged_attention import autotune, winners
-from triton_paged_attention.autotune import Shape, neighbours, shapes, tune
+from triton_paged_attention.autotune import neighbours, tune
+from triton_paged_attention.autotune_shapes import Shape, shapes
 from triton_paged_attention.tuning import DecodeConfig, GemvConfig, decode_config, gemv_config, prefill_config
 
 CPU = torch.device("cpu")

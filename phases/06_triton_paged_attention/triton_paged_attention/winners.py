@@ -100,20 +100,20 @@ class Tuned(Generic[Config]):
         self.__doc__ = table.__doc__
         _tables.append(self)
 
-    def __call__(self, *arguments: Any) -> Config:
+    def __call__(self, *arguments: Any, **named: Any) -> Config:
         """The configuration for the table's arguments."""
         forced: Config | None = _forced.get(self.kind)
-        return self._chosen(*arguments) if forced is None else forced
+        return self._chosen(*arguments, **named) if forced is None else forced
 
     def forget(self) -> None:
         """Look every argument up again."""
         self._chosen.cache_clear()
 
-    def _choose(self, *arguments: Any) -> Config:
-        values = self._signature.bind(*arguments).arguments
+    def _choose(self, *arguments: Any, **named: Any) -> Config:
+        values = self._signature.bind(*arguments, **named).arguments
         device = next((v for v in values.values() if isinstance(v, torch.device)), _current_device())
         at = {name: value for name, value in values.items() if not isinstance(value, torch.device)}
-        default = self.table(*arguments)
+        default = self.table(*arguments, **named)
         entry = _closest(winners(device).get(self.kind, ()), at)
         if entry is None:
             return default
