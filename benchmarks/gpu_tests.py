@@ -1,9 +1,9 @@
 """The tests that need a GPU, run on one: `ladder bench gpu_tests`.
 
 Runs `pytest -m gpu`, and the tests of the kernels that run in Triton's interpreter elsewhere and natively
-here. Shows their output, and keeps what came of them as evidence: one run for each test file, with the tests
-that passed, failed and were skipped, and the seconds they took. A failed test fails no benchmark: it stands in
-the evidence, by name.
+here. Shows their output, and keeps what came of them as evidence: one run for each test file, with the
+tests that passed, failed and were skipped, and the seconds they took. A failed test fails no benchmark: it
+stands in the evidence, by name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ from phases.commands.console import err
 NAME = "gpu_tests"
 SELECTIONS = (
     ("-m", "gpu", "tests"),
-    ("-m", "not gpu", "tests/phases/test_06_triton_paged_attention.py"),
+    (
+        "-m",
+        "not gpu",
+        "tests/phases/test_06_triton_paged_attention.py",
+        "tests/phases/test_09_cuda_graphs.py",
+    ),
 )
 """What pytest is asked for, in one call after the other."""
 OUTCOMES = ("passed", "failed", "skipped")
