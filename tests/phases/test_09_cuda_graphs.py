@@ -23,7 +23,6 @@ import prefix_cache
 from chunked_prefill import ChunkedScheduler
 from common.errors import UserError
 from common.generation import Completion, generate
-from common.sampler import Feature
 from common.sampling_params import SamplingParams
 from continuous.batch import HostBatch
 from continuous.rows import Rows
@@ -31,12 +30,14 @@ from continuous.runner import Pending
 from continuous.scheduler import Work
 from cuda_graphs.buckets import chunk_sizes, decode_sizes, smallest
 from cuda_graphs.chunk_graph import Layout
+from cuda_graphs.compiled import compile_layers
 from cuda_graphs.engine import OverlapEngine
 from cuda_graphs.memory import graph_bytes
 from cuda_graphs.runner import GraphRunner
 from cuda_graphs.staging import AHEAD, Staging
 from cuda_graphs.step_kernels import gather_inputs, scatter_tokens
 from cuda_graphs.tables import DeviceTables
+from forward.attention import RecomputeAttention
 from forward.model import Model
 from paged_cache import BlockPool, PagedCache, PagedEngine
 from tests.equivalence.compare import assert_all_same
@@ -247,9 +248,7 @@ def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(where: str) -> N
 
 def test_an_abort_with_a_token_on_its_way() -> None:
     engine, _ = ahead()
-    first, second = (
-        engine.add([1, 2, n], SamplingParams(max_tokens=9, ignore_eos=True))[0] for n in (3, 4)
-    )
+    first, second = (engine.add([1, 2, n], SamplingParams(max_tokens=9, ignore_eos=True))[0] for n in (3, 4))
     engine.step()
     assert first.in_flight == 1
     engine.abort(first)
@@ -316,6 +315,16 @@ def test_the_budget_for_graphs_grows_with_them(model: Model) -> None:
     assert 0 < small < large < graph_bytes(model, 64, 512)
 
 
+@pytest.mark.slow
+def test_compiled_layers_compute_the_same() -> None:
+    plain = forward.load_model("random:tiny", device=DEVICE, dtype="float32")
+    compiled = compile_layers(plain, backend="eager")  # the tracing, without a compiler's minute
+    ids = torch.arange(1, 9, device=DEVICE)
+    positions = torch.arange(8, device=DEVICE)
+    expected = plain(ids, positions, RecomputeAttention())
+    torch.testing.assert_close(compiled(ids, positions, RecomputeAttention()), expected)
+
+
 # What cannot be had.
 
 
@@ -351,7 +360,9 @@ def test_graphs_on_a_gpu_give_the_tokens_of_the_cpu() -> None:
     prompts = [rng.integers(1, 250, n).tolist() for n in (1, 5, 17, 64, 150, 3, 40, 9, 33)]
     params = [SamplingParams(max_tokens=n) for n in (40, 30, 1, 12, 20, 33, 5, 8, 25)]
     engine = cuda_graphs.load(on_gpu, max_rows=6, cache_bytes=4_000_000, step_tokens=64)
-    assert_all_same(on_cpu, generate(forward.load(on_cpu), prompts, params), generate(engine, prompts, params))
+    assert_all_same(
+        on_cpu, generate(forward.load(on_cpu), prompts, params), generate(engine, prompts, params)
+    )
     assert runner_of(engine).replays > 0.9 * engine.stats.steps
     engine.check_integrity()
 
@@ -392,10 +403,6 @@ def test_the_host_does_not_wait_for_the_step_it_launches() -> None:
     assert pending is not None
     torch.cuda.synchronize()
     assert launched < time.perf_counter() - started - 1e-4
-
-
-def test_kinds_of_sampling_inside_graphs() -> None:
-    assert cuda_graphs.decode_graph.CAPTURED == (Feature(0), Feature.RANDOM)
 
 
 def test_the_pool_fits_the_test(model: Model) -> None:

@@ -10,6 +10,7 @@ import prefix_cache
 import triton_paged_attention
 from common.errors import UserError
 from continuous import at_least_one
+from cuda_graphs.compiled import load_compiled
 from cuda_graphs.engine import OverlapEngine
 from cuda_graphs.memory import graph_bytes
 from cuda_graphs.runner import GraphRunner, Startup
@@ -32,6 +33,7 @@ def load(
     kernels: bool | None = None,
     graphs: bool | None = None,
     overlap: bool = True,
+    compiled: bool = False,
     max_rows: int = 64,
     graph_rows: int = DEFAULT_GRAPH_ROWS,
     graph_tokens: int = 1024,
@@ -44,6 +46,8 @@ def load(
         kernels: use phase 06's kernels; by default on CUDA only.
         graphs: replay steps from graphs; by default on CUDA with the kernels' attention only.
         overlap: schedule each step while the one before is computed.
+        compiled: for comparison, let `torch.compile` fuse the layers in the place of phase 06's kernels;
+            attention and sampling stay.
         max_rows: requests that run at a time.
         graph_rows: the largest batch of decodes that has a graph.
         graph_tokens: the most tokens of a mixed step that has one; 0: none has.
@@ -71,6 +75,8 @@ def load(
         parts["make_runner"] = partial(GraphRunner, most_rows=rows, most_tokens=tokens)
     if overlap:
         parts["make_engine"] = OverlapEngine
+    if compiled:
+        return load_compiled(loaded, below=prefix_cache.load, **parts, **options)
     if kernels:
         return triton_paged_attention.load(loaded, below=prefix_cache.load, **parts, **options)
     return prefix_cache.load(loaded, **parts, **options)

@@ -1,0 +1,298 @@
+"""Phase 09 against phase 08 with phase 06's kernels, and both beside the engines that this course explains.
+
+One engine is built for each model. Its variants share the scheduler, the cache and the kernels, and differ in
+who launches them: graphs or Python, ahead of the results or behind them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+import cuda_graphs
+import prefix_cache
+from benchmarks.replay import time_replay
+from benchmarks.targets import load_target
+from common.errors import UserError
+from common.evidence import BenchOptions, Evidence, Metric, Run, collect
+from common.measure import Sample, Samples, alternate, summarize, time_generation
+from common.plotting import bars, panels, save
+from common.roofline import ceilings, generation_work, reached
+from common.workloads import Item, Workload, uniform, workload
+from continuous.runner import Pending
+from continuous.scheduler import Work
+from cuda_graphs import GraphRunner, OverlapEngine
+from paged_cache import PagedEngine, PagedRunner
+from triton_paged_attention import TritonSampler
+
+PHASE, BEFORE = "09_cuda_graphs", "08_prefix_cache"
+NO_OVERLAP, NO_GRAPHS = f"{PHASE}, no overlap", f"{PHASE}, no graphs"
+COMPILED, TORCH = f"{PHASE}, torch.compile", f"{BEFORE}, torch attention"
+VARIANTS = {BEFORE: (False, False), NO_GRAPHS: (False, True), NO_OVERLAP: (True, False), PHASE: (True, True)}
+"""Graphs, overlap."""
+MODELS = ("random:qwen3-0.6b", "random:qwen3-8b")
+STEP_TOKENS, ROWS, MAX_LEN = 16_384, 256, 2112
+CACHE_TOKENS = 300_000
+PEERS: Sequence[tuple[str, str, str, str, float]] = (
+    ("qwen3-0.6b", "offline-256", "nano-vLLM bb823b3", "output_tokens_per_s", 21_580),
+    ("qwen3-0.6b", "offline-256", "vLLM 0.24.0", "output_tokens_per_s", 23_693),
+    ("qwen3-0.6b", "single-512", "transformers 5.17.0", "output_tokens_per_s", 17),
+    ("qwen3-0.6b", "single-512", "nano-vLLM bb823b3", "output_tokens_per_s", 500),
+    ("qwen3-0.6b", "single-512", "vLLM 0.24.0", "output_tokens_per_s", 604),
+    ("qwen3-0.6b", "prefill-64x1024", "nano-vLLM bb823b3", "prompt_tokens_per_s", 381_000),
+    ("qwen3-0.6b", "prefill-64x1024", "vLLM 0.24.0", "prompt_tokens_per_s", 437_000),
+    ("qwen3-8b", "offline-256", "nano-vLLM bb823b3", "output_tokens_per_s", 9030),
+    ("qwen3-8b", "offline-256", "vLLM 0.24.0", "output_tokens_per_s", 9367),
+    ("qwen3-8b", "single-512", "nano-vLLM bb823b3", "output_tokens_per_s", 178),
+    ("qwen3-8b", "single-512", "vLLM 0.24.0", "output_tokens_per_s", 194),
+    ("qwen3-8b", "prefill-64x1024", "nano-vLLM bb823b3", "prompt_tokens_per_s", 42_900),
+    ("qwen3-8b", "prefill-64x1024", "vLLM 0.24.0", "prompt_tokens_per_s", 43_900),
+)
+"""Measured on one NVIDIA H200 with torch 2.11.0, random weights in bfloat16, and prefix caching off or prompts
+distinct, on 2026-11-21. They are not measured again here, so they hold for that GPU only."""
+
+
+def run(options: BenchOptions) -> Evidence:
+    """Throughput, latency, startup, what overlap hides, and serving by the clock."""
+    if options.device.type != "cuda":
+        raise UserError(f"device is {options.device.type!r}, but phase 09 is measured on 'cuda' only")
+    runs: list[Run] = []
+    for name in [options.model] if options.model else MODELS:
+        bench = Bench(replace(options, model=name))
+        runs += bench.throughput() + bench.overlap() + bench.startup() + bench.peers()
+        if name == MODELS[0]:
+            runs += bench.serving() + bench.compiled() + bench.without_kernels()
+        del bench
+        torch.cuda.empty_cache()
+    return collect(PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json())
+
+
+class Bench:
+    """One model and the engines around it."""
+
+    def __init__(self, options: BenchOptions) -> None:
+        self.options, self.name = options, options.model or ""
+        self.model = load_target(options)
+        self.top = ceilings(options.device, options.dtype)
+        self.base = self.load()
+        assert isinstance(self.base.runner, GraphRunner)
+        self.graphs: GraphRunner = self.base.runner
+        self.eager = PagedRunner(
+            self.graphs.model,
+            self.graphs.attention,
+            self.graphs.rows,
+            self.graphs.cache,
+            make_sampler=TritonSampler,
+        )
+        self.shift = 0
+
+    def load(self, **more: Any) -> PagedEngine:
+        """The phase's engine."""
+        given: dict[str, Any] = {"max_rows": ROWS, "max_len": MAX_LEN, "step_tokens": STEP_TOKENS}
+        tokens = CACHE_TOKENS * self.model.config.kv_bytes_per_token(self.model.dtype)
+        return cuda_graphs.load(self.model, **{**given, "cache_bytes": tokens, **more})
+
+    def engine(self, variant: str) -> PagedEngine:
+        """A variant over the one scheduler and cache."""
+        graphs, overlap = VARIANTS[variant]
+        kind = OverlapEngine if overlap else PagedEngine
+        runner: PagedRunner = self.graphs if graphs else self.eager
+        return kind(self.base.scheduler, runner, self.base.ledger)
+
+    def cold(self, work: Workload) -> Workload:
+        """The workload with tokens that no run has seen: the variants share a prefix cache."""
+        self.shift += 1
+        return work.cold(self.shift)
+
+    # What is measured.
+
+    def throughput(self) -> list[Run]:
+        """The three published workloads. Eager variants are slow at batch 1 and measured once more only."""
+        runs: list[Run] = []
+        for name in ("single-512", "offline-256", "prefill-64x1024"):
+            work = workload(name)
+            if self.options.quick:
+                work = replace(
+                    work,
+                    name=f"{name}[:8]",
+                    items=tuple(Item(i.prompt, min(i.max_tokens, 8)) for i in work.items[:8]),
+                )
+            large = self.name != MODELS[0]
+            variants = [BEFORE, PHASE] if large and name == "prefill-64x1024" else list(VARIANTS)
+            if large and name == "offline-256":
+                variants = [NO_OVERLAP, PHASE]
+            runs += self.compare(work, variants)
+        return runs
+
+    def compare(self, work: Workload, variants: Sequence[str]) -> list[Run]:
+        """Variants on one workload, all requests at once."""
+        ideal = generation_work(
+            self.model.config, self.options.dtype, work.prompt_lens, work.output_lens, ROWS
+        )
+        made = {name: partial(self.generation, self.engine(name), work) for name in variants}
+        return [
+            self.summarize(name, work, kept, roofline=reached(ideal, self.top, kept))
+            for name, kept in self.take(made).items()
+        ]
+
+    def generation(self, engine: PagedEngine, work: Workload, repeat: int) -> Sample:
+        """One sample."""
+        return time_generation(engine, self.cold(work), self.options.device)
+
+    def overlap(self) -> list[Run]:
+        """What a step costs the host and the device, and how much of the host's time is hidden."""
+        rows, steps = (8, 8) if self.options.quick else (ROWS, 60)
+        runs = []
+        for count in dict.fromkeys((1, rows)):
+            work = uniform(f"decode-{count}x600", count, 600, 2 * steps)
+            variants = {name: partial(self.steps, name, work, steps) for name in (NO_OVERLAP, PHASE)}
+            kept = self.take(variants)
+            serial = median(sample["wall_us_per_step"] for sample in kept[NO_OVERLAP].kept)
+            device = median(sample["device_us_per_step"] for sample in kept[NO_OVERLAP].kept)
+            for sample in kept[PHASE].kept:
+                waits = max(0.0, sample["wall_us_per_step"] - sample["device_us_per_step"])
+                sample["host_us_per_step"] = serial - device
+                sample["hidden_fraction"] = 1 - waits / (serial - device)
+            runs += [
+                self.summarize(name, work, samples, options={"running": count})
+                for name, samples in kept.items()
+            ]
+        return runs
+
+    def steps(self, variant: str, work: Workload, steps: int, repeat: int) -> Sample:
+        """Wall and device time of decode steps in the middle of a run."""
+        engine, cold = self.engine(variant), self.cold(work)
+        for prompt, params in zip(cold.prompts, cold.params, strict=True):
+            engine.add(prompt, params)
+        while engine.scheduler.waiting or any(request.prefilling for request in engine.scheduler.running):
+            engine.step()
+        for _ in range(5):
+            engine.step()
+        events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        launch = engine.runner.run
+
+        def timed(works: Sequence[Work]) -> Pending:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin.record()
+            pending = launch(works)
+            end.record()
+            events.append((begin, end))
+            return pending
+
+        def wall() -> float:
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            for _ in range(steps // 2):
+                engine.step()
+            return (time.perf_counter() - started) / (steps // 2) * 1e6
+
+        per_step = wall()
+        engine.runner.run = timed  # type: ignore[method-assign]
+        wall()
+        engine.runner.run = launch  # type: ignore[method-assign]
+        torch.cuda.synchronize()
+        device = median(begin.elapsed_time(end) * 1e3 for begin, end in events[2:])
+        for request in [*engine.scheduler.running]:
+            engine.abort(request)
+        while not engine.idle:
+            engine.step()
+        return {"wall_us_per_step": per_step, "device_us_per_step": device}
+
+    def startup(self) -> list[Run]:
+        """What capturing took, kernels compiled on the way included."""
+        took = self.graphs.startup
+        sample = {
+            "startup_seconds": took.seconds,
+            "graphs": float(took.graphs),
+            "graph_bytes": float(took.bytes),
+            "reserved_bytes": float(self.base.ledger.reserved),
+        }
+        return [self.single(PHASE, uniform("startup", 1, 1, 1), sample)]
+
+    def serving(self) -> list[Run]:
+        """Long prompts among short ones, as they arrive, in steps of 512 tokens."""
+        work = workload("chunked_prefill")
+        if self.options.quick:
+            work = replace(work, items=tuple(Item(i.prompt, 4, i.arrival / 10) for i in work.items[:4]))
+        scheduler: Any = self.base.scheduler
+        before = scheduler.step_tokens, scheduler.chunk_tokens
+        scheduler.step_tokens = scheduler.chunk_tokens = 512
+        names = (BEFORE, NO_OVERLAP, PHASE)
+        made = {name: partial(self.replayed, name, work) for name in names}
+        kept = self.take(made, repeats=1)
+        scheduler.step_tokens, scheduler.chunk_tokens = before
+        return [
+            self.summarize(name, work, samples, options={"budget": 512}) for name, samples in kept.items()
+        ]
+
+    def replayed(self, variant: str, work: Workload, repeat: int) -> Sample:
+        """One replay of the arrivals."""
+        return time_replay(self.engine(variant), self.cold(work), self.options.device)[0]
+
+    def compiled(self) -> list[Run]:
+        """`torch.compile` in the place of phase 06's small operators, in graphs as well."""
+        started = time.perf_counter()
+        engine = self.load(compiled=True, graph_tokens=0, cache_bytes=1 << 33, max_rows=16)
+        seconds = time.perf_counter() - started
+        work = workload("single-512")
+        kept = self.take({COMPILED: partial(self.generation, engine, work)})
+        for sample in kept[COMPILED].kept:
+            sample["startup_seconds"] = seconds
+        ideal = generation_work(self.model.config, self.options.dtype, work.prompt_lens, work.output_lens, 1)
+        return [
+            self.summarize(COMPILED, work, kept[COMPILED], roofline=reached(ideal, self.top, kept[COMPILED]))
+        ]
+
+    def without_kernels(self) -> list[Run]:
+        """Phase 08 as it stands, for the whole way at batch 1."""
+        engine = prefix_cache.load(self.model, max_len=MAX_LEN, cache_bytes=1 << 31)
+        work = workload("single-512")
+        kept = self.take({TORCH: partial(self.generation, engine, work)}, repeats=1)
+        return [self.summarize(TORCH, work, kept[TORCH])]
+
+    def peers(self) -> list[Run]:
+        """The published engines, see `PEERS`."""
+        runs = []
+        for model, name, peer, metric, value in PEERS:
+            if self.name == f"random:{model}":
+                kept = self.single(peer, workload(name), {metric: value})
+                runs.append(replace(kept, noise=None))
+        return runs
+
+    # Small helpers.
+
+    def take(
+        self, variants: Mapping[str, Callable[[int], Sample]], repeats: int | None = None
+    ) -> dict[str, Samples]:
+        """Samples of all variants in alternating order."""
+        return alternate(variants, repeats or self.options.repeats, log=print)
+
+    def summarize(self, variant: str, work: Workload, kept: Samples, **more: Any) -> Run:
+        """Evidence of one variant."""
+        return summarize(variant, work, kept, model=self.name, dtype=self.options.dtype, **more)
+
+    def single(self, variant: str, work: Workload, sample: Sample) -> Run:
+        """Evidence of one number that is not repeated."""
+        found = self.summarize(variant, work, Samples(kept=[sample]))
+        return replace(found, metrics={name: Metric((value,)) for name, value in sample.items()})
+
+
+def draw(evidence: Evidence, out: Path) -> None:
+    """The three workloads of every model, peers included."""
+    models = list(dict.fromkeys(run.model for run in evidence.runs))
+    names = ("single-512", "offline-256", "prefill-64x1024")
+    shown = [(model, name) for model in models for name in names if evidence.find(model=model, workload=name)]
+    figure, panel = panels(len(shown))
+    for axes, (model, name) in zip(panel, shown, strict=True):
+        metric = "prompt_tokens_per_s" if name.startswith("prefill") else "output_tokens_per_s"
+        found = [run for run in evidence.find(model=model, workload=name) if metric in run.metrics]
+        bars(sorted(found, key=lambda run: run.median(metric)), metric, axes=axes, gain=False)
+        axes.set_title(f"{model}: {name}")
+    save(figure, out, evidence)
