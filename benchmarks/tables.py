@@ -10,13 +10,15 @@ A table stands between two comments in a Markdown file:
 
 `ladder` is the list of phases with their gains on every device. Any other name is an evidence file; words
 with `=` choose its runs (variant, workload, model, dtype or an option) and `columns` its metrics, to which
-`gain` (over the first row) and `roofline` can be added. `rows` names options to show (`rows=batch`). `python
--m benchmarks.tables` fills all tables in; with `--check` it only says whether any is out of date.
+`gain` (over the first row) and `roofline` can be added. `rows` names options to show (`rows=batch`). A word
+with spaces is quoted (`"workload=a name (burst)"`). `python -m benchmarks.tables` fills all tables in; with
+`--check` it only says whether any is out of date.
 """
 
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,7 +37,7 @@ def fill(text: str, root: Path = ROOT, file: Path | None = None) -> str:
     """`text` with every table in it made again. `file` says from where links to lessons start."""
     pieces = FENCE.split(text)  # every second one is a block of code, in which comments are examples
     pieces[::2] = [
-        TABLE.sub(lambda found: found[1] + _table(found[2].split(), root, file) + found[3], piece)
+        TABLE.sub(lambda found: found[1] + _table(shlex.split(found[2]), root, file) + found[3], piece)
         for piece in pieces[::2]
     ]
     return "".join(pieces)

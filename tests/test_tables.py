@@ -61,6 +61,9 @@ def test_a_table_is_made_from_the_evidence(tmp_path):
     assert fill(filled, tmp_path) == filled
     example = f"```\n{marks.format(words, '')}\n```\n"
     assert fill(example, tmp_path) == example
+    assert "| 01_forward | 10 |" in fill(marks.format('"workload=w" "variant=01_forward"', ""), tmp_path)
+    with pytest.raises(UserError, match="variant=a"):
+        fill(marks.format('"variant=a variant"', ""), tmp_path)
     with pytest.raises(UserError, match="no run of the evidence matches"):
         fill(marks.format("batch=3", ""), tmp_path)
     with pytest.raises(UserError, match="'nonsense'"):
