@@ -10,9 +10,9 @@ A table stands between two comments in a Markdown file:
 
 `ladder` is the list of phases with their gains on every device. Any other name is an evidence file; words
 with `=` choose its runs (variant, workload, model, dtype or an option) and `columns` its metrics, to which
-`gain` (over the first row) and `roofline` can be added. `rows` names options to show (`rows=batch`). A word
-with spaces is quoted (`"workload=a name (burst)"`). `python -m benchmarks.tables` fills all tables in; with
-`--check` it only says whether any is out of date.
+`gain` (over the first row), `roofline` and `microseconds` (of the metric `seconds`) can be added. `rows` names
+options to show (`rows=batch`). A word with spaces is quoted (`"workload=a name (burst)"`). `python -m
+benchmarks.tables` fills all tables in; with `--check` it only says whether any is out of date.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ def _matches(run: Run, settings: dict[str, str]) -> bool:
 
 
 def _heading(name: str) -> str:
-    return {"gain": "gain", "roofline": "share of roofline"}.get(name) or axis_label(name)
+    special = {"gain": "gain", "roofline": "share of roofline", "microseconds": "µs"}
+    return special.get(name) or axis_label(name)
 
 
 def _cell(run: Run, first: Run, name: str, metric: str) -> str:
@@ -114,6 +115,8 @@ def _cell(run: Run, first: Run, name: str, metric: str) -> str:
         if metric not in run.metrics or not first.median(metric):
             return ""
         return f"{run.median(metric) / first.median(metric):.2f}×"
+    if name == "microseconds" and "seconds" in run.metrics:
+        return number(run.median("seconds") * 1e6)
     if name not in run.metrics:
         return ""
     return number(run.median(name) * (1e-9 if name.endswith("_bytes") else 1.0))

@@ -70,6 +70,13 @@ def test_a_table_is_made_from_the_evidence(tmp_path):
         fill(marks.format("nonsense", ""), tmp_path)
 
 
+def test_seconds_of_a_kernel_are_shown_in_microseconds(tmp_path):
+    kernel = Run("v1", "w", "hash", "m", "random", "float32", {"seconds": Metric((1.25e-5,))})
+    evidence(kernel).write(tmp_path / "benchmarks" / "results" / "cpu" / "02_kv_cache.json")
+    text = fill("<!-- table: cpu/02_kv_cache columns=microseconds -->\n<!-- /table -->", tmp_path)
+    assert "| variant | µs |\n| --- | ---: |\n| v1 | 12.5 |\n" in text
+
+
 def test_the_ladder_table_links_every_lesson(tmp_path):
     text = fill("<!-- table: ladder -->\n<!-- /table -->", tmp_path, tmp_path / "docs" / "page.md")
     assert all(f"| {phase.name} |" in text for phase in PHASES)  # no lesson in this folder: named, not linked
