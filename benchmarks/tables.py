@@ -10,8 +10,8 @@ A table stands between two comments in a Markdown file:
 
 `ladder` is the list of phases with their gains on every device. Any other name is an evidence file; words
 with `=` choose its runs (variant, workload, model, dtype or an option) and `columns` its metrics, to which
-`gain` (over the first row), `roofline` and `microseconds` (of the metric `seconds`) can be added. `rows` names
-options to show (`rows=batch`). A word with spaces is quoted (`"workload=a name (burst)"`). `python -m
+`gain` (over the first row), `roofline` and `microseconds` (of the metric `seconds`) can be added. `rows`
+names options to show (`rows=batch`). A word with spaces is quoted (`"workload=a name (burst)"`). `python -m
 benchmarks.tables` fills all tables in; with `--check` it only says whether any is out of date.
 """
 
