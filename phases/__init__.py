@@ -82,7 +82,6 @@ LADDER: tuple[Phase, ...] = (
         "cuda_graphs",
         "CUDA graphs and overlap",
         "a step is one launch, and the next is scheduled meanwhile",
-        needs="cuda",
     ),
 )
 """Every phase there is a plan for up to now; `PHASES` holds those that exist."""
