@@ -1,4 +1,4 @@
-"""Real weights: what the engines of phases 04 to 08 generate is what the plain forward pass would choose."""
+"""Real weights: what the engines of phases 04 to 09 generate is what the plain forward pass would choose."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 import chunked_prefill
 import continuous
+import cuda_graphs
 import paged_cache
 import prefix_cache
 from common.generation import generate
@@ -29,6 +30,7 @@ ENGINES: dict[str, Callable[[Model], Engine]] = {
     "05": lambda model: paged_cache.load(model, cache_bytes=MEMORY),
     "07": lambda model: chunked_prefill.load(model, cache_bytes=MEMORY, step_tokens=50),
     "08": lambda model: prefix_cache.load(model, cache_bytes=MEMORY, step_tokens=100),
+    "09": lambda model: cuda_graphs.load(model, cache_bytes=MEMORY, step_tokens=100),
 }
 
 
