@@ -78,7 +78,8 @@ def _table(words: Sequence[str], root: Path, file: Path | None) -> str:
         raise UserError(f"the table {' '.join(words)} in {file} has no rows: no run of the evidence matches")
     lines = [["variant", *(name.replace("_", " ") for name in shown), *(_heading(name) for name in columns)]]
     for run in runs:
-        cells = [run.variant, *(str(run.options.get(name, "")) for name in shown)]
+        said = (run.options.get(name) for name in shown)
+        cells = [run.variant, *("" if value is None else str(value) for value in said)]
         lines.append([*cells, *(_cell(run, runs[0], name, columns[0]) for name in columns)])
     return _markdown(lines, text_columns=1)
 
