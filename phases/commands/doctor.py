@@ -16,7 +16,7 @@ from rich.table import Table
 
 from common.bundled import BUNDLED, cache_home, is_cached
 from common.device import pick_device, pick_dtype
-from common.evidence import device_name
+from common.evidence import device_folder, device_name
 from phases import PHASES
 from phases.commands.console import out
 from phases.commands.engines import missing_for
@@ -63,6 +63,8 @@ def facts(device: torch.device) -> Iterator[tuple[str, str, str]]:
     if device.type == "cuda":
         free, total = (value / 1e9 for value in torch.cuda.mem_get_info(device))
         yield "GPU memory", f"{free:.1f} of {total:.1f} GB free", ""
+    tuned = cache_home() / "tuning" / f"{device_folder(device.type, device_name(device))}.json"
+    yield "Kernel tuning", f"found by --autotune: {tuned}" if tuned.exists() else "the defaults", ""
     yield "transformers", *_package("transformers", "make setup (only tests and comparisons use it)")
     disk = cache_home()
     while not disk.exists():

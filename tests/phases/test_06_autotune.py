@@ -19,7 +19,7 @@ from forward.shapes import SHAPES
 from phases import find_phase
 from phases.cli import main
 from phases.commands import autotune as command
-from phases.commands import benches
+from phases.commands import benches, doctor
 from triton_paged_attention import autotune, winners
 from triton_paged_attention.autotune import neighbours, tune
 from triton_paged_attention.autotune_shapes import Shape, shapes
@@ -122,6 +122,14 @@ def test_decode_takes_the_nearest_batch_and_never_more_splits_than_fit() -> None
     # 4 multiprocessors, so the workspace has room for 16 programs.
     assert decode_config(5, 64, 4, CPU) == replace(few, splits=3)
     assert decode_config(5, 128, 4, CPU) == decode_config.table(5, 128, 4, CPU)
+
+
+def test_doctor_says_which_tuning_is_used() -> None:
+    said = {what: found for what, found, _ in doctor.facts(CPU)}
+    assert said["Kernel tuning"] == "the defaults"
+    path = write("gemv", {"rows": 4, "size": 64, "gated": False}, GemvConfig(2, 64))
+    said = {what: found for what, found, _ in doctor.facts(CPU)}
+    assert said["Kernel tuning"] == f"found by --autotune: {path}"
 
 
 def test_a_new_search_replaces_the_old_entry() -> None:
