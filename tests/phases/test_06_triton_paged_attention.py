@@ -15,10 +15,14 @@ triton = pytest.importorskip("triton")
 
 import paged_cache  # noqa: E402
 import triton_paged_attention  # noqa: E402
+from common.config import RopeConfig  # noqa: E402
 from common.errors import UserError  # noqa: E402
 from common.generation import generate  # noqa: E402
+from common.sampler import Sampler  # noqa: E402
 from common.sampling_params import SamplingParams  # noqa: E402
+from forward.attention import LayerSpec  # noqa: E402
 from forward.loading import load_model  # noqa: E402
+from forward.rope import Rope  # noqa: E402
 from triton_paged_attention import surgery  # noqa: E402
 from triton_paged_attention.activation import gated  # noqa: E402
 from triton_paged_attention.decode import Workspace, paged_decode  # noqa: E402
@@ -26,13 +30,22 @@ from triton_paged_attention.decode_v1 import paged_decode_v1  # noqa: E402
 from triton_paged_attention.decode_v2 import paged_decode_v2  # noqa: E402
 from triton_paged_attention.decode_v3 import paged_decode_v3  # noqa: E402
 from triton_paged_attention.gemv import gemv  # noqa: E402
+from triton_paged_attention.gumbel import gumbel_sample  # noqa: E402
 from triton_paged_attention.kv_store import kv_store  # noqa: E402
 from triton_paged_attention.norms import add_rms_norm, rms_norm  # noqa: E402
 from triton_paged_attention.prefill import paged_prefill, query_tiles  # noqa: E402
 from triton_paged_attention.reference import paged_attention  # noqa: E402
-from triton_paged_attention.rope import norm_rope  # noqa: E402
-from triton_paged_attention.sampling import gumbel_sample  # noqa: E402
-from triton_paged_attention.tuning import DecodeConfig, PrefillConfig, decode_config, prefill_config  # noqa: E402
+from triton_paged_attention.rope import FusedRope, norm_rope  # noqa: E402
+from triton_paged_attention.sampling import argmax_rows, draw_rows  # noqa: E402
+from triton_paged_attention.single import HeadNorms, attend_single, project_heads  # noqa: E402
+from triton_paged_attention.tuning import (  # noqa: E402
+    DecodeConfig,
+    HeadsConfig,
+    PrefillConfig,
+    SingleConfig,
+    decode_config,
+    prefill_config,
+)
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -290,6 +303,84 @@ def test_norm_rope_and_store(heads: int, kv_heads: int, d: int, norm: bool) -> N
     for cache, want in zip(pool, (k, v), strict=True):
         assert error(cache.flatten(0, 1)[slots[real]], want[real]) < 1e-6
         assert cache.count_nonzero() == len(real) * kv_heads * d
+
+
+def test_angles_are_those_of_phase_01() -> None:
+    rope = Rope(RopeConfig(theta=10_000.0), 32).to(DEVICE)
+    positions = torch.tensor([0, 1, 700, 40_000], device=DEVICE)
+    for got, want in zip(FusedRope(rope)(positions), rope(positions), strict=True):
+        assert got.shape == want.shape and (got - want).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("meet", [False, True], ids=["combined in the projection", "combined by the last"])
+@pytest.mark.parametrize("feature", ["plain", "window", "cap"])
+@pytest.mark.parametrize("heads", [(6, 2), (3, 3)])
+@pytest.mark.parametrize("context", [0, 1, 15, 16, 17, 100])
+def test_attention_of_a_lone_token(context: int, heads: tuple[int, int], feature: str, meet: bool) -> None:
+    """From the QKV projection to the residual, against the kernels apart, with poison all around."""
+    d, size = 32, 24
+    batch = make([max(context, 1)], heads=heads, d=d)
+    if context == 0:  # a graph's padding: no keys, a slot below 0, a table of garbage
+        batch.context_lens[0] = 0
+        batch.tables[:] = GARBAGE
+    window, cap = FEATURES[feature].get("sliding_window"), FEATURES[feature].get("soft_cap")
+    layer = LayerSpec(0, *heads, d, 0.2, window, cap)  # type: ignore[arg-type]
+    qkv = torch.randn(1, (heads[0] + 2 * heads[1]) * d, device=DEVICE)
+    angles = torch.randn(1, d // 2, device=DEVICE)
+    cos = torch.cat([angles.cos()] * 2, -1)
+    sin = torch.cat([-angles.sin(), angles.sin()], -1)
+    norms = HeadNorms(*torch.randn(2, d, device=DEVICE), 1e-6, True)
+    newest = max(context - 1, 0)
+    slot = int(batch.tables[0, newest // 16]) * 16 + newest % 16 if context else -1
+    slots = torch.tensor([slot], device=DEVICE)
+    weight, residual = torch.randn(size, heads[0] * d, device=DEVICE), torch.randn(1, size, device=DEVICE)
+    bias = torch.randn(size, device=DEVICE)
+    k_cache, v_cache = batch.k_cache.clone(), batch.v_cache.clone()
+    q, _, _ = norm_rope(
+        qkv, cos, sin, heads=heads[0], kv_heads=heads[1], norm=norms[:3], one_plus=True,
+        cache=(batch.k_cache, batch.v_cache, slots),
+    )  # fmt: skip
+    attended = paged_decode(q, *batch.arguments[1:], scale=0.2, **FEATURES[feature])
+    wanted = attended.flatten(1) @ weight.t() + bias + residual
+    workspace = Workspace(400, d, DEVICE)
+    config = SingleConfig(block_n=16, splits=4)
+    out = attend_single(
+        qkv, (cos, sin), norms, layer, (k_cache, v_cache), batch.tables, batch.context_lens, slots,
+        workspace=workspace, config=config, meet=meet,
+    )  # fmt: skip
+    if meet:
+        got = out @ weight.t() + bias + residual
+        assert (workspace.arrived == 0).all()
+    else:
+        shape = HeadsConfig(rows=4, chunk=2)
+        got = project_heads(
+            residual, weight, bias, layer, batch.context_lens, workspace=workspace, config=config, shape=shape
+        )
+    assert error(got, wanted) < 1e-5
+    for mine, theirs in ((k_cache, batch.k_cache), (v_cache, batch.v_cache)):
+        torch.testing.assert_close(mine, theirs, equal_nan=True, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NaN in the interpreter's numpy
+@pytest.mark.parametrize("vocab", [16, 300, 9000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_drawn_tokens_are_the_samplers(vocab: int, dtype: torch.dtype) -> None:
+    """Greedy, hot, cold and min-p rows, in another order than the table's, with ties, NaN and infinity."""
+    sampler = Sampler(9, vocab, DEVICE, seed=0)
+    for row, heat in enumerate((0.0, 0.7, 1.0, 1.3, 1e-5, 0.9, 2.0, 1.0)):
+        min_p = 0.1 if row in (3, 6) else 0.0
+        sampler.set_row(row, SamplingParams(temperature=heat, min_p=min_p, seed=row))
+    order = [0, 3, 2, 7, 4, 6, 1, 5]
+    rows, steps = torch.tensor(order, device=DEVICE), torch.arange(8, device=DEVICE) * 5
+    wide = torch.randn(8, 2 * vocab, generator=torch.Generator().manual_seed(vocab)) * 3
+    logits = wide.to(DEVICE, dtype)[:, :vocab]  # rows that do not follow one another
+    logits[0, 3] = logits[0, 7] = logits[0].max() + 1
+    logits[5, 2], logits[4, 5] = float("nan"), float("inf")
+    for step in range(20 if CUDA else 3):
+        want = sampler.sample(logits.float(), rows, order, steps + step).tokens
+        assert torch.equal(draw_rows(logits, rows, steps + step, sampler.floats, sampler.ints), want)
+    assert torch.equal(argmax_rows(logits), logits.argmax(1))
+    assert torch.equal(argmax_rows(logits.t().contiguous().t()), logits.argmax(1))
 
 
 def test_gumbel_sampling_has_the_right_distribution() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,10 +15,11 @@ from continuous.batch import HostBatch, upload
 from forward.attention import LayerSpec
 from paged_cache import BlockPool, PagedAttention, PagedBatch, TorchPagedAttention
 from triton_paged_attention.decode import Workspace, paged_decode
-from triton_paged_attention.gemv import dependent_launch
+from triton_paged_attention.gemv import gemv
 from triton_paged_attention.kv_store import kv_store
 from triton_paged_attention.prefill import paged_prefill, query_tiles
-from triton_paged_attention.tuning import multiprocessors, prefill_config
+from triton_paged_attention.single import HeadNorms, attend_single, project_heads
+from triton_paged_attention.tuning import heads_config, multiprocessors, prefill_config, single_config
 
 Backend = Literal["torch", "triton"]
 TILE_ROWS = 16
@@ -55,6 +56,7 @@ class TritonPagedAttention(PagedAttention):
         self._group = num_heads // kv_heads
         self._most_queries = max(1, TILE_ROWS // self._group)
         d_pad = max(16, triton.next_power_of_2(d))
+        self._single_config = single_config(kv_heads, d_pad, pool.data.element_size(), device)
         self._prefill_config = prefill_config(d_pad, pool.data.element_size(), device)
         # Only launches of few pairs split, so this bounds pairs * splits * rows: see `decode_config`.
         pairs = 4 * multiprocessors(device) + kv_heads
@@ -108,26 +110,32 @@ class TritonPagedAttention(PagedAttention):
         """See `PagedAttention.store`."""
         kv_store(k, v, k_cache, v_cache, self.batch.slots)
 
+    def single(
+        self,
+        layer: LayerSpec,
+        qkv: Tensor,
+        cos_sin: tuple[Tensor, Tensor],
+        norms: HeadNorms | None,
+        residual: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
+        """One token: `qkv [1, (H + 2 KH) D]` -> `residual + bias + weight @ output`, `[1, hidden]`."""
+        batch, cache = self.batch, self.pool.layers[layer.index]
+        shape = heads_config(*weight.shape)
+        where = (batch.block_tables, batch.context_lens)
+        common: Any = {"workspace": self._workspace, "config": self._single_config}
+        out = attend_single(
+            qkv, cos_sin, norms, layer, cache, *where, batch.slots, meet=shape is None, **common
+        )
+        if shape is None:
+            return gemv(out, weight, bias=bias, residual=residual)
+        return project_heads(residual, weight, bias, layer, batch.context_lens, shape=shape, **common)
+
     def attend(
         self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor
     ) -> Tensor:
         """See `PagedAttention.attend`. Unless a backend is torch, `k` and `v` are not read."""
-        return self._attend(layer, q, k, v, k_cache, v_cache)
-
-    def attend_early(self, layer: LayerSpec, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        """The same right behind a Triton kernel, for decodes alone whose keys and values are stored."""
-        return self._attend(layer, q, q, q, k_cache, v_cache, early=dependent_launch(q.device))
-
-    def _attend(
-        self,
-        layer: LayerSpec,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        early: bool = False,
-    ) -> Tensor:
         batch, q = self.batch, q.contiguous()
         if self._needs_torch:
             out = self._torch.attend(layer, q, k, v, k_cache, v_cache)
@@ -147,7 +155,6 @@ class TritonPagedAttention(PagedAttention):
                 requests=self._only,
                 out=out,
                 workspace=self._workspace,
-                early=early,
             )
         if self._tiles is not None:
             paged_prefill(

@@ -19,9 +19,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .tiles import attend
+from .tiles import attend, combine
 from .tma import describe
 from .tuning import DecodeConfig, decode_config
 
@@ -35,7 +34,6 @@ def decode_kernel(
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, QUERIES: tl.constexpr, RAGGED: tl.constexpr,
     SUBSET: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
     SPLITS_PAD: tl.constexpr, MIN_SHARE: tl.constexpr, TMA: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per key/value head, split and request."""
     kv_head, split, item = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -55,9 +53,6 @@ def decode_kernel(
     high = tl.minimum(low + share * BLOCK_N, context)
     if SPLITS > 1 and split > 0 and split >= used:
         return
-    if PDL:  # the queries and the newest key come from the kernel before; lengths and tables do not
-        gdc_wait()
-        gdc_launch_dependents()
 
     row = tl.arange(0, BLOCK_M)
     d = tl.arange(0, D_PAD)
@@ -97,21 +92,13 @@ def decode_kernel(
         tl.debug_barrier()
         if tl.atomic_add(arrived + slot, 1, sem="acq_rel") == used - 1:
             tl.store(arrived + slot, 0)  # ready for the next launch
-            # Four rows at once: all their loads are in flight together, where a loop would wait for each.
             ROWS: tl.constexpr = 4 if QUERIES * GROUP > 2 else 2
             s_id = tl.arange(0, SPLITS_PAD)
             for first in tl.static_range(0, QUERIES * GROUP, ROWS):
                 r = first + tl.arange(0, ROWS)
                 at_r = (slot * SPLITS + s_id)[:, None] * (QUERIES * GROUP) + r[None, :]
                 filled = (s_id < used)[:, None] & (r < count * GROUP)[None, :]
-                logs = tl.load(lse + at_r, mask=filled, other=-1.0e30, cache_modifier=".cg")  # [splits, rows]
-                weight = tl.exp2(logs - tl.max(logs, axis=0)[None, :])
-                weight = weight / tl.sum(weight, axis=0)[None, :]
-                parts = tl.load(
-                    partial + at_r[:, :, None] * D_PAD + d[None, None, :],
-                    mask=filled[:, :, None] & (d < D)[None, None, :], other=0.0, cache_modifier=".cg",
-                )  # fmt: skip
-                mixed = tl.sum(parts * weight[:, :, None], axis=0)  # [rows, D]
+                mixed = combine(partial, lse, at_r, filled, d, D, D_PAD)
                 at_out = ((first_token + r // GROUP) * H + kv_head * GROUP + r % GROUP)[:, None] * D + d[
                     None, :
                 ]
@@ -150,7 +137,6 @@ def paged_decode(
     out: Tensor | None = None,
     workspace: Workspace | None = None,
     config: DecodeConfig | None = None,
-    early: bool = False,
 ) -> Tensor:
     """Attention of a few new tokens per request over the paged cache: `[T, H, D]`, rows of other requests
     untouched.
@@ -183,8 +169,7 @@ def paged_decode(
         RAGGED=query_starts is not None, SUBSET=requests is not None,
         BLOCK_M=max(16, triton.next_power_of_2(queries * group)), BLOCK_N=config.block_n,
         SPLITS=config.splits, SPLITS_PAD=triton.next_power_of_2(config.splits),
-        MIN_SHARE=config.min_share, TMA=config.tma, PDL=early,
+        MIN_SHARE=config.min_share, TMA=config.tma,
         num_warps=config.num_warps, num_stages=config.num_stages,
-        **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out

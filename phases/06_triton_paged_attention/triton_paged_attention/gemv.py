@@ -6,7 +6,10 @@ norm before the product is so cheap that every program repeats it; bias, residua
 follow in registers.
 
 On Hopper the kernel starts while its predecessor still runs (programmatic dependent launch): weights depend
-on nobody, so their loads are issued before `gdc_wait`, and only the input vector is read after it.
+on nobody, so their loads are issued before `gdc_wait`, and only the input vector and the residual are read
+after it. `gdc_launch_dependents` lets the next kernel start in turn. Where that one, too, reads nothing but
+weights before its own wait, it may do so at once, even while the predecessor still runs: a wait returns when
+the kernel before is complete, which it cannot be before its own wait has returned.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .activation import KINDS, activate
-from .tuning import gemv_config
+from .tuning import GemvConfig, gemv_config
 
 
 @triton.jit
@@ -28,9 +31,13 @@ def gemv_kernel(
     out, x, weight, norm_weight, bias, residual, eps, N,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr,
     BIAS: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
-    LATE: tl.constexpr,
+    TRIGGER: tl.constexpr,
 ):  # fmt: skip
-    """One program per `ROWS` outputs; `GATED`: row `r` of the gate and row `N + r` of the up projection."""
+    """One program per `ROWS` outputs; `GATED`: row `r` of the gate and row `N + r` of the up projection.
+
+    TRIGGER: the next kernel may start at once (0), when the one before is done (1), or when the matrix is
+    read (2).
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, BLOCK_K)
     at = row.to(tl.int64)[:, None] * K + k[None, :]
@@ -38,14 +45,23 @@ def gemv_kernel(
     up_at = at + N.to(tl.int64) * K
     w = tl.load(weight + at, mask=mask, other=0.0)
     up = tl.load(weight + up_at, mask=mask, other=0.0) if GATED else w
+    g = tl.load(norm_weight + k, mask=k < K, other=0.0) if NORM else k
+    added = tl.zeros([ROWS], tl.float32)
+    if BIAS:
+        added += tl.load(bias + row, mask=row < N, other=0.0).to(tl.float32)
     if PDL:
-        gdc_wait()
-        if not LATE:
+        if TRIGGER == 0:
             gdc_launch_dependents()
+        gdc_wait()
+        if TRIGGER == 1:
+            gdc_launch_dependents()
+    vector = tl.load(x + k, mask=k < K, other=0.0)
+    if ADD:
+        added += tl.load(residual + row, mask=row < N, other=0.0).to(tl.float32)
     scale = 1.0
     if NORM:
-        square = tl.zeros([BLOCK_K], tl.float32)
-        for start in tl.static_range(0, K, BLOCK_K):
+        square = vector.to(tl.float32) * vector.to(tl.float32)
+        for start in tl.static_range(BLOCK_K, K, BLOCK_K):
             part = tl.load(x + start + k, mask=start + k < K, other=0.0).to(tl.float32)
             square += part * part
         scale = tl.rsqrt(tl.sum(square, axis=0) / K + eps)
@@ -57,24 +73,20 @@ def gemv_kernel(
             w = tl.load(weight + at + start, mask=mask, other=0.0)
             if GATED:
                 up = tl.load(weight + up_at + start, mask=mask, other=0.0)
-        vector = tl.load(x + start + k, mask=start + k < K, other=0.0)
+            if NORM:
+                g = tl.load(norm_weight + start + k, mask=start + k < K, other=0.0)
+            vector = tl.load(x + start + k, mask=start + k < K, other=0.0)
         if NORM:
-            g = tl.load(norm_weight + start + k, mask=start + k < K, other=0.0).to(tl.float32)
-            if ONE_PLUS:
-                g += 1.0
-            vector = (vector.to(tl.float32) * scale * g).to(vector.dtype)  # rounded as a norm apart
+            factor = g.to(tl.float32) + 1.0 if ONE_PLUS else g.to(tl.float32)
+            vector = (vector.to(tl.float32) * scale * factor).to(vector.dtype)  # rounded as a norm apart
         total += tl.sum(w.to(tl.float32) * vector.to(tl.float32)[None, :], axis=1)
         if GATED:
             total_up += tl.sum(up.to(tl.float32) * vector.to(tl.float32)[None, :], axis=1)
-    if PDL and LATE:
+    if PDL and TRIGGER == 2:
         gdc_launch_dependents()
     if GATED:
         total = activate(total, KIND) * total_up
-    if BIAS:
-        total += tl.load(bias + row, mask=row < N, other=0.0).to(tl.float32)
-    if ADD:
-        total += tl.load(residual + row, mask=row < N, other=0.0).to(tl.float32)
-    tl.store(out + row, total.to(out.dtype.element_ty), mask=row < N)
+    tl.store(out + row, (total + added).to(out.dtype.element_ty), mask=row < N)
 
 
 @cache
@@ -91,17 +103,23 @@ def gemv(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     gate: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    run_ahead: bool = True,
+    config: GemvConfig | None = None,
 ) -> Tensor:
     """`residual + bias + weight @ norm(x)`, or `act(gate rows @ norm(x)) * (up rows @ norm(x))`: `[..., N]`.
 
     Args:
         norm: weight `[K]`, epsilon, and whether the weight is stored as distance from 1.
         gate: name of the activation (a key of `activation.KINDS`); then `weight` is gate rows over up rows.
+        out_dtype: by default that of `x`.
+        run_ahead: the next kernel may start while the one before this still runs. False if, before its own
+            wait, it reads anything that the kernels before have written.
     """
     size = weight.shape[1]
     rows = weight.shape[0] // (1 if gate is None else 2)
-    shape = gemv_config(rows, size, gate is not None)
-    out = torch.empty(*x.shape[:-1], rows, dtype=x.dtype, device=x.device)
+    shape = config or gemv_config(rows, size, gate is not None)
+    out = torch.empty(*x.shape[:-1], rows, dtype=out_dtype or x.dtype, device=x.device)
     norm_weight, eps, one_plus = norm if norm is not None else (x, 0.0, False)
     early = dependent_launch(x.device)
     gemv_kernel[(triton.cdiv(rows, shape.rows),)](
@@ -109,7 +127,8 @@ def gemv(
         eps, rows,
         K=size, ROWS=shape.rows, BLOCK_K=shape.block_k, NORM=norm is not None, ONE_PLUS=one_plus,
         BIAS=bias is not None, ADD=residual is not None, GATED=gate is not None,
-        KIND=0 if gate is None else KINDS[gate], PDL=early, LATE=shape.late, num_warps=shape.num_warps,
-        **({"launch_pdl": True} if early else {}),
+        KIND=0 if gate is None else KINDS[gate], PDL=early,
+        TRIGGER=2 if shape.late else (0 if run_ahead else 1),
+        num_warps=shape.num_warps, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out

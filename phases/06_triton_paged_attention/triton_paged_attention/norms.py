@@ -11,17 +11,24 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
+
+from .gemv import dependent_launch
 
 
 @triton.jit
 def rms_norm_kernel(
     out, x, total, delta, weight, eps,
     SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, ADD: tl.constexpr, ONE_PLUS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per row."""
     row = tl.program_id(0).to(tl.int64) * SIZE
     i = tl.arange(0, SIZE_PAD)
     mask = i < SIZE
+    w = tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
     value = tl.load(x + row + i, mask=mask, other=0.0)
     if ADD:
         value = (value.to(tl.float32) + tl.load(delta + row + i, mask=mask, other=0.0).to(tl.float32)).to(
@@ -29,7 +36,6 @@ def rms_norm_kernel(
         )
         tl.store(total + row + i, value, mask=mask)
     value = value.to(tl.float32)
-    w = tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
     if ONE_PLUS:
         w += 1.0
     normed = value * tl.rsqrt(tl.sum(value * value, axis=0) / SIZE + eps) * w
@@ -44,10 +50,11 @@ def _launch(
     out = torch.empty_like(x)
     total = x if delta is None else torch.empty_like(x)
     padded = triton.next_power_of_2(size)
+    early = x.numel() == size and dependent_launch(x.device)  # one token: see gemv.py
     rms_norm_kernel[(x.numel() // size,)](
         out, x, total, x if delta is None else delta.contiguous(), weight, eps,
         SIZE=size, SIZE_PAD=padded, ADD=delta is not None, ONE_PLUS=one_plus,
-        num_warps=min(8, max(1, padded // 256)),
+        PDL=early, num_warps=min(8, max(1, padded // 256)), **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return total, out
 

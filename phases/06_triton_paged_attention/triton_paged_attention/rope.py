@@ -1,9 +1,8 @@
-"""From one fused QKV projection to attention: norm of the query and key heads, RoPE and the KV store, in
-one pass.
+"""RoPE: the angles of a step, and the way from one fused QKV projection to attention, each in one kernel.
 
-Apart, these are seven torch kernels that each read and write all heads. Fused, a program takes a few heads
-of one token into registers, normalizes and rotates them, and writes queries to a tensor, keys and values to
-the pool.
+That way is the norm of the query and key heads, RoPE and the KV store. Apart, these are seven torch kernels
+that each read and write all heads. Fused, a program takes a few heads of one token into registers, normalizes
+and rotates them, and writes queries to a tensor, keys and values to the pool.
 """
 
 from __future__ import annotations
@@ -11,8 +10,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from torch import Tensor, nn
+
+from forward.rope import Rope
 
 HEADS_PER_PROGRAM = 8
 
@@ -23,12 +23,8 @@ def norm_rope_kernel(
     block_stride, slot_stride,
     H: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr,
     NORM: tl.constexpr, ONE_PLUS: tl.constexpr, STORE: tl.constexpr, HEADS: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per token and few heads: first the queries, then the keys, then the values."""
-    if PDL:  # only the projection's output comes from the kernel before
-        gdc_wait()
-        gdc_launch_dependents()
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     Q_PARTS: tl.constexpr = (H + HEADS - 1) // HEADS
     KV_PARTS: tl.constexpr = (KH + HEADS - 1) // HEADS
@@ -88,7 +84,6 @@ def norm_rope(
     norm: tuple[Tensor, Tensor, float] | None = None,
     one_plus: bool = False,
     cache: tuple[Tensor, Tensor, Tensor] | None = None,
-    early: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries `[T, H, D]`, keys and values `[T, KH, D]`, the first two normalized and rotated.
 
@@ -97,7 +92,6 @@ def norm_rope(
         norms' weights are stored as distance from 1. cache: the layer's `k_cache`, `v_cache` `[N, P, KH,
         D]` and `slots [T]`. Then keys and values go there,
             and the tensors returned for them are the caches.
-        early: start while the kernel before still runs, and wait for it there (see `gemv`).
     """
     tokens = qkv.shape[0]
     d = qkv.shape[1] // (heads + 2 * kv_heads)
@@ -115,6 +109,42 @@ def norm_rope(
             q, k, v, qkv, cos, sin, q_weight, k_weight, slots, eps, *strides,
             H=heads, KH=kv_heads, D=d, D_PAD=triton.next_power_of_2(d), P=block_size,
             NORM=norm is not None, ONE_PLUS=one_plus, STORE=cache is not None, HEADS=HEADS_PER_PROGRAM,
-            PDL=early, num_warps=4, **({"launch_pdl": True} if early else {}),
+            num_warps=4,
         )  # fmt: skip
     return q, k, v
+
+
+@triton.jit
+def angles_kernel(cos, sin, positions, frequencies, HALF: tl.constexpr, HALF_PAD: tl.constexpr):
+    """One program per token."""
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, HALF_PAD)
+    angle = tl.load(positions + token).to(tl.float32) * tl.load(frequencies + i, mask=i < HALF, other=0.0)
+    c, s = tl.cos(angle), tl.sin(angle)
+    at = token * 2 * HALF + i
+    tl.store(cos + at, c, mask=i < HALF)
+    tl.store(cos + at + HALF, c, mask=i < HALF)
+    tl.store(sin + at, -s, mask=i < HALF)
+    tl.store(sin + at + HALF, s, mask=i < HALF)
+
+
+class FusedRope(nn.Module):
+    """`forward.rope.Rope` in one kernel instead of eight."""
+
+    inverse_frequencies: Tensor
+
+    def __init__(self, rope: Rope) -> None:
+        super().__init__()
+        self.register_buffer("inverse_frequencies", rope.inverse_frequencies, persistent=False)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Rope.forward`."""
+        half = len(self.inverse_frequencies)
+        shape = (*positions.shape, 1, 2 * half)
+        cos, sin = (torch.empty(shape, dtype=torch.float32, device=positions.device) for _ in range(2))
+        if positions.numel():
+            angles_kernel[(positions.numel(),)](
+                cos, sin, positions.contiguous(), self.inverse_frequencies,
+                HALF=half, HALF_PAD=triton.next_power_of_2(half), num_warps=1,
+            )  # fmt: skip
+        return cos, sin

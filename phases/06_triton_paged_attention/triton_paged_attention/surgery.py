@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,13 @@ from forward.layers import GatedMLP, RMSNorm
 from forward.model import Model
 from forward.models.gemma3 import Gemma3RMSNorm
 from forward.models.llama import LlamaAttention, LlamaBlock
-from forward.rope import apply_rope
+from forward.rope import Rope, apply_rope
 from triton_paged_attention.activation import KINDS, gated
 from triton_paged_attention.attention import Backend, TritonPagedAttention, check_backend
-from triton_paged_attention.gemv import dependent_launch, gemv
+from triton_paged_attention.gemv import gemv
 from triton_paged_attention.norms import add_rms_norm, rms_norm
-from triton_paged_attention.rope import norm_rope
+from triton_paged_attention.rope import FusedRope, norm_rope
+from triton_paged_attention.single import HeadNorms
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class FusedBlock(nn.Module):
         """See `LlamaBlock.forward`."""
         ours = isinstance(attention, TritonPagedAttention) and attention.stores_early
         if ours and self.single and isinstance(x, Tensor) and len(x) == 1:
-            return self._single(x, cos_sin, attention)
+            return self._single(x, cos_sin, cast(TritonPagedAttention, attention))
         if isinstance(x, Stream):
             total, normed = self.input_layernorm.add(x.total, x.delta)
         else:
@@ -108,12 +109,10 @@ class FusedBlock(nn.Module):
         total, normed = self.post_attention_layernorm.add(total, self.self_attn(normed, cos_sin, attention))
         return Stream(total, self.mlp(normed))
 
-    def _single(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Any) -> Tensor:
-        """One token: six kernels, four of which read a matrix each, and nothing in between."""
+    def _single(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: TritonPagedAttention) -> Tensor:
+        """One token: five kernels, four of which read a matrix each, and nothing in between."""
         attend, mlp = self.self_attn, self.mlp
-        qkv = gemv(x, attend.qkv_proj.weight, norm=self.input_layernorm.parts, bias=attend.qkv_proj.bias)
-        out = attend.attend_single(qkv, cos_sin, attention)
-        x = gemv(out.reshape(x.shape[0], -1), attend.o_proj.weight, bias=attend.o_proj.bias, residual=x)
+        x = attend.single_token(x, self.input_layernorm.parts, cos_sin, attention)
         both = gemv(x, mlp.gate_up_proj.weight, norm=self.post_attention_layernorm.parts, gate=mlp.kind)
         return gemv(both, mlp.down_proj.weight, bias=mlp.down_proj.bias, residual=x)
 
@@ -141,8 +140,10 @@ class HeadForOne(nn.Linear):
         self.weight = old.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., hidden]` -> `[..., V]`."""
-        return gemv(x, self.weight) if x.numel() == self.in_features else super().forward(x)
+        """`[..., hidden]` -> `[..., V]`; one row in float32, which no one has to convert afterwards."""
+        if x.numel() == self.in_features:
+            return gemv(x, self.weight, out_dtype=torch.float32)
+        return super().forward(x)
 
 
 class SideBySide(nn.Module):
@@ -179,25 +180,31 @@ class FusedAttention(nn.Module):
     def _fused(self, qkv: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
         """With this phase's attention, keys and values go straight to the pool."""
         if isinstance(attention, TritonPagedAttention) and attention.stores_early:
-            q, k_cache, v_cache = self._rotate(qkv, cos_sin, attention, early=False)
+            q, k_cache, v_cache = self._rotate(qkv, cos_sin, attention)
             return attention.attend(self.spec, q, q, q, k_cache, v_cache)
-        rotated = self._rotate(qkv, cos_sin, None, early=False)
+        rotated = self._rotate(qkv, cos_sin, None)
         return attention(self.spec, *(part.unflatten(0, qkv.shape[:-1]) for part in rotated))
 
-    def attend_single(
-        self, qkv: Tensor, cos_sin: tuple[Tensor, Tensor], attention: TritonPagedAttention
+    def single_token(
+        self,
+        x: Tensor,
+        norm: tuple[Tensor, float, bool],
+        cos_sin: tuple[Tensor, Tensor],
+        attention: TritonPagedAttention,
     ) -> Tensor:
-        """From the projection of one token to the output of its heads, behind a Triton kernel."""
-        early = dependent_launch(qkv.device)
-        q, k_cache, v_cache = self._rotate(qkv, cos_sin, attention, early)
-        return attention.attend_early(self.spec, q, k_cache, v_cache)
+        """One token, `[1, hidden]` -> `[1, hidden]`, with the norm before and the addition after."""
+        # What attention reads before its wait must be complete when it starts: no running ahead.
+        qkv = gemv(x, self.qkv_proj.weight, norm=norm, bias=self.qkv_proj.bias, run_ahead=False)
+        norms = None
+        if self.q_norm is not None and self.k_norm is not None:
+            norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.one_plus)
+        return attention.single(self.spec, qkv, cos_sin, norms, x, self.o_proj.weight, self.o_proj.bias)
 
     def _rotate(
         self,
         qkv: Tensor,
         cos_sin: tuple[Tensor, Tensor],
         attention: TritonPagedAttention | None,
-        early: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         spec, norm = self.spec, None
         if self.q_norm is not None and self.k_norm is not None:
@@ -213,7 +220,6 @@ class FusedAttention(nn.Module):
             norm=norm,
             one_plus=self.one_plus,
             cache=cache,
-            early=early,
         )
 
     def _apart(self, qkv: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
@@ -264,6 +270,8 @@ def optimize(model: Model, backends: Backends | None = None) -> Model:
     kind = model.config.activation
     if "triton" in (chosen.rope, chosen.projections):
         _replace(model, LlamaAttention, lambda old: FusedAttention(old, chosen))
+    if chosen.rope == "triton":
+        _replace(model, Rope, FusedRope)
     if "triton" in (chosen.activation, chosen.projections) and kind in KINDS:
         _replace(model, GatedMLP, lambda old: FusedMLP(old, kind, chosen))
     if chosen.norms == "triton":

@@ -109,3 +109,20 @@ def attend(
         m, total, acc = fold(s, values, m, total, acc, factor)
         block = next_block
     return m, total, acc
+
+
+@triton.jit
+def combine(partial, lse, at, filled, d, D: tl.constexpr, D_PAD: tl.constexpr):
+    """Parts of an output `[splits, rows]`, at rows `at` of the workspace where `filled` -> `[rows, D_PAD]`.
+
+    All rows at once: then their loads are in flight together, where a loop would wait for each. `.cg`: other
+    programs have just written this, so it may not come from this multiprocessor's own cache.
+    """
+    logs = tl.load(lse + at, mask=filled, other=-1.0e30, cache_modifier=".cg")  # [splits, rows]
+    weight = tl.exp2(logs - tl.max(logs, axis=0)[None, :])
+    weight = weight / tl.sum(weight, axis=0)[None, :]
+    parts = tl.load(
+        partial + at[:, :, None] * D_PAD + d[None, None, :],
+        mask=filled[:, :, None] & (d < D)[None, None, :], other=0.0, cache_modifier=".cg",
+    )  # fmt: skip
+    return tl.sum(parts * weight[:, :, None], axis=0)

@@ -113,12 +113,47 @@ class GemvConfig:
 def gemv_config(rows: int, size: int, gated: bool) -> GemvConfig:
     """Defaults for `[rows, size]` (gated: two such matrices).
 
-    Small matrices: 16 KiB a program and some 500 programs, and the next kernel loads its weights meanwhile.
-    Large ones fill the memory by themselves, and an early successor only takes their place.
+    About 16,384 weights a program, 32 KiB in half precision, and at least 256 programs. As long as a row is
+    read in one sweep, the next kernel may start at once and wait with its own weights in registers; otherwise
+    it would only take this one's place.
     """
-    chunk = size & -size  # the largest power of two that divides it
-    block_k = min(4096, chunk if chunk >= 512 else 1 << (size - 1).bit_length())
-    large = size >= 4096
-    row = size * (2 if gated else 1)
-    wanted = max(1, min((16_384 if large else 8_192) // row, rows // (256 if large else 512)))
-    return GemvConfig(1 << (wanted.bit_length() - 1), block_k, 8 if large else 4, large)
+    block_k = min(4096, 1 << (size - 1).bit_length())
+    wanted = max(1, min(16_384 // (size * (2 if gated else 1)), rows // 256))
+    num_warps = 4 if gated and size <= 2048 else 8
+    return GemvConfig(1 << (wanted.bit_length() - 1), block_k, num_warps, late=size > block_k)
+
+
+@dataclass(frozen=True)
+class SingleConfig:
+    """How attention of a lone token runs: keys per tile, and programs (a power of two) per key/value head."""
+
+    block_n: int = 64
+    num_warps: int = 4
+    num_stages: int = 2
+    splits: int = 8
+
+
+@cache
+def single_config(kv_heads: int, d_pad: int, itemsize: int, device: torch.device) -> SingleConfig:
+    """Defaults: a program for every second multiprocessor, and tiles that fit a program's registers."""
+    splits = max(1, min(32, multiprocessors(device) // 2 // kv_heads))
+    block_n = max(16, min(64, 16_384 // (d_pad * itemsize)))
+    return SingleConfig(block_n, splits=1 << (splits.bit_length() - 1))
+
+
+@dataclass(frozen=True)
+class HeadsConfig:
+    """How the output projection of a lone token runs: rows per program, splits that are loaded at once."""
+
+    rows: int = 4
+    num_warps: int = 8
+    chunk: int = 8
+
+
+@cache
+def heads_config(rows: int, size: int) -> HeadsConfig | None:
+    """Defaults for `[rows, size]`; None: the splits of attention had better be combined before.
+
+    Every program reads all parts, so there may not be many programs nor large parts.
+    """
+    return HeadsConfig() if size <= 2048 and rows <= 2048 else None

@@ -1,0 +1,304 @@
+"""Attention of a lone token, from the output of the QKV projection to the input of the output projection.
+
+With one token, what takes time is not work but waiting: every kernel waits for the one before, and every
+load for the address it depends on. So head norms, RoPE, KV store and attention are one kernel, and all
+that does not depend on the new token is loaded before the wait: lengths, block ids, and each split's last
+tile of keys and values. The newest key and value come from registers, so nothing in the cache has to wait for
+them.
+
+A split leaves its part of the output and the logarithm of its weight. Who combines the parts?
+
+- `project_heads`: every program of the output projection does, before its product. Nobody waits for the last
+  split to arrive, but each program reads all parts: right while these are small beside its rows.
+- Otherwise the last split to arrive, as in `decode.py`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from forward.attention import LayerSpec
+
+from .decode import Workspace
+from .gemv import dependent_launch
+from .tiles import attend, combine, fold, lookup, raw_scores, unit
+from .tuning import HeadsConfig, SingleConfig
+
+LOG_STEP = tl.constexpr(2)
+"""Heads' logarithms lie apart for `project_heads`: were they neighbours, the compiler would give a thread
+several heads, to load them at once, and would have to shuffle them before it can use them."""
+
+
+@triton.jit
+def splits_of(context, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr):
+    """First tile's first key, tiles a split, and splits that have work (at least one, which may be empty)."""
+    begin = tl.maximum(context - WINDOW, 0) // BLOCK_N * BLOCK_N if WINDOW > 0 else 0
+    tiles = tl.maximum(tl.cdiv(context - begin, BLOCK_N), 1)
+    share = tl.cdiv(tiles, SPLITS)
+    return begin, share, tl.cdiv(tiles, share)
+
+
+@triton.jit
+def rotate(x, y, w_x, w_y, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr):
+    """Norm and RoPE of heads `x [M, D]` whose partners half a head away are `y`, rounded as when apart."""
+    if NORM:
+        w_x, w_y = w_x.to(tl.float32), w_y.to(tl.float32)
+        if ONE_PLUS:
+            w_x += 1.0
+            w_y += 1.0
+        full = x.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(full * full, axis=1) / D + eps)[:, None]
+        normed = (full * scale * w_x).to(x.dtype)
+        y = (y.to(tl.float32) * scale * w_y).to(x.dtype)
+        x = normed
+    return (x.to(tl.float32) * cos + y.to(tl.float32) * sin).to(x.dtype)
+
+
+@triton.jit
+def single_kernel(
+    out,  # [H, D]
+    qkv, cos, sin, q_weight, k_weight, k_cache, v_cache, block_table, context_len, slots,
+    partial, lse, arrived, eps, scale, soft_cap, block_stride, slot_stride, head_stride,
+    H: tl.constexpr, KH: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    P: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, NORM: tl.constexpr,
+    ONE_PLUS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+    MEET: tl.constexpr, GROUP_PAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program per key/value head and split."""
+    kv_head, split = tl.program_id(0), tl.program_id(1)
+    if PDL:
+        gdc_launch_dependents()  # the projection behind reads weights and the length before its wait
+    context = tl.load(context_len)
+    newest = context - 1
+    begin, share, used = splits_of(context, WINDOW, BLOCK_N, SPLITS)
+    if split >= used:
+        return
+    low = begin + split * share * BLOCK_N
+    high = tl.minimum(low + share * BLOCK_N, context)
+    last = low + (tl.maximum(tl.cdiv(high - low, BLOCK_N), 1) - 1) * BLOCK_N  # where its last tile begins
+
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, D_PAD)
+    key = last + n
+    block = lookup(block_table, last, newest, n, P, BLOCK_N)
+    if P % BLOCK_N == 0:
+        at = block.to(tl.int64) * block_stride + (last % P + n) * slot_stride
+    else:
+        at = block * block_stride + (key % P) * slot_stride
+    at = at[:, None] + kv_head * head_stride + d[None, :]
+    cached = (key < tl.minimum(high, newest))[:, None] & (d < D)[None, :]
+    keys = tl.load(k_cache + at, mask=cached, other=0.0)
+    values = tl.load(v_cache + at, mask=cached, other=0.0)
+
+    # Rows 0 to GROUP - 1 are the query heads of this key/value head; the newest key is a row by itself.
+    row = tl.arange(0, BLOCK_M)
+    partner = (d + D // 2) % D  # the other number of each rotated pair, half a head away
+    real = (row < GROUP)[:, None] & (d < D)[None, :]
+    at_q = (kv_head * GROUP + row)[:, None] * D
+    at_k = (H + kv_head) * D
+    c = tl.load(cos + d, mask=d < D, other=0.0)[None, :]
+    s = tl.load(sin + d, mask=d < D, other=0.0)[None, :]  # its first half carries the minus sign
+    if NORM:
+        q_x = tl.load(q_weight + d, mask=d < D, other=0.0)[None, :]
+        q_y = tl.load(q_weight + partner, mask=d < D, other=0.0)[None, :]
+        k_x = tl.load(k_weight + d, mask=d < D, other=0.0)[None, :]
+        k_y = tl.load(k_weight + partner, mask=d < D, other=0.0)[None, :]
+    else:
+        q_x, q_y, k_x, k_y = c, c, c, c  # not used
+    slot = tl.load(slots)
+    if PDL:
+        gdc_wait()
+
+    x = tl.load(qkv + at_q + d[None, :], mask=real, other=0.0)
+    y = tl.load(qkv + at_q + partner[None, :], mask=real, other=0.0)
+    new_x = tl.load(qkv + at_k + d, mask=d < D, other=0.0)[None, :]
+    new_y = tl.load(qkv + at_k + partner, mask=d < D, other=0.0)[None, :]
+    new_value = tl.load(qkv + at_k + KH * D + d, mask=d < D, other=0.0)[None, :]
+    query = rotate(x, y, q_x, q_y, c, s, eps, D, NORM, ONE_PLUS)
+    new_key = rotate(new_x, new_y, k_x, k_y, c, s, eps, D, NORM, ONE_PLUS)  # [1, D]
+    if (split == used - 1) & (slot >= 0):
+        at_new = (slot // P) * block_stride + (slot % P) * slot_stride + kv_head * head_stride + d[None, :]
+        tl.store(k_cache + at_new, new_key, mask=(d < D)[None, :])
+        tl.store(v_cache + at_new, new_value, mask=(d < D)[None, :])
+
+    m = tl.full([BLOCK_M], -1.0e30, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+    keys = tl.where((key == newest)[:, None], new_key, keys)
+    values = tl.where((key == newest)[:, None], new_value, values)
+    scores = raw_scores(query, keys, scale, soft_cap, SOFT_CAP)
+    visible = key < high
+    if WINDOW > 0:
+        visible = visible & (key > newest - WINDOW)
+    scores = tl.where(visible[None, :], scores, float("-inf"))
+    m, total, acc = fold(scores, values, m, total, acc, unit(scale, soft_cap, SOFT_CAP))
+    # What comes before that tile is in the cache; with a window, its edge may run through the first tile.
+    m, total, acc = attend(
+        query, newest + row * 0, m, total, acc, k_cache, v_cache, block_table, kv_head, low, last, scale,
+        soft_cap, block_stride, slot_stride, head_stride, D, D_PAD, P, BLOCK_N, WINDOW > 0, WINDOW > 0,
+        WINDOW, SOFT_CAP, False,
+    )  # fmt: skip
+
+    weight_sum = tl.where(total > 0, total, 1.0)
+    acc = acc * (1.0 / weight_sum)[:, None]
+    head = kv_head * GROUP + row
+    if MEET and used == 1:
+        tl.store(out + head[:, None] * D + d[None, :], acc.to(out.dtype.element_ty), mask=real)
+    else:
+        at_part = split * H + head
+        part = acc.to(partial.dtype.element_ty)
+        tl.store(partial + at_part[:, None] * D_PAD + d[None, :], part, mask=real)
+        log = m + tl.log2(weight_sum)
+        step = 1 if MEET else LOG_STEP
+        tl.store(lse + at_part * step, log, mask=row < GROUP)
+        if MEET:
+            tl.debug_barrier()  # all threads' stores first, then one release
+            if tl.atomic_add(arrived + kv_head, 1, sem="acq_rel") == used - 1:
+                tl.store(arrived + kv_head, 0)  # ready for the next launch
+                member = tl.arange(0, GROUP_PAD)
+                whose = kv_head * GROUP + member
+                split_id = tl.arange(0, SPLITS)
+                filled = (split_id < used)[:, None] & (member < GROUP)[None, :]
+                mixed = combine(partial, lse, split_id[:, None] * H + whose[None, :], filled, d, D, D_PAD)
+                keep = (member < GROUP)[:, None] & (d < D)[None, :]
+                tl.store(out + whose[:, None] * D + d[None, :], mixed.to(out.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def heads_kernel(
+    out, partial, lse, context_len, weight, bias, residual, N,
+    H: tl.constexpr, H_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
+    BIAS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program per `ROWS` outputs: combine all heads' splits, then the product with these rows."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    k = tl.arange(0, H_PAD * D_PAD)
+    column = k // D_PAD * D + k % D_PAD
+    inside = (k // D_PAD < H) & (k % D_PAD < D)
+    w = tl.load(
+        weight + row.to(tl.int64)[:, None] * (H * D) + column[None, :],
+        mask=(row < N)[:, None] & inside[None, :], other=0.0,
+    )  # fmt: skip
+    added = tl.zeros([ROWS], tl.float32)
+    if BIAS:
+        added += tl.load(bias + row, mask=row < N, other=0.0).to(tl.float32)
+    _, _, used = splits_of(tl.load(context_len), WINDOW, BLOCK_N, SPLITS)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    added += tl.load(residual + row, mask=row < N, other=0.0).to(tl.float32)
+
+    # Heads as [D / 8, H, 8], where a thread owns the last axis, and their weights as [D / 8, H]: each thread
+    # loads what it needs of both, and nothing has to pass between threads.
+    e = tl.arange(0, D_PAD // 8)[:, None]
+    h = tl.arange(0, H_PAD)[None, :]
+    at_log = h * LOG_STEP + e * 0
+    at_part = (h * D_PAD + e * 8)[:, :, None] + tl.arange(0, 8)[None, None, :]
+    top = tl.full([D_PAD // 8, H_PAD], -1.0e30, tl.float32)
+    total = tl.zeros([D_PAD // 8, H_PAD], tl.float32)
+    x = tl.zeros([D_PAD // 8, H_PAD, 8], tl.float32)
+    for first in range(0, used, CHUNK):
+        logs, parts = (), ()  # all loads of a chunk before the first use: they wait together
+        for i in tl.static_range(CHUNK):
+            filled = (h < H) & (e >= 0) & (first + i < used)
+            here = partial + (first + i) * H * D_PAD + at_part
+            parts += (tl.load(here, mask=filled[:, :, None], other=0.0),)  # type: ignore[assignment]
+        for i in tl.static_range(CHUNK):
+            filled = (h < H) & (e >= 0) & (first + i < used)
+            log = tl.load(lse + (first + i) * H * LOG_STEP + at_log, mask=filled, other=-1.0e30)
+            logs += (log,)  # type: ignore[assignment]
+        new_top = top
+        for i in tl.static_range(CHUNK):
+            new_top = tl.maximum(new_top, logs[i])
+        shrink = tl.exp2(top - new_top)
+        total, x, top = total * shrink, x * shrink[:, :, None], new_top
+        for i in tl.static_range(CHUNK):
+            share = tl.exp2(logs[i] - top)  # 0 where there is no such split
+            total += share
+            x += parts[i].to(tl.float32) * share[:, :, None]
+    x = tl.permute(x / total[:, :, None], (1, 0, 2))
+    vector = tl.reshape(x.to(w.dtype), [H_PAD * D_PAD]).to(tl.float32)  # rounded as attention's output is
+    product = tl.sum(w.to(tl.float32) * vector[None, :], axis=1)
+    tl.store(out + row, (product + added).to(out.dtype.element_ty), mask=row < N)
+
+
+class HeadNorms(NamedTuple):
+    """Weights `[D]` of the query and key norms, epsilon, and whether weights are distances from 1."""
+
+    q_weight: Tensor
+    k_weight: Tensor
+    eps: float
+    one_plus: bool
+
+
+def attend_single(
+    qkv: Tensor,  # [1, (H + 2 KH) D]
+    cos_sin: tuple[Tensor, Tensor],  # D numbers each, float32
+    norms: HeadNorms | None,
+    layer: LayerSpec,
+    cache: tuple[Tensor, Tensor],  # [N, P, KH, D] each; the new key and value are stored here
+    block_tables: Tensor,  # [1, max_blocks] int32
+    context_lens: Tensor,  # [1] int32
+    slots: Tensor,  # [1] int64; negative: not stored
+    *,
+    workspace: Workspace,
+    config: SingleConfig,
+    meet: bool,
+) -> Tensor:
+    """Attention's output `[1, H D]`; with `meet` false, its parts stay in the workspace for `project_heads`.
+
+    Launch it behind a `gemv` with `run_ahead=False`: it reads what that one's predecessors have written.
+    """
+    k_cache, v_cache = cache
+    heads, kv_heads, d = layer.num_heads, layer.num_kv_heads, layer.head_dim
+    group = heads // kv_heads
+    out = torch.empty(1, heads * d, dtype=qkv.dtype, device=qkv.device)
+    q_weight, k_weight, eps, one_plus = norms if norms is not None else (qkv, qkv, 0.0, False)
+    early = dependent_launch(qkv.device)
+    single_kernel[(kv_heads, config.splits)](
+        out, qkv, *cos_sin, q_weight, k_weight, k_cache, v_cache, block_tables, context_lens, slots,
+        workspace.partial if meet else workspace.partial.view(qkv.dtype), workspace.lse, workspace.arrived,
+        eps, layer.scale, layer.soft_cap or 1.0, *k_cache.stride()[:3],
+        H=heads, KH=kv_heads, GROUP=group, D=d, D_PAD=max(16, triton.next_power_of_2(d)),
+        P=k_cache.shape[1], WINDOW=layer.sliding_window or 0, SOFT_CAP=layer.soft_cap is not None,
+        NORM=norms is not None, ONE_PLUS=one_plus, BLOCK_M=max(16, triton.next_power_of_2(group)),
+        BLOCK_N=config.block_n, SPLITS=config.splits, MEET=meet,
+        GROUP_PAD=triton.next_power_of_2(group), PDL=early,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+        **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
+    return out
+
+
+def project_heads(
+    residual: Tensor,  # [1, N]
+    weight: Tensor,  # [N, H D]
+    bias: Tensor | None,  # [N]
+    layer: LayerSpec,
+    context_lens: Tensor,  # [1] int32
+    *,
+    workspace: Workspace,
+    config: SingleConfig,
+    shape: HeadsConfig,
+) -> Tensor:
+    """`residual + bias + weight @ attention's output`, the output as parts in the workspace: `[1, N]`."""
+    heads, d, rows = layer.num_heads, layer.head_dim, weight.shape[0]
+    out = torch.empty_like(residual)
+    assert workspace.rows >= config.splits * heads * 2, f"the workspace has {workspace.rows} rows only"
+    early = dependent_launch(residual.device)
+    heads_kernel[(triton.cdiv(rows, shape.rows),)](
+        out, workspace.partial.view(residual.dtype), workspace.lse, context_lens, weight,
+        residual if bias is None else bias, residual, rows,
+        H=heads, H_PAD=triton.next_power_of_2(heads), D=d, D_PAD=max(16, triton.next_power_of_2(d)),
+        WINDOW=layer.sliding_window or 0, BLOCK_N=config.block_n, SPLITS=config.splits,
+        CHUNK=min(shape.chunk, config.splits), ROWS=shape.rows, BIAS=bias is not None, PDL=early,
+        num_warps=shape.num_warps, **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
+    return out
