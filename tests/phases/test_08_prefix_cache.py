@@ -330,6 +330,18 @@ def test_collisions_are_counted_and_never_served() -> None:
     made.detach(cursor)
 
 
+def test_a_collision_does_not_open_another_tenants_tree() -> None:
+    """Same tokens, same hash, other salt: nothing wrong would be served, but a clock would tell."""
+    made = HashIndex(lambda data: 7)
+    cursor = grow(made, "a", 0, "one")
+    assert made.match(keys("a"), "two").blocks == [] and made.match(keys("a"), "one").blocks == [0]
+    other, held, new = made.extend(made.attach([], "two"), keys("a"), [1])
+    assert (held, new, made.collisions) == ([1], [], 1)
+    made.detach(cursor)
+    made.detach(other)
+    assert made.evict(1) == [0] and made.evictable == 0
+
+
 @pytest.mark.parametrize("index", ["radix", "hash"])
 @settings(max_examples=150, deadline=None)
 @given(

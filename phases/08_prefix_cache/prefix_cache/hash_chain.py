@@ -18,20 +18,20 @@ from prefix_cache.index import Key, Match
 class Entry:
     """A cached block; `before` is the block that it continues, None for a sequence's first."""
 
-    __slots__ = ("before", "block", "digest", "key", "pins")
+    __slots__ = ("before", "block", "digest", "key", "pins", "salt")
 
-    def __init__(self, digest: int, key: Key, block: int, before: Entry | None) -> None:
-        self.digest, self.key, self.block, self.before = digest, key, block, before
+    def __init__(self, digest: int, key: Key, block: int, before: Entry | None, salt: str) -> None:
+        self.digest, self.key, self.block, self.before, self.salt = digest, key, block, before, salt
         self.pins = 0
 
 
 class Cursor:
     """The end of what a request shares; `broken` once a collision has ended it."""
 
-    __slots__ = ("broken", "digest", "entry")
+    __slots__ = ("broken", "digest", "entry", "salt")
 
-    def __init__(self, digest: int, entry: Entry | None, broken: bool = False) -> None:
-        self.digest, self.entry, self.broken = digest, entry, broken
+    def __init__(self, digest: int, entry: Entry | None, salt: str, broken: bool = False) -> None:
+        self.digest, self.entry, self.salt, self.broken = digest, entry, salt, broken
 
 
 class HashIndex:
@@ -59,7 +59,7 @@ class HashIndex:
 
     def attach(self, keys: list[Key], salt: str) -> Cursor:
         """Pin the blocks of a path."""
-        cursor = Cursor(self._start(salt), None)
+        cursor = Cursor(self._start(salt), None, salt)
         for entry in self._walk(keys, salt):
             self._pin(entry)
             cursor.digest, cursor.entry = entry.digest, entry
@@ -74,13 +74,13 @@ class HashIndex:
         for key, block in zip(keys, blocks, strict=True):
             digest = self._next(cursor.digest, key)
             entry = None if cursor.broken else self._entries.get(digest)
-            if cursor.broken or (entry is not None and not _same(entry, key, cursor.entry)):
+            if cursor.broken or (entry is not None and not _same(entry, key, cursor.entry, cursor.salt)):
                 self.collisions += not cursor.broken
                 cursor.broken = True
                 held.append(block)
                 continue
             if entry is None:
-                entry = self._entries[digest] = Entry(digest, key, block, cursor.entry)
+                entry = self._entries[digest] = Entry(digest, key, block, cursor.entry, cursor.salt)
                 self._unpinned[digest] = entry  # until it is pinned, in a moment
                 new.append(block)
             self._pin(entry)
@@ -91,7 +91,7 @@ class HashIndex:
     def share(self, cursor: object) -> Cursor:
         """Pin the way from the end to the start."""
         assert isinstance(cursor, Cursor)
-        copy = Cursor(cursor.digest, cursor.entry, cursor.broken)
+        copy = Cursor(cursor.digest, cursor.entry, cursor.salt, cursor.broken)
         entry = copy.entry
         while entry is not None:
             self._pin(entry)
@@ -126,7 +126,7 @@ class HashIndex:
         for key in keys:
             digest = self._next(digest, key)
             entry = self._entries.get(digest)
-            if entry is None or not _same(entry, key, before):
+            if entry is None or not _same(entry, key, before, salt):
                 break
             found.append(entry)
             before = entry
@@ -144,6 +144,9 @@ class HashIndex:
         entry.pins += 1
 
 
-def _same(entry: Entry, key: Key, before: Entry | None) -> bool:
-    """The strong check. By induction over `before` it compares the whole sequence, one block at a time."""
-    return entry.key == key and entry.before is before
+def _same(entry: Entry, key: Key, before: Entry | None, salt: str) -> bool:
+    """The strong check. By induction over `before` it compares the whole sequence, one block at a time.
+
+    The salt too: a first block has nothing before it that would tell whose it is.
+    """
+    return entry.key == key and entry.before is before and entry.salt == salt
