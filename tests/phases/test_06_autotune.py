@@ -177,9 +177,13 @@ def test_a_bench_for_the_record_uses_the_defaults(monkeypatch: pytest.MonkeyPatc
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("kernels run natively here")
-    monkeypatch.setattr(autotune, "SPACE", {
-        "decode": {"block_n": (16, 32)}, "prefill": {"block_m": (32, 128)}, "gemv": {"rows": (1, 2)},
-    })  # fmt: skip
+    few = {
+        "decode": {"block_n": (16, 32)},
+        "single": {"splits": (1, 2, 4)},
+        "prefill": {"block_m": (32, 128)},
+        "gemv": {"rows": (1, 2)},
+    }
+    monkeypatch.setattr(autotune, "SPACE", few)
 
 
 def test_every_shape_of_a_model_is_tuned_and_the_engine_uses_it(
@@ -196,7 +200,7 @@ def test_every_shape_of_a_model_is_tuned_and_the_engine_uses_it(
     assert "decode attention, 1 x 20" in out and "prefill attention" in out and "matrix-vector" in out
     assert "s for compiling" in out and str(home) in out
     entries = json.loads(winners.winners_path(CPU).read_text())["winners"]
-    assert set(entries) == {"decode", "prefill", "gemv"} and len(entries["decode"]) == 2
+    assert set(entries) == {"decode", "single", "prefill", "gemv"} and len(entries["decode"]) == 2
     d_pad = entries["prefill"][0]["at"]["d_pad"]
     assert prefill_config(d_pad, 4, CPU) != prefill_config.table(d_pad, 4, CPU)
 
@@ -212,7 +216,7 @@ def test_every_shape_of_a_model_is_tuned_and_the_engine_uses_it(
 
 def test_shapes_are_those_of_the_model() -> None:
     titles = {shape.kind: shape for shape in shapes(TINY, CPU, torch.float32, (2,), 20)}
-    assert set(titles) == {"decode", "prefill", "gemv"}
+    assert set(titles) == set(autotune.SPACE) == {"decode", "single", "prefill", "gemv"}
     assert titles["decode"].at["pairs"] == 2 * TINY.num_kv_heads
     assert titles["gemv"].at == {"rows": TINY.vocab_size, "size": TINY.hidden_size, "gated": False}
 

@@ -39,6 +39,12 @@ SPACE: dict[str, dict[str, tuple[Any, ...]]] = {
         "num_stages": (1, 2, 3, 4, 5),
         "splits": (1, 2, 4, 8, 16, 32),
     },
+    "single": {
+        "block_n": (16, 32, 64, 128),
+        "num_warps": (1, 2, 4, 8),
+        "num_stages": (1, 2, 3, 4),
+        "splits": (1, 2, 4, 8, 16, 32),
+    },
     "prefill": {
         "block_m": (32, 64, 128),
         "block_n": (32, 64, 128),
@@ -88,7 +94,7 @@ def autotune(
     *,
     device: torch.device,
     dtype: torch.dtype,
-    batches: Sequence[int] = (1, 8, 32, 128),
+    batches: Sequence[int] = (2, 8, 32, 128),
     context: int = 2048,
     timer: Timer | None = None,
     report: Report = lambda shape, trial: None,

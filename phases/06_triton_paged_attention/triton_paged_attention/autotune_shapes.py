@@ -11,11 +11,20 @@ import triton
 from torch import Tensor
 
 from common.config import ModelConfig
+from forward.attention import LayerSpec
 
 from .decode import Workspace, paged_decode
 from .gemv import gemv
 from .prefill import paged_prefill, query_tiles
-from .tuning import decode_config, gemv_config, multiprocessors, prefill_config
+from .single import attend_single, project_heads
+from .tuning import (
+    decode_config,
+    gemv_config,
+    heads_config,
+    multiprocessors,
+    prefill_config,
+    single_config,
+)
 
 CACHE_BYTES = 120e6
 """Data is repeated in memory until it is this large: more than twice the L2 cache of an H200."""
@@ -47,6 +56,7 @@ def shapes(
     """What a model of this configuration can be tuned for, with random data; memory is freed in between."""
     for batch in batches:
         yield decode_shape(model, device, dtype, batch, context)
+    yield single_shape(model, device, dtype, max(1, context // 2))
     yield prefill_shape(model, device, dtype, context)
     q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     hidden, inner = model.hidden_size, model.intermediate_size
@@ -106,6 +116,42 @@ def decode_shape(
 
     at = {"pairs": pairs, "d_pad": d_pad, "itemsize": dtype.itemsize}
     return Shape("decode", f"decode attention, {batch} x {context:,}", at, default, call, len(tables), most)
+
+
+def single_shape(model: ModelConfig, device: torch.device, dtype: torch.dtype, context: int) -> Shape:
+    """Attention of a lone token and the output projection behind it, which combines the splits."""
+    k, v, tables = _cache(model, device, dtype, 1, context)
+    heads, kv_heads, d = model.num_heads, model.num_kv_heads, model.head_dim
+    layer = LayerSpec(0, heads, kv_heads, d, model.attention_scale)
+    qkv = torch.randn(1, (heads + 2 * kv_heads) * d, device=device, dtype=dtype)
+    cos, sin = torch.randn(2, d, device=device)
+    lens = torch.tensor([context], dtype=torch.int32, device=device)
+    slots = torch.tensor([-1], device=device)  # the newest key is not stored
+    weight = torch.randn(model.hidden_size, heads * d, device=device, dtype=dtype) / (heads * d) ** 0.5
+    residual = torch.randn(1, model.hidden_size, device=device, dtype=dtype)
+    d_pad = max(16, triton.next_power_of_2(d))
+    most = 32
+    workspace = Workspace(2 * most * heads, d_pad, device)
+    projection = heads_config(*weight.shape)
+
+    def call() -> Tensor:
+        config = single_config(kv_heads, d_pad, dtype.itemsize, device)
+        out = residual
+        for table in tables:
+            out = attend_single(
+                qkv, (cos, sin), None, layer, (k, v), table, lens, slots,
+                workspace=workspace, config=config, meet=projection is None,
+            )  # fmt: skip
+            if projection is not None:
+                out = project_heads(
+                    residual, weight, None, layer, lens,
+                    workspace=workspace, config=config, shape=projection,
+                )  # fmt: skip
+        return out
+
+    default = single_config.table(kv_heads, d_pad, dtype.itemsize, device)
+    at = {"kv_heads": kv_heads, "d_pad": d_pad, "itemsize": dtype.itemsize}
+    return Shape("single", f"a lone token, 1 x {context:,}", at, default, call, len(tables), most)
 
 
 def prefill_shape(model: ModelConfig, device: torch.device, dtype: torch.dtype, context: int) -> Shape:

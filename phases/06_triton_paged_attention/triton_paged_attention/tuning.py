@@ -133,7 +133,7 @@ class SingleConfig:
     splits: int = 8
 
 
-@cache
+@winners_first("single", SingleConfig)
 def single_config(kv_heads: int, d_pad: int, itemsize: int, device: torch.device) -> SingleConfig:
     """Defaults: a program for every second multiprocessor, and tiles that fit a program's registers."""
     splits = max(1, min(32, multiprocessors(device) // 2 // kv_heads))

@@ -133,7 +133,7 @@ def _fit(found: Any, at: Mapping[str, Any], default: Any, device: torch.device) 
     """A winner of another batch size must not split more than the workspace in `attention` has room for."""
     from .tuning import multiprocessors  # which imports this module
 
-    if getattr(found, "splits", 1) > 1:
+    if NEAREST in at and getattr(found, "splits", 1) > 1:
         most = max(default.splits, 4 * multiprocessors(device) // at[NEAREST])
         found = replace(found, splits=min(found.splits, most))
     return found
