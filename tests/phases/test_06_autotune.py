@@ -30,8 +30,10 @@ TINY = SHAPES["tiny"]
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """An empty cache folder, and no look-ups kept from or for other tests."""
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
+    """An empty cache folder, and no look-ups kept from or for other tests; a GPU only where one is needed."""
+    if not request.node.get_closest_marker("gpu"):
+        monkeypatch.setattr(winners, "_current_device", lambda: CPU)
     monkeypatch.setenv("LADDER_HOME", str(tmp_path))
     monkeypatch.delenv("LADDER_TUNING", raising=False)
     winners.forget()
