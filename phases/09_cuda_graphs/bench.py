@@ -114,7 +114,7 @@ class Bench:
     # What is measured.
 
     def throughput(self) -> list[Run]:
-        """The three published workloads. Eager variants are slow at batch 1 and measured once more only."""
+        """The three published workloads."""
         runs: list[Run] = []
         for name in ("single-512", "offline-256", "prefill-64x1024"):
             work = workload(name)
@@ -124,12 +124,16 @@ class Bench:
                     name=f"{name}[:8]",
                     items=tuple(Item(i.prompt, min(i.max_tokens, 8)) for i in work.items[:8]),
                 )
-            large = self.name != MODELS[0]
-            variants = [BEFORE, PHASE] if large and name == "prefill-64x1024" else list(VARIANTS)
-            if large and name == "offline-256":
-                variants = [NO_OVERLAP, PHASE]
-            runs += self.compare(work, variants)
+            runs += self.compare(work, self.variants(name))
         return runs
+
+    def variants(self, name: str) -> list[str]:
+        """All where they differ; fewer where a sample takes long and another workload has shown it."""
+        if name == "single-512":
+            return list(VARIANTS)
+        if name == "prefill-64x1024":
+            return [BEFORE, PHASE]
+        return [BEFORE, NO_OVERLAP, PHASE] if self.name == MODELS[0] else [NO_OVERLAP, PHASE]
 
     def compare(self, work: Workload, variants: Sequence[str]) -> list[Run]:
         """Variants on one workload, all requests at once."""
@@ -226,7 +230,8 @@ class Bench:
         scheduler.step_tokens = scheduler.chunk_tokens = 512
         names = (BEFORE, NO_OVERLAP, PHASE)
         made = {name: partial(self.replayed, name, work) for name in names}
-        kept = self.take(made, repeats=1)
+        warm = {name: partial(self.replayed, name, work.first(8), 0) for name in names}
+        kept = alternate(made, 1, warm=warm, log=print)
         scheduler.step_tokens, scheduler.chunk_tokens = before
         return [
             self.summarize(name, work, samples, options={"budget": 512}) for name, samples in kept.items()
