@@ -19,7 +19,13 @@ from triton_paged_attention.gemv import gemv
 from triton_paged_attention.kv_store import kv_store
 from triton_paged_attention.prefill import paged_prefill, query_tiles
 from triton_paged_attention.single import HeadNorms, attend_single, project_heads
-from triton_paged_attention.tuning import heads_config, multiprocessors, prefill_config, single_config
+from triton_paged_attention.tuning import (
+    for_keys,
+    heads_config,
+    multiprocessors,
+    prefill_config,
+    single_config,
+)
 
 Backend = Literal["torch", "triton"]
 TILE_ROWS = 16
@@ -78,6 +84,7 @@ class TritonPagedAttention(PagedAttention):
             self._torch.begin(self.batch)
         self._max_queries = int(host.query_lens[decodes].max(initial=0))
         self._only: Tensor | None = None  # the requests that are decodes; None: all
+        self._prefill_keys = int(host.context_lens[longer].max(initial=0))
         self._tiles: Tensor | None = None
         if not decodes.all():
             members, tiles = np.flatnonzero(decodes).astype(np.int32), self._cut(host, longer)
@@ -103,7 +110,7 @@ class TritonPagedAttention(PagedAttention):
         members: int32, padded with requests that have no tokens and no context. tiles: `[n, 4]` int32,
         padded with tiles of no tokens.
         """
-        self.batch, self._needs_torch = batch, False
+        self.batch, self._needs_torch, self._prefill_keys = batch, False, 0
         self._max_queries, self._only, self._tiles = self._most_queries, members, tiles
 
     def store(self, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None:
@@ -167,6 +174,6 @@ class TritonPagedAttention(PagedAttention):
                 sliding_window=layer.sliding_window,
                 soft_cap=layer.soft_cap,
                 out=out,
-                config=self._prefill_config,
+                config=for_keys(self._prefill_config, self._prefill_keys),
             )
         return out

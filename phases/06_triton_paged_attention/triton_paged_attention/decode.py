@@ -66,15 +66,8 @@ def decode_kernel(
     m = tl.full([BLOCK_M], -1.0e30, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
-    if TMA:  # the last tile of the request apart: masking values costs more here
-        whole = low if WINDOW > 0 or QUERIES > 1 else tl.minimum(high, context // BLOCK_N * BLOCK_N)
-        m, total, acc = attend(
-            query, position, m, total, acc, k_cache, v_cache, table, kv_head, low, whole, scale, soft_cap,
-            block_stride, slot_stride, head_stride, D, D_PAD, P, BLOCK_N, False, False, 0, SOFT_CAP, TMA,
-        )  # fmt: skip
-        low = whole
     m, total, acc = attend(
-        query, position, m, total, acc, k_cache, v_cache, table, kv_head, low, high, scale, soft_cap,
+        query, position, m, total, acc, k_cache, v_cache, table, kv_head, low, high, high, scale, soft_cap,
         block_stride, slot_stride, head_stride, D, D_PAD, P, BLOCK_N, True, QUERIES > 1, WINDOW, SOFT_CAP,
         TMA,
     )  # fmt: skip

@@ -65,14 +65,23 @@ def prefill_kernel(
     m = tl.full([BLOCK_M], -1.0e30, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
-    m, total, acc = attend(
-        query, position, m, total, acc, k_cache, v_cache, table, kv_head, begin, whole, scale, soft_cap,
-        block_stride, slot_stride, head_stride, D, D_PAD, P, BLOCK_N, False, False, 0, SOFT_CAP, TMA,
-    )  # fmt: skip
-    m, total, acc = attend(
-        query, position, m, total, acc, k_cache, v_cache, table, kv_head, whole, end, scale, soft_cap,
-        block_stride, slot_stride, head_stride, D, D_PAD, P, BLOCK_N, True, True, WINDOW, SOFT_CAP, TMA,
-    )  # fmt: skip
+    if TMA and WINDOW == 0:  # one loop: its tiles need no mask against what lies behind the last key
+        m, total, acc = attend(
+            query, position, m, total, acc, k_cache, v_cache, table, kv_head, begin, end, whole, scale,
+            soft_cap, block_stride, slot_stride, head_stride, D, D_PAD, P, BLOCK_N, True, True, 0, SOFT_CAP,
+            TMA, True,
+        )  # fmt: skip
+    else:
+        m, total, acc = attend(
+            query, position, m, total, acc, k_cache, v_cache, table, kv_head, begin, whole, whole, scale,
+            soft_cap, block_stride, slot_stride, head_stride, D, D_PAD, P, BLOCK_N, False, False, 0, SOFT_CAP,
+            TMA,
+        )  # fmt: skip
+        m, total, acc = attend(
+            query, position, m, total, acc, k_cache, v_cache, table, kv_head, whole, end, end, scale,
+            soft_cap, block_stride, slot_stride, head_stride, D, D_PAD, P, BLOCK_N, True, True, WINDOW,
+            SOFT_CAP, TMA,
+        )  # fmt: skip
     acc = acc * (1.0 / tl.where(total > 0, total, 1.0))[:, None]  # one division per row, not per number
     tl.store(out + origin + at_q, acc.to(out.dtype.element_ty), mask=real)
 
@@ -123,14 +132,15 @@ def paged_prefill(
     out = torch.empty_like(q) if out is None else out
     if len(tiles) == 0:
         return out
-    k_arg, v_arg = (describe(c, config.block_n) if config.tma else c for c in (k_cache, v_cache))
+    tma = config.tma and block_size % config.block_n == 0 and d == d_pad and k_cache.stride(2) == d
+    k_arg, v_arg = (describe(c, config.block_n) if tma else c for c in (k_cache, v_cache))
     options = {"maxnreg": config.maxnreg} if config.maxnreg and q.is_cuda else {}
     prefill_kernel[(len(tiles), kv_heads)](
         out, q, k_arg, v_arg, block_tables, tiles,
         scale, soft_cap or 1.0, block_tables.stride(0), *k_cache.stride()[:3],
         H=heads, GROUP=heads // kv_heads, D=d, D_PAD=d_pad, P=block_size,
         WINDOW=sliding_window or 0, SOFT_CAP=soft_cap is not None,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, TMA=config.tma,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, TMA=tma,
         num_warps=config.num_warps, num_stages=config.num_stages, **options,
     )  # fmt: skip
     return out

@@ -72,8 +72,6 @@ def single_kernel(
 ):  # fmt: skip
     """One program per key/value head and split."""
     kv_head, split = tl.program_id(0), tl.program_id(1)
-    if PDL:
-        gdc_launch_dependents()  # the projection behind reads weights and the length before its wait
     context = tl.load(context_len)
     newest = context - 1
     begin, share, used = splits_of(context, WINDOW, BLOCK_N, SPLITS)
@@ -120,6 +118,8 @@ def single_kernel(
     new_x = tl.load(qkv + at_k + d, mask=d < D, other=0.0)[None, :]
     new_y = tl.load(qkv + at_k + partner, mask=d < D, other=0.0)[None, :]
     new_value = tl.load(qkv + at_k + KH * D + d, mask=d < D, other=0.0)[None, :]
+    if PDL:  # not before: the weights that the next kernel reads would delay what this one waits for
+        gdc_launch_dependents()
     query = rotate(x, y, q_x, q_y, c, s, eps, D, NORM, ONE_PLUS)
     new_key = rotate(new_x, new_y, k_x, k_y, c, s, eps, D, NORM, ONE_PLUS)  # [1, D]
     if (split == used - 1) & (slot >= 0):
@@ -140,8 +140,8 @@ def single_kernel(
     m, total, acc = fold(scores, values, m, total, acc, unit(scale, soft_cap, SOFT_CAP))
     # What comes before that tile is in the cache; with a window, its edge may run through the first tile.
     m, total, acc = attend(
-        query, newest + row * 0, m, total, acc, k_cache, v_cache, block_table, kv_head, low, last, scale,
-        soft_cap, block_stride, slot_stride, head_stride, D, D_PAD, P, BLOCK_N, WINDOW > 0, WINDOW > 0,
+        query, newest + row * 0, m, total, acc, k_cache, v_cache, block_table, kv_head, low, last, last,
+        scale, soft_cap, block_stride, slot_stride, head_stride, D, D_PAD, P, BLOCK_N, WINDOW > 0, WINDOW > 0,
         WINDOW, SOFT_CAP, False,
     )  # fmt: skip
 
@@ -298,7 +298,7 @@ def project_heads(
         residual if bias is None else bias, residual, rows,
         H=heads, H_PAD=triton.next_power_of_2(heads), D=d, D_PAD=max(16, triton.next_power_of_2(d)),
         WINDOW=layer.sliding_window or 0, BLOCK_N=config.block_n, SPLITS=config.splits,
-        CHUNK=min(shape.chunk, config.splits), ROWS=shape.rows, BIAS=bias is not None, PDL=early,
-        num_warps=shape.num_warps, **({"launch_pdl": True} if early else {}),
+        CHUNK=min(shape.chunk, config.splits), ROWS=shape.rows, BIAS=bias is not None,
+        PDL=early, num_warps=shape.num_warps, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out

@@ -55,21 +55,39 @@ def lookup(table, start, end, n, P: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def hide(s, key, position, start, high, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr):
+    """Scores `s [M, N]` of keys `key [N]` with minus infinity where a row may not see a key."""
+    visible = key[None, :] <= position[:, None] if CAUSAL else (key < high)[None, :]
+    if WINDOW > 0:
+        visible = visible & (key[None, :] > position[:, None] - WINDOW)
+    if TMA:
+        visible = visible & (key >= start)[None, :]
+    return tl.where(visible, s, float("-inf"))
+
+
+@triton.jit
 def attend(
     query,  # [M, D]
     position,  # [M]
     m, total, acc,
-    k_cache, v_cache,  # pointers to [N, P, KH, D], or TMA descriptors of the same memory as [N * P, KH * D]
-    table, kv_head, low, high, scale, soft_cap, block_stride, slot_stride, head_stride,
+    k_cache, v_cache,  # pointers to [N, P, KH, D], or TMA descriptors of the same memory, see tma.py
+    table, kv_head, low, high, whole, scale, soft_cap, block_stride, slot_stride, head_stride,
     D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, TMA: tl.constexpr,
+    EDGE: tl.constexpr = False,
 ):  # fmt: skip
     """Fold keys [low, high) of one request into (m, total, acc). Every attention kernel here is a call of
     this.
 
-    Unless MASKED, `high - low` is a multiple of BLOCK_N and every row sees every key. The block ids of the
-    next tile are loaded while this one is computed and carried through the loop: loaded in the iteration
-    that needs them, they would halve the depth of the pipeline.
+    Unless MASKED, `high - low` is a multiple of BLOCK_N and every row sees every key. EDGE: this is so up to
+    `whole`, and only the tiles behind pay for the mask.
+
+    By TMA, a tile that would reach past `high` is moved back to end there: what lies behind may be anything,
+    and 0 times NaN is NaN. Its first keys then are of the tile before, or, before the block's beginning,
+    zeros.
+
+    The block ids of the next tile are loaded while this one is computed and carried through the loop: loaded
+    in the iteration that needs them, they would halve the depth of the pipeline.
     """
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, D_PAD)
@@ -79,11 +97,10 @@ def attend(
         next_block = lookup(table, start + BLOCK_N, high, n, P, BLOCK_N)
         key = start + n
         if TMA:
-            slot = block * P + start % P
-            keys = k_cache.load([slot, kv_head * D])
-            values = v_cache.load([slot, kv_head * D])
-            if MASKED:
-                values = tl.where((key < high)[:, None], values, 0.0)  # 0 * NaN would be NaN
+            back = tl.maximum(start + BLOCK_N - high, 0) if MASKED else 0
+            key -= back
+            keys = k_cache.load([block, start % P - back, kv_head * D]).reshape(BLOCK_N, D)
+            values = v_cache.load([block, start % P - back, kv_head * D]).reshape(BLOCK_N, D)
         else:
             if P % BLOCK_N == 0:
                 at = block.to(tl.int64) * block_stride + (start % P) * slot_stride + n * slot_stride
@@ -101,11 +118,11 @@ def attend(
                 keys = tl.load(k_cache + at)
                 values = tl.load(v_cache + at)
         s = raw_scores(query, keys, scale, soft_cap, SOFT_CAP)
-        if MASKED:
-            visible = key[None, :] <= position[:, None] if CAUSAL else (key < high)[None, :]
-            if WINDOW > 0:
-                visible = visible & (key[None, :] > position[:, None] - WINDOW)
-            s = tl.where(visible, s, float("-inf"))
+        if EDGE:
+            if start + BLOCK_N > whole:
+                s = hide(s, key, position, start, high, CAUSAL, WINDOW, TMA)
+        elif MASKED:
+            s = hide(s, key, position, start, high, CAUSAL, WINDOW, TMA)
         m, total, acc = fold(s, values, m, total, acc, factor)
         block = next_block
     return m, total, acc

@@ -11,7 +11,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 def describe(cache: Tensor, block_n: int) -> TensorDescriptor:
-    """A layer's cache `[N, P, KH, D]`, as `[N * P, KH * D]` in tiles of `block_n` tokens of a head."""
+    """A layer's cache `[N, P, KH, D]`, as `[N, P, KH * D]` in tiles of `block_n` tokens of a block and head.
+
+    With the block as an axis of its own, a tile that begins before its block reads zeros, not the block that
+    lies before it in memory.
+    """
     blocks, block_size, kv_heads, d = cache.shape
-    shape, strides = [blocks * block_size, kv_heads * d], [kv_heads * d, 1]
-    return TensorDescriptor(cache, shape, strides, [block_n, d])
+    row = kv_heads * d
+    return TensorDescriptor(cache, [blocks, block_size, row], [block_size * row, row, 1], [1, block_n, d])

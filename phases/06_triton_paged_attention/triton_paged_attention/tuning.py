@@ -38,6 +38,7 @@ class PrefillConfig:
 
     block_m: rows (query tokens times the heads of a group) per tile. block_n: keys per step.
     maxnreg: registers per thread at most; 128 lets two programs of 8 warps share a multiprocessor.
+    tma: copy tiles by the tensor memory accelerator, if the blocks and heads of the cache allow it.
     """
 
     block_m: int = 128
@@ -82,6 +83,21 @@ def decode_config(pairs: int, d_pad: int, itemsize: int, device: torch.device) -
     return config
 
 
+@cache
+def has_tma(device: torch.device) -> bool:
+    """Whether the device has a tensor memory accelerator (compute capability 9.0 on)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+LONG = 8192
+"""Keys from which on a prefill program is long enough to be alone on its multiprocessor."""
+
+
+def for_keys(config: PrefillConfig, keys: int) -> PrefillConfig:
+    """`config` for prompts up to `keys` long: one program with all registers, or two that take turns."""
+    return replace(config, num_stages=3, maxnreg=None) if config.tma and keys >= LONG else config
+
+
 @winners_first("prefill", PrefillConfig)
 def prefill_config(d_pad: int, itemsize: int, device: torch.device) -> PrefillConfig:
     """Defaults for a head of `d_pad` numbers of `itemsize` bytes.
@@ -91,6 +107,8 @@ def prefill_config(d_pad: int, itemsize: int, device: torch.device) -> PrefillCo
     """
     row = d_pad * itemsize
     config = PrefillConfig(128, 64, 8, 2, maxnreg=128) if row <= 256 else PrefillConfig(64, 32, 4, 2)
+    if itemsize == 2 and d_pad in (64, 128) and has_tma(device):
+        config = replace(config, tma=True)
     while config.block_n > 16 and row * (config.block_m + 2 * config.block_n * 2) > shared_memory(device):
         config = replace(config, block_n=config.block_n // 2, block_m=max(16, config.block_m // 2))
     return config
@@ -130,13 +148,13 @@ class SingleConfig:
     block_n: int = 64
     num_warps: int = 4
     num_stages: int = 2
-    splits: int = 8
+    splits: int = 16
 
 
 @winners_first("single", SingleConfig)
 def single_config(kv_heads: int, d_pad: int, itemsize: int, device: torch.device) -> SingleConfig:
-    """Defaults: a program for every second multiprocessor, and tiles that fit a program's registers."""
-    splits = max(1, min(32, multiprocessors(device) // 2 // kv_heads))
+    """Defaults: a program for every multiprocessor, and tiles that fit a program's registers."""
+    splits = max(1, min(32, multiprocessors(device) // kv_heads))
     block_n = max(16, min(64, 16_384 // (d_pad * itemsize)))
     return SingleConfig(block_n, splits=1 << (splits.bit_length() - 1))
 
@@ -145,7 +163,7 @@ def single_config(kv_heads: int, d_pad: int, itemsize: int, device: torch.device
 class HeadsConfig:
     """How the output projection of a lone token runs: rows per program, splits that are loaded at once."""
 
-    rows: int = 4
+    rows: int = 8
     num_warps: int = 8
     chunk: int = 8
 
