@@ -39,7 +39,6 @@ def variants(options: BenchOptions) -> list[Run]:
     model, name = load_target(options), options.model or ""
     requests, output = (16, 16) if options.quick else (REQUESTS, OUTPUT)
     work = uniform(f"batch-{requests}x{PROMPT}+{output}", requests, PROMPT, output)
-    warm_up = uniform("warm-up", 4, PROMPT, 4)
     chosen: dict[str, dict[str, Any]] = {BEFORE: {}, PHASE: {}}
     chosen |= {f"{PHASE}, {choice} by torch": {choice: "torch"} for choice in CHOICES}
 
@@ -59,13 +58,9 @@ def variants(options: BenchOptions) -> list[Run]:
     def once(variant: str, repeat: int) -> Sample:
         return time_generation(build(variant), work.cold(repeat), options.device)
 
-    def warm(variant: str) -> object:
-        return time_generation(build(variant), warm_up, options.device)
-
     samples = alternate(
         {variant: partial(once, variant) for variant in chosen},
         repeats=options.repeats,
-        warm={variant: partial(warm, variant) for variant in chosen},
     )
     ideal = generation_work(model.config, options.dtype, work.prompt_lens, work.output_lens, requests)
     top = ceilings(options.device, options.dtype)

@@ -34,7 +34,7 @@ from cuda_graphs.compiled import compile_layers
 from cuda_graphs.engine import OverlapEngine
 from cuda_graphs.memory import graph_bytes
 from cuda_graphs.runner import GraphRunner
-from cuda_graphs.staging import AHEAD, Staging
+from cuda_graphs.staging import BUFFERS, Staging
 from cuda_graphs.step_kernels import gather_inputs, scatter_tokens
 from cuda_graphs.tables import DeviceTables
 from forward.attention import RecomputeAttention
@@ -165,15 +165,27 @@ def test_the_layout_of_a_mixed_step_pads_everything() -> None:
     assert 99 not in flat
 
 
-def test_staging_does_not_write_into_a_copy_that_waits() -> None:
+def test_staging_takes_its_buffers_in_turn() -> None:
     staging = Staging(4, torch.device(DEVICE))
     buffers = set()
-    for turn in range(2 * AHEAD):
+    for turn in range(2 * BUFFERS):
         with staging.fill(3) as numbers:
             numbers[:] = turn
             buffers.add(numbers.__array_interface__["data"][0])
         assert staging.device[:3].tolist() == [turn] * 3
-    assert len(buffers) == AHEAD >= 3
+    assert len(buffers) == BUFFERS
+
+
+def test_staging_waits_until_a_buffer_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    staging, log = Staging(4, torch.device("cpu")), []
+    event: Any = SimpleNamespace(
+        synchronize=lambda: log.append("wait"), record=lambda: log.append(f"copied {staging.device.tolist()}")
+    )
+    monkeypatch.setattr(staging, "_copied", [event] * BUFFERS)
+    with staging.fill(2) as numbers:
+        log.append("write")
+        numbers[:] = 5
+    assert log == ["wait", "write", "copied [5, 5, 0, 0]"]
 
 
 # Running ahead.
@@ -365,6 +377,19 @@ def test_graphs_on_a_gpu_give_the_tokens_of_the_cpu() -> None:
     )
     assert runner_of(engine).replays > 0.9 * engine.stats.steps
     engine.check_integrity()
+
+
+@GPU
+def test_the_host_may_run_far_ahead_of_the_device() -> None:
+    """Chunks in the middle of a prompt return nothing, so nothing holds the host back."""
+    model = forward.load_model("random:tiny", device="cuda", dtype="float32")
+    prompts = [[(7 * i + n) % 250 + 1 for i in range(600)] for n in range(3)]
+    params = SamplingParams(max_tokens=4)
+    expected = generate(cuda_graphs.load(model, graphs=False, cache_bytes=8_000_000), prompts, params)
+    engine = cuda_graphs.load(model, cache_bytes=8_000_000, step_tokens=32, graph_tokens=32)
+    torch.cuda._sleep(200_000_000)  # a tenth of a second, in which everything is launched
+    assert_all_same(model, expected, generate(engine, prompts, params))
+    assert runner_of(engine).replays > 50
 
 
 @GPU

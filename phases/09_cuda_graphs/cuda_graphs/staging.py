@@ -9,27 +9,36 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-AHEAD = 4
-"""Buffers on the host. The host is at most two steps ahead of the device, and must not write into a buffer
-whose copy still waits in the queue."""
+BUFFERS = 4
+"""On the host. One would do, but then the host would wait for the device at every step."""
 
 
 class Staging:
     """`size` int64 numbers at a fixed address on the device, filled by one copy a step.
+
+    The copy waits in the device's queue behind the steps before, however many the host has launched (chunks
+    in the middle of a prompt have no results to wait for). Until it has run, its buffer on the host must not be
+    written again, so an event follows each copy.
 
     device: `[size]` int64.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.device = torch.zeros(size, dtype=torch.int64, device=device)
-        pinned = device.type == "cuda"  # or the copy would wait for the device
-        self._host = [torch.zeros(size, dtype=torch.int64, pin_memory=pinned) for _ in range(AHEAD)]
+        cuda = device.type == "cuda"  # only from pinned memory the copy does not make the host wait
+        self._host = [torch.zeros(size, dtype=torch.int64, pin_memory=cuda) for _ in range(BUFFERS)]
+        self._copied = [torch.cuda.Event() if cuda else None for _ in range(BUFFERS)]  # type: ignore[no-untyped-call]
         self._views: list[NDArray[np.int64]] = [host.numpy() for host in self._host]
         self._turn = 0
 
     @contextmanager
     def fill(self, size: int) -> Iterator[NDArray[np.int64]]:
         """The next buffer's first `size` numbers, sent to the device when the block ends."""
-        turn, self._turn = self._turn, (self._turn + 1) % AHEAD
+        turn, self._turn = self._turn, (self._turn + 1) % BUFFERS
+        copied = self._copied[turn]
+        if copied is not None:
+            copied.synchronize()
         yield self._views[turn][:size]
         self.device[:size].copy_(self._host[turn][:size], non_blocking=True)
+        if copied is not None:
+            copied.record()
