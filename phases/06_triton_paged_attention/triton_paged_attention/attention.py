@@ -74,6 +74,11 @@ class TritonPagedAttention(PagedAttention):
         """Whether keys and values may be in the pool before the call; torch's prefill wants them in hand."""
         return self.prefill == self.decode == "triton"
 
+    @property
+    def alone(self) -> bool:
+        """Whether the step is one request's: with one token, `single` then knows whose it is."""
+        return self.stores_early and len(self.batch.context_lens) == 1
+
     def plan(self) -> None:
         """Sort the requests into the two kinds, and cut the longer ones into query tiles."""
         host = self.batch.host

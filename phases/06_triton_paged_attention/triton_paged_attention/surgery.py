@@ -99,7 +99,7 @@ class FusedBlock(nn.Module):
         self, x: Tensor | Stream, cos_sin: tuple[Tensor, Tensor], attention: Attention
     ) -> Tensor | Stream:
         """See `LlamaBlock.forward`."""
-        ours = isinstance(attention, TritonPagedAttention) and attention.stores_early
+        ours = isinstance(attention, TritonPagedAttention) and attention.alone
         if ours and self.single and isinstance(x, Tensor) and len(x) == 1:
             return self._single(x, cos_sin, cast(TritonPagedAttention, attention))
         if isinstance(x, Stream):
