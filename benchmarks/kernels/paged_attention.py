@@ -37,7 +37,7 @@ from triton_paged_attention.decode_v2 import paged_decode_v2
 from triton_paged_attention.decode_v3 import paged_decode_v3
 from triton_paged_attention.prefill import paged_prefill, query_tiles
 from triton_paged_attention.reference import gather
-from triton_paged_attention.tuning import prefill_config
+from triton_paged_attention.tuning import for_keys, prefill_config
 
 NAME = "paged_attention"
 HEADS = {"qwen3-0.6b": (16, 8), "qwen3-8b": (32, 8)}
@@ -66,7 +66,7 @@ def decode_cases() -> dict[str, list[int]]:
     }
 
 
-LAUNCHED = ("decode_v4", "05_paged_cache", "loop over requests")
+LAUNCHED = ("decode_v4", "05_paged_cache", "loop over requests", "loop over blocks")
 """Variants that are timed outside a graph as well: a loop in Python is slow because it launches so much."""
 PREFILL_CASES = {"2x8192": [8192] * 2, "16x1024": [1024] * 16}
 
@@ -150,7 +150,10 @@ class Bench:
                 f"{variant} on {name} has a relative error of {error:.1e}, but {limit} is allowed"
             )
         calls = [partial(call, table) for table in case.tables]
-        samples = (graph_seconds if graph else eager_seconds)(calls, repeats=self.repeats)
+        if graph:
+            samples = graph_seconds(calls, repeats=self.repeats)
+        else:
+            samples = eager_seconds(calls, count=20 if "loop" in variant else 200, repeats=self.repeats)
         decode = workload == "paged-decode-attention"
         work = case.kv_bytes if decode else case.flop
         ceiling = self.top.read_bytes_per_s if decode else self.top.matmul_flop_per_s
@@ -214,6 +217,7 @@ def decode_variants(case: Case, name: str, block: int) -> dict[str, Call]:
     if name == "4x2048":
         variants["05_paged_cache"] = gather_call(case)
         variants["loop over requests"] = loop_call(case)
+        variants["loop over blocks"] = block_loop_call(case)
     return variants
 
 
@@ -269,10 +273,40 @@ def loop_call(case: Case) -> Call:
     return call
 
 
+def block_loop_call(case: Case) -> Call:
+    """The online softmax in torch: for each request, one block after the other; block ids are on the host.
+
+    As a loop over tokens would be, this is bound by launches.
+    """
+    tables = {table.data_ptr(): table.tolist() for table in case.tables}
+    _, block_size, kv_heads, d = case.k_cache.shape
+    group = case.q.shape[1] // kv_heads
+
+    def call(table: Tensor) -> Tensor:
+        out = torch.empty_like(case.q)
+        for b, context in enumerate(case.contexts):
+            q = case.q[b].view(kv_heads, group, d)
+            top = torch.full((kv_heads, group, 1), -torch.inf, dtype=torch.float32, device=q.device)
+            total, acc = torch.zeros_like(top), torch.zeros_like(q, dtype=torch.float32)
+            for i, block in enumerate(tables[table.data_ptr()][b][: -(-context // block_size)]):
+                count = min(block_size, context - i * block_size)
+                k, v = (c[block, :count].transpose(0, 1) for c in (case.k_cache, case.v_cache))
+                scores = (q @ k.transpose(1, 2)).float() * case.scale  # [KH, GROUP, count]
+                new = torch.maximum(top, scores.amax(-1, keepdim=True))
+                weights, shrink = (scores - new).exp(), (top - new).exp()
+                total = total * shrink + weights.sum(-1, keepdim=True)
+                acc = acc * shrink + weights.to(v.dtype) @ v
+                top = new
+            out[b] = (acc / total).view(-1, d)
+        return out
+
+    return call
+
+
 def prefill_call(case: Case) -> Call:
     """The prefill kernel with its defaults."""
     _, _, kv_heads, d = case.k_cache.shape
-    config = prefill_config(d, case.q.element_size(), case.q.device)
+    config = for_keys(prefill_config(d, case.q.element_size(), case.q.device), max(case.contexts))
     tokens = config.block_m // (case.q.shape[1] // kv_heads)
     tiles = torch.from_numpy(query_tiles(case.query_lens, case.contexts, tokens)).to(case.q.device)
     return lambda table: paged_prefill(

@@ -1,0 +1,169 @@
+"""A whole decode step of one request, replayed from a CUDA graph, and the kernels that choose tokens.
+
+Workload `decode-step`: from a token and its position to the next greedy token, one request with so many
+keys. `seconds` is one replay of many in a row, so gaps between kernels count and the host does not. The
+roofline reads every weight that the step needs and all keys and values once. Workload `sampling`: logits
+`[batch, 151936]` to tokens; the roofline reads the logits once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.kernels.harness import graph_seconds
+from common.errors import UserError
+from common.evidence import BenchOptions, Evidence, Metric, Roofline, Run, collect
+from common.plotting import panels, reference_line, save
+from common.roofline import Ceilings, ceilings
+from common.sampler import Sampler
+from common.sampling_params import SamplingParams
+from cuda_graphs.decode_graph import fixed_batch
+from forward.loading import load_model
+from forward.model import Model
+from paged_cache import BlockPool
+from triton_paged_attention import Backends, TritonPagedAttention, optimize
+from triton_paged_attention.gumbel import gumbel_sample
+from triton_paged_attention.sampling import argmax_rows, draw_rows
+
+NAME = "decode_step"
+MODELS = ("qwen3-0.6b", "qwen3-8b")
+CONTEXTS = (100, 356, 612, 4096, 16384)
+MIDDLE = 356
+"""Keys in the middle of `single-512`: a prompt of 100 tokens and half of 512."""
+BATCHES = (1, 64, 256)
+VOCAB, BLOCK = 151_936, 64
+
+
+def run(options: BenchOptions) -> Evidence:
+    """Both models, then the sampling kernels."""
+    if options.device.type != "cuda":
+        raise UserError(f"device is {options.device.type!r}, but kernels are timed on 'cuda' only")
+    top = ceilings(options.device, options.dtype)
+    runs = [*sampling(options, top)]
+    for name in MODELS[:1] if options.quick else MODELS:
+        runs += steps(name, options, top)
+    return collect(NAME, runs, options.device, top.to_json())
+
+
+def steps(name: str, options: BenchOptions, top: Ceilings) -> Iterator[Run]:
+    """The fused step at each context; at one of them, also without the kernels for a lone token."""
+    base = load_model(f"random:{name}", device=str(options.device), dtype=str(options.dtype).split(".")[-1])
+    models = {
+        "06_triton_paged_attention": optimize(base),
+        "without kernels for one token": optimize(base, Backends(projections="torch")),
+        "attention only": optimize(base, Backends("torch", "torch", "torch", "torch")),
+    }
+    config = base.config
+    blocks = -(-max(CONTEXTS) // BLOCK)
+    pool = BlockPool(config, blocks, BLOCK, device=options.device, dtype=options.dtype)
+    pool.data.normal_()
+    attention = TritonPagedAttention(pool, config.num_heads)
+    batch = fixed_batch(1, blocks, options.device)
+    batch.input_ids.fill_(1234)
+    batch.block_tables.copy_(torch.randperm(blocks)[None])
+    table = batch.block_tables[0].tolist()
+
+    def step(model: Model) -> Tensor:
+        attention.begin(batch)
+        return argmax_rows(model.lm_head(model(batch.input_ids, batch.positions, attention)))
+
+    for variant, model in models.items():
+        for context in CONTEXTS:
+            if context != MIDDLE and (variant != "06_triton_paged_attention" or options.quick):
+                continue
+            batch.context_lens.fill_(context)
+            batch.positions.fill_(context - 1)
+            batch.slots.fill_(table[(context - 1) // BLOCK] * BLOCK + (context - 1) % BLOCK)
+            with torch.inference_mode():
+                samples = graph_seconds([partial(step, model)], target=0.05, repeats=9)
+            work = base.weight_bytes + context * config.kv_bytes_per_token(options.dtype)
+            if not config.tie_word_embeddings:
+                work -= config.vocab_size * config.hidden_size * options.dtype.itemsize
+            print(f"{name} {variant} context {context}: {sorted(samples)[4] * 1e6:.1f} us", flush=True)
+            yield record("decode-step", variant, name, options, top, samples, work, context=context)
+
+
+def sampling(options: BenchOptions, top: Ceilings) -> Iterator[Run]:
+    """Greedy and random rows, by torch and by the kernels, which must choose the same."""
+    for batch in BATCHES[:1] if options.quick else BATCHES:
+        sets = [torch.randn(batch, VOCAB, device=options.device).mul_(3).to(options.dtype) for _ in range(3)]
+        choices = choosers(batch, options.device)
+        for pair in (("torch draw", "draw_rows"), ("torch argmax", "argmax_rows")):
+            wanted, got = (choices[variant](sets[0]) for variant in pair)
+            if not torch.equal(wanted, got):
+                raise UserError(f"batch is {batch}, and {pair} choose different tokens")
+        for variant, call in choices.items():
+            samples = graph_seconds([partial(call, x) for x in sets], repeats=9)
+            print(f"sampling {batch} {variant}: {sorted(samples)[4] * 1e6:.1f} us", flush=True)
+            work = batch * VOCAB * options.dtype.itemsize
+            yield record("sampling", variant, "vocabulary of Qwen3", options, top, samples, work, batch=batch)
+
+
+def choosers(batch: int, device: torch.device) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Ways from logits `[batch, VOCAB]` to tokens `[batch]`."""
+    sampler = Sampler(batch, VOCAB, device, seed=0)
+    host = list(range(batch))
+    for row in host:
+        sampler.set_row(row, SamplingParams(temperature=0.8, seed=row))
+    plan = sampler.plan(host).for_any_rows()
+    rows, steps = torch.arange(batch, device=device), torch.full((batch,), 7, device=device)
+    hot = torch.full((batch,), 0.8, device=device)
+    return {
+        "torch draw": lambda x: sampler.sample(x.float(), rows, host, steps, plan).tokens,
+        "draw_rows": lambda x: draw_rows(x, rows, steps, sampler.floats, sampler.ints),
+        "gumbel_sample": lambda x: gumbel_sample(x, hot, rows, steps),
+        "torch argmax": lambda x: x.argmax(1),
+        "argmax_rows": argmax_rows,
+    }
+
+
+def record(
+    workload: str,
+    variant: str,
+    model: str,
+    options: BenchOptions,
+    top: Ceilings,
+    samples: list[float],
+    work: int,
+    **chosen: int,
+) -> Run:
+    """One variant's samples, with the time that reading `work` bytes takes as roofline."""
+    floor = work / top.read_bytes_per_s
+    return Run(
+        variant=variant,
+        workload=workload,
+        workload_sha256=hashlib.sha256(repr((workload, VOCAB, sorted(chosen.items()))).encode()).hexdigest(),
+        model=model,
+        weights="random",
+        dtype=str(options.dtype).removeprefix("torch."),
+        options=chosen,
+        metrics={"seconds": Metric(tuple(samples))},
+        roofline=Roofline(seconds=floor, fraction=floor / Metric(tuple(samples)).median),
+    )
+
+
+def draw(evidence: Evidence, out: Path) -> None:
+    """Steps over the context, and sampling over the batch."""
+    figure, (left, right) = panels(2)
+    for model in MODELS:
+        runs = evidence.find("06_triton_paged_attention", model=model)
+        runs = sorted(runs, key=lambda run: run.options["context"])
+        fractions = [run.roofline.fraction for run in runs if run.roofline]
+        left.plot([str(run.options["context"]) for run in runs], fractions, marker="o", label=model)
+    left.set_title("One token: share of the read bandwidth, over the context")
+    reference_line(left, 1.0, "reading weights and cache, and nothing else")
+    left.legend()
+    for variant in ("torch draw", "draw_rows", "torch argmax", "argmax_rows"):
+        runs = sorted(evidence.find(variant, workload="sampling"), key=lambda run: run.options["batch"])
+        times = [run.median("seconds") * 1e6 for run in runs]
+        right.plot([str(run.options["batch"]) for run in runs], times, marker="o", label=variant)
+    right.set_title("Choosing tokens: microseconds over the batch")
+    right.set_yscale("log")
+    right.legend()
+    save(figure, out, evidence)
