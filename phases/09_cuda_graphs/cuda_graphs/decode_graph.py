@@ -18,9 +18,10 @@ from forward.model import Model
 from paged_cache.attention import PagedBatch
 from triton_paged_attention import TritonPagedAttention
 
-GREEDY, RANDOM = Feature(0), Feature.RANDOM
-CAPTURED = (GREEDY, RANDOM)
-"""Kinds of sampling inside graphs. Anything else samples eagerly from the logits of the greedy graph."""
+CAPTURED = (Feature(0), Feature.RANDOM)
+"""Kinds of sampling inside graphs: greedy, and by temperature."""
+KINDS = (*CAPTURED, None)
+"""`None`: no sampling. For a batch that needs anything else, which is sampled eagerly from the hidden states."""
 
 
 @dataclass(frozen=True)
@@ -42,20 +43,21 @@ class DecodeGraph:
         size: requests; fewer are padded.
         inputs: `[3, size]` int64: each request's row, the position of the token it computes (-1: padding),
             and how many tokens it has generated before.
-        features: how it samples, one of `CAPTURED`.
+        features: how it samples, one of `KINDS`.
 
-    tokens: `[size]` int64, logits: `[size, V]` in the model's dtype; good until the next replay.
+    tokens: `[size]` int64, hidden: `[size, hidden]`; good until the next replay. A graph that samples has
+        tokens, one that does not has hidden states.
     """
 
     tokens: Tensor
-    logits: Tensor
+    hidden: Tensor
 
     def __init__(
-        self, machine: Machine, size: int, inputs: Tensor, features: Feature, capturer: Capturer
+        self, machine: Machine, size: int, inputs: Tensor, features: Feature | None, capturer: Capturer
     ) -> None:
         self.machine, self.size = machine, size
         self.rows, self.at, self.steps = inputs
-        self.plan = Plan(features, (), None).for_any_rows()
+        self.plan = None if features is None else Plan(features, (), None).for_any_rows()
         self.batch = fixed_batch(size, machine.tables.data.shape[1], inputs.device)
         inputs[0], inputs[1], inputs[2] = 0, -1, 0  # all padding, which harms nobody
         self.replay = capturer.capture(self.compute)
@@ -77,11 +79,15 @@ class DecodeGraph:
         )
         on.attention.begin(batch)
         hidden = on.model(batch.input_ids, batch.positions, on.attention)  # [size, hidden]
+        if self.plan is None:
+            self.hidden = hidden
+            return
         # In half precision the copy to float32 that `logits` makes is larger than the logits themselves, and
-        # the sampling kernel widens each number as it reads it.
+        # the sampling kernel widens each number as it reads it. Nobody keeps them: a tensor that outlives the
+        # capture takes memory of its own, and logits of every size would be more than a gigabyte.
         capped = on.model.config.final_soft_cap is not None
-        self.logits = on.model.logits(hidden) if capped else on.model.lm_head(hidden)
-        self.tokens = on.sampler.sample(self.logits, self.rows, (), self.steps, self.plan).tokens
+        logits = on.model.logits(hidden) if capped else on.model.lm_head(hidden)
+        self.tokens = on.sampler.sample(logits, self.rows, (), self.steps, self.plan).tokens
         scatter_tokens(self.rows, self.at, self.tokens, on.rows.tokens)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cuda_graphs.buckets import chunk_sizes, decode_sizes
-from cuda_graphs.decode_graph import CAPTURED
+from cuda_graphs.decode_graph import KINDS
 from forward.model import Model
 from paged_cache.memory import activation_bytes
 
@@ -21,5 +21,5 @@ def graph_bytes(model: Model, rows: int, tokens: int) -> int:
         tokens: tokens in the largest chunk graph, 0 if there are none.
     """
     step = max(activation_bytes(model, rows, rows), activation_bytes(model, tokens, rows))
-    graphs = len(decode_sizes(rows)) * len(CAPTURED) + (2 * len(chunk_sizes(tokens)) if tokens else 0)
+    graphs = len(decode_sizes(rows)) * len(KINDS) + (2 * len(chunk_sizes(tokens)) if tokens else 0)
     return step + graphs * PER_GRAPH

@@ -19,7 +19,7 @@ from continuous.scheduler import Work
 from cuda_graphs.buckets import chunk_sizes, decode_sizes, smallest
 from cuda_graphs.capture import Capturer
 from cuda_graphs.chunk_graph import ChunkGraph, Layout
-from cuda_graphs.decode_graph import CAPTURED, GREEDY, DecodeGraph, Machine
+from cuda_graphs.decode_graph import CAPTURED, KINDS, DecodeGraph, Machine
 from cuda_graphs.staging import Staging
 from cuda_graphs.tables import DeviceTables
 from forward.model import Model
@@ -53,6 +53,7 @@ class GraphRunner(PagedRunner):
 
     startup: what capturing took.
     replays: steps that were replayed.
+    decode_graphs: by size and kind of sampling.
     """
 
     attention: TritonPagedAttention
@@ -96,10 +97,10 @@ class GraphRunner(PagedRunner):
             (tokens, requests): ChunkGraph(machine, tokens, requests, layout, inputs[: layout.size], capturer)
             for (tokens, requests), layout in reversed(self._layouts.items())
         }
-        self._decode_graphs = {
+        self.decode_graphs = {
             (size, features): DecodeGraph(machine, size, inputs[: 3 * size].view(3, size), features, capturer)
             for size in reversed(self._sizes)
-            for features in CAPTURED
+            for features in KINDS
         }
         return Startup(capturer.count, time.perf_counter() - started, before - _free_bytes(device))
 
@@ -127,12 +128,13 @@ class GraphRunner(PagedRunner):
             inputs[:, :count] = rows, at, at + 1 - self.rows.prompt_lens[rows]
         rows_host = rows.tolist()
         plan = self.sampler.plan(rows_host)
-        inside = plan.features in CAPTURED and plan.wanted is None
-        graph = self._decode_graphs[size, plan.features if inside else GREEDY]
-        graph.replay()
-        if inside:
+        if plan.features in CAPTURED and plan.wanted is None:
+            graph = self.decode_graphs[size, plan.features]
+            graph.replay()
             return Pending(works, Sampled(graph.tokens[:count]))
-        logits, own = graph.logits[:count].float(), slice(count)
+        graph, own = self.decode_graphs[size, None], slice(count)
+        graph.replay()
+        logits = self.model.logits(graph.hidden[own])
         sampled = self.sampler.sample(logits, graph.rows[own], rows_host, graph.steps[own], plan)
         self.rows.tokens[graph.rows[own], graph.at[own] + 1] = sampled.tokens
         return Pending(works, sampled)

@@ -17,8 +17,8 @@ class Staging:
     """`size` int64 numbers at a fixed address on the device, filled by one copy a step.
 
     The copy waits in the device's queue behind the steps before, however many the host has launched (chunks
-    in the middle of a prompt have no results to wait for). Until it has run, its buffer on the host must not be
-    written again, so an event follows each copy.
+    in the middle of a prompt have no results to wait for). Until it has run, its buffer on the host must not
+    be written again, so an event follows each copy.
 
     device: `[size]` int64.
     """
