@@ -21,7 +21,7 @@ from triton_paged_attention import TritonPagedAttention
 CAPTURED = (Feature(0), Feature.RANDOM)
 """Kinds of sampling inside graphs: greedy, and by temperature."""
 KINDS = (*CAPTURED, None)
-"""`None`: no sampling. For a batch that needs anything else, which is sampled eagerly from the hidden states."""
+"""`None`: none; the hidden states of a batch that needs anything else are sampled eagerly."""
 
 
 @dataclass(frozen=True)
