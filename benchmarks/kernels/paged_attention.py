@@ -305,8 +305,9 @@ def block_loop_call(case: Case) -> Call:
 
 def prefill_call(case: Case) -> Call:
     """The prefill kernel with its defaults."""
-    _, _, kv_heads, d = case.k_cache.shape
-    config = for_keys(prefill_config(d, case.q.element_size(), case.q.device), max(case.contexts))
+    _, block_size, kv_heads, d = case.k_cache.shape
+    config = prefill_config(d, case.q.element_size(), case.q.device)
+    config = for_keys(config, max(case.contexts), block_size)
     tokens = config.block_m // (case.q.shape[1] // kv_heads)
     tiles = torch.from_numpy(query_tiles(case.query_lens, case.contexts, tokens)).to(case.q.device)
     return lambda table: paged_prefill(

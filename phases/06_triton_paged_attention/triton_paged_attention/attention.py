@@ -179,6 +179,6 @@ class TritonPagedAttention(PagedAttention):
                 sliding_window=layer.sliding_window,
                 soft_cap=layer.soft_cap,
                 out=out,
-                config=for_keys(self._prefill_config, self._prefill_keys),
+                config=for_keys(self._prefill_config, self._prefill_keys, k_cache.shape[1]),
             )
         return out

@@ -93,9 +93,10 @@ LONG = 8192
 """Keys from which on a prefill program is long enough to be alone on its multiprocessor."""
 
 
-def for_keys(config: PrefillConfig, keys: int) -> PrefillConfig:
+def for_keys(config: PrefillConfig, keys: int, block_size: int) -> PrefillConfig:
     """`config` for prompts up to `keys` long: one program with all registers, or two that take turns."""
-    return replace(config, num_stages=3, maxnreg=None) if config.tma and keys >= LONG else config
+    alone = config.tma and block_size % config.block_n == 0 and keys >= LONG
+    return replace(config, num_stages=3, maxnreg=None) if alone else config
 
 
 @winners_first("prefill", PrefillConfig)
