@@ -32,11 +32,13 @@ def decode_kernel(
     scale, soft_cap, table_stride, block_stride, slot_stride, head_stride,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, QUERIES: tl.constexpr, RAGGED: tl.constexpr,
-    SUBSET: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+    SUBSET: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLITS_PAD: tl.constexpr, MIN_SHARE: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """One program per key/value head, split and request."""
     kv_head, split, item = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # The grid's, not a constant: batch sizes have many numbers of splits, and each would be compiled anew.
+    splits = tl.num_programs(1)
     request = tl.load(requests + item) if SUBSET else item
     context = tl.load(context_lens + request)
     first_token = tl.load(query_starts + request) if RAGGED else request
@@ -47,11 +49,11 @@ def decode_kernel(
     first_key = tl.maximum(first_position - WINDOW + 1, 0) if WINDOW > 0 else 0
     begin = first_key // BLOCK_N * BLOCK_N
     tiles = tl.cdiv(context - begin, BLOCK_N)
-    share = tl.maximum(tl.cdiv(tiles, SPLITS), MIN_SHARE)
+    share = tl.maximum(tl.cdiv(tiles, splits), MIN_SHARE)
     used = tl.cdiv(tiles, share)  # splits that have work
     low = begin + split * share * BLOCK_N
     high = tl.minimum(low + share * BLOCK_N, context)
-    if SPLITS > 1 and split > 0 and split >= used:
+    if SPLITS_PAD > 1 and split > 0 and split >= used:
         return
 
     row = tl.arange(0, BLOCK_M)
@@ -74,11 +76,11 @@ def decode_kernel(
 
     weight_sum = tl.where(total > 0, total, 1.0)  # total 0: a row that sees none of these keys, m = -1e30
     acc = acc * (1.0 / weight_sum)[:, None]
-    if SPLITS == 1 or used <= 1:
+    if SPLITS_PAD == 1 or used <= 1:
         tl.store(out + at_q, acc.to(out.dtype.element_ty), mask=real)
     else:
         slot = item * tl.num_programs(0) + kv_head
-        at_split = (slot * SPLITS + split) * (QUERIES * GROUP) + row
+        at_split = (slot * splits + split) * (QUERIES * GROUP) + row
         tl.store(partial + at_split[:, None] * D_PAD + d[None, :], acc, mask=real)
         tl.store(lse + at_split, m + tl.log2(weight_sum), mask=token < count)
         # All threads' stores first, then one release; whoever counts last has acquired everybody's stores.
@@ -89,7 +91,7 @@ def decode_kernel(
             s_id = tl.arange(0, SPLITS_PAD)
             for first in tl.static_range(0, QUERIES * GROUP, ROWS):
                 r = first + tl.arange(0, ROWS)
-                at_r = (slot * SPLITS + s_id)[:, None] * (QUERIES * GROUP) + r[None, :]
+                at_r = (slot * splits + s_id)[:, None] * (QUERIES * GROUP) + r[None, :]
                 filled = (s_id < used)[:, None] & (r < count * GROUP)[None, :]
                 mixed = combine(partial, lse, at_r, filled, d, D, D_PAD)
                 at_out = ((first_token + r // GROUP) * H + kv_head * GROUP + r % GROUP)[:, None] * D + d[
@@ -161,7 +163,7 @@ def paged_decode(
         WINDOW=sliding_window or 0, SOFT_CAP=soft_cap is not None, QUERIES=queries,
         RAGGED=query_starts is not None, SUBSET=requests is not None,
         BLOCK_M=max(16, triton.next_power_of_2(queries * group)), BLOCK_N=config.block_n,
-        SPLITS=config.splits, SPLITS_PAD=triton.next_power_of_2(config.splits),
+        SPLITS_PAD=triton.next_power_of_2(config.splits),
         MIN_SHARE=config.min_share, TMA=config.tma,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
