@@ -148,14 +148,17 @@ class SingleConfig:
 
     block_n: int = 64
     num_warps: int = 4
-    num_stages: int = 2
-    splits: int = 16
+    num_stages: int = 1
+    splits: int = 32
 
 
 @winners_first("single", SingleConfig)
 def single_config(kv_heads: int, d_pad: int, itemsize: int, device: torch.device) -> SingleConfig:
-    """Defaults: a program for every multiprocessor, and tiles that fit a program's registers."""
-    splits = max(1, min(32, multiprocessors(device) // kv_heads))
+    """Defaults: two programs per multiprocessor, and tiles that fit a program's registers.
+
+    One stage, so that little shared memory is taken and the programs of neighbouring kernels fit beside it.
+    """
+    splits = max(1, min(32, 2 * multiprocessors(device) // kv_heads))
     block_n = max(16, min(64, 16_384 // (d_pad * itemsize)))
     return SingleConfig(block_n, splits=1 << (splits.bit_length() - 1))
 
@@ -166,7 +169,7 @@ class HeadsConfig:
 
     rows: int = 8
     num_warps: int = 8
-    chunk: int = 8
+    chunk: int = 10
 
 
 @cache
