@@ -40,7 +40,7 @@ WHY = {
     "06_triton_paged_attention": "Kernels read the blocks where they lie.",
     "07_chunked_prefill": "Long prompts are cut into chunks, so that nobody waits for one.",
     "08_prefix_cache": "Prompts that begin alike are computed once.",
-    "09_cuda_graphs": "The next step is scheduled while this one runs; with CUDA, a whole step is one launch.",
+    "09_cuda_graphs": "The next step is scheduled while this one runs. With CUDA, a step is one launch.",
 }
 
 
