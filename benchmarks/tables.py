@@ -8,11 +8,12 @@ A table stands between two comments in a Markdown file:
     <!-- table: cpu/02_kv_cache workload=generate-256 columns=output_tokens_per_s,ttft_ms_p50 -->
     <!-- /table -->
 
-`ladder` is the list of phases with their gains on every device. Any other name is an evidence file; words
-with `=` choose its runs (variant, workload, model, dtype or an option) and `columns` its metrics, to which
-`gain` (over the first row), `roofline` and `microseconds` (of the metric `seconds`) can be added. `rows`
-names options to show (`rows=batch`). A word with spaces is quoted (`"workload=a name (burst)"`). `python -m
-benchmarks.tables` fills all tables in; with `--check` it only says whether any is out of date.
+`ladder` is the list of phases with their gains on every device; `peers NAME` compares an evidence file's
+phase with the other engines in it. Any other name is an evidence file; words with `=` choose its runs
+(variant, workload, model, dtype or an option) and `columns` its metrics, to which `gain` (over the first
+row), `roofline` and `microseconds` (of the metric `seconds`) can be added. `rows` names options to show
+(`rows=batch`). A word with spaces is quoted (`"workload=a name (burst)"`). `python -m benchmarks.tables`
+fills all tables in; with `--check` it only says whether any is out of date.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ def markdown_files(root: Path = ROOT) -> list[Path]:
 def _table(words: Sequence[str], root: Path, file: Path | None) -> str:
     if words[0] == "ladder":
         return _ladder(root, file)
+    if words[0] == "peers":
+        return _peers(Evidence.load(root / RESULTS.relative_to(ROOT) / f"{words[1]}.json"))
     for word in words[1:]:
         if "=" not in word:
             raise UserError(f"the table {' '.join(words)} in {file} says {word!r}, which has no value")
@@ -95,6 +98,23 @@ def _ladder(root: Path, file: Path | None) -> str:
         gains = [gain_text(phase, found.get(phase.name)) for found in evidence.values()]
         name = f"[{phase.name}]({target})" if (root / lesson).exists() else phase.name
         lines.append([name, phase.summary, *gains])
+    return _markdown(lines, text_columns=2)
+
+
+def _peers(evidence: Evidence) -> str:
+    """Each workload that another engine ran too: its throughput, this course's, and the best's factor."""
+    names = [phase.name for phase in PHASES]
+    peers = [run for run in evidence.runs if not run.variant.startswith(tuple(names))]
+    columns = list(dict.fromkeys(run.variant for run in peers))
+    lines = [["workload", "model", *columns, evidence.phase, "over the best"]]
+    for model, workload in dict.fromkeys((run.model, run.workload) for run in peers):
+        metric = "prompt_tokens_per_s" if workload.startswith("prefill") else "output_tokens_per_s"
+        ours = evidence.one(evidence.phase, workload, model=model).median(metric)
+        found = {
+            run.variant: run.median(metric) for run in peers if (run.model, run.workload) == (model, workload)
+        }
+        theirs = [number(found[name]) if name in found else "" for name in columns]
+        lines.append([workload, model, *theirs, number(ours), f"{ours / max(found.values()):.2f}×"])
     return _markdown(lines, text_columns=2)
 
 
