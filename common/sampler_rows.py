@@ -44,9 +44,8 @@ class Draw(NamedTuple):
     """Some rows for which tokens are drawn together.
 
     places: where they stand in the batch; int64 on the device unless they are neighbours.
-    features: the union over these rows. Rows with top-k or top-p are drawn apart from those without, since
-    that
-        is much more work.
+    features: the union over these rows. Rows with top-k or top-p, which are much more work, are drawn apart
+        from those without.
     """
 
     places: slice | Tensor
@@ -143,8 +142,7 @@ class SamplerRows:
 
         prompt_ids, output_ids: its tokens so far, for the penalties; ids must have passed `check_prompt`.
         seed: overrides that of `params`. A preempted request that comes back with the seed returned here
-        draws
-            what it would have drawn.
+            draws what it would have drawn.
         sample: which of its prompt's n completions; shifts the seed of `params`.
         eos_ids: the model's end-of-sequence tokens, which min_tokens holds back.
         """

@@ -180,6 +180,17 @@ def test_the_whole_budget_is_used_when_nobody_waits() -> None:
     assert step(engine) == {request: 1 for request in decoding}
 
 
+def test_the_whole_budget_is_used_when_the_next_in_line_has_no_room() -> None:
+    engine, _ = fake(6, step_tokens=4, blocks=6, block_size=4)
+    decoding = [engine.add([1], greedy(3))[0] for _ in range(4)]
+    while any(len(request.output_ids) < 1 for request in decoding):
+        step(engine)
+    waiting = engine.add([1] * 16, greedy(1))[0]  # a row is free, but four blocks are not
+    before = [request.num_computed_tokens for request in decoding]
+    assert sum(step(engine).values()) == 4 and waiting.row < 0
+    assert [request.num_computed_tokens for request in decoding] == [count + 1 for count in before]
+
+
 def test_chunks_of_several_prompts_side_by_side() -> None:
     engine, _ = fake(step_tokens=32, chunk_tokens=10)
     prompts = [engine.add([n] * 25, greedy(1))[0] for n in (1, 2, 3, 4)]

@@ -88,10 +88,10 @@ def norm_rope(
     """Queries `[T, H, D]`, keys and values `[T, KH, D]`, the first two normalized and rotated.
 
     Args:
-        norm: weights `[D]` of the query and the key norm, and epsilon; `None`: no norm. one_plus: the
-        norms' weights are stored as distance from 1. cache: the layer's `k_cache`, `v_cache` `[N, P, KH,
-        D]` and `slots [T]`. Then keys and values go there,
-            and the tensors returned for them are the caches.
+        norm: weights `[D]` of the query and the key norm, and epsilon; `None`: no norm.
+        one_plus: the norms' weights are stored as distance from 1.
+        cache: the layer's `k_cache`, `v_cache` `[N, P, KH, D]` and `slots [T]`. Then keys and values go
+            there, and the tensors returned for them are the caches.
     """
     tokens = qkv.shape[0]
     d = qkv.shape[1] // (heads + 2 * kv_heads)

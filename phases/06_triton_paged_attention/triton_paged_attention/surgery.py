@@ -32,10 +32,11 @@ from triton_paged_attention.single import HeadNorms
 class Backends:
     """Who computes what: plain `torch` as in phase 01, or the kernels of this phase.
 
-    norms: RMSNorm, and the residual addition before it where the block allows. rope: query and key norm,
-    RoPE and KV store in one kernel. activation: SwiGLU and GeGLU. projections: one matrix product for
-    queries, keys and values, one for gate and up; where a step has one token
-        and all of these are "triton", matrix-vector kernels with norms, gate and residuals inside.
+    norms: RMSNorm, and the residual addition before it where the block allows.
+    rope: query and key norm, RoPE and KV store in one kernel.
+    activation: SwiGLU and GeGLU.
+    projections: one matrix product for queries, keys and values, one for gate and up; where a step has one
+        token and all of these are "triton", matrix-vector kernels with norms, gate and residuals inside.
     """
 
     norms: Backend = "triton"

@@ -19,9 +19,11 @@ from .winners import winners_first
 class DecodeConfig:
     """How the decode kernel runs.
 
-    block_n: tokens per tile. splits: programs that share one request and key/value head. min_share: fewest
-    tiles that a split gets. tma: copy tiles by the tensor memory accelerator (Hopper on; the block size
-    must be a multiple of `block_n` and the head size a power of two).
+    block_n: tokens per tile.
+    splits: programs that share one request and key/value head.
+    min_share: fewest tiles that a split gets.
+    tma: copy tiles by the tensor memory accelerator (Hopper on; the block size must be a multiple of
+        `block_n` and the head size a power of two).
     """
 
     block_n: int = 64
@@ -36,7 +38,8 @@ class DecodeConfig:
 class PrefillConfig:
     """How the prefill kernel runs.
 
-    block_m: rows (query tokens times the heads of a group) per tile. block_n: keys per step.
+    block_m: rows (query tokens times the heads of a group) per tile.
+    block_n: keys per step.
     maxnreg: registers per thread at most; 128 lets two programs of 8 warps share a multiprocessor.
     tma: copy tiles by the tensor memory accelerator, if the blocks and heads of the cache allow it.
     """

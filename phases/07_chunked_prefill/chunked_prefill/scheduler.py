@@ -55,14 +55,19 @@ class ChunkedScheduler(PagedScheduler):
         """Decodes first, in turn if not all can be served, then prompts; each by rank."""
         prompts = [request for request in running if request.prefilling]
         decodes = [request for request in running if not request.prefilling] if prompts else running.copy()
-        newcomer = self.rows.free > 0 and self._head() is not None
-        kept = max(1, self.step_tokens // 4) if prompts or newcomer else 0
-        self._decodes_left = self.step_tokens - kept
+        kept = max(1, self.step_tokens // 4)
+        many = len(decodes) > self.step_tokens - kept
+        self._decodes_left = self.step_tokens - (kept if many and (prompts or self._newcomer()) else 0)
         if len(decodes) > self._decodes_left:
             turn = bisect_right(decodes, self._last_decode, key=lambda request: request.rank)
             decodes = decodes[turn:] + decodes[:turn]
             self._last_decode = decodes[self._decodes_left - 1].rank
         return decodes + prompts
+
+    def _newcomer(self) -> bool:
+        """Whether the first in line could begin now, if only it had tokens to compute."""
+        head = self._head()
+        return head is not None and not head.in_flight and self.admits(head)
 
     def yields(self, request: Request) -> bool:
         """A prompt that has begun lets one of lower rank begin and pass it."""
