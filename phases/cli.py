@@ -26,6 +26,7 @@ app = typer.Typer(
 PhaseName = Annotated[str, typer.Argument(metavar="PHASE", help="1, 01, forward or 01_forward")]
 DeviceName = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:INDEX or mps")]
 DtypeName = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")]
+FROM_04, FROM_05 = "Engine, from phase 04 on", "Paged cache, from phase 05 on"
 MODEL_HELP = "smollm2, gemma3-270m, a folder or a Hugging Face hub id"
 
 
@@ -77,10 +78,40 @@ def run(
     autotune: Annotated[
         bool, typer.Option("--autotune", help="first search for the fastest kernels for this model here")
     ] = False,
+    max_rows: Annotated[int | None, typer.Option(help="requests at a time", rich_help_panel=FROM_04)] = None,
+    max_len: Annotated[
+        int | None, typer.Option(help="most tokens of a request, prompt and output", rich_help_panel=FROM_04)
+    ] = None,
+    step_tokens: Annotated[
+        int | None, typer.Option(help="most tokens computed in a step", rich_help_panel=FROM_04)
+    ] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="fcfs, shortest_first or priority", rich_help_panel=FROM_04)
+    ] = None,
+    cache_bytes: Annotated[
+        int | None, typer.Option(help="bytes of KV cache", rich_help_panel=FROM_04)
+    ] = None,
+    gpu_memory_utilization: Annotated[
+        float | None,
+        typer.Option(help="share of a GPU's memory to fill, if not --cache-bytes", rich_help_panel=FROM_05),
+    ] = None,
+    block_size: Annotated[
+        int | None, typer.Option(help="tokens in a block of the cache", rich_help_panel=FROM_05)
+    ] = None,
 ) -> int:
     """Generate text with one phase."""
     from common.sampling_params import SamplingParams
     from phases.commands import run
+
+    given = {
+        "max_rows": max_rows,
+        "max_len": max_len,
+        "step_tokens": step_tokens,
+        "policy": policy,
+        "cache_bytes": cache_bytes,
+        "gpu_memory_utilization": gpu_memory_utilization,
+        "block_size": block_size,
+    }
 
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
@@ -96,6 +127,7 @@ def run(
         dtype=dtype,
         as_json=as_json,
         autotune=autotune,
+        options={name: value for name, value in given.items() if value is not None},
     )
 
 

@@ -170,6 +170,42 @@ def test_a_phase_that_is_not_native_here_says_so(cli, monkeypatch, smollm2_folde
     assert "to be fast" not in err
 
 
+def test_options_of_the_engine_reach_it_and_its_ledger_is_shown(cli, monkeypatch, smollm2_folder):
+    asked = {}
+
+    def load(phase, folder, **options):
+        asked.update(options)
+        engine = Interleaved("ab")
+        engine.ledger = "cache 7 blocks"
+        return engine
+
+    monkeypatch.setattr("phases.commands.run.load_engine", load)
+    arguments = ["--block-size", "8", "--cache-bytes", "50000", "--gpu-memory-utilization", "0.5"]
+    arguments += ["--max-rows", "3", "--max-len", "99", "--step-tokens", "64", "--policy", "priority"]
+    code, _, err = cli("run", "5", "--device", "cpu", *arguments)
+    assert code == 0 and "cache 7 blocks" in err
+    del asked["device"], asked["dtype"]
+    assert asked == {
+        "block_size": 8,
+        "cache_bytes": 50_000,
+        "gpu_memory_utilization": 0.5,
+        "max_rows": 3,
+        "max_len": 99,
+        "step_tokens": 64,
+        "policy": "priority",
+    }
+
+
+@pytest.mark.parametrize(
+    ("phase", "option", "first"),
+    [("2", "--max-rows", "04"), ("3", "--cache-bytes", "04"), ("4", "--block-size", "05")],
+)
+def test_an_option_of_a_later_phase(cli, phase, option, first):
+    code, _, err = cli("run", phase, option, "4")
+    assert code == 2
+    assert f"{option} is for phases from {first} on" in err
+
+
 def test_a_missing_triton_is_named(cli, monkeypatch, smollm2_folder):
     def without_triton(name: str) -> None:
         raise ModuleNotFoundError("No module named 'triton'", name="triton")
