@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import time
+
 from common.tokenizer import Tokenizer
-from continuous.engine import Engine
+from continuous.engine import Engine, Output
 from paged_cache.memory import Ledger
 from paged_cache.runner import PagedRunner
 from paged_cache.scheduler import PagedScheduler
+
+CHECK_SECONDS = 60.0
+"""An engine that falls idle checks its books, but not more often than this."""
 
 
 class PagedEngine(Engine):
@@ -27,12 +32,20 @@ class PagedEngine(Engine):
         super().__init__(scheduler, runner, tokenizer)
         self.ledger = ledger
         self.cache = scheduler.cache
+        self._checked = time.monotonic()
+
+    def drain(self) -> list[Output]:
+        """See `Engine.drain`. An engine that has fallen idle has the time to look whether a block is lost."""
+        if self.scheduler.idle and time.monotonic() - self._checked >= CHECK_SECONDS:
+            self.check_integrity()
+        return super().drain()
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` unless every block has exactly the users that hold it.
 
-        It reads all tables, so call it when the engine is idle, or in tests.
+        It reads all tables: not for every step.
         """
+        self._checked = time.monotonic()
         self.cache.check()
         if self.scheduler.idle and self.cache.free != self.cache.allocator.count:
             raise AssertionError(
