@@ -32,11 +32,11 @@ class PagedEngine(Engine):
         super().__init__(scheduler, runner, tokenizer)
         self.ledger = ledger
         self.cache = scheduler.cache
-        self._checked = time.monotonic()
+        self._last_check = time.monotonic()
 
     def drain(self) -> list[Output]:
         """See `Engine.drain`. An engine that has fallen idle has the time to look whether a block is lost."""
-        if self.scheduler.idle and time.monotonic() - self._checked >= CHECK_SECONDS:
+        if self.scheduler.idle and time.monotonic() - self._last_check >= CHECK_SECONDS:
             self.check_integrity()
         return super().drain()
 
@@ -45,7 +45,7 @@ class PagedEngine(Engine):
 
         It reads all tables: not for every step.
         """
-        self._checked = time.monotonic()
+        self._last_check = time.monotonic()
         self.cache.check()
         if self.scheduler.idle and self.cache.free != self.cache.allocator.count:
             raise AssertionError(
