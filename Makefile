@@ -59,8 +59,9 @@ weights: setup ## download and convert the models the tests use
 	@$(LADDER) fetch smollm2
 	@$(LADDER) fetch gemma3-270m
 
+# Exit code 2 is a phase that says that it cannot be measured here, for want of a GPU.
 bench: setup ## measure every phase against the one before it, then draw the figures
-	@for phase in $$($(LADDER) list --names); do $(LADDER) bench $$phase || exit 1; done
+	@for phase in $$($(LADDER) list --names); do $(LADDER) bench $$phase || [ $$? -eq 2 ] || exit 1; done
 
 figures: setup ## draw every figure again from the evidence files
 	@$(LADDER) plot
