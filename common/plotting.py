@@ -61,11 +61,15 @@ LABELS = {
 }
 
 
-def panels(count: int = 1, *, width: float = 7.2, height: float = 3.2) -> tuple[Figure, list[Axes]]:
-    """A figure with `count` axes beside each other, `width` inches in all when one, more when several."""
-    figure = Figure(figsize=(width if count == 1 else 4.6 * count, height), layout="constrained")
-    axes = figure.subplots(1, count, squeeze=False)
-    return figure, list(axes[0])
+def panels(
+    count: int = 1, *, rows: int = 1, width: float = 7.2, height: float = 3.2
+) -> tuple[Figure, list[Axes]]:
+    """A figure with `count` axes in `rows` lines, `width` inches wide for one of them, more for several."""
+    columns = -(-count // rows)
+    size = width if count == 1 else 4.6 * columns, height * rows
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
+    return figure, list(axes.flat)[:count]
 
 
 def bars(
@@ -75,12 +79,14 @@ def bars(
     axes: Axes | None = None,
     label: Callable[[Run], str] | None = None,
     gain: bool = True,
+    colour: Callable[[Run], str] | None = None,
 ) -> tuple[Figure, Axes]:
     """One horizontal bar a run, in the given order, with its samples as dots and its value beside it.
 
     label: text of a run's bar; by default its variant, and what its options say where runs share one.
     gain: write the factor over the run above it, for metrics where more is better. Runs with a roofline get a
         mark where it lies (throughputs only).
+    colour: of a run's bar; by default one after the other.
     """
     if not runs:
         raise UserError(f"there are no runs to draw {metric} of: the evidence lacks them")
@@ -91,8 +97,8 @@ def bars(
     ends, longest = top, 0
     for row, run in enumerate(runs):
         value = run.median(metric) * scale
-        colour = COLOURS[row % len(COLOURS)]
-        axes.barh(row, value, height=0.62, color=colour, alpha=0.9)
+        filled = colour(run) if colour else COLOURS[row % len(COLOURS)]
+        axes.barh(row, value, height=0.62, color=filled, alpha=0.9)
         samples = [sample * scale for sample in run.metrics[metric].samples]
         axes.plot(samples, [row] * len(samples), ".", color="#202020", markersize=3.5, alpha=0.7)
         text = number(value)
@@ -114,7 +120,8 @@ def bars(
     axes.set_yticks(range(len(runs)), [label(run) for run in runs])
     axes.invert_yaxis()
     # Room for the longest text: a letter is about 0.063 inches wide, labels take a quarter of the panel.
-    panel = 0.75 * figure.get_figwidth() / len(figure.axes)
+    place = axes.get_subplotspec()
+    panel = 0.75 * figure.get_figwidth() / (place.get_gridspec().ncols if place else 1)
     axes.set_xlim(0, ends / (1 - min(0.063 * longest / panel, 0.7)))
     axes.set_xlabel(axis_label(metric))
     axes.grid(visible=False, axis="y")

@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from matplotlib.ticker import MaxNLocator
 
 import cuda_graphs
 import prefix_cache
@@ -23,7 +24,7 @@ from benchmarks.targets import load_target
 from common.errors import UserError
 from common.evidence import BenchOptions, Evidence, Metric, Run, collect
 from common.measure import Sample, Samples, alternate, summarize, time_generation
-from common.plotting import bars, panels, save
+from common.plotting import COLOURS, GREY, bars, panels, save
 from common.roofline import ceilings, generation_work, reached
 from common.sampler import Feature
 from common.workloads import Item, Workload, uniform, workload
@@ -284,14 +285,28 @@ class Bench:
 
 
 def draw(evidence: Evidence, out: Path) -> None:
-    """The three workloads of every model, peers included."""
+    """The three workloads of every model: this phase, its variants, and other engines."""
     models = list(dict.fromkeys(run.model for run in evidence.runs))
     names = ("single-512", "offline-256", "prefill-64x1024")
     shown = [(model, name) for model in models for name in names if evidence.find(model=model, workload=name)]
-    figure, panel = panels(len(shown))
+    figure, panel = panels(len(shown), rows=len(models))
     for axes, (model, name) in zip(panel, shown, strict=True):
         metric = "prompt_tokens_per_s" if name.startswith("prefill") else "output_tokens_per_s"
         found = [run for run in evidence.find(model=model, workload=name) if metric in run.metrics]
-        bars(sorted(found, key=lambda run: run.median(metric)), metric, axes=axes, gain=False)
+        ordered = sorted(found, key=lambda run: run.median(metric))
+        bars(ordered, metric, axes=axes, gain=False, colour=colour, label=label)
+        axes.xaxis.set_major_locator(MaxNLocator(4))
         axes.set_title(f"{model}: {name}")
     save(figure, out, evidence)
+
+
+def label(run: Run) -> str:
+    """A variant's name, short."""
+    return run.variant.replace(f"{PHASE}, ", "09, ").replace(f"{BEFORE}, ", "08, ")
+
+
+def colour(run: Run) -> str:
+    """This phase stands out from its variants and from other engines."""
+    if run.variant == PHASE:
+        return COLOURS[0]
+    return COLOURS[5] if run.variant.startswith((PHASE, BEFORE)) else GREY
