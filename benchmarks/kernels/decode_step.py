@@ -156,14 +156,19 @@ def draw(evidence: Evidence, out: Path) -> None:
         runs = sorted(runs, key=lambda run: run.options["context"])
         fractions = [run.roofline.fraction for run in runs if run.roofline]
         left.plot([str(run.options["context"]) for run in runs], fractions, marker="o", label=model)
-    left.set_title("One token: share of the read bandwidth, over the context")
+    left.set_title("A step of one token")
+    left.set_xlabel("context")
+    left.set_ylabel("share of the roofline")
     reference_line(left, 1.0, "reading weights and cache, and nothing else")
     left.legend()
     for variant in ("torch draw", "draw_rows", "torch argmax", "argmax_rows"):
         runs = sorted(evidence.find(variant, workload="sampling"), key=lambda run: run.options["batch"])
         times = [run.median("seconds") * 1e6 for run in runs]
         right.plot([str(run.options["batch"]) for run in runs], times, marker="o", label=variant)
-    right.set_title("Choosing tokens: microseconds over the batch")
+    right.set_title("Choosing tokens")
+    right.set_xlabel("rows")
+    right.set_ylabel("µs")
     right.set_yscale("log")
-    right.legend()
+    right.set_ylim(bottom=0.2)  # room for the legend below the lines
+    right.legend(loc="lower right")
     save(figure, out, evidence)

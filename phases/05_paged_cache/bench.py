@@ -355,4 +355,6 @@ def draw(evidence: Evidence, out: Path) -> None:
         log_y=True,
     )
     memory.set_title("Memory held")
+    memory.set_ylim(bottom=0.004)  # room for the legend below the lines
+    memory.legend(loc="lower right")
     save(figure, out, evidence)

@@ -15,7 +15,7 @@ from benchmarks.targets import load_target, targets
 from common.errors import UserError
 from common.evidence import BenchOptions, Evidence, Run, collect
 from common.measure import Sample, alternate, summarize, time_generation
-from common.plotting import bars, panels, save
+from common.plotting import COLOURS, GREY, bars, panels, save
 from common.roofline import ceilings, generation_work, reached
 from common.workloads import uniform
 from forward.model import Model
@@ -88,6 +88,19 @@ def draw(evidence: Evidence, out: Path) -> None:
     models = list(dict.fromkeys(run.model for run in evidence.runs))
     figure, panel = panels(len(models))
     for axes, model in zip(panel, models, strict=True):
-        bars(evidence.find(model=model), "output_tokens_per_s", axes=axes)
+        found = evidence.find(model=model)
+        bars(found, "output_tokens_per_s", axes=axes, gain=False, label=label, colour=colour)
         axes.set_title(f"{model}: {evidence.runs[0].workload}")
     save(figure, out, evidence)
+
+
+def label(run: Run) -> str:
+    """A variant's name, short."""
+    return run.variant.removeprefix(f"{PHASE}, ")
+
+
+def colour(run: Run) -> str:
+    """This phase, its variants, and the phase before."""
+    if run.variant == PHASE:
+        return COLOURS[0]
+    return GREY if run.variant == BEFORE else COLOURS[5]
