@@ -17,7 +17,6 @@ import torch
 from common.request import Request
 from common.sampling_params import SamplingParams
 from continuous.cache import RowCache
-from continuous.engine import Engine, Output
 from continuous.rows import Rows
 from continuous.runner import Pending
 from continuous.scheduler import Work
@@ -135,23 +134,6 @@ class FakeRunner:
         self.fail_get = False
         ordered = sorted(works, key=lambda work: work.row)
         return FakePending(ordered, sampled, error)  # type: ignore[return-value]
-
-
-class OverlapEngine(Engine):
-    """Schedules and launches step n + 1 before it reads step n, as phase 09 does."""
-
-    previous: Pending | None = None
-
-    def step(self) -> list[Output]:
-        pending = self.launch(self.scheduler.schedule())
-        if self.previous is not None:
-            self.collect(self.previous)
-        self.previous = pending
-        return self.drain()
-
-    @property
-    def idle(self) -> bool:
-        return super().idle and self.previous is None
 
 
 def request_of(requests: list[Request]) -> Request:

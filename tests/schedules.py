@@ -14,8 +14,9 @@ from common.request import Request
 from common.sampling_params import SamplingParams
 from continuous.engine import Engine
 from continuous.rows import Rows
+from cuda_graphs.engine import RunAhead
 from paged_cache.cache import PagedCache
-from tests.fakes import VOCAB, FakeRunner, OverlapEngine, expected_tokens
+from tests.fakes import VOCAB, FakeRunner, expected_tokens
 
 MAX_LEN = 48
 SCHEDULES = settings(
@@ -158,5 +159,5 @@ def fake_engine(
     table = Rows(rows, max_len)
     scheduler = make_scheduler(table)
     runner = FakeRunner(table, scheduler.cache)
-    kind = OverlapEngine if overlap else Engine
+    kind = RunAhead if overlap else Engine
     return kind(scheduler, runner), runner  # type: ignore[arg-type]

@@ -28,7 +28,8 @@ from common.plotting import COLOURS, GREY, bars, panels, save
 from common.roofline import ceilings, generation_work, reached
 from common.sampler import Feature
 from common.workloads import Item, Workload, uniform, workload
-from cuda_graphs import GraphRunner, OverlapEngine
+from cuda_graphs import OverlapEngine
+from cuda_graphs.runner import GraphRunner
 from paged_cache import PagedEngine, PagedRunner
 from triton_paged_attention import TritonSampler
 

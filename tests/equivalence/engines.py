@@ -15,9 +15,9 @@ import paged_cache
 import prefix_cache
 from common.generation import Streams
 from continuous.engine import Engine
+from cuda_graphs.engine import RunAhead
 from forward.model import Model
 from paged_cache import BlockPool, PagedEngine
-from tests.fakes import OverlapEngine
 
 Make = Callable[[Model], Streams]
 
@@ -29,7 +29,7 @@ def blocks(model: Model, count: int, block_size: int = 16) -> int:
 
 def overlapped(engine: Engine) -> Engine:
     """The same engine one step ahead of its results, as phase 09 runs it."""
-    return OverlapEngine(engine.scheduler, engine.runner, engine.tokenizer)
+    return RunAhead(engine.scheduler, engine.runner, engine.tokenizer)
 
 
 def tight(load: Callable[..., PagedEngine], **options: Any) -> Make:

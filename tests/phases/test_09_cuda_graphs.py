@@ -5,6 +5,8 @@ On the CPU a graph's function is called instead of replayed, with the kernels in
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -353,6 +355,22 @@ def test_compiled_layers_compute_the_same() -> None:
 def test_options_out_of_their_limits(model: Model, options: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         cuda_graphs.load(model, **{"kernels": True, "graphs": True, **options})
+
+
+def test_without_triton_it_runs_ahead_all_the_same() -> None:
+    """Triton exists for Linux alone; nothing but the kernels may need it."""
+    script = """
+import sys
+sys.modules["triton"] = None  # an import of it fails from here on
+import cuda_graphs
+from common.generation import generate
+from common.sampling_params import SamplingParams
+engine = cuda_graphs.load("random:tiny", device="cpu", dtype="float32")
+print(len(generate(engine, [[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "4"
 
 
 @pytest.mark.skipif(CUDA, reason="a CUDA device has graphs")

@@ -7,19 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import prefix_cache
-import triton_paged_attention
 from common.errors import UserError
 from continuous import at_least_one
-from cuda_graphs.compiled import load_compiled
-from cuda_graphs.engine import OverlapEngine
-from cuda_graphs.memory import graph_bytes
-from cuda_graphs.runner import GraphRunner, Startup
+from cuda_graphs.engine import OverlapEngine, RunAhead
 from forward.loading import load_model
 from forward.model import Model
 from paged_cache import PagedEngine
 from paged_cache.llm import LLM as PagedLLM
 
-__all__ = ["LLM", "GraphRunner", "OverlapEngine", "Startup", "load"]
+__all__ = ["LLM", "OverlapEngine", "RunAhead", "load"]
 
 DEFAULT_GRAPH_ROWS = 256
 """Larger batches keep the device busy without graphs."""
@@ -69,17 +65,23 @@ def load(
     if graph_tokens < 0:
         raise UserError(f"graph_tokens is {graph_tokens}, but must be at least 0")
     parts: dict[str, Any] = {"max_rows": at_least_one("max_rows", max_rows)}
+    if overlap:
+        parts["make_engine"] = OverlapEngine
+    if not (kernels or compiled):
+        return prefix_cache.load(loaded, **parts, **options)
+    # Only from here on is Triton needed, which not every system has.
+    import triton_paged_attention
+    from cuda_graphs.compiled import load_compiled
+    from cuda_graphs.memory import graph_bytes
+    from cuda_graphs.runner import GraphRunner
+
     if graphs:
         rows, tokens = at_least_one("graph_rows", min(graph_rows, max_rows)), graph_tokens
         parts["reserved_bytes"] = graph_bytes(loaded, rows, tokens)
         parts["make_runner"] = partial(GraphRunner, most_rows=rows, most_tokens=tokens)
-    if overlap:
-        parts["make_engine"] = OverlapEngine
     if compiled:
         return load_compiled(loaded, below=prefix_cache.load, **parts, **options)
-    if kernels:
-        return triton_paged_attention.load(loaded, below=prefix_cache.load, **parts, **options)
-    return prefix_cache.load(loaded, **parts, **options)
+    return triton_paged_attention.load(loaded, below=prefix_cache.load, **parts, **options)
 
 
 class LLM(PagedLLM):

@@ -7,19 +7,13 @@ next step reads them. So the host runs one step ahead and learns what a token wa
 
 from __future__ import annotations
 
-import time
-
-from common.tokenizer import Tokenizer
-from continuous.engine import Output
+from continuous.engine import Engine, Output
 from continuous.runner import Pending
 from paged_cache import PagedEngine
-from paged_cache.memory import Ledger
-from paged_cache.runner import PagedRunner
-from paged_cache.scheduler import PagedScheduler
 
 
-class OverlapEngine(PagedEngine):
-    """A `PagedEngine` that launches a step before it reads the results of the last one.
+class RunAhead(Engine):
+    """An engine that launches a step before it reads the results of the last one.
 
     What changes for a request: nothing but time. It is scheduled on a *placeholder* for the token that is on
     its way. If that token ends it, the step that was scheduled meanwhile computes one token in vain, which
@@ -27,16 +21,8 @@ class OverlapEngine(PagedEngine):
     device's queue than that last stray one.
     """
 
-    def __init__(
-        self,
-        scheduler: PagedScheduler,
-        runner: PagedRunner,
-        ledger: Ledger,
-        tokenizer: Tokenizer | None = None,
-    ) -> None:
-        super().__init__(scheduler, runner, ledger, tokenizer)
-        self._flying: Pending | None = None
-        self._landed = 0.0
+    _flying: Pending | None = None
+    _landed: float = 0.0
 
     @property
     def idle(self) -> bool:
@@ -56,5 +42,9 @@ class OverlapEngine(PagedEngine):
     def _clock(self, pending: Pending, now: float) -> None:
         """A step's time begins when the one before it has ended, not when it was put into the queue."""
         pending.started = max(pending.started, self._landed)
-        self._landed = time.perf_counter()
+        self._landed = now
         super()._clock(pending, now)
+
+
+class OverlapEngine(RunAhead, PagedEngine):
+    """A `PagedEngine` that runs ahead."""
