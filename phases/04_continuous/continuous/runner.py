@@ -80,7 +80,7 @@ class Runner:
         return Pending(works, self._sample(batch, hidden))
 
     def refresh(self) -> None:
-        """Hand over tokens and sampling settings of the requests that got a row since the last step."""
+        """Before a step: hand over tokens and settings of the requests that got a row since the last one."""
         for request in self.rows.upload():
             self.sampler.set_row(
                 request.row,

@@ -35,11 +35,14 @@ class PagedRunner(Runner):
         super().__init__(model, attention, rows, **options)
         self.cache = cache
 
-    def prepare(self, works: Sequence[Work]) -> Batch:
-        """The step's inputs, with the copies that its writes depend on done first."""
-        copies = self.cache.take_copies()
-        if copies:
+    def refresh(self) -> None:
+        """Also: do the copies that the step's writes depend on."""
+        super().refresh()
+        if copies := self.cache.take_copies():
             self.attention.pool.copy(copies)
+
+    def prepare(self, works: Sequence[Work]) -> Batch:
+        """The step's inputs."""
         host = HostBatch.of(works, self.rows.prompt_lens)
         plain = Batch.of(host, self.rows)
         (block_tables,) = upload(plain.rows.device, np.int32, self.block_tables(host))

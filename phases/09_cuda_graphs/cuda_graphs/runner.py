@@ -117,7 +117,8 @@ class GraphRunner(PagedRunner):
         return super().run(works)
 
     def _decode(self, works: Sequence[Work], size: int) -> Pending:
-        self._begin()
+        self.replays += 1
+        self.refresh()
         count = len(works)
         rows: Ints = np.fromiter((work.row for work in works), np.int64, count)
         at: Ints = np.fromiter((work.start for work in works), np.int64, count)
@@ -140,7 +141,8 @@ class GraphRunner(PagedRunner):
         return Pending(works, sampled)
 
     def _chunk(self, works: Sequence[Work], graph: ChunkGraph) -> Pending:
-        self._begin()
+        self.replays += 1
+        self.refresh()
         works = sorted(works, key=_by_row)
         host = HostBatch.of(works, self.rows.prompt_lens)
         self.tables.update(host.rows, self.cache.blocks_for(int(host.context_lens.max())))
@@ -148,12 +150,6 @@ class GraphRunner(PagedRunner):
             graph.layout.fill(flat, host, *self.attention.sort(host))
         graph.replay()
         return Pending(works, self._sample(graph.sampled(host), graph.hidden))
-
-    def _begin(self) -> None:
-        self.replays += 1
-        self.refresh()
-        if copies := self.cache.take_copies():
-            self.attention.pool.copy(copies)
 
 
 def _free_bytes(device: torch.device) -> int:
