@@ -7,7 +7,6 @@ events.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,8 +14,6 @@ import torch
 from torch import Tensor
 
 L2_BYTES = 60e6
-READ_BYTES_PER_S = 4.32e12
-"""Reading large tensors with torch on one H200; shares of the bandwidth below refer to it."""
 
 
 @dataclass
@@ -136,8 +133,3 @@ def eager_seconds(
         if repeat:  # the first is a warm-up
             samples.append(begin.elapsed_time(end) * 1e-3 / count)
     return samples
-
-
-def median(samples: Sequence[float]) -> float:
-    """The median."""
-    return statistics.median(samples)

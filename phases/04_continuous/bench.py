@@ -85,7 +85,6 @@ class Bench:
             # The plain batches take most of this file's time.
             repeats=max(1, self.options.repeats - 1),
             warm={variant: lambda: None for variant in engines},
-            tries=1 if self.options.quick else 4,
         )
         # The phase before comes first, so that a table's gains are over it.
         return [self.summarize(variant, work, kept, batch=rows) for variant, kept in samples.items()]
@@ -115,7 +114,6 @@ class Bench:
         samples = alternate(
             {variant: measure(engine) for variant, engine in engines.items()},
             repeats=self.options.repeats,
-            tries=1 if self.options.quick else 4,
         )
         add_gains(samples[SEQUENTIAL], samples[PHASE])
         batches = {SEQUENTIAL: 1, PHASE: len(items)}
@@ -158,7 +156,6 @@ class Bench:
                 {variant: measure(engine) for variant, engine in engines.items()},
                 repeats=max(1, self.options.repeats // 2),
                 warm={variant: lambda: None for variant in engines},
-                tries=1 if self.options.quick else 4,
             )
             if SEQUENTIAL in samples:
                 add_gains(samples[SEQUENTIAL], samples[PHASE])

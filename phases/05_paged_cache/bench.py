@@ -305,7 +305,6 @@ class Bench:
             {variant: measure(engine) for variant, engine in engines.items()},
             repeats=self.options.repeats if self.on_cpu else max(1, self.options.repeats // 2),
             warm={variant: lambda: None for variant in engines},
-            tries=1 if self.options.quick else 4,
         )
 
     def summarize(self, variant: str, work: Workload, samples: Samples, batch: int, **options: Any) -> Run:

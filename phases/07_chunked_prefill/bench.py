@@ -170,8 +170,7 @@ class Bench:
         if not self.on_cpu:
             return alternate(variants, repeats)
         time_replay(self.after(BUDGET), uniform("warm-up", 2, 64, 2))
-        tries = 1 if self.options.quick else 4
-        return alternate(variants, repeats, warm={name: lambda: None for name in variants}, tries=tries)
+        return alternate(variants, repeats, warm={name: lambda: None for name in variants})
 
     def under_load(self, make: Callable[[], PagedEngine], work: Workload) -> Callable[[int], Sample]:
         """A sample has the decodes first, then each prompt in its turn. TTFT is that of these prompts."""

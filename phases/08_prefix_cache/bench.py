@@ -142,8 +142,7 @@ class Bench:
         """Alternate, after a short warm-up of both phases instead of whole runs."""
         for make in self.engines().values():
             time_replay(make(), uniform("warm-up", 2, 64, 2), self.options.device)
-        tries = 1 if self.options.quick else 4
-        return alternate(variants, repeats, warm={name: lambda: None for name in variants}, tries=tries)
+        return alternate(variants, repeats, warm={name: lambda: None for name in variants})
 
     def timed(self, make: Make, work: Workload) -> Callable[[int], Sample]:
         """Samples of a replay in an engine whose cache is empty, with what was found and saved."""
@@ -182,7 +181,6 @@ def index_runs(options: BenchOptions) -> list[Run]:
                 {kind: partial(index_sample, kind, blocks, work) for kind in INDEXES},
                 options.repeats,
                 warm={kind: lambda: None for kind in INDEXES},
-                tries=1 if options.quick else 4,
             )
             for kind, samples in kept.items():
                 variant = PHASE if kind == "radix" else HASH
