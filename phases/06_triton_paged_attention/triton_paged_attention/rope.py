@@ -18,6 +18,24 @@ HEADS_PER_PROGRAM = 8
 
 
 @triton.jit
+def norm_heads(x, y, w_x, w_y, eps, D: tl.constexpr, ONE_PLUS: tl.constexpr):
+    """The norm of heads `x [M, D]`, and of `y`, their partners half a head away; rounded as a norm apart."""
+    w_x, w_y = w_x.to(tl.float32), w_y.to(tl.float32)
+    if ONE_PLUS:
+        w_x += 1.0
+        w_y += 1.0
+    full = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(full * full, axis=1) / D + eps)[:, None]
+    return (full * scale * w_x).to(x.dtype), (y.to(tl.float32) * scale * w_y).to(x.dtype)
+
+
+@triton.jit
+def turn(x, y, cos, sin):
+    """RoPE of heads `x` with their partners `y`; the first half of `sin` carries the minus sign."""
+    return (x.to(tl.float32) * cos + y.to(tl.float32) * sin).to(x.dtype)
+
+
+@triton.jit
 def norm_rope_kernel(
     q_out, k_out, v_out, qkv, cos, sin, q_weight, k_weight, slots, eps,
     block_stride, slot_stride,
@@ -56,18 +74,12 @@ def norm_rope_kernel(
         y = tl.load(first + head[:, None] * D + partner[None, :], mask=mask, other=0.0)
         if NORM:
             weight = q_weight if is_query else k_weight
-            w_x = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
-            w_y = tl.load(weight + partner, mask=d < D, other=0.0).to(tl.float32)
-            if ONE_PLUS:
-                w_x += 1.0
-                w_y += 1.0
-            full = x.to(tl.float32)
-            scale = tl.rsqrt(tl.sum(full * full, axis=1) / D + eps)[:, None]
-            x = (full * scale * w_x[None, :]).to(x.dtype)  # rounded here, as the separate norm rounds
-            y = (y.to(tl.float32) * scale * w_y[None, :]).to(x.dtype)
-        c = tl.load(cos + token * D + d, mask=d < D, other=0.0)
-        s = tl.load(sin + token * D + d, mask=d < D, other=0.0)  # its first half carries the minus sign
-        turned = (x.to(tl.float32) * c[None, :] + y.to(tl.float32) * s[None, :]).to(x.dtype)
+            w_x = tl.load(weight + d, mask=d < D, other=0.0)[None, :]
+            w_y = tl.load(weight + partner, mask=d < D, other=0.0)[None, :]
+            x, y = norm_heads(x, y, w_x, w_y, eps, D, ONE_PLUS)
+        c = tl.load(cos + token * D + d, mask=d < D, other=0.0)[None, :]
+        s = tl.load(sin + token * D + d, mask=d < D, other=0.0)[None, :]
+        turned = turn(x, y, c, s)
         if is_query:
             tl.store(q_out + token * H * D + at, turned, mask=mask)
         else:

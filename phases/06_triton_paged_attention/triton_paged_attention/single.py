@@ -27,6 +27,7 @@ from forward.attention import LayerSpec
 
 from .decode import Workspace
 from .gemv import dependent_launch
+from .rope import norm_heads, turn
 from .tiles import attend, combine, fold, lookup, raw_scores, unit
 from .tuning import HeadsConfig, SingleConfig
 
@@ -42,22 +43,6 @@ def splits_of(context, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.c
     tiles = tl.maximum(tl.cdiv(context - begin, BLOCK_N), 1)
     share = tl.cdiv(tiles, SPLITS)
     return begin, share, tl.cdiv(tiles, share)
-
-
-@triton.jit
-def rotate(x, y, w_x, w_y, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr):
-    """Norm and RoPE of heads `x [M, D]` whose partners half a head away are `y`, rounded as when apart."""
-    if NORM:
-        w_x, w_y = w_x.to(tl.float32), w_y.to(tl.float32)
-        if ONE_PLUS:
-            w_x += 1.0
-            w_y += 1.0
-        full = x.to(tl.float32)
-        scale = tl.rsqrt(tl.sum(full * full, axis=1) / D + eps)[:, None]
-        normed = (full * scale * w_x).to(x.dtype)
-        y = (y.to(tl.float32) * scale * w_y).to(x.dtype)
-        x = normed
-    return (x.to(tl.float32) * cos + y.to(tl.float32) * sin).to(x.dtype)
 
 
 @triton.jit
@@ -107,8 +92,6 @@ def single_kernel(
         q_y = tl.load(q_weight + partner, mask=d < D, other=0.0)[None, :]
         k_x = tl.load(k_weight + d, mask=d < D, other=0.0)[None, :]
         k_y = tl.load(k_weight + partner, mask=d < D, other=0.0)[None, :]
-    else:
-        q_x, q_y, k_x, k_y = c, c, c, c  # not used
     slot = tl.load(slots)
     if PDL:
         gdc_wait()
@@ -120,8 +103,11 @@ def single_kernel(
     new_value = tl.load(qkv + at_k + KH * D + d, mask=d < D, other=0.0)[None, :]
     if PDL:  # not before: the weights that the next kernel reads would delay what this one waits for
         gdc_launch_dependents()
-    query = rotate(x, y, q_x, q_y, c, s, eps, D, NORM, ONE_PLUS)
-    new_key = rotate(new_x, new_y, k_x, k_y, c, s, eps, D, NORM, ONE_PLUS)  # [1, D]
+    if NORM:
+        x, y = norm_heads(x, y, q_x, q_y, eps, D, ONE_PLUS)
+        new_x, new_y = norm_heads(new_x, new_y, k_x, k_y, eps, D, ONE_PLUS)
+    query = turn(x, y, c, s)
+    new_key = turn(new_x, new_y, c, s)  # [1, D]
     if (split == used - 1) & (slot >= 0):
         at_new = (slot // P) * block_stride + (slot % P) * slot_stride + kv_head * head_stride + d[None, :]
         tl.store(k_cache + at_new, new_key, mask=(d < D)[None, :])
