@@ -17,9 +17,9 @@ import torch
 from benchmarks.targets import load_target, targets
 from common.evidence import BenchOptions, Evidence, Run, collect
 from common.generation import Streams
-from common.measure import alternate, summarize, time_generation
+from common.measure import alternate, time_generation
 from common.plotting import bars, panels, save
-from common.roofline import ceilings, generation_work, reached
+from common.roofline import ceilings, summarize_generation
 from common.workloads import Workload, workload
 from forward.model import Model
 from phases import PHASES, Phase
@@ -65,16 +65,15 @@ def _measure(phase: Phase, model: Model, work: Workload, options: BenchOptions) 
         time_generation(engine, work.cold(99).first(1), options.device)
 
     samples = alternate({phase.name: sample}, repeats, warm={phase.name: warm})[phase.name]
-    ideal = generation_work(
-        model.config, options.dtype, work.prompt_lens, work.output_lens, batch=len(work.items)
-    )
-    return summarize(
+    return summarize_generation(
         phase.name,
         work,
         samples,
         model=options.model or "",
+        config=model.config,
         dtype=options.dtype,
-        roofline=reached(ideal, ceilings(options.device, options.dtype), samples),
+        top=ceilings(options.device, options.dtype),
+        batch=len(work.items),
     )
 
 

@@ -13,17 +13,19 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from common.bundled import cache_home
 from common.config import ModelConfig
 from common.device import synchronize
-from common.evidence import Roofline, device_name
-from common.measure import Samples, Watch, time_call
+from common.evidence import Roofline, Run, device_name
+from common.measure import Samples, Watch, summarize, time_call
+from common.workloads import Workload
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,32 @@ def reached(works: Sequence[Work] | Work, ceilings: Ceilings, samples: Samples |
         measured = samples
     seconds = ideal_seconds(works, ceilings)
     return Roofline(seconds=seconds, fraction=seconds / measured)
+
+
+def summarize_generation(
+    variant: str,
+    work: Workload,
+    samples: Samples,
+    *,
+    model: str,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    top: Ceilings,
+    batch: int,
+    cached: bool = True,
+    options: Mapping[str, Any] | None = None,
+) -> Run:
+    """`summarize` with the roofline of generating all of `work`; see `generation_work`."""
+    ideal = generation_work(config, dtype, work.prompt_lens, work.output_lens, batch, cached)
+    return summarize(
+        variant,
+        work,
+        samples,
+        model=model,
+        dtype=dtype,
+        options=options,
+        roofline=reached(ideal, top, samples),
+    )
 
 
 def _keys(config: ModelConfig, context: float) -> float:

@@ -14,9 +14,9 @@ from benchmarks.targets import load_target, targets
 from common.evidence import BenchOptions, Evidence, Run, collect
 from common.generation import generate
 from common.hub import model_folder
-from common.measure import Samples, Watch, alternate, summarize, time_generation, timer
+from common.measure import Samples, Watch, alternate, time_generation, timer
 from common.plotting import lines, panels, save
-from common.roofline import ceilings, generation_work, reached
+from common.roofline import ceilings, summarize_generation
 from common.sampling_params import SamplingParams
 from common.workloads import Workload, uniform
 from kv_cache import KVCache
@@ -104,22 +104,22 @@ class Bench:
 
     def summarize(self, variant: str, work: Workload, samples: Samples, cached: bool, **options: int) -> Run:
         """Evidence of one variant; its roofline is that of the work its algorithm has to do."""
-        ideal = generation_work(
-            self.config, self.options.dtype, work.prompt_lens, work.output_lens, batch=1, cached=cached
-        )
         if variant == PHASE:
             columns = work.prompt_lens[0] + work.output_lens[0] - 1
             for sample in samples.kept:
                 size = KVCache.bytes_needed(self.config, 1, columns, self.options.dtype)
                 sample["kv_cache_bytes"] = float(size)
-        return summarize(
+        return summarize_generation(
             variant,
             work,
             samples,
             model=self.name,
+            config=self.config,
             dtype=self.options.dtype,
+            top=self.top,
+            batch=1,
+            cached=cached,
             options=options,
-            roofline=reached(ideal, self.top, samples),
         )
 
 

@@ -8,9 +8,9 @@ import batching
 import kv_cache
 from benchmarks.targets import load_target, targets
 from common.evidence import BenchOptions, Evidence, Run, collect
-from common.measure import Sample, Samples, alternate, summarize, time_generation, timer
+from common.measure import Sample, Samples, alternate, time_generation, timer
 from common.plotting import lines, panels, reference_line, save
-from common.roofline import ceilings, generation_work, reached
+from common.roofline import ceilings, summarize_generation
 from common.workloads import Item, Workload, uniform, workload
 
 PHASE, BEFORE, COMPACT = "03_batching", "02_kv_cache", "03_batching+compact"
@@ -87,17 +87,16 @@ class Bench:
 
     def summarize(self, variant: str, work: Workload, samples: Samples, *, batch: int, **options: int) -> Run:
         """Evidence of one variant; the roofline is that of a batch which is always full."""
-        ideal = generation_work(
-            self.model.config, self.options.dtype, work.prompt_lens, work.output_lens, batch
-        )
-        return summarize(
+        return summarize_generation(
             variant,
             work,
             samples,
             model=self.name,
+            config=self.model.config,
             dtype=self.options.dtype,
+            top=self.top,
+            batch=batch,
             options=options,
-            roofline=reached(ideal, self.top, samples),
         )
 
 

@@ -15,7 +15,7 @@ from common.evidence import BenchOptions, Evidence, Run, collect
 from common.generation import Completion, Streams, generate
 from common.measure import Sample, Samples, alternate, summarize, time_generation
 from common.plotting import bars, panels, save
-from common.roofline import ceilings, generation_work, reached
+from common.roofline import ceilings, summarize_generation
 from common.workloads import Item, Workload, uniform, workload
 from continuous.cache import RowStore
 from kv_cache import KVCache
@@ -174,17 +174,16 @@ class Bench:
 
     def summarize(self, variant: str, work: Workload, samples: Samples, *, batch: int, **options: int) -> Run:
         """Evidence of one variant; the roofline is that of a batch which is always full."""
-        ideal = generation_work(
-            self.model.config, self.options.dtype, work.prompt_lens, work.output_lens, batch
-        )
-        return summarize(
+        return summarize_generation(
             variant,
             work,
             samples,
             model=self.name,
+            config=self.model.config,
             dtype=self.options.dtype,
+            top=self.top,
+            batch=batch,
             options=options or {"batch": batch},
-            roofline=reached(ideal, self.top, samples),
         )
 
 

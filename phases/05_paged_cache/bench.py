@@ -20,7 +20,7 @@ from common.generation import generate
 from common.measure import Sample, Samples, alternate, summarize, time_call, time_generation
 from common.plotting import lines, panels, save
 from common.request import Request
-from common.roofline import ceilings, generation_work, reached
+from common.roofline import ceilings, summarize_generation
 from common.sampling_params import SamplingParams
 from common.workloads import Workload, uniform, workload
 from continuous.attention import RowAttention
@@ -309,15 +309,16 @@ class Bench:
 
     def summarize(self, variant: str, work: Workload, samples: Samples, batch: int, **options: Any) -> Run:
         """Evidence of one variant; the roofline is that of a batch which is always full."""
-        ideal = generation_work(self.config, self.dtype, work.prompt_lens, work.output_lens, batch)
-        return summarize(
+        return summarize_generation(
             variant,
             work,
             samples,
             model=self.name,
+            config=self.config,
             dtype=self.dtype,
+            top=self.top,
+            batch=batch,
             options=options,
-            roofline=reached(ideal, self.top, samples),
         )
 
 

@@ -14,9 +14,9 @@ import triton_paged_attention
 from benchmarks.targets import load_target, targets
 from common.errors import UserError
 from common.evidence import BenchOptions, Evidence, Run, collect
-from common.measure import Sample, alternate, summarize, time_generation
+from common.measure import Sample, alternate, time_generation
 from common.plotting import COLOURS, GREY, bars, panels, save
-from common.roofline import ceilings, generation_work, reached
+from common.roofline import ceilings, summarize_generation
 from common.workloads import uniform
 from forward.model import Model
 from paged_cache import PagedEngine
@@ -62,17 +62,18 @@ def variants(options: BenchOptions) -> list[Run]:
         {variant: partial(once, variant) for variant in chosen},
         repeats=options.repeats,
     )
-    ideal = generation_work(model.config, options.dtype, work.prompt_lens, work.output_lens, requests)
     top = ceilings(options.device, options.dtype)
     return [
-        summarize(
+        summarize_generation(
             variant,
             work,
             kept,
             model=name,
+            config=model.config,
             dtype=options.dtype,
+            top=top,
+            batch=requests,
             options={"requests": requests},
-            roofline=reached(ideal, top, kept),
         )
         for variant, kept in samples.items()
     ]

@@ -21,7 +21,7 @@ from common.evidence import BenchOptions, Evidence, Run, collect
 from common.generation import Completion
 from common.measure import Sample, Samples, alternate, percentiles, summarize
 from common.plotting import COLOURS, MARKERS, number, panels, reference_line, save
-from common.roofline import ceilings, generation_work, reached
+from common.roofline import ceilings, summarize_generation
 from common.workloads import Item, Workload, uniform, workload
 from paged_cache import PagedEngine
 
@@ -204,19 +204,12 @@ class Bench:
 
     def summarize(self, variant: str, work: Workload, samples: Samples, **options: int | str) -> Run:
         """Evidence of one variant; the roofline has every request in every step."""
-        ideal = generation_work(
-            self.model.config, self.options.dtype, work.prompt_lens, work.output_lens, len(work.items)
-        )
-        # Arrivals by the clock leave the machine idle between requests: a roofline would say nothing.
-        roofline = None if any(work.arrivals) else reached(ideal, self.top, samples)
-        return summarize(
-            variant,
-            work,
-            samples,
-            model=self.name,
-            dtype=self.options.dtype,
-            options=options,
-            roofline=roofline,
+        common: dict[str, Any] = {"model": self.name, "dtype": self.options.dtype, "options": options}
+        if any(work.arrivals):  # the machine idles between them: a roofline would say nothing
+            return summarize(variant, work, samples, **common)
+        config, batch = self.model.config, len(work.items)
+        return summarize_generation(
+            variant, work, samples, config=config, top=self.top, batch=batch, **common
         )
 
 

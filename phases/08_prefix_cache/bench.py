@@ -19,7 +19,7 @@ from benchmarks.targets import load_target, targets
 from common.evidence import BenchOptions, Evidence, Run, collect
 from common.measure import Sample, Samples, alternate, summarize
 from common.plotting import COLOURS, lines, number, panels, save
-from common.roofline import ceilings, generation_work, reached
+from common.roofline import ceilings, summarize_generation
 from common.workloads import Item, Workload, uniform, workload
 from paged_cache import PagedEngine
 from prefix_cache import INDEXES, PrefixCache
@@ -73,11 +73,17 @@ class Bench:
         made = self.engines() | {HASH: partial(self.after, "hash")}
         repeats = self.options.repeats if self.options.quick else max(5, self.options.repeats)
         kept = self.take({name: self.timed(make, work) for name, make in made.items()}, repeats)
-        ideal = generation_work(
-            self.model.config, self.options.dtype, work.prompt_lens, work.output_lens, count
-        )
         return [
-            replace(self.summarize(name, work, samples), roofline=reached(ideal, self.top, samples))
+            summarize_generation(
+                name,
+                work,
+                samples,
+                model=self.name,
+                config=self.model.config,
+                dtype=self.options.dtype,
+                top=self.top,
+                batch=count,
+            )
             for name, samples in kept.items()
         ]
 

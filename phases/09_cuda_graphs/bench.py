@@ -25,7 +25,7 @@ from common.errors import UserError
 from common.evidence import BenchOptions, Evidence, Metric, Run, collect
 from common.measure import Sample, Samples, alternate, summarize, time_generation
 from common.plotting import COLOURS, GREY, bars, panels, save
-from common.roofline import ceilings, generation_work, reached
+from common.roofline import ceilings, summarize_generation
 from common.sampler import Feature
 from common.workloads import Item, Workload, uniform, workload
 from cuda_graphs import OverlapEngine
@@ -138,14 +138,8 @@ class Bench:
 
     def compare(self, work: Workload, variants: Sequence[str]) -> list[Run]:
         """Variants on one workload, all requests at once."""
-        ideal = generation_work(
-            self.model.config, self.options.dtype, work.prompt_lens, work.output_lens, ROWS
-        )
         made = {name: partial(self.generation, self.engine(name), work) for name in variants}
-        return [
-            self.summarize(name, work, kept, roofline=reached(ideal, self.top, kept))
-            for name, kept in self.take(made).items()
-        ]
+        return [self.with_roofline(name, work, kept, ROWS) for name, kept in self.take(made).items()]
 
     def generation(self, engine: PagedEngine, work: Workload, repeat: int) -> Sample:
         """One sample."""
@@ -246,10 +240,7 @@ class Bench:
         kept = self.take({COMPILED: partial(self.generation, engine, work)})
         for sample in kept[COMPILED].kept:
             sample["startup_seconds"] = seconds
-        ideal = generation_work(self.model.config, self.options.dtype, work.prompt_lens, work.output_lens, 1)
-        return [
-            self.summarize(COMPILED, work, kept[COMPILED], roofline=reached(ideal, self.top, kept[COMPILED]))
-        ]
+        return [self.with_roofline(COMPILED, work, kept[COMPILED], 1)]
 
     def without_kernels(self) -> list[Run]:
         """Phase 08 as it stands, for the whole way at batch 1."""
@@ -278,6 +269,19 @@ class Bench:
     def summarize(self, variant: str, work: Workload, kept: Samples, **more: Any) -> Run:
         """Evidence of one variant."""
         return summarize(variant, work, kept, model=self.name, dtype=self.options.dtype, **more)
+
+    def with_roofline(self, variant: str, work: Workload, kept: Samples, batch: int) -> Run:
+        """Evidence of one variant that generates all requests at once."""
+        return summarize_generation(
+            variant,
+            work,
+            kept,
+            model=self.name,
+            config=self.model.config,
+            dtype=self.options.dtype,
+            top=self.top,
+            batch=batch,
+        )
 
     def single(self, variant: str, work: Workload, sample: Sample) -> Run:
         """Evidence of one number that is not repeated."""
