@@ -31,7 +31,7 @@ def load_model(
             returned as it is.
         device: ``auto``, ``cpu``, ``cuda`` or ``mps``.
         dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
-        seed: of random weights.
+        seed: of random weights. The same seed gives other weights on another kind of device.
 
     Raises:
         UserError: there is no such model, or its files do not fit its configuration.
