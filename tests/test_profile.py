@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ import pytest
 import torch
 
 from common.trace import BETWEEN, read_trace, short_name, step_tables
-from phases import PHASES, ROOT
+from common.workloads import uniform
+from forward.loading import load_model
+from phases import PHASES, ROOT, find_phase
 from phases.cli import main
 from phases.commands import profile
+from phases.commands.engines import load_engine
 from phases.commands.profile import kernel_table, summary
 
 SIZE = ["--model", "random:tiny", "--batch", "2", "--context", "6", "--steps", "2"]
@@ -76,6 +80,31 @@ def test_the_default_needs_no_download_where_the_phase_is_not_at_home(
     assert code == 0
     assert "runs a tiny" in err  # the line is broken where the screen ends
     assert [path.name for path in tmp_path.iterdir()] == ["06_triton_paged_attention.json.gz"]
+
+
+def test_all_requests_are_there_in_the_decode_steps_that_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunked, the first prompt would have ended before the last one began."""
+    phase, size = find_phase("7"), profile.Size(batch=3, context=200, steps=2)
+    assert phase is not None
+    model = load_model("random:tiny", device="cpu", dtype="float32")
+    new_tokens = size.steps + 1 + profile.chunk_steps(phase, size)
+    engine = load_engine(phase, model, **profile.engine_options(phase, model, size, new_tokens))
+    shown: list[str] = []
+    monkeypatch.setattr(profile, "record_function", lambda name: shown.append(name) or nullcontext())
+    running: list[int] = []
+    runner = type(engine.runner)
+    inner = runner.run
+    monkeypatch.setattr(runner, "run", lambda self, works: running.append(len(works)) or inner(self, works))
+    work = uniform("profile", size.batch, size.context, new_tokens, 200)
+    with profile.marked_steps(engine, work, size.steps) as serve:
+        for _ in range(2):
+            shown.clear()
+            running.clear()
+            serve(work)
+            chunks = shown.count("step: prefill")
+            assert shown == ["step: prefill"] * chunks + ["step: decode"] * size.steps and chunks > 1
+            assert running[chunks:][: size.steps] == [size.batch] * size.steps
+            assert engine.idle
 
 
 WRONG = {

@@ -23,11 +23,11 @@ from common.plotting import panels, reference_line, save
 from common.roofline import Ceilings, ceilings
 from common.sampler import Sampler
 from common.sampling_params import SamplingParams
-from cuda_graphs.decode_graph import fixed_batch
 from forward.loading import load_model
 from forward.model import Model
 from paged_cache import BlockPool
 from triton_paged_attention import Backends, TritonPagedAttention, optimize
+from triton_paged_attention.batch import fixed_batch
 from triton_paged_attention.gumbel import gumbel_sample
 from triton_paged_attention.sampling import argmax_rows, draw_rows
 

@@ -12,6 +12,7 @@ import hashlib
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +31,8 @@ from common.plotting import panels, reference_line, save
 from common.roofline import Ceilings, ceilings
 from continuous.batch import HostBatch
 from forward.attention import LayerSpec
-from paged_cache import PagedBatch, TorchPagedAttention
+from paged_cache import TorchPagedAttention
+from triton_paged_attention.batch import fixed_batch
 from triton_paged_attention.decode import Workspace, paged_decode
 from triton_paged_attention.decode_v1 import paged_decode_v1
 from triton_paged_attention.decode_v2 import paged_decode_v2
@@ -227,26 +229,17 @@ def gather_call(case: Case) -> Call:
     lens, ones = np.array(case.contexts), np.ones(count, np.int64)
     zeros, starts = np.zeros(count, np.int64), np.arange(count + 1)
     host = HostBatch(zeros, ones, starts, lens, zeros, lens - 1, starts[:-1], zeros, lens, zeros)
-    unused = case.context_lens
     heads, kv_heads, d = case.q.shape[1], *case.k_cache.shape[2:]
     layer = LayerSpec(0, heads, kv_heads, d, case.scale)
     pool: Any = SimpleNamespace(data=case.k_cache[None, None])
     attentions = {}
     for table in case.tables:
-        batch = PagedBatch(
+        batch = replace(
+            fixed_batch(count, table.shape[1], table.device),
             host=host,
-            input_ids=unused,
-            positions=unused,
-            token_rows=unused,
             query_starts=case.query_starts,
             context_lens=case.context_lens,
-            rows=unused,
-            sample_at=unused,
-            sample_rows=unused,
-            sample_positions=unused,
-            sample_steps=unused,
             block_tables=table,
-            slots=unused,
         )
         attention = TorchPagedAttention(pool)
         attention.begin(batch)

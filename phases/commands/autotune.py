@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from common.config import ModelConfig
 from common.errors import UserError
@@ -22,10 +22,15 @@ if TYPE_CHECKING:
     from triton_paged_attention.autotune_shapes import Shape
 
 
+WITH_KERNELS = (6, 9)
+"""The phases whose engines run Triton kernels."""
+
+
 def check_autotune(phase: Phase, device: torch.device) -> None:
-    """Raise `UserError` unless the phase has Triton kernels and the device is a GPU."""
-    if phase.needs != "cuda":
-        raise UserError(f"--autotune is given, but phase {phase.name} has no kernels to tune: phase 06 has")
+    """Raise `UserError` unless the phase runs Triton kernels and the device is a GPU."""
+    if phase.number not in WITH_KERNELS:
+        has = " and ".join(f"{number:02d}" for number in WITH_KERNELS)
+        raise UserError(f"--autotune is given, but phase {phase.name} has no kernels to tune: {has} have")
     if device.type != "cuda":
         raise UserError(f"device is {device.type!r}, but --autotune times kernels on 'cuda' only")
 
@@ -53,13 +58,13 @@ def autotune(
     found: list[Found] = []
     begun = time.perf_counter()
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", table_column=Column(no_wrap=True)),
         BarColumn(bar_width=20),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TextColumn("{task.fields[latest]}"),
+        TextColumn("{task.fields[latest]}", table_column=Column(no_wrap=True, ratio=1)),
     )
-    with Progress(*columns, console=err) as bar:
+    with Progress(*columns, console=err, expand=True) as bar:
         tasks: dict[str, TaskID] = {}
 
         def report(shape: Shape, trial: Trial) -> None:

@@ -86,10 +86,11 @@ def run(
     except OSError as error:
         raise UserError(f"--output {folder} cannot be made: {error.strerror}") from None
     path = folder / f"{phase.name}.json.gz"
-    engine = load_engine(phase, loaded, **engine_options(phase, loaded, size))
+    tokens = min(size.steps + 1 + chunk_steps(phase, size), loaded.max_len - size.context)
+    engine = load_engine(phase, loaded, **engine_options(phase, loaded, size, tokens))
     vocab = min(10_000, loaded.config.vocab_size)
-    work = uniform("profile", size.batch, size.context, size.steps + 1, vocab)
-    record(engine, work, loaded, path)
+    work = uniform("profile", size.batch, size.context, tokens, vocab)
+    record(engine, work, loaded, path, size.steps)
     on_device = where.type == "cuda"
     out.print(
         f"{phase.name}, {name}, {where}, {str(kind).removeprefix('torch.')}: "
@@ -106,24 +107,45 @@ def run(
     return 0
 
 
-def engine_options(phase: Phase, model: Model, size: Size) -> dict[str, Any]:
+CHUNKED = 7
+"""The phase from which on prompts may take several steps, in which others decode already."""
+MOST_CHUNKS = 4
+"""Steps that all prompts together may take, decodes aside."""
+
+
+def step_tokens(size: Size) -> int:
+    """Tokens of a step: enough for prompts to take few steps, and few enough to show chunks."""
+    return max(256, -(-size.batch * size.context // MOST_CHUNKS))
+
+
+def chunk_steps(phase: Phase, size: Size) -> int:
+    """The most steps with prompt tokens. The first prompt decodes in them, and must not end too early."""
+    if phase.number < CHUNKED:
+        return 0
+    budget = step_tokens(size)
+    return -(-size.batch * size.context // max(budget // 4, budget - size.batch)) + 1
+
+
+def engine_options(phase: Phase, model: Model, size: Size, new_tokens: int) -> dict[str, Any]:
     """Just as much room as the workload needs: the default would take most of the device's memory."""
     if phase.number < 3:
         return {}
     if phase.number == 3:
         return {"batch_size": size.batch}
-    tokens = size.context + size.steps + 1
+    tokens = size.context + new_tokens
     options: dict[str, Any] = {"max_rows": size.batch, "max_len": tokens}
-    if phase.number < 7:  # before chunks: all prompts in one step
+    if phase.number < CHUNKED:  # all prompts in one step
         options["step_tokens"] = max(2048, size.batch * tokens)
+    else:
+        options["step_tokens"] = step_tokens(size)
     if phase.number > 4:
         blocks = size.batch * (tokens // 64 + 2) * 64
         options["cache_bytes"] = 2 * blocks * model.config.kv_bytes_per_token(model.dtype)
     return options
 
 
-def record(engine: Streams, work: Workload, model: Model, path: Path) -> None:
-    """Serve `work` under the profiler and write the trace.
+def record(engine: Streams, work: Workload, model: Model, path: Path, decodes: int) -> None:
+    """Serve `work` under the profiler until so many decode steps are done, and write the trace.
 
     Before that the work is done twice with other tokens: once to compile kernels and fill caches, once for
     the profiler itself, whose first events cost extra.
@@ -131,7 +153,7 @@ def record(engine: Streams, work: Workload, model: Model, path: Path) -> None:
     activities = [ProfilerActivity.CPU]
     if model.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    with marked_steps(engine, work) as serve, interpreted_kernels():
+    with marked_steps(engine, work, decodes) as serve, interpreted_kernels():
         serve(work.cold(1))
         synchronize(model.device)
         with torch_profile(
@@ -146,14 +168,15 @@ def record(engine: Streams, work: Workload, model: Model, path: Path) -> None:
 
 
 @contextmanager
-def marked_steps(engine: Any, work: Workload) -> Iterator[Callable[[Workload], None]]:
+def marked_steps(engine: Any, work: Workload, decodes: int) -> Iterator[Callable[[Workload], None]]:
     """A function that serves a workload, in which every step is a range of the trace.
 
     A range lasts from a step's start to the next one's. In phases with a runner a step is a call of its
-    `run`; before that it is a call of the model. A step that computes more than one new token for anybody is
-    a prefill.
+    `run`, and serving ends after `decodes` decode steps; before that it is a call of the model. A step that
+    computes more than one new token for anybody is a prefill.
     """
     current: list[Any] = []
+    left = [0]  # decode steps
 
     def end() -> None:
         while current:
@@ -165,13 +188,18 @@ def marked_steps(engine: Any, work: Workload) -> Iterator[Callable[[Workload], N
         current[-1].__enter__()
 
     def serve(served: Workload) -> None:
+        left[0] = decodes
+        stream = engine.stream(served.prompts, served.params)
         try:
-            for event in engine.stream(served.prompts, served.params):
+            for event in stream:
                 if event.finish_reason == "error":
                     raise RuntimeError("a step failed while it was profiled; its log says why")
+                if left[0] < 0:
+                    break
             synchronize(engine_model.device)
         finally:
             end()
+            stream.close()  # which aborts what still runs
 
     runner = getattr(engine, "runner", None)
     engine_model: Model = engine.model if runner is None else runner.model
@@ -192,7 +220,14 @@ def marked_steps(engine: Any, work: Workload) -> Iterator[Callable[[Workload], N
     inner = runner.run
 
     def run_step(works: Sequence[Any]) -> Any:
-        begin("prefill" if any(work.count > 1 for work in works) else "decode")
+        if any(work.count > 1 for work in works):
+            begin("prefill")
+        else:
+            left[0] -= 1
+            if left[0] < 0:  # enough: this one only shows where the last one ends
+                end()
+            else:
+                begin("decode")
         return inner(works)
 
     runner.run = run_step

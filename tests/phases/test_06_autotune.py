@@ -50,7 +50,7 @@ def fake_shape(default: Any = None, most_splits: int = 8) -> Shape:
 
 def config_timer(cost: Any) -> Any:
     """A timer that asks `cost` about the configuration in use."""
-    return lambda call: cost(winners._forced["decode"])
+    return lambda call: cost(winners._forced["decode"][1])
 
 
 def distance(config: DecodeConfig) -> float:
@@ -75,7 +75,7 @@ def test_noise_does_not_beat_the_default() -> None:
 
 def test_configurations_that_do_not_fit_or_differ_are_passed_over() -> None:
     def call() -> torch.Tensor:
-        config = winners._forced["decode"]
+        _, config = winners._forced["decode"]
         if config.num_stages > 3:
             raise triton.runtime.errors.OutOfResources(300_000, 232_448, "shared memory")
         return torch.ones(3) * (1.5 if config.block_n == 128 else 1.0)
@@ -199,7 +199,7 @@ def test_every_shape_of_a_model_is_tuned_and_the_engine_uses_it(
     assert phase is not None
     command.autotune(phase, "random:tiny", None, CPU, torch.float32, **options)
     out = capsys.readouterr().out
-    assert "decode attention, 1 x 20" in out and "prefill attention" in out and "matrix-vector" in out
+    assert "decode attention, 1 x 20" in out and "prefill attention" in out and "a layer of one token" in out
     assert "s for compiling" in out and str(home) in out
     entries = json.loads(winners.winners_path(CPU).read_text())["winners"]
     assert set(entries) == {"decode", "single", "prefill", "gemv"} and len(entries["decode"]) == 2
@@ -223,9 +223,26 @@ def test_shapes_are_those_of_the_model() -> None:
     assert titles["gemv"].at == {"rows": TINY.vocab_size, "size": TINY.hidden_size, "gated": False}
 
 
+def test_what_is_tried_counts_for_its_own_arguments_only() -> None:
+    tried = GemvConfig(16, 64, 8)
+    with winners.using("gemv", {"rows": 4, "size": 64, "gated": False}, tried):
+        assert gemv_config(4, 64, False) == tried
+        assert gemv_config(4, 64, gated=True) == gemv_config.table(4, 64, True) != tried
+
+
+def test_layers_without_a_step_of_one_token_have_nothing_of_it_tuned() -> None:
+    """A gate with bias has no matrix-vector kernel; the output head has."""
+    kinds = [shape.kind for shape in shapes(replace(TINY, mlp_bias=True), CPU, torch.float32, (2,), 20)]
+    assert kinds == ["decode", "prefill", "gemv"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["5", "--device", "cpu"], "no kernels to tune"), (["6", "--device", "cpu"], "device is 'cpu', but")],
+    [
+        (["5", "--device", "cpu"], "no kernels to tune: 06 and 09 have"),
+        (["6", "--device", "cpu"], "device is 'cpu', but"),
+        (["9", "--device", "cpu"], "device is 'cpu', but"),
+    ],
 )
 def test_where_there_is_nothing_to_tune(capsys: Any, arguments: list[str], words: str) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -62,7 +62,7 @@ class TritonPagedAttention(PagedAttention):
         self._group = num_heads // kv_heads
         self._most_queries = max(1, TILE_ROWS // self._group)
         d_pad = max(16, triton.next_power_of_2(d))
-        self._single_config = single_config(kv_heads, d_pad, pool.data.element_size(), device)
+        self._single_at = kv_heads, d_pad, pool.data.element_size(), device
         self._prefill_config = prefill_config(d_pad, pool.data.element_size(), device)
         # Only launches of few pairs split, so this bounds pairs * splits * rows: see `decode_config`.
         pairs = 4 * multiprocessors(device) + kv_heads
@@ -136,7 +136,7 @@ class TritonPagedAttention(PagedAttention):
         batch, cache = self.batch, self.pool.layers[layer.index]
         shape = heads_config(*weight.shape)
         where = (batch.block_tables, batch.context_lens)
-        common: Any = {"workspace": self._workspace, "config": self._single_config}
+        common: Any = {"workspace": self._workspace, "config": single_config(*self._single_at)}
         out = attend_single(
             qkv, cos_sin, norms, layer, cache, *where, batch.slots, meet=shape is None, **common
         )

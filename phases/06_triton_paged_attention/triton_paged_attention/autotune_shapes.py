@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,12 +11,15 @@ import triton
 from torch import Tensor
 
 from common.config import ModelConfig
-from forward.attention import LayerSpec
+from forward.loading import random_model
+from paged_cache import BlockPool
 
+from .attention import TritonPagedAttention
+from .batch import fixed_batch
 from .decode import Workspace, paged_decode
 from .gemv import gemv
 from .prefill import paged_prefill, query_tiles
-from .single import attend_single, project_heads
+from .surgery import FusedBlock, optimize
 from .tuning import (
     decode_config,
     gemv_config,
@@ -56,21 +59,9 @@ def shapes(
     """What a model of this configuration can be tuned for, with random data; memory is freed in between."""
     for batch in batches:
         yield decode_shape(model, device, dtype, batch, context)
-    yield single_shape(model, device, dtype, max(1, context // 2))
     yield prefill_shape(model, device, dtype, context)
-    q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    hidden, inner = model.hidden_size, model.intermediate_size
-    done = set()
-    for rows, size, gated in (
-        (q + 2 * kv, hidden, False),
-        (hidden, q, False),
-        (inner, hidden, True),
-        (hidden, inner, False),
-        (model.vocab_size, hidden, False),
-    ):
-        if (rows, size, gated) not in done:
-            done.add((rows, size, gated))
-            yield gemv_shape(device, dtype, rows, size, gated)
+    yield from step_shapes(model, device, dtype, max(1, context // 2))
+    yield head_shape(model, device, dtype)
 
 
 def _cache(
@@ -118,40 +109,50 @@ def decode_shape(
     return Shape("decode", f"decode attention, {batch} x {context:,}", at, default, call, len(tables), most)
 
 
-def single_shape(model: ModelConfig, device: torch.device, dtype: torch.dtype, context: int) -> Shape:
-    """Attention of a lone token and the output projection behind it, which combines the splits."""
-    k, v, tables = _cache(model, device, dtype, 1, context)
-    heads, kv_heads, d = model.num_heads, model.num_kv_heads, model.head_dim
-    layer = LayerSpec(0, heads, kv_heads, d, model.attention_scale)
-    qkv = torch.randn(1, (heads + 2 * kv_heads) * d, device=device, dtype=dtype)
-    cos, sin = torch.randn(2, d, device=device)
-    lens = torch.tensor([context], dtype=torch.int32, device=device)
-    slots = torch.tensor([-1], device=device)  # the newest key is not stored
-    weight = torch.randn(model.hidden_size, heads * d, device=device, dtype=dtype) / (heads * d) ** 0.5
-    residual = torch.randn(1, model.hidden_size, device=device, dtype=dtype)
-    d_pad = max(16, triton.next_power_of_2(d))
-    most = 32
-    workspace = Workspace(2 * most * heads, d_pad, device)
-    projection = heads_config(*weight.shape)
+def step_shapes(
+    model: ModelConfig, device: torch.device, dtype: torch.dtype, context: int
+) -> Iterator[Shape]:
+    """Attention and the matrix-vector products of a step of one token, each timed within the whole step.
 
+    The kernels of such a step overlap: the next one loads its weights while this one computes, if there is
+    room beside it. What is fastest by itself may be slower there. Nothing for families whose layers have no
+    such step.
+    """
+    q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    hidden, inner = model.hidden_size, model.intermediate_size
+    matrices = [(q + 2 * kv, hidden, False), (inner, hidden, True), (hidden, inner, False)]
+    if heads_config(hidden, q) is None:  # or the output projection has a kernel of its own
+        matrices.append((hidden, q, False))
+    weights = hidden * (2 * q + 2 * kv + 3 * inner)
+    layers = min(model.num_layers, _copies(weights * dtype.itemsize, device))
+    some = replace(model, num_layers=layers, sliding_windows=model.sliding_windows[:layers], vocab_size=64)
+    built = optimize(random_model(some, device=device, dtype=dtype))
+    if not any(isinstance(module, FusedBlock) and module.single for module in built.modules()):
+        return
+    blocks = -(-context // BLOCK_SIZE)
+    pool = BlockPool(some, blocks, BLOCK_SIZE, device=device, dtype=dtype)
+    pool.data.normal_()
+    attention = TritonPagedAttention(pool, model.num_heads)
+    batch = fixed_batch(1, blocks, device)
+    batch.block_tables.copy_(torch.randperm(blocks)[None])
+    batch.context_lens.fill_(context)
+    batch.positions.fill_(context - 1)
+    batch.slots.fill_(-1)  # the newest key is not stored
+
+    @torch.inference_mode()
     def call() -> Tensor:
-        config = single_config(kv_heads, d_pad, dtype.itemsize, device)
-        out = residual
-        for table in tables:
-            out = attend_single(
-                qkv, (cos, sin), None, layer, (k, v), table, lens, slots,
-                workspace=workspace, config=config, meet=projection is None,
-            )  # fmt: skip
-            if projection is not None:
-                out = project_heads(
-                    residual, weight, None, layer, lens,
-                    workspace=workspace, config=config, shape=projection,
-                )  # fmt: skip
-        return out
+        attention.begin(batch)
+        return built(batch.input_ids, batch.positions, attention)
 
-    default = single_config.table(kv_heads, d_pad, dtype.itemsize, device)
-    at = {"kv_heads": kv_heads, "d_pad": d_pad, "itemsize": dtype.itemsize}
-    return Shape("single", f"a lone token, 1 x {context:,}", at, default, call, len(tables), most)
+    d_pad = max(16, triton.next_power_of_2(model.head_dim))
+    default = single_config.table(model.num_kv_heads, d_pad, dtype.itemsize, device)
+    at = {"kv_heads": model.num_kv_heads, "d_pad": d_pad, "itemsize": dtype.itemsize}
+    yield Shape("single", f"a layer of one token: attention, {context:,} keys", at, default, call, layers, 32)
+    for rows, size, gated in dict.fromkeys(matrices):
+        gemv_default = gemv_config.table(rows, size, gated)
+        title = f"a layer of one token: {_matrix(rows, size, gated)}"
+        gemv_at = {"rows": rows, "size": size, "gated": gated}
+        yield Shape("gemv", title, gemv_at, gemv_default, call, layers)
 
 
 def prefill_shape(model: ModelConfig, device: torch.device, dtype: torch.dtype, context: int) -> Shape:
@@ -178,17 +179,20 @@ def prefill_shape(model: ModelConfig, device: torch.device, dtype: torch.dtype, 
     return Shape("prefill", f"prefill attention, 2 x {lens[0]:,} and 8 x {lens[-1]:,}", at, default, call, 1)
 
 
-def gemv_shape(device: torch.device, dtype: torch.dtype, rows: int, size: int, gated: bool) -> Shape:
-    """A matrix-vector product as a step of one token has it."""
-    height = rows * (2 if gated else 1)
-    copies = _copies(height * size * dtype.itemsize, device)
-    weights = [torch.randn(height, size, device=device, dtype=dtype) / size**0.5 for _ in range(copies)]
+def head_shape(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> Shape:
+    """The output head's matrix-vector product, which is long enough to be timed by itself."""
+    rows, size = model.vocab_size, model.hidden_size
+    copies = _copies(rows * size * dtype.itemsize, device)
+    weights = [torch.randn(rows, size, device=device, dtype=dtype) / size**0.5 for _ in range(copies)]
     x = torch.randn(1, size, device=device, dtype=dtype)
 
     def call() -> Tensor:
-        return [gemv(x, weight, gate="silu" if gated else None) for weight in weights][-1]
+        return [gemv(x, weight, out_dtype=torch.float32) for weight in weights][-1]
 
-    default = gemv_config.table(rows, size, gated)
-    title = f"matrix-vector, {'2 x ' if gated else ''}{rows:,} x {size:,}"
-    at = {"rows": rows, "size": size, "gated": gated}
-    return Shape("gemv", title, at, default, call, copies)
+    at = {"rows": rows, "size": size, "gated": False}
+    default = gemv_config.table(rows, size, False)
+    return Shape("gemv", f"output head: {_matrix(rows, size, False)}", at, default, call, copies)
+
+
+def _matrix(rows: int, size: int, gated: bool) -> str:
+    return f"matrix of {'2 x ' if gated else ''}{rows:,} x {size:,}"

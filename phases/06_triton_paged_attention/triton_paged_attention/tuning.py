@@ -75,8 +75,8 @@ def decode_config(pairs: int, d_pad: int, itemsize: int, device: torch.device) -
     hide latency best with many short loads, many programs carry larger tiles.
     """
     wanted = 2 * multiprocessors(device)
-    splits = 1 if 4 * pairs > 3 * wanted else min(32, -(-wanted // pairs))
-    config = DecodeConfig(64, 4, 3) if splits == 1 else DecodeConfig(32, 2, 4, splits)
+    splits = max(1, min(32, round(wanted / pairs)))
+    config = DecodeConfig(64, 4, 3) if splits == 1 else DecodeConfig(32, 2, 3, splits)
     row = 2 * d_pad * itemsize  # of keys and values
     budget = shared_memory(device) // 2
     while config.num_stages > 1 and row * config.block_n * config.num_stages > budget:

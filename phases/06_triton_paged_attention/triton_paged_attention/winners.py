@@ -28,7 +28,7 @@ Config = TypeVar("Config")
 NEAREST = "pairs"
 """The one argument that need not match exactly: there is a decode configuration for every batch size."""
 
-_forced: dict[str, Any] = {}
+_forced: dict[str, tuple[Mapping[str, Any], Any]] = {}
 _tables: list[Tuned[Any]] = []
 
 
@@ -78,9 +78,9 @@ def forget() -> None:
 
 
 @contextmanager
-def using(kind: str, config: Any) -> Iterator[None]:
-    """Every look-up of this kind gives `config`: for trying one out."""
-    _forced[kind] = config
+def using(kind: str, at: Mapping[str, Any], config: Any) -> Iterator[None]:
+    """Look-ups of this kind with the arguments `at` give `config`: for trying one out."""
+    _forced[kind] = at, config
     try:
         yield
     finally:
@@ -102,17 +102,26 @@ class Tuned(Generic[Config]):
 
     def __call__(self, *arguments: Any, **named: Any) -> Config:
         """The configuration for the table's arguments."""
-        forced: Config | None = _forced.get(self.kind)
-        return self._chosen(*arguments, **named) if forced is None else forced
+        if self.kind in _forced:
+            at, config = _forced[self.kind]
+            if self._at(arguments, named) == at:
+                forced: Config = config
+                return forced
+        return self._chosen(*arguments, **named)
 
     def forget(self) -> None:
         """Look every argument up again."""
         self._chosen.cache_clear()
 
-    def _choose(self, *arguments: Any, **named: Any) -> Config:
+    def _at(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments by name, without the device."""
         values = self._signature.bind(*arguments, **named).arguments
-        device = next((v for v in values.values() if isinstance(v, torch.device)), _current_device())
-        at = {name: value for name, value in values.items() if not isinstance(value, torch.device)}
+        return {name: value for name, value in values.items() if not isinstance(value, torch.device)}
+
+    def _choose(self, *arguments: Any, **named: Any) -> Config:
+        given = (*arguments, *named.values())
+        device = next((v for v in given if isinstance(v, torch.device)), None) or _current_device()
+        at = self._at(arguments, named)
         default = self.table(*arguments, **named)
         entry = _closest(winners(device).get(self.kind, ()), at)
         if entry is None:

@@ -17,6 +17,9 @@ from paged_cache.llm import LLM as PagedLLM
 
 __all__ = ["LLM", "OverlapEngine", "RunAhead", "load"]
 
+USUAL_SIZE = {"max_rows": 64, "step_tokens": 256}
+CUDA_SIZE = {"max_rows": 256, "step_tokens": 8192}
+"""Defaults, as in the phases before, and where there is a GPU to fill."""
 DEFAULT_GRAPH_ROWS = 256
 """Larger batches keep the device busy without graphs."""
 
@@ -30,7 +33,7 @@ def load(
     graphs: bool | None = None,
     overlap: bool = True,
     compiled: bool = False,
-    max_rows: int = 64,
+    max_rows: int | None = None,
     graph_rows: int = DEFAULT_GRAPH_ROWS,
     graph_tokens: int = 1024,
     **options: Any,
@@ -44,10 +47,11 @@ def load(
         overlap: schedule each step while the one before is computed.
         compiled: for comparison, let `torch.compile` fuse the layers in the place of phase 06's kernels;
             attention and sampling stay.
-        max_rows: requests that run at a time.
+        max_rows: requests that run at a time; by default 256 on CUDA, 64 elsewhere.
         graph_rows: the largest batch of decodes that has a graph.
         graph_tokens: the most tokens of a mixed step that has one; 0: none has.
-        options: those of `prefix_cache.load` and, with kernels, of `triton_paged_attention.load`.
+        options: those of `prefix_cache.load` and, with kernels, of `triton_paged_attention.load`;
+            `step_tokens` is by default 8,192 on CUDA, 256 elsewhere.
 
     Raises:
         UserError: an option is out of its limits.
@@ -64,7 +68,10 @@ def load(
         )
     if graph_tokens < 0:
         raise UserError(f"graph_tokens is {graph_tokens}, but must be at least 0")
-    parts: dict[str, Any] = {"max_rows": at_least_one("max_rows", max_rows)}
+    usual = CUDA_SIZE if on_cuda else USUAL_SIZE
+    max_rows = at_least_one("max_rows", usual["max_rows"] if max_rows is None else max_rows)
+    options = {"step_tokens": usual["step_tokens"], **options}
+    parts: dict[str, Any] = {"max_rows": max_rows}
     if overlap:
         parts["make_engine"] = OverlapEngine
     if not (kernels or compiled):

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from continuous.batch import HostBatch, Ints
 from cuda_graphs.capture import Capturer
-from cuda_graphs.decode_graph import Machine, fixed_batch
+from cuda_graphs.decode_graph import Machine
 from cuda_graphs.step_kernels import gather_inputs
 from paged_cache.attention import PagedBatch
+from triton_paged_attention.batch import fixed_batch
 
 GIVEN = (
     "token_rows",

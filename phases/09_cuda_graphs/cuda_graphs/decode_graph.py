@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from common.sampler import Feature, Plan, Sampler
-from continuous.batch import HostBatch
 from continuous.rows import Rows
 from cuda_graphs.capture import Capturer
 from cuda_graphs.step_kernels import gather_inputs, scatter_tokens
 from cuda_graphs.tables import DeviceTables
 from forward.model import Model
-from paged_cache.attention import PagedBatch
 from triton_paged_attention import TritonPagedAttention
+from triton_paged_attention.batch import fixed_batch
 
 CAPTURED = (Feature(0), Feature.RANDOM)
 """Kinds of sampling inside graphs: greedy, and by temperature."""
@@ -89,41 +86,3 @@ class DecodeGraph:
         logits = on.model.logits(hidden) if capped else on.model.lm_head(hidden)
         self.tokens = on.sampler.sample(logits, self.rows, (), self.steps, self.plan).tokens
         scatter_tokens(self.rows, self.at, self.tokens, on.rows.tokens)
-
-
-def fixed_batch(size: int, max_blocks: int, device: torch.device) -> PagedBatch:
-    """A batch of `size` decodes whose tensors are filled on the device, before every step."""
-    count = np.arange(size)
-    ones = np.ones(size, np.int64)
-    host = HostBatch(
-        rows=count,
-        query_lens=ones,
-        query_starts=np.arange(size + 1),
-        context_lens=ones,  # nobody may read the real ones: they differ from replay to replay
-        token_rows=count,
-        positions=count,
-        sample_at=count,
-        sample_rows=count,
-        sample_positions=count,
-        sample_steps=count,
-    )
-
-    def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.zeros(*shape, dtype=dtype, device=device)
-
-    nothing = zeros(0)
-    return PagedBatch(
-        host=host,
-        input_ids=zeros(size),
-        positions=zeros(size),
-        token_rows=nothing,
-        query_starts=torch.arange(size + 1, dtype=torch.int32, device=device),
-        context_lens=zeros(size, dtype=torch.int32),
-        rows=nothing,
-        sample_at=nothing,
-        sample_rows=nothing,
-        sample_positions=nothing,
-        sample_steps=nothing,
-        block_tables=zeros(size, max_blocks, dtype=torch.int32),
-        slots=zeros(size),
-    )
