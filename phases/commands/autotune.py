@@ -84,13 +84,11 @@ def autotune(
         f"of which {compiling:,.1f} s for compiling",
         soft_wrap=True,
     )
-    written = {str(result.path): None for result in found if result.path is not None}
-    for path in written:
-        out.out(path, highlight=False)
-    if written:
+    out.out(str(found[-1].path), highlight=False)
+    if any(result.best is not result.default for result in found):
         err.print("[dim]Used from now on with this Triton version; LADDER_TUNING=off ignores it.[/dim]")
     else:
-        err.print("[dim]The defaults are the best that was found: nothing was written.[/dim]")
+        err.print("[dim]The defaults are the best that was found.[/dim]")
 
 
 def describe(trial: Trial) -> str:

@@ -70,7 +70,7 @@ def test_the_climb_ends_at_the_best_and_times_are_of_one_call() -> None:
 def test_noise_does_not_beat_the_default() -> None:
     found = tune(fake_shape(), CPU, config_timer(lambda config: 1.0 if config.num_warps == 4 else 0.985))
     assert found.best is found.default
-    assert found.path is None and not winners.winners_path(CPU).exists()
+    assert json.loads(found.path.read_text())["winners"]["decode"][0]["config"] is None
 
 
 def test_configurations_that_do_not_fit_or_differ_are_passed_over() -> None:
@@ -124,6 +124,15 @@ def test_decode_takes_the_nearest_batch_and_never_more_splits_than_fit() -> None
     # 4 multiprocessors, so the workspace has room for 16 programs.
     assert decode_config(5, 64, 4, CPU) == replace(few, splits=3)
     assert decode_config(5, 128, 4, CPU) == decode_config.table(5, 128, 4, CPU)
+
+
+def test_a_batch_whose_default_was_the_best_takes_no_other_batch_s_winner() -> None:
+    many = DecodeConfig(16, 8, 2)
+    write("decode", {"pairs": 64, "d_pad": 64, "itemsize": 4}, many)
+    assert decode_config(8, 64, 4, CPU) == many
+    tune(fake_shape(decode_config.table(8, 64, 4, CPU)), CPU, lambda call: 1.0)
+    assert decode_config(8, 64, 4, CPU) == decode_config.table(8, 64, 4, CPU)
+    assert decode_config(64, 64, 4, CPU) == many
 
 
 def test_doctor_says_which_tuning_is_used() -> None:

@@ -79,13 +79,13 @@ class Trial:
 
 @dataclass(frozen=True)
 class Found:
-    """The end of one shape's search. `path` is the file that was written, None if the default stays."""
+    """The end of one shape's search, and the file that it was written to."""
 
     shape: Shape
     default: Trial
     best: Trial
     trials: tuple[Trial, ...]
-    path: Path | None = None
+    path: Path
 
 
 Report = Callable[[Shape, Trial], None]
@@ -114,7 +114,7 @@ def autotune(
 
 
 def tune(shape: Shape, device: torch.device, timer: Timer, report: Report = lambda s, t: None) -> Found:
-    """Climb from the shape's default; save the winner if it is not the default itself."""
+    """Climb from the shape's default, and save the winner, also if it is the default itself."""
     tried: dict[Any, Trial] = {}
     wanted: list[Tensor] = []
 
@@ -139,15 +139,13 @@ def tune(shape: Shape, device: torch.device, timer: Timer, report: Report = lamb
                 break  # go on from there
             if len(tried) >= MOST:
                 break
-    path = None
-    if best is not default:
-        facts = {
-            "config": asdict(best.config),
-            "seconds": best.seconds,
-            "default_seconds": default.seconds,
-            "shape": shape.title,
-        }
-        path = save_winner(device, shape.kind, shape.at, facts)
+    facts = {
+        "config": None if best is default else asdict(best.config),
+        "seconds": best.seconds,
+        "default_seconds": default.seconds,
+        "shape": shape.title,
+    }
+    path = save_winner(device, shape.kind, shape.at, facts)
     return Found(shape, default, best, tuple(tried.values()), path)
 
 

@@ -18,20 +18,23 @@ HEADS_PER_PROGRAM = 8
 
 
 @triton.jit
-def norm_heads(x, y, w_x, w_y, eps, D: tl.constexpr, ONE_PLUS: tl.constexpr):
-    """The norm of heads `x [M, D]`, and of `y`, their partners half a head away; rounded as a norm apart."""
-    w_x, w_y = w_x.to(tl.float32), w_y.to(tl.float32)
+def norm_scale(squares, eps, D: tl.constexpr):
+    """What the RMSNorm of a head of `D` numbers multiplies by, from the sum of their squares."""
+    return tl.rsqrt(squares / D + eps)
+
+
+@triton.jit
+def weigh(x, scale, weight, ONE_PLUS: tl.constexpr):
+    """The rest of the norm, rounded as a norm apart."""
+    weight = weight.to(tl.float32)
     if ONE_PLUS:
-        w_x += 1.0
-        w_y += 1.0
-    full = x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(full * full, axis=1) / D + eps)[:, None]
-    return (full * scale * w_x).to(x.dtype), (y.to(tl.float32) * scale * w_y).to(x.dtype)
+        weight += 1.0
+    return (x.to(tl.float32) * scale * weight).to(x.dtype)
 
 
 @triton.jit
 def turn(x, y, cos, sin):
-    """RoPE of heads `x` with their partners `y`; the first half of `sin` carries the minus sign."""
+    """One half of each rotated pair; `y` is the other. The minus sign is in the first half's `sin`."""
     return (x.to(tl.float32) * cos + y.to(tl.float32) * sin).to(x.dtype)
 
 
@@ -39,15 +42,17 @@ def turn(x, y, cos, sin):
 def norm_rope_kernel(
     q_out, k_out, v_out, qkv, cos, sin, q_weight, k_weight, slots, eps,
     block_stride, slot_stride,
-    H: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr,
+    H: tl.constexpr, KH: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, P: tl.constexpr,
     NORM: tl.constexpr, ONE_PLUS: tl.constexpr, STORE: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """One program per token and few heads: first the queries, then the keys, then the values."""
+    """One program per token and few heads: first the queries, then the keys, then the values.
+
+    A thread has both numbers of a rotated pair, so nothing is read twice.
+    """
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    D: tl.constexpr = 2 * HALF
     Q_PARTS: tl.constexpr = (H + HEADS - 1) // HEADS
     KV_PARTS: tl.constexpr = (KH + HEADS - 1) // HEADS
-    local = tl.arange(0, HEADS)
-    d = tl.arange(0, D_PAD)
     row = qkv + token * (H + 2 * KH) * D
     if STORE:
         slot = tl.load(slots + token)
@@ -57,33 +62,34 @@ def norm_rope_kernel(
         at_token = token * KH * D
         stored = token >= 0
 
-    if part >= Q_PARTS + KV_PARTS:  # values: only moved
-        head = (part - Q_PARTS - KV_PARTS) * HEADS + local
-        at = head[:, None] * D + d[None, :]
-        mask = (head < KH)[:, None] & (d < D)[None, :]
-        value = tl.load(row + (H + KH) * D + at, mask=mask)
-        tl.store(v_out + at_token + at, value, mask=mask & stored)
+    is_query, is_value = part < Q_PARTS, part >= Q_PARTS + KV_PARTS
+    head = (part - (0 if is_query else Q_PARTS) - (KV_PARTS if is_value else 0)) * HEADS + tl.arange(0, HEADS)
+    i = tl.arange(0, HALF_PAD)
+    mask = (head < (H if is_query else KH))[:, None] & (i < HALF)[None, :]
+    at = head[:, None] * D + i[None, :]
+    first = row + (0 if is_query else H * D) + (KH * D if is_value else 0)
+    x = tl.load(first + at, mask=mask, other=0.0)
+    y = tl.load(first + at + HALF, mask=mask, other=0.0)
+    if is_value:  # only moved
+        tl.store(v_out + at_token + at, x, mask=mask & stored)
+        tl.store(v_out + at_token + at + HALF, y, mask=mask & stored)
     else:
-        is_query = part < Q_PARTS
-        head = (part if is_query else part - Q_PARTS) * HEADS + local
-        mask = (head < (H if is_query else KH))[:, None] & (d < D)[None, :]
-        at = head[:, None] * D + d[None, :]
-        first = row + (0 if is_query else H * D)
-        partner = (d + D // 2) % D  # the other number of each rotated pair, half a head away
-        x = tl.load(first + at, mask=mask, other=0.0)
-        y = tl.load(first + head[:, None] * D + partner[None, :], mask=mask, other=0.0)
         if NORM:
-            weight = q_weight if is_query else k_weight
-            w_x = tl.load(weight + d, mask=d < D, other=0.0)[None, :]
-            w_y = tl.load(weight + partner, mask=d < D, other=0.0)[None, :]
-            x, y = norm_heads(x, y, w_x, w_y, eps, D, ONE_PLUS)
-        c = tl.load(cos + token * D + d, mask=d < D, other=0.0)[None, :]
-        s = tl.load(sin + token * D + d, mask=d < D, other=0.0)[None, :]
-        turned = turn(x, y, c, s)
+            weight = (q_weight if is_query else k_weight) + i[None, :]
+            w_x = tl.load(weight, mask=(i < HALF)[None, :], other=0.0)
+            w_y = tl.load(weight + HALF, mask=(i < HALF)[None, :], other=0.0)
+            full_x, full_y = x.to(tl.float32), y.to(tl.float32)
+            scale = norm_scale(tl.sum(full_x * full_x + full_y * full_y, axis=1), eps, D)[:, None]
+            x, y = weigh(x, scale, w_x, ONE_PLUS), weigh(y, scale, w_y, ONE_PLUS)
+        c = tl.load(cos + token * D + i, mask=i < HALF, other=0.0)[None, :]
+        s = tl.load(sin + token * D + HALF + i, mask=i < HALF, other=0.0)[None, :]
+        turned_x, turned_y = turn(x, y, c, -s), turn(y, x, c, s)
         if is_query:
-            tl.store(q_out + token * H * D + at, turned, mask=mask)
+            tl.store(q_out + token * H * D + at, turned_x, mask=mask)
+            tl.store(q_out + token * H * D + at + HALF, turned_y, mask=mask)
         else:
-            tl.store(k_out + at_token + at, turned, mask=mask & stored)
+            tl.store(k_out + at_token + at, turned_x, mask=mask & stored)
+            tl.store(k_out + at_token + at + HALF, turned_y, mask=mask & stored)
 
 
 def norm_rope(
@@ -119,7 +125,7 @@ def norm_rope(
     if tokens:
         norm_rope_kernel[(tokens, parts)](
             q, k, v, qkv, cos, sin, q_weight, k_weight, slots, eps, *strides,
-            H=heads, KH=kv_heads, D=d, D_PAD=triton.next_power_of_2(d), P=block_size,
+            H=heads, KH=kv_heads, HALF=d // 2, HALF_PAD=triton.next_power_of_2(d // 2), P=block_size,
             NORM=norm is not None, ONE_PLUS=one_plus, STORE=cache is not None, HEADS=HEADS_PER_PROGRAM,
             num_warps=4,
         )  # fmt: skip

@@ -27,7 +27,7 @@ from forward.attention import LayerSpec
 
 from .decode import Workspace
 from .gemv import dependent_launch
-from .rope import norm_heads, turn
+from .rope import norm_scale, turn, weigh
 from .tiles import attend, combine, fold, lookup, raw_scores, unit
 from .tuning import HeadsConfig, SingleConfig
 
@@ -104,8 +104,11 @@ def single_kernel(
     if PDL:  # not before: the weights that the next kernel reads would delay what this one waits for
         gdc_launch_dependents()
     if NORM:
-        x, y = norm_heads(x, y, q_x, q_y, eps, D, ONE_PLUS)
-        new_x, new_y = norm_heads(new_x, new_y, k_x, k_y, eps, D, ONE_PLUS)
+        full, new_full = x.to(tl.float32), new_x.to(tl.float32)
+        scale_q = norm_scale(tl.sum(full * full, axis=1), eps, D)[:, None]
+        scale_k = norm_scale(tl.sum(new_full * new_full, axis=1), eps, D)[:, None]
+        x, y = weigh(x, scale_q, q_x, ONE_PLUS), weigh(y, scale_q, q_y, ONE_PLUS)
+        new_x, new_y = weigh(new_x, scale_k, k_x, ONE_PLUS), weigh(new_y, scale_k, k_y, ONE_PLUS)
     query = turn(x, y, c, s)
     new_key = turn(new_x, new_y, c, s)  # [1, D]
     if (split == used - 1) & (slot >= 0):

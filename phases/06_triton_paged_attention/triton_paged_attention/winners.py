@@ -55,7 +55,7 @@ def winners(device: torch.device) -> Mapping[str, Sequence[Mapping[str, Any]]]:
 def save_winner(device: torch.device, kind: str, at: Mapping[str, Any], found: Mapping[str, Any]) -> Path:
     """Put one entry into the device's file, in the place of an older one for the same arguments.
 
-    found: `config`, its fields by name, and what there is to say about it.
+    found: `config`, its fields by name (None: the default was the best), and what there is to say about it.
     """
     path = winners_path(device)
     kept = {name: list(entries) for name, entries in winners(device).items()}
@@ -124,7 +124,7 @@ class Tuned(Generic[Config]):
         at = self._at(arguments, named)
         default = self.table(*arguments, **named)
         entry = _closest(winners(device).get(self.kind, ()), at)
-        if entry is None:
+        if entry is None or entry["config"] is None:
             return default
         try:
             found = self.config_type(**entry["config"])
