@@ -1,6 +1,6 @@
-"""A whole decode step of one request, replayed from a CUDA graph, and the kernels that choose tokens.
+"""A whole decode step of few requests, replayed from a CUDA graph, and the kernels that choose tokens.
 
-Workload `decode-step`: from a token and its position to the next greedy token, one request with so many
+Workload `decode-step`: from tokens and their positions to the next greedy tokens, each request with so many
 keys. `seconds` is one replay of many in a row, so gaps between kernels count and the host does not. The
 roofline reads every weight that the step needs and all keys and values once. Workload `sampling`: logits
 `[batch, 151936]` to tokens; the roofline reads the logits once.
@@ -25,17 +25,19 @@ from common.sampler import Sampler
 from common.sampling_params import SamplingParams
 from forward.loading import load_model
 from forward.model import Model
-from paged_cache import BlockPool
+from paged_cache import BlockPool, PagedBatch
 from triton_paged_attention import Backends, TritonPagedAttention, optimize
 from triton_paged_attention.batch import fixed_batch
 from triton_paged_attention.gumbel import gumbel_sample
 from triton_paged_attention.sampling import argmax_rows, draw_rows
+from triton_paged_attention.surgery import FusedBlock
 
 NAME = "decode_step"
 MODELS = ("qwen3-0.6b", "qwen3-8b")
 CONTEXTS = (100, 356, 612, 4096, 16384)
 MIDDLE = 356
 """Keys in the middle of `single-512`: a prompt of 100 tokens and half of 512."""
+FEW = (2, 4, 8)
 BATCHES = (1, 64, 256)
 VOCAB, BLOCK = 151_936, 64
 
@@ -52,10 +54,15 @@ def run(options: BenchOptions) -> Evidence:
 
 
 def steps(name: str, options: BenchOptions, top: Ceilings) -> Iterator[Run]:
-    """The fused step at each context; at one of them, also without the kernels for a lone token."""
+    """One request at each context and a few at one of them, with all kernels; fewer kernels at that one."""
     base = load_model(f"random:{name}", device=str(options.device), dtype=str(options.dtype).split(".")[-1])
+    alike = optimize(base)
+    for module in alike.modules():
+        if isinstance(module, FusedBlock):
+            module.few = False
     models = {
         "06_triton_paged_attention": optimize(base),
+        "without kernels for a few tokens": alike,
         "without kernels for one token": optimize(base, Backends(projections="torch")),
         "attention only": optimize(base, Backends("torch", "torch", "torch", "torch")),
     }
@@ -64,29 +71,38 @@ def steps(name: str, options: BenchOptions, top: Ceilings) -> Iterator[Run]:
     pool = BlockPool(config, blocks, BLOCK, device=options.device, dtype=options.dtype)
     pool.data.normal_()
     attention = TritonPagedAttention(pool, config.num_heads)
-    batch = fixed_batch(1, blocks, options.device)
-    batch.input_ids.fill_(1234)
-    batch.block_tables.copy_(torch.randperm(blocks)[None])
-    table = batch.block_tables[0].tolist()
 
-    def step(model: Model) -> Tensor:
+    def step(model: Model, batch: PagedBatch) -> Tensor:
         attention.begin(batch)
         return argmax_rows(model.lm_head(model(batch.input_ids, batch.positions, attention)))
 
     for variant, model in models.items():
-        for context in CONTEXTS:
-            if context != MIDDLE and (variant != "06_triton_paged_attention" or options.quick):
-                continue
+        for count, context in cases(variant, options.quick):
+            batch = fixed_batch(count, blocks // count, options.device)
+            batch.input_ids.fill_(1234)
+            batch.block_tables.copy_(torch.randperm(blocks)[: batch.block_tables.numel()].view(count, -1))
             batch.context_lens.fill_(context)
             batch.positions.fill_(context - 1)
-            batch.slots.fill_(table[(context - 1) // BLOCK] * BLOCK + (context - 1) % BLOCK)
+            last = batch.block_tables[:, (context - 1) // BLOCK].long()
+            batch.slots.copy_(last * BLOCK + (context - 1) % BLOCK)
             with torch.inference_mode():
-                samples = graph_seconds([partial(step, model)], target=0.05, repeats=9)
-            work = base.weight_bytes + context * config.kv_bytes_per_token(options.dtype)
+                samples = graph_seconds([partial(step, model, batch)], target=0.05, repeats=9)
+            work = base.weight_bytes + count * context * config.kv_bytes_per_token(options.dtype)
             if not config.tie_word_embeddings:
                 work -= config.vocab_size * config.hidden_size * options.dtype.itemsize
-            print(f"{name} {variant} context {context}: {sorted(samples)[4] * 1e6:.1f} us", flush=True)
-            yield record("decode-step", variant, name, options, top, samples, work, context=context)
+            print(f"{name} {variant} {count} x {context}: {sorted(samples)[4] * 1e6:.1f} us", flush=True)
+            chosen = {"batch": count, "context": context}
+            yield record("decode-step", variant, name, options, top, samples, work, **chosen)
+
+
+def cases(variant: str, quick: bool) -> list[tuple[int, int]]:
+    """Requests and keys of each."""
+    some = [(count, MIDDLE) for count in FEW]
+    if variant == "without kernels for a few tokens":
+        return some
+    if variant != "06_triton_paged_attention" or quick:
+        return [(1, MIDDLE)]
+    return [(1, context) for context in CONTEXTS] + some
 
 
 def sampling(options: BenchOptions, top: Ceilings) -> Iterator[Run]:
@@ -152,7 +168,7 @@ def draw(evidence: Evidence, out: Path) -> None:
     """Steps over the context, and sampling over the batch."""
     figure, (left, right) = panels(2)
     for model in MODELS:
-        runs = evidence.find("06_triton_paged_attention", model=model)
+        runs = evidence.find("06_triton_paged_attention", model=model, batch=1)
         runs = sorted(runs, key=lambda run: run.options["context"])
         fractions = [run.roofline.fraction for run in runs if run.roofline]
         left.plot([str(run.options["context"]) for run in runs], fractions, marker="o", label=model)

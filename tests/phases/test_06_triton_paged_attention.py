@@ -29,6 +29,7 @@ from triton_paged_attention.decode import Workspace, paged_decode  # noqa: E402
 from triton_paged_attention.decode_v1 import paged_decode_v1  # noqa: E402
 from triton_paged_attention.decode_v2 import paged_decode_v2  # noqa: E402
 from triton_paged_attention.decode_v3 import paged_decode_v3  # noqa: E402
+from triton_paged_attention.few import few  # noqa: E402
 from triton_paged_attention.gemv import gemv  # noqa: E402
 from triton_paged_attention.gumbel import gumbel_sample  # noqa: E402
 from triton_paged_attention.kv_store import kv_store  # noqa: E402
@@ -533,6 +534,45 @@ def test_gemv_with_norm_bias_residual_and_gate(size: int, gate: str | None) -> N
     else:
         got = gemv(x, weight, norm=(norm[0], 1e-5, True), gate=gate)
         assert error(got, F.silu(product[:, :20]) * product[:, 20:]) < 1e-5
+
+
+@pytest.mark.parametrize("size", [48, 512, 1536, 2560])
+@pytest.mark.parametrize("tokens", [2, 5, 8])
+def test_few_tokens_with_norm_bias_residual_and_gate(size: int, tokens: int) -> None:
+    kind = torch.float16 if DEVICE == "cuda" else torch.float32  # natively for tensor cores only
+    x, norm = torch.randn(tokens, size, device=DEVICE), torch.randn(size, device=DEVICE)
+    weight = torch.randn(2 * 20, size, device=DEVICE) / size**0.5
+    bias, residual = torch.randn(40, device=DEVICE), torch.randn(tokens, 40, device=DEVICE)
+    x, norm, weight, bias, residual = (part.to(kind) for part in (x, norm, weight, bias, residual))
+    normed = F.rms_norm(x.float(), (size,), norm.float() + 1, 1e-5).to(kind).float()
+    product, limit = normed @ weight.float().t(), 1e-5 if kind == torch.float32 else 2e-3
+    got = few(x, weight, norm=(norm, 1e-5, True), bias=bias, residual=residual)
+    assert error(got, product + bias + residual) < limit
+    assert error(few(x, weight), x.float() @ weight.float().t()) < limit
+    got = few(x, weight, norm=(norm, 1e-5, True), gate="silu")
+    assert error(got, F.silu(product[:, :20]) * product[:, 20:]) < limit
+
+
+def test_a_step_of_a_few_tokens_runs_the_kernels_for_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three requests, one of which ends first: their tokens are phase 05's."""
+    if DEVICE == "cpu":  # the interpreter knows float32, in which tokens can be compared
+        monkeypatch.setattr(surgery, "few_pays", lambda hidden, itemsize: True)
+    model = load_model("random:tiny", device=DEVICE, dtype="float32" if DEVICE == "cpu" else "float16")
+    prompts, params = (
+        [[5, 6, 7], [8], [9, 3]],
+        [SamplingParams(max_tokens=n, ignore_eos=True) for n in (3, 2, 3)],
+    )
+    options: dict[str, Any] = {"max_len": 64, "max_rows": 3}
+    tokens = []
+    few_steps = surgery.FusedBlock._few
+    monkeypatch.setattr(
+        surgery.FusedBlock, "_few", lambda self, x, *a: tokens.append(len(x)) or few_steps(self, x, *a)
+    )
+    after = generate(triton_paged_attention.load(model, **options), prompts, params)
+    assert tokens == [6, 6, 3, 3, 2, 2]  # two layers; the prompts, then decodes
+    if DEVICE == "cpu":
+        before = generate(paged_cache.load(model, **options), prompts, params)
+        assert [c.token_ids for c in after] == [c.token_ids for c in before]
 
 
 def test_a_step_of_one_token_runs_the_single_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,12 @@ from forward.models.llama import LlamaAttention, LlamaBlock
 from forward.rope import Rope, apply_rope
 from triton_paged_attention.activation import KINDS, gated
 from triton_paged_attention.attention import Backend, TritonPagedAttention, check_backend
+from triton_paged_attention.few import MOST_TOKENS, few
 from triton_paged_attention.gemv import gemv
 from triton_paged_attention.norms import add_rms_norm, rms_norm
 from triton_paged_attention.rope import FusedRope, norm_rope
 from triton_paged_attention.single import HeadNorms
+from triton_paged_attention.tuning import few_pays
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ class Backends:
     rope: query and key norm, RoPE and KV store in one kernel.
     activation: SwiGLU and GeGLU.
     projections: one matrix product for queries, keys and values, one for gate and up; where a step has one
-        token and all of these are "triton", matrix-vector kernels with norms, gate and residuals inside.
+        token, or a few in a small model, and all of these are "triton", kernels with norms, gate and
+        residuals inside.
     """
 
     norms: Backend = "triton"
@@ -95,14 +98,18 @@ class FusedBlock(nn.Module):
             setattr(self, name, part)
         fused = isinstance(self.self_attn, FusedAttention) and isinstance(self.mlp, FusedMLP)
         self.single = fused and self.self_attn.single and self.mlp.single
+        weight = self.input_layernorm.weight
+        self.few = self.single and few_pays(len(weight), weight.itemsize)
 
     def forward(
         self, x: Tensor | Stream, cos_sin: tuple[Tensor, Tensor], attention: Attention
     ) -> Tensor | Stream:
         """See `LlamaBlock.forward`."""
-        ours = isinstance(attention, TritonPagedAttention) and attention.alone
-        if ours and self.single and isinstance(x, Tensor) and len(x) == 1:
-            return self._single(x, cos_sin, cast(TritonPagedAttention, attention))
+        if self.single and isinstance(x, Tensor) and isinstance(attention, TritonPagedAttention):
+            if len(x) == 1 and attention.alone:
+                return self._single(x, cos_sin, attention)
+            if self.few and len(x) <= MOST_TOKENS and attention.stores_early:
+                return self._few(x, cos_sin, attention)
         if isinstance(x, Stream):
             total, normed = self.input_layernorm.add(x.total, x.delta)
         else:
@@ -116,6 +123,13 @@ class FusedBlock(nn.Module):
         x = attend.single_token(x, self.input_layernorm.parts, cos_sin, attention)
         both = gemv(x, mlp.gate_up_proj.weight, norm=self.post_attention_layernorm.parts, gate=mlp.kind)
         return gemv(both, mlp.down_proj.weight, bias=mlp.down_proj.bias, residual=x)
+
+    def _few(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: TritonPagedAttention) -> Tensor:
+        """Two to eight tokens: the same with attention in two kernels, which may be of several requests."""
+        attend, mlp = self.self_attn, self.mlp
+        x = attend.few_tokens(x, self.input_layernorm.parts, cos_sin, attention)
+        both = few(x, mlp.gate_up_proj.weight, norm=self.post_attention_layernorm.parts, gate=mlp.kind)
+        return few(both, mlp.down_proj.weight, bias=mlp.down_proj.bias, residual=x)
 
 
 class FusedLinear(nn.Module):
@@ -200,6 +214,18 @@ class FusedAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.one_plus)
         return attention.single(self.spec, qkv, cos_sin, norms, x, self.o_proj.weight, self.o_proj.bias)
+
+    def few_tokens(
+        self,
+        x: Tensor,
+        norm: tuple[Tensor, float, bool],
+        cos_sin: tuple[Tensor, Tensor],
+        attention: TritonPagedAttention,
+    ) -> Tensor:
+        """A few tokens, `[T, hidden]` -> `[T, hidden]`, with the norm before and the addition after."""
+        qkv = few(x, self.qkv_proj.weight, norm=norm, bias=self.qkv_proj.bias)
+        out = self._fused(qkv, cos_sin, attention)
+        return few(out.flatten(1), self.o_proj.weight, bias=self.o_proj.bias, residual=x)
 
     def _rotate(
         self,

@@ -145,6 +145,21 @@ def gemv_config(rows: int, size: int, gated: bool) -> GemvConfig:
     return GemvConfig(1 << (wanted.bit_length() - 1), block_k, num_warps, late=size > block_k)
 
 
+def few_pays(hidden: int, itemsize: int) -> bool:
+    """Whether a model of this hidden size has kernels for a few tokens.
+
+    Every program repeats the norm before the product, so there may not be many programs nor long rows; and
+    float32 has no tensor cores here.
+    """
+    return hidden <= 2048 and itemsize == 2
+
+
+def few_config(size: int) -> GemvConfig:
+    """Defaults for matrices of `size` inputs times a few tokens: 256 inputs a warp and sweep."""
+    block_k = min(2048, 1 << (size - 1).bit_length())
+    return GemvConfig(16, block_k, num_warps=max(1, block_k // 256))
+
+
 @dataclass(frozen=True)
 class SingleConfig:
     """How attention of a lone token runs: keys per tile, and programs (a power of two) per key/value head."""
