@@ -6,6 +6,7 @@ On the CPU a graph's function is called instead of replayed, with the kernels in
 from __future__ import annotations
 
 import copy
+import os
 import subprocess
 import sys
 import time
@@ -372,6 +373,17 @@ print(len(generate(engine, [[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "4"
+
+
+@pytest.mark.skipif(CUDA, reason="kernels run natively here")
+def test_its_kernels_are_interpreted_whatever_is_imported_first() -> None:
+    script = """
+import cuda_graphs.step_kernels
+from triton.runtime.interpreter import InterpretedFunction
+assert isinstance(cuda_graphs.step_kernels.gather_kernel, InterpretedFunction)
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True)
 
 
 @pytest.mark.skipif(CUDA, reason="a CUDA device has graphs")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import prefix_cache
 from common.errors import UserError
@@ -14,6 +17,9 @@ from forward.loading import load_model
 from forward.model import Model
 from paged_cache import PagedEngine
 from paged_cache.llm import LLM as PagedLLM
+
+if not torch.cuda.is_available():  # Triton decides when it is imported, which nothing here has done yet
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 __all__ = ["LLM", "OverlapEngine", "RunAhead", "load"]
 
