@@ -1,4 +1,9 @@
-"""The one exception for input that a person can correct."""
+"""The one exception for input that a person can correct, and the check that most fields need."""
+
+from __future__ import annotations
+
+import operator
+from typing import SupportsIndex
 
 
 class UserError(ValueError):
@@ -7,3 +12,40 @@ class UserError(ValueError):
     The command line prints the sentence alone and exits with status 2; the server answers with status 400.
     Everything else that is raised is a defect of the program and keeps its traceback.
     """
+
+
+def integer(name: str, value: SupportsIndex, *, low: int | None = None, high: int | None = None) -> int:
+    """`value` as an int, numpy's included.
+
+    Raises:
+        UserError: it is no integer (a bool is none, `max_tokens=True` is a mistake), or out of its limits.
+    """
+    if low is None:
+        limit = "an integer"
+    else:
+        limit = f"at least {low}" if high is None else f"between {low} and {high}"
+    kind = limit if low is None else f"an integer, {limit}"
+    if isinstance(value, bool):
+        raise UserError(f"{name} is {value!r}, but must be {kind}")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise UserError(f"{name} is {value!r}, but must be {kind}") from None
+    if (low is not None and number < low) or (high is not None and number > high):
+        raise UserError(f"{name} is {number}, but must be {limit}")
+    return number
+
+
+def text(name: str, value: str) -> str:
+    """`value`, which must be a string that has a UTF-8 form.
+
+    Raises:
+        UserError: it is something else, or holds half of a surrogate pair.
+    """
+    if not isinstance(value, str):
+        raise UserError(f"{name} is {value!r}, but must be a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{name} is {value!r}, but must have a UTF-8 form: {error.reason}") from None
+    return value

@@ -7,11 +7,11 @@ a request ends, how long a prompt may be) stand here once.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
-from common.errors import UserError
+from common.errors import UserError, integer
 from common.sampling_params import SamplingParams
 from common.stop_checker import StopChecker
 from common.tokenizer import Tokenizer
@@ -179,6 +179,9 @@ def generate(
     tokenizer: fills in the completions' texts; without one they stay empty.
     """
     each = params_per_prompt(prompts, params)
+    for prompt in prompts:
+        if not isinstance(prompt, Iterable):
+            raise UserError(f"prompts holds {prompt!r}, but must hold prompts, which are lists of token ids")
     ids = [list(prompt) for prompt in prompts]
     arrival = time.perf_counter()
     completions = {
@@ -213,6 +216,9 @@ def check_prompt(
     has_tokenizer: False for an engine that sees only token ids and so cannot look for stop strings.
     """
     last = vocab_size - 1
+    if not set(map(type, prompt_ids)) <= {int}:  # seldom: numpy's integers, or a mistake
+        for token in prompt_ids:
+            integer("a token id of the prompt", token)
     if len(prompt_ids) == 0:
         raise UserError("the prompt is empty, but must have at least 1 token")
     if len(prompt_ids) >= max_context:

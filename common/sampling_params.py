@@ -11,12 +11,11 @@ penalties, of `logprobs` and of `logit_bias` are those of the OpenAI API
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, SupportsFloat, SupportsIndex
 
-from common.errors import UserError
+from common.errors import UserError, integer
 
 GREEDY_BELOW: Final = 1e-5
 """Temperatures under this one mean greedy: dividing by them says nothing that the argmax does not."""
@@ -71,13 +70,13 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         put = self._put
-        put("max_tokens", _integer("max_tokens", self.max_tokens, low=0))
-        put("min_tokens", _integer("min_tokens", self.min_tokens, low=0))
+        put("max_tokens", integer("max_tokens", self.max_tokens, low=0))
+        put("min_tokens", integer("min_tokens", self.min_tokens, low=0))
         if self.min_tokens > self.max_tokens:
             limit = f"at most max_tokens, {self.max_tokens}"
             raise UserError(f"min_tokens is {self.min_tokens}, but must be {limit}")
         put("temperature", _number("temperature", self.temperature, low=0.0, high=MAX_TEMPERATURE))
-        top_k = _integer("top_k", self.top_k, low=-1)
+        top_k = integer("top_k", self.top_k, low=-1)
         put("top_k", max(top_k, 0))
         put("top_p", _number("top_p", self.top_p, low=0.0, high=1.0, above_low=True))
         put("min_p", _number("min_p", self.min_p, low=0.0, high=1.0))
@@ -88,15 +87,15 @@ class SamplingParams:
             put(name, _number(name, getattr(self, name), low=-MAX_PENALTY, high=MAX_PENALTY))
         if self.seed is not None:
             lowest, highest = -(1 << (SEED_BITS - 1)), (1 << SEED_BITS) - 1
-            put("seed", _integer("seed", self.seed, low=lowest, high=highest))
+            put("seed", integer("seed", self.seed, low=lowest, high=highest))
         put("stop", _stop_strings(self.stop))
         put("stop_token_ids", _token_ids(self.stop_token_ids))
         if not isinstance(self.ignore_eos, bool):
             raise UserError(f"ignore_eos is {self.ignore_eos!r}, but must be True or False")
         if self.logprobs is not None:
-            put("logprobs", _integer("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS))
+            put("logprobs", integer("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS))
         put("logit_bias", _logit_bias(self.logit_bias))
-        put("n", _integer("n", self.n, low=1))
+        put("n", integer("n", self.n, low=1))
 
     def _put(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # the dataclass is frozen for everybody else
@@ -117,19 +116,6 @@ class SamplingParams:
         It is seed + sample, so that the n completions differ; vLLM derives the seeds of its samples alike.
         """
         return None if self.seed is None else (self.seed + sample) % (1 << SEED_BITS)
-
-
-def _integer(name: str, value: SupportsIndex, *, low: int, high: int | None = None) -> int:
-    limit = f"at least {low}" if high is None else f"between {low} and {high}"
-    if isinstance(value, bool):  # bool is a subclass of int; max_tokens=True is a mistake
-        raise UserError(f"{name} is {value!r}, but must be an integer, {limit}")
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise UserError(f"{name} is {value!r}, but must be an integer, {limit}") from None
-    if number < low or (high is not None and number > high):
-        raise UserError(f"{name} is {number}, but must be {limit}")
-    return number
 
 
 def _number(name: str, value: SupportsFloat, *, low: float, high: float, above_low: bool = False) -> float:
@@ -167,7 +153,7 @@ def _stop_strings(value: Iterable[str]) -> tuple[str, ...]:
 
 def _token_ids(value: Iterable[SupportsIndex]) -> tuple[int, ...]:
     name = "stop_token_ids"
-    return tuple(_integer(name, item, low=0) for item in _items(name, value, "token ids"))
+    return tuple(integer(name, item, low=0) for item in _items(name, value, "token ids"))
 
 
 def _logit_bias(value: Mapping[int, float]) -> dict[int, float]:
@@ -175,6 +161,6 @@ def _logit_bias(value: Mapping[int, float]) -> dict[int, float]:
         raise UserError(f"logit_bias is {value!r}, but must map token ids to numbers")
     checked: dict[int, float] = {}
     for key, bias in value.items():
-        token = _integer("a token id in logit_bias", key, low=0)
+        token = integer("a token id in logit_bias", key, low=0)
         checked[token] = _number(f"logit_bias[{token}]", bias, low=-MAX_LOGIT_BIAS, high=MAX_LOGIT_BIAS)
     return checked

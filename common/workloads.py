@@ -22,6 +22,10 @@ from common.errors import UserError
 from common.sampling_params import SamplingParams
 
 SMALL = "-small"
+VOCAB = 10_000
+"""Token ids are below this, unless the caller says otherwise."""
+LEAST_VOCAB = VOCAB + 1
+"""The least vocabulary of a model that can be given every workload: `offline-256` draws `VOCAB` itself too."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,7 @@ class Workload:
         return Workload(name, items, self.temperature, self.sequential, self.vocab, self.shift)
 
 
-def workload(name: str, vocab: int = 10_000) -> Workload:
+def workload(name: str, vocab: int = VOCAB) -> Workload:
     """The workload called `name`, with token ids below `vocab`.
 
     Raises:
@@ -127,7 +131,7 @@ def names() -> list[str]:
 
 
 def uniform(
-    name: str, prompts: int, prompt_len: int, output_len: int, vocab: int = 10_000, seed: int = 0
+    name: str, prompts: int, prompt_len: int, output_len: int, vocab: int = VOCAB, seed: int = 0
 ) -> Workload:
     """`prompts` requests of equal lengths, all at once: for sweeps over batch size or length."""
     rng = random.Random(seed)

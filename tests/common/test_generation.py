@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tokenizers
 from hypothesis import given, settings
@@ -134,6 +135,8 @@ def test_an_empty_completion() -> None:
         ([1] * 8, SamplingParams(), "the prompt has 8 tokens, but must have at most 7"),
         ([1, 100, 2], SamplingParams(), "token id 100, but ids must be between 0 and 99"),
         ([1, -3], SamplingParams(), "token id -3, but ids must be between 0 and 99"),
+        ([1, 2.5], SamplingParams(), "a token id of the prompt is 2.5, but must be an integer"),
+        (["a"], SamplingParams(), "a token id of the prompt is 'a', but must be an integer"),
         ([1], SamplingParams(stop_token_ids=(5, 100)), "stop_token_ids holds token id 100"),
         ([1], SamplingParams(logit_bias={123: 1.0}), "logit_bias holds token id 123"),
         ([1], SamplingParams(stop=("END",)), "stop is .*END.*, but must be empty"),
@@ -142,6 +145,12 @@ def test_an_empty_completion() -> None:
 def test_requests_that_cannot_be_served(prompt: list[int], params: SamplingParams, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         check_prompt(prompt, 100, 8, params, has_tokenizer=False)
+
+
+def test_prompts_may_hold_the_integers_of_numpy_and_must_be_lists() -> None:
+    check_prompt(list(np.arange(4)), 100, 8, SamplingParams())
+    with pytest.raises(UserError, match="prompts holds 1, but must hold prompts"):
+        generate(Script([]), [1, 2], SamplingParams())  # type: ignore[list-item]
 
 
 def test_the_longest_prompt_leaves_room_for_one_token() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.errors import UserError
+from common.errors import UserError, integer
 from common.tokenizer import Tokenizer
 from continuous.attention import RowAttention
 from continuous.cache import RowCache, RowStore
@@ -53,11 +53,12 @@ def load(
     loaded = load_model(model, device=device, dtype=dtype)
     length = context(loaded, max_len, DEFAULT_MAX_LEN)
     if cache_bytes is not None:
+        cache_bytes = integer("cache_bytes", cache_bytes, low=0)
         row = RowStore.bytes_needed(loaded.config, 1, length, loaded.dtype)
         max_rows = cache_bytes // row if max_rows is None else min(max_rows, cache_bytes // row)
         if max_rows < 1:
             raise UserError(f"cache_bytes is {cache_bytes}, but one row of {length} tokens takes {row}")
-    count = at_least_one("max_rows", 16 if max_rows is None else max_rows)
+    count = integer("max_rows", 16 if max_rows is None else max_rows, low=1)
     rows = Rows(count, length, loaded.device)
     store = RowStore(loaded.config, count, length, device=loaded.device, dtype=loaded.dtype)
     steps = max(2048, length) if step_tokens is None else step_tokens
@@ -69,18 +70,11 @@ def context(model: Model, max_len: int | None, default: int | None = None) -> in
     """The context length to serve: `max_len`, which the model must have, or `default` or the model's."""
     if max_len is None:
         return model.max_len if default is None else min(model.max_len, default)
-    if not 2 <= max_len <= model.max_len:
+    if not 2 <= integer("max_len", max_len) <= model.max_len:
         raise UserError(
             f"max_len is {max_len}, but must be between 2 and the model's context of {model.max_len}"
         )
     return max_len
-
-
-def at_least_one(name: str, value: int) -> int:
-    """`value`, or a `UserError` if it is less than one."""
-    if value < 1:
-        raise UserError(f"{name} is {value}, but must be at least 1")
-    return value
 
 
 def named_policy(name: str) -> Policy:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from common.errors import integer, text
 from common.generation import (
     Completion,
     FinishReason,
@@ -104,6 +105,7 @@ class Engine:
         Raises:
             UserError: it can never be served.
         """
+        priority, salt = integer("priority", priority), text("salt", salt)
         requests = self._checked(prompt, params)
         now = time.perf_counter()
         for sample, request in enumerate(requests):
@@ -130,7 +132,10 @@ class Engine:
         return requests
 
     def abort(self, request: Request) -> None:
-        """End a request in whatever state it is; its tokens so far stay. Ended requests stay as they are."""
+        """End a request in whatever state it is; its tokens so far stay. Ended requests stay as they are.
+
+        Of a request with `n > 1`, samples that still wait for this one to compute their prompt end with it.
+        """
         if request.finish_reason is None:
             for member in [request, *request.siblings]:
                 if member.finish_reason is None:
@@ -253,7 +258,9 @@ class Engine:
             left = len(requests)
             while left:
                 if not mine:
-                    self.step()
+                    outputs = self.step()
+                    # What belongs to nobody's stream is for whoever calls `step` next.
+                    self._outputs[:0] = [o for o in outputs if o.request not in self._sinks]
                 while mine:
                     request, token, reason, now, logprob = mine.popleft()
                     left -= reason is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
@@ -44,6 +44,8 @@ class LLM:
         """
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
+        if not _conversation(prompt):
+            raise UserError(f"a prompt is {prompt!r}, but must be a text or a list of messages")
         return self.tokenizer.chat([dict(message) for message in prompt], add_generation_prompt=True)
 
     def generate(
@@ -56,19 +58,25 @@ class LLM:
         """Complete texts or conversations.
 
         Args:
-            prompts: a text, a list of texts, or a list of conversations.
+            prompts: a text or a conversation, or a list of them.
             params: one for all, or one for each.
             progress: show a bar with the rates of prefill and decode.
 
         Returns:
             Completions with their texts, in (prompt, sample) order.
         """
-        several = [prompts] if isinstance(prompts, str) else list(prompts)
-        ids = [self.encode(prompt) for prompt in several]  # type: ignore[arg-type]
+        several = [prompts] if isinstance(prompts, str) or _conversation(prompts) else list(prompts)
+        ids = [self.encode(cast(Prompt, prompt)) for prompt in several]
         each = params_per_prompt(ids, SamplingParams() if params is None else params)
         with _bar(disable=not progress) as bar:
             task = bar.add_task("generate", total=sum(settings.n for settings in each), rates="")
             return generate(_Watched(self.engine, bar, task), ids, each, tokenizer=self.tokenizer)
+
+
+def _conversation(prompt: object) -> bool:
+    """Whether this is a list of messages."""
+    several = isinstance(prompt, Sequence) and len(prompt) > 0
+    return several and all(isinstance(message, Mapping) for message in cast(Sequence[object], prompt))
 
 
 class _Watched:

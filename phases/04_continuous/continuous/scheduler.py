@@ -10,7 +10,7 @@ import heapq
 from bisect import insort
 from typing import NamedTuple
 
-from common.errors import UserError
+from common.errors import UserError, integer
 from common.request import Request
 from continuous.cache import CacheManager
 from continuous.policies import Policy, fcfs
@@ -48,9 +48,8 @@ class Scheduler:
     """
 
     def __init__(self, rows: Rows, cache: CacheManager, *, step_tokens: int, policy: Policy = fcfs) -> None:
-        if step_tokens < 1:
-            raise UserError(f"step_tokens is {step_tokens}, but must be at least 1")
-        self.rows, self.cache, self.step_tokens, self.policy = rows, cache, step_tokens, policy
+        self.rows, self.cache, self.policy = rows, cache, policy
+        self.step_tokens = integer("step_tokens", step_tokens, low=1)
         self.running: list[Request] = []  # by rank
         self._waiting: list[tuple[tuple[float, ...], Request]] = []  # a heap by rank
         self.preemptions = 0

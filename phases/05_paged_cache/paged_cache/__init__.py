@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from common.errors import integer
 from common.tokenizer import Tokenizer
-from continuous import at_least_one, context, named_policy
+from continuous import context, named_policy
 from continuous.rows import Rows
 from forward.loading import load_model
 from forward.model import Model
@@ -75,15 +76,15 @@ def load(
     """
     loaded = load_model(model, device=device, dtype=dtype)
     length = context(loaded, max_len)
-    steps = max(2048, length) if step_tokens is None else step_tokens
-    rows = Rows(at_least_one("max_rows", max_rows), length, loaded.device)
+    steps = max(2048, length) if step_tokens is None else integer("step_tokens", step_tokens, low=1)
+    rows = Rows(integer("max_rows", max_rows, low=1), length, loaded.device)
     ledger = plan_cache(
         loaded,
-        block_size=block_size,
+        block_size=integer("block_size", block_size, low=1),
         step_tokens=steps,
         rows=max_rows,
         max_len=length,
-        cache_bytes=cache_bytes,
+        cache_bytes=None if cache_bytes is None else integer("cache_bytes", cache_bytes, low=0),
         gpu_memory_utilization=gpu_memory_utilization,
         reserved=reserved_bytes,
     )

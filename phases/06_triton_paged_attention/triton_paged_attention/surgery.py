@@ -99,7 +99,7 @@ class FusedBlock(nn.Module):
         fused = isinstance(self.self_attn, FusedAttention) and isinstance(self.mlp, FusedMLP)
         self.single = fused and self.self_attn.single and self.mlp.single
         weight = self.input_layernorm.weight
-        self.few = self.single and few_pays(len(weight), weight.itemsize)
+        self.few = self.single and few_pays(len(weight), weight.itemsize, weight.device)
 
     def forward(
         self, x: Tensor | Stream, cos_sin: tuple[Tensor, Tensor], attention: Attention

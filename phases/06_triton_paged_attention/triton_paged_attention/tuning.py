@@ -145,13 +145,14 @@ def gemv_config(rows: int, size: int, gated: bool) -> GemvConfig:
     return GemvConfig(1 << (wanted.bit_length() - 1), block_k, num_warps, late=size > block_k)
 
 
-def few_pays(hidden: int, itemsize: int) -> bool:
+def few_pays(hidden: int, itemsize: int, device: torch.device) -> bool:
     """Whether a model of this hidden size has kernels for a few tokens.
 
-    Every program repeats the norm before the product, so there may not be many programs nor long rows; and
-    float32 has no tensor cores here.
+    Every program repeats the norm before the product, so there may not be many programs nor long rows. And
+    for float32, and before Ampere, the compiler has no tensor cores for their products.
     """
-    return hidden <= 2048 and itemsize == 2
+    old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+    return hidden <= 2048 and itemsize == 2 and not old
 
 
 def few_config(size: int) -> GemvConfig:

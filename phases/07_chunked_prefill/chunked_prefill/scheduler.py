@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from common.errors import UserError
+from common.errors import UserError, integer
 from common.request import Request
 from continuous.policies import Policy, fcfs
 from continuous.rows import Rows
@@ -42,9 +42,8 @@ class ChunkedScheduler(PagedScheduler):
         super().__init__(rows, cache, step_tokens=step_tokens, policy=policy)
         if step_tokens < 2:
             raise UserError(f"step_tokens is {step_tokens}, but must be at least 2, one of them for prompts")
-        self.chunk_tokens = step_tokens if chunk_tokens is None else chunk_tokens
-        if self.chunk_tokens < 1:
-            raise UserError(f"chunk_tokens is {chunk_tokens}, but must be at least 1")
+        most = step_tokens if chunk_tokens is None else chunk_tokens
+        self.chunk_tokens = integer("chunk_tokens", most, low=1)
         self._decodes_left = 0
         self._last_decode: tuple[float, ...] = ()
 

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 import prefix_cache
-from common.errors import UserError
-from continuous import at_least_one
+from common.errors import UserError, integer
 from cuda_graphs.engine import OverlapEngine, RunAhead
 from forward.loading import load_model
 from forward.model import Model
@@ -72,10 +71,10 @@ def load(
             "graphs is True, but must be False without phase 06's attention kernels: torch's attention "
             "chooses its calls by the lengths of the requests, which a graph cannot"
         )
-    if graph_tokens < 0:
-        raise UserError(f"graph_tokens is {graph_tokens}, but must be at least 0")
     usual = CUDA_SIZE if on_cuda else USUAL_SIZE
-    max_rows = at_least_one("max_rows", usual["max_rows"] if max_rows is None else max_rows)
+    max_rows = integer("max_rows", usual["max_rows"] if max_rows is None else max_rows, low=1)
+    graph_rows = min(integer("graph_rows", graph_rows, low=1), max_rows)
+    graph_tokens = integer("graph_tokens", graph_tokens, low=0)
     options = {"step_tokens": usual["step_tokens"], **options}
     parts: dict[str, Any] = {"max_rows": max_rows}
     if overlap:
@@ -89,9 +88,8 @@ def load(
     from cuda_graphs.runner import GraphRunner
 
     if graphs:
-        rows, tokens = at_least_one("graph_rows", min(graph_rows, max_rows)), graph_tokens
-        parts["reserved_bytes"] = graph_bytes(loaded, rows, tokens)
-        parts["make_runner"] = partial(GraphRunner, most_rows=rows, most_tokens=tokens)
+        parts["reserved_bytes"] = graph_bytes(loaded, graph_rows, graph_tokens)
+        parts["make_runner"] = partial(GraphRunner, most_rows=graph_rows, most_tokens=graph_tokens)
     if compiled:
         return load_compiled(loaded, below=prefix_cache.load, **parts, **options)
     return triton_paged_attention.load(loaded, below=prefix_cache.load, **parts, **options)

@@ -1,0 +1,106 @@
+"""What no engine can serve is refused with one sentence, and nothing else in flight is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import chunked_prefill
+import continuous
+import cuda_graphs
+import forward
+import paged_cache
+import prefix_cache
+from common.errors import UserError
+from common.generation import generate
+from common.sampling_params import SamplingParams
+from forward.model import Model
+
+PHASES = (continuous, paged_cache, chunked_prefill, prefix_cache, cuda_graphs)
+each_phase = pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.__name__)
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return forward.load_model("random:tiny", device="cpu", dtype="float32")
+
+
+def greedy(count: int) -> SamplingParams:
+    return SamplingParams(max_tokens=count, ignore_eos=True)
+
+
+@each_phase
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"priority": "high"}, "priority is 'high', but must be an integer"),
+        ({"priority": 0.5}, "priority is 0.5, but must be an integer"),
+        ({"salt": None}, "salt is None, but must be a string"),
+        ({"salt": "\ud800"}, "salt is '.ud800', but must have a UTF-8 form"),
+    ],
+    ids=str,
+)
+def test_a_request_that_is_refused_disturbs_nobody(
+    model: Model, phase: ModuleType, given: dict[str, Any], sentence: str
+) -> None:
+    expected = generate(phase.load(model), [[3] * 20], greedy(6))[0].token_ids
+    engine = phase.load(model, policy="priority")
+    (request,) = engine.add([3] * 20, greedy(6))
+    engine.step()
+    with pytest.raises(UserError, match=sentence):
+        engine.add([1] * 40, greedy(2), **given)
+    while not engine.idle:
+        engine.step()
+    assert request.output_ids == expected
+
+
+OPTIONS: Sequence[tuple[Sequence[ModuleType], str, object, str]] = (
+    (PHASES, "max_rows", 2.5, "max_rows is 2.5, but must be an integer, at least 1"),
+    (PHASES, "max_len", "long", "max_len is 'long', but must be an integer"),
+    (PHASES, "step_tokens", 16.0, "step_tokens is 16.0, but must be an integer, at least 1"),
+    (PHASES, "cache_bytes", "1G", "cache_bytes is '1G', but must be an integer, at least 0"),
+    (PHASES[1:], "block_size", 1.5, "block_size is 1.5, but must be an integer, at least 1"),
+    (PHASES[2:], "chunk_tokens", 2.5, "chunk_tokens is 2.5, but must be an integer, at least 1"),
+    (PHASES[4:], "graph_rows", 0, "graph_rows is 0, but must be at least 1"),
+)
+
+
+@pytest.mark.parametrize(
+    ("phase", "option", "value", "sentence"),
+    [(phase, *case) for phases, *case in OPTIONS for phase in phases],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_options_that_are_no_integers(
+    model: Model, phase: ModuleType, option: str, value: object, sentence: str
+) -> None:
+    with pytest.raises(UserError, match=sentence):
+        phase.load(model, **{option: value})
+
+
+@each_phase
+def test_a_stream_leaves_others_their_events(model: Model, phase: ModuleType) -> None:
+    """A request was added by hand, and `generate` runs the steps: `step` tells of it all the same."""
+    engine = phase.load(model)
+    (request,) = engine.add([1, 2, 3], greedy(3))
+    generate(engine, [[5, 6]], greedy(10))
+    assert request.finish_reason == "length" and not engine.idle
+    told = []
+    while not engine.idle:
+        told += engine.step()
+    assert [output.token_id for output in told] == request.output_ids
+    assert all(output.request is request for output in told) and told[-1].finish_reason == "length"
+
+
+def test_texts_and_conversations_are_told_apart(smollm2_folder: Path) -> None:
+    llm = continuous.LLM(smollm2_folder, device="cpu", max_rows=2, max_len=128)
+    question = [{"role": "user", "content": "Hi"}]
+    (alone,) = llm.generate(question, greedy(2), progress=False)
+    (listed,) = llm.generate([question], greedy(2), progress=False)
+    assert alone.prompt_ids == listed.prompt_ids == llm.encode(question)
+    for wrong in ([[1, 2, 3]], [["user", "Hi"]]):
+        with pytest.raises(UserError, match=r"a prompt is .*, but must be a text or a list of messages"):
+            llm.generate(wrong, progress=False)  # type: ignore[arg-type]
