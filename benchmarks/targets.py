@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import torch
 
+from common.errors import UserError
 from common.evidence import BenchOptions
+from common.workloads import LEAST_VOCAB
 from forward import Model, load_model
 
 
@@ -25,6 +27,16 @@ def targets(options: BenchOptions, *, published: bool = False) -> list[BenchOpti
 
 
 def load_target(options: BenchOptions) -> Model:
-    """The model of one target, on its device and in its dtype."""
-    dtype = str(options.dtype).removeprefix("torch.")
-    return load_model(options.model or "smollm2", device=str(options.device), dtype=dtype)
+    """The model of one target, on its device and in its dtype.
+
+    Raises:
+        UserError: its vocabulary is too small for the workloads, which are the same for every model.
+    """
+    name, dtype = options.model or "smollm2", str(options.dtype).removeprefix("torch.")
+    model = load_model(name, device=str(options.device), dtype=dtype)
+    if model.config.vocab_size < LEAST_VOCAB:
+        raise UserError(
+            f"--model is {name!r} with {model.config.vocab_size} token ids, "
+            f"but the workloads of a benchmark need at least {LEAST_VOCAB}"
+        )
+    return model

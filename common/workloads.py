@@ -25,7 +25,7 @@ SMALL = "-small"
 VOCAB = 10_000
 """Token ids are below this, unless the caller says otherwise."""
 LEAST_VOCAB = VOCAB + 1
-"""The least vocabulary of a model that can be given every workload: `offline-256` draws `VOCAB` itself too."""
+"""The least vocabulary of a model that takes every workload: `offline-256` draws `VOCAB` itself too."""
 
 
 @dataclass(frozen=True)

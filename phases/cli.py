@@ -23,7 +23,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-PhaseName = Annotated[str, typer.Argument(metavar="PHASE", help="1, 01, forward or 01_forward")]
+PHASE_HELP = "1, 01, forward or 01_forward"
+PhaseName = Annotated[str, typer.Argument(metavar="PHASE", help=PHASE_HELP)]
+# What `phases.commands.benches.extras` finds, written down because the help must not wait for it.
+EXTRAS_HELP = "decode_step, gpu_tests, ladder or paged_attention"
 DeviceName = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:INDEX or mps")]
 DtypeName = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")]
 FROM_04, FROM_05 = "Engine, from phase 04 on", "Paged cache, from phase 05 on"
@@ -42,7 +45,7 @@ def list_phases(
 
 @app.command()
 def doctor() -> int:
-    """Say what this machine has, which phases run natively here, and how to get what is missing."""
+    """Say what this machine has, how fast it is, which phases run natively here, and how to get the rest."""
     from phases.commands import doctor
 
     return doctor.run()
@@ -145,7 +148,9 @@ def demo(
 
 @app.command()
 def bench(
-    phase: PhaseName,
+    phase: Annotated[
+        str, typer.Argument(metavar="PHASE", help=f"{PHASE_HELP}; beside the phases {EXTRAS_HELP}")
+    ],
     quick: Annotated[
         bool, typer.Option("--quick", help="a short look, written to the cache, not to the evidence")
     ] = False,
@@ -188,7 +193,10 @@ def profile(
 
 @app.command()
 def plot(
-    phase: Annotated[str | None, typer.Argument(metavar="[PHASE]", help="only this phase's figures")] = None,
+    phase: Annotated[
+        str | None,
+        typer.Argument(metavar="[PHASE]", help=f"only the figures of this phase, or of {EXTRAS_HELP}"),
+    ] = None,
 ) -> int:
     """Draw all figures and fill in all tables again, from the evidence alone."""
     from phases.commands import benches

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from common.evidence import Metric, Run, collect
+from common.evidence import Metric, Run, collect, results
 from common.generation import TokenEvent
 from phases import LADDER, PHASES, ROOT, find_phase
 from phases.cli import main
-from phases.commands import demo, doctor, engines
+from phases.commands import benches, demo, doctor, engines
 from phases.commands.engines import missing_for, serve
 
 
@@ -56,6 +56,10 @@ WRONG = {
     "bench of no phase": (["bench", "99"], "phase is '99'"),
     "bench without samples": (["bench", "1", "--repeats", "0"], "--repeats is 0"),
     "bench of no shape": (["bench", "1", "--quick", "--model", "random:nope"], "random:nope"),
+    "bench of a small vocabulary": (
+        ["bench", "4", "--quick", "--model", "random:tiny"],
+        "--model is 'random:tiny' with 257 token ids",
+    ),
     "plot of no phase": (["plot", "99"], "phase is '99'"),
     "demo on nothing": (["demo", "--device", "abacus"], "device is 'abacus'"),
 }
@@ -69,6 +73,18 @@ def test_wrong_input_is_one_line_and_exit_code_2(cli, arguments, words):
     (line,) = [line for line in err.splitlines() if "float32, 1 samples" not in line]
     assert line.startswith("error: ")
     assert words in line
+
+
+@pytest.mark.parametrize("command", ["bench", "plot"])
+def test_benchmarks_that_are_not_of_a_phase_are_named(cli, command):
+    assert {"gpu_tests", "ladder"} <= set(benches.extras())
+    code, _, err = cli(command, "nope")
+    assert code == 2
+    known = [phase.name for phase in PHASES] + sorted(benches.extras())
+    assert err == f"error: phase is 'nope', but it must be one of {', '.join(known)}\n"
+    assert "gpu_tests" not in cli("run", "nope")[2]
+    _, out, _ = cli(command, "--help")
+    assert all(name in out for name in benches.extras())
 
 
 @pytest.mark.parametrize("content", [b"", b"\n  \n", b"\xff\xfe\x00"])
@@ -129,7 +145,21 @@ def test_list(cli, monkeypatch):
     assert out.split() == [phase.name for phase in PHASES]
 
 
+def test_list_at_80_columns_has_the_names_whole(cli, monkeypatch):
+    assert results()  # columns of gains are what makes the table too wide
+    monkeypatch.setattr("phases.commands.listing.out.width", 80)
+    _, out, _ = cli("list")
+    assert all(f"\n{phase.name} " in out for phase in PHASES)
+
+
+def probes(monkeypatch):
+    """The real ones take two seconds."""
+    monkeypatch.setattr(doctor, "probe_read", lambda device: 28.26e9)
+    monkeypatch.setattr(doctor, "probe_matmul", lambda device, dtype: 1234.4e9)
+
+
 def test_doctor(cli, monkeypatch):
+    probes(monkeypatch)
     monkeypatch.setattr("phases.commands.doctor.out.width", 160)
     code, out, _ = cli("doctor")
     assert code == 0
@@ -142,8 +172,33 @@ def test_doctor(cli, monkeypatch):
         "dtype",
         "smollm2",
         "01_forward",
+        "28.3 GB/s, measured now",
+        "1,234 GFLOP/s in ",
     ):
         assert words in out
+
+
+def test_doctor_breaks_lines_only_where_they_end(cli, monkeypatch):
+    probes(monkeypatch)
+    monkeypatch.setattr(doctor, "missing_for", lambda phase, device: "a GPU")
+    monkeypatch.setattr("phases.commands.doctor.out.width", 80)
+    _, out, _ = cli("doctor")
+    footer = out[out.index("A phase that does not run natively") :].splitlines()
+    assert len(footer) == 3
+    assert all(len(line) > 60 for line in footer[:2])
+
+
+def test_doctor_on_a_machine_without_memory_for_the_probes(cli, monkeypatch):
+    def full(device: torch.device) -> float:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp] not enough memory\nand where")
+
+    monkeypatch.setattr(doctor, "probe_read", full)
+    monkeypatch.setattr("phases.commands.doctor.out.width", 160)
+    code, out, _ = cli("doctor")
+    assert code == 0
+    (line,) = [line for line in out.splitlines() if line.startswith("Speed")]
+    assert "not measured: [enforce fail at alloc_cpu.cpp] not enough memory " in line
+    assert "free some memory" in line
 
 
 def test_doctor_offers_fixes(monkeypatch, tmp_path):
@@ -194,6 +249,13 @@ def test_options_of_the_engine_reach_it_and_its_ledger_is_shown(cli, monkeypatch
         "step_tokens": 64,
         "policy": "priority",
     }
+
+
+@pytest.mark.parametrize("phase", ["4", "5"])
+def test_a_cache_without_room_is_named_as_it_was_given(cli, smollm2_folder, phase):
+    code, _, err = cli("run", phase, "--device", "cpu", "--cache-bytes", "100")
+    assert code == 2
+    assert err.startswith("error: cache_bytes is 100, but one ")
 
 
 @pytest.mark.parametrize(

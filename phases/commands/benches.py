@@ -24,7 +24,7 @@ def bench(
     """Measure a phase against the one before it; write the evidence and draw its figure."""
     if repeats is not None and repeats < 1:
         raise UserError(f"--repeats is {repeats}, but must be at least 1")
-    name = phase_name if _extra(phase_name) else phase_named(phase_name).name
+    name = _named(phase_name)
     module = _module(name)
     where = pick_device(device)
     options = BenchOptions(
@@ -61,9 +61,7 @@ def _measure(module: ModuleType, options: BenchOptions) -> Evidence:
 
 def plot(phase_name: str | None = None) -> int:
     """Draw every figure (or one phase's) again, from the evidence alone, and fill in the tables."""
-    wanted = None
-    if phase_name is not None:
-        wanted = phase_name if _extra(phase_name) else phase_named(phase_name).name
+    wanted = None if phase_name is None else _named(phase_name)
     found = 0
     for folder, by_phase in results().items():
         for name, evidence in by_phase.items():
@@ -82,17 +80,21 @@ def plot(phase_name: str | None = None) -> int:
     return 0
 
 
-def _extra(name: str) -> Path | None:
-    """A benchmark that is not of one phase: `benchmarks/NAME.py` or `benchmarks/kernels/NAME.py`."""
-    for path in (ROOT / "benchmarks" / f"{name}.py", ROOT / "benchmarks" / "kernels" / f"{name}.py"):
-        if path.is_file() and "def draw(" in path.read_text(encoding="utf-8"):
-            return path
-    return None
+def extras() -> dict[str, Path]:
+    """Benchmarks that are not of one phase, by name: `benchmarks/NAME.py` or `benchmarks/kernels/NAME.py`."""
+    files = [path for folder in ("benchmarks", "benchmarks/kernels") for path in (ROOT / folder).glob("*.py")]
+    return {path.stem: path for path in sorted(files) if "def draw(" in path.read_text(encoding="utf-8")}
+
+
+def _named(text: str) -> str:
+    """The name of the phase or the extra benchmark that a person means."""
+    found = extras()
+    return text if text in found else phase_named(text, *sorted(found)).name
 
 
 def _module(name: str) -> ModuleType:
     """The file with `run` and `draw`: the phase's `bench.py`, or one under `benchmarks`."""
-    path = _extra(name) or next((p.folder / "bench.py" for p in PHASES if p.name == name), None)
+    path = extras().get(name) or next((p.folder / "bench.py" for p in PHASES if p.name == name), None)
     if path is None or not path.is_file():
         raise UserError(f"{name} has no benchmark yet: {path or 'no such file'} does not exist")
     label = f"bench_{name}"

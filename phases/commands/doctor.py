@@ -1,4 +1,4 @@
-"""`ladder doctor`: what this machine has, which phases it can run, and how to get what is missing."""
+"""`ladder doctor`: what this machine has, how fast it is, which phases it runs, and how to get the rest."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ import shutil
 import sys
 from collections.abc import Iterator
 from importlib import metadata
+from itertools import chain
 
 import psutil
 import torch
+from rich.markup import escape
 from rich.table import Table
 
 from common.bundled import BUNDLED, cache_home, is_cached
 from common.device import pick_device, pick_dtype
 from common.evidence import device_folder, device_name
+from common.roofline import probe_matmul, probe_read
 from phases import PHASES
 from phases.commands.console import out
 from phases.commands.engines import missing_for
@@ -29,8 +32,8 @@ def run() -> int:
     """Print the tables. Returns 0: a machine that lacks something is no error."""
     device = pick_device("auto")
     table = Table("What", "Here", "Fix", box=None, pad_edge=False, header_style="bold")
-    for what, here, fix in facts(device):
-        table.add_row(what, here, f"[yellow]{fix}[/yellow]" if fix else "[green]ok[/green]")
+    for what, here, fix in chain(facts(device), speeds(device)):
+        table.add_row(what, escape(here), f"[yellow]{fix}[/yellow]" if fix else "[green]ok[/green]")
     out.print(table)
     out.print()
     phases = Table("Phase", "Runs natively here", box=None, pad_edge=False, header_style="bold")
@@ -41,7 +44,7 @@ def run() -> int:
     out.print(phases)
     if any(missing_for(phase, device) for phase in PHASES):
         out.print(
-            "[dim]A phase that does not run natively is still tested here: its Triton kernels run in the\n"
+            "[dim]A phase that does not run natively is still tested here: its Triton kernels run in the "
             "interpreter (TRITON_INTERPRET=1), on tiny shapes. Its lesson shows what a GPU measured.[/dim]"
         )
     return 0
@@ -74,6 +77,22 @@ def facts(device: torch.device) -> Iterator[tuple[str, str, str]]:
     for name, bundle in BUNDLED.items():
         there = is_cached(name)
         yield name, bundle.title if there else "not fetched yet", "" if there else f"ladder fetch {name}"
+
+
+def speeds(device: torch.device) -> Iterator[tuple[str, str, str]]:
+    """Rows like those of `facts`: the two ceilings of the roofline, probed now (about two seconds).
+
+    `common.roofline.ceilings` would keep what it finds for the evidence, and a look must not change that.
+    """
+    dtype = pick_dtype("auto", device)
+    try:
+        read, matmul = probe_read(device), probe_matmul(device, dtype)
+    except RuntimeError as error:  # most often no memory for the probe's tensors
+        why, _, _ = str(error).partition("\n")
+        yield "Speed", f"not measured: {why}", "free some memory, then try again"
+        return
+    yield "Read bandwidth", f"{read / 1e9:,.1f} GB/s, measured now", ""
+    yield "Matrix rate", f"{matmul / 1e9:,.0f} GFLOP/s in {_short(dtype)}, measured now", ""
 
 
 def _triton(device: torch.device) -> tuple[str, str]:

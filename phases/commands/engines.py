@@ -19,11 +19,16 @@ from common.tokenizer import Tokenizer
 from phases import PHASES, Phase, find_phase
 
 
-def phase_named(text: str) -> Phase:
-    """The phase meant by `1`, `01`, `forward` or `01_forward`. Raises `UserError` when there is none."""
+def phase_named(text: str, *others: str) -> Phase:
+    """The phase meant by `1`, `01`, `forward` or `01_forward`.
+
+    Raises:
+        UserError: there is none. It names the phases and the `others` that the caller takes as well.
+    """
     phase = find_phase(text)
     if phase is None:
-        raise UserError(f"phase is {text!r}, but it must be one of {', '.join(p.name for p in PHASES)}")
+        names = [*(phase.name for phase in PHASES), *others]
+        raise UserError(f"phase is {text!r}, but it must be one of {', '.join(names)}")
     return phase
 
 

@@ -17,7 +17,9 @@ def run(names: bool) -> int:
             out.out(phase.name, highlight=False)
         return 0
     evidence = results()
-    table = Table("Phase", "What it adds", box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("Phase", no_wrap=True)  # a name to type must be whole: other columns give way
+    table.add_column("What it adds")
     for device in evidence:
         table.add_column(f"Gain, {device}", justify="right")
     for phase in PHASES:

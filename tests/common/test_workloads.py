@@ -7,7 +7,7 @@ import random
 import pytest
 
 from common.errors import UserError
-from common.workloads import Item, Workload, names, uniform, workload
+from common.workloads import LEAST_VOCAB, Item, Workload, names, uniform, workload
 
 SERVING = (
     "agent-session",
@@ -139,6 +139,11 @@ def test_tokens_stay_below_the_vocabulary(name):
     limit = work.vocab  # `offline-256` draws its largest token too
     assert limit <= 201
     assert all(0 <= token < limit for prompt in work.cold(7).prompts for token in prompt)
+
+
+def test_the_least_vocabulary_is_what_the_workloads_need():
+    assert max(workload(name).vocab for name in names()) == LEAST_VOCAB
+    assert max(max(prompt) for prompt in workload("offline-256").prompts) == LEAST_VOCAB - 1
 
 
 def test_hash_covers_everything():

@@ -19,6 +19,7 @@ from common.request import Request
 from common.sampling_params import SamplingParams
 from continuous.batch import Batch
 from continuous.engine import Engine
+from continuous.policies import POLICIES
 from continuous.rows import Rows
 from continuous.scheduler import Work
 from forward.attention import LayerSpec
@@ -58,11 +59,12 @@ def fake(
     *,
     step_tokens: int = 64,
     watermark: float = 0.0,
+    policy: str = "fcfs",
     **options: Any,
 ) -> Any:
     def scheduler(table: Rows) -> PagedScheduler:
         cache = PagedCache(rows, MAX_LEN, blocks, block_size, watermark=watermark)
-        return PagedScheduler(table, cache, step_tokens=step_tokens)
+        return PagedScheduler(table, cache, step_tokens=step_tokens, policy=POLICIES[policy])
 
     return fake_engine(scheduler, rows, **{"overlap": False, **options})
 
@@ -181,12 +183,32 @@ def test_admission_leaves_room_for_those_that_run() -> None:
     engine, _ = fake(4, 10, watermark=0.2)
     engine.add([1] * 4, greedy(9))
     engine.step()
-    (large,) = engine.add([1] * 32, greedy(1))
+    (large,) = engine.add([1] * 32, greedy(2))  # not 1, or it could come and go in the one step
     engine.step()
     assert large.row < 0  # 8 of the 8 free blocks, but 2 are kept
     while not engine.idle:
         engine.step()
     assert large.finish_reason == "length"
+
+
+def test_a_request_that_runs_alone_may_have_the_whole_pool() -> None:
+    engine, _ = fake(4, 10, watermark=0.2)
+    (large,) = engine.add([1] * 37, greedy(3))  # all 10 blocks at once; nobody runs for whom 2 must be kept
+    while not engine.idle:
+        engine.step()
+    assert large.finish_reason == "length"
+
+
+def test_the_room_of_a_preempted_request_is_not_given_away_in_the_same_step() -> None:
+    engine, _ = fake(3, 5, policy="priority")
+    first, victim = (engine.add([1] * (4 * n), greedy(4), priority=n)[0] for n in (2, 3))
+    engine.step()  # 2 and 3 blocks of 5
+    (newcomer,) = engine.add([1] * 4, greedy(2), priority=1)
+    engine.step()  # the first needs a third block, and two of the victim's three are left
+    assert (first.preemptions, victim.preemptions) == (0, 1)
+    assert newcomer.row < 0
+    engine.step()
+    assert newcomer.row >= 0
 
 
 def test_preemption_takes_the_youngest_and_loses_no_token() -> None:

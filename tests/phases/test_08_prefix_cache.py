@@ -16,6 +16,7 @@ from chunked_prefill import ChunkedScheduler
 from common.errors import UserError
 from common.generation import generate
 from common.sampling_params import SamplingParams
+from continuous.policies import POLICIES
 from continuous.rows import Rows
 from forward.model import Model
 from paged_cache import BlockPool, PagedEngine
@@ -49,11 +50,16 @@ def fake(
     blocks: int = 100,
     block_size: int = 4,
     step_tokens: int = 64,
+    chunk_tokens: int | None = None,
+    watermark: float = 0.01,
+    policy: str = "fcfs",
     **options: Any,
 ) -> Any:
     def scheduler(table: Rows) -> ChunkedScheduler:
-        cache = PrefixCache(rows, MAX_LEN, blocks, block_size, index)
-        return ChunkedScheduler(table, cache, step_tokens=step_tokens)
+        cache = PrefixCache(rows, MAX_LEN, blocks, block_size, index, watermark=watermark)
+        return ChunkedScheduler(
+            table, cache, step_tokens=step_tokens, chunk_tokens=chunk_tokens, policy=POLICIES[policy]
+        )
 
     return fake_engine(scheduler, rows, **{"overlap": False, **options})
 
@@ -244,6 +250,47 @@ def test_a_failed_step_commits_nothing() -> None:
 def test_unknown_index(model: Model) -> None:
     with pytest.raises(UserError, match="index is 'tree'"):
         prefix_cache.load(model, index="tree")
+
+
+# Admission.
+
+
+@BOTH
+def test_admission_leaves_room_for_those_that_run(index: str) -> None:
+    engine, _ = fake(MAKE[index](), blocks=10, watermark=0.2)
+    engine.add([1] * 4, greedy(9))
+    engine.step()
+    (large,) = engine.add([2] * 32, greedy(2))
+    engine.step()
+    assert large.row < 0  # 8 of the 8 free blocks, but 2 are kept
+    while not engine.idle:
+        engine.step()
+    assert large.finish_reason == "length"
+
+
+@BOTH
+def test_a_request_that_runs_alone_may_have_the_whole_pool(index: str) -> None:
+    engine, _ = fake(MAKE[index](), blocks=10, watermark=0.2)
+    run(engine, ([1] * 12, greedy(1)))  # leaves blocks behind, which need not be kept either
+    (large,) = run(engine, ([2] * 37, greedy(3)))
+    assert large.finish_reason == "length"
+    assert engine.scheduler.cache.stats.evicted_blocks == 3
+
+
+@BOTH
+def test_a_prompt_that_yields_after_a_preemption_lets_nobody_in(index: str) -> None:
+    """A prompt lets one of lower rank pass, but not into the room that this step's preemption has made."""
+    engine, _ = fake(MAKE[index](), blocks=7, chunk_tokens=4, policy="priority")
+    decode, prompt, victim = (
+        engine.add([n] * length, greedy(2), priority=n)[0] for n, length in ((2, 4), (3, 12), (4, 12))
+    )
+    engine.step()  # 1, 3 and 3 blocks of 7
+    (newcomer,) = engine.add([1] * 4, greedy(2), priority=1)
+    engine.step()  # the decode needs a second block, and two of the victim's three are left
+    assert [request.preemptions for request in (decode, prompt, victim)] == [0, 0, 1]
+    assert prompt.prefilling and newcomer.row < 0
+    engine.step()
+    assert newcomer.row >= 0
 
 
 # The indexes by themselves.

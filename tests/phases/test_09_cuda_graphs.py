@@ -6,6 +6,7 @@ On the CPU a graph's function is called instead of replayed, with the kernels in
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import subprocess
 import sys
@@ -230,6 +231,22 @@ def test_a_step_is_launched_before_the_last_one_is_read() -> None:
     while not engine.idle:
         engine.step()
     assert runner.log == ["launch 0", "launch 1", "read 0", "launch 2", "read 1", "read 2"]
+
+
+def test_steps_that_overlap_share_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The seconds of all steps add up to the time in which the device was busy."""
+    ticks = itertools.count()  # every look at the clock moves it by one
+    monkeypatch.setattr("continuous.engine.time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    engine, _ = ahead()
+    busy = 0
+    for _ in range(2):  # between them it is idle
+        engine.add([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))
+        before = next(ticks)
+        while not engine.idle:
+            engine.step()
+        busy += (next(ticks) - 1) - (before + 1)  # from the first launch to the last result
+    assert engine.stats.prefill_seconds > 0 and engine.stats.decode_seconds > 0
+    assert engine.stats.prefill_seconds + engine.stats.decode_seconds == busy
 
 
 def test_nothing_is_scheduled_behind_the_last_allowed_token() -> None:

@@ -105,9 +105,8 @@ def plan_cache(
     if cache_bytes is None:
         blocks = min(blocks, rows * -(-max_len // block_size))  # more than this can never be in use
     if blocks < 1:
-        raise UserError(
-            f"the cache has {max(room, 0)} bytes, but one block of {block_size} tokens takes {per_block}"
-        )
+        found = f"the cache has {max(room, 0)} bytes" if cache_bytes is None else f"cache_bytes is {room}"
+        raise UserError(f"{found}, but one block of {block_size} tokens takes {per_block}")
     return Ledger(model.weight_bytes, activations, blocks * per_block, blocks, block_size, reserved)
 
 
