@@ -23,7 +23,7 @@ from common.sampling_params import SamplingParams  # noqa: E402
 from forward.attention import LayerSpec  # noqa: E402
 from forward.loading import load_model  # noqa: E402
 from forward.rope import Rope  # noqa: E402
-from triton_paged_attention import surgery  # noqa: E402
+from triton_paged_attention import layers  # noqa: E402
 from triton_paged_attention.activation import gated  # noqa: E402
 from triton_paged_attention.decode import Workspace, paged_decode  # noqa: E402
 from triton_paged_attention.decode_v1 import paged_decode_v1  # noqa: E402
@@ -556,7 +556,7 @@ def test_few_tokens_with_norm_bias_residual_and_gate(size: int, tokens: int) -> 
 def test_a_step_of_a_few_tokens_runs_the_kernels_for_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three requests, one of which ends first: their tokens are phase 05's."""
     if DEVICE == "cpu":  # the interpreter knows float32, in which tokens can be compared
-        monkeypatch.setattr(surgery, "few_pays", lambda *_: True)
+        monkeypatch.setattr(layers, "few_pays", lambda *_: True)
     model = load_model("random:tiny", device=DEVICE, dtype="float32" if DEVICE == "cpu" else "float16")
     prompts, params = (
         [[5, 6, 7], [8], [9, 3]],
@@ -564,9 +564,9 @@ def test_a_step_of_a_few_tokens_runs_the_kernels_for_few(monkeypatch: pytest.Mon
     )
     options: dict[str, Any] = {"max_len": 64, "max_rows": 3}
     tokens = []
-    few_steps = surgery.FusedBlock._few
+    few_steps = layers.FusedBlock._few
     monkeypatch.setattr(
-        surgery.FusedBlock, "_few", lambda self, x, *a: tokens.append(len(x)) or few_steps(self, x, *a)
+        layers.FusedBlock, "_few", lambda self, x, *a: tokens.append(len(x)) or few_steps(self, x, *a)
     )
     after = generate(triton_paged_attention.load(model, **options), prompts, params)
     assert tokens == [6, 6, 3, 3, 2, 2]  # two layers; the prompts, then decodes
@@ -581,8 +581,8 @@ def test_a_step_of_one_token_runs_the_single_kernels(monkeypatch: pytest.MonkeyP
     params = SamplingParams(max_tokens=3, ignore_eos=True)
     before = generate(paged_cache.load(model, max_len=64, max_rows=1), [[5, 6, 7]], params)
     calls = []
-    single = surgery.FusedBlock._single
-    monkeypatch.setattr(surgery.FusedBlock, "_single", lambda self, *a: calls.append(1) or single(self, *a))
+    single = layers.FusedBlock._single
+    monkeypatch.setattr(layers.FusedBlock, "_single", lambda self, *a: calls.append(1) or single(self, *a))
     after = generate(triton_paged_attention.load(model, max_len=64, max_rows=1), [[5, 6, 7]], params)
     assert [c.token_ids for c in after] == [c.token_ids for c in before]
     assert len(calls) == 2 * model.config.num_layers

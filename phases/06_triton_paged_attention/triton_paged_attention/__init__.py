@@ -24,9 +24,10 @@ from forward.model import Model
 from paged_cache import PagedEngine
 from paged_cache.llm import LLM as PagedLLM
 from paged_cache.runner import PagedRunner
-from triton_paged_attention.attention import Backend, TritonPagedAttention, check_backend
+from triton_paged_attention.attention import TritonPagedAttention
+from triton_paged_attention.backends import Backend, Backends, check_backend
 from triton_paged_attention.sampler import TritonSampler
-from triton_paged_attention.surgery import Backends, optimize
+from triton_paged_attention.surgery import optimize
 
 __all__ = ["LLM", "Backend", "Backends", "TritonPagedAttention", "TritonSampler", "load", "optimize"]
 

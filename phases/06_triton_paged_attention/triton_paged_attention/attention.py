@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,10 +10,10 @@ import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.errors import UserError
 from continuous.batch import HostBatch, upload
 from forward.attention import LayerSpec
 from paged_cache import BlockPool, PagedAttention, PagedBatch, TorchPagedAttention
+from triton_paged_attention.backends import Backend, check_backend
 from triton_paged_attention.decode import Workspace, paged_decode
 from triton_paged_attention.gemv import gemv
 from triton_paged_attention.kv_store import kv_store
@@ -27,15 +27,8 @@ from triton_paged_attention.tuning import (
     single_config,
 )
 
-Backend = Literal["torch", "triton"]
 TILE_ROWS = 16
 """Rows of the decode kernel's tile: a request with at most `16 / GROUP` new tokens goes through it."""
-
-
-def check_backend(name: str, value: str) -> None:
-    """Raise `UserError` unless `value` is a backend."""
-    if value not in ("torch", "triton"):
-        raise UserError(f"{name} is {value!r}, but must be 'torch' or 'triton'")
 
 
 class TritonPagedAttention(PagedAttention):

@@ -18,8 +18,9 @@ from .attention import TritonPagedAttention
 from .batch import fixed_batch
 from .decode import Workspace, paged_decode
 from .gemv import gemv
+from .layers import FusedBlock
 from .prefill import paged_prefill, query_tiles
-from .surgery import FusedBlock, optimize
+from .surgery import optimize
 from .tuning import (
     decode_config,
     gemv_config,
