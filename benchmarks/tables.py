@@ -68,14 +68,14 @@ def _table(words: Sequence[str], root: Path, file: Path | None) -> str:
     if words[0] == "ladder":
         return _ladder(root, file)
     if words[0] == "peers":
-        return _peers(Evidence.load(root / RESULTS.relative_to(ROOT) / f"{words[1]}.json"))
+        return _peers(_evidence(words[1], root))
     for word in words[1:]:
         if "=" not in word:
             raise UserError(f"the table {' '.join(words)} in {file} says {word!r}, which has no value")
     settings = dict(word.split("=", 1) for word in words[1:])
     columns = settings.pop("columns", "output_tokens_per_s").split(",")
     shown = [name for name in settings.pop("rows", "").split(",") if name]
-    evidence = Evidence.load(root / RESULTS.relative_to(ROOT) / f"{words[0]}.json")
+    evidence = _evidence(words[0], root)
     runs = [run for run in evidence.runs if _matches(run, settings)]
     if not runs:
         raise UserError(f"the table {' '.join(words)} in {file} has no rows: no run of the evidence matches")
@@ -85,6 +85,10 @@ def _table(words: Sequence[str], root: Path, file: Path | None) -> str:
         cells = [run.variant, *("" if value is None else str(value) for value in said)]
         lines.append([*cells, *(_cell(run, runs[0], name, columns[0]) for name in columns)])
     return _markdown(lines, text_columns=1)
+
+
+def _evidence(name: str, root: Path) -> Evidence:
+    return Evidence.load(root / RESULTS.relative_to(ROOT) / f"{name}.json")
 
 
 def _ladder(root: Path, file: Path | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -80,6 +81,7 @@ def plot(phase_name: str | None = None) -> int:
     return 0
 
 
+@cache
 def extras() -> dict[str, Path]:
     """Benchmarks that are not of one phase, by name: `benchmarks/NAME.py` or `benchmarks/kernels/NAME.py`."""
     files = [path for folder in ("benchmarks", "benchmarks/kernels") for path in (ROOT / folder).glob("*.py")]

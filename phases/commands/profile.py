@@ -176,7 +176,7 @@ def marked_steps(engine: Any, work: Workload, decodes: int) -> Iterator[Callable
     computes more than one new token for anybody is a prefill.
     """
     current: list[Any] = []
-    left = [0]  # decode steps
+    left = 0  # decode steps
 
     def end() -> None:
         while current:
@@ -188,13 +188,14 @@ def marked_steps(engine: Any, work: Workload, decodes: int) -> Iterator[Callable
         current[-1].__enter__()
 
     def serve(served: Workload) -> None:
-        left[0] = decodes
+        nonlocal left
+        left = decodes
         stream = engine.stream(served.prompts, served.params)
         try:
             for event in stream:
                 if event.finish_reason == "error":
                     raise RuntimeError("a step failed while it was profiled; its log says why")
-                if left[0] < 0:
+                if left < 0:
                     break
             synchronize(engine_model.device)
         finally:
@@ -220,11 +221,12 @@ def marked_steps(engine: Any, work: Workload, decodes: int) -> Iterator[Callable
     inner = runner.run
 
     def run_step(works: Sequence[Any]) -> Any:
+        nonlocal left
         if any(work.count > 1 for work in works):
             begin("prefill")
         else:
-            left[0] -= 1
-            if left[0] < 0:  # enough: this one only shows where the last one ends
+            left -= 1
+            if left < 0:  # enough: this one only shows where the last one ends
                 end()
             else:
                 begin("decode")

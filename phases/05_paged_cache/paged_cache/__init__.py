@@ -80,11 +80,11 @@ def load(
     rows = Rows(integer("max_rows", max_rows, low=1), length, loaded.device)
     ledger = plan_cache(
         loaded,
-        block_size=integer("block_size", block_size, low=1),
+        block_size=block_size,
         step_tokens=steps,
         rows=max_rows,
         max_len=length,
-        cache_bytes=None if cache_bytes is None else integer("cache_bytes", cache_bytes, low=0),
+        cache_bytes=cache_bytes,
         gpu_memory_utilization=gpu_memory_utilization,
         reserved=reserved_bytes,
     )

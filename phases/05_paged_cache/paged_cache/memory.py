@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from common.device import memory_allocated
-from common.errors import UserError
+from common.errors import UserError, integer
 from forward.model import Model
 from paged_cache.cache import BlockPool
 
@@ -87,14 +87,13 @@ def plan_cache(
     Raises:
         UserError: not even one block fits.
     """
-    if block_size < 1:
-        raise UserError(f"block_size is {block_size}, but must be at least 1")
+    block_size = integer("block_size", block_size, low=1)
     if not 0 < gpu_memory_utilization <= 1:
         raise UserError(f"gpu_memory_utilization is {gpu_memory_utilization}, but must be in (0, 1]")
     activations = activation_bytes(model, step_tokens, rows)
     per_block = BlockPool.bytes_per_block(model.config, block_size, model.dtype)
     if cache_bytes is not None:
-        room = cache_bytes
+        room = integer("cache_bytes", cache_bytes, low=0)
     elif model.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(model.device)
         cached = torch.cuda.memory_reserved(model.device) - (memory_allocated(model.device) or 0)
