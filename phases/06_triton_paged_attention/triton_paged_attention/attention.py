@@ -80,6 +80,7 @@ class TritonPagedAttention(PagedAttention):
         self._needs_torch = not (decodes | longer).all()
         if self._needs_torch:
             self._torch.begin(self.batch)
+        self._single_config = single_config(*self._single_at)
         self._max_queries = int(host.query_lens[decodes].max(initial=0))
         self._only: Tensor | None = None  # the requests that are decodes; None: all
         self._prefill_keys = int(host.context_lens[longer].max(initial=0))
@@ -129,7 +130,7 @@ class TritonPagedAttention(PagedAttention):
         batch, cache = self.batch, self.pool.layers[layer.index]
         shape = heads_config(*weight.shape)
         where = (batch.block_tables, batch.context_lens)
-        common: Any = {"workspace": self._workspace, "config": single_config(*self._single_at)}
+        common: Any = {"workspace": self._workspace, "config": self._single_config}
         out = attend_single(
             qkv, cos_sin, norms, layer, cache, *where, batch.slots, meet=shape is None, **common
         )

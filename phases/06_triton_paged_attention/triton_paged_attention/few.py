@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .activation import KINDS, activate
 from .gemv import dependent_launch
-from .tuning import GemvConfig, few_config
+from .tuning import few_config
 
 MOST_TOKENS = 8
 """With 16, the tensor cores' next size, it gains little over the library."""
@@ -96,15 +96,13 @@ def few(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     gate: str | None = None,
-    out_dtype: torch.dtype | None = None,
-    config: GemvConfig | None = None,
 ) -> Tensor:
     """`gemv` for up to `MOST_TOKENS` tokens: `[T, N]`. See there for the arguments."""
     tokens, size = x.shape
     assert tokens <= MOST_TOKENS, f"x has {tokens} tokens, but may have {MOST_TOKENS}"
     rows = weight.shape[0] // (1 if gate is None else 2)
-    shape = config or few_config(size)
-    out = torch.empty(tokens, rows, dtype=out_dtype or x.dtype, device=x.device)
+    shape = few_config(size)
+    out = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
     norm_weight, eps, one_plus = norm if norm is not None else (x, 0.0, False)
     early = dependent_launch(x.device)
     few_kernel[(triton.cdiv(rows, shape.rows),)](

@@ -14,8 +14,6 @@ the kernel before is complete, which it cannot be before its own wait has return
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
@@ -23,7 +21,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .activation import KINDS, activate
-from .tuning import GemvConfig, gemv_config
+from .tuning import HOPPER, GemvConfig, at_least, gemv_config
 
 
 @triton.jit
@@ -89,10 +87,9 @@ def gemv_kernel(
     tl.store(out + row, (total + added).to(out.dtype.element_ty), mask=row < N)
 
 
-@cache
 def dependent_launch(device: torch.device) -> bool:
-    """Whether the device has programmatic dependent launch (compute capability 9.0 on)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    """Whether the device has programmatic dependent launch."""
+    return at_least(device, HOPPER)
 
 
 def gemv(

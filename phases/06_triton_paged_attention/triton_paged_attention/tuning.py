@@ -67,6 +67,16 @@ def shared_memory(device: torch.device) -> int:
     return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin"))  # noqa: B009
 
 
+AMPERE, HOPPER = (8, 0), (9, 0)
+"""Compute capabilities."""
+
+
+@cache
+def at_least(device: torch.device, capability: tuple[int, int]) -> bool:
+    """Whether this is a GPU of a compute capability or a later one."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= capability
+
+
 @winners_first("decode", DecodeConfig)
 def decode_config(pairs: int, d_pad: int, itemsize: int, device: torch.device) -> DecodeConfig:
     """Defaults for `pairs` (request, key/value head) pairs; `d_pad` and `itemsize` say how large a row is.
@@ -84,12 +94,6 @@ def decode_config(pairs: int, d_pad: int, itemsize: int, device: torch.device) -
     while config.block_n > 16 and row * config.block_n * config.num_stages > budget:
         config = replace(config, block_n=config.block_n // 2)
     return config
-
-
-@cache
-def has_tma(device: torch.device) -> bool:
-    """Whether the device has a tensor memory accelerator (compute capability 9.0 on)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 LONG = 8192
@@ -111,7 +115,7 @@ def prefill_config(d_pad: int, itemsize: int, device: torch.device) -> PrefillCo
     """
     row = d_pad * itemsize
     config = PrefillConfig(128, 64, 8, 2, maxnreg=128) if row <= 256 else PrefillConfig(64, 32, 4, 2)
-    if itemsize == 2 and d_pad in (64, 128) and has_tma(device):
+    if itemsize == 2 and d_pad in (64, 128) and at_least(device, HOPPER):
         config = replace(config, tma=True)
     while config.block_n > 16 and row * (config.block_m + 2 * config.block_n * 2) > shared_memory(device):
         config = replace(config, block_n=config.block_n // 2, block_m=max(16, config.block_m // 2))
@@ -151,8 +155,7 @@ def few_pays(hidden: int, itemsize: int, device: torch.device) -> bool:
     Every program repeats the norm before the product, so there may not be many programs nor long rows. And
     for float32, and before Ampere, the compiler has no tensor cores for their products.
     """
-    old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
-    return hidden <= 2048 and itemsize == 2 and not old
+    return hidden <= 2048 and itemsize == 2 and (device.type != "cuda" or at_least(device, AMPERE))
 
 
 def few_config(size: int) -> GemvConfig:
