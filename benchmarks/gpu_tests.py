@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
+from benchmarks.evidence import ROOT, BenchOptions, Evidence, Metric, Run, collect
+from benchmarks.plotting import bars, save
+from common.console import err
 from common.errors import UserError
-from common.evidence import ROOT, BenchOptions, Evidence, Metric, Run, collect
-from common.plotting import bars, save
-from phases.commands.console import err
 
 NAME = "gpu_tests"
 SELECTIONS = (

@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 
+from benchmarks.evidence import BenchOptions, Evidence, Run, collect
+from benchmarks.measure import alternate, time_generation
+from benchmarks.plotting import bars, panels, save
+from benchmarks.roofline import ceilings, summarize_generation
 from benchmarks.targets import load_target, targets
-from common.evidence import BenchOptions, Evidence, Run, collect
-from common.generation import Streams
-from common.measure import alternate, time_generation
-from common.plotting import bars, panels, save
-from common.roofline import ceilings, summarize_generation
-from common.workloads import Workload, workload
+from benchmarks.workloads import Workload, workload
+from common.events import Streams
 from forward.model import Model
 from phases import PHASES, Phase
-from phases.commands.engines import load_engine, missing_for
+from phases.registry import load_engine, missing_for
 
 NAME = "ladder"
 FEW = {"01_forward": 2, "02_kv_cache": 4, "03_batching": 64}

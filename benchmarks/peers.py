@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.measure import Sample, memory
+from benchmarks.workloads import Workload
 from common.device import synchronize
-from common.measure import Sample, memory
-from common.workloads import Workload
 
 
 def transformers_version() -> str:

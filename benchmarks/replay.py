@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import torch
 
+from benchmarks.measure import Sample, request_metrics
+from benchmarks.workloads import Workload
 from common.device import synchronize
-from common.generation import Completion, TokenEvent
-from common.measure import Sample, request_metrics
-from common.workloads import Workload
+from common.events import Completion, TokenEvent
 from continuous.engine import Engine
 
 Due = Callable[[int], bool]

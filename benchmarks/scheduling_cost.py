@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from chunked_prefill import ChunkedScheduler
-from common.config import ModelConfig
-from common.sampling_params import SamplingParams
+from common.models.config import ModelConfig
+from common.sampling.params import SamplingParams
 from continuous.batch import Batch
 from continuous.engine import Engine
 from continuous.rows import Rows

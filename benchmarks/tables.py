@@ -24,11 +24,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.evidence import RESULTS, ROOT, Evidence, Run, results
+from benchmarks.gains import gain_text
+from benchmarks.plotting import axis_label, number
 from common.errors import UserError
-from common.evidence import RESULTS, ROOT, Evidence, Run, results
-from common.plotting import axis_label, number
 from phases import PHASES
-from phases.gains import gain_text
 
 TABLE = re.compile(r"(<!-- table: (.*?) -->\n).*?(<!-- /table -->)", re.DOTALL)
 FENCE = re.compile(r"(^```.*?^```)", re.DOTALL | re.MULTILINE)

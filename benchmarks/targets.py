@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
+from benchmarks.evidence import BenchOptions
+from benchmarks.workloads import LEAST_VOCAB
 from common.errors import UserError
-from common.evidence import BenchOptions
-from common.workloads import LEAST_VOCAB
 from forward import Model, load_model
 
 

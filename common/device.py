@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import platform
+import re
+from pathlib import Path
+
 import torch
 
 from common.errors import UserError
@@ -85,3 +89,23 @@ def reset_peak_memory(device: torch.device | str) -> None:
     device = torch.device(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+
+
+def device_name(device: torch.device) -> str:
+    """The maker's name of the GPU, or of the processor."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return match.group(1).strip() if match else platform.processor() or platform.machine()
+
+
+def device_folder(device: str, name: str) -> str:
+    """`cpu`, or a GPU's short name: `NVIDIA H200` -> `h200`."""
+    if device == "cpu":
+        return "cpu"
+    short = re.sub(r"\b(nvidia|geforce|amd|apple|graphics)\b", "", name.lower())
+    return re.sub(r"[^a-z0-9]+", "-", short).strip("-") or device

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from common.generation import FinishReason, StopChecker
-from common.sampling_params import SamplingParams
+from common.events import FinishReason
+from common.sampling.params import SamplingParams
+from common.text.stop_checker import StopChecker
 
 NO_ROW = -1
 """The row of a request that is not running."""

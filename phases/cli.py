@@ -103,7 +103,7 @@ def run(
     ] = None,
 ) -> int:
     """Generate text with one phase."""
-    from common.sampling_params import SamplingParams
+    from common.sampling.params import SamplingParams
     from phases.commands import run
 
     given = {

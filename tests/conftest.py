@@ -14,7 +14,7 @@ if not torch.cuda.is_available():  # before anything imports triton: its kernels
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from common.errors import UserError
-from common.hub import model_folder
+from common.models.hub import model_folder
 
 # Sums in one order on every machine, and no fight over cores between the workers of pytest-xdist.
 torch.set_num_threads(1)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from common.request import Request
-from common.sampling_params import SamplingParams
+from common.sampling.params import SamplingParams
 from continuous.cache import RowCache
 from continuous.rows import Rows
 from continuous.runner import Pending

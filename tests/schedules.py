@@ -11,7 +11,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 
 from common.request import Request
-from common.sampling_params import SamplingParams
+from common.sampling.params import SamplingParams
 from continuous.engine import Engine
 from continuous.rows import Rows
 from cuda_graphs.engine import RunAhead

@@ -11,12 +11,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from common.evidence import Metric, Run, collect, results
-from common.generation import TokenEvent
-from phases import LADDER, PHASES, ROOT, find_phase
+from benchmarks.evidence import Metric, Run, collect, results
+from common.events import TokenEvent
+from phases import LADDER, PHASES, ROOT, find_phase, registry
 from phases.cli import main
-from phases.commands import benches, demo, doctor, engines
-from phases.commands.engines import missing_for, serve
+from phases.commands import benches, demo, doctor
+from phases.commands.engines import serve
+from phases.registry import missing_for
 
 
 def ladder(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -272,7 +273,7 @@ def test_a_missing_triton_is_named(cli, monkeypatch, smollm2_folder):
     def without_triton(name: str) -> None:
         raise ModuleNotFoundError("No module named 'triton'", name="triton")
 
-    monkeypatch.setattr(engines.importlib, "import_module", without_triton)
+    monkeypatch.setattr(registry.importlib, "import_module", without_triton)
     code, _, err = cli("run", "6")
     assert code == 2
     assert "needs triton" in err.splitlines()[-1]

@@ -45,6 +45,15 @@ def test_a_phase_imports_only_from_below(phase):
     assert wrong_imports(phase.folder / phase.package, phase.number) == []
 
 
+def test_commands_import_benchmarks_and_never_the_other_way():
+    found = [
+        f"{path.relative_to(ROOT)} imports phases.commands"
+        for path in [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "phases").glob("*/bench.py")]
+        if "phases.commands" in path.read_text(encoding="utf-8")
+    ]
+    assert found == []
+
+
 def test_every_phase_folder_is_known():
     folders = {path.name for path in (ROOT / "phases").glob("[0-9]*") if any(path.glob("*/__init__.py"))}
     assert folders == {phase.name for phase in PHASES}

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from common.trace import BETWEEN, read_trace, short_name, step_tables
-from common.workloads import uniform
+from benchmarks.trace import BETWEEN, read_trace, short_name, step_tables
+from benchmarks.workloads import uniform
 from forward.loading import load_model
 from phases import PHASES, ROOT, find_phase
 from phases.cli import main
 from phases.commands import profile
-from phases.commands.engines import load_engine
 from phases.commands.profile import kernel_table, summary
+from phases.registry import load_engine
 
 SIZE = ["--model", "random:tiny", "--batch", "2", "--context", "6", "--steps", "2"]
 

@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.evidence import BenchOptions, Evidence, Metric, Roofline, Run, collect
 from benchmarks.kernels.harness import graph_seconds
+from benchmarks.plotting import panels, reference_line, save
+from benchmarks.roofline import Ceilings, ceilings
 from common.errors import UserError
-from common.evidence import BenchOptions, Evidence, Metric, Roofline, Run, collect
-from common.plotting import panels, reference_line, save
-from common.roofline import Ceilings, ceilings
-from common.sampler import Sampler
-from common.sampling_params import SamplingParams
+from common.sampling.params import SamplingParams
+from common.sampling.sampler import Sampler
 from forward.loading import load_model
 from forward.model import Model
 from paged_cache import BlockPool, PagedBatch

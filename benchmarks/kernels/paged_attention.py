@@ -24,11 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.evidence import BenchOptions, Evidence, Metric, Roofline, Run, collect
 from benchmarks.kernels.harness import Case, eager_seconds, graph_seconds, make_case
+from benchmarks.plotting import panels, reference_line, save
+from benchmarks.roofline import Ceilings, ceilings
 from common.errors import UserError
-from common.evidence import BenchOptions, Evidence, Metric, Roofline, Run, collect
-from common.plotting import panels, reference_line, save
-from common.roofline import Ceilings, ceilings
 from continuous.batch import HostBatch
 from forward.attention import LayerSpec
 from paged_cache import TorchPagedAttention

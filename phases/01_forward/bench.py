@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import forward
+from benchmarks.evidence import BenchOptions, Evidence, Run, collect
+from benchmarks.measure import Samples, Watch, summarize
+from benchmarks.plotting import lines, save
+from benchmarks.roofline import ceilings, generation_work, reached
 from benchmarks.targets import load_target, targets
-from common.evidence import BenchOptions, Evidence, Run, collect
-from common.generation import generate
-from common.measure import Samples, Watch, summarize
-from common.plotting import lines, save
-from common.roofline import ceilings, generation_work, reached
-from common.sampling_params import SamplingParams
-from common.workloads import Workload, uniform
+from benchmarks.workloads import Workload, uniform
+from common.events import generate
+from common.sampling.params import SamplingParams
 
 PHASE = "01_forward"
 POINTS = (25, 50, 100, 200)

@@ -9,16 +9,16 @@ import torch
 
 import forward
 import kv_cache
+from benchmarks.evidence import BenchOptions, Evidence, Run, collect
+from benchmarks.measure import Samples, Watch, alternate, time_generation, timer
 from benchmarks.peers import Transformers, transformers_version
+from benchmarks.plotting import lines, panels, save
+from benchmarks.roofline import ceilings, summarize_generation
 from benchmarks.targets import load_target, targets
-from common.evidence import BenchOptions, Evidence, Run, collect
-from common.generation import generate
-from common.hub import model_folder
-from common.measure import Samples, Watch, alternate, time_generation, timer
-from common.plotting import lines, panels, save
-from common.roofline import ceilings, summarize_generation
-from common.sampling_params import SamplingParams
-from common.workloads import Workload, uniform
+from benchmarks.workloads import Workload, uniform
+from common.events import generate
+from common.models.hub import model_folder
+from common.sampling.params import SamplingParams
 from kv_cache import KVCache
 
 PHASE, BEFORE = "02_kv_cache", "01_forward"

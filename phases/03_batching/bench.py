@@ -6,12 +6,12 @@ from pathlib import Path
 
 import batching
 import kv_cache
+from benchmarks.evidence import BenchOptions, Evidence, Run, collect
+from benchmarks.measure import Sample, Samples, alternate, time_generation, timer
+from benchmarks.plotting import lines, panels, reference_line, save
+from benchmarks.roofline import ceilings, summarize_generation
 from benchmarks.targets import load_target, targets
-from common.evidence import BenchOptions, Evidence, Run, collect
-from common.measure import Sample, Samples, alternate, time_generation, timer
-from common.plotting import lines, panels, reference_line, save
-from common.roofline import ceilings, summarize_generation
-from common.workloads import Item, Workload, uniform, workload
+from benchmarks.workloads import Item, Workload, uniform, workload
 
 PHASE, BEFORE, COMPACT = "03_batching", "02_kv_cache", "03_batching+compact"
 SIZES = {"cpu": (1, 4, 8, 16, 32), "cuda": (1, 8, 32, 128, 512)}

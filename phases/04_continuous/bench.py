@@ -9,14 +9,14 @@ from statistics import median
 
 import batching
 import continuous
+from benchmarks.evidence import BenchOptions, Evidence, Run, collect
+from benchmarks.measure import Sample, Samples, alternate, summarize, time_generation
+from benchmarks.plotting import bars, panels, save
 from benchmarks.replay import time_replay
+from benchmarks.roofline import ceilings, summarize_generation
 from benchmarks.targets import load_target, targets
-from common.evidence import BenchOptions, Evidence, Run, collect
-from common.generation import Completion, Streams, generate
-from common.measure import Sample, Samples, alternate, summarize, time_generation
-from common.plotting import bars, panels, save
-from common.roofline import ceilings, summarize_generation
-from common.workloads import Item, Workload, uniform, workload
+from benchmarks.workloads import Item, Workload, uniform, workload
+from common.events import Completion, Streams, generate
 from continuous.cache import RowStore
 from kv_cache import KVCache
 

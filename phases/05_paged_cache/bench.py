@@ -13,16 +13,16 @@ import torch
 import continuous
 import paged_cache
 from benchmarks import scheduling_cost
+from benchmarks.evidence import BenchOptions, Evidence, Run, collect
+from benchmarks.measure import Sample, Samples, alternate, summarize, time_call, time_generation
+from benchmarks.plotting import lines, panels, save
+from benchmarks.roofline import ceilings, summarize_generation
 from benchmarks.targets import load_target, targets
-from common.config import ModelConfig
-from common.evidence import BenchOptions, Evidence, Run, collect
-from common.generation import generate
-from common.measure import Sample, Samples, alternate, summarize, time_call, time_generation
-from common.plotting import lines, panels, save
+from benchmarks.workloads import Workload, uniform, workload
+from common.events import generate
+from common.models.config import ModelConfig
 from common.request import Request
-from common.roofline import ceilings, summarize_generation
-from common.sampling_params import SamplingParams
-from common.workloads import Workload, uniform, workload
+from common.sampling.params import SamplingParams
 from continuous.attention import RowAttention
 from continuous.batch import Batch, HostBatch
 from continuous.cache import RowStore

@@ -11,13 +11,13 @@ from typing import Any
 
 import paged_cache
 import triton_paged_attention
+from benchmarks.evidence import BenchOptions, Evidence, Run, collect
+from benchmarks.measure import Sample, alternate, time_generation
+from benchmarks.plotting import COLOURS, GREY, bars, panels, save
+from benchmarks.roofline import ceilings, summarize_generation
 from benchmarks.targets import load_target, targets
+from benchmarks.workloads import uniform
 from common.errors import UserError
-from common.evidence import BenchOptions, Evidence, Run, collect
-from common.measure import Sample, alternate, time_generation
-from common.plotting import COLOURS, GREY, bars, panels, save
-from common.roofline import ceilings, summarize_generation
-from common.workloads import uniform
 from forward.model import Model
 from paged_cache import PagedEngine
 

@@ -15,14 +15,14 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 
 import chunked_prefill
 import paged_cache
+from benchmarks.evidence import BenchOptions, Evidence, Run, collect
+from benchmarks.measure import Sample, Samples, alternate, percentiles, summarize
+from benchmarks.plotting import COLOURS, MARKERS, number, panels, reference_line, save
 from benchmarks.replay import time_replay
+from benchmarks.roofline import ceilings, summarize_generation
 from benchmarks.targets import load_target, targets
-from common.evidence import BenchOptions, Evidence, Run, collect
-from common.generation import Completion
-from common.measure import Sample, Samples, alternate, percentiles, summarize
-from common.plotting import COLOURS, MARKERS, number, panels, reference_line, save
-from common.roofline import ceilings, summarize_generation
-from common.workloads import Item, Workload, uniform, workload
+from benchmarks.workloads import Item, Workload, uniform, workload
+from common.events import Completion
 from paged_cache import PagedEngine
 
 PHASE, BEFORE = "07_chunked_prefill", "05_paged_cache"

@@ -14,13 +14,13 @@ from matplotlib.axes import Axes
 
 import chunked_prefill
 import prefix_cache
+from benchmarks.evidence import BenchOptions, Evidence, Run, collect
+from benchmarks.measure import Sample, Samples, alternate, summarize
+from benchmarks.plotting import COLOURS, lines, number, panels, save
 from benchmarks.replay import time_replay
+from benchmarks.roofline import ceilings, summarize_generation
 from benchmarks.targets import load_target, targets
-from common.evidence import BenchOptions, Evidence, Run, collect
-from common.measure import Sample, Samples, alternate, summarize
-from common.plotting import COLOURS, lines, number, panels, save
-from common.roofline import ceilings, summarize_generation
-from common.workloads import Item, Workload, uniform, workload
+from benchmarks.workloads import Item, Workload, uniform, workload
 from paged_cache import PagedEngine
 from prefix_cache import INDEXES, PrefixCache
 from prefix_cache.index import Key, block_keys

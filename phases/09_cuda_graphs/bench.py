@@ -19,15 +19,15 @@ from matplotlib.ticker import MaxNLocator
 
 import cuda_graphs
 import prefix_cache
+from benchmarks.evidence import BenchOptions, Evidence, Metric, Run, collect
+from benchmarks.measure import Sample, Samples, alternate, summarize, time_generation
+from benchmarks.plotting import COLOURS, GREY, bars, panels, save
 from benchmarks.replay import time_replay
+from benchmarks.roofline import ceilings, summarize_generation
 from benchmarks.targets import load_target
+from benchmarks.workloads import Item, Workload, uniform, workload
 from common.errors import UserError
-from common.evidence import BenchOptions, Evidence, Metric, Run, collect
-from common.measure import Sample, Samples, alternate, summarize, time_generation
-from common.plotting import COLOURS, GREY, bars, panels, save
-from common.roofline import ceilings, summarize_generation
-from common.sampler import Feature
-from common.workloads import Item, Workload, uniform, workload
+from common.sampling.sampler import Feature
 from cuda_graphs import OverlapEngine
 from cuda_graphs.runner import GraphRunner
 from paged_cache import PagedEngine, PagedRunner

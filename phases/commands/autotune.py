@@ -10,12 +10,12 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
-from common.config import ModelConfig
+from common.console import err, out
 from common.errors import UserError
+from common.models.config import ModelConfig
 from forward.shapes import SHAPES
 from phases import Phase
-from phases.commands.console import err, out
-from phases.commands.engines import import_phase
+from phases.registry import import_phase
 
 if TYPE_CHECKING:
     from triton_paged_attention.autotune import Found, Trial

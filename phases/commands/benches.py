@@ -9,14 +9,14 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-from common import measure
-from common.bundled import cache_home
+from benchmarks import measure
+from benchmarks.evidence import FIGURES, RESULTS, BenchOptions, Evidence, results
+from common.console import err, out
 from common.device import pick_device, pick_dtype
 from common.errors import UserError
-from common.evidence import FIGURES, RESULTS, BenchOptions, Evidence, results
+from common.paths import cache_home
 from phases import PHASES, ROOT
-from phases.commands.console import err, out
-from phases.commands.engines import phase_named
+from phases.registry import phase_named
 
 
 def bench(

@@ -9,15 +9,16 @@ import torch
 from rich.rule import Rule
 from rich.table import Table
 
+from benchmarks.roofline import ceilings, generation_work, ideal_seconds
+from common.console import err, out
 from common.device import pick_device, pick_dtype
-from common.roofline import ceilings, generation_work, ideal_seconds
-from common.sampling_params import SamplingParams
-from common.tokenizer import Tokenizer
+from common.sampling.params import SamplingParams
+from common.text.tokenizer import Tokenizer
 from forward.loading import load_model
 from phases import PHASES, Phase
-from phases.commands.console import err, out
-from phases.commands.engines import Served, encode, load_engine, missing_for, serve
+from phases.commands.engines import Served, encode, serve
 from phases.commands.fetch import fetch_with_progress
+from phases.registry import load_engine, missing_for
 
 QUESTION = "What is the capital of France? Answer in one sentence."
 OTHERS = (

@@ -16,13 +16,13 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
-from common.bundled import BUNDLED, cache_home, is_cached
-from common.device import pick_device, pick_dtype
-from common.evidence import device_folder, device_name
-from common.roofline import probe_matmul, probe_read
+from benchmarks.roofline import probe_matmul, probe_read
+from common.console import out
+from common.device import device_folder, device_name, pick_device, pick_dtype
+from common.models.bundled import BUNDLED, is_cached
+from common.paths import cache_home
 from phases import PHASES
-from phases.commands.console import out
-from phases.commands.engines import missing_for
+from phases.registry import missing_for
 
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 11)
@@ -82,7 +82,7 @@ def facts(device: torch.device) -> Iterator[tuple[str, str, str]]:
 def speeds(device: torch.device) -> Iterator[tuple[str, str, str]]:
     """Rows like those of `facts`: the two ceilings of the roofline, probed now (about two seconds).
 
-    `common.roofline.ceilings` would keep what it finds for the evidence, and a look must not change that.
+    `benchmarks.roofline.ceilings` would keep what it finds for the evidence, and a look must not change that.
     """
     dtype = pick_dtype("auto", device)
     try:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from common.hub import fetch
-from phases.commands.console import err, out
+from common.console import err, out
+from common.models.hub import fetch
 
 
 def fetch_with_progress(model: str) -> Path:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from common.evidence import results
+from benchmarks.evidence import results
+from benchmarks.gains import gain_text
+from common.console import out
 from phases import PHASES
-from phases.commands.console import out
-from phases.gains import gain_text
 
 
 def run(names: bool) -> int:

@@ -13,17 +13,17 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, record_function, schedule
 from torch.profiler import profile as torch_profile
 
+from benchmarks.trace import BETWEEN, INTERPRETED, STEP, Row, StepTable, read_trace, step_tables
+from benchmarks.workloads import Workload, uniform
+from common.console import err, out
 from common.device import pick_device, pick_dtype, synchronize
 from common.errors import UserError
-from common.generation import Streams
-from common.trace import BETWEEN, INTERPRETED, STEP, Row, StepTable, read_trace, step_tables
-from common.workloads import Workload, uniform
+from common.events import Streams
 from forward.loading import load_model
 from forward.model import Model
 from phases import ROOT, Phase
-from phases.commands.console import err, out
-from phases.commands.engines import import_phase, load_engine, missing_for, phase_named
 from phases.commands.fetch import fetch_with_progress
+from phases.registry import import_phase, load_engine, missing_for, phase_named
 
 FOLDER = ROOT / "build" / "profile"
 """Where traces go unless told otherwise; not part of the checkout's files."""

@@ -7,16 +7,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from common.console import err, out
 from common.device import pick_device, pick_dtype
 from common.errors import UserError
-from common.sampling_params import SamplingParams
-from common.tokenizer import Tokenizer
+from common.sampling.params import SamplingParams
+from common.text.tokenizer import Tokenizer
 from phases import Phase
 from phases.commands.autotune import autotune as search
 from phases.commands.autotune import check_autotune
-from phases.commands.console import err, out
-from phases.commands.engines import Served, encode, load_engine, missing_for, phase_named, read_prompts, serve
+from phases.commands.engines import Served, encode, read_prompts, serve
 from phases.commands.fetch import fetch_with_progress
+from phases.registry import load_engine, missing_for, phase_named
 
 DEFAULT_PROMPT = "The capital of France is"
 FIRST_WITH = dict.fromkeys(("max_rows", "max_len", "step_tokens", "policy", "cache_bytes"), 4)

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from common.checkpoint import load_weights
 from common.errors import UserError
+from common.models.checkpoint import load_weights
 
 
 class Net(nn.Module):
@@ -199,7 +199,7 @@ def test_no_second_copy_in_memory(tmp_path):
         script = f"""
             import torch
             from torch import nn
-            from common.checkpoint import load_weights
+            from common.models.checkpoint import load_weights
 
             def anonymous():  # without the mapped pages of the file, which the system can take back
                 status = open("/proc/self/status").read()

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.config import ModelConfig
 from common.errors import UserError
+from common.models.config import ModelConfig
 
 LLAMA = {
     "model_type": "llama",

@@ -14,22 +14,20 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
 from common.errors import UserError
-from common.generation import (
+from common.events import (
     Completion,
     FinishReason,
     Logprob,
     Params,
-    StopChecker,
     TextStream,
     TokenEvent,
-    check_prompt,
-    finish_reason,
     generate,
-    output_limit,
     params_per_prompt,
 )
-from common.sampling_params import SamplingParams
-from common.tokenizer import Tokenizer
+from common.rules import check_prompt, finish_reason, output_limit
+from common.sampling.params import SamplingParams
+from common.text.stop_checker import StopChecker
+from common.text.tokenizer import Tokenizer
 
 EOS = 256
 

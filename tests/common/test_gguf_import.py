@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from common.errors import UserError
-from common.gguf_import import import_gguf, unpermute
-from common.gguf_tokenizer import _merges
+from common.models.gguf_import import import_gguf, unpermute
+from common.models.gguf_tokenizer import _merges
 from tests.common import tiny_gguf
 
 

@@ -14,10 +14,10 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
-from common import bundled
-from common.bundled import BUNDLED, Bundle, is_cached
 from common.errors import UserError
-from common.hub import fetch, model_folder
+from common.models import bundled
+from common.models.bundled import BUNDLED, Bundle, is_cached
+from common.models.hub import fetch, model_folder
 from tests.common import tiny_gguf
 
 
@@ -89,7 +89,7 @@ def test_an_interruption_keeps_the_downloads_and_shows_no_folder(index, home, mo
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("common.gguf_import.import_gguf", interrupted)
+        patch.setattr("common.models.gguf_import.import_gguf", interrupted)
         with pytest.raises(KeyboardInterrupt):
             fetch("tiny")
     assert not (home / "tiny").exists() and not is_cached("tiny")

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common import sampling_ops as ops
 from common.errors import UserError
-from common.sampler import Feature, Plan, Sampled, Sampler
-from common.sampling_params import SamplingParams
+from common.sampling import ops
+from common.sampling.params import SamplingParams
+from common.sampling.sampler import Feature, Plan, Sampled, Sampler
 
 Floats = NDArray[np.float64]
 

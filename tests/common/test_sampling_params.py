@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from common.errors import UserError
-from common.sampling_params import GREEDY_BELOW, SamplingParams
+from common.sampling.params import GREEDY_BELOW, SamplingParams
 
 NAN, INF = float("nan"), float("inf")
 

@@ -11,8 +11,8 @@ import transformers
 from tokenizers import Tokenizer as Backend
 
 from common.errors import UserError
-from common.gguf_import import import_gguf
-from common.tokenizer import Detokenizer, Tokenizer
+from common.models.gguf_import import import_gguf
+from common.text.tokenizer import Detokenizer, Tokenizer
 from tests.common import tiny_gguf
 
 HARD = [

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from common.generation import Completion
+from common.events import Completion
 from forward.attention import RecomputeAttention
 from forward.model import Model
 

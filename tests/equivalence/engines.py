@@ -13,7 +13,7 @@ import forward
 import kv_cache
 import paged_cache
 import prefix_cache
-from common.generation import Streams
+from common.events import Streams
 from continuous.engine import Engine
 from cuda_graphs.engine import RunAhead
 from forward.model import Model

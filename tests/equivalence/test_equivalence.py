@@ -13,8 +13,8 @@ import chunked_prefill
 import forward
 import kv_cache
 import prefix_cache
-from common.generation import Completion, TokenEvent, generate
-from common.sampling_params import SamplingParams
+from common.events import Completion, TokenEvent, generate
+from common.sampling.params import SamplingParams
 from continuous.engine import Engine
 from forward.model import Model
 from paged_cache import PagedEngine

@@ -17,8 +17,8 @@ import forward
 import kv_cache
 import prefix_cache
 import triton_paged_attention
-from common.generation import generate
-from common.sampling_params import SamplingParams
+from common.events import generate
+from common.sampling.params import SamplingParams
 from tests.equivalence.compare import assert_all_same
 
 pytestmark = pytest.mark.gpu

@@ -13,9 +13,9 @@ import continuous
 import cuda_graphs
 import paged_cache
 import prefix_cache
-from common.generation import generate
-from common.sampling_params import SamplingParams
-from common.tokenizer import Tokenizer
+from common.events import generate
+from common.sampling.params import SamplingParams
+from common.text.tokenizer import Tokenizer
 from continuous.engine import Engine
 from forward import Model, load_model
 from forward.attention import RecomputeAttention

@@ -19,9 +19,9 @@ from torch import Tensor
 import batching
 import forward
 import kv_cache
-from common.generation import generate
-from common.sampling_params import SamplingParams
-from common.tokenizer import Tokenizer
+from common.events import generate
+from common.sampling.params import SamplingParams
+from common.text.tokenizer import Tokenizer
 from forward import Model
 from forward.attention import RecomputeAttention
 from kv_cache import CachedAttention, KVCache

@@ -11,9 +11,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from common.config import ModelConfig, RopeConfig
 from common.errors import UserError
-from common.sampling_params import SamplingParams
+from common.models.config import ModelConfig, RopeConfig
+from common.sampling.params import SamplingParams
 from forward import Generator, load, load_model
 from forward.attention import LayerSpec, RecomputeAttention, attend, causal_mask
 from forward.loading import random_model

@@ -8,8 +8,8 @@ import torch
 import forward
 import kv_cache
 from common.errors import UserError
-from common.generation import generate
-from common.sampling_params import SamplingParams
+from common.events import generate
+from common.sampling.params import SamplingParams
 from forward import Model, load_model
 from forward.attention import RecomputeAttention
 from forward.shapes import SHAPES

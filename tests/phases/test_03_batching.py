@@ -13,8 +13,8 @@ import kv_cache
 from batching import Waste
 from batching.attention import PaddedAttention
 from common.errors import UserError
-from common.generation import generate
-from common.sampling_params import SamplingParams
+from common.events import generate
+from common.sampling.params import SamplingParams
 from forward import Model, load_model
 from forward.loading import random_model
 from forward.shapes import SHAPES

@@ -16,9 +16,9 @@ import continuous
 import continuous.attention
 import forward
 from common.errors import UserError
-from common.generation import generate
+from common.events import generate
 from common.request import Request
-from common.sampling_params import SamplingParams
+from common.sampling.params import SamplingParams
 from continuous.attention import group
 from continuous.batch import HostBatch, upload
 from continuous.cache import RowCache, RowStore

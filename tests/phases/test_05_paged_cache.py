@@ -14,9 +14,9 @@ import continuous
 import forward
 import paged_cache
 from common.errors import UserError
-from common.generation import generate
+from common.events import generate
 from common.request import Request
-from common.sampling_params import SamplingParams
+from common.sampling.params import SamplingParams
 from continuous.batch import Batch
 from continuous.engine import Engine
 from continuous.policies import POLICIES

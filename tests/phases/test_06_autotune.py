@@ -12,8 +12,8 @@ import torch
 import triton
 
 import triton_paged_attention
-from common.generation import generate
-from common.sampling_params import SamplingParams
+from common.events import generate
+from common.sampling.params import SamplingParams
 from forward.loading import load_model
 from forward.shapes import SHAPES
 from phases import find_phase

@@ -15,11 +15,11 @@ triton = pytest.importorskip("triton")
 
 import paged_cache  # noqa: E402
 import triton_paged_attention  # noqa: E402
-from common.config import RopeConfig  # noqa: E402
 from common.errors import UserError  # noqa: E402
-from common.generation import generate  # noqa: E402
-from common.sampler import Sampler  # noqa: E402
-from common.sampling_params import SamplingParams  # noqa: E402
+from common.events import generate  # noqa: E402
+from common.models.config import RopeConfig  # noqa: E402
+from common.sampling.params import SamplingParams  # noqa: E402
+from common.sampling.sampler import Sampler  # noqa: E402
 from forward.attention import LayerSpec  # noqa: E402
 from forward.loading import load_model  # noqa: E402
 from forward.rope import Rope  # noqa: E402

@@ -14,8 +14,8 @@ import forward
 import prefix_cache
 from chunked_prefill import ChunkedScheduler
 from common.errors import UserError
-from common.generation import generate
-from common.sampling_params import SamplingParams
+from common.events import generate
+from common.sampling.params import SamplingParams
 from continuous.policies import POLICIES
 from continuous.rows import Rows
 from forward.model import Model

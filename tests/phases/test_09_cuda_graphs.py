@@ -27,8 +27,8 @@ import forward
 import prefix_cache
 from chunked_prefill import ChunkedScheduler
 from common.errors import UserError
-from common.generation import Completion, generate
-from common.sampling_params import SamplingParams
+from common.events import Completion, generate
+from common.sampling.params import SamplingParams
 from continuous.batch import HostBatch
 from continuous.rows import Rows
 from continuous.runner import Pending
@@ -382,8 +382,8 @@ def test_without_triton_it_runs_ahead_all_the_same() -> None:
 import sys
 sys.modules["triton"] = None  # an import of it fails from here on
 import cuda_graphs
-from common.generation import generate
-from common.sampling_params import SamplingParams
+from common.events import generate
+from common.sampling.params import SamplingParams
 engine = cuda_graphs.load("random:tiny", device="cpu", dtype="float32")
 print(len(generate(engine, [[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids))
 """

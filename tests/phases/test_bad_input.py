@@ -16,8 +16,8 @@ import forward
 import paged_cache
 import prefix_cache
 from common.errors import UserError
-from common.generation import generate
-from common.sampling_params import SamplingParams
+from common.events import generate
+from common.sampling.params import SamplingParams
 from forward.model import Model
 
 PHASES = (continuous, paged_cache, chunked_prefill, prefix_cache, cuda_graphs)

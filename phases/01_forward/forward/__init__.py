@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.tokenizer import Tokenizer
+from common.text.tokenizer import Tokenizer
 from forward.generator import Generator
 from forward.loading import load_model, random_model
 from forward.model import Model

@@ -8,18 +8,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from common.generation import (
-    Params,
-    StopChecker,
-    TokenEvent,
-    check_prompt,
-    finish_reason,
-    output_limit,
-    params_per_prompt,
-)
-from common.sampler import Sampled, Sampler
-from common.sampling_params import SamplingParams
-from common.tokenizer import Tokenizer
+from common.events import Params, TokenEvent, params_per_prompt
+from common.rules import check_prompt, finish_reason, output_limit
+from common.sampling.params import SamplingParams
+from common.sampling.sampler import Sampled, Sampler
+from common.text.stop_checker import StopChecker
+from common.text.tokenizer import Tokenizer
 from forward.attention import RecomputeAttention
 from forward.model import Model
 
@@ -38,7 +32,7 @@ class Generator:
         self.row = torch.zeros(1, dtype=torch.int64, device=model.device)
 
     def stream(self, prompts: list[list[int]], params: Params) -> Iterator[TokenEvent]:
-        """Generate for each prompt in turn; see `common.generation.Streams`.
+        """Generate for each prompt in turn; see `common.events.Streams`.
 
         Raises:
             UserError: a prompt or its parameters cannot be served; before anything is computed.

@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from common.checkpoint import load_weights
-from common.config import ModelConfig
 from common.device import pick_device, pick_dtype
 from common.errors import UserError
-from common.hub import model_folder
+from common.models.checkpoint import load_weights
+from common.models.config import ModelConfig
+from common.models.hub import model_folder
 from forward.cpu_linear import flip_linears, flipping_pays
 from forward.model import Model
 from forward.models import FAMILIES

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from common.config import ModelConfig
+from common.models.config import ModelConfig
 from forward.attention import Attention, LayerSpec
 
 

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from common.config import RopeConfig
+from common.models.config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

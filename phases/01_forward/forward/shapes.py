@@ -6,7 +6,7 @@ model of random weights says is noise.
 
 from __future__ import annotations
 
-from common.config import ModelConfig, RopeConfig
+from common.models.config import ModelConfig, RopeConfig
 
 SHAPES: dict[str, ModelConfig] = {
     "qwen3-0.6b": ModelConfig(

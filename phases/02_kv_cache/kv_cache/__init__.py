@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.tokenizer import Tokenizer
+from common.text.tokenizer import Tokenizer
 from forward.loading import load_model
 from forward.model import Model
 from kv_cache.attention import CachedAttention

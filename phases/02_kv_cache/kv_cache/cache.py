@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from common.config import ModelConfig
 from common.errors import UserError
+from common.models.config import ModelConfig
 
 
 class LayerCache:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from batching.attention import PaddedAttention
 from batching.generator import BatchGenerator, Waste
-from common.tokenizer import Tokenizer
+from common.text.tokenizer import Tokenizer
 from forward.loading import load_model
 from forward.model import Model
 

@@ -15,19 +15,12 @@ from torch import Tensor
 
 from batching.attention import PaddedAttention
 from common.errors import UserError
-from common.generation import (
-    FinishReason,
-    Params,
-    StopChecker,
-    TokenEvent,
-    check_prompt,
-    finish_reason,
-    output_limit,
-    params_per_prompt,
-)
-from common.sampler import Sampled, Sampler
-from common.sampling_params import SamplingParams
-from common.tokenizer import Tokenizer
+from common.events import FinishReason, Params, TokenEvent, params_per_prompt
+from common.rules import check_prompt, finish_reason, output_limit
+from common.sampling.params import SamplingParams
+from common.sampling.sampler import Sampled, Sampler
+from common.text.stop_checker import StopChecker
+from common.text.tokenizer import Tokenizer
 from forward.model import Model
 from kv_cache.cache import KVCache
 
@@ -86,7 +79,7 @@ class BatchGenerator:
         self.waste = Waste()
 
     def stream(self, prompts: list[list[int]], params: Params) -> Iterator[TokenEvent]:
-        """Generate for all prompts; the events of a batch interleave. See `common.generation.Streams`.
+        """Generate for all prompts; the events of a batch interleave. See `common.events.Streams`.
 
         Raises:
             UserError: a prompt or its parameters cannot be served; before anything is computed.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from common.errors import UserError, integer
-from common.tokenizer import Tokenizer
+from common.text.tokenizer import Tokenizer
 from continuous.attention import RowAttention
 from continuous.cache import RowCache, RowStore
 from continuous.engine import Engine, Output, Stats

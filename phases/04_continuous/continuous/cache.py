@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from common.config import ModelConfig
+from common.models.config import ModelConfig
 from common.request import Request
 
 

@@ -11,22 +11,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from common.errors import integer, text
-from common.generation import (
-    Completion,
-    FinishReason,
-    Logprob,
-    Params,
-    StopChecker,
-    TokenEvent,
-    check_prompt,
-    finish_reason,
-    generate,
-    output_limit,
-    params_per_prompt,
-)
+from common.events import Completion, FinishReason, Logprob, Params, TokenEvent, generate, params_per_prompt
 from common.request import Request
-from common.sampling_params import SamplingParams
-from common.tokenizer import Tokenizer
+from common.rules import check_prompt, finish_reason, output_limit
+from common.sampling.params import SamplingParams
+from common.text.stop_checker import StopChecker
+from common.text.tokenizer import Tokenizer
 from continuous.runner import Pending, Runner
 from continuous.scheduler import Scheduler, Work
 
@@ -236,7 +226,7 @@ class Engine:
     # Front.
 
     def stream(self, prompts: list[list[int]], params: Params) -> Iterator[TokenEvent]:
-        """Generate for all prompts at once; see `common.generation.Streams`.
+        """Generate for all prompts at once; see `common.events.Streams`.
 
         A consumer that leaves early aborts what is left of its requests. Streams may be interleaved.
 

@@ -10,10 +10,10 @@ from typing import Any, ClassVar, cast
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from common.errors import UserError
-from common.generation import Completion, Params, TokenEvent, generate, params_per_prompt
-from common.hub import model_folder
-from common.sampling_params import SamplingParams
-from common.tokenizer import Tokenizer
+from common.events import Completion, Params, TokenEvent, generate, params_per_prompt
+from common.models.hub import model_folder
+from common.sampling.params import SamplingParams
+from common.text.tokenizer import Tokenizer
 from continuous.engine import Engine, Stats
 
 Message = Mapping[str, str]

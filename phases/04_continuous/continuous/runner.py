@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from common.generation import Logprob
-from common.sampler import Sampled, Sampler
+from common.events import Logprob
+from common.sampling.sampler import Sampled, Sampler
 from continuous.batch import Batch, HostBatch
 from continuous.rows import Rows
 from continuous.scheduler import Work

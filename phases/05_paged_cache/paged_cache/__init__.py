@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.errors import integer
-from common.tokenizer import Tokenizer
+from common.text.tokenizer import Tokenizer
 from continuous import context, named_policy
 from continuous.rows import Rows
 from forward.loading import load_model

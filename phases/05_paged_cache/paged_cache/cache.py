@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.config import ModelConfig
+from common.models.config import ModelConfig
 from common.request import Request
 from paged_cache.allocator import BlockAllocator
 

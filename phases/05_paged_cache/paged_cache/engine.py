@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from common.tokenizer import Tokenizer
+from common.text.tokenizer import Tokenizer
 from continuous.engine import Engine, Output
 from paged_cache.memory import Ledger
 from paged_cache.runner import PagedRunner

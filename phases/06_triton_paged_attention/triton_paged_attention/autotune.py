@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
-from common.config import ModelConfig
+from common.models.config import ModelConfig
 
 from .autotune_shapes import Shape, shapes
 from .winners import save_winner, using

@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from common.config import ModelConfig
+from common.models.config import ModelConfig
 from forward.loading import random_model
 from paged_cache import BlockPool
 

@@ -2,7 +2,7 @@
 
 Add to every logit / temperature an independent Gumbel number, -log(-log(u)), and take the largest: the
 winner is distributed as softmax(logits / temperature). No softmax, no sorting, no cumulative sum: one pass
-over the logits. Rows that need top-k, top-p or min-p need more and stay with `common.sampler`.
+over the logits. Rows that need top-k, top-p or min-p need more and stay with `common.sampling.sampler`.
 """
 
 from __future__ import annotations

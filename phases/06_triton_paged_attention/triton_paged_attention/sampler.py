@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from common.sampler import Plan, Sampler
-from common.sampler_rows import TRUNCATION
+from common.sampling.rows import TRUNCATION
+from common.sampling.sampler import Plan, Sampler
 from triton_paged_attention.sampling import argmax_rows, draw_rows
 
 

@@ -1,4 +1,4 @@
-"""The sampler's choice in two reads of the logits: the same tokens as `common.sampler`, without its tensors.
+"""The sampler's choice in two reads of the logits: the tokens of `common.sampling`, without its tensors.
 
 In torch every step of the draw (subtract, divide, exponentiate, round, add up, search) reads and writes
 `[B, V]`, in int64 at the end. Here one kernel reads the logits for their largest, a second one reads them
@@ -19,15 +19,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from common.sampler_rows import KEY, MIN_P, TEMPERATURE
-from common.sampling_ops import FRACTION_BITS, WEIGHT_BITS
+from common.sampling.ops import FRACTION_BITS, WEIGHT_BITS
+from common.sampling.rows import KEY, MIN_P, TEMPERATURE
 
 CHUNK = 4096
 _SCALE = tl.constexpr(float(1 << WEIGHT_BITS))
 _FRACTION = tl.constexpr(FRACTION_BITS)
 _ONE = tl.constexpr(1)
 _TEMPERATURE, _MIN_P, _KEY = (tl.constexpr(column) for column in (TEMPERATURE, MIN_P, KEY))
-# SplitMix64's constants as int64, see `common.sampling_ops`.
+# SplitMix64's constants as int64, see `common.sampling.ops`.
 _GAMMA = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
 _MIX_2 = tl.constexpr(0x94D049BB133111EB - (1 << 64))
@@ -41,7 +41,7 @@ def shift_right(z, BITS: tl.constexpr):
 
 @triton.jit
 def random_bits(key, step):
-    """`common.sampling_ops.random_bits` of one pair."""
+    """`common.sampling.ops.random_bits` of one pair."""
     z = key + (step + 1) * _GAMMA
     z = (z ^ shift_right(z, 30)) * _MIX_1
     z = (z ^ shift_right(z, 27)) * _MIX_2
@@ -174,7 +174,7 @@ def draw_rows(
     rows: Tensor,  # [B] int64
     steps: Tensor,  # [B] int64, output tokens before this one
     floats: Tensor,  # [rows, 5] float32 and
-    ints: Tensor,  # [rows, 3] int64: the settings in `common.sampler_rows.SamplerRows`
+    ints: Tensor,  # [rows, 3] int64: the settings in `common.sampling.rows.SamplerRows`
 ) -> Tensor:
     """One token per row, `[B]` int64: the sampler's, for rows without top-k and top-p.
 

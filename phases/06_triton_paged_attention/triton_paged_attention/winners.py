@@ -21,8 +21,8 @@ from typing import Any, Generic, TypeVar
 import torch
 import triton
 
-from common.bundled import cache_home
-from common.evidence import device_folder, device_name
+from common.device import device_folder, device_name
+from common.paths import cache_home
 
 Config = TypeVar("Config")
 NEAREST = "pairs"

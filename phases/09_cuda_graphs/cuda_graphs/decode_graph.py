@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from common.sampler import Feature, Plan, Sampler
+from common.sampling.sampler import Feature, Plan, Sampler
 from continuous.rows import Rows
 from cuda_graphs.capture import Capturer
 from cuda_graphs.step_kernels import gather_inputs, scatter_tokens

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.sampler import Sampled
+from common.sampling.sampler import Sampled
 from continuous.batch import HostBatch, Ints
 from continuous.rows import Rows
 from continuous.runner import Pending

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 import torch
 
-from common.config import ModelConfig
+from common.models.config import ModelConfig
 from forward.attention import Attention, LayerSpec
 from forward.layers import GatedMLP
 from forward.model import Model

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from common.config import ModelConfig
+from common.models.config import ModelConfig
 from forward.attention import Attention, LayerSpec
 from forward.layers import GatedMLP, RMSNorm
 from forward.model import Model

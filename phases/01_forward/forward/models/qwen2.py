@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from common.config import ModelConfig
+from common.models.config import ModelConfig
 from forward.attention import LayerSpec
 from forward.models.llama import Llama, LlamaAttention, LlamaBlock
 

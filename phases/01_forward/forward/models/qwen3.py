@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from common.config import ModelConfig
+from common.models.config import ModelConfig
 from forward.attention import LayerSpec
 from forward.layers import RMSNorm
 from forward.models.llama import Llama, LlamaAttention, LlamaBlock

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from benchmarks.workloads import LEAST_VOCAB, Item, Workload, names, uniform, workload
 from common.errors import UserError
-from common.workloads import LEAST_VOCAB, Item, Workload, names, uniform, workload
 
 SERVING = (
     "agent-session",

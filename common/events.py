@@ -1,36 +1,19 @@
-"""What every phase yields and when it stops: events, completions, the finish rule and the check of a prompt.
+"""What every phase yields: events, one a token, and the completions that they add up to.
 
-A phase is something with `stream`; `generate` collects its events. The rules that all phases must share (when
-a request ends, how long a prompt may be) stand here once.
+A phase is something with `stream`; `generate` collects its events.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
-from common.errors import UserError, integer
-from common.sampling_params import SamplingParams
-from common.stop_checker import StopChecker
-from common.tokenizer import Tokenizer
-
-__all__ = [
-    "Completion",
-    "FinishReason",
-    "Logprob",
-    "Params",
-    "StopChecker",
-    "Streams",
-    "TextStream",
-    "TokenEvent",
-    "check_prompt",
-    "finish_reason",
-    "generate",
-    "output_limit",
-    "params_per_prompt",
-]
+from common.errors import UserError
+from common.sampling.params import SamplingParams
+from common.text.stop_checker import StopChecker
+from common.text.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 """Why a request ended: "stop" (end-of-sequence token, stop token or stop string), "length" (max_tokens or the
@@ -197,73 +180,3 @@ def generate(
             texts[key].push(event)
             completions[key].text = texts[key].text
     return list(completions.values())
-
-
-def check_prompt(
-    prompt_ids: Sequence[int],
-    vocab_size: int,
-    max_context: int,
-    params: SamplingParams,
-    *,
-    has_tokenizer: bool = True,
-) -> None:
-    """Raise `UserError` for a request that no phase can serve; every phase calls this before it computes.
-
-    The rule for lengths is vLLM's: prompt and output together never exceed `max_context` tokens, and a prompt
-    must leave room for one, so a prompt has at most `max_context - 1` tokens. `max_tokens` may ask for more
-    than there is room for; the request then ends with "length" when the context is full (`output_limit`).
-
-    has_tokenizer: False for an engine that sees only token ids and so cannot look for stop strings.
-    """
-    last = vocab_size - 1
-    if not set(map(type, prompt_ids)) <= {int}:  # seldom: numpy's integers, or a mistake
-        for token in prompt_ids:
-            integer("a token id of the prompt", token)
-    if len(prompt_ids) == 0:
-        raise UserError("the prompt is empty, but must have at least 1 token")
-    if len(prompt_ids) >= max_context:
-        raise UserError(
-            f"the prompt has {len(prompt_ids)} tokens, but must have at most {max_context - 1}, "
-            f"so that one generated token fits the context of {max_context}"
-        )
-    low, high = min(prompt_ids), max(prompt_ids)
-    if low < 0 or high >= vocab_size:
-        bad = low if low < 0 else high
-        raise UserError(f"the prompt holds token id {bad}, but ids must be between 0 and {last}")
-    for name, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
-        for token in tokens:
-            if token >= vocab_size:
-                raise UserError(f"{name} holds token id {token}, but ids must be between 0 and {last}")
-    if params.stop and not has_tokenizer:
-        raise UserError(f"stop is {params.stop!r}, but must be empty for an engine that has no tokenizer")
-
-
-def output_limit(prompt_len: int, params: SamplingParams, max_context: int) -> int:
-    """Return the most tokens a request can generate: `max_tokens`, or what the context has room for."""
-    return min(params.max_tokens, max_context - prompt_len)
-
-
-def finish_reason(
-    token: int,
-    output_len: int,
-    params: SamplingParams,
-    eos_ids: Collection[int],
-    limit: int | None = None,
-) -> FinishReason | None:
-    """Why `token` ends its request, or None: the one finish rule of all phases.
-
-    token: the newest generated token, number `output_len` of the output (counted from 1).
-    limit: `output_limit(...)`; None means `params.max_tokens`.
-
-    A stop token beyond the first `min_tokens` tokens is "stop", even as the last one allowed; so is an
-    end-of-sequence token, unless `ignore_eos`. (The sampler masks them before that; the rule is repeated here
-    for tokens that did not come from it.) Stop strings need text: see `StopChecker`.
-    """
-    if output_len > params.min_tokens:
-        if token in params.stop_token_ids:
-            return "stop"
-        if not params.ignore_eos and token in eos_ids:
-            return "stop"
-    if output_len >= (params.max_tokens if limit is None else limit):
-        return "length"
-    return None

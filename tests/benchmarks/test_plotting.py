@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.evidence import Metric, Roofline, Run, collect
+from benchmarks.plotting import axis_label, bars, caption, lines, number, panels, reference_line, save
 from common.errors import UserError
-from common.evidence import Metric, Roofline, Run, collect
-from common.plotting import axis_label, bars, caption, lines, number, panels, reference_line, save
 
 
 def run(variant: str, rate: float, **options: object) -> Run:

@@ -7,9 +7,8 @@ import json
 import pytest
 import torch
 
-from common.config import ModelConfig
-from common.measure import Noise, Samples
-from common.roofline import (
+from benchmarks.measure import Noise, Samples
+from benchmarks.roofline import (
     Ceilings,
     Work,
     ceilings,
@@ -22,6 +21,7 @@ from common.roofline import (
     probe_read,
     reached,
 )
+from common.models.config import ModelConfig
 from forward.shapes import SHAPES
 
 BF16 = torch.bfloat16
@@ -109,7 +109,7 @@ def test_a_window_limits_keys_and_pairs():
 
 def test_published_rooflines():
     """Qwen3 on an H200 with 4.3 TB/s and 800 TFLOP/s: the rates that the peers' numbers stand beside."""
-    from common.workloads import workload
+    from benchmarks.workloads import workload
 
     top = Ceilings(4.3e12, 8e14)
     for shape, name, batch, rate in (
@@ -134,9 +134,9 @@ def test_seconds_is_the_longer_of_the_two():
 def test_probe_is_cached(tmp_path, monkeypatch):
     monkeypatch.setenv("LADDER_HOME", str(tmp_path))
     calls = []
-    monkeypatch.setattr("common.roofline.probe_read", lambda device: calls.append(1) or 3.0)
-    monkeypatch.setattr("common.roofline.probe_matmul", lambda device, dtype: 4.0)
-    monkeypatch.setattr("common.measure.Noise.dirty", False)
+    monkeypatch.setattr("benchmarks.roofline.probe_read", lambda device: calls.append(1) or 3.0)
+    monkeypatch.setattr("benchmarks.roofline.probe_matmul", lambda device, dtype: 4.0)
+    monkeypatch.setattr("benchmarks.measure.Noise.dirty", False)
     assert ceilings("cpu", torch.float32) == Ceilings(3.0, 4.0)
     assert ceilings("cpu", torch.float32) == Ceilings(3.0, 4.0)
     assert len(calls) == 1
@@ -163,9 +163,9 @@ def test_a_disturbed_probe_is_repeated_and_not_kept(tmp_path, monkeypatch):
 
     rates = iter([1.0, 3.0, 2.0])
     monkeypatch.setenv("LADDER_HOME", str(tmp_path))
-    monkeypatch.setattr("common.roofline.Watch", Watch)
-    monkeypatch.setattr("common.roofline.probe_read", lambda device: next(rates))
-    monkeypatch.setattr("common.roofline.probe_matmul", lambda device, dtype: 4.0)
+    monkeypatch.setattr("benchmarks.roofline.Watch", Watch)
+    monkeypatch.setattr("benchmarks.roofline.probe_read", lambda device: next(rates))
+    monkeypatch.setattr("benchmarks.roofline.probe_matmul", lambda device, dtype: 4.0)
     assert ceilings("cpu", torch.float32) == Ceilings(3.0, 4.0)
     assert not (tmp_path / "ceilings").exists()
 

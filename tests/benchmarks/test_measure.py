@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from common.generation import Completion, TokenEvent
-from common.measure import (
+from benchmarks.measure import (
     Noise,
     Samples,
     Watch,
@@ -21,7 +20,8 @@ from common.measure import (
     time_call,
     time_generation,
 )
-from common.workloads import workload
+from benchmarks.workloads import workload
+from common.events import Completion, TokenEvent
 
 CLEAN, DIRTY, WORSE = Noise(), Noise(other_cpu=0.5), Noise(other_cpu=0.9)
 
@@ -46,9 +46,9 @@ class Noises:
 @pytest.fixture
 def noises(monkeypatch):
     def use(*values: Noise) -> None:
-        monkeypatch.setattr("common.measure.Watch", Noises(*values))
+        monkeypatch.setattr("benchmarks.measure.Watch", Noises(*values))
         monkeypatch.setattr(
-            "common.measure.TRIES", 4
+            "benchmarks.measure.TRIES", 4
         )  # a quick benchmark in this process may have lowered it
 
     return use
@@ -100,7 +100,7 @@ def test_after_the_last_try_the_least_dirty_is_kept(noises):
 
 def test_a_sample_that_takes_long_is_not_repeated(noises, monkeypatch):
     noises(DIRTY, CLEAN)
-    monkeypatch.setattr("common.measure.MAX_SAMPLE_SECONDS", 0.0)
+    monkeypatch.setattr("benchmarks.measure.MAX_SAMPLE_SECONDS", 0.0)
     calls: list[tuple[str, int]] = []
     samples = alternate({"a": recorder(calls, "a")}, repeats=1, warm={})["a"]
     assert (len(calls), samples.discarded, samples.noise()["other_cpu"]) == (1, 0, 0.5)
@@ -116,7 +116,7 @@ class FakeUsage:
     """Counters of a machine with two cores, as `_usage` reports them."""
 
     def __init__(self, monkeypatch, before: tuple[float, ...], after: tuple[float, ...]) -> None:
-        from common import measure
+        from benchmarks import measure
 
         values = [measure._Usage(*before), measure._Usage(*after)]
         monkeypatch.setattr(measure, "_usage", lambda: values.pop(0))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.evidence import Metric, Roofline, Run, collect, results
+from benchmarks.gains import gain, gain_text
 from benchmarks.tables import fill, fill_all
 from common.errors import UserError
-from common.evidence import Metric, Roofline, Run, collect, results
 from phases import PHASES, find_phase
-from phases.gains import gain, gain_text
 
 
 def run(variant: str, rate: float, **options: object) -> Run:

@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common import sampling_ops as ops
 from common.errors import UserError
-from common.sampling_params import SamplingParams
+from common.sampling import ops
+from common.sampling.params import SamplingParams
 
 MAX_VOCAB: Final = 1 << 21  # so that the integer weights of a row add up to less than 2**62
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from common.bundled import BUNDLED, Progress, fetch_bundled
+from common.models.bundled import BUNDLED, Progress, fetch_bundled
 from common.errors import UserError
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import statistics
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -26,6 +25,7 @@ from typing import Any
 
 import torch
 
+from common.device import device_folder, device_name
 from common.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -100,7 +100,7 @@ class Run:
     variant: the phase's name, a variant of it (`03_batching+compact`), or a peer with its version.
     weights: "real" or "random".
     options: what distinguishes runs of one variant on one workload: batch size, context, budget.
-    noise: how idle the machine was (see `common.measure.Noise`), worst sample that was kept.
+    noise: how idle the machine was (see `benchmarks.measure.Noise`), worst sample that was kept.
     """
 
     variant: str
@@ -221,14 +221,6 @@ def results(folder: Path = RESULTS) -> dict[str, dict[str, Evidence]]:
     return found
 
 
-def device_folder(device: str, name: str) -> str:
-    """`cpu`, or a GPU's short name: `NVIDIA H200` -> `h200`."""
-    if device == "cpu":
-        return "cpu"
-    short = re.sub(r"\b(nvidia|geforce|amd|apple|graphics)\b", "", name.lower())
-    return re.sub(r"[^a-z0-9]+", "-", short).strip("-") or device
-
-
 def machine_facts(device: torch.device, ceilings: Mapping[str, float] | None = None) -> dict[str, Any]:
     """Device kind, its name, the cores this process may use, torch's threads, and the measured ceilings."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -239,18 +231,6 @@ def machine_facts(device: torch.device, ceilings: Mapping[str, float] | None = N
         "threads": torch.get_num_threads(),
         "ceilings": dict(ceilings or {}),
     }
-
-
-def device_name(device: torch.device) -> str:
-    """The maker's name of the GPU, or of the processor."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        text = ""
-    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return match.group(1).strip() if match else platform.processor() or platform.machine()
 
 
 def versions() -> dict[str, str]:

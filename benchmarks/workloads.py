@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from common.errors import UserError
-from common.sampling_params import SamplingParams
+from common.sampling.params import SamplingParams
 
 SMALL = "-small"
 VOCAB = 10_000

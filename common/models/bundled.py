@@ -22,6 +22,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from common.errors import UserError
+from common.paths import cache_home
 
 Progress = Callable[[str, int, int], None]
 """Called with the stage (`download`, `unpack`, `check` or `convert`) and its bytes done and in all."""
@@ -68,12 +69,6 @@ BUNDLED = {
 }
 
 
-def cache_home() -> Path:
-    """Where models are kept: `$LADDER_HOME`, or `~/.cache/inference-ladder`."""
-    home = os.environ.get("LADDER_HOME")
-    return Path(home).expanduser() if home else Path.home() / ".cache" / "inference-ladder"
-
-
 def is_cached(name: str) -> bool:
     """Whether the bundled model `name` is there already, so that `fetch` would have nothing to do."""
     return _is_complete(cache_home() / "models" / name, BUNDLED[name])
@@ -107,7 +102,7 @@ def fetch_bundled(name: str, progress: Progress, notify: Callable[[str], None]) 
             converted = work / "converted"
             shutil.rmtree(converted, ignore_errors=True)
             progress("convert", 0, bundle.folder_bytes)
-            from common.gguf_import import import_gguf  # only a conversion needs the gguf library
+            from common.models.gguf_import import import_gguf  # only a conversion needs the gguf library
 
             import_gguf(gguf, converted, lambda done, total: progress("convert", done, total))
             record = {"format": _FORMAT, "sha256": bundle.sha256, "packages": bundle.packages}

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from common.bundled import cache_home
-from common.config import ModelConfig
-from common.device import synchronize
-from common.evidence import Roofline, Run, device_name
-from common.measure import Samples, Watch, summarize, time_call
-from common.workloads import Workload
+from benchmarks.evidence import Roofline, Run
+from benchmarks.measure import Samples, Watch, summarize, time_call
+from benchmarks.workloads import Workload
+from common.device import device_name, synchronize
+from common.models.config import ModelConfig
+from common.paths import cache_home
 
 
 @dataclass(frozen=True)

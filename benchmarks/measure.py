@@ -21,10 +21,10 @@ import numpy as np
 import psutil
 import torch
 
+from benchmarks.evidence import PERCENTILES, Roofline, Run, sample_metrics
+from benchmarks.workloads import Workload
 from common.device import peak_memory, reset_peak_memory, synchronize
-from common.evidence import PERCENTILES, Roofline, Run, sample_metrics
-from common.generation import Completion, Streams, generate
-from common.workloads import Workload
+from common.events import Completion, Streams, generate
 
 Sample = dict[str, float]
 """One measurement: metric name -> value. `seconds` is the time that a roofline is compared with."""

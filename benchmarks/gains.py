@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.evidence import Evidence, Run
-from common.plotting import axis_label
+from benchmarks.evidence import Evidence, Run
+from benchmarks.plotting import axis_label
 from phases import LADDER, Phase
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from common.sampling_params import SamplingParams
-from common.tokenizer import Detokenizer, Tokenizer
+from common.sampling.params import SamplingParams
+from common.text.tokenizer import Detokenizer, Tokenizer
 
 
 class StopChecker:

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from common import sampling_ops as ops
-from common.generation import Logprob
-from common.sampler_rows import (
+from common.events import Logprob
+from common.sampling import ops
+from common.sampling.rows import (
     FREQUENCY,
     KEY,
     MIN_P,

@@ -24,7 +24,7 @@ from gguf import GGUFReader, ReaderTensor
 from gguf.quants import dequantize
 
 from common.errors import UserError
-from common.gguf_tokenizer import tokenizer_files
+from common.models.gguf_tokenizer import tokenizer_files
 
 Floats = npt.NDArray[np.float32]
 Rows = npt.NDArray[Any]

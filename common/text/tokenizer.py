@@ -11,8 +11,8 @@ from typing import Any
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
-from common.chat_template import ChatTemplate, Message
 from common.errors import UserError
+from common.text.chat_template import ChatTemplate, Message
 
 _REPLACEMENT = "\ufffd"
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import evidence as common_evidence
 from benchmarks import gpu_tests
-from common import evidence as common_evidence
+from benchmarks.evidence import ROOT, BenchOptions, Evidence
 from common.errors import UserError
-from common.evidence import ROOT, BenchOptions, Evidence
 
 OPTIONS = BenchOptions(torch.device("cuda"), torch.bfloat16)
 REPORT = """<?xml version="1.0" encoding="utf-8"?><testsuites><testsuite name="pytest" tests="4">

@@ -8,19 +8,19 @@ import subprocess
 import pytest
 import torch
 
-from common.errors import UserError
-from common.evidence import (
+from benchmarks.evidence import (
     Evidence,
     Metric,
     Roofline,
     Run,
     collect,
-    device_folder,
     git_state,
     results,
     sample_metrics,
     versions,
 )
+from common.device import device_folder
+from common.errors import UserError
 
 CPU = torch.device("cpu")
 
