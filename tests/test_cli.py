@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -15,7 +16,7 @@ from benchmarks.evidence import Metric, Run, collect, results
 from common.events import TokenEvent
 from phases import LADDER, PHASES, ROOT, find_phase, registry
 from phases.cli import main
-from phases.commands import benches, demo, doctor
+from phases.commands import benches, demo, doctor, engines
 from phases.commands.engines import serve
 from phases.registry import missing_for
 
@@ -270,8 +271,12 @@ def test_an_option_of_a_later_phase(cli, phase, option, first):
 
 
 def test_a_missing_triton_is_named(cli, monkeypatch, smollm2_folder):
-    def without_triton(name: str) -> None:
-        raise ModuleNotFoundError("No module named 'triton'", name="triton")
+    inner = importlib.import_module
+
+    def without_triton(name: str, package: str | None = None) -> object:
+        if name == "triton_paged_attention":
+            raise ModuleNotFoundError("No module named 'triton'", name="triton")
+        return inner(name, package)
 
     monkeypatch.setattr(registry.importlib, "import_module", without_triton)
     code, _, err = cli("run", "6")
