@@ -113,6 +113,7 @@ def build(phase: str, running: int, context: int) -> Engine:
             (number // 8**digit + at) % 8 for at in range(context // 4) for digit in range(4)
         ]
         engine.add(prompt[:context], SamplingParams(max_tokens=1000, ignore_eos=True))
+    engine.take_in()
     while any(request.prefilling for request in scheduler.running) or scheduler.waiting:
         engine.step()
     return engine

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-STEP = "step: "
-"""Begins the name of the range around a step; the rest is the step's kind, such as `step: decode`."""
+from continuous.engine import STEP
+
 INTERPRETED = "triton: "
 """Begins the name of the range around a kernel that Triton's interpreter runs on the CPU."""
 BETWEEN = "(Python, between operators)"
@@ -70,11 +70,12 @@ def step_tables(events: Sequence[Event], *, on_device: bool) -> list[StepTable]:
     """
     steps = sorted((e for e in events if _is_range(e, STEP)), key=lambda event: event["ts"])
     starts = [step["ts"] for step in steps]
+    # A step lasts until the next one begins: what lies between two ranges is scheduling, which is part of it.
+    ends = [*starts[1:], *(step["ts"] + step["dur"] for step in steps[-1:])]
 
     def kind(time: float) -> str | None:
         at = bisect_right(starts, time) - 1
-        inside = at >= 0 and time < starts[at] + steps[at]["dur"]
-        return str(steps[at]["name"]).removeprefix(STEP) if inside else None
+        return str(steps[at]["name"]).removeprefix(STEP) if at >= 0 and time < ends[at] else None
 
     pieces = _kernels(events) if on_device else _operators(events)
     by_kind: dict[str | None, list[_Piece]] = defaultdict(list)
@@ -82,8 +83,8 @@ def step_tables(events: Sequence[Event], *, on_device: bool) -> list[StepTable]:
         by_kind[kind(piece.launched)].append(piece)
     tables = []
     for name in dict.fromkeys(str(step["name"]).removeprefix(STEP) for step in steps):
-        mine = [step for step in steps if step["name"] == STEP + name]
-        wall = sum(step["dur"] for step in mine) * 1e-6
+        mine = [at for at, step in enumerate(steps) if step["name"] == STEP + name]
+        wall = sum(ends[at] - starts[at] for at in mine) * 1e-6
         tables.append(_table(name, len(mine), wall, by_kind[name], on_device))
     return tables
 

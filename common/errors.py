@@ -1,9 +1,11 @@
-"""The one exception for input that a person can correct, and the check that most fields need."""
+"""The one exception for input that a person can correct, and the checks that most fields need."""
 
 from __future__ import annotations
 
 import operator
-from typing import SupportsIndex
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import SupportsFloat, SupportsIndex
 
 
 class UserError(ValueError):
@@ -34,6 +36,34 @@ def integer(name: str, value: SupportsIndex, *, low: int | None = None, high: in
     if (low is not None and number < low) or (high is not None and number > high):
         raise UserError(f"{name} is {number}, but must be {limit}")
     return number
+
+
+def number(name: str, value: SupportsFloat, *, low: float, high: float, above_low: bool = False) -> float:
+    """`value` as a float between `low` and `high`; with `above_low`, `low` itself is too small.
+
+    Raises:
+        UserError: it is no number (nor is a bool or a string), or out of its limits, as NaN always is.
+    """
+    limit = f"above {low:g} and at most {high:g}" if above_low else f"between {low:g} and {high:g}"
+    if isinstance(value, (bool, str, bytes)):  # float("0.7") would work, and hide a mistake
+        raise UserError(f"{name} is {value!r}, but must be a number, {limit}")
+    try:
+        found = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise UserError(f"{name} is {value!r}, but must be a number, {limit}") from None
+    if not (low < found <= high if above_low else low <= found <= high):
+        raise UserError(f"{name} is {found!r}, but must be {limit}")
+    return found
+
+
+def choice(name: str, value: object, allowed: Iterable[str]) -> str:
+    """`value`, which must be one of `allowed`. Raises `UserError` with the list and the nearest."""
+    names = list(allowed)
+    if isinstance(value, str) and value in names:
+        return value
+    near = get_close_matches(str(value), names, n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    raise UserError(f"{name} is {value!r}, but must be one of {', '.join(names)}{hint}")
 
 
 def text(name: str, value: str) -> str:

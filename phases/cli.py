@@ -6,13 +6,26 @@ in `phases.commands`, and imported when it is called: `ladder --help` must not w
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+
+def without_engine_flags(command: Callable[..., int]) -> Callable[..., int]:
+    """Leave a command's `**options` out of what is shown. `main` puts an engine's flags there when it runs.
+
+    The flags are made from the options of all phases, whose packages need PyTorch.
+    """
+    signature = inspect.signature(command, eval_str=True)
+    kept = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    command.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+    return command
+
 
 app = typer.Typer(
     name="ladder",
@@ -29,7 +42,10 @@ PhaseName = Annotated[str, typer.Argument(metavar="PHASE", help=PHASE_HELP)]
 EXTRAS_HELP = "decode_step, gpu_tests, ladder or paged_attention"
 DeviceName = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:INDEX or mps")]
 DtypeName = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")]
-FROM_04, FROM_05 = "Engine, from phase 04 on", "Paged cache, from phase 05 on"
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(help="YAML file with options of the engine, from phase 05 on; see `ladder config`"),
+]
 MODEL_HELP = "smollm2, gemma3-270m, a folder or a Hugging Face hub id"
 
 
@@ -64,6 +80,7 @@ def fetch(
 
 
 @app.command()
+@without_engine_flags
 def run(
     phase: PhaseName,
     model: Annotated[str, typer.Option(help=MODEL_HELP)] = "smollm2",
@@ -81,40 +98,12 @@ def run(
     autotune: Annotated[
         bool, typer.Option("--autotune", help="first search for the fastest kernels for this model here")
     ] = False,
-    max_rows: Annotated[int | None, typer.Option(help="requests at a time", rich_help_panel=FROM_04)] = None,
-    max_len: Annotated[
-        int | None, typer.Option(help="most tokens of a request, prompt and output", rich_help_panel=FROM_04)
-    ] = None,
-    step_tokens: Annotated[
-        int | None, typer.Option(help="most tokens computed in a step", rich_help_panel=FROM_04)
-    ] = None,
-    policy: Annotated[
-        str | None, typer.Option(help="fcfs, shortest_first or priority", rich_help_panel=FROM_04)
-    ] = None,
-    cache_bytes: Annotated[
-        int | None, typer.Option(help="bytes of KV cache", rich_help_panel=FROM_04)
-    ] = None,
-    gpu_memory_utilization: Annotated[
-        float | None,
-        typer.Option(help="share of a GPU's memory to fill, if not --cache-bytes", rich_help_panel=FROM_05),
-    ] = None,
-    block_size: Annotated[
-        int | None, typer.Option(help="tokens in a block of the cache", rich_help_panel=FROM_05)
-    ] = None,
+    config: ConfigFile = None,
+    **options: Any,
 ) -> int:
     """Generate text with one phase."""
     from common.sampling.params import SamplingParams
     from phases.commands import run
-
-    given = {
-        "max_rows": max_rows,
-        "max_len": max_len,
-        "step_tokens": step_tokens,
-        "policy": policy,
-        "cache_bytes": cache_bytes,
-        "gpu_memory_utilization": gpu_memory_utilization,
-        "block_size": block_size,
-    }
 
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
@@ -130,8 +119,24 @@ def run(
         dtype=dtype,
         as_json=as_json,
         autotune=autotune,
-        options={name: value for name, value in given.items() if value is not None},
+        config=config,
+        options={name: value for name, value in options.items() if value is not None},
     )
+
+
+@app.command("config")
+@without_engine_flags
+def write_config(
+    phase: PhaseName,
+    device: DeviceName = "auto",
+    config: ConfigFile = None,
+    **options: Any,
+) -> int:
+    """Print an engine's options as a file for `ladder run --config`."""
+    from phases.commands import config as command
+
+    given = {name: value for name, value in options.items() if value is not None}
+    return command.run(phase, device=device, config=config, options=given)
 
 
 @app.command()
@@ -204,10 +209,18 @@ def plot(
     return benches.plot(phase)
 
 
+WITH_ENGINE_FLAGS = {"run": run, "config": write_config}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line (by default `sys.argv`) and exit with its code: 0, 1, or 2 for wrong input."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        named = next((word for word in given if not word.startswith("-")), "")
+        if named in WITH_ENGINE_FLAGS:
+            from phases.commands.flags import add_engine_flags
+
+            add_engine_flags(WITH_ENGINE_FLAGS[named])
         code = app(given, prog_name="ladder", standalone_mode=False)
         sys.stdout.flush()
     except KeyboardInterrupt:

@@ -1,16 +1,30 @@
-"""What the command line and the benchmarks know of a phase: how it is named, loaded, and what it requires."""
+"""What the command line and the benchmarks know of a phase: name, requirements, options, engine."""
 
 from __future__ import annotations
 
 import importlib
+import inspect
+from collections.abc import Mapping
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from common.device import pick_device
 from common.errors import UserError
 from common.events import Streams
+from common.options import names, route, unknown
+from common.text.tokenizer import Tokenizer
+from forward.model import Model
 from phases import PHASES, Phase, find_phase
+
+if TYPE_CHECKING:
+    from paged_cache.build import Chosen
+    from paged_cache.parts import Feature
+
+ROWS, BLOCKS = 4, 5
+"""The phases that bring rows of requests, and blocks with everything that is a feature."""
+_added: dict[str, type[Feature]] = {}
 
 
 def phase_named(text: str, *others: str) -> Phase:
@@ -21,17 +35,13 @@ def phase_named(text: str, *others: str) -> Phase:
     """
     phase = find_phase(text)
     if phase is None:
-        names = [*(phase.name for phase in PHASES), *others]
-        raise UserError(f"phase is {text!r}, but it must be one of {', '.join(names)}")
+        known = [*(phase.name for phase in PHASES), *others]
+        raise UserError(f"phase is {text!r}, but it must be one of {', '.join(known)}")
     return phase
 
 
 def import_phase(phase: Phase) -> ModuleType:
-    """The phase's package. Raises `UserError` when it cannot be used here.
-
-    Phase 06 chooses Triton's interpreter when it is imported, which must be before Triton is; PyTorch imports
-    that as soon as it makes random weights.
-    """
+    """The phase's package. Raises `UserError` when it cannot be used here."""
     try:
         package = importlib.import_module(phase.package)
     except ModuleNotFoundError as error:
@@ -45,14 +55,128 @@ def import_phase(phase: Phase) -> ModuleType:
     return package
 
 
-def load_engine(phase: Phase, model: Any, **options: Any) -> Streams:
-    """What the phase's package loads for a model's name or a loaded model."""
-    engine: Streams = import_phase(phase).load(model, **options)
-    return engine
-
-
 def missing_for(phase: Phase, device: torch.device) -> str:
     """What `phase` needs that is not here, or nothing when it runs natively on `device`."""
     if phase.needs == "cuda" and device.type != "cuda":
         return "a CUDA device" if not torch.cuda.is_available() else "--device cuda"
     return ""
+
+
+# Features and options.
+
+
+def features() -> dict[str, type[Feature]]:
+    """Every feature there is, by name, in the order of their phases."""
+    found: dict[str, type[Feature]] = {}
+    for phase in PHASES:
+        if phase.number > BLOCKS:
+            preset = import_phase(phase).PRESET
+            found |= {kind.name: kind for kind in (*preset.on, *preset.fitting)}
+    return dict(sorted((found | _added).items(), key=lambda item: item[1].phase))
+
+
+def add_feature(kind: type[Feature]) -> None:
+    """Make a feature known that no phase brings: it is off unless an option switches it on.
+
+    Raises:
+        UserError: there is one of this name, or one of its options has the name of another option.
+    """
+    known = features()
+    if kind.name in known:
+        raise UserError(f"there is a feature {kind.name!r} already")
+    taken = {*known, *first_phases()}
+    clash = taken.intersection(names(kind))
+    if clash or kind.name in taken:
+        raise UserError(
+            f"{kind.name} has options that others have: {', '.join(sorted(clash or {kind.name}))}"
+        )
+    _added[kind.name] = kind
+
+
+def remove_feature(name: str) -> None:
+    """Forget what `add_feature` has added."""
+    _added.pop(name, None)
+
+
+def first_phases() -> dict[str, int]:
+    """Every option of an engine and every feature's switch, with the first phase that has it."""
+    from continuous.sizes import Sizes
+    from paged_cache.parts import PagedSizes
+
+    found = {name: BLOCKS for name in names(PagedSizes)} | {name: ROWS for name in names(Sizes)}
+    for kind in features().values():
+        found |= dict.fromkeys((kind.name, *names(kind)), kind.phase)
+    return found
+
+
+def choose(phase: Phase, options: Mapping[str, Any], device: torch.device) -> Chosen:
+    """What options mean for a phase from 05 on: its sizes, and which features are on.
+
+    Raises:
+        UserError: an option is unknown, out of its limits, or of a later phase.
+    """
+    first = first_phases()
+    for name in options:
+        if name not in first:
+            raise UserError(unknown(name, list(first)))
+        if first[name] > phase.number:
+            raise UserError(_later(name, first[name], phase))
+    more = [kind for kind in features().values() if kind.phase <= phase.number]
+    chosen: Chosen = import_phase(phase).PRESET.choose(options, device, more)
+    return chosen
+
+
+def check_options(phase: Phase, options: Mapping[str, Any], device: torch.device) -> None:
+    """Raise `UserError` for options that a phase does not have, or values out of their limits."""
+    if phase.number >= BLOCKS:
+        choose(phase, options, device)
+        return
+    first = first_phases()
+    for name in options:
+        if first.get(name, 0) > phase.number:
+            raise UserError(_later(name, first[name], phase))
+    if phase.number >= ROWS:
+        from continuous.sizes import Sizes
+
+        Sizes(**route(options, [Sizes])[0])
+        return
+    own = set(inspect.signature(import_phase(phase).load).parameters) - {
+        "model",
+        "device",
+        "dtype",
+        "tokenizer",
+    }
+    for name in options:
+        if name not in own:
+            raise UserError(unknown(name, sorted(own)))
+
+
+def _later(name: str, first: int, phase: Phase) -> str:
+    flag = "--" + name.replace("_", "-")
+    return f"{flag} is for phases from {first:02d} on, but the phase is {phase.name}"
+
+
+def load_engine(
+    phase: Phase,
+    model: Any,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    tokenizer: Tokenizer | None = None,
+    **options: Any,
+) -> Streams:
+    """A phase's engine for a model's name or a loaded model: everything that runs one comes here.
+
+    Raises:
+        UserError: an option is unknown, out of its limits, or of a later phase.
+    """
+    where = model.device if isinstance(model, Model) else pick_device(device)
+    if phase.number < BLOCKS:
+        check_options(phase, options, where)
+        package = import_phase(phase)
+        early: Streams = package.load(model, device=device, dtype=dtype, tokenizer=tokenizer, **options)
+        return early
+    from paged_cache.build import build
+
+    chosen = choose(phase, options, where)
+    return build(model, chosen.sizes, chosen.installed, device=device, dtype=dtype, tokenizer=tokenizer)

@@ -18,8 +18,7 @@ from common.request import Request
 from common.sampling.params import SamplingParams
 from continuous.cache import RowCache
 from continuous.rows import Rows
-from continuous.runner import Pending
-from continuous.scheduler import Work
+from continuous.work import Work
 from forward.shapes import SHAPES
 from paged_cache.cache import PagedCache
 
@@ -50,13 +49,15 @@ def expected_tokens(prompt: Sequence[int], params: SamplingParams, sample: int, 
 
 
 class FakePending:
+    """Both halves of a step: what `forward` and `sample` return."""
+
     def __init__(self, works: Sequence[Work], tokens: list[int], error: Exception | None) -> None:
         self.works, self.tokens, self.error, self.started = works, tokens, error, 0.0
 
-    def get(self) -> list[tuple[int, None]]:
+    def get(self) -> list[list[tuple[int, None]]]:
         if self.error is not None:
             raise self.error
-        return [(token, None) for token in self.tokens]
+        return [[(token, None)] for token in self.tokens]
 
 
 class Broken(BaseException):
@@ -90,7 +91,10 @@ class FakeRunner:
             return int(self.cache.tables[row, place]), position % size
         return row, position
 
-    def run(self, works: Sequence[Work]) -> Pending:
+    def sample(self, step: FakePending, allowed: None = None) -> FakePending:
+        return step
+
+    def forward(self, works: Sequence[Work], *, masked: bool = False) -> FakePending:
         if self.fail_run:
             self.fail_run = False
             raise RuntimeError("launch failed")
@@ -133,7 +137,7 @@ class FakeRunner:
         error = RuntimeError("step failed") if self.fail_get else None
         self.fail_get = False
         ordered = sorted(works, key=lambda work: work.row)
-        return FakePending(ordered, sampled, error)  # type: ignore[return-value]
+        return FakePending(ordered, sampled, error)
 
 
 def request_of(requests: list[Request]) -> Request:

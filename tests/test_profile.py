@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -90,11 +89,17 @@ def test_all_requests_are_there_in_the_decode_steps_that_are_shown(monkeypatch: 
     new_tokens = size.steps + 1 + profile.chunk_steps(phase, size)
     engine = load_engine(phase, model, **profile.engine_options(phase, model, size, new_tokens))
     shown: list[str] = []
-    monkeypatch.setattr(profile, "record_function", lambda name: shown.append(name) or nullcontext())
     running: list[int] = []
-    runner = type(engine.runner)
-    inner = runner.run
-    monkeypatch.setattr(runner, "run", lambda self, works: running.append(len(works)) or inner(self, works))
+    inner = engine.marked
+
+    def marked(works: Any) -> Any:
+        if works:
+            kind = "prefill" if any(work.count > 1 for work in works) else "decode"
+            shown.append(f"step: {kind}")
+            running.append(len(works))
+        return inner(works)
+
+    monkeypatch.setattr(engine, "marked", marked)
     work = uniform("profile", size.batch, size.context, new_tokens, 200)
     with profile.marked_steps(engine, work, size.steps) as serve:
         for _ in range(2):

@@ -26,11 +26,13 @@ from common.sampling.sampler import Sampler
 from forward.loading import load_model
 from forward.model import Model
 from paged_cache import BlockPool, PagedBatch
-from triton_paged_attention import Backends, TritonPagedAttention, optimize
+from triton_paged_attention.attention import TritonPagedAttention
+from triton_paged_attention.backends import Backends
 from triton_paged_attention.batch import fixed_batch
 from triton_paged_attention.gumbel import gumbel_sample
 from triton_paged_attention.layers import FusedBlock
 from triton_paged_attention.sampling import argmax_rows, draw_rows
+from triton_paged_attention.surgery import optimize
 
 NAME = "decode_step"
 MODELS = ("qwen3-0.6b", "qwen3-8b")

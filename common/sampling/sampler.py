@@ -104,6 +104,7 @@ class Sampler(SamplerRows):
         rows_host: Sequence[int],
         steps: Tensor,
         plan: Plan | None = None,
+        allowed: Tensor | None = None,
     ) -> Sampled:
         """Choose the next token of each row and count it for the penalties.
 

@@ -29,7 +29,7 @@ from continuous.cache import RowStore
 from continuous.engine import Engine
 from continuous.rows import Rows
 from continuous.runner import BatchAttention
-from continuous.scheduler import Work
+from continuous.work import Work
 from paged_cache import BlockPool, PagedBatch, PagedCache, TorchPagedAttention
 
 PHASE, BEFORE = "05_paged_cache", "04_continuous"

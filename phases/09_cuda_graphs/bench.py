@@ -19,6 +19,7 @@ from matplotlib.ticker import MaxNLocator
 
 import cuda_graphs
 import prefix_cache
+from benchmarks.compiled import Compiled
 from benchmarks.evidence import BenchOptions, Evidence, Metric, Run, collect
 from benchmarks.measure import Sample, Samples, alternate, summarize, time_generation
 from benchmarks.plotting import COLOURS, GREY, bars, panels, save
@@ -26,12 +27,14 @@ from benchmarks.replay import time_replay
 from benchmarks.roofline import ceilings, summarize_generation
 from benchmarks.targets import load_target
 from benchmarks.workloads import Item, Workload, uniform, workload
+from chunked_prefill import Chunked
 from common.errors import UserError
 from common.sampling.sampler import Feature
-from cuda_graphs import OverlapEngine
+from cuda_graphs import Graphs, Overlap, OverlapEngine
 from cuda_graphs.runner import GraphRunner
-from paged_cache import PagedEngine, PagedRunner
-from triton_paged_attention import TritonSampler
+from paged_cache import PagedEngine, PagedRunner, PagedSizes, build
+from prefix_cache import Prefix
+from triton_paged_attention.sampler import TritonSampler
 
 PHASE, BEFORE = "09_cuda_graphs", "08_prefix_cache"
 NO_OVERLAP, NO_GRAPHS = f"{PHASE}, no overlap", f"{PHASE}, no graphs"
@@ -90,7 +93,7 @@ class Bench:
             self.graphs.attention,
             self.graphs.rows,
             self.graphs.cache,
-            make_sampler=TritonSampler,
+            sampler=TritonSampler,
         )
         self.shift = 0
 
@@ -170,6 +173,7 @@ class Bench:
         engine, cold = self.engine(variant), self.cold(work)
         for prompt, params in zip(cold.prompts, cold.params, strict=True):
             engine.add(prompt, params)
+        engine.take_in()
         while engine.scheduler.waiting or any(request.prefilling for request in engine.scheduler.running):
             engine.step()
         for _ in range(5):
@@ -234,7 +238,9 @@ class Bench:
     def compiled(self) -> list[Run]:
         """`torch.compile` in the place of phase 06's small operators, in graphs as well."""
         started = time.perf_counter()
-        engine = self.load(compiled=True, graph_tokens=0, cache_bytes=1 << 33, max_rows=16)
+        sizes = PagedSizes(max_rows=16, max_len=MAX_LEN, step_tokens=STEP_TOKENS, cache_bytes=1 << 33)
+        features = [Compiled(), Chunked(), Prefix(), Graphs(graph_tokens=0), Overlap()]
+        engine = build(self.model, sizes, features)
         seconds = time.perf_counter() - started
         work = workload("single-512")
         kept = self.take({COMPILED: partial(self.generation, engine, work)})

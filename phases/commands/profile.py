@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +13,13 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, record_function, schedule
 from torch.profiler import profile as torch_profile
 
-from benchmarks.trace import BETWEEN, INTERPRETED, STEP, Row, StepTable, read_trace, step_tables
+from benchmarks.trace import BETWEEN, INTERPRETED, Row, StepTable, read_trace, step_tables
 from benchmarks.workloads import Workload, uniform
 from common.console import err, out
 from common.device import pick_device, pick_dtype, synchronize
 from common.errors import UserError
 from common.events import Streams
+from continuous.engine import STEP, Engine
 from forward.loading import load_model
 from forward.model import Model
 from phases import ROOT, Phase
@@ -171,72 +172,62 @@ def record(engine: Streams, work: Workload, model: Model, path: Path, decodes: i
 def marked_steps(engine: Any, work: Workload, decodes: int) -> Iterator[Callable[[Workload], None]]:
     """A function that serves a workload, in which every step is a range of the trace.
 
-    A range lasts from a step's start to the next one's. In phases with a runner a step is a call of its
-    `run`, and serving ends after `decodes` decode steps; before that it is a call of the model. A step that
-    computes more than one new token for anybody is a prefill.
+    From phase 04 on the engine marks its steps itself, and serving ends after `decodes` decode steps. Before
+    that a step is a call of the model, and it is marked here.
     """
+    if isinstance(engine, Engine):
+        yield lambda served: serve_steps(engine, served, decodes)
+        return
+    model: Model = engine.model
+    context = len(work.prompts[0])
     current: list[Any] = []
-    left = 0  # decode steps
 
     def end() -> None:
         while current:
             current.pop().__exit__(None, None, None)
 
-    def begin(kind: str) -> None:
+    def begin(module: Model, arguments: tuple[Any, ...]) -> None:
+        # Phase 01 computes the whole sequence again for every token, the others only the last one.
         end()
+        kind = "prefill" if arguments[0].shape[-1] == context else "decode"
         current.append(record_function(STEP + kind))
         current[-1].__enter__()
 
     def serve(served: Workload) -> None:
-        nonlocal left
-        left = decodes
-        stream = engine.stream(served.prompts, served.params)
         try:
-            for event in stream:
-                if event.finish_reason == "error":
-                    raise RuntimeError("a step failed while it was profiled; its log says why")
-                if left < 0:
-                    break
-            synchronize(engine_model.device)
+            for event in engine.stream(served.prompts, served.params):
+                check(event.finish_reason)
         finally:
             end()
-            stream.close()  # which aborts what still runs
 
-    runner = getattr(engine, "runner", None)
-    engine_model: Model = engine.model if runner is None else runner.model
-    if runner is None:
-        context = len(work.prompts[0])
-
-        def forward(module: Model, arguments: tuple[Any, ...]) -> None:
-            # Phase 01 computes the whole sequence again for every token, the others only the last one.
-            begin("prefill" if arguments[0].shape[-1] == context else "decode")
-
-        handle = engine_model.register_forward_pre_hook(forward)
-        try:
-            yield serve
-        finally:
-            handle.remove()
-        return
-
-    inner = runner.run
-
-    def run_step(works: Sequence[Any]) -> Any:
-        nonlocal left
-        if any(work.count > 1 for work in works):
-            begin("prefill")
-        else:
-            left -= 1
-            if left < 0:  # enough: this one only shows where the last one ends
-                end()
-            else:
-                begin("decode")
-        return inner(works)
-
-    runner.run = run_step
+    handle = model.register_forward_pre_hook(begin)
     try:
         yield serve
     finally:
-        del runner.run
+        handle.remove()
+
+
+def serve_steps(engine: Engine, work: Workload, decodes: int) -> None:
+    """Run a workload's prompts and so many decode steps after them, and drop the rest."""
+    requests = [
+        request
+        for prompt, params in zip(work.prompts, work.params, strict=True)
+        for request in engine.add(prompt, params)
+    ]
+    before = engine.stats.decode_steps
+    while engine.stats.decode_steps - before < decodes and not engine.idle:
+        for output in engine.step():
+            check(output.finish_reason)
+    for request in requests:
+        engine.abort(request)
+    while not engine.idle:
+        engine.step()
+
+
+def check(reason: str | None) -> None:
+    """Raise if a step failed."""
+    if reason == "error":
+        raise RuntimeError("a step failed while it was profiled; its log says why")
 
 
 @contextmanager

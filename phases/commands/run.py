@@ -17,12 +17,10 @@ from phases.commands.autotune import autotune as search
 from phases.commands.autotune import check_autotune
 from phases.commands.engines import Served, encode, read_prompts, serve
 from phases.commands.fetch import fetch_with_progress
-from phases.registry import load_engine, missing_for, phase_named
+from phases.config import options_from_yaml
+from phases.registry import check_options, load_engine, missing_for, phase_named
 
 DEFAULT_PROMPT = "The capital of France is"
-FIRST_WITH = dict.fromkeys(("max_rows", "max_len", "step_tokens", "policy", "cache_bytes"), 4)
-FIRST_WITH |= dict.fromkeys(("gpu_memory_utilization", "block_size"), 5)
-"""The phase that brings each option of an engine."""
 DEFAULT_QUESTION = "What is the capital of France?"
 
 
@@ -38,17 +36,21 @@ def run(
     dtype: str,
     as_json: bool,
     autotune: bool = False,
+    config: Path | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> int:
-    """Generate and print, after a search for kernels if `autotune`. `options` are those of the engine.
+    """Generate and print, after a search for kernels if `autotune`.
+
+    config, options: of the engine; the second come first.
 
     Returns the exit code: 0, or 1 when a request failed inside the engine.
     """
     phase = phase_named(phase_name)
-    given = check_options(phase, options or {})
+    given = {**(options_from_yaml(config) if config else {}), **(options or {})}
     prompts = read_prompts(prompt, prompts_file, DEFAULT_QUESTION if chat else DEFAULT_PROMPT)
     where = pick_device(device)
-    kind = pick_dtype(dtype, where)  # a wrong name must not wait for a download
+    kind = pick_dtype(dtype, where)  # what is wrong must not wait for a download
+    check_options(phase, given, where)
     if autotune:
         check_autotune(phase, where)
         random = model.startswith("random:")
@@ -65,7 +67,7 @@ def run(
         err.print(
             f"[dim]{phase.name} needs {missing} to be fast; here it may take minutes.[/dim]", soft_wrap=True
         )
-    engine = load_engine(phase, str(folder), device=device, dtype=dtype, **given)
+    engine = load_engine(phase, str(folder), device=str(where), dtype=dtype, **given)
     ledger = getattr(engine, "ledger", None)
     if ledger is not None and not as_json:
         err.print(f"[dim]{ledger}[/dim]")
@@ -80,16 +82,6 @@ def run(
     if failed:
         err.print(f"error: generation failed for prompt {', '.join(str(index + 1) for index in failed)}")
     return 1 if failed else 0
-
-
-def check_options(phase: Phase, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The options, or a `UserError` if the phase is below the one that brings one of them."""
-    for name in options:
-        first = FIRST_WITH[name]
-        if phase.number < first:
-            option = "--" + name.replace("_", "-")
-            raise UserError(f"{option} is for phases from {first:02d} on, but the phase is {phase.name}")
-    return options
 
 
 def to_json(phase: Phase, model: str, prompts: list[str], served: Served) -> dict[str, object]:

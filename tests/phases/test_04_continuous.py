@@ -25,7 +25,8 @@ from continuous.cache import RowCache, RowStore
 from continuous.engine import Engine
 from continuous.policies import POLICIES
 from continuous.rows import Rows
-from continuous.scheduler import Scheduler, Work
+from continuous.scheduler import Scheduler
+from continuous.work import Work
 from forward.model import Model
 from tests.fakes import expected_tokens
 from tests.schedules import MAX_LEN, SCHEDULES, Ask, fake_engine, operations, play, random_script
@@ -143,6 +144,7 @@ def test_policies(policy: str, order: str) -> None:
 def test_a_request_is_not_readmitted_while_a_token_is_in_flight() -> None:
     engine, _ = fake(2)
     (request,) = engine.add([1, 2, 3], greedy(5, seed=0))
+    engine.take_in()
     pending = engine.launch(engine.scheduler.schedule())
     assert pending is not None
     engine.scheduler.preempt(request)
@@ -244,12 +246,14 @@ def test_abort_in_every_state(overlap: bool) -> None:
         engine.step()
     engine.abort(waiting)
     engine.abort(running)
+    engine.take_in()
     assert running.output_ids and running.finish_reason == waiting.finish_reason == "abort"
     ends = []
     while not engine.idle:
         ends += [(output.request, output.finish_reason) for output in engine.step() if output.finish_reason]
     assert ends == [(waiting, "abort"), (running, "abort"), (last, "length")]
     engine.abort(last)
+    engine.step()
     assert last.finish_reason == "length" and engine.idle
     assert engine.scheduler.rows.free == 1
 
@@ -367,9 +371,16 @@ def test_layout_of_a_ragged_batch() -> None:
 
 
 def test_upload_keeps_shapes_and_types() -> None:
-    one, two = upload(torch.device("cpu"), np.int32, np.arange(6).reshape(2, 3), np.array([7], np.int32))
-    assert one.dtype == two.dtype == torch.int32
-    assert one.tolist() == [[0, 1, 2], [3, 4, 5]] and two.tolist() == [7]
+    moved = upload(
+        torch.device("cpu"),
+        {"one": np.arange(6).reshape(2, 3), "two": np.array([1 << 40])},
+        {"three": np.array([7], np.int32), "four": np.zeros((2, 0), np.int64)},
+    )
+    assert list(moved) == ["one", "two", "three", "four"]
+    assert moved["one"].dtype == moved["two"].dtype == torch.int64
+    assert moved["three"].dtype == moved["four"].dtype == torch.int32
+    assert moved["one"].tolist() == [[0, 1, 2], [3, 4, 5]] and moved["two"].tolist() == [1 << 40]
+    assert moved["three"].tolist() == [7] and moved["four"].shape == (2, 0)
 
 
 @given(

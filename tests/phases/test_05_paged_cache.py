@@ -21,7 +21,7 @@ from continuous.batch import Batch
 from continuous.engine import Engine
 from continuous.policies import POLICIES
 from continuous.rows import Rows
-from continuous.scheduler import Work
+from continuous.work import Work
 from forward.attention import LayerSpec
 from forward.model import Model
 from forward.shapes import SHAPES
@@ -32,8 +32,8 @@ from paged_cache import (
     PagedCache,
     PagedScheduler,
     TorchPagedAttention,
-    plan_cache,
 )
+from paged_cache.memory import plan_cache
 from paged_cache.runner import PagedRunner
 from tests.schedules import MAX_LEN, SCHEDULES, fake_engine, operations, play, random_script
 from triton_paged_attention.reference import paged_attention
@@ -170,6 +170,7 @@ def test_a_request_grows_block_by_block() -> None:
 def test_admission_counts_blocks_promised_in_the_same_step() -> None:
     engine, _ = fake(4, 5)
     first, second, third = (engine.add([1] * 12, greedy(1))[0] for _ in range(3))
+    engine.take_in()
     works = engine.scheduler.schedule()
     assert [work.request for work in works] == [first]  # three blocks each, five in all
     engine.collect(engine.launch(works))

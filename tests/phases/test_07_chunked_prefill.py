@@ -104,6 +104,7 @@ def test_many_schedules() -> None:
 
 def step(engine: Any) -> dict[Request, int]:
     """One step; how many tokens of each request it computes."""
+    engine.take_in()
     works = engine.scheduler.schedule()
     engine.collect(engine.launch(works))
     engine.drain()
@@ -272,6 +273,7 @@ def test_aborting_a_sibling_before_the_fork() -> None:
     step(engine)
     assert second.row >= 0  # it has a row, and waits for the prompt
     engine.abort(second)
+    engine.take_in()
     assert second.row < 0
     while not engine.idle:
         engine.step()
@@ -284,6 +286,7 @@ def test_aborting_the_first_before_the_fork_aborts_its_siblings() -> None:
     requests = engine.add([1] * 20, greedy(3, n=3, seed=1))
     step(engine)
     engine.abort(requests[0])
+    engine.take_in()
     assert {request.finish_reason for request in requests} == {"abort"}
     while not engine.idle:
         engine.step()

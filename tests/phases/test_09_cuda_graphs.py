@@ -25,6 +25,7 @@ pytest.importorskip("triton")
 import cuda_graphs
 import forward
 import prefix_cache
+from benchmarks.compiled import compile_layers
 from chunked_prefill import ChunkedScheduler
 from common.errors import UserError
 from common.events import Completion, generate
@@ -32,10 +33,9 @@ from common.sampling.params import SamplingParams
 from continuous.batch import HostBatch
 from continuous.rows import Rows
 from continuous.runner import Pending
-from continuous.scheduler import Work
+from continuous.work import Work
 from cuda_graphs.buckets import chunk_sizes, decode_sizes, smallest
 from cuda_graphs.chunk_graph import Layout
-from cuda_graphs.compiled import compile_layers
 from cuda_graphs.engine import OverlapEngine
 from cuda_graphs.memory import graph_bytes
 from cuda_graphs.runner import GraphRunner

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from continuous.rows import Rows
-from continuous.scheduler import Work
+from continuous.work import Work
 
 Ints = NDArray[np.int64]
 
@@ -22,7 +23,8 @@ class HostBatch:
     """What the host knows about a batch, so that nobody has to ask the device (`.item()` waits for it).
 
     A batch has `B` works, `T` tokens and `S` samples; with work `i`'s tokens at
-    `query_starts[i] .. query_starts[i + 1] - 1`.
+    `query_starts[i] .. query_starts[i + 1] - 1`. A work with `k` drafts is sampled at its last `k + 1`
+    tokens, any other one at its last token, once for each of its takers.
 
     rows: `[B]`, each work's row.
     query_lens: `[B]`, tokens computed now.
@@ -49,7 +51,7 @@ class HostBatch:
     @classmethod
     def of(cls, works: Sequence[Work], prompt_lens: Ints) -> HostBatch:
         """Lay out the works of one step, in order. `prompt_lens [R]` is by row."""
-        _, row, start, count, _, takers = zip(*works, strict=True)
+        _, row, start, count, drafts, takers = zip(*works, strict=True)
         rows, starts, lens = (np.array(column, np.int64) for column in (row, start, count))
         ends = np.cumsum(lens)
         query_starts = np.concatenate((ZERO, ends))
@@ -65,6 +67,13 @@ class HostBatch:
         if (counts != 1).any():  # parts of prompts, which are not sampled, or several takers
             sample_at, sample_positions = np.repeat(sample_at, counts), np.repeat(contexts, counts)
             sample_rows = np.array([request.row for taking in takers for request in taking], np.int64)
+        if any(drafts):  # a work with drafts has one taker, which is sampled after each of its last tokens
+            behind = np.array([len(d) for d, taking in zip(drafts, takers, strict=True) for _ in taking])
+            back = np.concatenate([np.arange(k, -1, -1) for k in behind])
+            sample_at, sample_rows, sample_positions = (
+                np.repeat(values, behind + 1) for values in (sample_at, sample_rows, sample_positions)
+            )
+            sample_at, sample_positions = sample_at - back, sample_positions - back
         return cls(
             rows=rows,
             query_lens=lens,
@@ -105,48 +114,45 @@ class Batch:
     sample_steps: Tensor
 
     @classmethod
-    def of(cls, host: HostBatch, rows: Rows) -> Batch:
-        """Move a batch's layout to the device and read its tokens from the rows."""
-        device = rows.tokens.device
-        positions, token_rows, work_rows, sample_at, sample_rows, sample_positions, sample_steps = upload(
-            device,
-            np.int64,
-            host.positions,
-            host.token_rows,
-            host.rows,
-            host.sample_at,
-            host.sample_rows,
-            host.sample_positions,
-            host.sample_steps,
-        )
-        query_starts, context_lens = upload(device, np.int32, host.query_starts, host.context_lens)
-        return cls(
-            host=host,
-            input_ids=rows.tokens[token_rows, positions],
-            positions=positions,
-            token_rows=token_rows,
-            query_starts=query_starts,
-            context_lens=context_lens,
-            rows=work_rows,
-            sample_at=sample_at,
-            sample_rows=sample_rows,
-            sample_positions=sample_positions,
-            sample_steps=sample_steps,
-        )
+    def of(cls, host: HostBatch, rows: Rows, **more: NDArray[np.integer[Any]]) -> Self:
+        """Move a batch's layout to the device in one transfer and read its tokens from the rows.
+
+        more: fields of a subclass that lie on the host as well; those of type int32 arrive as int32.
+        """
+        wide: dict[str, NDArray[np.integer[Any]]] = {name: getattr(host, name) for name in WIDE}
+        narrow: dict[str, NDArray[np.integer[Any]]] = {name: getattr(host, name) for name in NARROW}
+        for name, array in more.items():
+            (narrow if array.dtype == np.int32 else wide)[name] = array
+        moved = upload(rows.tokens.device, wide, narrow)
+        return cls(host=host, input_ids=rows.tokens[moved["token_rows"], moved["positions"]], **moved)
+
+
+WIDE = ("positions", "token_rows", "rows", "sample_at", "sample_rows", "sample_positions", "sample_steps")
+NARROW = ("query_starts", "context_lens")
+"""The fields of a batch that are int64 and int32 on the device."""
 
 
 def upload(
-    device: torch.device, dtype: type[np.integer[Any]], *arrays: NDArray[np.integer[Any]]
-) -> list[Tensor]:
-    """Copy integer arrays of any shapes to the device in one transfer, and return one tensor for each.
+    device: torch.device,
+    wide: Mapping[str, NDArray[np.integer[Any]]],
+    narrow: Mapping[str, NDArray[np.integer[Any]]] = MappingProxyType({}),
+) -> dict[str, Tensor]:
+    """Copy integer arrays of any shapes to the device in one transfer: one int64 or int32 tensor for each.
 
-    Many small transfers cost far more than one: each has a fixed price of some microseconds.
+    Many small transfers cost far more than one: each has a fixed price of some microseconds. So everything
+    travels as int64, and what kernels read as int32 is converted there, also at once.
     """
-    flat = [array.ravel() for array in arrays]
-    one = flat[0] if len(flat) == 1 else np.concatenate(flat, dtype=dtype, casting="same_kind")
-    packed = torch.from_numpy(one.astype(dtype, copy=False))
+    arrays = {**wide, **narrow}
+    flat = np.concatenate([array.ravel() for array in arrays.values()], dtype=np.int64, casting="same_kind")
+    packed = torch.from_numpy(flat)
     if device.type == "cuda":
         packed = packed.pin_memory()  # only from pinned memory does the copy not wait for the device
     packed = packed.to(device, non_blocking=True)
-    pieces = torch.split(packed, [array.size for array in arrays])
-    return [piece.view(array.shape) for piece, array in zip(pieces, arrays, strict=True)]
+    size = sum(array.size for array in wide.values())
+    pieces = [
+        *torch.split(packed[:size], [array.size for array in wide.values()]),
+        *torch.split(packed[size:].int(), [array.size for array in narrow.values()]),
+    ]
+    return {
+        name: piece.view(array.shape) for (name, array), piece in zip(arrays.items(), pieces, strict=True)
+    }

@@ -7,20 +7,30 @@ import random
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import count
 from typing import NamedTuple
+
+from torch.profiler import record_function
 
 from common.errors import integer, text
 from common.events import Completion, FinishReason, Logprob, Params, TokenEvent, generate, params_per_prompt
+from common.interrupts import Uninterrupted
 from common.request import Request
 from common.rules import check_prompt, finish_reason, output_limit
 from common.sampling.params import SamplingParams
 from common.text.stop_checker import StopChecker
 from common.text.tokenizer import Tokenizer
-from continuous.runner import Pending, Runner
-from continuous.scheduler import Scheduler, Work
+from continuous.runner import Forwarded, Pending, RequestError, Runner, Token
+from continuous.scheduler import Scheduler
+from continuous.seams import NO_MASKS, Masks
+from continuous.work import Work
 
 log = logging.getLogger(__name__)
+
+STEP = "step: "
+"""Begins the name of the range around a step in a profile; the rest is "prefill" or "decode"."""
 
 
 class Output(NamedTuple):
@@ -38,6 +48,7 @@ class Stats:
     """What the engine has done. A step that computes more than a token for anybody is a prefill step."""
 
     steps: int = 0
+    decode_steps: int = 0
     computed_tokens: int = 0
     prefill_tokens: int = 0
     prefill_seconds: float = 0.0
@@ -46,30 +57,52 @@ class Stats:
     most_running: int = 0
 
 
+class Add(NamedTuple):
+    """A command: put the samples of one prompt in line."""
+
+    requests: list[Request]
+
+
+class Abort(NamedTuple):
+    """A command: end a request."""
+
+    request: Request
+
+
 class Engine:
     """Continuous batching around a scheduler and a runner.
+
+    Requests are added and aborted through an inbox, which a step empties before it does anything else. So
+    any thread may call `add` and `abort`, and between two steps nothing changes.
 
     Args:
         scheduler: decides each step.
         runner: computes it.
         tokenizer: needed for stop strings only; the engine speaks token ids.
+        masks: which tokens may be chosen; a later phase brings grammars.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, tokenizer: Tokenizer | None = None) -> None:
-        self.scheduler, self.runner, self.tokenizer = scheduler, runner, tokenizer
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        tokenizer: Tokenizer | None = None,
+        *,
+        masks: Masks = NO_MASKS,
+    ) -> None:
+        self.scheduler, self.runner, self.tokenizer, self.masks = scheduler, runner, tokenizer, masks
         self.config = runner.model.config
         self.max_len = scheduler.rows.max_len
         self.stats = Stats()
-        self._ids = 0
+        self._ids = count()
         self._seeds = random.Random()
+        self._inbox: deque[Add | Abort] = deque()
         self._outputs: list[Output] = []
         self._sinks: dict[Request, deque[Output]] = {}
+        self._whole = Uninterrupted()
+        self._interrupt: BaseException | None = None
 
     # Requests.
-
-    def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        """Raise `UserError` for a request that can never be served."""
-        self._checked(prompt, params)
 
     def add(
         self,
@@ -80,7 +113,7 @@ class Engine:
         priority: int = 0,
         salt: str = "",
     ) -> list[Request]:
-        """Put a request in line; it costs nothing until a step takes it up.
+        """Put a request in line; it costs nothing until a step takes it up. Any thread may call this.
 
         Args:
             prompt: token ids.
@@ -95,103 +128,187 @@ class Engine:
         Raises:
             UserError: it can never be served.
         """
-        priority, salt = integer("priority", priority), text("salt", salt)
-        requests = self._checked(prompt, params)
-        now = time.perf_counter()
-        for sample, request in enumerate(requests):
-            request.id, self._ids = self._ids, self._ids + 1
-            request.index, request.sample, request.priority, request.salt = index, sample, priority, salt
-            seed = params.seed_of(sample)
-            request.seed = self._seeds.getrandbits(63) if seed is None else seed
-            request.arrival = now
-            if self.tokenizer is not None and params.stop:
-                request.stop = StopChecker(self.tokenizer, params)
-        if requests[0].limit == len(prompt):  # max_tokens is 0
-            for request in requests:
-                self._end(request, None, "length", now)
-        else:
-            self.scheduler.add(requests)
+        requests = self._prepare(prompt, params, index, integer("priority", priority), text("salt", salt))
+        self._inbox.append(Add(requests))
         return requests
 
-    def _checked(self, prompt: Sequence[int], params: SamplingParams) -> list[Request]:
+    def abort(self, request: Request) -> None:
+        """End a request at the next step, in whatever state it is; its tokens so far stay.
+
+        Requests that have ended stay as they are. Of a request with `n > 1`, samples that still wait for this
+        one to compute their prompt end with it. Any thread may call this.
+        """
+        self._inbox.append(Abort(request))
+
+    def _prepare(
+        self, prompt: Sequence[int], params: SamplingParams, index: int, priority: int = 0, salt: str = ""
+    ) -> list[Request]:
+        """The `n` requests of one prompt, checked. Raises `UserError` if they can never be served."""
         known_text = self.tokenizer is not None
         check_prompt(prompt, self.config.vocab_size, self.max_len, params, has_tokenizer=known_text)
         limit = len(prompt) + output_limit(len(prompt), params, self.max_len)
         requests = [Request(0, list(prompt), len(prompt), limit, params) for _ in range(params.n)]
         self.scheduler.check(requests)
+        now = time.perf_counter()
+        for sample, request in enumerate(requests):
+            request.id, request.arrival = next(self._ids), now
+            request.index, request.sample, request.priority, request.salt = index, sample, priority, salt
+            seed = params.seed_of(sample)
+            request.seed = self._seeds.getrandbits(63) if seed is None else seed
+            if self.tokenizer is not None and params.stop:
+                request.stop = StopChecker(self.tokenizer, params)
         return requests
 
-    def abort(self, request: Request) -> None:
-        """End a request in whatever state it is; its tokens so far stay. Ended requests stay as they are.
+    def take_in(self) -> None:
+        """Carry out what was added and aborted since the last step; a step begins with this."""
+        while self._inbox:
+            command = self._inbox.popleft()
+            if isinstance(command, Add):
+                self._enter(command.requests)
+            else:
+                self._abort(command.request)
 
-        Of a request with `n > 1`, samples that still wait for this one to compute their prompt end with it.
-        """
+    def _enter(self, requests: list[Request]) -> None:
+        if requests[0].limit > requests[0].prompt_len:
+            self.scheduler.add(requests)
+            return
+        for request in requests:  # max_tokens is 0
+            self._end(request, "length", time.perf_counter())
+
+    def _abort(self, request: Request) -> None:
         if request.finish_reason is None:
             for member in [request, *request.siblings]:
                 if member.finish_reason is None:
-                    self._end(member, None, "abort", time.perf_counter())
+                    self._end(member, "abort", time.perf_counter())
 
     @property
     def idle(self) -> bool:
         """Whether a step would have nothing to do and nothing to tell."""
-        return self.scheduler.idle and not self._outputs
+        return not self._inbox and self.scheduler.idle and not self._outputs
 
     # Steps.
 
     def step(self) -> list[Output]:
-        """Run one step for everybody who can take part, and tell what came of it."""
+        """Run one step for everybody who can take part, and tell what came of it.
+
+        Ctrl-C is raised at its end, when the books balance: what has come out is told by the next step.
+        """
+        with self._whole:
+            self.take_in()
+            self.advance()
+        return self.drain()
+
+    def advance(self) -> None:
+        """Schedule a step, compute it, and wait for it."""
         works = self.scheduler.schedule()
         if not works and not self.scheduler.idle:
             raise AssertionError("requests are left, but the scheduler finds nothing to do")
-        pending = self.launch(works)
-        if pending is not None:
-            self.collect(pending)
-        return self.drain()
+        with self.marked(works):
+            pending = self.launch(works)
+            if pending is not None:
+                self.collect(pending)
+
+    @staticmethod
+    def marked(works: Sequence[Work]) -> AbstractContextManager[object]:
+        """A range around a step for PyTorch's profiler; it costs a microsecond while nobody profiles."""
+        if not works:
+            return nullcontext()
+        return record_function(STEP + ("decode" if all(work.count == 1 for work in works) else "prefill"))
 
     def launch(self, works: list[Work]) -> Pending | None:
         """Hand one step to the device. None if there is nothing to do or the step failed."""
+        return self.sample(self.forward(works))
+
+    def forward(self, works: list[Work]) -> Forwarded | None:
+        """Hand the first half of a step to the device. None if there is nothing to do or the step failed."""
         if not works:
             return None
         started = time.perf_counter()
         self._count(works)
-        try:
-            pending = self.runner.run(works)
-        except Exception as error:
-            self.fail(works, error)
+        while works:
+            try:
+                step = self.runner.forward(works, masked=self.masks.wants(works))
+            except RequestError as error:  # the others' step does without this request
+                out = [work for work in works if error.request in (work.request, *work.takers)]
+                self.fail(out, error.__cause__ or error)
+                works = [work for work in works if error.request not in (work.request, *work.takers)]
+            except BaseException as error:
+                self.fail(works, error)
+                if not isinstance(error, Exception):
+                    raise
+                return None
+            else:
+                step.started = started
+                return step
+        return None
+
+    def sample(self, step: Forwarded | None) -> Pending | None:
+        """Hand the second half of a step to the device."""
+        if step is None:
             return None
-        pending.started = started
+        try:
+            allowed = self.masks.fill(step.works) if self.masks.wants(step.works) else None
+            pending = self.runner.sample(step, allowed)
+        except BaseException as error:
+            self.fail(step.works, error)
+            if not isinstance(error, Exception):
+                raise
+            return None
+        pending.started = step.started
         return pending
 
     def collect(self, pending: Pending) -> None:
         """Wait for a step and deal out its tokens; a step that failed ends its own requests and no others."""
         try:
             results = pending.get()
-        except Exception as error:
+        except BaseException as error:
             self.fail(pending.works, error)
+            if not isinstance(error, Exception):
+                raise
             return
         now = time.perf_counter()
         self._clock(pending, now)
+        self._interrupt = None
         result = iter(results)
-        eos = self.config.eos_token_ids
         for work in pending.works:
-            self.scheduler.land(work)
+            accepted, ended = 0, []
             for request in work.takers:
-                token, logprob = next(result)
-                if request.finish_reason is not None:
-                    continue  # ended while this token was on its way
-                request.tokens.append(token)
-                if request.first_token is None:
-                    request.first_token = now
-                length = len(request.tokens) - request.prompt_len
-                reason = finish_reason(token, length, request.params, eos, request.limit - request.prompt_len)
-                if request.stop is not None and request.stop.push(token):
-                    reason = "stop"
-                if reason is None:
-                    self._outputs.append(Output(request, token, None, now, logprob))
-                else:
-                    self._end(request, token, reason, now, logprob)
+                tokens = next(result)
+                if request.finish_reason is None:  # it may have ended while this was on its way
+                    known = len(request.tokens)
+                    if self._receive(request, tokens, now):
+                        ended.append(request)
+                    accepted = len(request.tokens) - known - 1
+            self.scheduler.land(work, accepted=accepted if work.drafts else 0)
+            for request in ended:
+                self.scheduler.leave(request)
+        if self._interrupt is not None:
+            raise self._interrupt
 
-    def fail(self, works: Sequence[Work], error: Exception) -> None:
+    def _receive(self, request: Request, tokens: Sequence[Token], now: float) -> bool:
+        """Append what was sampled for a request, up to its end; returns whether that was reached."""
+        for token, logprob in tokens:
+            request.tokens.append(token)
+            if request.first_token is None:
+                request.first_token = now
+            length = len(request.tokens) - request.prompt_len
+            most = request.limit - request.prompt_len
+            reason = finish_reason(token, length, request.params, self.config.eos_token_ids, most)
+            if request.stop is not None:
+                try:
+                    reason = "stop" if request.stop.push(token) else reason
+                except BaseException as error:  # nobody else's tokens may be lost for it
+                    log.error("the text of request %d cannot be made", request.id, exc_info=error)
+                    request.error, reason = error, "error"
+                    if not isinstance(error, Exception):
+                        self._interrupt = error  # raised when everybody has theirs
+            self._outputs.append(Output(request, token, reason, now, logprob))
+            if reason is not None:
+                request.finish_reason, request.finished = reason, now
+                return True
+        return False
+
+    def fail(self, works: Sequence[Work], error: BaseException) -> None:
         """End the requests of a step that raised; what they hold is released and nothing is committed."""
         log.error("a step failed, and with it %d requests", len(works), exc_info=error)
         now = time.perf_counter()
@@ -200,7 +317,7 @@ class Engine:
             for request in dict.fromkeys((work.request, *work.takers, *work.request.siblings)):
                 if request.finish_reason is None:
                     request.error = error
-                    self._end(request, None, "error", now)
+                    self._end(request, "error", now)
 
     def drain(self) -> list[Output]:
         """What has come out since the last call, in order; streams get theirs as well."""
@@ -211,17 +328,11 @@ class Engine:
                 sink.append(output)
         return outputs
 
-    def _end(
-        self,
-        request: Request,
-        token: int | None,
-        reason: FinishReason,
-        now: float,
-        logprob: Logprob | None = None,
-    ) -> None:
+    def _end(self, request: Request, reason: FinishReason, now: float) -> None:
+        """End a request without a token."""
         request.finish_reason, request.finished = reason, now
         self.scheduler.leave(request)
-        self._outputs.append(Output(request, token, reason, now, logprob))
+        self._outputs.append(Output(request, None, reason, now))
 
     # Front.
 
@@ -233,18 +344,15 @@ class Engine:
         Raises:
             UserError: a prompt or its parameters cannot be served; before anything is computed.
         """
-        each = params_per_prompt(prompts, params)
-        for prompt, settings in zip(prompts, each, strict=True):
-            self.check(prompt, settings)
-        return self._stream(prompts, each)
+        pairs = zip(prompts, params_per_prompt(prompts, params), strict=True)
+        return self._stream([self._prepare(*pair, index) for index, pair in enumerate(pairs)])
 
-    def _stream(self, prompts: list[list[int]], each: list[SamplingParams]) -> Iterator[TokenEvent]:
+    def _stream(self, groups: list[list[Request]]) -> Iterator[TokenEvent]:
         mine: deque[Output] = deque()
-        requests: list[Request] = []
+        requests = [request for group in groups for request in group]
         try:
-            for index, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
-                requests += self.add(prompt, params, index=index)
             self._sinks.update((request, mine) for request in requests)
+            self._inbox.extend(Add(group) for group in groups)
             left = len(requests)
             while left:
                 if not mine:
@@ -258,7 +366,9 @@ class Engine:
         finally:
             for request in requests:
                 self._sinks.pop(request, None)
-                self.abort(request)
+                if request.finish_reason is None:
+                    self.abort(request)
+            self.take_in()  # this thread runs the steps: what is left can end at once
             gone = set(requests)  # nobody is left to read their last events
             self._outputs = [output for output in self._outputs if output.request not in gone]
 
@@ -268,8 +378,10 @@ class Engine:
 
     def _count(self, works: Sequence[Work]) -> None:
         stats = self.stats
+        tokens = sum(work.count for work in works)
         stats.steps += 1
-        stats.computed_tokens += sum(work.count for work in works)
+        stats.decode_steps += tokens == len(works)
+        stats.computed_tokens += tokens
         stats.most_running = max(stats.most_running, len(self.scheduler.running))
 
     def _clock(self, pending: Pending, now: float) -> None:

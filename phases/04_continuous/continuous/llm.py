@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
@@ -25,17 +25,26 @@ class LLM:
 
     Args:
         model: a bundled model, a folder, or a hub id.
+        load: of the phase whose engine it is; each phase exports an `LLM` with its own.
+        show_ledger: print where the memory goes, if the engine knows.
         options: those of `load`.
     """
 
-    load: ClassVar[Callable[..., Engine]]
-    """How to make the engine. Each phase has its own `LLM`, which differs in this alone."""
-
-    def __init__(self, model: str | Path, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        load: Callable[..., Engine],
+        show_ledger: bool = True,
+        **options: Any,
+    ) -> None:
         if str(model).startswith("random:"):
             raise UserError(f"model is {str(model)!r}, but texts need a model with a tokenizer")
         self.tokenizer = Tokenizer(model_folder(str(model)))
-        self.engine: Engine = type(self).load(model, tokenizer=self.tokenizer, **options)
+        self.engine: Engine = load(model, tokenizer=self.tokenizer, **options)
+        ledger = getattr(self.engine, "ledger", None)
+        if show_ledger and ledger is not None:
+            print(ledger)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a text, or of a conversation that awaits its answer.

@@ -7,6 +7,7 @@ from every request's lists at every step, costs the host more than the GPU needs
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -46,12 +47,16 @@ class Rows:
         self._fresh.pop(request.row, None)
         request.row = NO_ROW
 
-    def upload(self) -> list[Request]:
-        """Copy the tokens of requests that got a row since the last call to the device; returns those."""
-        fresh, self._fresh = self._fresh, {}
-        for row, request in fresh.items():
+    def upload(self) -> Iterator[Request]:
+        """Copy the tokens of requests that got a row since the last call to the device; yields each.
+
+        One counts as handed over when the next is asked for. So what its user raises concerns it alone.
+        """
+        while self._fresh:
+            row, request = next(iter(self._fresh.items()))
             known = torch.tensor(request.tokens)
             if self.tokens.is_cuda:
                 known = known.pin_memory()  # or the copy would wait for the device
             self.tokens[row, : len(known)].copy_(known, non_blocking=True)
-        return list(fresh.values())
+            yield request
+            del self._fresh[row]

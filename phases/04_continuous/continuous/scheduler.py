@@ -8,30 +8,14 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from typing import NamedTuple
 
 from common.errors import UserError, integer
 from common.request import Request
 from continuous.cache import CacheManager
 from continuous.policies import Policy, fcfs
 from continuous.rows import Rows
-
-
-class Work(NamedTuple):
-    """A request's part of one step, as it was decided. It stays true whatever happens to the request later.
-
-    start, count: which tokens to compute, `start .. start + count - 1`, in row `row`.
-    drafts: guessed tokens among them (speculative decoding), at the end.
-    takers: who takes a token sampled from the last one's logits: nobody in the middle of a prompt, then the
-        request itself, and after a shared prompt its siblings too.
-    """
-
-    request: Request
-    row: int
-    start: int
-    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
-    drafts: tuple[int, ...] = ()
-    takers: tuple[Request, ...] = ()
+from continuous.seams import NO_DRAFTS, Drafter
+from continuous.work import Work
 
 
 class Scheduler:
@@ -45,10 +29,14 @@ class Scheduler:
         cache: where their keys and values go.
         step_tokens: most tokens that one step computes.
         policy: who is served first.
+
+    drafter: guesses tokens to be verified. A later phase puts another one here, whose attention takes several
+        queries of a request with a past; this phase's takes one.
     """
 
     def __init__(self, rows: Rows, cache: CacheManager, *, step_tokens: int, policy: Policy = fcfs) -> None:
         self.rows, self.cache, self.policy = rows, cache, policy
+        self.drafter: Drafter = NO_DRAFTS
         self.step_tokens = integer("step_tokens", step_tokens, low=1)
         self.running: list[Request] = []  # by rank
         self._waiting: list[tuple[tuple[float, ...], Request]] = []  # a heap by rank
@@ -89,7 +77,13 @@ class Scheduler:
         return not self.running and self._head() is None
 
     def schedule(self) -> list[Work]:
-        """Decide the next step. Its works count as computed from here on, so call it once a step."""
+        """Decide the next step. Its works count as computed from here on, so call it once a step.
+
+        First come the running requests, in their order, each with its share of the budget. One for which the
+        cache has no room may take it from those that this step has not served yet (`make_room`, which
+        shortens the queue); in a step that preempted, nobody new enters. Then the waiting line, from its
+        head.
+        """
         works: list[Work] = []
         budget = self.step_tokens
         queue, at = self.order(self.running), 0
@@ -97,29 +91,35 @@ class Scheduler:
         while at < len(queue):
             request = queue[at]
             if not preempted and self.yields(request):
-                budget = self._admit(works, budget)
+                budget = self._admit(works, budget, before=request.rank)
             at += 1
             count = self.share(request, budget)
             if count == 0:
                 continue
-            if not self.cache.reserve(request, request.num_computed_tokens + count):
-                preempted = True
-                if not self.make_room(request, request.num_computed_tokens + count, queue, at):
-                    continue
-            works.append(self._take(request, count))
-            budget -= count
+            end = request.num_computed_tokens + count
+            drafts = self._drafts(request, end, budget - count)
+            if not self.cache.reserve(request, end + len(drafts)):
+                drafts = ()  # nobody loses his place for a guess
+                if not self.cache.reserve(request, end):
+                    preempted = True
+                    if not self.make_room(request, end, queue, at):
+                        continue
+            works.append(self._take(request, count, drafts))
+            budget -= count + len(drafts)
         if not preempted:  # or the newcomer would take the room that its victim has just lost
             self._admit(works, budget)
         return works
 
-    def _admit(self, works: list[Work], budget: int) -> int:
+    def _admit(self, works: list[Work], budget: int, before: tuple[float, ...] | None = None) -> int:
         """Let requests in from the head of the line while there is room; returns what is left of the budget.
 
-        Nobody overtakes the head.
+        Nobody overtakes the head. With `before`, only those of a smaller rank get in.
         """
         while budget > 0:
             request = self._head()
             if request is None or request.in_flight or not self.admits(request):
+                break
+            if before is not None and request.rank >= before:
                 break
             request.num_computed_tokens = request.cached_tokens = self.cache.lookup(request)
             count = self.share(request, budget)
@@ -133,10 +133,17 @@ class Scheduler:
             budget -= count
         return budget
 
-    def _take(self, request: Request, count: int) -> Work:
-        """Write down one work and advance the request by it."""
+    def _drafts(self, request: Request, end: int, budget: int) -> tuple[int, ...]:
+        """Guesses for a request that computes its newest token, which must be known, in this step."""
+        if self.drafter is NO_DRAFTS or end != len(request.tokens) or request.prefilling:
+            return ()
+        most = min(budget, request.limit - end - 1)  # one token is sampled in any case
+        return tuple(self.drafter.propose(request, most)) if most > 0 else ()
+
+    def _take(self, request: Request, count: int, drafts: tuple[int, ...] = ()) -> Work:
+        """Write down one work and advance the request by it, drafts included."""
         start = request.num_computed_tokens
-        request.num_computed_tokens = end = start + count
+        request.num_computed_tokens = end = start + count + len(drafts)
         if end < len(request.tokens) + request.placeholders:
             request.in_flight += 1
             return Work(request, request.row, start, count)
@@ -144,7 +151,7 @@ class Scheduler:
         for taker in takers:
             taker.in_flight += 1
             taker.placeholders += 1
-        return Work(request, request.row, start, count, (), takers)
+        return Work(request, request.row, start, count + len(drafts), drafts, takers)
 
     # Hooks.
 
@@ -183,13 +190,20 @@ class Scheduler:
 
     # What comes back from a step.
 
-    def land(self, work: Work, *, computed: bool = True) -> None:
-        """The host has seen the end of one work's step; `computed` is False if the step failed."""
+    def land(self, work: Work, *, accepted: int = 0, computed: bool = True) -> None:
+        """The host has seen the end of one work's step.
+
+        accepted: how many of its drafts were right; what the others left in the cache counts for nothing.
+        computed: False if the step failed.
+        """
+        end = work.start + work.count - len(work.drafts) + accepted
         for request in work.takers or (work.request,):
             request.in_flight -= 1
             request.placeholders -= bool(work.takers)
             if computed and request.row >= 0:  # not finished, aborted or preempted meanwhile
-                self.cache.commit(request, work.start + work.count)
+                if work.drafts:
+                    request.num_computed_tokens = end
+                self.cache.commit(request, end)
 
     def leave(self, request: Request) -> None:
         """Take back what a request holds: it has finished, or it is preempted."""

@@ -6,6 +6,7 @@ import time
 
 from common.text.tokenizer import Tokenizer
 from continuous.engine import Engine, Output
+from continuous.seams import NO_MASKS, Masks
 from paged_cache.memory import Ledger
 from paged_cache.runner import PagedRunner
 from paged_cache.scheduler import PagedScheduler
@@ -28,8 +29,10 @@ class PagedEngine(Engine):
         runner: PagedRunner,
         ledger: Ledger,
         tokenizer: Tokenizer | None = None,
+        *,
+        masks: Masks = NO_MASKS,
     ) -> None:
-        super().__init__(scheduler, runner, tokenizer)
+        super().__init__(scheduler, runner, tokenizer, masks=masks)
         self.ledger = ledger
         self.cache = scheduler.cache
         self._last_check = time.monotonic()

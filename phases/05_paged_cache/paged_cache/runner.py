@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from continuous.batch import Batch, HostBatch, Ints, upload
+from continuous.batch import Batch, HostBatch, Ints
 from continuous.rows import Rows
 from continuous.runner import Runner
-from continuous.scheduler import Work
+from continuous.work import Work
 from forward.model import Model
 from paged_cache.attention import PagedAttention, PagedBatch
 from paged_cache.cache import PagedCache
@@ -35,21 +36,18 @@ class PagedRunner(Runner):
         super().__init__(model, attention, rows, **options)
         self.cache = cache
 
-    def refresh(self) -> None:
+    def refresh(self, works: Sequence[Work]) -> None:
         """Also: do the copies that the step's writes depend on."""
-        super().refresh()
+        super().refresh(works)
         if copies := self.cache.take_copies():
             self.attention.pool.copy(copies)
 
     def prepare(self, works: Sequence[Work]) -> Batch:
         """The step's inputs."""
         host = HostBatch.of(works, self.rows.prompt_lens)
-        plain = Batch.of(host, self.rows)
-        (block_tables,) = upload(plain.rows.device, np.int32, self.block_tables(host))
-        (slots,) = upload(plain.rows.device, np.int64, self.slots(host))
-        return PagedBatch(**vars(plain), block_tables=block_tables, slots=slots)
+        return PagedBatch.of(host, self.rows, block_tables=self.block_tables(host), slots=self.slots(host))
 
-    def block_tables(self, host: HostBatch) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
+    def block_tables(self, host: HostBatch) -> NDArray[np.int32]:
         """`[B, max_blocks]`: the tables of the batch's rows, no wider than the longest context needs."""
         width = self.cache.blocks_for(int(host.context_lens.max()))
         return self.cache.tables[host.rows, :width]

@@ -42,16 +42,19 @@ class PagedScheduler(Scheduler):
         self._push(requests[0])
 
     def make_room(self, request: Request, upto: int, queue: list[Request], at: int) -> bool:
-        """Preempt from the end of the queue until `request` has room; if need be, `request` itself.
+        """Preempt whoever is last by rank until `request` has room; that may be `request` itself.
 
-        Only requests that this step does not serve yet can lose their blocks.
+        Only requests that this step does not serve yet can lose their blocks: `queue[at:]`, which is not
+        always in the order of ranks, gets shorter.
         """
-        while len(queue) > at:
-            self.preempt(queue.pop())
+        while True:
+            victim = max((request, *queue[at:]), key=_rank)
+            self.preempt(victim)
+            if victim is request:
+                return False
+            queue.remove(victim)
             if self.cache.reserve(request, upto):
                 return True
-        self.preempt(request)
-        return False
 
     def admits(self, request: Request) -> bool:
         """Siblings need rows of their own from the start."""
@@ -71,7 +74,7 @@ class PagedScheduler(Scheduler):
         for sibling in siblings:
             self.cache.fork(request, sibling, request.num_computed_tokens)
             sibling.num_computed_tokens = sibling.cached_tokens = request.num_computed_tokens
-            insort(self.running, sibling, key=lambda running: running.rank)
+            insort(self.running, sibling, key=_rank)
         return (request, *siblings)
 
     def leave(self, request: Request) -> None:
@@ -83,3 +86,7 @@ class PagedScheduler(Scheduler):
             if sibling.row >= 0:
                 self.rows.release(sibling)
         super().leave(request)
+
+
+def _rank(request: Request) -> tuple[float, ...]:
+    return request.rank

@@ -87,7 +87,8 @@ class TritonPagedAttention(PagedAttention):
         self._tiles: Tensor | None = None
         if not decodes.all():
             members, tiles = np.flatnonzero(decodes).astype(np.int32), self._cut(host, longer)
-            self._only, self._tiles = upload(self.batch.positions.device, np.int32, members, tiles)
+            moved = upload(self.batch.positions.device, {}, {"members": members, "tiles": tiles})
+            self._only, self._tiles = moved["members"], moved["tiles"]
 
     def sort(self, host: HostBatch) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """The requests for the decode kernel, and the query tiles `[n, 4]` of the others."""

@@ -1,11 +1,7 @@
-"""Replace a loaded model's layers by fused ones. The model's own code stays as phase 01 wrote it.
-
-`optimize` returns a new model that shares the given one's weights; the given one is not touched.
-"""
+"""Replace a loaded model's layers by fused ones. The model's own code stays as phase 01 wrote it."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -22,19 +18,12 @@ from triton_paged_attention.layers import FusedAttention, FusedBlock, FusedMLP, 
 from triton_paged_attention.rope import FusedRope
 
 
-def clone(model: Model) -> Model:
-    """A copy of the modules that shares every parameter and buffer with the original."""
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, shared)
-
-
 def optimize(model: Model, backends: Backends | None = None) -> Model:
-    """The same model with this phase's layers in the places of phase 01's.
+    """Put this phase's layers in the places of phase 01's, in the model that is given; returns it.
 
     GPT-2 has LayerNorm, no RoPE and no gate: it keeps its layers, and gains by attention alone.
     """
     chosen = backends or Backends()
-    model = clone(model)
     kind = model.config.activation
     if "triton" in (chosen.rope, chosen.projections):
         _replace(model, LlamaAttention, lambda old: FusedAttention(old, chosen))

@@ -6,34 +6,30 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import paged_cache
+from chunked_prefill.feature import Chunked
 from chunked_prefill.scheduler import ChunkedScheduler
+from continuous import llm
 from forward.model import Model
-from paged_cache import PagedEngine
-from paged_cache.llm import LLM as PagedLLM
+from paged_cache import PagedEngine, Preset
 
-__all__ = ["LLM", "ChunkedScheduler", "load"]
+__all__ = ["LLM", "PRESET", "Chunked", "ChunkedScheduler", "load"]
+
+PRESET = Preset(on=[Chunked])
 
 
-def load(
-    model: str | Path | Model, *, step_tokens: int = 256, chunk_tokens: int | None = None, **options: Any
-) -> PagedEngine:
+def load(model: str | Path | Model, **options: Any) -> PagedEngine:
     """This phase's engine for a model's name or a loaded model.
 
     Args:
         model: see `forward.load_model`.
-        step_tokens: tokens computed in a step, decodes and chunks together.
-        chunk_tokens: most tokens of one prompt in a step; by default all that the budget has left.
-        options: see `paged_cache.load`.
+        options: those of `paged_cache.load` and the fields of `Chunked`. `step_tokens`, which decodes and
+            chunks share, is 256 by default.
 
     Raises:
-        UserError: an option is out of its limits.
+        UserError: an option is unknown or out of its limits.
     """
-    scheduler = partial(ChunkedScheduler, chunk_tokens=chunk_tokens)
-    return paged_cache.load(model, step_tokens=step_tokens, make_scheduler=scheduler, **options)
+    return PRESET.load(model, **options)
 
 
-class LLM(PagedLLM):
-    """See `paged_cache.llm.LLM`; options are those of this phase's `load`."""
-
-    load = staticmethod(load)
+LLM = partial(llm.LLM, load=load)
+"""Text in, text out; see `continuous.llm.LLM`. Options are those of this phase's `load`."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from common.sampling.sampler import Feature, Plan, Sampler
+from continuous.batch import Ints
 from continuous.rows import Rows
 from cuda_graphs.capture import Capturer
 from cuda_graphs.step_kernels import gather_inputs, scatter_tokens
 from cuda_graphs.tables import DeviceTables
 from forward.model import Model
-from triton_paged_attention import TritonPagedAttention
+from paged_cache.attention import PagedBatch
+from triton_paged_attention.attention import TritonPagedAttention
 from triton_paged_attention.batch import fixed_batch
 
 CAPTURED = (Feature(0), Feature.RANDOM)
@@ -86,3 +88,15 @@ class DecodeGraph:
         logits = on.model.logits(hidden) if capped else on.model.lm_head(hidden)
         self.tokens = on.sampler.sample(logits, self.rows, (), self.steps, self.plan).tokens
         scatter_tokens(self.rows, self.at, self.tokens, on.rows.tokens)
+
+    def sampled(self, rows: Ints) -> PagedBatch:
+        """The batch of requests in these rows with their samples, as `Runner` samples them from `hidden`."""
+        own = slice(len(rows))
+        return replace(
+            self.batch,
+            host=replace(self.batch.host, sample_rows=rows),
+            sample_at=self.batch.query_starts[:-1][own],
+            sample_rows=self.rows[own],
+            sample_positions=self.at[own] + 1,
+            sample_steps=self.steps[own],
+        )

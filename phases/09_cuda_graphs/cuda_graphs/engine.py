@@ -7,7 +7,7 @@ next step reads them. So the host runs one step ahead and learns what a token wa
 
 from __future__ import annotations
 
-from continuous.engine import Engine, Output
+from continuous.engine import Engine
 from continuous.runner import Pending
 from paged_cache import PagedEngine
 
@@ -29,15 +29,24 @@ class RunAhead(Engine):
         """Also: no step is on its way."""
         return super().idle and self._flying is None
 
-    def step(self) -> list[Output]:
-        """Launch the next step, then wait for the one before; tell what came of that."""
+    def advance(self) -> None:
+        """Launch the next step, then wait for the one before.
+
+        Where tokens are masked, what may come next depends on what has come: the step's second half then
+        waits for the tokens of the step before, while the device computes the first half.
+        """
         works = self.scheduler.schedule()
         if not works and self._flying is None and not self.scheduler.idle:
             raise AssertionError("requests are left, but the scheduler finds nothing to do")
-        landing, self._flying = self._flying, self.launch(works)
-        if landing is not None:
-            self.collect(landing)
-        return self.drain()
+        with self.marked(works):
+            step = self.forward(works)
+            landing, self._flying = self._flying, None
+            if landing is not None and step is not None and self.masks.wants(step.works):
+                self.collect(landing)
+                landing = None
+            self._flying = self.sample(step)
+            if landing is not None:
+                self.collect(landing)
 
     def _clock(self, pending: Pending, now: float) -> None:
         """A step's time begins when the one before it has ended, not when it was put into the queue."""

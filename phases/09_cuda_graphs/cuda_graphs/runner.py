@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from common.sampling.sampler import Sampled
 from continuous.batch import HostBatch, Ints
 from continuous.rows import Rows
-from continuous.runner import Pending
-from continuous.scheduler import Work
+from continuous.runner import Forwarded, Pending
+from continuous.work import Work
 from cuda_graphs.buckets import chunk_sizes, decode_sizes, smallest
 from cuda_graphs.capture import Capturer
 from cuda_graphs.chunk_graph import ChunkGraph, Layout
@@ -25,7 +26,7 @@ from cuda_graphs.tables import DeviceTables
 from forward.model import Model
 from paged_cache.cache import PagedCache
 from paged_cache.runner import PagedRunner
-from triton_paged_attention import TritonPagedAttention
+from triton_paged_attention.attention import TritonPagedAttention
 
 FEW = 16
 """Requests for which each size of chunk has a second graph. With few requests the decode kernel splits
@@ -41,6 +42,13 @@ class Startup:
     graphs: int
     seconds: float
     bytes: int
+
+
+@dataclass
+class Replayed(Forwarded):
+    """A step whose graph goes on to the sampled tokens."""
+
+    sampled: Sampled | None = None
 
 
 class GraphRunner(PagedRunner):
@@ -105,20 +113,27 @@ class GraphRunner(PagedRunner):
         return Startup(capturer.count, time.perf_counter() - started, before - _free_bytes(device))
 
     @torch.inference_mode()
-    def run(self, works: Sequence[Work]) -> Pending:
-        """Start one step; see `continuous.Runner.run`."""
+    def forward(self, works: Sequence[Work], *, masked: bool = False) -> Forwarded:
+        """The first half of a step; from a graph also the second, unless its samples are to be masked."""
         single = all(work.count == 1 and len(work.takers) == 1 for work in works)
         if single and (size := smallest(self._sizes, len(works))) is not None:
-            return self._decode(works, size)
+            return self._decode(works, size, masked)
         tokens = smallest(self._chunks, sum(work.count for work in works))
-        requests = smallest(self._requests, sum(max(1, len(work.takers)) for work in works))
+        samples = sum(max(1, len(work.takers)) + len(work.drafts) for work in works)
+        requests = smallest(self._requests, samples)
         if tokens is not None and requests is not None:
             return self._chunk(works, self._chunk_graphs[tokens, requests])
-        return super().run(works)
+        return super().forward(works, masked=masked)
 
-    def _decode(self, works: Sequence[Work], size: int) -> Pending:
+    def sample(self, step: Forwarded, allowed: Tensor | None = None) -> Pending:
+        """See `continuous.Runner.sample`; a graph may have done it already."""
+        if isinstance(step, Replayed):
+            return Pending(step.works, step.sampled)
+        return super().sample(step, allowed)
+
+    def _decode(self, works: Sequence[Work], size: int, masked: bool) -> Forwarded:
         self.replays += 1
-        self.refresh()
+        self.refresh(works)
         count = len(works)
         rows: Ints = np.fromiter((work.row for work in works), np.int64, count)
         at: Ints = np.fromiter((work.start for work in works), np.int64, count)
@@ -127,29 +142,24 @@ class GraphRunner(PagedRunner):
             inputs = flat.reshape(3, size)
             inputs[:, count:] = _PADDING
             inputs[:, :count] = rows, at, at + 1 - self.rows.prompt_lens[rows]
-        rows_host = rows.tolist()
-        plan = self.sampler.plan(rows_host)
-        if plan.features in CAPTURED and plan.wanted is None:
-            graph = self.decode_graphs[size, plan.features]
-            graph.replay()
-            return Pending(works, Sampled(graph.tokens[:count]))
-        graph, own = self.decode_graphs[size, None], slice(count)
+        plan = self.sampler.plan(rows.tolist())
+        inside = plan.features in CAPTURED and plan.wanted is None and not masked
+        graph = self.decode_graphs[size, plan.features if inside else None]
         graph.replay()
-        logits = self.model.logits(graph.hidden[own])
-        sampled = self.sampler.sample(logits, graph.rows[own], rows_host, graph.steps[own], plan)
-        self.rows.tokens[graph.rows[own], graph.at[own] + 1] = sampled.tokens
-        return Pending(works, sampled)
+        if inside:
+            return Replayed(works, graph.batch, graph.tokens, sampled=Sampled(graph.tokens[:count]))
+        return Forwarded(works, graph.sampled(rows), graph.hidden)
 
-    def _chunk(self, works: Sequence[Work], graph: ChunkGraph) -> Pending:
+    def _chunk(self, works: Sequence[Work], graph: ChunkGraph) -> Forwarded:
         self.replays += 1
-        self.refresh()
+        self.refresh(works)
         works = sorted(works, key=_by_row)
         host = HostBatch.of(works, self.rows.prompt_lens)
         self.tables.update(host.rows, self.cache.blocks_for(int(host.context_lens.max())))
         with self._staging.fill(graph.layout.size) as flat:
             graph.layout.fill(flat, host, *self.attention.sort(host))
         graph.replay()
-        return Pending(works, self._sample(graph.sampled(host), graph.hidden))
+        return Forwarded(works, graph.sampled(host), graph.hidden)
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -36,5 +36,5 @@ class DeviceTables:
             return
         self._sent[rows, :blocks] = now
         places = rows[line] * self.data.shape[1] + column
-        index, value = upload(self.data.device, np.int64, places, now[line, column])
-        self.data.view(-1)[index] = value.int()
+        moved = upload(self.data.device, {"places": places}, {"values": now[line, column]})
+        self.data.view(-1)[moved["places"]] = moved["values"]

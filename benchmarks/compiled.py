@@ -7,19 +7,17 @@ it cannot look into. The result is captured in graphs like any other model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from forward.attention import Attention, LayerSpec
 from forward.model import Model
-from paged_cache import PagedEngine
-from paged_cache.runner import PagedRunner
-from triton_paged_attention import CUDA_BLOCK_SIZE, TritonPagedAttention, TritonSampler
-from triton_paged_attention.surgery import clone
+from paged_cache import Feature, Parts
+from triton_paged_attention.feature import CUDA_BLOCK_SIZE, check_triton
 
 
 class Opaque:
@@ -49,8 +47,7 @@ class CompiledBlock(nn.Module):
 
 
 def compile_layers(model: Model, backend: str = "inductor") -> Model:
-    """The same model with every block compiled; it shares the given one's weights."""
-    model = clone(model)
+    """Put every block of the model that is given behind the compiler; returns it."""
     layers = model.get_submodule("layers")
     assert isinstance(layers, nn.ModuleList)
     for index, block in enumerate(layers):
@@ -58,20 +55,23 @@ def compile_layers(model: Model, backend: str = "inductor") -> Model:
     return model
 
 
-def load_compiled(
-    model: Model,
-    *,
-    below: Callable[..., PagedEngine],
-    block_size: int = CUDA_BLOCK_SIZE,
-    make_runner: Callable[..., PagedRunner] = PagedRunner,
-    **options: Any,
-) -> PagedEngine:
-    """`below`'s engine with compiled layers around phase 06's attention and sampling."""
-    heads = model.config.num_heads
-    return below(
-        compile_layers(model),
-        block_size=block_size,
-        make_attention=lambda pool: TritonPagedAttention(pool, heads),
-        make_runner=partial(make_runner, make_sampler=TritonSampler),
-        **options,
-    )
+@dataclass(frozen=True)
+class Compiled(Feature):
+    """For comparison: `torch.compile` fuses the layers, around the kernels' attention and sampling."""
+
+    name: ClassVar[str] = "compiled"
+    phase: ClassVar[int] = 8  # before graphs, which capture what it makes
+
+    attends: ClassVar[bool] = True
+
+    def install(self, parts: Parts) -> None:
+        """Compiled layers."""
+        from triton_paged_attention.attention import TritonPagedAttention
+        from triton_paged_attention.sampler import TritonSampler
+
+        check_triton(parts.model.device.type)
+        model = compile_layers(parts.own_model())
+        attention = partial(TritonPagedAttention, num_heads=model.config.num_heads)
+        parts.bring(self, attention=attention, sampler=TritonSampler)
+        if model.device.type == "cuda":
+            parts.usual["block_size"] = CUDA_BLOCK_SIZE

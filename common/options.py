@@ -1,0 +1,79 @@
+"""Options are fields of dataclasses: each has a default and a line of help, and every front reads them here.
+
+The same field is a keyword of `load`, a flag of the command line and a key of a configuration file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import field, fields
+from difflib import get_close_matches
+from typing import Any, get_args, get_type_hints
+
+from common.errors import UserError
+
+
+def option(default: Any, help: str) -> Any:
+    """A field of a dataclass of options.
+
+    help: one line, in the words of somebody who wants to set it.
+    """
+    return field(default=default, metadata={"help": help})
+
+
+def names(kind: type) -> tuple[str, ...]:
+    """The options of a class, in order."""
+    return tuple(item.name for item in fields(kind))
+
+
+def helps(kind: type) -> dict[str, str]:
+    """The line of help of each option."""
+    return {item.name: item.metadata.get("help", "") for item in fields(kind)}
+
+
+def types(kind: type) -> dict[str, type]:
+    """The type of each option: int, float, bool or str. `int | None` is int, a `Literal` of strings str."""
+    found = {}
+    hints = get_type_hints(kind)
+    for name in names(kind):
+        parts = [part for part in get_args(hints[name]) if part is not type(None)] or [hints[name]]
+        found[name] = parts[0] if isinstance(parts[0], type) else type(parts[0])
+    return found
+
+
+def route(
+    options: Mapping[str, Any], kinds: Sequence[type], others: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """Deal options out to the classes that have them.
+
+    Args:
+        options: by name.
+        kinds: classes of options; no two may have an option of the same name.
+        others: names that the caller takes as well; they are in none of the results.
+
+    Returns:
+        For each class, its own options.
+
+    Raises:
+        UserError: nobody has an option of that name. It names the near ones.
+    """
+    owner: dict[str, int] = {}
+    for place, kind in enumerate(kinds):
+        for name in names(kind):
+            if name in owner or name in others:
+                raise AssertionError(f"{name} is an option of {kind.__name__} and of something else")
+            owner[name] = place
+    dealt: list[dict[str, Any]] = [{} for _ in kinds]
+    for name, value in options.items():
+        if name in owner:
+            dealt[owner[name]][name] = value
+        elif name not in others:
+            raise UserError(unknown(name, [*owner, *others]))
+    return dealt
+
+
+def unknown(name: str, known: Sequence[str]) -> str:
+    """What to say about an option that there is not."""
+    near = get_close_matches(name, known, n=3)
+    what = f"did you mean {' or '.join(near)}?" if near else f"the options are {', '.join(sorted(known))}"
+    return f"{name!r} is no option here: {what}"

@@ -1,0 +1,52 @@
+"""How large an engine is: the options that every engine from this phase on has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.errors import UserError, choice, integer
+from common.options import option
+from continuous.policies import POLICIES
+from forward.model import Model
+
+MOST_ROWS = 1 << 16
+MOST_TOKENS = 1 << 24
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """None: what is usual in a phase. Raises `UserError` for a value out of its limits."""
+
+    max_rows: int | None = option(None, "requests that run at a time")
+    max_len: int | None = option(None, "most tokens of a request, prompt and output")
+    step_tokens: int | None = option(None, "most tokens computed in a step")
+    policy: str = option("fcfs", "who is served first: fcfs, shortest_first or priority")
+    cache_bytes: int | None = option(None, "bytes of the KV cache")
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without a model."""
+        limits = {
+            "max_rows": (1, MOST_ROWS),
+            "max_len": (2, MOST_TOKENS),
+            "step_tokens": (1, MOST_TOKENS),
+            "cache_bytes": (0, None),
+        }
+        for name, (low, high) in limits.items():
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, integer(name, value, low=low, high=high))
+        choice("policy", self.policy, POLICIES)
+
+    def context(self, model: Model, usual: int | None = None) -> int:
+        """The context length to serve: `max_len`, which the model must have, or `usual` or the model's.
+
+        Raises:
+            UserError: the model has no such context.
+        """
+        if self.max_len is None:
+            return model.max_len if usual is None else min(model.max_len, usual)
+        if self.max_len > model.max_len:
+            raise UserError(
+                f"max_len is {self.max_len}, but must be between 2 and the model's context of {model.max_len}"
+            )
+        return self.max_len

@@ -1,0 +1,24 @@
+"""What one step does for one request."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from common.request import Request
+
+
+class Work(NamedTuple):
+    """A request's part of one step, as it was decided. It stays true whatever happens to the request later.
+
+    start, count: which tokens to compute, `start .. start + count - 1`, in row `row`.
+    drafts: guessed tokens among them, at the end; only a work with one taker has any.
+    takers: who takes what is sampled from the last one's logits: nobody in the middle of a prompt, then the
+        request itself, and after a shared prompt its siblings too.
+    """
+
+    request: Request
+    row: int
+    start: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
+    drafts: tuple[int, ...] = ()
+    takers: tuple[Request, ...] = ()

@@ -1,0 +1,126 @@
+"""What an engine is made of, and what changes that: a feature.
+
+A feature is one optimization: a small frozen dataclass whose fields are its options, and whose `install` puts
+its own parts in the places of the usual ones. This phase has none. Every later phase adds one or two, and
+`build` makes an engine with any of them, each by itself or together with others.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from common.errors import UserError, integer, number
+from common.options import option
+from common.sampling.sampler import Sampler
+from continuous.runner import MakesSampler
+from continuous.seams import NO_DRAFTS, NO_MASKS, Drafter, Masks
+from continuous.sizes import Sizes
+from forward.model import Model
+from forward.surgery import clone
+from paged_cache.attention import PagedAttention, TorchPagedAttention
+from paged_cache.cache import BlockPool, PagedCache
+from paged_cache.engine import PagedEngine
+from paged_cache.runner import PagedRunner
+from paged_cache.scheduler import PagedScheduler
+
+MOST_BLOCK = 1 << 16
+
+
+@dataclass(frozen=True)
+class PagedSizes(Sizes):
+    """`Sizes`, and those of a paged cache."""
+
+    block_size: int | None = option(None, "tokens in a block of the cache")
+    gpu_memory_utilization: float = option(
+        0.9, "share of a GPU's memory to fill, unless cache_bytes is given"
+    )
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without a model."""
+        super().__post_init__()
+        if self.block_size is not None:
+            object.__setattr__(
+                self, "block_size", integer("block_size", self.block_size, low=1, high=MOST_BLOCK)
+            )
+        number("gpu_memory_utilization", self.gpu_memory_utilization, low=0.0, high=1.0, above_low=True)
+
+
+@dataclass
+class Parts:
+    """The parts of an engine before it is made; the defaults are this phase's.
+
+    model: owned by the builder, unless `borrowed`: then its layers belong to somebody else.
+    sizes: what the caller asked for; `usual` what features suggest instead of None.
+    cache, scheduler, attention, sampler, runner, engine: what `build` calls to make each of them.
+    drafter, masks: objects that take part in steps.
+    reserve: asked after all features are installed how many bytes to leave free.
+    """
+
+    model: Model
+    sizes: PagedSizes = PagedSizes()
+    borrowed: bool = False
+    cache: Callable[..., PagedCache] = PagedCache
+    scheduler: Callable[..., PagedScheduler] = PagedScheduler
+    attention: Callable[[BlockPool], PagedAttention] = TorchPagedAttention
+    sampler: MakesSampler = Sampler
+    runner: Callable[..., PagedRunner] = PagedRunner
+    engine: Callable[..., PagedEngine] = PagedEngine
+    drafter: Drafter = NO_DRAFTS
+    masks: Masks = NO_MASKS
+    reserve: list[Callable[[Parts], int]] = field(default_factory=list)
+    usual: dict[str, int] = field(default_factory=lambda: {"max_rows": 64, "block_size": 16})
+    features: dict[str, Feature] = field(default_factory=dict)
+    _brought: dict[str, str] = field(default_factory=dict)
+
+    def bring(self, feature: Feature, **parts: Any) -> None:
+        """Put a feature's parts in the places of the usual ones.
+
+        Raises:
+            UserError: another feature has brought such a part already.
+        """
+        for name, part in parts.items():
+            if name in self._brought:
+                raise UserError(
+                    f"{feature.name} and {self._brought[name]} cannot both be on: each brings its own {name}"
+                )
+            self._brought[name] = feature.name
+            setattr(self, name, part)
+
+    def own_model(self) -> Model:
+        """The model, for a feature that replaces layers; if borrowed, a copy that shares its weights."""
+        if self.borrowed:
+            self.model, self.borrowed = clone(self.model), False
+        return self.model
+
+    def size(self, name: str) -> int:
+        """A size as it will be: what the caller asked for, or what is usual with these features."""
+        asked = getattr(self.sizes, name)
+        return int(self.usual[name] if asked is None else asked)
+
+
+class Feature(ABC):
+    """One optimization. Subclasses are frozen dataclasses of options; construction checks these.
+
+    name: what it is called in options and files, such as `prefix_cache`.
+    phase: the number of the phase that brings it; features are installed in this order.
+    without: options that say in its own words what an engine does that lacks it. Giving one of these values
+        asks for nothing.
+    """
+
+    name: ClassVar[str]
+    phase: ClassVar[int]
+    without: ClassVar[Mapping[str, Any]] = {}
+
+    @abstractmethod
+    def install(self, parts: Parts) -> None:
+        """Change the parts. Raises `UserError` where it makes no sense with the others, or on this device."""
+
+    @classmethod
+    def pays(cls, device: torch.device, others: Mapping[str, Feature | None]) -> bool:
+        """Whether it is on by itself, where a phase leaves that to the device and to the `others` chosen."""
+        return True

@@ -1,0 +1,99 @@
+"""Triton kernels as a feature of an engine. Triton itself is imported when it is installed in one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import ClassVar
+
+import torch
+
+from common.errors import UserError
+from common.options import option
+from paged_cache import BlockPool, Feature, PagedAttention, Parts
+from triton_paged_attention.backends import Backend, Backends, check_backend
+
+CUDA_BLOCK_SIZE = 64
+"""One tile of keys then lies in one block, and a step of the kernel looks up one block id instead of 64."""
+
+
+@dataclass(frozen=True)
+class Kernels(Feature):
+    """Each kind of operator by "triton" or by "torch"; the tokens are the same."""
+
+    name: ClassVar[str] = "kernels"
+    phase: ClassVar[int] = 6
+
+    attention_prefill: Backend = option("triton", "attention of requests with many new tokens")
+    attention_decode: Backend = option("triton", "attention of requests with one or a few new tokens")
+    norms: Backend = option("triton", "RMSNorm, and the addition before it")
+    rope: Backend = option("triton", "query and key norm, RoPE and KV store in one kernel")
+    activation: Backend = option("triton", "SwiGLU and GeGLU")
+    projections: Backend = option("triton", "one matrix product for q, k and v, and one for gate and up")
+    sampling: Backend = option("triton", "the choice of tokens")
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        for field in fields(self):
+            check_backend(field.name, getattr(self, field.name))
+
+    @classmethod
+    def pays(cls, device: torch.device, others: Mapping[str, Feature | None]) -> bool:
+        """On a GPU; elsewhere kernels run in the interpreter."""
+        return device.type == "cuda"
+
+    def install(self, parts: Parts) -> None:
+        """Fused layers, kernels for attention, and a sampler whose choice is a kernel."""
+        device = parts.model.device.type
+        check_triton(device)
+        from triton_paged_attention.sampler import TritonSampler
+        from triton_paged_attention.surgery import optimize
+
+        optimize(parts.own_model(), Backends(self.norms, self.rope, self.activation, self.projections))
+        parts.bring(self, attention=self._attention(parts.model.config.num_heads))
+        if self.sampling == "triton":
+            parts.bring(self, sampler=TritonSampler)
+        if device == "cuda":
+            parts.usual["block_size"] = CUDA_BLOCK_SIZE
+
+    @property
+    def attends(self) -> bool:
+        """Whether all attention is in kernels, as graphs need it."""
+        return self.attention_prefill == self.attention_decode == "triton"
+
+    def _attention(self, heads: int) -> Callable[[BlockPool], PagedAttention]:
+        from triton_paged_attention.attention import TritonPagedAttention
+
+        return partial(
+            TritonPagedAttention,
+            num_heads=heads,
+            prefill=self.attention_prefill,
+            decode=self.attention_decode,
+        )
+
+
+Kernels.without = {field.name: "torch" for field in fields(Kernels)}
+
+
+def check_triton(device: str) -> None:
+    """Raise `UserError` unless kernels can run on a kind of device."""
+    if device not in ("cuda", "cpu"):
+        raise UserError(f"device is {device!r}, but Triton kernels need 'cuda', or 'cpu' for the interpreter")
+    try:
+        import triton  # noqa: F401
+    except ModuleNotFoundError:
+        raise UserError("kernels need triton, which is not installed: see `ladder doctor`") from None
+    if device == "cpu" and not interpreted():
+        raise UserError(
+            "device is 'cpu', but Triton was imported without TRITON_INTERPRET=1 in the environment"
+        )
+
+
+def interpreted() -> bool:
+    """Whether kernels of this package run in the interpreter."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    from triton_paged_attention.kv_store import kv_store_kernel
+
+    return isinstance(kv_store_kernel, InterpretedFunction)

@@ -1,0 +1,34 @@
+"""Chunked prefill as a feature of an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+from chunked_prefill.scheduler import ChunkedScheduler
+from common.errors import integer
+from common.options import option
+from paged_cache import Feature, Parts
+
+STEP_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Chunked(Feature):
+    """Prompts are cut to fit a budget of tokens a step, which decodes take from first."""
+
+    name: ClassVar[str] = "chunked_prefill"
+    phase: ClassVar[int] = 7
+
+    chunk_tokens: int | None = option(None, "most tokens of one prompt in a step, if not all of it")
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        if self.chunk_tokens is not None:
+            integer("chunk_tokens", self.chunk_tokens, low=1)
+
+    def install(self, parts: Parts) -> None:
+        """Another scheduler, and smaller steps."""
+        parts.bring(self, scheduler=partial(ChunkedScheduler, chunk_tokens=self.chunk_tokens))
+        parts.usual["step_tokens"] = STEP_TOKENS

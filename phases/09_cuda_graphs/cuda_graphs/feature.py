@@ -1,0 +1,72 @@
+"""Graphs and overlap as features of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+
+from common.errors import UserError, integer
+from common.options import option
+from cuda_graphs.engine import OverlapEngine
+from paged_cache import Feature, Parts
+
+
+@dataclass(frozen=True)
+class Graphs(Feature):
+    """Steps are replayed from CUDA graphs."""
+
+    name: ClassVar[str] = "graphs"
+    phase: ClassVar[int] = 9
+
+    graph_rows: int = option(256, "requests in the largest decode step that has a graph")
+    graph_tokens: int = option(1024, "tokens in the largest mixed step that has a graph; 0: none has")
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        integer("graph_rows", self.graph_rows, low=1)
+        integer("graph_tokens", self.graph_tokens, low=0)
+
+    @classmethod
+    def pays(cls, device: torch.device, others: Mapping[str, Feature | None]) -> bool:
+        """On a GPU, around attention in kernels."""
+        return device.type == "cuda" and _attends(others)
+
+    def install(self, parts: Parts) -> None:
+        """Another runner, and memory for what it captures."""
+        if not _attends(parts.features):
+            raise UserError(
+                "graphs is True, but must be False without the kernels' attention: torch's attention chooses "
+                "its calls by the lengths of the requests, which a graph cannot"
+            )
+        from cuda_graphs.memory import graph_bytes
+        from cuda_graphs.runner import GraphRunner
+
+        parts.bring(
+            self, runner=partial(GraphRunner, most_rows=self.graph_rows, most_tokens=self.graph_tokens)
+        )
+        parts.reserve.append(
+            lambda whole: graph_bytes(
+                whole.model, min(self.graph_rows, whole.size("max_rows")), self.graph_tokens
+            )
+        )
+
+
+@dataclass(frozen=True)
+class Overlap(Feature):
+    """Each step is scheduled while the one before is computed."""
+
+    name: ClassVar[str] = "overlap"
+    phase: ClassVar[int] = 9
+
+    def install(self, parts: Parts) -> None:
+        """Another engine."""
+        parts.bring(self, engine=OverlapEngine)
+
+
+def _attends(features: Mapping[str, Feature | None]) -> bool:
+    """Whether a feature has brought attention that a graph can hold."""
+    return any(getattr(feature, "attends", False) for feature in features.values())

@@ -1,0 +1,270 @@
+"""One engine from any set of features: the same tokens, and a reason for every set that makes no sense."""
+
+from __future__ import annotations
+
+import importlib
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, combinations
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import continuous
+import forward
+import paged_cache
+import prefix_cache
+from common.errors import UserError
+from common.options import option
+from common.sampling.params import SamplingParams
+from forward.model import Model
+from paged_cache import Feature, PagedSizes, Parts, build
+from paged_cache.scheduler import PagedScheduler
+from phases import find_phase, registry
+from phases.cli import main
+from phases.config import EngineConfig, options_from_yaml
+
+build_module = importlib.import_module("paged_cache.build")
+CPU = torch.device("cpu")
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [5, 6, 7, 8, 9, 10, 11, 12, 40, 41, 42], [3]]
+PARAMS = [
+    SamplingParams(max_tokens=5, ignore_eos=True),
+    SamplingParams(max_tokens=4, temperature=0.8, seed=3, ignore_eos=True),
+    SamplingParams(max_tokens=3, n=2, temperature=1.0, seed=1, ignore_eos=True),
+]
+NAMES = ("kernels", "chunked_prefill", "prefix_cache", "overlap", "graphs")
+SUBSETS = list(chain.from_iterable(combinations(NAMES, count) for count in range(len(NAMES) + 1)))
+SMALL = {"max_rows": 4, "max_len": 48, "step_tokens": 48, "block_size": 4, "cache_bytes": 1 << 20}
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return forward.load_model("random:tiny", device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def expected(model: Model) -> list[list[int]]:
+    engine = continuous.load(model, max_rows=4, max_len=48)
+    return [completion.token_ids for completion in engine.generate(PROMPTS, PARAMS)]
+
+
+def phase(name: str) -> Any:
+    found = find_phase(name)
+    assert found is not None
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on", SUBSETS, ids=lambda names: "+".join(names) or "none")
+def test_every_set_of_features_gives_the_same_tokens(
+    on: tuple[str, ...], model: Model, expected: list[list[int]]
+) -> None:
+    options: dict[str, Any] = {name: name in on for name in NAMES} | SMALL
+    if "graphs" in on:
+        options |= {"graph_rows": 2, "graph_tokens": 0}
+        if "kernels" not in on:
+            with pytest.raises(UserError, match="graphs is True, but must be False without the kernels'"):
+                EngineConfig.of(phase("09"), options, CPU).build(model)
+            return
+    engine = EngineConfig.of(phase("09"), options, CPU).build(model)
+    found = [completion.token_ids for completion in engine.generate(PROMPTS, PARAMS)]
+    assert found == expected, f"with {on or 'no features'}"
+    engine.check_integrity()
+    assert engine.cache.free == engine.cache.allocator.count, f"blocks leak with {on or 'no features'}"
+
+
+WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
+    "a typo": ("05", {"max_row": 3}, "'max_row' is no option here: did you mean max_rows"),
+    "nothing near": ("05", {"zzz": 3}, "'zzz' is no option here: the options are"),
+    "a later phase": ("07", {"prefix_cache": True}, "--prefix-cache is for phases from 08 on"),
+    "an option of a later phase": ("05", {"index": "hash"}, "--index is for phases from 08 on"),
+    "no switch": ("09", {"overlap": "yes"}, "overlap is 'yes', but must be True or False"),
+    "an option of what is off": (
+        "09",
+        {"prefix_cache": False, "index": "hash"},
+        "index is 'hash', but prefix_cache is off on cpu: switch it on with prefix_cache=True",
+    ),
+    "kernels' option without kernels": (
+        "09",
+        {"attention_decode": "triton"},
+        "attention_decode is 'triton', but kernels is off on cpu",
+    ),
+    "a size": ("05", {"max_rows": 0}, "max_rows is 0, but must be between 1 and"),
+    "a huge size": ("05", {"max_rows": 10**9}, "max_rows is 1000000000, but must be between 1 and"),
+    "a share": ("05", {"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5"),
+    "a policy": ("05", {"policy": "fcsf"}, r"policy is 'fcsf', but must be one of .*did you mean 'fcfs'"),
+    "an index": ("08", {"index": "radixx"}, r"index is 'radixx', .*did you mean 'radix'"),
+    "a backend": ("06", {"norms": "cuda"}, "norms is 'cuda', but must be 'torch' or 'triton'"),
+}
+
+
+@pytest.mark.parametrize(("number", "options", "says"), WRONG.values(), ids=WRONG.keys())
+def test_wrong_options(model: Model, number: str, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        registry.load_engine(phase(number), model, **options)
+
+
+@pytest.mark.parametrize("number", ["01", "02", "03", "04"])
+def test_a_typo_in_the_phases_before(model: Model, number: str) -> None:
+    with pytest.raises(UserError, match="'max_rowz' is no option here"):
+        registry.load_engine(phase(number), model, max_rowz=3)
+
+
+def test_a_phase_by_itself_takes_its_own_options_only(model: Model) -> None:
+    with pytest.raises(UserError, match="'index' is no option here"):
+        paged_cache.load(model, index="hash")
+    assert isinstance(prefix_cache.load(model, index="hash", **SMALL).cache.index, prefix_cache.HashIndex)
+    plain = prefix_cache.load(model, prefix_cache=False, chunked_prefill=False, **SMALL)
+    assert type(plain.cache) is paged_cache.PagedCache and type(plain.scheduler) is PagedScheduler
+
+
+@dataclass(frozen=True)
+class Grab(Feature):
+    """Brings a scheduler, as chunked prefill does."""
+
+    name: ClassVar[str] = "grab"
+    phase: ClassVar[int] = 7
+
+    def install(self, parts: Parts) -> None:
+        parts.bring(self, scheduler=PagedScheduler)
+
+
+def test_two_features_that_bring_the_same_part(model: Model) -> None:
+    from chunked_prefill import Chunked
+
+    says = "grab and chunked_prefill cannot both be on: each brings its own scheduler"
+    with pytest.raises(UserError, match=says):
+        build(model, PagedSizes(**SMALL), [Chunked(), Grab()])
+    with pytest.raises(UserError, match="grab is given twice"):
+        build(model, PagedSizes(**SMALL), [Grab(), Grab()])
+
+
+# The owner of the model.
+
+
+def test_a_named_model_belongs_to_its_engine_and_a_loaded_one_to_its_caller(model: Model) -> None:
+    before = dict(model.named_modules())
+    engine = registry.load_engine(phase("06"), model, **SMALL)
+    assert dict(model.named_modules()) == before, "the caller's layers were replaced"
+    assert engine.runner.model is not model  # type: ignore[attr-defined]
+    assert registry.load_engine(phase("08"), model, **SMALL).runner.model is model  # type: ignore[attr-defined]
+
+
+def test_no_layer_that_was_replaced_is_alive_when_memory_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, weakref.ref[torch.Tensor]] = {}
+    alive: list[str] = []
+    load, plan = build_module.load_model, build_module.plan_cache
+
+    def load_watched(*given: Any, **options: Any) -> Model:
+        loaded = load(*given, **options)
+        made.update((name, weakref.ref(weight)) for name, weight in loaded.named_parameters())
+        return loaded
+
+    def plan_watched(loaded: Model, **options: Any) -> Any:
+        own = {id(weight) for weight in loaded.parameters()}
+        alive.extend(
+            name for name, weight in made.items() if weight() is not None and id(weight()) not in own
+        )
+        return plan(loaded, **options)
+
+    monkeypatch.setattr(build_module, "load_model", load_watched)
+    monkeypatch.setattr(build_module, "plan_cache", plan_watched)
+    registry.load_engine(phase("06"), "random:tiny", device="cpu", dtype="float32", **SMALL)
+    assert len(made) > 10 and alive == [], "weights that nobody uses are still there"
+
+
+# As a file, and as flags.
+
+
+def test_a_config_goes_to_a_file_and_back(tmp_path: Path) -> None:
+    options = {"max_rows": 7, "index": "hash", "overlap": False, "block_size": 8}
+    config = EngineConfig.of(phase("09"), options, CPU)
+    assert set(config.features) == set(registry.features())
+    path = tmp_path / "engine.yaml"
+    path.write_text(config.to_yaml(), encoding="utf-8")
+    again = EngineConfig.of(phase("09"), options_from_yaml(path), CPU)
+    assert again == config
+    assert again.features["overlap"] is None and again.sizes.max_rows == 7
+
+
+FILES: dict[str, tuple[str, str]] = {
+    "no YAML": ("a: [", "is not YAML"),
+    "a list": ("- 1", "holds a list"),
+    "an unknown key": ("max_row: 3", "'max_row' is no option here: did you mean max_rows"),
+    "an unknown option": (
+        "prefix_cache: {indx: hash}",
+        "prefix_cache: 'indx' is no option here",
+    ),
+    "no feature": ("overlap: maybe", "overlap is 'maybe', but must be true, false, or its options"),
+    "a bomb": ("[" * 100_000, "is not YAML"),
+}
+
+
+@pytest.mark.parametrize(("text", "says"), FILES.values(), ids=FILES.keys())
+def test_wrong_files(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "engine.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=says):
+        options_from_yaml(path)
+
+
+def test_flags_come_from_the_options(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    shown = capsys.readouterr().out
+    for name in registry.first_phases():
+        assert "--" + name.replace("_", "-") in shown, name
+    with pytest.raises(SystemExit):
+        main(["config", "09", "--no-prefix-cache", "--max-rows", "5", "--device", "cpu"])
+    written = capsys.readouterr().out
+    assert "prefix_cache: false" in written and "max_rows: 5 " in written and "overlap: true" in written
+
+
+# A feature that no phase knows.
+
+
+class LastFirst(PagedScheduler):
+    """Serves running requests from the last to the first."""
+
+    def order(self, running: list[Any]) -> list[Any]:
+        return running[::-1]
+
+
+@dataclass(frozen=True)
+class Toy(Feature):
+    """The fourteenth feature: it turns the order around and leaves memory free."""
+
+    name: ClassVar[str] = "toy"
+    phase: ClassVar[int] = 9
+    toy_bytes: int = option(1000, "bytes to leave free")
+
+    def install(self, parts: Parts) -> None:
+        parts.bring(self, scheduler=LastFirst)
+        parts.reserve.append(lambda whole: self.toy_bytes)
+
+
+@pytest.fixture
+def toy() -> Iterator[None]:
+    registry.add_feature(Toy)
+    yield
+    registry.remove_feature("toy")
+
+
+@pytest.mark.usefixtures("toy")
+def test_a_feature_from_outside(model: Model, expected: list[list[int]], capsys: Any, tmp_path: Path) -> None:
+    options = {"toy": True, "toy_bytes": 5, "chunked_prefill": False, **SMALL}
+    engine = EngineConfig.of(phase("09"), options, CPU).build(model)
+    assert type(engine.scheduler) is LastFirst and engine.ledger.reserved == 5
+    assert [c.token_ids for c in engine.generate(PROMPTS, PARAMS)] == expected
+    assert EngineConfig.of(phase("09"), {}, CPU).features["toy"] is None
+    with pytest.raises(SystemExit):
+        main(["config", "09", "--toy", "--toy-bytes", "7", "--device", "cpu"])
+    path = tmp_path / "engine.yaml"
+    path.write_text(capsys.readouterr().out, encoding="utf-8")
+    assert options_from_yaml(path)["toy_bytes"] == 7
+    with pytest.raises(UserError, match="toy and chunked_prefill cannot both be on"):
+        EngineConfig.of(phase("09"), {"toy": True}, CPU).build(model)

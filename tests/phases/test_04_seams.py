@@ -1,0 +1,338 @@
+"""What later phases hang on: several tokens a step, two halves, masks, the inbox; Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+import continuous
+import forward
+import paged_cache
+from common.interrupts import Uninterrupted
+from common.request import Request
+from common.sampling.params import SamplingParams
+from continuous.cache import RowCache
+from continuous.engine import Engine
+from continuous.rows import Rows
+from continuous.scheduler import Scheduler
+from continuous.work import Work
+from cuda_graphs.engine import RunAhead
+from forward.model import Model
+from tests.fakes import FakePending, FakeRunner, expected_tokens
+from tests.schedules import MAX_LEN, check, fake_engine
+
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15, 16, 17], [3, 3]]
+PARAMS = [
+    SamplingParams(max_tokens=12, ignore_eos=True),
+    SamplingParams(max_tokens=9, temperature=0.9, seed=5, ignore_eos=True),
+    SamplingParams(max_tokens=7, temperature=1.0, seed=6, n=2, ignore_eos=True),
+]
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return forward.load_model("random:tiny", device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def expected(model: Model) -> list[list[int]]:
+    engine = continuous.load(model, max_rows=4, max_len=64)
+    return [completion.token_ids for completion in engine.generate(PROMPTS, PARAMS)]
+
+
+def paged_engine(model: Model) -> Engine:
+    return paged_cache.load(model, max_rows=4, max_len=64, step_tokens=64, block_size=4, cache_bytes=1 << 20)
+
+
+# Several tokens a step.
+
+
+class Oracle:
+    """Drafts what will come, wrong from place `wrong` on."""
+
+    def __init__(self, outputs: dict[tuple[int, int], list[int]], length: int, wrong: int) -> None:
+        self.outputs, self.length, self.wrong = outputs, length, wrong
+
+    def propose(self, request: Request, most: int) -> Sequence[int]:
+        done = len(request.tokens) - request.prompt_len
+        coming = self.outputs[request.index, request.sample][done : done + min(self.length, most)]
+        return [token if place < self.wrong else (token + 1) % 257 for place, token in enumerate(coming)]
+
+
+@pytest.mark.parametrize(("length", "wrong"), [(3, 0), (3, 1), (3, 2), (3, 9), (1, 9), (30, 30)])
+def test_drafts_change_no_token(model: Model, expected: list[list[int]], length: int, wrong: int) -> None:
+    engine = paged_engine(model)
+    keys = [(0, 0), (1, 0), (2, 0), (2, 1)]
+    engine.scheduler.drafter = Oracle(dict(zip(keys, expected, strict=True)), length, wrong)
+    completions = engine.generate(PROMPTS, PARAMS)
+    assert [completion.token_ids for completion in completions] == expected
+    plain = paged_engine(model)
+    plain.generate(PROMPTS, PARAMS)
+    if wrong:
+        assert engine.stats.steps < plain.stats.steps, "accepted drafts save no step"
+    else:
+        assert engine.stats.steps == plain.stats.steps, "wrong drafts cost steps"
+    check(engine)
+
+
+def test_what_a_wrong_draft_left_behind_does_not_count() -> None:
+    table = Rows(2, MAX_LEN)
+    scheduler = Scheduler(table, RowCache(MAX_LEN), step_tokens=20)
+    request = Request(0, [1, 2, 3], 3, 20, SamplingParams(max_tokens=17))
+    scheduler.add([request])
+    (work,) = scheduler.schedule()
+    request.tokens.append(4)
+    scheduler.land(work)
+    scheduler.drafter = Oracle({(0, 0): [4, 5, 6, 7, 8]}, 3, 9)
+    (work,) = scheduler.schedule()
+    assert (work.start, work.count, work.drafts) == (3, 4, (5, 6, 7))
+    assert request.num_computed_tokens == 7 and request.placeholders == 1
+    request.tokens += [5, 9]  # the first was right, and 9 was sampled in the place of the second
+    scheduler.land(work, accepted=1)
+    assert request.num_computed_tokens == 5 and request.placeholders == request.in_flight == 0
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3])
+def test_drafts_fit_the_budget_and_the_limit(budget: int) -> None:
+    table = Rows(1, MAX_LEN)
+    scheduler = Scheduler(table, RowCache(MAX_LEN), step_tokens=3)
+    request = Request(0, [1, 2, 3], 3, 3 + budget, SamplingParams(max_tokens=budget))
+    scheduler.add([request])
+    (work,) = scheduler.schedule()
+    request.tokens.append(4)
+    scheduler.land(work)
+    scheduler.drafter = Oracle({(0, 0): [4] * 9}, 9, 9)
+    works = scheduler.schedule()
+    # One token is sampled in any case, so a request that may have `left` more is drafted one less.
+    left = budget - 1
+    assert [len(work.drafts) for work in works] == ([min(2, left - 1)] if left else [])
+
+
+def test_an_end_in_the_middle_of_accepted_tokens(model: Model, expected: list[list[int]]) -> None:
+    engine = paged_engine(model)
+    engine.scheduler.drafter = Oracle({(0, 0): expected[0]}, 6, 9)
+    stop = SamplingParams(max_tokens=12, ignore_eos=True, stop_token_ids=(expected[0][3],))
+    (done,) = engine.generate(PROMPTS[:1], stop)
+    assert done.token_ids == expected[0][: expected[0].index(expected[0][3]) + 1]
+    assert done.finish_reason == "stop"
+    check(engine)
+
+
+# Two halves, and masks between them.
+
+
+class OddOnly:
+    """Lets every request choose odd tokens only, and checks that it knows every token before."""
+
+    def __init__(self, vocab: int) -> None:
+        words = -(-vocab // 32)
+        self.row = torch.full((1, words), 0xAAAAAAAA - (1 << 32), dtype=torch.int32)
+        self.filled = 0
+
+    def wants(self, works: Sequence[Work]) -> bool:
+        return True
+
+    def fill(self, works: Sequence[Work]) -> Tensor:
+        takers = [taker for work in works for taker in work.takers]
+        for taker in takers:
+            if taker.finish_reason is None:
+                assert taker.placeholders == 1, "a mask is filled before the last token is known"
+        self.filled += 1
+        return self.row.expand(len(takers), -1)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
+def test_masked_steps(model: Model, ahead: bool) -> None:
+    engine = paged_engine(model)
+    kind = RunAhead if ahead else Engine
+    masks = OddOnly(model.config.vocab_size)
+    masked = kind(engine.scheduler, engine.runner, masks=masks)
+    for completion in masked.generate(PROMPTS, PARAMS):
+        assert all(token % 2 for token in completion.token_ids), completion.token_ids
+    assert masks.filled == masked.stats.steps
+    check(masked)
+
+
+# The inbox.
+
+
+def fake(rows: int = 4, *, overlap: bool = False) -> tuple[Engine, FakeRunner]:
+    return fake_engine(
+        lambda table: Scheduler(table, RowCache(MAX_LEN), step_tokens=64), rows, overlap=overlap
+    )
+
+
+def test_nothing_happens_between_two_steps() -> None:
+    engine, _ = fake()
+    (request,) = engine.add([1, 2], SamplingParams(max_tokens=3, ignore_eos=True))
+    assert not engine.idle and engine.scheduler.waiting == []
+    engine.step()
+    assert len(request.output_ids) == 1
+    engine.abort(request)
+    assert request.finish_reason is None and request.row >= 0, "an abort took effect between two steps"
+    (output,) = engine.step()
+    assert output.finish_reason == "abort" and request.row < 0 and engine.idle
+    engine.abort(request)  # has ended already: nothing to tell
+    assert engine.step() == [] and engine.idle
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_any_thread_may_add_and_abort(overlap: bool) -> None:
+    engine, _ = fake(6, overlap=overlap)
+    made: list[tuple[list[int], Request]] = []
+    stop = threading.Event()
+
+    def caller(number: int) -> None:
+        for turn in range(40):
+            prompt = [number, turn % 7 + 1]
+            (request,) = engine.add(prompt, SamplingParams(max_tokens=4, seed=number, ignore_eos=True))
+            made.append((prompt, request))
+            if turn % 5 == number:
+                engine.abort(request)
+            time.sleep(0)
+
+    threads = [threading.Thread(target=caller, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    ends = 0
+    deadline = time.monotonic() + 30
+    while any(thread.is_alive() for thread in threads) or not engine.idle:
+        ends += sum(output.finish_reason is not None for output in engine.step())
+        assert time.monotonic() < deadline, "requests of other threads are not served"
+    stop.set()
+    assert ends == len(made) == 160
+    assert len({request.id for _, request in made}) == 160, "two requests have one id"
+    for prompt, request in made:
+        output = expected_tokens(prompt, request.params, 0, MAX_LEN)
+        assert request.output_ids == output[: len(request.output_ids)], f"request {request.id}: wrong tokens"
+    check(engine)
+
+
+# One request's trouble is its own.
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no"), KeyboardInterrupt()])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_text_that_cannot_be_made_ends_its_own_request(overlap: bool, error: BaseException) -> None:
+    class Broken:
+        def push(self, token: int) -> bool:
+            raise error
+
+    engine, _ = fake(overlap=overlap)
+    params = SamplingParams(max_tokens=6, seed=1, ignore_eos=True)
+    first, bad, last = (engine.add([n + 1, 2], params)[0] for n in range(3))
+    bad.stop = Broken()  # type: ignore[assignment]
+    raised = 0
+    while not engine.idle:
+        try:
+            engine.step()
+        except KeyboardInterrupt:
+            raised += 1
+        check(engine)
+    assert raised == isinstance(error, KeyboardInterrupt)
+    assert bad.finish_reason == "error" and bad.error is error
+    for request in (first, last):
+        assert request.output_ids == expected_tokens(request.tokens[:2], params, 0, MAX_LEN), request.id
+
+
+def test_settings_that_cannot_be_taken_end_their_own_request(model: Model, expected: list[list[int]]) -> None:
+    engine = paged_engine(model)
+    inner = engine.runner.set_row
+
+    def set_row(request: Request) -> None:
+        if request.index == 1:
+            raise OverflowError("too large")
+        inner(request)
+
+    engine.runner.set_row = set_row  # type: ignore[method-assign]
+    first, bad, *last = engine.generate(PROMPTS, PARAMS)
+    assert bad.finish_reason == "error" and not bad.token_ids
+    assert [c.token_ids for c in (first, *last)] == [expected[0], *expected[2:]]
+    check(engine)
+
+
+# Ctrl-C.
+
+
+class PressesCtrlC(FakeRunner):
+    """Sends SIGINT to this process in the middle of a step."""
+
+    at = ""
+
+    def forward(self, works: Sequence[Work], *, masked: bool = False) -> FakePending:
+        if self.at == "before":
+            self.at = ""
+            signal.raise_signal(signal.SIGINT)
+        step = super().forward(works, masked=masked)
+        if self.at == "after":
+            self.at = ""
+            signal.raise_signal(signal.SIGINT)
+        if self.at == "raise":
+            self.at = ""
+            raise KeyboardInterrupt
+        return step
+
+
+@pytest.mark.parametrize("at", ["before", "after", "raise"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_ctrl_c_in_a_step_loses_nobody_elses_tokens(at: str, overlap: bool) -> None:
+    engine, _ = fake(2, overlap=overlap)
+    runner = PressesCtrlC(engine.scheduler.rows, engine.scheduler.cache)  # type: ignore[arg-type]
+    engine.runner = runner  # type: ignore[assignment]
+    params = SamplingParams(max_tokens=6, seed=1, ignore_eos=True)
+    requests = [engine.add([n + 1, 2], params)[0] for n in range(4)]
+    told: dict[Request, list[int]] = {request: [] for request in requests}
+
+    def step() -> None:
+        for request, token, *_ in engine.step():
+            if token is not None:
+                told[request].append(token)
+        check(engine)
+
+    step()
+    runner.at = at
+    with pytest.raises(KeyboardInterrupt):
+        step()
+    check(engine)
+    while not engine.idle:
+        step()
+    for request in requests:
+        output = expected_tokens(request.tokens[:2], params, 0, MAX_LEN)
+        if at != "raise":
+            assert request.finish_reason == "length", f"request {request.id} was lost"
+        if request.finish_reason == "length":
+            assert told[request] == request.output_ids == output, f"request {request.id}: wrong tokens"
+        else:  # the step itself raised: its own requests end, the others go on
+            assert request.finish_reason == "error" and request in requests[:2]
+
+
+def test_a_second_ctrl_c_does_not_wait() -> None:
+    reached = False
+    with pytest.raises(KeyboardInterrupt), Uninterrupted():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        reached = True
+    assert not reached
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_is_the_main_threads_affair() -> None:
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with Uninterrupted():
+                pass
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(10)
+    assert failed == []
