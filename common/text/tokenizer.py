@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers.decoders import DecodeStream
 
 from common.errors import UserError
 from common.text.chat_template import ChatTemplate, Message
-
-_REPLACEMENT = "\ufffd"
+from common.text.detokenizer import Detokenizer, TokenBytes
 
 
 class Tokenizer:
@@ -67,7 +65,13 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`; invalid UTF-8 becomes U+FFFD, and an id outside the vocabulary nothing."""
-        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        if self.token_bytes.byte_fallback and "\ufffd" in text:
+            # One invalid byte spoils the whole run of bytes around it for the library. SentencePiece itself
+            # keeps the run's characters, and a stream has to: it has shown them before the byte arrives.
+            detokenizer = Detokenizer(self, skip_special_tokens)
+            text = "".join(map(detokenizer.push, ids)) + detokenizer.incomplete()
+        return text
 
     def chat(
         self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any
@@ -85,10 +89,16 @@ class Tokenizer:
         text = self.chat_template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
         return self._encode(text, add_special_tokens=False)  # the template has written them out
 
-    @property
-    def can_chat(self) -> bool:
-        """Whether the model comes with a chat template."""
-        return self._chat_template_source is not None
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The tokens that are left out of a text, such as those that begin and end a turn."""
+        added = self.backend.get_added_tokens_decoder()
+        return frozenset(index for index, token in added.items() if token.special)
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        """The bytes of the tokens that stand for bytes, for `Detokenizer`."""
+        return TokenBytes(self.backend)
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
@@ -141,47 +151,6 @@ class Tokenizer:
             return None if token is None else self.backend.token_to_id(token)
         found = _read_json(self.folder / "config.json").get("bos_token_id")
         return found if isinstance(found, int) else None
-
-
-class Detokenizer:
-    """The text of a growing sequence of tokens, in pieces that can be shown at once.
-
-    A character can be spread over several tokens (an emoji is four bytes), so a piece is held back until it
-    is complete. For valid UTF-8 the pieces together are exactly `Tokenizer.decode` of all ids. A character
-    that is never completed is left out at the end: the model was cut off before it had said it. Bytes that
-    can never become a character are shown as U+FFFD when the text goes on behind them.
-
-    Based on `tokenizers.decoders.DecodeStream`, which looks at a few tokens each time, not at all of them.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        """Begin an empty text."""
-        self._backend = tokenizer.backend
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._held: list[int] = []
-
-    def push(self, token_id: int) -> str:
-        """Add a token; returns the text that is now complete, often one word, sometimes nothing."""
-        self._held.append(token_id)
-        try:
-            text = self._stream.step(self._backend, token_id)
-        except Exception:  # the library has no type of its own for it
-            # Tokenizers with byte fallback decode a run of bytes as a whole: one invalid byte turns the
-            # characters before it, which were already given out, into U+FFFD, and the stream gives up. What
-            # was given out stays; what was held since is decoded by itself, and the stream begins anew.
-            text = self._backend.decode(self._held)
-            self._stream = DecodeStream(skip_special_tokens=True)
-        if not text:
-            return ""
-        self._held.clear()
-        return text
-
-    def flush(self) -> str:
-        """End the text and begin another; returns what was held back, without a character never completed."""
-        text = self._backend.decode(self._held).rstrip(_REPLACEMENT)
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._held.clear()
-        return text
 
 
 def _read_json(path: Path) -> dict[str, Any]:
