@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import tokenizers
 from common.errors import UserError
 from common.text.chat_template import ChatTemplate, Message
 from common.text.detokenizer import Detokenizer, TokenBytes
+from common.text.special_guard import SpecialGuard
+from common.text.template_sandbox import SOURCE_CHARACTERS
 
 
 class Tokenizer:
@@ -34,10 +37,8 @@ class Tokenizer:
         path = self.folder / "tokenizer.json"
         if not path.is_file():
             raise UserError(f"the model folder {self.folder} has no tokenizer.json")
-        try:
+        with _named(str(path)):
             self.backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing more specific
-            raise UserError(f"{path} is not a tokenizer that can be read ({error})") from None
         self.backend.no_truncation()  # some published files would cut prompts or pad them
         self.backend.no_padding()
         self._config = _read_json(self.folder / "tokenizer_config.json")
@@ -86,8 +87,16 @@ class Tokenizer:
         Raises:
             UserError: the model has no chat template, or the template does not take these messages.
         """
-        text = self.chat_template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
-        return self._encode(text, add_special_tokens=False)  # the template has written them out
+        template, guard = self.chat_template, self._guard
+        conversation = template.conversation(messages)
+        guarded = guard.hide([conversation, variables])
+        if guarded == [conversation, variables]:
+            text = template.render(conversation, add_generation_prompt=add_generation_prompt, **variables)
+            return self._encode(text, add_special_tokens=False)  # the template has written them out
+        conversation, variables = guarded
+        text = template.render(conversation, add_generation_prompt=add_generation_prompt, **variables)
+        with _named("the conversation"):
+            return guard.encode(_unicode(text))
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -99,6 +108,10 @@ class Tokenizer:
     def token_bytes(self) -> TokenBytes:
         """The bytes of the tokens that stand for bytes, for `Detokenizer`."""
         return TokenBytes(self.backend)
+
+    @cached_property
+    def _guard(self) -> SpecialGuard:
+        return SpecialGuard(self.backend)
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
@@ -119,22 +132,23 @@ class Tokenizer:
     def _chat_template_source(self) -> str | None:
         path = self.folder / "chat_template.jinja"
         if path.is_file():
-            return path.read_text(encoding="utf-8")
+            if path.stat().st_size > 4 * SOURCE_CHARACTERS:  # before reading what may be gigabytes
+                raise UserError(f"{path} has {path.stat().st_size:,} bytes, too many for a chat template")
+            try:
+                return path.read_text(encoding="utf-8")
+            except (ValueError, OSError) as error:
+                raise UserError(f"{path} cannot be read as UTF-8 ({error})") from None
         source = self._config.get("chat_template")
         if source is None:
             source = _read_json(self.folder / "chat_template.json").get("chat_template")
         if isinstance(source, list):  # several by name, of which `default` is for conversations without tools
-            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+            named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+            source = named.get("default")
         return source if isinstance(source, str) else None
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise UserError(
-                f"the text holds {text[error.start]!r} at position {error.start}, which is not valid Unicode"
-            ) from None
-        return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        with _named("the text"):
+            return list(self.backend.encode(_unicode(text), add_special_tokens=add_special_tokens).ids)
 
     def _eos_token_ids(self) -> tuple[int, ...]:
         for name in ("generation_config.json", "config.json"):
@@ -153,13 +167,41 @@ class Tokenizer:
         return found if isinstance(found, int) else None
 
 
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Tell by name what the tokenizers library could not take.
+
+    It raises nothing more specific than Exception, and where its Rust code panics, for instance because a
+    file contradicts itself, a BaseException that `except Exception` would let through.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise  # somebody stops the program
+        raise UserError(f"{what} cannot be used by the tokenizer ({error})") from None
+
+
+def _unicode(text: str) -> str:
+    """`text`, which Rust takes only without halves of surrogate pairs."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"the text holds {text[error.start]!r} at position {error.start}, which is not valid Unicode"
+        ) from None
+    return text
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file, empty where there is no such file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except ValueError as error:
+    except (ValueError, OSError, RecursionError) as error:  # not UTF-8 is a ValueError, too
         raise UserError(f"{path} is not valid JSON ({error})") from None
     return content if isinstance(content, dict) else {}
 

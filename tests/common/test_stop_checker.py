@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from common.events import TextStream, TokenEvent
 from common.sampling.params import SamplingParams
-from common.text.stop_checker import StopChecker, StopStrings
+from common.text.stop_checker import StopChecker
+from common.text.stop_strings import StopStrings
 from common.text.tokenizer import Tokenizer
 from tests.common import tiny_gguf
 

@@ -121,7 +121,7 @@ def test_unusable_input_is_named(llama_folder):
     with pytest.raises(UserError, match=r"tokenizer_config\.json is not valid JSON"):
         Tokenizer(llama_folder)
     (llama_folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(UserError, match=r"tokenizer\.json is not a tokenizer"):
+    with pytest.raises(UserError, match=r"tokenizer\.json cannot be used"):
         Tokenizer(llama_folder)
     (llama_folder / "tokenizer.json").unlink()
     with pytest.raises(UserError, match=r"has no tokenizer\.json"):
@@ -211,8 +211,8 @@ def test_refusals_are_one_sentence(folder):
         tokenizer.chat(MESSAGES)
     for messages, reason in (
         ([], "messages is empty"),
-        (["hi"], r"messages\[0\] must be an object"),
-        ([{"content": "hi"}], r"messages\[0\] must be an object with a role"),
+        (["hi"], r"messages\[0\] is 'hi', but must be an object"),
+        ([{"content": "hi"}], r"messages\[0\] has no role"),
         ([*MESSAGES, {"role": "user"}], r"messages\[1\] has no content"),
     ):
         with pytest.raises(UserError, match=reason):
