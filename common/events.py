@@ -124,20 +124,25 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         """Begin with an empty text."""
         self._checker = StopChecker(tokenizer, params)
-        self._shown = 0
-        self.text = ""
+        self._shown: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """What was shown so far; made anew each time, so ask at the end."""
+        return "".join(self._shown)
 
     def push(self, event: TokenEvent) -> str:
         """Take in the next event of the completion; returns the text to show after what was shown before."""
         checker = self._checker
-        before = checker.text + checker.held
+        held = checker.held
         stopped = event.token_id is not None and checker.push(event.token_id)
         if event.finish_reason == "stop" and not stopped:  # so the token itself ended it
-            self.text = before
+            new = held
         else:
-            self.text = checker.text if event.finish_reason is None else checker.finish()
-        new = self.text[self._shown :]
-        self._shown = len(self.text)
+            if event.finish_reason is not None:
+                checker.finish()
+            new = checker.take()
+        self._shown.append(new)
         return new
 
 

@@ -1,27 +1,24 @@
 """Render a conversation with the chat template that a model's author publishes beside the weights.
 
-A template is a Jinja program (https://huggingface.co/docs/transformers/chat_templating_writing) that comes
-from whoever published the model, so it runs in Jinja's sandbox: no attribute that starts with an underscore,
-and nothing that changes the objects it was given. The environment is the one that `transformers` documents.
+Chat templates are described at https://huggingface.co/docs/transformers/chat_templating_writing. They run in
+`template_sandbox`, which states what they may do and how much of it.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from typing import Any
 
-import jinja2
-from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import nodes
 
-from common.errors import UserError
+from common.errors import UserError, text
+from common.text.template_sandbox import TemplateSandbox
 
 Message = Mapping[str, Any]
 """One turn: `role` (`system`, `user`, `assistant`, ...), `content`, and what else the template looks at."""
+
+_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+_SANDBOX = TemplateSandbox()
 
 
 class ChatTemplate:
@@ -31,22 +28,35 @@ class ChatTemplate:
         """Compile `source`, which may refer to the names in `special_tokens` (`bos_token`, `eos_token`, ...).
 
         Raises:
-            UserError: it is not a Jinja template.
+            UserError: it is not a Jinja template, or exceeds a limit of the sandbox.
         """
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         self._special_tokens = dict(special_tokens)
         try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise UserError(f"the model's chat template is not valid ({error})") from None
+            self._template = _SANDBOX.load(source)
+            tree = _SANDBOX.parse(source)
+        except Exception as error:  # Jinja's, and Python's own for code that is nested too deeply
+            raise UserError(f"the model's chat template is not valid ({_told(error)})") from error
+        named = {node.attr for node in tree.find_all(nodes.Getattr)}
+        named |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+        self._fields = named.union(_FIELDS)
+
+    def conversation(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Check messages and bring them into the form that templates expect: contents are strings.
+
+        A message may have the fields of the OpenAI API and those that the template names. A content that is a
+        list of parts, `{"type": "text", "text": ...}`, becomes their texts joined.
+
+        Raises:
+            UserError: there is none, or one is not of this form.
+        """
+        if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
+            raise UserError(f"messages is a {type(messages).__name__}, but must be a list")
+        if not messages:
+            raise UserError("messages is empty, but a chat needs at least one message")
+        return [self._message(f"messages[{index}]", message) for index, message in enumerate(messages)]
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool, **variables: Any) -> str:
-        """The prompt for a conversation, special tokens included as text.
+        """The prompt for a `conversation`, special tokens included as text.
 
         Args:
             messages: the turns so far.
@@ -54,46 +64,56 @@ class ChatTemplate:
             variables: passed to the template, such as `tools` or `enable_thinking`.
 
         Raises:
-            UserError: a message has no role or content, or the template refuses the conversation.
+            UserError: the template refuses the conversation, fails, or exceeds a limit of the sandbox.
         """
-        if not messages:
-            raise UserError("messages is empty, but a chat needs at least one message")
-        for index, message in enumerate(messages):
-            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                raise UserError(f"messages[{index}] must be an object with a role and a content")
-            if "content" not in message and "tool_calls" not in message:
-                raise UserError(f"messages[{index}] has no content")
         given = {"tools": None, "documents": None, **self._special_tokens, **variables}
+        given |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **given
+            return _SANDBOX.render(self._template, given)
+        except Exception as error:  # a template is a program: it may fail in any way
+            raise UserError(
+                f"the model's chat template does not take these messages ({_told(error)})"
+            ) from error
+
+    def _message(self, name: str, message: Message) -> dict[str, Any]:
+        if not isinstance(message, Mapping):
+            raise UserError(f"{name} is {message!r}, but must be an object with a role and a content")
+        for field in message:
+            if field not in self._fields:
+                raise UserError(f"{name} has {field!r}, but may have {', '.join(_FIELDS)}")
+        if "role" not in message:
+            raise UserError(f"{name} has no role")
+        checked = {**message, "role": text(f"{name}.role", message["role"])}
+        calls = message.get("tool_calls")
+        if calls is not None and not isinstance(calls, list):
+            raise UserError(f"{name}.tool_calls is {calls!r}, but must be a list")
+        content = message.get("content")
+        if isinstance(content, list):
+            checked["content"] = "".join(
+                _part(f"{name}.content[{place}]", part) for place, part in enumerate(content)
             )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
-            raise UserError(f"the model's chat template does not take these messages ({error})") from None
+        elif content is not None:
+            checked["content"] = text(f"{name}.content", content)
+        elif not calls:  # a message that calls tools needs to say nothing
+            raise UserError(f"{name} has no content")
+        return checked
 
 
-class _GenerationBlock(Extension):
-    """`{% generation %}` marks the assistant's words for training; here it only lets them through."""
-
-    tags = {"generation"}  # noqa: RUF012 (Jinja declares it so)
-
-    def parse(self, parser: Parser) -> list[Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
+def _part(name: str, part: Any) -> str:
+    """The text of one part of a content."""
+    if not isinstance(part, Mapping):
+        raise UserError(f"{name} is {part!r}, but must be an object with a type and a text")
+    kind = part.get("type")
+    if kind != "text":
+        raise UserError(f"{name}.type is {kind!r}, but must be 'text'")
+    return text(f"{name}.text", part.get("text", None))
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own filter of this name escapes for HTML, which a language model would see as other text."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+def _told(error: Exception) -> str:
+    """An error's message in one line, with its kind where Python raised it."""
+    words = " ".join(str(error).split())[:500]
+    return (
+        words
+        if type(error).__module__.split(".")[0] in ("jinja2", "common")
+        else f"{type(error).__name__}: {words}"
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from common.sampling.params import SamplingParams
-from common.text.tokenizer import Detokenizer, Tokenizer
+from common.text.detokenizer import Detokenizer
+from common.text.stop_strings import StopStrings
+from common.text.tokenizer import Tokenizer
 
 
 class StopChecker:
@@ -15,17 +17,33 @@ class StopChecker:
 
     The text of the first `min_tokens` tokens is not searched.
 
+    A token costs time in proportion to its own text, however long the text before it and the stop strings
+    are: all strings are searched at once by `StopStrings`.
+
     Attributes:
-        text: what is known to belong to the completion.
-        held: what came after it and may be the beginning of a stop string.
+        held: what came after `text` and may be the beginning of a stop string.
         stopped: whether a stop string has been completed.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         """Begin with an empty text."""
-        self.text, self.held, self.stopped = "", "", False
+        self.held, self.stopped = "", False
+        self._known: list[str] = []
+        self._taken = 0  # pieces of `_known` that `take` has given out
         self._detokenizer = Detokenizer(tokenizer)
-        self._stop, self._exempt = params.stop, params.min_tokens
+        self._strings = StopStrings(params.stop) if params.stop else None
+        self._state, self._exempt = 0, params.min_tokens
+
+    @property
+    def text(self) -> str:
+        """What is known to belong to the completion; made anew each time, so ask at the end."""
+        return "".join(self._known)
+
+    def take(self) -> str:
+        """What has become known since the last call."""
+        new = "".join(self._known[self._taken :])
+        self._taken = len(self._known)
+        return new
 
     def push(self, token_id: int) -> bool:
         """Add a token of the output; returns `stopped`. After a stop nothing is added."""
@@ -34,31 +52,26 @@ class StopChecker:
         piece = self._detokenizer.push(token_id)
         if self._exempt > 0:
             self._exempt -= 1
-            self.text += piece
-        else:
-            self._add(piece)
+            self._known.append(piece)
+        elif piece:
+            self._search(piece)
         return self.stopped
 
     def finish(self) -> str:
         """End the text, whatever it may have been the beginning of; returns all of it."""
-        if not self.stopped:
-            self._add(self._detokenizer.flush())
-            self.text, self.held = self.text + self.held, ""
+        self._known.append(self.held)
+        self.held = ""
         return self.text
 
-    def _add(self, piece: str) -> None:
-        held = self.held + piece
-        ends = [(at + len(stop), at) for stop in self._stop if (at := held.find(stop)) >= 0]
-        if ends:
-            _, start = min(ends)
-            self.text, self.held, self.stopped = self.text + held[:start], "", True
-            return
-        keep = max((_overlap(held, stop) for stop in self._stop), default=0)
-        safe = len(held) - keep
-        self.text, self.held = self.text + held[:safe], held[safe:]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` that `stop` begins with, less than all of `stop`."""
-    longest = min(len(text), len(stop) - 1)
-    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
+    def _search(self, piece: str) -> None:
+        text = piece
+        if self._strings is not None:
+            text = self.held + piece
+            self._state, end, size = self._strings.search(self._state, piece)
+            if size:
+                self._known.append(text[: len(self.held) + end - size])
+                self.held, self.stopped = "", True
+                return
+            safe = len(text) - self._strings.depth[self._state]
+            text, self.held = text[:safe], text[safe:]
+        self._known.append(text)

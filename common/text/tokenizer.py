@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers.decoders import DecodeStream
 
 from common.errors import UserError
 from common.text.chat_template import ChatTemplate, Message
-
-_REPLACEMENT = "\ufffd"
+from common.text.detokenizer import Detokenizer, TokenBytes
+from common.text.special_guard import SpecialGuard
+from common.text.template_sandbox import SOURCE_CHARACTERS
 
 
 class Tokenizer:
@@ -36,10 +37,8 @@ class Tokenizer:
         path = self.folder / "tokenizer.json"
         if not path.is_file():
             raise UserError(f"the model folder {self.folder} has no tokenizer.json")
-        try:
+        with _named(str(path)):
             self.backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing more specific
-            raise UserError(f"{path} is not a tokenizer that can be read ({error})") from None
         self.backend.no_truncation()  # some published files would cut prompts or pad them
         self.backend.no_padding()
         self._config = _read_json(self.folder / "tokenizer_config.json")
@@ -67,7 +66,13 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`; invalid UTF-8 becomes U+FFFD, and an id outside the vocabulary nothing."""
-        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        if self.token_bytes.byte_fallback and "\ufffd" in text:
+            # One invalid byte spoils the whole run of bytes around it for the library. SentencePiece itself
+            # keeps the run's characters, and a stream has to: it has shown them before the byte arrives.
+            detokenizer = Detokenizer(self, skip_special_tokens)
+            text = "".join(map(detokenizer.push, ids)) + detokenizer.incomplete()
+        return text
 
     def chat(
         self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any
@@ -82,13 +87,31 @@ class Tokenizer:
         Raises:
             UserError: the model has no chat template, or the template does not take these messages.
         """
-        text = self.chat_template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
-        return self._encode(text, add_special_tokens=False)  # the template has written them out
+        template, guard = self.chat_template, self._guard
+        conversation = template.conversation(messages)
+        guarded = guard.hide([conversation, variables])
+        if guarded == [conversation, variables]:
+            text = template.render(conversation, add_generation_prompt=add_generation_prompt, **variables)
+            return self._encode(text, add_special_tokens=False)  # the template has written them out
+        conversation, variables = guarded
+        text = template.render(conversation, add_generation_prompt=add_generation_prompt, **variables)
+        with _named("the conversation"):
+            return guard.encode(_unicode(text))
 
-    @property
-    def can_chat(self) -> bool:
-        """Whether the model comes with a chat template."""
-        return self._chat_template_source is not None
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The tokens that are left out of a text, such as those that begin and end a turn."""
+        added = self.backend.get_added_tokens_decoder()
+        return frozenset(index for index, token in added.items() if token.special)
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        """The bytes of the tokens that stand for bytes, for `Detokenizer`."""
+        return TokenBytes(self.backend)
+
+    @cached_property
+    def _guard(self) -> SpecialGuard:
+        return SpecialGuard(self.backend)
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
@@ -109,22 +132,23 @@ class Tokenizer:
     def _chat_template_source(self) -> str | None:
         path = self.folder / "chat_template.jinja"
         if path.is_file():
-            return path.read_text(encoding="utf-8")
+            if path.stat().st_size > 4 * SOURCE_CHARACTERS:  # before reading what may be gigabytes
+                raise UserError(f"{path} has {path.stat().st_size:,} bytes, too many for a chat template")
+            try:
+                return path.read_text(encoding="utf-8")
+            except (ValueError, OSError) as error:
+                raise UserError(f"{path} cannot be read as UTF-8 ({error})") from None
         source = self._config.get("chat_template")
         if source is None:
             source = _read_json(self.folder / "chat_template.json").get("chat_template")
         if isinstance(source, list):  # several by name, of which `default` is for conversations without tools
-            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+            named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+            source = named.get("default")
         return source if isinstance(source, str) else None
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise UserError(
-                f"the text holds {text[error.start]!r} at position {error.start}, which is not valid Unicode"
-            ) from None
-        return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        with _named("the text"):
+            return list(self.backend.encode(_unicode(text), add_special_tokens=add_special_tokens).ids)
 
     def _eos_token_ids(self) -> tuple[int, ...]:
         for name in ("generation_config.json", "config.json"):
@@ -143,45 +167,32 @@ class Tokenizer:
         return found if isinstance(found, int) else None
 
 
-class Detokenizer:
-    """The text of a growing sequence of tokens, in pieces that can be shown at once.
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Tell by name what the tokenizers library could not take.
 
-    A character can be spread over several tokens (an emoji is four bytes), so a piece is held back until it
-    is complete. For valid UTF-8 the pieces together are exactly `Tokenizer.decode` of all ids. A character
-    that is never completed is left out at the end: the model was cut off before it had said it. Bytes that
-    can never become a character are shown as U+FFFD when the text goes on behind them.
-
-    Based on `tokenizers.decoders.DecodeStream`, which looks at a few tokens each time, not at all of them.
+    It raises nothing more specific than Exception, and where its Rust code panics, for instance because a
+    file contradicts itself, a BaseException that `except Exception` would let through.
     """
+    try:
+        yield
+    except UserError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise  # somebody stops the program
+        raise UserError(f"{what} cannot be used by the tokenizer ({error})") from None
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        """Begin an empty text."""
-        self._backend = tokenizer.backend
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._held: list[int] = []
 
-    def push(self, token_id: int) -> str:
-        """Add a token; returns the text that is now complete, often one word, sometimes nothing."""
-        self._held.append(token_id)
-        try:
-            text = self._stream.step(self._backend, token_id)
-        except Exception:  # the library has no type of its own for it
-            # Tokenizers with byte fallback decode a run of bytes as a whole: one invalid byte turns the
-            # characters before it, which were already given out, into U+FFFD, and the stream gives up. What
-            # was given out stays; what was held since is decoded by itself, and the stream begins anew.
-            text = self._backend.decode(self._held)
-            self._stream = DecodeStream(skip_special_tokens=True)
-        if not text:
-            return ""
-        self._held.clear()
-        return text
-
-    def flush(self) -> str:
-        """End the text and begin another; returns what was held back, without a character never completed."""
-        text = self._backend.decode(self._held).rstrip(_REPLACEMENT)
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._held.clear()
-        return text
+def _unicode(text: str) -> str:
+    """`text`, which Rust takes only without halves of surrogate pairs."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"the text holds {text[error.start]!r} at position {error.start}, which is not valid Unicode"
+        ) from None
+    return text
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -190,7 +201,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except ValueError as error:
+    except (ValueError, OSError, RecursionError) as error:  # not UTF-8 is a ValueError, too
         raise UserError(f"{path} is not valid JSON ({error})") from None
     return content if isinstance(content, dict) else {}
 

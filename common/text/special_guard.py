@@ -1,0 +1,126 @@
+"""Keep special tokens that a user types in a chat from becoming special tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, normalizers
+
+from common.errors import UserError
+from common.text.stop_strings import StopStrings
+
+_STAND_INS = [chr(code) for code in (*range(0xFDD0, 0xFDF0), *range(0x10FF00, 0x10FFFE))]
+"""Characters that no text has: Unicode keeps the first 32 from interchange, and nobody uses the others."""
+
+
+class SpecialGuard:
+    """Tells a special token that the chat template wrote from the same characters in a message.
+
+    Tokenizers look for special tokens in the text of the whole conversation, where nothing says who wrote
+    what. So a character of each one that stands in a message is replaced by a stand-in before the template is
+    rendered, wherever the text goes on from there: it is trimmed, cut and joined like any other. The rendered
+    text is then encoded by a tokenizer that differs from the model's in one thing: it turns stand-ins back
+    into characters after it has looked for special tokens. Everything behind that (words, merges, prefixes)
+    is as if the user's special token had been an ordinary word.
+
+    A message may also end with the first half of a special token where the next begins with the second half,
+    so halves at the ends of a text are broken, too. In a role only whole ones are: templates such as
+    `'<|' + role + '|>'` make special tokens of roles.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        """Guard the special tokens of `backend`."""
+        self._backend = backend
+        self._added = sorted(backend.get_added_tokens_decoder().items())
+        self._special = [token.content for _, token in self._added if token.special]
+        chars = sorted({token[place] for token in self._special for place in (0, -1)})
+        self._stand_in = dict(zip(chars, _STAND_INS, strict=False))
+        self._longest = max(map(len, self._special), default=0)
+
+    def hide(self, value: Any, *, whole: bool = False) -> Any:
+        """`value` (what JSON can hold) with stand-ins in its texts; equal to `value` if there is nothing to hide.
+
+        Args:
+            value: a text, or lists and objects that hold texts.
+            whole: leave halves of special tokens as they are.
+
+        Raises:
+            UserError: a text in which something is to be hidden has one of the stand-ins already.
+        """
+        if isinstance(value, str):
+            return self._hide(value, whole)
+        if isinstance(value, Mapping):
+            return {key: self.hide(item, whole=whole or key == "role") for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.hide(item, whole=whole) for item in value)
+        return value
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text in which users' special tokens are hidden, and no other special tokens added."""
+        encoding = self._blind.encode(text, add_special_tokens=False)
+        return [self._renumbered.get(index, index) for index in encoding.ids]
+
+    def _hide(self, text: str, whole: bool) -> str:
+        if not any(char in text for char in self._stand_in):
+            return text
+        places = set()
+        strings, state, at = StopStrings(self._special), 0, 0
+        while at < len(text):
+            state, size = strings.read(state, text[at])
+            at += 1
+            if size:
+                places.add(at - 1)  # every special token that ends here loses its end
+        if not whole:
+            kept = text.rstrip()
+            state = 0
+            for char in kept[-self._longest :]:
+                state, _ = strings.read(state, char)
+            places |= {len(kept) - size for size in strings.sizes(state)}
+            start = len(text) - len(text.lstrip())
+            for end in range(start, min(start + self._longest, len(text))):
+                head = text[start : end + 1]
+                if text[end] in self._stand_in and any(token.endswith(head) for token in self._special):
+                    places.add(end)
+        if not places:
+            return text
+        for stand_in in self._stand_in.values():
+            if stand_in in text:
+                raise UserError(
+                    f"a message has a special token and U+{ord(stand_in):04X}, which no text may have"
+                )
+        return "".join(self._stand_in[char] if place in places else char for place, char in enumerate(text))
+
+    @cached_property
+    def _blind(self) -> tokenizers.Tokenizer:
+        """The tokenizer that turns stand-ins back; it shares the model, so it costs next to nothing."""
+        blind = tokenizers.Tokenizer(self._backend.model)
+        back: list[Any] = [normalizers.Replace(there, char) for char, there in self._stand_in.items()]
+        if self._backend.normalizer is not None:
+            back.append(self._backend.normalizer)
+        blind.normalizer = normalizers.Sequence(back)
+        if self._backend.pre_tokenizer is not None:
+            blind.pre_tokenizer = self._backend.pre_tokenizer
+        blind.add_special_tokens([_sought_first(token) for _, token in self._added if token.special])
+        blind.add_tokens([token for _, token in self._added if not token.special])
+        return blind
+
+    @cached_property
+    def _renumbered(self) -> dict[int, int]:
+        """The ids of added tokens that the model's own vocabulary has not, and that have others here."""
+        pairs = ((self._blind.token_to_id(token.content), index) for index, token in self._added)
+        return {ours: index for ours, index in pairs if ours is not None and ours != index}
+
+
+def _sought_first(token: AddedToken) -> AddedToken:
+    """The same token, sought before the text is normalized, so before stand-ins are turned back."""
+    return AddedToken(
+        token.content,
+        single_word=token.single_word,
+        lstrip=token.lstrip,
+        rstrip=token.rstrip,
+        normalized=False,
+        special=True,
+    )

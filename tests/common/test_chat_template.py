@@ -1,0 +1,251 @@
+"""Chat templates: nothing a template does takes long or much memory, and a bad message is named."""
+
+from __future__ import annotations
+
+import resource
+import time
+
+import jinja2
+import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from common.errors import UserError
+from common.text.chat_template import ChatTemplate
+from common.text.template_sandbox import OUTPUT_CHARACTERS, SOURCE_CHARACTERS
+
+USER = {"role": "user", "content": "hello"}
+DOUBLED = "{% set ns = namespace(a='x') %}{% for i in range(60) %}"
+LISTS = "{% set ns = namespace(a=[1], b=[1]) %}{% for i in range(60) %}{% set ns.a = [ns.a, ns.a] %}{% set ns.b = [ns.b, ns.b] %}"
+TUPLES = "{% set ns = namespace(a=(1,)) %}{% for i in range(60) %}{% set ns.a = (ns.a, ns.a) %}{% endfor %}"
+LONG = "{% set long = 'x' * 4000000 %}"
+
+FAILS = {
+    "division": ("{{ 1/0 }}", "ZeroDivisionError"),
+    "range": ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
+    "format": ("{{ '{x}'.format() }}", "KeyError"),
+    "undefined": ("{{ nothing.at.all }}", "'nothing' is undefined"),
+    "call of undefined": ("{{ nothing() }}", "'nothing' is undefined"),
+    "refusal": ("{{ raise_exception('roles must\n\nalternate') }}", "roles must alternate"),
+    "dunder": ("{{ ''.__class__.__mro__ }}", "unsafe"),
+    "dunder in format": ("{{ '{0.__class__.__mro__}'.format('') }}", "unsafe"),
+    "dunder by filter": ("{{ ([''] | map(attribute='__class__') | first).mro() }}", "unsafe"),
+    "dunder as an item": ("{{ ''['__class__'].mro() }}", "unsafe"),
+    "cycler": ("{{ cycler.__init__.__globals__.os.popen('id').read() }}", "unsafe"),
+    "change": ("{{ messages.append(1) }}", "unsafe"),
+    "change of a message": ("{{ messages[0].update(role='system') }}", "unsafe"),
+    "include": ("{% include 'other' %}", "no loader"),
+    "import": ("{% import '/etc/passwd' as x %}", "no loader"),
+}
+BOUNDED = {
+    "long text": "{{ 'x' * 10**12 }}",
+    "long text twice": "{{ ('x' * 10**7) * 10**7 }}",
+    "long list": "{{ [1] * 10**12 }}",
+    "power": "{{ 9**(9**9) }}",
+    "power of powers": "{% set ns = namespace(n=9) %}{% for i in range(100) %}{% set ns.n = ns.n * ns.n %}{% endfor %}",
+    "hex digits": LONG + "{{ ('f' * 400000) | int(base=16) // 3 }}",
+    "macro": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "macro that branches": "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "recursive loop": "{% for i in [1] recursive %}{{ loop([1]) }}{% endfor %}",
+    "block": "{% block a %}{{ self.a() }}{% endblock %}",
+    "loops": "{% for i in range(100000) %}" * 3 + "{% endfor %}" * 3,
+    "loops with output": "{% for i in range(100000) %}" * 3 + "x" + "{% endfor %}" * 3,
+    "loops with a test": "{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}{% endfor %}",
+    "loops with a large body": "{% for i in range(100000) %}"
+    + "{% if a.b %}{% endif %}" * 2000
+    + "{% endfor %}",
+    "loop over a text": LONG + "{% for a in long %}{% for b in long %}{% endfor %}{% endfor %}",
+    "doubled by +": DOUBLED + "{% set ns.a = ns.a + ns.a %}{% endfor %}",
+    "doubled by ~": DOUBLED + "{% set ns.a = ns.a ~ ns.a %}{% endfor %}",
+    "doubled by block": DOUBLED + "{% set t %}{{ ns.a }}{{ ns.a }}{% endset %}{% set ns.a = t %}{% endfor %}",
+    "doubled by join": DOUBLED + "{% set ns.a = [ns.a, ns.a] | join %}{% endfor %}",
+    "doubled by format": DOUBLED + "{% set ns.a = '{0}{0}'.format(ns.a) %}{% endfor %}",
+    "doubled by %": DOUBLED + "{% set ns.a = '%s%s' % (ns.a, ns.a) %}{% endfor %}",
+    "doubled by replace": DOUBLED + "{% set ns.a = ns.a.replace('x', 'xx') %}{% endfor %}",
+    "doubled by filter": DOUBLED + "{% set ns.a = ns.a | replace('x', 'xx') %}{% endfor %}",
+    "nested lists": LISTS + "{% endfor %}{{ ns.a }}",
+    "nested lists as text": LISTS + "{% endfor %}{% set t = ns.a | string %}",
+    "nested lists compared": LISTS + "{% endfor %}{{ ns.a == ns.b }}",
+    "nested lists tested": LISTS + "{% endfor %}{{ ns.a is eq(ns.b) }}",
+    "nested lists found": LISTS + "{% endfor %}{{ [ns.b].index(ns.a) }}",
+    "nested lists as JSON": LISTS + "{% endfor %}{{ ns.a | tojson }}",
+    "nested tuples as a key": TUPLES + "{{ {ns.a: 1} }}",
+    "nested tuples looked up": TUPLES + "{{ {}[ns.a] }}",
+    "nested tuples in get": TUPLES + "{{ {}.get(ns.a) }}",
+    "nested tuples unique": TUPLES + "{{ [ns.a] | unique }}",
+    "nested tuples in dict": TUPLES + "{{ dict([[ns.a, 1]]) }}",
+    "deep": "{% set ns = namespace(a=[]) %}{% for i in range(9999) %}{% set ns.a = [ns.a] %}{% endfor %}{{ ns.a }}",
+    "replace of nothing": LONG + "{{ long.replace('', long) }}",
+    "replace by long": LONG + "{{ long | replace('x', long) }}",
+    "join": LONG + "{{ long.join(long) }}",
+    "join filter": LONG + "{{ long | join(long) }}",
+    "indent": LONG + "{{ ('\n' * 100000) | indent(10**6) }}",
+    "indent of JSON": "{{ messages | tojson(indent=10**9) }}",
+    "width by format": "{{ '{:1000000000}'.format(1) }}",
+    "width by nested format": "{{ '{:{}}'.format(1, 10**9) }}",
+    "width by %": "{{ '%1000000000d' % 1 }}",
+    "width by star": "{{ '%*d' % (1000000000, 1) }}",
+    "digits by %": "{{ '%.100000000f' % 1 }}",
+    "strip": LONG + "{% set t = ('y' * 4000000).strip(long) %}" * 1,
+    "slices": LONG + "{% for i in range(100000) %}{% set t = long[1:] %}{% endfor %}",
+    "searches": LONG + "{% for i in range(100000) %}{% set t = 'y' in long %}{% endfor %}",
+    "attributes": "{% for i in range(99999) %}{% set t = range(99999) | map(attribute='a.a.a.a') | list %}{% endfor %}",
+    "namespaces": "{% set ns = namespace(a=1) %}{% for i in range(60) %}{% set n2 = namespace(a=[ns, ns]) %}{% set ns.b = n2 %}"
+    "{% endfor %}{% for i in range(10**5) %}{% for j in range(10**5) %}{% set t = ns ~ n2 %}{% endfor %}{% endfor %}",
+    "output": "{% for i in range(100000) %}" + "x" * 5000 + "{% endfor %}",
+    "date": "{{ strftime_now('%c' * 100000) }}",
+}
+INVALID = {
+    "syntax": "{% if %}",
+    "not closed": "{{ 'a",
+    "huge number": "{{ " + "9" * 10_000 + " }}",
+    "parentheses": "{{ " + "(" * 5000 + ")" * 5000 + " }}",
+    "ifs": "{% if a %}" * 3000 + "{% endif %}" * 3000,
+    "loops": "{% for i in a %}" * 30 + "{% endfor %}" * 30,
+    "long sum": "{{ " + "+".join(["a"] * 20_000) + " }}",
+    "size": "x" * (SOURCE_CHARACTERS + 1),
+    "filter": "{{ 'x' | center(1000000000000) }}",
+    "test": "{{ '%1000000000d' is divisibleby(2) }}",
+    "lipsum filter": "{{ 'a' | wordwrap }}",
+    "escaping": "{% autoescape true %}{% endautoescape %}",
+}
+
+
+def attempt(source: str) -> str:
+    """The one sentence with which a template fails, within seconds of this thread and some memory."""
+    start, before = time.thread_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(UserError) as caught:
+        template = ChatTemplate(source, {})
+        template.render(template.conversation([USER]), add_generation_prompt=True)
+    seconds, most = time.thread_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 700, message
+    assert seconds < 10, f"{seconds:.1f} s"
+    assert most - before < 400_000, f"{(most - before) / 1e3:.0f} MB"
+    return message
+
+
+@pytest.mark.parametrize("name", FAILS)
+def test_a_template_that_fails_says_why(name: str) -> None:
+    source, reason = FAILS[name]
+    assert reason in attempt(source)
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_no_template_runs_long_or_takes_much_memory(name: str) -> None:
+    message = attempt(BOUNDED[name])
+    assert "does not take these messages" in message
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_a_template_that_cannot_be_compiled_is_not_valid(name: str) -> None:
+    assert "chat template is not valid" in attempt(INVALID[name])
+
+
+def test_output_has_a_limit() -> None:
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    long = [{"role": "user", "content": "x" * OUTPUT_CHARACTERS}]
+    assert len(template.render(long, add_generation_prompt=True)) == OUTPUT_CHARACTERS
+    with pytest.raises(UserError, match=r"writes 4,194,305 characters, but may write 4,194,304"):
+        template.render(
+            [{"role": "user", "content": "x" * (OUTPUT_CHARACTERS + 1)}], add_generation_prompt=True
+        )
+
+
+def test_a_budget_is_each_renderings_own() -> None:
+    template = ChatTemplate("{% for i in range(99999) %}{% endfor %}ok", {})
+    for _ in range(20):
+        assert template.render([USER], add_generation_prompt=True) == "ok"
+
+
+def test_a_thousand_messages_fit_into_the_budget() -> None:
+    """What published templates do with each message: look at its neighbours, at the number of all, at text."""
+    template = ChatTemplate(
+        "{% for m in messages[::-1] %}{% set last = loop.index0 == messages | length - 1 %}"
+        "{% if m.role == 'user' and m.content is string and not m.content.startswith('<tool>') %}"
+        "{{ '<|im_start|>' + m.role + '\n' + m.content | trim + '<|im_end|>' + '\n' }}{% endif %}"
+        "{% if '</think>' in m.content %}{{ m.content.split('</think>')[-1].lstrip('\n') }}{% endif %}"
+        "{% if not loop.first and loop.previtem.role == m.role %}{{ m | tojson }}{% endif %}{% endfor %}",
+        {},
+    )
+    messages = [{"role": "user", "content": "word " * 350}] * 1000
+    assert template.render(messages, add_generation_prompt=True).count("<|im_start|>") == 1000
+
+
+PLAIN = [
+    "{{ 'a' ~ 1 ~ none ~ [1, 'b'] }}{{ nothing }}{{ {'a': 1}.items() | list }}",
+    "{{ messages | map(attribute='role') | join(', ') }}{{ [3, 1, 2] | sort | reverse | list }}",
+    "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}{{ messages | join('/', attribute='role') }}",
+    "{% macro say(m, end='!') %}{{ m.content }}{{ end }}{{ caller() if caller }}{% endmacro %}{{ say(messages[0]) }}"
+    "{% call say(messages[1], end='?') %}called{% endcall %}",
+    "{% set ns = namespace(n=0) %}{% for m in messages if m.role != 'system' %}{% set ns.n = ns.n + loop.length %}"
+    "{{ loop.cycle('a', 'b') }}{{ loop.last }}{% else %}none{% endfor %}{{ ns.n }}",
+    "{% for k, v in messages[0].items() %}{{ k }}={{ v }}{% if loop.index0 is even %};{% endif %}{% endfor %}",
+    "{{ '%s is %5.2f' % ('a', 2) }}{{ '{:>5}|{x}'.format(1, x=2) }}{{ 'a-b'.split('-')[1:] }}{{ 'aXbX' | replace('X', '-') }}",
+    "{% set t %}<{{ messages[0].content }}>{% endset %}{{ t | upper | indent(2, true) }}{{ 7 // 2 ** 2 }}{{ -3 % 5 }}",
+    "{% filter upper %}a{{ messages[0].role }}{% endfilter %}{{ (1, 2) }}{{ 'abc'[::-1] }}{{ 1 < 2 <= 3 }}{{ 'a' in 'abc' }}",
+    "{{ messages[0].get('content', 'no') }}{{ messages[0]['missing'] is defined }}{{ '<&>' | safe }}{{ 'b' is in ['a'] }}",
+    "{% for t in [[1, [2]], [3]] recursive %}{{ loop(t) if t is sequence else t }}{% endfor %}{{ 3.7 | int }}{{ '4' | int + 1 }}",
+    "{{ {'b': 1, 'a': [true, none]} | dictsort }}{{ joiner(',')() }}{{ [1, 1, 2] | unique | list }}{{ [1, 2] + [3] }}",
+]
+
+
+@pytest.mark.parametrize("source", PLAIN)
+def test_the_limits_change_nothing_that_is_written(source: str) -> None:
+    messages = [{"role": "system", "content": " be brief"}, {"role": "user", "content": "hi\nyou"}]
+    plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(source)
+    expected = plain.render(messages=messages, add_generation_prompt=True)
+    assert ChatTemplate(source, {}).render(messages, add_generation_prompt=True) == expected
+
+
+# Messages.
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([], "messages is empty"),
+        ("hi", "messages is a str, but must be a list"),
+        (["hi"], r"messages\[0\] is 'hi', but must be an object"),
+        ([{"content": "hi"}], r"messages\[0\] has no role"),
+        ([{**USER, "role": 1}], r"messages\[0\].role is 1, but must be a string"),
+        ([USER, {"role": "user"}], r"messages\[1\] has no content"),
+        ([{**USER, "content": None}], r"messages\[0\] has no content"),
+        ([{**USER, "content": 3}], r"messages\[0\].content is 3, but must be a string"),
+        ([{**USER, "content": "a\ud800"}], r"messages\[0\].content is .*UTF-8"),
+        ([{**USER, "content": ["hi"]}], r"messages\[0\].content\[0\] is 'hi'"),
+        (
+            [{**USER, "content": [{"type": "image_url"}]}],
+            r"content\[0\].type is 'image_url', but must be 'text'",
+        ),
+        ([{**USER, "content": [{"type": "text"}]}], r"content\[0\].text is None, but must be a string"),
+        ([USER, {**USER, "colour": "red"}], r"messages\[1\] has 'colour', but may have role, content"),
+        ([{**USER, "tool_calls": "x"}], r"messages\[0\].tool_calls is 'x', but must be a list"),
+    ],
+)
+def test_a_bad_message_is_named(messages, reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        ChatTemplate("", {}).conversation(messages)
+
+
+def test_parts_of_text_are_joined() -> None:
+    parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    assert template.conversation([{"role": "user", "content": parts}]) == [{"role": "user", "content": "a b"}]
+
+
+def test_a_message_may_have_what_the_template_names() -> None:
+    template = ChatTemplate("{% for m in messages %}{{ m.mood }}{{ m['colour'] }}{% endfor %}", {})
+    message = {**USER, "mood": "glad", "colour": "red"}
+    assert template.render(template.conversation([message]), add_generation_prompt=True) == "gladred"
+    calls = {"role": "assistant", "content": None, "tool_calls": [{}]}
+    assert template.conversation([calls]) == [calls]
+
+
+def test_jinja_still_has_what_the_sandbox_relies_on() -> None:
+    """`finalize` sees every expression; a template's own names cannot spell the budget's."""
+    seen = []
+    environment = jinja2.Environment(finalize=lambda value: seen.append(value) or value)
+    environment.from_string("{{ a }}{% set b %}{{ a }}{% endset %}").render(a=1)
+    assert seen == [1, 1]
+    with pytest.raises(jinja2.TemplateSyntaxError):
+        jinja2.Environment().from_string("{{ x | ' spend' }}")

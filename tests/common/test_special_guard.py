@@ -1,0 +1,125 @@
+"""Special tokens that a user types stay text; everything else is encoded as ever."""
+
+from __future__ import annotations
+
+import pytest
+import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from common.errors import UserError
+from common.text.tokenizer import Tokenizer
+
+GEMMA = (
+    "{{ bos_token }}{% for m in messages %}{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) }}"
+    "{{ '\n' }}{{ m['content'] | trim }}{{ '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module", params=["smollm2", "gemma3"])
+def model(request):
+    """Our tokenizer and that of transformers, with a template that trims for the model that has none."""
+    folder = request.getfixturevalue(f"{request.param}_folder")
+    ours, theirs = Tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    if request.param == "gemma3":
+        ours._config["chat_template"] = theirs.chat_template = GEMMA
+    return ours, theirs
+
+
+def chat(model, messages) -> tuple[list[int], list[int]]:
+    ours, theirs = model
+    return ours.chat(messages), theirs.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False
+    )
+
+
+def controls(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
+    return [index for index in ids if index in tokenizer.special_ids]
+
+
+TEXTS = st.text(st.sampled_from("<|>_ aé\n🎉1 im") | st.characters(codec="utf-8"), max_size=30)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(texts=st.lists(TEXTS, min_size=1, max_size=4))
+def test_ordinary_texts_are_encoded_as_transformers_does(model, texts) -> None:
+    ours, expected = chat(model, [{"role": "user", "content": text} for text in texts])
+    assert ours == expected
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_special_tokens_in_contents_are_text(model, data) -> None:
+    """Whole ones, ones inside one another, and halves: as many control tokens as with harmless contents."""
+    tokenizer = model[0]
+    special = tokenizer._guard._special[:20]
+    piece = st.sampled_from(special) | TEXTS | st.sampled_from([token[:3] for token in special])
+    halves = st.sampled_from([token[3:] for token in special])
+    texts = data.draw(st.lists(st.lists(piece | halves, max_size=4).map("".join), min_size=1, max_size=4))
+    messages = [{"role": "user", "content": text} for text in texts]
+    found = tokenizer.chat(messages)
+    harmless = tokenizer.chat([{**message, "content": "x"} for message in messages])
+    assert controls(tokenizer, found) == controls(tokenizer, harmless)
+    template = tokenizer.chat_template
+    rendered = template.render(template.conversation(messages), add_generation_prompt=True)
+    assert tokenizer.decode(found, skip_special_tokens=False) == rendered, "text was lost or changed"
+
+
+def test_a_special_token_is_encoded_like_a_word(model) -> None:
+    tokenizer = model[0]
+    for token in ("<|im_start|>", "<eos>", "<|im_end|>"):
+        words = tokenizer.chat([{"role": "user", "content": f"say {token} twice"}])
+        assert controls(tokenizer, words) == controls(
+            tokenizer, tokenizer.chat([{"role": "user", "content": "x"}])
+        )
+        assert f"say {token} twice" in tokenizer.decode(words)
+
+
+def test_the_guarded_way_is_the_plain_way_where_nothing_is_hidden(model) -> None:
+    tokenizer = model[0]
+    messages = [
+        {"role": "user", "content": "  a <b> | 12  naïve 🎉\n\n  code"},
+        {"role": "assistant", "content": "ok"},
+    ]
+    text = tokenizer.chat_template.render(messages, add_generation_prompt=True)
+    assert tokenizer._guard.encode(text) == tokenizer.chat(messages)
+
+
+def test_halves_in_neighbouring_texts_do_not_meet(smollm2_folder) -> None:
+    tokenizer = Tokenizer(smollm2_folder)
+    tokenizer._config["chat_template"] = "{% for m in messages %}{{ m.content | trim }}{% endfor %}"
+    for first, second in (
+        ("<|im_", "start|>"),
+        ("a<", "|im_start|>"),
+        ("<|im_start| ", " >b"),
+        ("<|<|im_", "end|>"),
+    ):
+        ids = tokenizer.chat([{"role": "user", "content": text} for text in (first, second)])
+        assert not controls(tokenizer, ids)
+        assert tokenizer.decode(ids) == first.strip() + second.strip()
+
+
+def test_a_role_may_make_a_special_token_but_not_be_one(smollm2_folder) -> None:
+    tokenizer = Tokenizer(smollm2_folder)
+    tokenizer._config["chat_template"] = (
+        "{% for m in messages %}{{ '<|im_' + m.role + '|>' }}{{ m.content }}{% endfor %}"
+    )
+    assert controls(tokenizer, tokenizer.chat([{"role": "start", "content": "<|im_end|>"}])) == [1]
+    assert controls(tokenizer, tokenizer.chat([{"role": "start|><|im_end", "content": "<|im_end|>"}])) == [
+        1,
+        2,
+    ]
+    assert controls(tokenizer, tokenizer.chat([{"role": "<|im_end|>", "content": ""}])) == []
+
+
+def test_tools_are_guarded_too(smollm2_folder) -> None:
+    tokenizer = Tokenizer(smollm2_folder)
+    tokenizer._config["chat_template"] = "{{ tools | tojson }}"
+    ids = tokenizer.chat([{"role": "user", "content": ""}], tools=[{"name": "<|im_end|>"}])
+    assert not controls(tokenizer, ids) and tokenizer.decode(ids) == '[{"name": "<|im_end|>"}]'
+
+
+def test_a_stand_in_in_a_guarded_text_is_refused(smollm2_folder) -> None:
+    with pytest.raises(UserError, match=r"U\+FDD0, which no text may have"):
+        Tokenizer(smollm2_folder).chat([{"role": "user", "content": "<|im_end|>\ufdd0"}])
