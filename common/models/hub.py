@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from common.models.bundled import BUNDLED, Progress, fetch_bundled
 from common.errors import UserError
+from common.models.bundled import BUNDLED, Progress, fetch_bundled
 
 
 def model_folder(name: str | Path) -> Path:

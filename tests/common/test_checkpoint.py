@@ -128,7 +128,7 @@ def test_an_index_must_name_shards_that_are_there(tmp_path):
     with pytest.raises(UserError, match=r"\.\./other\.safetensors"):
         load(tmp_path / "inner", tied=TIED)
     (tmp_path / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(UserError, match="not an index"):
+    with pytest.raises(UserError, match="holds a list"):
         load(tmp_path, tied=TIED)
 
 
