@@ -34,8 +34,8 @@ _EXACT = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-"""The file's name of a format -> ours. Of the first kind any can be rounded to any other. The second kind mean
-something only to the module that asks for exactly them: packed integers, or eight bits with a scale.
+"""The file's name of a format -> ours. Of the first kind any can be rounded to any other. The second kind
+means something only to the module that asks for exactly it: packed integers, or eight bits with a scale.
 """
 
 

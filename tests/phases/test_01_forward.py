@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import math
 import random
@@ -12,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
-from torch import Tensor
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from common.errors import UserError
 from common.models.config import ModelConfig, RopeConfig
@@ -338,7 +341,7 @@ def builds_or_is_refused(raw: dict[str, Any]) -> bool:
     return True
 
 
-@pytest.mark.parametrize("count", [150, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [150, pytest.param(1_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ORACLES)
 def test_changed_configurations_build_or_are_refused(name: str, count: int) -> None:
     valid = oracle_config(name).to_json_string()
@@ -408,3 +411,66 @@ def test_max_tokens_zero_is_an_empty_completion() -> None:
 def test_consumer_is_not_left_in_inference_mode() -> None:
     for _ in load("random:tiny", device="cpu").stream([[1]], SamplingParams(max_tokens=2)):
         assert not torch.is_inference_mode_enabled()
+
+
+class Shifted(nn.Module):
+    """A linear that keeps its weight in one byte a number, and no parameter called `weight`."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        scale = linear.weight.abs().amax() / 127
+        self.register_buffer("packed", (linear.weight / scale).round().to(torch.int8))
+        self.register_buffer("scale", scale.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.packed.to(x.dtype) * self.scale.to(x.dtype))
+
+
+@pytest.mark.parametrize("shape", ["tiny", "tiny-window"])
+def test_a_model_keeps_dtype_and_device_without_weights_in_its_linears(shape: str) -> None:
+    model = load_model(f"random:{shape}", device="cpu", dtype="bfloat16")
+    before, exact = model.weight_bytes, our_logits(model, torch.arange(9))
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    for name, linear in linears.items():
+        model.set_submodule(name, Shifted(linear))
+    assert model.dtype == torch.bfloat16 and model.device == torch.device("cpu")
+    weights = sum(linear.weight.numel() for linear in linears.values())
+    assert model.weight_bytes == before - 2 * weights + weights + 2 * len(linears)
+    assert (our_logits(model, torch.arange(9)) - exact).norm() / exact.norm() < 0.2
+
+
+def test_weight_bytes_count_buffers_and_shared_memory_once() -> None:
+    model = load_model("random:tiny", device="cpu", dtype="float32")
+    expected = 4 * sum(p.numel() for p in model.parameters()) + 4 * 8  # and RoPE's 8 frequencies
+    assert model.weight_bytes == expected
+    model.register_buffer("view", model.lm_head.weight[3:5])
+    assert model.weight_bytes == expected
+    tied = random_model(replace(SHAPES["tiny"], tie_word_embeddings=True), device="cpu", dtype=torch.float32)
+    assert tied.weight_bytes == expected - 4 * 257 * 48
+
+
+def test_gpt2_weights_of_three_dimensions_are_named(tmp_path: Path) -> None:
+    oracle("gpt2", tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in stored if name.endswith("c_attn.weight"))
+    save_file({**stored, name: stored[name][None].clone()}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"1 misshapen: h\.0\.attn\.c_attn\.weight \[1, 36, 108\] instead of"):
+        load_model(tmp_path, device="cpu", dtype="float32")
+
+
+def test_a_failed_load_leaves_no_model_behind(tmp_path: Path) -> None:
+    oracle("llama", tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    stored.popitem()
+    save_file(stored, tmp_path / "model.safetensors")
+    gc.collect()
+    before = sum(issubclass(type(thing), Model) for thing in gc.get_objects())
+    with pytest.raises(UserError, match="1 missing"):
+        load_model(tmp_path, device="cpu", dtype="float32")
+    gc.collect()
+    assert sum(issubclass(type(thing), Model) for thing in gc.get_objects()) == before
+
+
+def test_a_path_is_never_looked_up_on_the_hub() -> None:
+    with pytest.raises(UserError, match="model is 'nowhere', which is none of"):
+        load_model(Path("nowhere"), device="cpu")
