@@ -151,12 +151,7 @@ def fetch_bundled(
             from common.models.gguf_import import import_gguf  # only a conversion needs the gguf library
 
             import_gguf(gguf, converted, lambda done, total: progress("convert", done, total))
-            files = {
-                file: {"bytes": (converted / file).stat().st_size, "sha256": _sha256(converted / file)}
-                for file in _FILES
-            }
-            record = {"format": _FORMAT, "sha256": bundle.sha256, "packages": bundle.packages, "files": files}
-            (converted / _RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+            _write_record(converted, bundle)
             if folder.is_dir() and not folder.is_symlink():
                 shutil.rmtree(folder)
             else:
@@ -166,6 +161,15 @@ def fetch_bundled(
     except OSError as error:
         raise UserError(f"the model {name} could not be stored in {models} ({error})") from None
     return folder
+
+
+def _write_record(folder: Path, bundle: Bundle) -> None:
+    """What `damage` will compare the folder with."""
+    files = {
+        name: {"bytes": (folder / name).stat().st_size, "sha256": _sha256(folder / name)} for name in _FILES
+    }
+    record = {"format": _FORMAT, "sha256": bundle.sha256, "packages": bundle.packages, "files": files}
+    (folder / _RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 def _sha256(path: Path) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import reprlib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,8 +68,8 @@ def _no_constant(name: str) -> NoReturn:
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     raw = dict(pairs)
     if len(raw) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {shown(next(key for key in keys if keys.count(key) > 1))} is there twice")
+        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {shown(key)} is there twice")
     return raw
 
 
