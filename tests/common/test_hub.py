@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import huggingface_hub
 import psutil
 import pytest
+import torch
 from filelock import FileLock
 from huggingface_hub import errors
 
@@ -25,6 +26,8 @@ from common.errors import UserError
 from common.models import bundled
 from common.models.bundled import BUNDLED, Bundle, damage, is_cached
 from common.models.hub import fetch, model_folder
+from phases.commands import doctor
+from phases.commands import fetch as ladder_fetch
 from tests.common import tiny_gguf
 
 
@@ -228,6 +231,29 @@ def test_a_damaged_folder_is_seen_and_fetched_again(index, home, name, how):
         assert f"{folder}: " in lines[0] and name in lines[0] and "is fetched again" in lines[0]
     assert path.read_bytes() == content and len(index.downloaded) == 4
     assert not damage("tiny", contents=True)
+
+
+def test_doctor_says_what_is_damaged_and_how_to_mend_it(index, home):
+    def row() -> tuple[str, str]:
+        return next(row[1:] for row in doctor.facts(torch.device("cpu")) if row[0] == "tiny")
+
+    assert row() == ("not fetched yet", "ladder fetch tiny")
+    weights = fetch("tiny") / "model.safetensors"
+    assert row() == ("a tiny model", "")
+    size = weights.stat().st_size
+    weights.write_bytes(b"short")
+    assert row() == (f"model.safetensors has 5 bytes instead of {size}", "ladder fetch tiny")
+
+
+def test_ladder_fetch_mends_what_only_reading_everything_finds(index, home, capsys):
+    weights = fetch("tiny") / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert ladder_fetch.run("tiny") == 0
+    assert weights.read_bytes() == content
+    assert "model.safetensors is not what was stored; it is fetched again" in capsys.readouterr().err.replace(
+        "\n", " "
+    )
 
 
 @pytest.mark.parametrize(
