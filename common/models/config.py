@@ -1,30 +1,22 @@
 """What a checkpoint's ``config.json`` says about the model, in one vocabulary for all families.
 
 Hugging Face spells the same fact in several ways (``n_embd`` and ``hidden_size``, ``rope_theta`` and
-``rope_parameters``). This module is the only place that knows those spellings.
+``rope_parameters``). This module and its tables, `hf_fields`, are the only place that knows those spellings.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from common.errors import UserError
-
-FAMILIES = {
-    "gpt2": "gpt2",
-    "llama": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "gemma3_text": "gemma3",
-    "gemma3": "gemma3",
-}
-"""Hugging Face ``model_type`` -> our family name."""
+from common.models import hf_fields as hf
+from common.models.fields import Field, read_object, shown
 
 
 @dataclass(frozen=True)
@@ -41,6 +33,14 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+
+    def __post_init__(self) -> None:
+        """Refuse a band that has no width: the ramp across it divides by its width."""
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise UserError(
+                f"low_freq_factor is {self.low_freq_factor}, but must be below "
+                f"high_freq_factor {self.high_freq_factor}"
+            )
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,8 @@ class ModelConfig:
                 f"num_attention_heads is {self.num_heads}, which is not a multiple of "
                 f"num_key_value_heads {self.num_kv_heads}"
             )
+        if self.rope is not None and self.head_dim % 2:
+            raise UserError(f"head_dim is {self.head_dim}, but rotary embeddings turn pairs: it must be even")
         if not self.sliding_windows:
             object.__setattr__(self, "sliding_windows", (None,) * self.num_layers)
         if len(self.sliding_windows) != self.num_layers:
@@ -98,147 +100,155 @@ class ModelConfig:
             UserError: the file is missing, is not JSON, or describes a model we do not have.
         """
         path = Path(folder) / "config.json"
-        if not path.exists():
+        if not path.is_file():
             raise UserError(f"{path} does not exist: a model folder needs a config.json")
-        raw = _read_json(path)
+        raw = read_object(path)
+        with _named(path):
+            config = cls.from_hf(raw)
         generation = Path(folder) / "generation_config.json"
-        if generation.exists():  # chat models name the tokens that end a turn only here
-            ends = _read_json(generation).get("eos_token_id")
-            raw = raw if ends is None else {**raw, "eos_token_id": ends}
-        return cls.from_hf(raw)
+        if not generation.is_file():
+            return config
+        ends = read_object(generation)
+        with _named(generation):  # chat models name the tokens that end a turn only here
+            ids = _eos_token_ids(ends, config.vocab_size)
+        return replace(config, eos_token_ids=ids) if ids else config
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> ModelConfig:
-        """Translate a Hugging Face configuration (the parsed ``config.json``)."""
-        model_type = raw.get("model_type")
-        family = FAMILIES.get(str(model_type))
-        if family is None:
-            raise UserError(f"model_type {model_type!r} is not supported, only {', '.join(FAMILIES)}")
+        """Translate a Hugging Face configuration (the parsed ``config.json``).
+
+        Raises:
+            UserError: a field is missing, of another type or out of its limits, or the fields contradict each
+                other or describe something that is not computed here.
+        """
+        model_type = hf.MODEL_TYPE.read(raw)
+        family = hf.FAMILIES[model_type]
+        _refuse_unsupported(raw)
         if "text_config" in raw:  # a multimodal wrapper: the language model is inside
+            inner = Field("text_config", dict).check(raw["text_config"], "text_config")
+            inner_type = hf.MODEL_TYPE.read({"model_type": model_type, **inner})
+            if hf.FAMILIES[inner_type] != family:
+                raise UserError(f"text_config is a {inner_type} inside a {model_type} model")
             ends = raw.get("eos_token_id")
-            raw = {**raw, **raw["text_config"]} | ({} if ends is None else {"eos_token_id": ends})
-        try:
-            return _gpt2(raw) if family == "gpt2" else _rope_family(family, raw)
-        except KeyError as error:
-            raise UserError(f"config.json of this {model_type} model has no field {error}") from None
+            raw = {**raw, **inner} | ({} if ends is None else {"eos_token_id": ends})
+            _refuse_unsupported(raw)
+        values = {ours: field.read(raw) for ours, field in hf.FIELDS[family].items()}
+        values |= _gpt2(raw, values) if family == "gpt2" else _rope_family(family, raw, values)
+        values["bos_token_id"] = _token_id("bos_token_id", values["vocab_size"]).read(raw)
+        values["eos_token_ids"] = _eos_token_ids(raw, values["vocab_size"])
+        return cls(family=family, **values)
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of keys and values that one token keeps, over all layers (windows ignored)."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Name the file in what is said of its fields."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise UserError(f"{path} holds a {type(raw).__name__}, but a configuration is an object")
-    return raw
+        yield
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
 
 
-def _gpt2(raw: Mapping[str, Any]) -> ModelConfig:
-    hidden, heads = raw["n_embd"], raw["n_head"]
-    return ModelConfig(
-        family="gpt2",
-        vocab_size=raw["vocab_size"],
-        hidden_size=hidden,
-        intermediate_size=raw.get("n_inner") or 4 * hidden,
-        num_layers=raw["n_layer"],
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=hidden // heads,
-        max_position_embeddings=raw["n_positions"],
-        norm_eps=raw.get("layer_norm_epsilon", 1e-5),
-        activation=raw.get("activation_function", "gelu_new"),
-        tie_word_embeddings=raw.get("tie_word_embeddings", True),
-        attention_scale=(hidden // heads) ** -0.5 if raw.get("scale_attn_weights", True) else 1.0,
-        attention_bias=True,
-        mlp_bias=True,
-        scale_by_layer=raw.get("scale_attn_by_inverse_layer_idx", False),
-        bos_token_id=raw.get("bos_token_id"),
-        eos_token_ids=_token_ids(raw.get("eos_token_id")),
-    )
+def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
+    """Refuse what would be read without an error and computed wrongly."""
+    for name, only in hf.ONLY.items():
+        if raw.get(name) not in (None, only):
+            raise UserError(f"{name} is {shown(raw[name])}, but only {only} is supported")
+    for name in ("quantization_config", "compression_config"):
+        given = raw.get(name)
+        if given is not None:
+            method = given.get("quant_method") if isinstance(given, dict) else given
+            raise UserError(f"{name} names the method {shown(method)}, but only plain weights are supported")
 
 
-def _rope_family(family: str, raw: Mapping[str, Any]) -> ModelConfig:
-    gemma = family == "gemma3"
-    hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
-    head_dim = raw.get("head_dim") or (256 if gemma else hidden // heads)
-    windows = _sliding_windows(family, raw)
-    rope, rope_local = _ropes(raw, gemma)
-    return ModelConfig(
-        family=family,
-        vocab_size=raw["vocab_size"],
-        hidden_size=hidden,
-        intermediate_size=raw["intermediate_size"],
-        num_layers=raw["num_hidden_layers"],
-        num_heads=heads,
-        num_kv_heads=raw.get("num_key_value_heads") or heads,
-        head_dim=head_dim,
-        max_position_embeddings=raw["max_position_embeddings"],
-        norm_eps=raw.get("rms_norm_eps", 1e-6),
-        activation=raw.get("hidden_activation") or raw.get("hidden_act") or "silu",
-        tie_word_embeddings=raw.get("tie_word_embeddings", gemma),
-        attention_scale=(raw.get("query_pre_attn_scalar", 256) if gemma else head_dim) ** -0.5,
-        rope=rope,
-        rope_local=rope_local,
-        sliding_windows=windows,
-        attention_bias=raw.get("attention_bias", False),
-        mlp_bias=raw.get("mlp_bias", False),
-        attention_soft_cap=raw.get("attn_logit_softcapping"),
-        final_soft_cap=raw.get("final_logit_softcapping"),
-        bos_token_id=raw.get("bos_token_id"),
-        eos_token_ids=_token_ids(raw.get("eos_token_id")),
-    )
+def _even_share(hidden: int, heads: int) -> int:
+    if hidden % heads:
+        raise UserError(f"the hidden size is {hidden}, which {heads} attention heads do not divide")
+    return hidden // heads
 
 
-def _sliding_windows(family: str, raw: Mapping[str, Any]) -> tuple[int | None, ...]:
+def _gpt2(raw: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    hidden, heads = values["hidden_size"], values["num_heads"]
+    head_dim = _even_share(hidden, heads)
+    return {
+        "intermediate_size": values["intermediate_size"] or 4 * hidden,
+        "num_kv_heads": heads,
+        "head_dim": head_dim,
+        "attention_scale": head_dim**-0.5 if hf.SCALE_WEIGHTS.read(raw) else 1.0,
+        "attention_bias": True,
+        "mlp_bias": True,
+    }
+
+
+def _rope_family(family: str, raw: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    heads = values["num_heads"]
+    head_dim = values["head_dim"] or _even_share(values["hidden_size"], heads)
+    rope, rope_local = _ropes(raw, gemma=family == "gemma3")
+    return {
+        "num_kv_heads": values["num_kv_heads"] or heads,
+        "head_dim": head_dim,
+        "attention_scale": (hf.QUERY_SCALE.read(raw) if family == "gemma3" else head_dim) ** -0.5,
+        "rope": rope,
+        "rope_local": rope_local,
+        "sliding_windows": _sliding_windows(family, raw, values["num_layers"]),
+    }
+
+
+def _sliding_windows(family: str, raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     """Each layer's window, from ``layer_types`` or from the older fields that imply it."""
-    layers, window = raw["num_hidden_layers"], raw.get("sliding_window")
-    if family in ("qwen2", "qwen3") and not raw.get("use_sliding_window", False):
-        window = None  # Qwen's files carry a window that is switched off
-    types = raw.get("layer_types")
-    if types is None and family == "gemma3":
-        pattern = raw.get("sliding_window_pattern", raw.get("_sliding_window_pattern", 6))
-        types = ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(layers)]
-    if types is None and family in ("qwen2", "qwen3"):
-        first = raw.get("max_window_layers", layers)
-        types = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
-    if types is None or window is None:
-        return (None,) * layers
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+    if family in ("qwen2", "qwen3") and not hf.WINDOW_IS_USED.read(raw):
+        return (None,) * layers  # Qwen's files carry a window that is switched off
+    window, types = hf.WINDOW.read(raw), hf.LAYER_TYPES.read(raw)
+    if types is not None:
+        full = [
+            hf.LAYER_TYPE.check(kind, f"layer_types[{i}]") == "full_attention" for i, kind in enumerate(types)
+        ]
+    elif family == "gemma3":
+        pattern = hf.WINDOW_PATTERN.read(raw)
+        full = [(i + 1) % pattern == 0 for i in range(layers)]
+    elif family in ("qwen2", "qwen3"):
+        first = hf.FIRST_WINDOW.read(raw)
+        full = [i < first for i in range(layers)]
+    else:
+        full = [family != "mistral" or window is None] * layers
+    if window is None and not all(full):
+        raise UserError("sliding_window is null, but there are layers of sliding attention")
+    return tuple(None if everything else window for everything in full)
 
 
 def _ropes(raw: Mapping[str, Any], gemma: bool) -> tuple[RopeConfig, RopeConfig | None]:
     """The global and, for Gemma 3, the local rotary embedding, from either generation of field names."""
-    parameters = raw.get("rope_parameters")
-    if parameters and "full_attention" in parameters:
-        return _rope(parameters["full_attention"]), _rope(parameters["sliding_attention"])
-    if parameters:
-        return _rope(parameters), _rope({"rope_theta": 10_000.0}) if gemma else None
-    theta = raw.get("rope_theta", 1_000_000.0 if gemma else 10_000.0)
-    local = _rope({"rope_theta": raw.get("rope_local_base_freq", 10_000.0)}) if gemma else None
-    return _rope({**(raw.get("rope_scaling") or {}), "rope_theta": theta}), local
+    parameters = hf.ROPE_PARAMETERS.read(raw)
+    theta = raw.get("rope_theta")
+    everywhere = {"rope_theta": (1_000_000.0 if gemma else 10_000.0) if theta is None else theta}
+    nearby = {"rope_theta": hf.LOCAL_THETA.read(raw)}
+    kinds = [kind for kind in hf.LAYER_TYPE.choices if kind in parameters]
+    if kinds and not gemma:
+        raise UserError(f"rope_parameters has a part for {kinds[0]}, which only Gemma 3 has")
+    if kinds:
+        full, sliding = (Field(kind, dict).read(parameters) for kind in hf.LAYER_TYPE.choices)
+        return _rope(everywhere | full), _rope(nearby | sliding)
+    return _rope(everywhere | parameters), _rope(nearby) if gemma else None
 
 
 def _rope(parameters: Mapping[str, Any]) -> RopeConfig:
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind not in ("default", "linear", "llama3"):
-        raise UserError(f"rope_type {kind!r} is not supported, only default, linear and llama3")
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UserError("partial_rotary_factor must be 1: partially rotated heads are not supported")
-    return RopeConfig(
-        theta=float(parameters["rope_theta"]),
-        kind=kind,
-        factor=float(parameters.get("factor", 1.0)),
-        low_freq_factor=float(parameters.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(parameters.get("high_freq_factor", 4.0)),
-        original_max_position=int(parameters.get("original_max_position_embeddings", 8192)),
-    )
+    _refuse_unsupported(parameters)
+    config = RopeConfig(**{ours: field.read(parameters) for ours, field in hf.ROPE.items()})
+    for name in hf.ROPE_NEEDS[config.kind]:
+        if parameters.get(name) is None:
+            raise UserError(f"there is no field {name!r}, which the rope_type {config.kind!r} needs")
+    return config
 
 
-def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (value,)
+def _token_id(name: str, vocab_size: int) -> Field:
+    return Field(name, int, 0, vocab_size - 1, None)
+
+
+def _eos_token_ids(raw: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
+    """One token id, several, or none."""
+    value, field = raw.get("eos_token_id"), _token_id("eos_token_id", vocab_size)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    return tuple(field.check(each, "eos_token_id") for each in ids)

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from common.models.bundled import BUNDLED, Progress, fetch_bundled
 from common.errors import UserError
+from common.models.bundled import BUNDLED, Progress, fetch_bundled
+from common.paths import expand
 
 
 def model_folder(name: str | Path) -> Path:
@@ -28,25 +29,31 @@ def fetch(
     name: str | Path,
     progress: Progress = lambda stage, done, total: None,
     notify: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
+    *,
+    contents: bool = False,
 ) -> Path:
     """Like `model_folder`, with reports on the way.
 
     Args:
         name: see `model_folder`.
         progress: see `Progress`.
-        notify: called with a line for the person who fetches: the model's terms of use.
+        notify: called with a line for the person who fetches: the model's terms of use, or what was damaged.
+        contents: read a stored bundled model completely, to see whether it is what was stored.
 
     Raises:
         UserError: there is no such model, or it could not be fetched.
     """
     if str(name) in BUNDLED:
-        return fetch_bundled(str(name), progress, notify)
-    folder = Path(name).expanduser()
-    if str(name) and folder.is_dir():  # Path("") is the current directory
-        if not (folder / "config.json").is_file():
-            raise UserError(f"the model folder {folder} has no config.json")
-        return folder
-    looks_local = isinstance(name, Path) or folder.exists() or name.startswith((".", "~", "/"))
+        return fetch_bundled(str(name), progress, notify, contents=contents)
+    folder = expand("model", name)
+    try:
+        if str(name) and folder.is_dir():  # Path("") is the current directory
+            if not (folder / "config.json").is_file():
+                raise UserError(f"the model folder {folder} has no config.json")
+            return folder
+        looks_local = isinstance(name, Path) or folder.exists() or name.startswith((".", "~", "/"))
+    except OSError as error:  # longer than names can be, or without the right to look inside
+        raise UserError(f"model is {str(name)!r}, which cannot be looked at ({error.strerror})") from None
     if looks_local or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name)):
         bundled = ", ".join(BUNDLED)
         raise UserError(f"model is {str(name)!r}, which is none of {bundled}, a folder, or a hub id")

@@ -19,7 +19,7 @@ from rich.table import Table
 from benchmarks.roofline import probe_matmul, probe_read
 from common.console import out
 from common.device import device_folder, device_name, pick_device, pick_dtype
-from common.models.bundled import BUNDLED, is_cached
+from common.models.bundled import BUNDLED, damage, is_cached
 from common.paths import cache_home
 from phases import PHASES
 from phases.registry import missing_for
@@ -76,7 +76,7 @@ def facts(device: torch.device) -> Iterator[tuple[str, str, str]]:
     yield "Model cache", f"{cache_home()}, {space:.0f} GB free", "" if space > 3 else "set LADDER_HOME"
     for name, bundle in BUNDLED.items():
         there = is_cached(name)
-        yield name, bundle.title if there else "not fetched yet", "" if there else f"ladder fetch {name}"
+        yield name, bundle.title if there else damage(name), "" if there else f"ladder fetch {name}"
 
 
 def speeds(device: torch.device) -> Iterator[tuple[str, str, str]]:

@@ -10,8 +10,8 @@ from common.console import err, out
 from common.models.hub import fetch
 
 
-def fetch_with_progress(model: str) -> Path:
-    """Fetch a model unless it is there. The hub's library shows bars of its own."""
+def fetch_with_progress(model: str, *, contents: bool = False) -> Path:
+    """Like `common.models.hub.fetch`, with a bar; the hub's library shows bars of its own."""
     tasks: dict[str, TaskID] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=err)
@@ -24,14 +24,14 @@ def fetch_with_progress(model: str) -> Path:
         bar.update(tasks[stage], completed=done, total=total or None)
 
     try:
-        return fetch(model, report, lambda line: err.print(line, markup=False))
+        return fetch(model, report, lambda line: err.print(line, markup=False), contents=contents)
     finally:
         if tasks:
             bar.stop()
 
 
 def run(model: str) -> int:
-    """Fetch a model and say where it is."""
-    folder = fetch_with_progress(model)
+    """Fetch a model, or see whether what is there is whole; then say where it is."""
+    folder = fetch_with_progress(model, contents=True)
     out.out(str(folder), highlight=False)
     return 0

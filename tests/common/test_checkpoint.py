@@ -128,7 +128,7 @@ def test_an_index_must_name_shards_that_are_there(tmp_path):
     with pytest.raises(UserError, match=r"\.\./other\.safetensors"):
         load(tmp_path / "inner", tied=TIED)
     (tmp_path / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(UserError, match="not an index"):
+    with pytest.raises(UserError, match="holds a list"):
         load(tmp_path, tied=TIED)
 
 
@@ -170,6 +170,158 @@ def test_integers_are_not_taken_for_weights(tmp_path):
     )
     with pytest.raises(UserError, match=r"layer\.weight of type I8 instead of floating point"):
         load(tmp_path, tied=TIED)
+
+
+class Packed(nn.Module):
+    """What a quantized linear has instead of a weight: packed integers or eight-bit floats, and scales."""
+
+    def __init__(self, kind: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 2).to(kind), requires_grad=False)
+        self.register_buffer("packed", torch.zeros(4, 3, dtype=kind))
+        self.register_buffer("scale", torch.ones(4, dtype=torch.float32))
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2]
+)
+def test_packed_weights_keep_their_format_and_take_no_other(tmp_path, kind):
+    stored = {
+        "weight": torch.randint(0, 100, (4, 2)).to(kind),
+        "packed": torch.randint(0, 100, (4, 3)).to(kind),
+        "scale": torch.rand(4),
+    }
+    with torch.device("meta"):
+        net = Packed(kind)
+    save_file(stored, tmp_path / "model.safetensors")
+    load_weights(net, tmp_path, device="cpu", dtype=torch.bfloat16)
+    assert isinstance(net.weight, nn.Parameter) and net.scale.dtype == torch.bfloat16
+    for name in ("weight", "packed"):
+        assert net.state_dict()[name].dtype == kind
+        assert torch.equal(net.state_dict()[name].view(torch.uint8), stored[name].view(torch.uint8)), name
+    for other in {torch.int8, torch.uint8, torch.int16, torch.float8_e4m3fn, torch.float32} - {kind}:
+        save_file({**stored, "packed": stored["packed"].to(other)}, tmp_path / "model.safetensors")
+        with pytest.raises(UserError, match=rf"misshapen: packed of type \w+ instead of {kind}"):
+            load_weights(net, tmp_path, device="cpu", dtype=torch.bfloat16)
+
+
+def raw_file(path: Path, **entries: object) -> None:
+    """A safetensors file of any header, and the bytes it asks for."""
+    header = json.dumps(entries).encode()
+    size = max([0, *(entry["data_offsets"][1] for entry in entries.values() if isinstance(entry, dict))])
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(size))
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits"),
+    [
+        ("F4", 4),
+        ("F6_E2M3", 6),
+        ("F6_E3M2", 6),
+        ("F8_E8M0", 8),
+        ("F8_E4M3", 8),
+        ("C64", 64),
+        ("BOOL", 8),
+        ("U16", 16),
+    ],
+)
+def test_formats_that_are_no_weights_are_named(tmp_path, kind, bits):
+    with torch.device("meta"):
+        net = nn.Linear(4, 4, bias=False)
+    raw_file(
+        tmp_path / "model.safetensors", weight={"dtype": kind, "shape": [4, 4], "data_offsets": [0, 2 * bits]}
+    )
+    with pytest.raises(UserError, match=f"weight of type {kind} instead of floating point"):
+        load_weights(net, tmp_path, device="cpu", dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "shape", [[], [0], [0, 1 << 63], [2, 2, 2, 2, 1], [16], [1] * 70, [0, -1], ["4", "4"]]
+)
+def test_shapes_that_no_tensor_has_are_one_line(tmp_path, shape):
+    with torch.device("meta"):
+        net = nn.Linear(4, 4, bias=False)
+    size = 4 if shape == [] else 4 if shape == [1] * 70 else 64 if 0 not in shape else 0
+    raw_file(
+        tmp_path / "model.safetensors", weight={"dtype": "F32", "shape": shape, "data_offsets": [0, size]}
+    )
+    with pytest.raises(UserError, match=r"1 misshapen: weight \[|damaged or incomplete") as caught:
+        load_weights(net, tmp_path, device="cpu", dtype=torch.float32, transform=lambda name, tensor: tensor)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("length", "header"),
+    [
+        (1 << 62, b"{}"),
+        (2, b"[]"),
+        (9, b'{"a": {}}'),
+        (4, b"null"),
+        (90_000, b"[" * 90_000),
+        (0, b""),
+        (99, b"{}"),
+    ],
+)
+def test_headers_that_lie_are_one_line(tmp_path, length, header):
+    (tmp_path / "model.safetensors").write_bytes(length.to_bytes(8, "little") + header)
+    with pytest.raises(UserError, match=r"model\.safetensors is damaged or incomplete") as caught:
+        load(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "shard_name", [1, None, [], {}, True, "", ".", "..", "m" * 300, "a\nb", "a\0b", "/etc/passwd"]
+)
+def test_an_index_whose_shards_are_no_names(tmp_path, shard_name):
+    weight_map = {name: shard_name for name in tensors()}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(
+        UserError, match=r"index\.json (names the shard|is not an index.*the shard of )"
+    ) as caught:
+        load(tmp_path, tied=TIED)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "index", [{}, {"weight_map": None}, {"weight_map": []}, {"weight_map": "model.safetensors"}]
+)
+def test_an_index_without_shards(tmp_path, index):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"is not an index of safetensors shards: .*weight_map"):
+        load(tmp_path, tied=TIED)
+
+
+def test_a_shard_of_no_bytes_is_named(tmp_path):
+    shard(tmp_path)
+    (tmp_path / "model-1.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match=r"model-1\.safetensors is damaged or incomplete"):
+        load(tmp_path, tied=TIED)
+
+
+def test_one_tensor_in_two_shards_is_refused(tmp_path):
+    shard(tmp_path)
+    save_file(tensors(), tmp_path / "model-1.safetensors")
+    with pytest.raises(UserError, match=r"stores embed\.weight twice, in two of its shards"):
+        load(tmp_path, tied=TIED)
+
+
+def test_names_of_tensors_are_printed_in_one_line(tmp_path):
+    save_file(
+        {**tensors(), "a\nb": torch.zeros(1), "c" * 9999: torch.zeros(1)}, tmp_path / "model.safetensors"
+    )
+    with pytest.raises(UserError, match="2 unexpected") as caught:
+        load(tmp_path, tied=TIED)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the open files from /proc")
+def test_a_refused_checkpoint_is_closed(tmp_path):
+    shard(tmp_path)
+    save_file({"more": torch.zeros(1)}, tmp_path / "model-1.safetensors")
+    with pytest.raises(UserError):
+        load(tmp_path, tied=TIED)
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    assert not [fd for fd in Path("/proc/self/fd").iterdir() if str(tmp_path) in str(fd.resolve())]
 
 
 def test_damaged_and_missing_files(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,8 +55,123 @@ def test_kv_bytes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "says"), [("{", "not valid JSON"), ("[]", "holds a list"), (None, "needs a config.json")]
+    ("content", "says"),
+    [
+        (None, "needs a config.json"),
+        (b"{", "not valid JSON"),
+        (b"[]", "holds a list"),
+        (b"", "not valid JSON"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a":' * 100_000, "nested too deeply"),
+        (b'{"vocab_size": NaN}', "NaN is not a JSON value"),
+        (b'{"vocab_size": -Infinity}', "-Infinity is not a JSON value"),
+        (b'{"vocab_size": 1' + b"0" * 5000 + b"}", "not valid JSON"),
+        (b'{"vocab_size": 1, "vocab_size": 2}', "'vocab_size' is there twice"),
+        (b"\xef\xbb\xbf{}", "not valid JSON: Unexpected UTF-8 BOM"),
+        ("{}".encode("utf-16"), "not valid JSON: .*utf-8"),
+        (b" " * 50_000_000, "has 50000000 bytes"),
+    ],
 )
-def test_broken_files_are_named(tmp_path: Path, content: str | None, says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        ModelConfig.from_folder(folder(tmp_path, config=content) if content else tmp_path)
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_broken_files_are_named(tmp_path: Path, name: str, content: bytes | None, says: str) -> None:
+    if name == "generation_config.json" and content is None:
+        pytest.skip("a model needs none")
+    folder(tmp_path, config=LLAMA)
+    (tmp_path / name).unlink(missing_ok=True)
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=says) as caught:
+        ModelConfig.from_folder(tmp_path)
+    assert str(tmp_path / name) in str(caught.value) and "\n" not in str(caught.value)
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+GEMMA = {**LLAMA, "model_type": "gemma3_text"}
+MISTRAL = {**LLAMA, "model_type": "mistral"}
+GPT2 = {"model_type": "gpt2", "vocab_size": 10, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "says"),
+    [
+        (LLAMA, {"hidden_size": 0}, "hidden_size is 0, but must be an integer between 1 and 1,048,576"),
+        (LLAMA, {"hidden_size": None}, "there is no field 'hidden_size'"),
+        (LLAMA, {"num_hidden_layers": True}, "num_hidden_layers is True, but must be an integer"),
+        (LLAMA, {"num_hidden_layers": 3.0}, r"num_hidden_layers is 3\.0, but must be an integer"),
+        (LLAMA, {"num_attention_heads": "4"}, "num_attention_heads is '4', but must be an integer"),
+        (LLAMA, {"num_attention_heads": -4}, "num_attention_heads is -4"),
+        (LLAMA, {"num_attention_heads": 3, "num_key_value_heads": 3}, "8, which 3 attention heads do not"),
+        (LLAMA, {"vocab_size": 1 << 22}, "vocab_size is 4194304, but must be .* and 2,097,152"),
+        (LLAMA, {"max_position_embeddings": 10**9}, "max_position_embeddings is 1000000000"),
+        (LLAMA, {"vocab_size": [[[[1] * 99] * 99]]}, r"vocab_size is .*\.\.\."),
+        (LLAMA, {"head_dim": 5}, "head_dim is 5, but rotary embeddings turn pairs"),
+        (LLAMA, {"rms_norm_eps": -1e-6}, "rms_norm_eps is -1e-06, but must be a number"),
+        (LLAMA, {"attention_bias": "false"}, "attention_bias is 'false', but must be true or false"),
+        (LLAMA, {"tie_word_embeddings": 0}, "tie_word_embeddings is 0, but must be true or false"),
+        (LLAMA, {"hidden_act": ["silu"]}, "hidden_act is .*, but must be a string"),
+        (LLAMA, {"eos_token_id": "1"}, "eos_token_id is '1', but must be an integer between 0 and 9"),
+        (LLAMA, {"eos_token_id": [1, 10]}, "eos_token_id is 10, but must be an integer between 0 and 9"),
+        (LLAMA, {"bos_token_id": -1}, "bos_token_id is -1"),
+        (LLAMA, {"model_type": ["llama"]}, r"model_type is \['llama'\], but must be a string"),
+        (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, but only 1 is supported"),
+        (LLAMA, {"rope_theta": 0}, "rope_theta is 0, but must be a number"),
+        (LLAMA, {"rope_theta": float("nan")}, "rope_theta is nan"),
+        (LLAMA, {"rope_scaling": "linear"}, "rope_scaling is 'linear', but must be an object"),
+        (LLAMA, {"rope_scaling": {"type": "linear", "factor": 0}}, "factor is 0, but must be a number"),
+        (LLAMA, {"rope_scaling": {"type": "linear"}}, "no field 'factor', which the rope_type 'linear'"),
+        (LLAMA, {"rope_scaling": LLAMA3}, "no field 'original_max_position_embeddings'"),
+        (LLAMA, {"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, "low_freq_factor is 4.0, but must be"),
+        (LLAMA, {"rope_parameters": {"full_attention": {}}}, "full_attention, which only Gemma 3"),
+        (
+            LLAMA,
+            {"layer_types": ["chunked_attention"] * 3},
+            r"layer_types\[0\] 'chunked_attention' is not supported",
+        ),
+        (LLAMA, {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 3 layers"),
+        (LLAMA, {"quantization_config": {"quant_method": "awq"}}, "names the method 'awq'"),
+        (LLAMA, {"quantization_config": {}}, "quantization_config names the method None"),
+        (MISTRAL, {"sliding_window": 0}, "sliding_window is 0"),
+        (GEMMA, {"sliding_window": None}, "sliding_window is null"),
+        (GEMMA, {"sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
+        (GEMMA, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
+        (GEMMA, {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        (GEMMA, {"rope_parameters": {"full_attention": {}}}, "no field 'sliding_attention'"),
+        (GEMMA, {"model_type": "gemma3", "text_config": None}, "text_config is None, but must be an object"),
+        (GEMMA, {"text_config": {"model_type": "llama"}}, "a llama inside a gemma3_text"),
+        (GPT2, {"n_head": 3}, "8, which 3 attention heads do not divide"),
+        (GPT2, {"n_inner": 0}, "n_inner is 0"),
+        (GPT2, {"scale_attn_weights": 1}, "scale_attn_weights is 1"),
+        (GPT2, {"add_cross_attention": True}, "add_cross_attention is True"),
+    ],
+)
+def test_what_would_be_computed_wrongly_is_refused(
+    tmp_path: Path, base: dict[str, Any], change: dict[str, Any], says: str
+) -> None:
+    ModelConfig.from_hf(base)  # or the refusal would say nothing
+    with pytest.raises(UserError, match=says) as caught:
+        ModelConfig.from_hf({**base, **change})
+    assert len(str(caught.value)) < 300 and "\n" not in str(caught.value)
+
+
+def test_a_refused_field_names_its_file(tmp_path: Path) -> None:
+    folder(tmp_path, config=LLAMA, generation_config={"eos_token_id": [1, "2"]})
+    with pytest.raises(
+        UserError, match=r"generation_config\.json: eos_token_id is '2', but must be an integer"
+    ):
+        ModelConfig.from_folder(tmp_path)
+    folder(tmp_path, config={**LLAMA, "vocab_size": 0})
+    with pytest.raises(UserError, match=r"/config\.json: vocab_size is 0, but"):
+        ModelConfig.from_folder(tmp_path)
+
+
+def test_null_is_as_good_as_absent() -> None:
+    nothing = ["head_dim", "rope_theta", "rope_scaling", "rms_norm_eps", "hidden_act", "quantization_config"]
+    assert ModelConfig.from_hf({**LLAMA, **dict.fromkeys(nothing)}) == ModelConfig.from_hf(LLAMA)
+
+
+def test_mistral_has_a_window_unless_it_says_null() -> None:
+    """A file that says nothing means what version 0.1's file says, as it does for `transformers`."""
+    kv = {"num_key_value_heads": None}
+    assert ModelConfig.from_hf({**MISTRAL, **kv}).sliding_windows == (4096,) * 3
+    assert ModelConfig.from_hf({**MISTRAL, **kv, "sliding_window": 7}).sliding_windows == (7,) * 3
+    assert ModelConfig.from_hf({**MISTRAL, "sliding_window": None}).sliding_windows == (None,) * 3

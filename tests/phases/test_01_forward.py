@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import json
 import math
+import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
-from torch import Tensor
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from common.errors import UserError
 from common.models.config import ModelConfig, RopeConfig
@@ -18,7 +25,8 @@ from forward import Generator, load, load_model
 from forward.attention import LayerSpec, RecomputeAttention, attend, causal_mask
 from forward.loading import random_model
 from forward.model import Model
-from forward.rope import Rope, apply_rope
+from forward.models import FAMILIES
+from forward.rope import Rope, apply_rope, inverse_frequencies
 from forward.shapes import SHAPES
 
 AWKWARD = {
@@ -39,6 +47,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+ENDS = {"bos_token_id": 0, "eos_token_id": 0}  # GPT-2's own lie outside of a small vocabulary
 ORACLES: dict[str, tuple[type, dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, {"tie_word_embeddings": True}),
     "llama-biased-untied": (
@@ -50,6 +59,9 @@ ORACLES: dict[str, tuple[type, dict[str, Any]]] = {
         transformers.LlamaConfig,
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}},
     ),
+    "mistral": (transformers.MistralConfig, {"sliding_window": 7}),
+    "mistral-no-window": (transformers.MistralConfig, {"sliding_window": None}),
+    "mistral-window-by-default": (transformers.MistralConfig, {"head_dim": None, "hidden_size": 108}),
     "qwen2": (transformers.Qwen2Config, {"hidden_size": 108, "tie_word_embeddings": True}),
     "qwen2-window": (
         transformers.Qwen2Config,
@@ -68,7 +80,7 @@ ORACLES: dict[str, tuple[type, dict[str, Any]]] = {
     ),
     "gpt2": (
         transformers.GPT2Config,
-        {"vocab_size": 97, "n_embd": 36, "n_layer": 3, "n_head": 3, "n_positions": 64},
+        {"vocab_size": 97, "n_embd": 36, "n_layer": 3, "n_head": 3, "n_positions": 64, **ENDS},
     ),
     "gpt2-layer-scale": (
         transformers.GPT2Config,
@@ -78,6 +90,7 @@ ORACLES: dict[str, tuple[type, dict[str, Any]]] = {
             "n_layer": 3,
             "n_head": 3,
             "n_positions": 64,
+            **ENDS,
             "n_inner": 50,
             "scale_attn_by_inverse_layer_idx": True,
         },
@@ -85,11 +98,16 @@ ORACLES: dict[str, tuple[type, dict[str, Any]]] = {
 }
 
 
-def oracle(name: str, folder: Path, **save: Any) -> Any:
-    """A transformers model of random weights, also written to ``folder``."""
+def oracle_config(name: str) -> Any:
+    """A transformers configuration of a small and awkward model."""
     kind, options = ORACLES[name]
     shape = {} if kind is transformers.GPT2Config else AWKWARD
-    config = kind(**{**shape, **options}, attn_implementation="eager")
+    return kind(**{**shape, **options}, attn_implementation="eager")
+
+
+def oracle(name: str, folder: Path, **save: Any) -> Any:
+    """A transformers model of random weights, also written to ``folder``."""
+    config = oracle_config(name)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
@@ -217,8 +235,6 @@ def test_random_models_have_finite_distinct_logits(shape: str) -> None:
 def test_published_sizes() -> None:
     """The shapes have the parameter counts that their names claim."""
     with torch.device("meta"):
-        from forward.models import FAMILIES
-
         sizes = {
             name: sum(p.numel() for p in FAMILIES[config.family](config).parameters())
             for name, config in SHAPES.items()
@@ -243,6 +259,104 @@ def test_published_sizes() -> None:
 def test_unsupported_configurations_are_named(raw: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
         ModelConfig.from_hf(raw)
+
+
+JUNK = [
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2,
+    3,
+    7,
+    0.0,
+    0.5,
+    -2.5,
+    1e400,
+    float("nan"),
+    1 << 20,
+    10**9,
+    10**30,
+    "",
+    "4",
+]
+JUNK += [
+    "linear",
+    "sliding_attention",
+    [],
+    [0],
+    ["a", None],
+    {},
+    {"a": {}},
+    {"rope_type": "llama3"},
+    [[[[1]]]],
+]
+
+
+def mutate(raw: dict[str, Any], rng: random.Random) -> None:
+    """Drop, retype, negate, enlarge or copy one field, at any depth."""
+    within = [raw, *(part for part in raw.values() if isinstance(part, dict) and part)]
+    part = rng.choice(within)
+    name = rng.choice(
+        [*part, "quantization_config", "text_config", "layer_types", "rope_scaling", "head_dim"]
+    )
+    value = part.get(name)
+    number = isinstance(value, int | float)
+    changes = [
+        lambda: rng.choice(JUNK),
+        lambda: rng.choice(list(raw.values())),
+        lambda: [value],
+        lambda: str(value),
+    ]
+    changes += [lambda: -value, lambda: value * 10**6, lambda: float(value)] if number else []
+    changes += (
+        [lambda: {**value, rng.choice([*value, "factor"]): rng.choice(JUNK)}]
+        if isinstance(value, dict)
+        else []
+    )
+    changes += [lambda: [*value, rng.choice(JUNK)], lambda: value[1:]] if isinstance(value, list) else []
+    if rng.random() < 0.2:
+        part.pop(name, None)
+    else:
+        part[name] = copy.deepcopy(rng.choice(changes)())
+
+
+def builds_or_is_refused(raw: dict[str, Any]) -> bool:
+    """Whether a model can be made of a configuration; False where one line says why not."""
+    try:
+        config = ModelConfig.from_hf(raw)
+        few = min(config.num_layers, 4)  # a thousand layers would only take longer
+        small = replace(config, num_layers=few, sliding_windows=config.sliding_windows[:few])
+        with torch.device("meta"):
+            model = FAMILIES[config.family](small)
+    except UserError as error:
+        assert "\n" not in str(error) and len(str(error)) < 400, error
+        return False
+    assert model.max_len > 0 and all(0 <= eos < config.vocab_size for eos in config.eos_token_ids)
+    for rope in filter(None, (config.rope, config.rope_local)):
+        frequencies = inverse_frequencies(rope, config.head_dim)
+        assert torch.isfinite(frequencies).all() and (frequencies > 0).all(), rope
+    return True
+
+
+@pytest.mark.parametrize("count", [150, pytest.param(1_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ORACLES)
+def test_changed_configurations_build_or_are_refused(name: str, count: int) -> None:
+    valid = oracle_config(name).to_json_string()
+    assert builds_or_is_refused(json.loads(valid))
+    rng = random.Random(f"{name} {count}")
+    built = 0
+    for index in range(count):
+        raw = json.loads(valid)
+        for _ in range(rng.choice([1, 1, 1, 2, 4])):
+            mutate(raw, rng)
+        try:
+            built += builds_or_is_refused(raw)
+        except Exception as error:
+            pytest.fail(f"change {index} of {name}: {error!r} for {raw}")
+    assert 0 < built < count, "either nothing was changed, or everything is refused"
 
 
 def test_both_generations_of_field_names_agree() -> None:
@@ -297,3 +411,66 @@ def test_max_tokens_zero_is_an_empty_completion() -> None:
 def test_consumer_is_not_left_in_inference_mode() -> None:
     for _ in load("random:tiny", device="cpu").stream([[1]], SamplingParams(max_tokens=2)):
         assert not torch.is_inference_mode_enabled()
+
+
+class Shifted(nn.Module):
+    """A linear that keeps its weight in one byte a number, and no parameter called `weight`."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        scale = linear.weight.abs().amax() / 127
+        self.register_buffer("packed", (linear.weight / scale).round().to(torch.int8))
+        self.register_buffer("scale", scale.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.packed.to(x.dtype) * self.scale.to(x.dtype))
+
+
+@pytest.mark.parametrize("shape", ["tiny", "tiny-window"])
+def test_a_model_keeps_dtype_and_device_without_weights_in_its_linears(shape: str) -> None:
+    model = load_model(f"random:{shape}", device="cpu", dtype="bfloat16")
+    before, exact = model.weight_bytes, our_logits(model, torch.arange(9))
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    for name, linear in linears.items():
+        model.set_submodule(name, Shifted(linear))
+    assert model.dtype == torch.bfloat16 and model.device == torch.device("cpu")
+    weights = sum(linear.weight.numel() for linear in linears.values())
+    assert model.weight_bytes == before - 2 * weights + weights + 2 * len(linears)
+    assert (our_logits(model, torch.arange(9)) - exact).norm() / exact.norm() < 0.2
+
+
+def test_weight_bytes_count_buffers_and_shared_memory_once() -> None:
+    model = load_model("random:tiny", device="cpu", dtype="float32")
+    expected = 4 * sum(p.numel() for p in model.parameters()) + 4 * 8  # and RoPE's 8 frequencies
+    assert model.weight_bytes == expected
+    model.register_buffer("view", model.lm_head.weight[3:5])
+    assert model.weight_bytes == expected
+    tied = random_model(replace(SHAPES["tiny"], tie_word_embeddings=True), device="cpu", dtype=torch.float32)
+    assert tied.weight_bytes == expected - 4 * 257 * 48
+
+
+def test_gpt2_weights_of_three_dimensions_are_named(tmp_path: Path) -> None:
+    oracle("gpt2", tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in stored if name.endswith("c_attn.weight"))
+    save_file({**stored, name: stored[name][None].clone()}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"1 misshapen: h\.0\.attn\.c_attn\.weight \[1, 36, 108\] instead of"):
+        load_model(tmp_path, device="cpu", dtype="float32")
+
+
+def test_a_failed_load_leaves_no_model_behind(tmp_path: Path) -> None:
+    oracle("llama", tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    stored.popitem()
+    save_file(stored, tmp_path / "model.safetensors")
+    gc.collect()
+    before = sum(issubclass(type(thing), Model) for thing in gc.get_objects())
+    with pytest.raises(UserError, match="1 missing"):
+        load_model(tmp_path, device="cpu", dtype="float32")
+    gc.collect()
+    assert sum(issubclass(type(thing), Model) for thing in gc.get_objects()) == before
+
+
+def test_a_path_is_never_looked_up_on_the_hub() -> None:
+    with pytest.raises(UserError, match="model is 'nowhere', which is none of"):
+        load_model(Path("nowhere"), device="cpu")

@@ -45,7 +45,7 @@ def load_model(
         if shape not in SHAPES:
             raise UserError(f"model {str(name)!r}: the random shapes are {', '.join(SHAPES)}")
         return random_model(SHAPES[shape], device=where, dtype=kind, seed=seed)
-    folder = model_folder(str(name))
+    folder = model_folder(name)
     model = _skeleton(ModelConfig.from_folder(folder))
     load_weights(
         model,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from itertools import chain
 from typing import ClassVar
 
 import torch
@@ -53,12 +54,17 @@ class Model(nn.Module, ABC):
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return self.lm_head.weight.device
+        return self._embedding.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The weights' dtype."""
-        return self.lm_head.weight.dtype
+        """The dtype of hidden states, which is the embedding's: a linear may keep its weights in another."""
+        return self._embedding.dtype
+
+    @property
+    def _embedding(self) -> nn.Parameter:
+        (name,) = self.TIED.values()
+        return self.get_parameter(name)
 
     @property
     def max_len(self) -> int:
@@ -67,8 +73,9 @@ class Model(nn.Module, ABC):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all parameters, a tied matrix counted once."""
-        return sum(p.numel() * p.element_size() for p in self.parameters())
+        """Bytes of all parameters and buffers; memory that several of them share is counted once."""
+        storages = {tensor.untyped_storage() for tensor in chain(self.parameters(), self.buffers())}
+        return sum(storage.nbytes() for storage in storages)
 
     def tie_weights(self) -> None:
         """Make the output head the very same parameter as the input embedding, where the config says so."""

@@ -1,4 +1,4 @@
-"""The five families. Read `llama` first; `qwen2`, `qwen3` and `gemma3` are what they change in it."""
+"""The six families. Read `llama` first; `qwen2`, `qwen3` and `gemma3` are what they change in it."""
 
 from forward.model import Model
 from forward.models.gemma3 import Gemma3
@@ -10,6 +10,7 @@ from forward.models.qwen3 import Qwen3
 FAMILIES: dict[str, type[Model]] = {
     "gpt2": GPT2,
     "llama": Llama,
+    "mistral": Llama,  # with a sliding window, which every layer's `LayerSpec` has room for
     "qwen2": Qwen2,
     "qwen3": Qwen3,
     "gemma3": Gemma3,

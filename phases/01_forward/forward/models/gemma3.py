@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-import torch
 
 from common.models.config import ModelConfig
 from forward.attention import Attention, LayerSpec

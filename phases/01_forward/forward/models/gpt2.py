@@ -89,4 +89,4 @@ class GPT2(Model):
     def transform(name: str, tensor: Tensor) -> Tensor:
         """GPT-2's own code multiplies from the other side and stores these matrices transposed."""
         matrices = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
-        return tensor.t() if name.endswith(matrices) else tensor
+        return tensor.t() if name.endswith(matrices) and tensor.dim() == 2 else tensor

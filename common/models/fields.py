@@ -1,0 +1,124 @@
+"""JSON that somebody else wrote: read with limits, and checked field by field.
+
+A checkpoint's files come from anywhere. What is read through this module either is what its `Field` says,
+or is refused in one line; so nothing behind it has to ask again.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from common.errors import UserError
+
+MOST_BYTES = 1 << 24
+"""A `config.json` has a few thousand bytes, the index of the largest published checkpoint nine million."""
+
+_REQUIRED = object()
+_KINDS = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+}
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in the file ``path``.
+
+    Raises:
+        UserError: it cannot be read, is larger than `MOST_BYTES`, is not the JSON of RFC 8259 (which has no
+            NaN and no Infinity), says the same key twice, or is no object.
+    """
+    try:
+        if (size := path.stat().st_size) > MOST_BYTES:
+            raise UserError(f"{path} has {size} bytes, but a file of this kind has at most {MOST_BYTES}")
+        content = path.read_text(encoding="utf-8")
+        raw = json.loads(content, parse_constant=_no_constant, object_pairs_hook=_no_key_twice)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})") from None
+    except RecursionError:
+        raise UserError(f"{path} is not valid JSON: it is nested too deeply") from None
+    except ValueError as error:  # JSON's, UTF-8's, and Python's for an integer of thousands of digits
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise UserError(f"{path} holds a {type(raw).__name__}, but must hold an object")
+    return raw
+
+
+def shown(value: Any) -> str:
+    """Any value in one line of at most 80 characters."""
+    text = reprlib.repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON value")
+
+
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    raw = dict(pairs)
+    if len(raw) != len(pairs):
+        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {shown(key)} is there twice")
+    return raw
+
+
+@dataclass(frozen=True)
+class Field:
+    """What one fact is called in a JSON object, and what it may be.
+
+    ``names`` are its spellings, of which the first that is there counts. Numbers lie between ``low`` and
+    ``high``, both included; strings are one of ``choices``, if there are any. A field that is absent or null
+    has its ``default``; one without a default is required. With ``null_counts`` null is a value, ``None``.
+    """
+
+    names: str
+    kind: type
+    low: float = 0
+    high: float = 0
+    default: Any = _REQUIRED
+    choices: tuple[str, ...] = ()
+    null_counts: bool = False
+
+    def read(self, raw: Mapping[str, Any]) -> Any:
+        """This field's value in ``raw``.
+
+        Raises:
+            UserError: it is missing, of another type, or out of its limits.
+        """
+        for name in self.names.split():
+            if raw.get(name) is not None:
+                return self.check(raw[name], name)
+            if self.null_counts and name in raw:
+                return None
+        if self.default is _REQUIRED:
+            raise UserError(f"there is no field {self.names.split()[0]!r}")
+        return self.default
+
+    def check(self, value: Any, name: str) -> Any:
+        """``value`` itself, an integer as a float where a float is meant; raises `UserError` otherwise."""
+        fits = isinstance(value, (int, float) if self.kind is float else self.kind)
+        fits = fits and isinstance(value, bool) == (self.kind is bool)  # to Python, True is an integer
+        if fits and self.kind in (int, float):
+            fits = self.low <= value <= self.high  # false for NaN
+        if not fits:
+            raise UserError(f"{name} is {shown(value)}, but must be {self.limit}")
+        if self.choices and value not in self.choices:
+            raise UserError(f"{name} {shown(value)} is not supported, only {', '.join(self.choices)}")
+        return self.kind(value)
+
+    @property
+    def limit(self) -> str:
+        """What the value must be, in words."""
+        style = {int: ",", float: "g"}.get(self.kind)
+        return _KINDS[self.kind] + (f" between {self.low:{style}} and {self.high:{style}}" if style else "")

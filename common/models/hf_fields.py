@@ -1,0 +1,101 @@
+"""The fields of Hugging Face's ``config.json``: spelling, type, limits and default, family by family.
+
+The defaults are those of `transformers`. The highest values lie well above any published model's, and low
+enough that no table made from them is a surprise.
+"""
+
+from __future__ import annotations
+
+from common.models.fields import Field
+
+FAMILIES = {
+    "gpt2": "gpt2",
+    "llama": "llama",
+    "mistral": "mistral",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma3_text": "gemma3",
+    "gemma3": "gemma3",
+}
+"""Hugging Face ``model_type`` -> our family name."""
+MODEL_TYPE = Field("model_type", str, choices=tuple(FAMILIES))
+
+_LONGEST = 1 << 24  # tokens
+_SIZES = {
+    "hidden_size": Field("hidden_size", int, 1, 1 << 20),
+    "vocab_size": Field("vocab_size", int, 1, 1 << 21),
+    "intermediate_size": Field("intermediate_size", int, 1, 1 << 22),
+    "num_layers": Field("num_hidden_layers", int, 1, 1 << 10),
+    "num_heads": Field("num_attention_heads", int, 1, 1 << 12),
+    "num_kv_heads": Field("num_key_value_heads", int, 1, 1 << 12, None),
+    "head_dim": Field("head_dim", int, 1, 1 << 12, None),
+    "max_position_embeddings": Field("max_position_embeddings", int, 1, _LONGEST),
+    "norm_eps": Field("rms_norm_eps", float, 1e-20, 1.0, 1e-6),
+    "activation": Field("hidden_act", str, default="silu"),
+    "tie_word_embeddings": Field("tie_word_embeddings", bool, default=False),
+}
+_ATTENTION_BIAS = Field("attention_bias", bool, default=False)
+
+FIELDS: dict[str, dict[str, Field]] = {
+    "gpt2": {
+        "hidden_size": Field("n_embd", int, 1, 1 << 20),
+        "vocab_size": _SIZES["vocab_size"],
+        "intermediate_size": Field("n_inner", int, 1, 1 << 22, None),
+        "num_layers": Field("n_layer", int, 1, 1 << 10),
+        "num_heads": Field("n_head", int, 1, 1 << 12),
+        "max_position_embeddings": Field("n_positions", int, 1, _LONGEST),
+        "norm_eps": Field("layer_norm_epsilon", float, 1e-20, 1.0, 1e-5),
+        "activation": Field("activation_function", str, default="gelu_new"),
+        "tie_word_embeddings": Field("tie_word_embeddings", bool, default=True),
+        "scale_by_layer": Field("scale_attn_by_inverse_layer_idx", bool, default=False),
+    },
+    "llama": {
+        **_SIZES,
+        "attention_bias": _ATTENTION_BIAS,
+        "mlp_bias": Field("mlp_bias", bool, default=False),
+    },
+    "mistral": {**_SIZES, "num_kv_heads": Field("num_key_value_heads", int, 1, 1 << 12, 8, null_counts=True)},
+    "qwen2": _SIZES,
+    "qwen3": {
+        **_SIZES,
+        "attention_bias": _ATTENTION_BIAS,
+        "head_dim": Field("head_dim", int, 1, 1 << 12, 128),
+    },
+    "gemma3": {
+        **_SIZES,
+        "activation": Field("hidden_activation", str, default="gelu_pytorch_tanh"),
+        "attention_bias": _ATTENTION_BIAS,
+        "attention_soft_cap": Field("attn_logit_softcapping", float, 1e-3, 1e6, None),
+        "final_soft_cap": Field("final_logit_softcapping", float, 1e-3, 1e6, None),
+        "head_dim": Field("head_dim", int, 1, 1 << 12, 256),
+        "tie_word_embeddings": Field("tie_word_embeddings", bool, default=True),
+    },
+}
+"""Of each family, the fields that are one of `ModelConfig`'s each, under its name there."""
+
+SCALE_WEIGHTS = Field("scale_attn_weights", bool, default=True)
+QUERY_SCALE = Field("query_pre_attn_scalar", float, 1e-3, 1e6, 256.0)
+LOCAL_THETA = Field("rope_local_base_freq", float, 1.0, 1e15, 10_000.0)
+ROPE_PARAMETERS = Field("rope_parameters rope_scaling", dict, default={})
+ROPE = {
+    "theta": Field("rope_theta", float, 1.0, 1e15),
+    "kind": Field("rope_type type", str, default="default", choices=("default", "linear", "llama3")),
+    "factor": Field("factor", float, 1.0, 1e6, 1.0),
+    "low_freq_factor": Field("low_freq_factor", float, 1e-3, 1e6, 1.0),
+    "high_freq_factor": Field("high_freq_factor", float, 1e-3, 1e6, 4.0),
+    "original_max_position": Field("original_max_position_embeddings", int, 1, _LONGEST, 8192),
+}
+ROPE_NEEDS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+WINDOW = Field("sliding_window", int, 1, _LONGEST, 4096, null_counts=True)
+WINDOW_IS_USED = Field("use_sliding_window", bool, default=False)
+FIRST_WINDOW = Field("max_window_layers", int, 0, 1 << 10, 28)
+WINDOW_PATTERN = Field("sliding_window_pattern _sliding_window_pattern", int, 1, 1 << 10, 6)
+LAYER_TYPES = Field("layer_types", list, default=None)
+LAYER_TYPE = Field("layer_types", str, choices=("full_attention", "sliding_attention"))
+
+ONLY = {"partial_rotary_factor": 1, "use_bidirectional_attention": False, "add_cross_attention": False}
+"""Fields that change what is computed, and the one value that is computed here."""
