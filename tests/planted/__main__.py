@@ -8,9 +8,9 @@ lives that should not, or no longer applies.
 
 To add a phase, write `bugs_NN.py` beside this file with `BUGS`, a tuple of `planting.Bug`: the edit as old
 and new text, and one sentence on the mistake. The tests tried are all `tests/phases/test_NN_*.py`. The first
-two bugs are those that the test suite plants on every run, so put two there that die early. A bug that
-nothing can observe says why in `unseen`; everything else that lives asks for a better test. A good test says
-which request, token or rule is wrong, since its message is all that a learner sees.
+bug is planted on every run of the test suite, so put one there that dies early. A bug that nothing can
+observe says why in `unseen`; everything else that lives asks for a better test. A good test says which
+request, token or rule is wrong, since its message is all that a learner sees.
 """
 
 from __future__ import annotations
