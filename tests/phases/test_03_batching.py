@@ -159,7 +159,10 @@ def test_positions_count_from_a_rows_first_token(tiny: Model) -> None:
     for row, (prompt, padding) in enumerate([([8, 9], 3), ([1, 2, 3, 4, 5], 0)]):
         given = steps.ids[0][row][padding:]
         assert given == prompt, f"row {row}: after {padding} columns of padding comes {given}, not {prompt}"
-        at = [position for step in steps.positions for position in step[row]][padding:]
+        at = [position for step in steps.positions for position in step[row]]
+        legal = min(at) >= 0 and max(at) < tiny.max_len
+        assert legal, f"row {row}: no table of positions has {at[:padding]}, where its padding is looked up"
+        at = at[padding:]
         assert at == list(range(len(at))), f"row {row}: its tokens are at positions {at}, not 0, 1, 2, ..."
 
 
