@@ -23,9 +23,11 @@ from common.models.config import ModelConfig, RopeConfig
 from common.sampling.params import SamplingParams
 from forward import Generator, load, load_model
 from forward.attention import LayerSpec, RecomputeAttention, attend, causal_mask
+from forward.layers import LayerNorm, RMSNorm
 from forward.loading import random_model
 from forward.model import Model
 from forward.models import FAMILIES
+from forward.models.gemma3 import Gemma3RMSNorm
 from forward.rope import Rope, apply_rope, inverse_frequencies
 from forward.shapes import SHAPES
 
@@ -223,6 +225,54 @@ def test_rope_tables_stay_float32_at_far_positions() -> None:
     assert cos.dtype == torch.float32 and not torch.equal(cos[0], cos[1])
 
 
+def test_a_rotation_rounds_once() -> None:
+    """Half precision is for what goes in and comes out: the tables and the products stay float32."""
+    positions = torch.tensor([1, 77, 4097, 100_000])
+    cos_sin, x = Rope(RopeConfig(), 16)(positions), torch.randn(4, 3, 16).bfloat16()
+    expected = apply_rope(x.float(), cos_sin).bfloat16()
+    wrong = [
+        int(at)
+        for at, a, b in zip(positions, apply_rope(x, cos_sin), expected, strict=True)
+        if (a != b).any()
+    ]
+    assert not wrong, f"bfloat16 queries at positions {wrong} are rounded before they are rotated"
+
+
+def test_softmax_and_soft_cap_stay_float32() -> None:
+    """Scores of 0 to 8, exact in bfloat16, against float64; what is left is the weights' own rounding."""
+    spec = LayerSpec(0, num_heads=1, num_kv_heads=1, head_dim=9, scale=1.0, soft_cap=20.0)
+    q, unit = torch.arange(9.0).bfloat16().view(1, 1, 9), torch.eye(9).bfloat16().unsqueeze(0)
+    weights = attend(spec, q, unit, unit, None)[0, 0].double()
+    expected = torch.softmax(20 * torch.tanh(torch.arange(9.0).double() / 20), 0)
+    off = float(((weights - expected) / expected).abs().max())
+    assert off < 2**-8, f"attention weights are off by {off:.1%}: scores were capped in bfloat16"
+
+
+NORMS = [RMSNorm(4, eps=1.0), LayerNorm(4, eps=1.0), Gemma3RMSNorm(4, eps=1.0)]
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: type(norm).__name__)
+@torch.inference_mode()
+def test_a_norm_is_computed_in_float32_with_eps_under_the_root(norm: torch.nn.Module) -> None:
+    x = torch.tensor([0.1, -0.2, 0.3, 0.4]).double()
+    centred = x - x.mean() if isinstance(norm, LayerNorm) else x
+    expected = centred / (centred.square().mean() + 1.0).sqrt()
+    off = float((norm(x.float()) - expected).abs().max())
+    assert off < 1e-6, f"off by {off:.1e} where eps counts: it belongs under the root, once"
+    large = torch.tensor([400.0, -400.0, 400.0, -400.0]).half()  # their squares are no half-precision numbers
+    got = norm(large).tolist()
+    assert got == [1.0, -1.0, 1.0, -1.0], f"+-400 in float16 normalize to {got}: squared in half precision"
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_tied_head_is_the_embedding(name: str, tmp_path: Path) -> None:
+    oracle(name, tmp_path)
+    loaded = load_model(tmp_path, device="cpu", dtype="float32")
+    for model in (loaded, random_model(loaded.config, device="cpu", dtype=torch.float32)):
+        embedding = model.get_parameter(model.TIED["lm_head.weight"])
+        assert model.lm_head.weight is embedding, f"{name}: the head is a second matrix, not the embedding"
+
+
 @pytest.mark.parametrize("shape", ["gpt2", "tiny", "tiny-window"])
 def test_random_models_have_finite_distinct_logits(shape: str) -> None:
     model = random_model(SHAPES[shape], device="cpu", dtype=torch.float32)
@@ -385,6 +435,38 @@ def test_generator_recomputes_everything() -> None:
     model.register_forward_pre_hook(lambda _, args: computed.append(args[0].numel()))
     events = list(Generator(model).stream([[5, 6, 7]], SamplingParams(max_tokens=4, ignore_eos=True)))
     assert computed == [3, 4, 5, 6] and len(events) == 4
+
+
+def test_each_token_is_the_most_likely_one_after_all_before_it() -> None:
+    model = load_model("random:tiny-window", device="cpu", dtype="float32")
+    tokens = [5, 6, 7]
+    for event in Generator(model).stream([[5, 6, 7]], SamplingParams(max_tokens=6, ignore_eos=True)):
+        expected = int(our_logits(model, torch.tensor(tokens))[-1].argmax())
+        assert event.token_id == expected, (
+            f"token {len(tokens) - 3} is {event.token_id}, but after {tokens} the most likely is {expected}"
+        )
+        tokens.append(expected)
+
+
+def test_the_end_is_held_back_until_min_tokens() -> None:
+    params = SamplingParams(max_tokens=9, min_tokens=3, logit_bias={0: 100.0})
+    events = list(load("random:tiny", device="cpu").stream([[5]], params))
+    tokens = [event.token_id for event in events]
+    assert 0 not in tokens[:3], f"min_tokens is 3, but the end-of-sequence token 0 is in {tokens[:3]}"
+    assert (tokens[3:], events[-1].finish_reason) == ([0], "stop"), f"token 3 ends the text, not {tokens}"
+
+
+def test_each_sample_has_randomness_of_its_own() -> None:
+    """Sample i of a request with seed s is what a request with seed s + i says."""
+    generator = load("random:tiny", device="cpu")
+
+    def said(sample: int, **settings: int) -> list[int | None]:
+        params = SamplingParams(max_tokens=12, temperature=1.0, ignore_eos=True, **settings)
+        return [event.token_id for event in generator.stream([[5]], params) if event.sample == sample]
+
+    for sample in range(3):
+        together, alone = said(sample, n=3, seed=7), said(0, seed=7 + sample)
+        assert together == alone, f"sample {sample} of seed 7 says {together}, but seed {7 + sample} {alone}"
 
 
 def test_generator_rejects_before_it_computes() -> None:

@@ -88,7 +88,7 @@ class BatchGenerator:
         vocab_size, max_len = self.model.config.vocab_size, self.model.max_len
         for prompt, settings in zip(prompts, each, strict=True):
             check_prompt(prompt, vocab_size, max_len, settings, has_tokenizer=self.tokenizer is not None)
-        return self._stream(prompts, each)
+        return self._stream([list(map(int, prompt)) for prompt in prompts], each)  # also numpy's arrays
 
     def _stream(self, prompts: list[list[int]], each: list[SamplingParams]) -> Iterator[TokenEvent]:
         rows = []
@@ -110,9 +110,8 @@ class BatchGenerator:
         cache = KVCache(
             self.model.config,
             batch=len(rows),
-            # The last token of a row is never computed. Padding columns take memory like any others.
-            max_len=max(pad + len(row.prompt) + row.limit for pad, row in zip(padding, rows, strict=True))
-            - 1,
+            # Padding takes memory like anything else; a row's last token is never computed and takes none.
+            max_len=longest + max(row.limit for row in rows) - 1,
             device=self.model.device,
             dtype=self.model.dtype,
         )

@@ -1,0 +1,146 @@
+"""Plant a bug in a copy of the checkout and see whether the phase's own tests notice.
+
+Tests are trusted because they can fail. Here that is tried out: each `Bug` is a mistake that somebody who
+writes the phase for the first time would make, and the phase's tests have to die of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+ROOT = Path(__file__).resolve().parents[2]
+COPIED = ("common", "phases", "tests", "benchmarks", "pyproject.toml")
+"""What the tests of a phase read."""
+
+LIMIT = 120.0
+"""Seconds that the tests may take under a planted bug before they count as hanging."""
+
+Verdict = Literal["killed", "survived", "timed out", "does not apply", "does not import"]
+
+
+class DoesNotApply(Exception):
+    """The code has changed, so that the bug has to change with it."""
+
+
+@dataclass(frozen=True)
+class Bug:
+    """One mistake, as an edit of one file.
+
+    name: short and unique within its phase.
+    file: relative to the checkout.
+    old, new: the text replaced, which must occur exactly once, and what replaces it.
+    mistake: one sentence on what the learner got wrong.
+    unseen: why no test can see it; empty for a bug that must die.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    mistake: str
+    unseen: str = ""
+
+    def plant(self, root: Path) -> str:
+        """The file's text with the bug in it. Raises `DoesNotApply`."""
+        text = (root / self.file).read_text(encoding="utf-8")
+        found = text.count(self.old)
+        if found != 1:
+            raise DoesNotApply(f"{self.name}: the old text occurs {found} times in {self.file}, not once")
+        planted = text.replace(self.old, self.new)
+        try:
+            compile(planted, self.file, "exec")
+        except SyntaxError as error:
+            raise DoesNotApply(f"{self.name}: {self.file} does not compile: {error}") from None
+        return planted
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the tests made of one bug: by which test it was killed, and the first line of what that said."""
+
+    verdict: Verdict
+    test: str = ""
+    message: str = ""
+    seconds: float = 0.0
+
+
+def phases() -> list[str]:
+    """The phases that have planted bugs, as two digits."""
+    return sorted(path.stem.removeprefix("bugs_") for path in Path(__file__).parent.glob("bugs_*.py"))
+
+
+def bugs_of(phase: str) -> Sequence[Bug]:
+    """The planted bugs of a phase (two digits)."""
+    bugs: Sequence[Bug] = importlib.import_module(f"tests.planted.bugs_{phase}").BUGS
+    return bugs
+
+
+def own_tests(phase: str) -> list[str]:
+    """The phase's own tests."""
+    folder = ROOT / "tests" / "phases"
+    return [str(path.relative_to(ROOT)) for path in sorted(folder.glob(f"test_{phase}_*.py"))]
+
+
+def try_out(phase: str, bug: Bug | None = None, limit: float = LIMIT) -> Outcome:
+    """Run the phase's tests with the bug planted, or without any, in a copy that is thrown away."""
+    with tempfile.TemporaryDirectory(prefix="planted-") as folder:
+        copy = Path(folder)
+        for name in COPIED:
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy2(ROOT / name, copy / name)
+        if bug is not None:
+            try:
+                (copy / bug.file).write_text(bug.plant(copy), encoding="utf-8")
+            except DoesNotApply as error:
+                return Outcome("does not apply", message=str(error))
+        started = time.perf_counter()
+        code, output = _pytest(copy, own_tests(phase), limit)
+        seconds = time.perf_counter() - started
+    if code is None:
+        return Outcome("timed out", message=f"no end after {limit:.0f} s", seconds=seconds)
+    if code == 0:
+        return Outcome("survived", seconds=seconds)
+    failure = re.search(r"^(?:FAILED|ERROR) \S+?::(.+?) - (.*)$", output, re.M)
+    if failure is None:
+        return Outcome("does not import", message=output.strip()[-2000:], seconds=seconds)
+    return Outcome("killed", failure[1], failure[2].removeprefix("AssertionError: "), seconds)
+
+
+def _pytest(copy: Path, files: Sequence[str], limit: float) -> tuple[int | None, str]:
+    """Exit status (None: out of time) and output of the tests in ``copy``, stopped at the first failure."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no"]
+    command += ["-m", "not gpu and not weights", *files]
+    # Before an installed checkout, also for the processes that tests start; pytest's `pythonpath` does
+    # the same for pytest itself. COLUMNS is how much of a message fits the summary's one line.
+    places = [copy, *sorted((copy / "phases").glob("[0-9]*"))]
+    environment = {"PYTHONPATH": os.pathsep.join(map(str, places)), "COLUMNS": "300", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command,
+        cwd=copy,
+        env={**os.environ, **environment, "PYTHONDONTWRITEBYTECODE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # a group of its own, so that nothing that a test started stays behind
+    )
+    try:
+        output, _ = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return None, ""
+    return process.returncode, output
