@@ -13,10 +13,11 @@ from forward.loading import load_model
 from forward.model import Model
 from paged_cache.allocator import BlockAllocator
 from paged_cache.attention import PagedAttention, PagedBatch, TorchPagedAttention
-from paged_cache.cache import BlockPool, PagedCache
+from paged_cache.cache import PagedCache
 from paged_cache.engine import PagedEngine
 from paged_cache.llm import LLM as PagedLLM
 from paged_cache.memory import Ledger, plan_cache
+from paged_cache.pool import BlockPool, KVFormat, LayerCache
 from paged_cache.runner import PagedRunner
 from paged_cache.scheduler import PagedScheduler
 
@@ -24,6 +25,8 @@ __all__ = [
     "LLM",
     "BlockAllocator",
     "BlockPool",
+    "KVFormat",
+    "LayerCache",
     "Ledger",
     "PagedAttention",
     "PagedBatch",

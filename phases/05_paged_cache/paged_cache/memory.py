@@ -10,7 +10,7 @@ import torch
 from common.device import memory_allocated
 from common.errors import UserError, integer
 from forward.model import Model
-from paged_cache.cache import BlockPool
+from paged_cache.pool import BlockPool
 
 CPU_CACHE_BYTES = 1 << 30
 """The cache's size on a CPU, unless the caller says otherwise or a quarter of the free memory is less."""

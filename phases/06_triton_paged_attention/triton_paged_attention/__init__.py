@@ -27,7 +27,7 @@ from paged_cache.runner import PagedRunner
 from triton_paged_attention.attention import TritonPagedAttention
 from triton_paged_attention.backends import Backend, Backends, check_backend
 from triton_paged_attention.sampler import TritonSampler
-from triton_paged_attention.surgery import optimize
+from triton_paged_attention.surgery import clone, optimize
 
 __all__ = ["LLM", "Backend", "Backends", "TritonPagedAttention", "TritonSampler", "load", "optimize"]
 
@@ -48,6 +48,7 @@ def load(
     projections: Backend = "triton",
     sampling: Backend = "triton",
     block_size: int | None = None,
+    attention_class: type[TritonPagedAttention] = TritonPagedAttention,
     below: Callable[..., PagedEngine] = paged_cache.load,
     **options: Any,
 ) -> PagedEngine:
@@ -59,6 +60,7 @@ def load(
         attention_prefill, attention_decode, norms, rope, activation, projections, sampling: "torch" or
             "triton", each on its own (see `Backends`); sampled tokens are the same with both.
         block_size: tokens in a block, by default 64 on a GPU and 16 elsewhere.
+        attention_class: what attends; a later phase gives its own.
         below: the `load` whose engine gets the kernels; a later phase gives its own.
         options: the others of `below`.
 
@@ -79,9 +81,9 @@ def load(
         make_runner: Callable[..., PagedRunner] = options.pop("make_runner", PagedRunner)
         options["make_runner"] = partial(make_runner, make_sampler=TritonSampler)
     return below(
-        optimize(loaded, Backends(norms, rope, activation, projections)),
+        optimize(clone(loaded), Backends(norms, rope, activation, projections)),
         block_size=block_size or (CUDA_BLOCK_SIZE if kind == "cuda" else 16),
-        make_attention=lambda pool: TritonPagedAttention(
+        make_attention=lambda pool: attention_class(
             pool, heads, prefill=attention_prefill, decode=attention_decode
         ),
         **options,
@@ -92,7 +94,7 @@ def _interpreted() -> bool:
     """Whether kernels of this package run in the interpreter."""
     from triton.runtime.interpreter import InterpretedFunction
 
-    from triton_paged_attention.kv_store import kv_store_kernel
+    from triton_paged_attention.kernels.kv_store import kv_store_kernel
 
     return isinstance(kv_store_kernel, InterpretedFunction)
 

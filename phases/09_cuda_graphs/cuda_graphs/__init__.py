@@ -84,6 +84,7 @@ def load(
     # Only from here on is Triton needed, which not every system has.
     import triton_paged_attention
     from cuda_graphs.compiled import load_compiled
+    from cuda_graphs.latency import LatencyAttention, install
     from cuda_graphs.memory import graph_bytes
     from cuda_graphs.runner import GraphRunner
 
@@ -92,7 +93,13 @@ def load(
         parts["make_runner"] = partial(GraphRunner, most_rows=graph_rows, most_tokens=graph_tokens)
     if compiled:
         return load_compiled(loaded, below=prefix_cache.load, **parts, **options)
-    return triton_paged_attention.load(loaded, below=prefix_cache.load, **parts, **options)
+    return triton_paged_attention.load(
+        loaded,
+        attention_class=LatencyAttention,
+        below=lambda model, **given: prefix_cache.load(install(model), **given),
+        **parts,
+        **options,
+    )
 
 
 class LLM(PagedLLM):
