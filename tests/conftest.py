@@ -15,6 +15,7 @@ if not torch.cuda.is_available():  # before anything imports triton: its kernels
 
 from common.errors import UserError
 from common.models.hub import model_folder
+from tests.poison import poison as poison
 
 # Sums in one order on every machine, and no fight over cores between the workers of pytest-xdist.
 torch.set_num_threads(1)

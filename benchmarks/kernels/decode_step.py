@@ -17,21 +17,23 @@ import torch
 from torch import Tensor
 
 from benchmarks.evidence import BenchOptions, Evidence, Metric, Roofline, Run, collect
+from benchmarks.kernels.gumbel import gumbel_sample
 from benchmarks.kernels.harness import graph_seconds
 from benchmarks.plotting import panels, reference_line, save
 from benchmarks.roofline import Ceilings, ceilings
 from common.errors import UserError
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import Sampler
+from cuda_graphs.latency import LatencyAttention, install
+from cuda_graphs.latency.block import LatencyBlock
+from cuda_graphs.latency.linear import LatencyLinear
 from forward.loading import load_model
 from forward.model import Model
+from forward.surgery import clone
 from paged_cache import BlockPool, PagedBatch
-from triton_paged_attention.attention import TritonPagedAttention
 from triton_paged_attention.backends import Backends
 from triton_paged_attention.batch import fixed_batch
-from triton_paged_attention.gumbel import gumbel_sample
-from triton_paged_attention.layers import FusedBlock
-from triton_paged_attention.sampling import argmax_rows, draw_rows
+from triton_paged_attention.kernels.sampling import argmax_rows, draw_rows
 from triton_paged_attention.surgery import optimize
 
 NAME = "decode_step"
@@ -39,7 +41,7 @@ MODELS = ("qwen3-0.6b", "qwen3-8b")
 CONTEXTS = (100, 356, 612, 4096, 16384)
 MIDDLE = 356
 """Keys in the middle of `single-512`: a prompt of 100 tokens and half of 512."""
-FEW = (2, 4, 8)
+FEW_COUNTS = (2, 4, 8)
 BATCHES = (1, 64, 256)
 VOCAB, BLOCK = 151_936, 64
 
@@ -58,21 +60,21 @@ def run(options: BenchOptions) -> Evidence:
 def steps(name: str, options: BenchOptions, top: Ceilings) -> Iterator[Run]:
     """One request at each context and a few at one of them, with all kernels; fewer kernels at that one."""
     base = load_model(f"random:{name}", device=str(options.device), dtype=str(options.dtype).split(".")[-1])
-    alike = optimize(base)
+    alike = install(optimize(clone(base)))
     for module in alike.modules():
-        if isinstance(module, FusedBlock):
+        if isinstance(module, LatencyBlock | LatencyLinear):
             module.few = False
     models = {
-        "06_triton_paged_attention": optimize(base),
+        "06_triton_paged_attention": install(optimize(clone(base))),
         "without kernels for a few tokens": alike,
-        "without kernels for one token": optimize(base, Backends(projections="torch")),
-        "attention only": optimize(base, Backends("torch", "torch", "torch", "torch")),
+        "without kernels for one token": optimize(clone(base), Backends(projections="torch")),
+        "attention only": optimize(clone(base), Backends("torch", "torch", "torch", "torch")),
     }
     config = base.config
     blocks = -(-max(CONTEXTS) // BLOCK)
     pool = BlockPool(config, blocks, BLOCK, device=options.device, dtype=options.dtype)
     pool.data.normal_()
-    attention = TritonPagedAttention(pool, config.num_heads)
+    attention = LatencyAttention(pool, config.num_heads)
 
     def step(model: Model, batch: PagedBatch) -> Tensor:
         attention.begin(batch)
@@ -99,7 +101,7 @@ def steps(name: str, options: BenchOptions, top: Ceilings) -> Iterator[Run]:
 
 def cases(variant: str, quick: bool) -> list[tuple[int, int]]:
     """Requests and keys of each."""
-    some = [(count, MIDDLE) for count in FEW]
+    some = [(count, MIDDLE) for count in FEW_COUNTS]
     if variant == "without kernels for a few tokens":
         return some
     if variant != "06_triton_paged_attention" or quick:

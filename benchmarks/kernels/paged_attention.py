@@ -31,15 +31,15 @@ from benchmarks.roofline import Ceilings, ceilings
 from common.errors import UserError
 from continuous.batch import HostBatch
 from forward.attention import LayerSpec
-from paged_cache import TorchPagedAttention
+from paged_cache import LayerCache, TorchPagedAttention
+from paged_cache.reference import gather
 from triton_paged_attention.batch import fixed_batch
 from triton_paged_attention.decode import Workspace, paged_decode
-from triton_paged_attention.decode_v1 import paged_decode_v1
-from triton_paged_attention.decode_v2 import paged_decode_v2
-from triton_paged_attention.decode_v3 import paged_decode_v3
 from triton_paged_attention.prefill import paged_prefill, query_tiles
-from triton_paged_attention.reference import gather
-from triton_paged_attention.tuning import for_keys, prefill_config
+from triton_paged_attention.tuning.tables import PREFILL, PrefillKey, for_keys
+from triton_paged_attention.versions.decode_v1 import paged_decode_v1
+from triton_paged_attention.versions.decode_v2 import paged_decode_v2
+from triton_paged_attention.versions.decode_v3 import paged_decode_v3
 
 NAME = "paged_attention"
 HEADS = {"qwen3-0.6b": (16, 8), "qwen3-8b": (32, 8)}
@@ -205,7 +205,7 @@ def decode_variants(case: Case, name: str, block: int) -> dict[str, Call]:
     q, k, v, lens, scale = case.q, case.k_cache, case.v_cache, case.context_lens, case.scale
 
     def latest(table: Tensor) -> Tensor:
-        return paged_decode(q, k, v, table, lens, scale=scale, workspace=workspace)
+        return paged_decode(q, LayerCache(k, v), table, lens, scale=scale, workspace=workspace)
 
     if block != 16:
         return {"decode_v4": latest}
@@ -231,7 +231,7 @@ def gather_call(case: Case) -> Call:
     host = HostBatch(zeros, ones, starts, lens, zeros, lens - 1, starts[:-1], zeros, lens, zeros)
     heads, kv_heads, d = case.q.shape[1], *case.k_cache.shape[2:]
     layer = LayerSpec(0, heads, kv_heads, d, case.scale)
-    pool: Any = SimpleNamespace(data=case.k_cache[None, None])
+    pool: Any = SimpleNamespace(data=case.k_cache[None, None], exact=True)
     attentions = {}
     for table in case.tables:
         batch = replace(
@@ -247,7 +247,7 @@ def gather_call(case: Case) -> Call:
 
     def call(table: Tensor) -> Tensor:
         k, v = case.k_cache, case.v_cache
-        return attentions[table.data_ptr()].attend(layer, case.q, k, v, k, v)
+        return attentions[table.data_ptr()].attend(layer, case.q, k, v, LayerCache(k, v))
 
     return call
 
@@ -299,14 +299,13 @@ def block_loop_call(case: Case) -> Call:
 def prefill_call(case: Case) -> Call:
     """The prefill kernel with its defaults."""
     _, block_size, kv_heads, d = case.k_cache.shape
-    config = prefill_config(d, case.q.element_size(), case.q.device)
+    config = PREFILL.lookup(PrefillKey(d, case.q.element_size()), case.q.device)
     config = for_keys(config, max(case.contexts), block_size)
     tokens = config.block_m // (case.q.shape[1] // kv_heads)
     tiles = torch.from_numpy(query_tiles(case.query_lens, case.contexts, tokens)).to(case.q.device)
     return lambda table: paged_prefill(
         case.q,
-        case.k_cache,
-        case.v_cache,
+        LayerCache(case.k_cache, case.v_cache),
         table,
         tiles,
         scale=case.scale,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,8 @@ from phases import Phase
 from phases.registry import import_phase
 
 if TYPE_CHECKING:
-    from triton_paged_attention.autotune import Found, Trial
-    from triton_paged_attention.autotune_shapes import Shape
+    from triton_paged_attention.tuning.autotune import Found, Trial
+    from triton_paged_attention.tuning.shapes import Shape
 
 
 WITH_KERNELS = (6, 9)
@@ -42,11 +43,15 @@ def autotune(
 
     Args:
         model: its name; folder: where it is, None for a `random:SHAPE`.
-        options: those of `triton_paged_attention.autotune.autotune`.
+        options: those of `triton_paged_attention.tuning.autotune.autotune`.
     """
     import_phase(phase)
-    from triton_paged_attention.autotune import MOST
-    from triton_paged_attention.autotune import autotune as search
+    from triton_paged_attention.tuning.autotune import MOST
+
+    # Phase 09 has kernels of its own for few tokens; its search finds phase 06's, too.
+    search = import_module(
+        "cuda_graphs.latency.tuning" if phase.number >= 9 else "triton_paged_attention.tuning.autotune"
+    ).autotune
 
     if folder is None:
         shape = model.removeprefix("random:")

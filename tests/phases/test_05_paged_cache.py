@@ -34,9 +34,9 @@ from paged_cache import (
     TorchPagedAttention,
 )
 from paged_cache.memory import plan_cache
+from paged_cache.reference import paged_attention
 from paged_cache.runner import PagedRunner
 from tests.schedules import MAX_LEN, SCHEDULES, fake_engine, operations, play, random_script
-from triton_paged_attention.reference import paged_attention
 
 
 @pytest.fixture(scope="module")
@@ -384,11 +384,11 @@ def test_torch_attention_equals_the_reference(seed: int) -> None:
         q = torch.randn(tokens, heads, size)
         k, v = (torch.randn(tokens, kv_heads, size) for _ in "kv")
         actual = attention(layer, q, k, v)
-        k_cache, v_cache = pool.layers[1]
-        assert torch.equal(k_cache.flatten(0, 1)[batch.slots], k)
-        assert torch.equal(v_cache.flatten(0, 1)[batch.slots], v)
+        cache = pool.layers[1]
+        assert torch.equal(cache.k.flatten(0, 1)[batch.slots], k)
+        assert torch.equal(cache.v.flatten(0, 1)[batch.slots], v)
         expected = paged_attention(
-            q, k_cache, v_cache, batch.block_tables, batch.query_starts, batch.context_lens,
+            q, cache, batch.block_tables, batch.query_starts, batch.context_lens,
             scale=0.3, sliding_window=window, soft_cap=cap,
         )  # fmt: skip
         torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
@@ -454,8 +454,8 @@ def test_the_pool_has_the_ledgers_size(model: Model) -> None:
     engine = paged_cache.load(model, cache_bytes=block_bytes(model, 10))
     pool = engine.runner.attention.pool  # type: ignore[attr-defined]
     assert pool.data.nbytes == engine.ledger.cache
-    k_cache, v_cache = pool.layers[1]
-    assert k_cache.shape == v_cache.shape == (10, 16, model.config.num_kv_heads, model.config.head_dim)
+    cache = pool.layers[1]
+    assert cache.k.shape == cache.v.shape == (10, 16, model.config.num_kv_heads, model.config.head_dim)
 
 
 def test_an_exception_gives_the_blocks_back(model: Model) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ triton = pytest.importorskip("triton")
 
 import paged_cache  # noqa: E402
 import triton_paged_attention  # noqa: E402
+from benchmarks.kernels.gumbel import gumbel_sample  # noqa: E402
 from common.errors import UserError  # noqa: E402
 from common.events import generate  # noqa: E402
 from common.models.config import RopeConfig  # noqa: E402
@@ -23,103 +23,51 @@ from common.sampling.sampler import Sampler  # noqa: E402
 from forward.attention import LayerSpec  # noqa: E402
 from forward.loading import load_model  # noqa: E402
 from forward.rope import Rope  # noqa: E402
-from triton_paged_attention import layers  # noqa: E402
-from triton_paged_attention.activation import gated  # noqa: E402
-from triton_paged_attention.decode import Workspace, paged_decode  # noqa: E402
-from triton_paged_attention.decode_v1 import paged_decode_v1  # noqa: E402
-from triton_paged_attention.decode_v2 import paged_decode_v2  # noqa: E402
-from triton_paged_attention.decode_v3 import paged_decode_v3  # noqa: E402
-from triton_paged_attention.few import few  # noqa: E402
-from triton_paged_attention.gemv import gemv  # noqa: E402
-from triton_paged_attention.gumbel import gumbel_sample  # noqa: E402
-from triton_paged_attention.kv_store import kv_store  # noqa: E402
-from triton_paged_attention.norms import add_rms_norm, rms_norm  # noqa: E402
-from triton_paged_attention.prefill import paged_prefill, query_tiles  # noqa: E402
-from triton_paged_attention.reference import paged_attention  # noqa: E402
-from triton_paged_attention.rope import FusedRope, norm_rope  # noqa: E402
-from triton_paged_attention.sampling import argmax_rows, draw_rows  # noqa: E402
-from triton_paged_attention.single import HeadNorms, attend_single, project_heads  # noqa: E402
-from triton_paged_attention.tuning import (  # noqa: E402
-    DecodeConfig,
-    HeadsConfig,
-    PrefillConfig,
-    SingleConfig,
-    decode_config,
-    prefill_config,
+from forward.surgery import clone  # noqa: E402
+from paged_cache import LayerCache  # noqa: E402
+from tests.paged_batches import (  # noqa: E402
+    CUDA,
+    DEVICE,
+    FEATURES,
+    GARBAGE,
+    TOLERANCE,
+    Batch,
+    error,
+    expected,
+    make,
 )
+from triton_paged_attention.decode import Workspace, paged_decode  # noqa: E402
+from triton_paged_attention.kernels.activation import gated  # noqa: E402
+from triton_paged_attention.kernels.kv_store import kv_store  # noqa: E402
+from triton_paged_attention.kernels.norms import add_rms_norm, rms_norm  # noqa: E402
+from triton_paged_attention.kernels.rope import FusedRope, HeadNorms, norm_rope  # noqa: E402
+from triton_paged_attention.kernels.sampling import argmax_rows, draw_rows  # noqa: E402
+from triton_paged_attention.prefill import paged_prefill, query_tiles  # noqa: E402
+from triton_paged_attention.surgery import optimize  # noqa: E402
+from triton_paged_attention.tuning.tables import (  # noqa: E402
+    DECODE,
+    PREFILL,
+    DecodeConfig,
+    DecodeKey,
+    PrefillConfig,
+    PrefillKey,
+)
+from triton_paged_attention.versions.decode_v1 import paged_decode_v1  # noqa: E402
+from triton_paged_attention.versions.decode_v2 import paged_decode_v2  # noqa: E402
+from triton_paged_attention.versions.decode_v3 import paged_decode_v3  # noqa: E402
 
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
 GPU = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-GARBAGE = 2**30  # a block id that no pool has
-
-
-@dataclass
-class Batch:
-    """Inputs of paged attention in which everything that may not be read is poisoned."""
-
-    q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    tables: Tensor
-    context_lens: Tensor
-    query_starts: Tensor
-
-    @property
-    def arguments(self) -> tuple[Tensor, ...]:
-        return self.q, self.k_cache, self.v_cache, self.tables, self.context_lens
-
-
-def make(
-    contexts: list[int],
-    queries: list[int] | None = None,
-    *,
-    heads: tuple[int, int] = (4, 2),
-    d: int = 64,
-    block: int = 16,
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
-) -> Batch:
-    generator = torch.Generator().manual_seed(seed)
-    queries = queries or [1] * len(contexts)
-    width = max(-(-c // block) for c in contexts) + 1
-    blocks = len(contexts) * width + 2
-    caches = torch.randn(2, blocks, block, heads[1], d, generator=generator, dtype=torch.float32)
-    tables = (
-        torch.randperm(blocks, generator=generator)[: len(contexts) * width].view(len(contexts), width).int()
-    )
-    used = torch.zeros(blocks * block, dtype=torch.bool)
-    for b, context in enumerate(contexts):
-        slots = tables[b].long()[:, None] * block + torch.arange(block)
-        used[slots.flatten()[:context]] = True
-        tables[b, -(-context // block) :] = GARBAGE
-    caches[:, ~used.view(blocks, block)] = float("nan")
-    starts = torch.tensor([0, *np.cumsum(queries)], dtype=torch.int32)
-    q = torch.randn(sum(queries), heads[0], d, generator=generator)
-    k_cache, v_cache = caches.to(DEVICE, dtype).unbind()
-    lens = torch.tensor(contexts, dtype=torch.int32, device=DEVICE)
-    return Batch(q.to(DEVICE, dtype), k_cache, v_cache, tables.to(DEVICE), lens, starts.to(DEVICE))
-
-
-def expected(batch: Batch, **options: float | int | None) -> Tensor:
-    q, k, v, tables, lens = batch.arguments
-    return paged_attention(q, k, v, tables, batch.query_starts, lens, scale=0.2, **options)  # type: ignore[arg-type]
-
-
-def error(out: Tensor, reference: Tensor) -> float:
-    """Relative error in the Euclidean norm; NaN never passes a comparison."""
-    return float((out.float() - reference).norm() / reference.norm())
+pytestmark = pytest.mark.usefixtures("poison")
 
 
 def prefill(batch: Batch, config: PrefillConfig, **options: float | int | None) -> Tensor:
     queries = batch.query_starts.diff().tolist()
-    group = batch.q.shape[1] // batch.k_cache.shape[2]
+    group = batch.q.shape[1] // batch.cache.k.shape[2]
     tiles = torch.from_numpy(query_tiles(queries, batch.context_lens.tolist(), config.block_m // group)).to(
         DEVICE
     )
     out = torch.full_like(batch.q, float("nan"))
-    paged_prefill(*batch.arguments[:4], tiles, scale=0.2, out=out, config=config, **options)  # type: ignore[arg-type,misc]
+    paged_prefill(*batch.arguments[:3], tiles, scale=0.2, out=out, config=config, **options)  # type: ignore[arg-type,misc]
     return out
 
 
@@ -132,7 +80,6 @@ VERSIONS = {
     "v4 tma": lambda *a, **k: paged_decode(*a, config=DecodeConfig(block_n=16, splits=2, tma=True), **k),
     "default": paged_decode,
 }
-FEATURES = {"plain": {}, "window": {"sliding_window": 20}, "cap": {"soft_cap": 4.0}}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -231,11 +178,11 @@ def test_query_tiles_cover_every_token_once_and_longest_first() -> None:
 
 def test_defaults_fill_the_gpu_and_fit_its_memory() -> None:
     device = torch.device(DEVICE)
-    assert decode_config(4096, 128, 2, device).splits == 1
-    assert decode_config(1, 128, 2, device).splits > 1
+    assert DECODE.lookup(DecodeKey(4096, 128, 2), device).splits == 1
+    assert DECODE.lookup(DecodeKey(1, 128, 2), device).splits > 1
     for d_pad in (64, 128, 256):
         for itemsize in (2, 4):
-            config = decode_config(8, d_pad, itemsize, device)
+            config = DECODE.lookup(DecodeKey(8, d_pad, itemsize), device)
             assert 2 * config.block_n * d_pad * itemsize * config.num_stages <= 232448
 
 
@@ -274,7 +221,7 @@ def test_kv_store_scatters_by_slot_and_skips_padding() -> None:
     pool = torch.zeros(2, 6, 4, 3, 16, device=DEVICE)
     k, v = torch.randn(2, 4, 3, 16, device=DEVICE)
     slots = torch.tensor([5, 0, -1, 23], device=DEVICE)
-    kv_store(k, v, *pool, slots)
+    kv_store(k, v, LayerCache(*pool), slots)
     for cache, new in zip(pool, (k, v), strict=True):
         assert torch.equal(cache.view(24, 3, 16)[[5, 0, 23]], new[[0, 1, 3]])
         assert cache.count_nonzero() == 3 * 48
@@ -293,12 +240,12 @@ def test_norm_rope_and_store(heads: int, kv_heads: int, d: int, norm: bool) -> N
     if norm:
         q, k = F.rms_norm(q, (d,), weights[0], 1e-6), F.rms_norm(k, (d,), weights[1], 1e-6)
     q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-    options = {"heads": heads, "kv_heads": kv_heads, "norm": (*weights, 1e-6) if norm else None}
-    for got, want in zip(norm_rope(qkv, cos, sin, **options), (q, k, v), strict=True):  # type: ignore[arg-type]
+    spec, norms = LayerSpec(0, heads, kv_heads, d, 1.0), HeadNorms(*weights, 1e-6, False) if norm else None
+    for got, want in zip(norm_rope(qkv, cos, sin, spec, norms=norms), (q, k, v), strict=True):
         assert error(got, want) < 1e-6
     pool = torch.zeros(2, 6, 4, kv_heads, d, device=DEVICE)
     slots = torch.tensor([5, 0, -1, 23, 7], device=DEVICE)
-    got = norm_rope(qkv, cos, sin, cache=(*pool, slots), **options)[0]  # type: ignore[arg-type]
+    got = norm_rope(qkv, cos, sin, spec, norms=norms, cache=LayerCache(*pool), slots=slots)[0]
     assert error(got, q) < 1e-6
     real = [0, 1, 3, 4]
     for cache, want in zip(pool, (k, v), strict=True):
@@ -311,55 +258,6 @@ def test_angles_are_those_of_phase_01() -> None:
     positions = torch.tensor([0, 1, 700, 40_000], device=DEVICE)
     for got, want in zip(FusedRope(rope)(positions), rope(positions), strict=True):
         assert got.shape == want.shape and (got - want).abs().max() < 1e-6
-
-
-@pytest.mark.parametrize("meet", [False, True], ids=["combined in the projection", "combined by the last"])
-@pytest.mark.parametrize("feature", ["plain", "window", "cap"])
-@pytest.mark.parametrize("heads", [(6, 2), (3, 3)])
-@pytest.mark.parametrize("context", [0, 1, 15, 16, 17, 100])
-def test_attention_of_a_lone_token(context: int, heads: tuple[int, int], feature: str, meet: bool) -> None:
-    """From the QKV projection to the residual, against the kernels apart, with poison all around."""
-    d, size = 32, 24
-    batch = make([max(context, 1)], heads=heads, d=d)
-    if context == 0:  # a graph's padding: no keys, a slot below 0, a table of garbage
-        batch.context_lens[0] = 0
-        batch.tables[:] = GARBAGE
-    window, cap = FEATURES[feature].get("sliding_window"), FEATURES[feature].get("soft_cap")
-    layer = LayerSpec(0, *heads, d, 0.2, window, cap)  # type: ignore[arg-type]
-    qkv = torch.randn(1, (heads[0] + 2 * heads[1]) * d, device=DEVICE)
-    angles = torch.randn(1, d // 2, device=DEVICE)
-    cos = torch.cat([angles.cos()] * 2, -1)
-    sin = torch.cat([-angles.sin(), angles.sin()], -1)
-    norms = HeadNorms(*torch.randn(2, d, device=DEVICE), 1e-6, True)
-    newest = max(context - 1, 0)
-    slot = int(batch.tables[0, newest // 16]) * 16 + newest % 16 if context else -1
-    slots = torch.tensor([slot], device=DEVICE)
-    weight, residual = torch.randn(size, heads[0] * d, device=DEVICE), torch.randn(1, size, device=DEVICE)
-    bias = torch.randn(size, device=DEVICE)
-    k_cache, v_cache = batch.k_cache.clone(), batch.v_cache.clone()
-    q, _, _ = norm_rope(
-        qkv, cos, sin, heads=heads[0], kv_heads=heads[1], norm=norms[:3], one_plus=True,
-        cache=(batch.k_cache, batch.v_cache, slots),
-    )  # fmt: skip
-    attended = paged_decode(q, *batch.arguments[1:], scale=0.2, **FEATURES[feature])
-    wanted = attended.flatten(1) @ weight.t() + bias + residual
-    workspace = Workspace(400, d, DEVICE)
-    config = SingleConfig(block_n=16, splits=4)
-    out = attend_single(
-        qkv, (cos, sin), norms, layer, (k_cache, v_cache), batch.tables, batch.context_lens, slots,
-        workspace=workspace, config=config, meet=meet,
-    )  # fmt: skip
-    if meet:
-        got = out @ weight.t() + bias + residual
-        assert (workspace.arrived == 0).all()
-    else:
-        shape = HeadsConfig(rows=4, chunk=2)
-        got = project_heads(
-            residual, weight, bias, layer, batch.context_lens, workspace=workspace, config=config, shape=shape
-        )
-    assert error(got, wanted) < 1e-5
-    for mine, theirs in ((k_cache, batch.k_cache), (v_cache, batch.v_cache)):
-        torch.testing.assert_close(mine, theirs, equal_nan=True, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NaN in the interpreter's numpy
@@ -435,7 +333,8 @@ def test_attention_on_the_gpu_over_random_shapes(dtype: torch.dtype, d: int, see
     queries = [int(rng.integers(1, c + 1)) for c in contexts]
     batch = make(contexts, queries, heads=heads, d=d, block=block, dtype=dtype, seed=seed)
     group = heads[0] // heads[1]
-    chosen = prefill_config(triton.next_power_of_2(d), batch.q.element_size(), torch.device("cuda"))
+    key = PrefillKey(triton.next_power_of_2(d), batch.q.element_size())
+    chosen = PREFILL.lookup(key, torch.device("cuda"))
     out = prefill(batch, chosen, **features)
     assert error(out, expected(batch, **features)) < TOLERANCE[dtype], (group, chosen)
 
@@ -503,7 +402,7 @@ def test_every_backend_can_be_switched_off_by_itself(choice: str) -> None:
 def test_surgery_leaves_the_given_model_alone_and_shares_its_weights() -> None:
     model = load_model("random:tiny", device=DEVICE, dtype="float32")
     names = [type(m).__name__ for m in model.modules()]
-    fused = triton_paged_attention.optimize(model)
+    fused = optimize(clone(model))
     assert [type(m).__name__ for m in model.modules()] == names
     assert {type(m).__name__ for m in fused.modules()} >= {
         "FusedAttention",
@@ -518,71 +417,3 @@ def test_surgery_leaves_the_given_model_alone_and_shares_its_weights() -> None:
 def test_an_unknown_backend_is_refused() -> None:
     with pytest.raises(UserError, match="norms is 'cuda'"):
         triton_paged_attention.load("random:tiny", device=DEVICE, dtype="float32", norms="cuda")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("size", [48, 512, 1536])
-@pytest.mark.parametrize("gate", [None, "silu"])
-def test_gemv_with_norm_bias_residual_and_gate(size: int, gate: str | None) -> None:
-    x, norm = torch.randn(2, 1, size, device=DEVICE)
-    weight = torch.randn(2 * 20, size, device=DEVICE) / size**0.5
-    bias, residual = torch.randn(40, device=DEVICE), torch.randn(1, 40, device=DEVICE)
-    product = F.rms_norm(x, (size,), norm[0] + 1, 1e-5) @ weight.t()
-    if gate is None:
-        got = gemv(x, weight, norm=(norm[0], 1e-5, True), bias=bias, residual=residual)
-        assert error(got, product + bias + residual) < 1e-5
-        assert error(gemv(x, weight), x @ weight.t()) < 1e-5
-    else:
-        got = gemv(x, weight, norm=(norm[0], 1e-5, True), gate=gate)
-        assert error(got, F.silu(product[:, :20]) * product[:, 20:]) < 1e-5
-
-
-@pytest.mark.parametrize("size", [48, 512, 1536, 2560])
-@pytest.mark.parametrize("tokens", [2, 5, 8])
-def test_few_tokens_with_norm_bias_residual_and_gate(size: int, tokens: int) -> None:
-    kind = torch.float16 if DEVICE == "cuda" else torch.float32  # natively for tensor cores only
-    x, norm = torch.randn(tokens, size, device=DEVICE), torch.randn(size, device=DEVICE)
-    weight = torch.randn(2 * 20, size, device=DEVICE) / size**0.5
-    bias, residual = torch.randn(40, device=DEVICE), torch.randn(tokens, 40, device=DEVICE)
-    x, norm, weight, bias, residual = (part.to(kind) for part in (x, norm, weight, bias, residual))
-    normed = F.rms_norm(x.float(), (size,), norm.float() + 1, 1e-5).to(kind).float()
-    product, limit = normed @ weight.float().t(), 1e-5 if kind == torch.float32 else 2e-3
-    got = few(x, weight, norm=(norm, 1e-5, True), bias=bias, residual=residual)
-    assert error(got, product + bias + residual) < limit
-    assert error(few(x, weight), x.float() @ weight.float().t()) < limit
-    got = few(x, weight, norm=(norm, 1e-5, True), gate="silu")
-    assert error(got, F.silu(product[:, :20]) * product[:, 20:]) < limit
-
-
-def test_a_step_of_a_few_tokens_runs_the_kernels_for_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three requests, one of which ends first: their tokens are phase 05's."""
-    if DEVICE == "cpu":  # the interpreter knows float32, in which tokens can be compared
-        monkeypatch.setattr(layers, "few_pays", lambda *_: True)
-    model = load_model("random:tiny", device=DEVICE, dtype="float32" if DEVICE == "cpu" else "float16")
-    prompts, params = (
-        [[5, 6, 7], [8], [9, 3]],
-        [SamplingParams(max_tokens=n, ignore_eos=True) for n in (3, 2, 3)],
-    )
-    options: dict[str, Any] = {"max_len": 64, "max_rows": 3}
-    tokens = []
-    few_steps = layers.FusedBlock._few
-    monkeypatch.setattr(
-        layers.FusedBlock, "_few", lambda self, x, *a: tokens.append(len(x)) or few_steps(self, x, *a)
-    )
-    after = generate(triton_paged_attention.load(model, **options), prompts, params)
-    assert tokens == [6, 6, 3, 3, 2, 2]  # two layers; the prompts, then decodes
-    if DEVICE == "cpu":
-        before = generate(paged_cache.load(model, **options), prompts, params)
-        assert [c.token_ids for c in after] == [c.token_ids for c in before]
-
-
-def test_a_step_of_one_token_runs_the_single_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tokens of a lone request are phase 05's, and every decode went through the fused path."""
-    model = load_model("random:tiny", device=DEVICE, dtype="float32")
-    params = SamplingParams(max_tokens=3, ignore_eos=True)
-    before = generate(paged_cache.load(model, max_len=64, max_rows=1), [[5, 6, 7]], params)
-    calls = []
-    single = layers.FusedBlock._single
-    monkeypatch.setattr(layers.FusedBlock, "_single", lambda self, *a: calls.append(1) or single(self, *a))
-    after = generate(triton_paged_attention.load(model, max_len=64, max_rows=1), [[5, 6, 7]], params)
-    assert [c.token_ids for c in after] == [c.token_ids for c in before]
-    assert len(calls) == 2 * model.config.num_layers

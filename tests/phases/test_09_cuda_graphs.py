@@ -51,6 +51,7 @@ from tests.fakes import FakeRunner
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 GPU = pytest.mark.gpu
+pytestmark = pytest.mark.usefixtures("poison")
 # All but attention in torch: what a graph is made of is not tested here, and the interpreter is slow.
 PLAIN = dict.fromkeys(("norms", "rope", "activation", "projections", "sampling"), "torch")
 

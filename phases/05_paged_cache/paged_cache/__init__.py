@@ -11,10 +11,11 @@ from forward.model import Model
 from paged_cache.allocator import BlockAllocator
 from paged_cache.attention import PagedAttention, PagedBatch, TorchPagedAttention
 from paged_cache.build import Preset, build
-from paged_cache.cache import BlockPool, PagedCache
+from paged_cache.cache import PagedCache
 from paged_cache.engine import PagedEngine
 from paged_cache.memory import Ledger
 from paged_cache.parts import Feature, PagedSizes, Parts
+from paged_cache.pool import BlockPool, KVFormat, LayerCache
 from paged_cache.runner import PagedRunner
 from paged_cache.scheduler import PagedScheduler
 
@@ -24,6 +25,8 @@ __all__ = [
     "BlockAllocator",
     "BlockPool",
     "Feature",
+    "KVFormat",
+    "LayerCache",
     "Ledger",
     "PagedAttention",
     "PagedBatch",

@@ -20,7 +20,7 @@ from continuous.attention import (
 )
 from continuous.batch import Batch
 from forward.attention import LayerSpec, causal_mask
-from paged_cache.cache import BlockPool
+from paged_cache.pool import BlockPool, LayerCache, encode
 
 
 @dataclass(frozen=True)
@@ -54,22 +54,20 @@ class PagedAttention(ABC):
 
     def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """`q [T, H, D]`, `k` and `v [T, KH, D]` -> `[T, H, D]`; also keeps `k` and `v`."""
-        k_cache, v_cache = self.pool.layers[layer.index]  # [N, P, KH, D]
-        self.store(k_cache, v_cache, k, v)
-        return self.attend(layer, q, k, v, k_cache, v_cache)
+        cache = self.pool.layers[layer.index]
+        self.store(cache, k, v)
+        return self.attend(layer, q, k, v, cache)
 
-    def store(self, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None:
+    def store(self, cache: LayerCache, k: Tensor, v: Tensor) -> None:
         """Write every token's key and value to its slot, all tokens at once."""
-        k_cache.flatten(0, 1)[self.batch.slots] = k
-        v_cache.flatten(0, 1)[self.batch.slots] = v
+        cache.k.flatten(0, 1)[self.batch.slots] = encode(k, cache.k_scale, cache.k.dtype)
+        cache.v.flatten(0, 1)[self.batch.slots] = encode(v, cache.v_scale, cache.v.dtype)
 
     def plan(self) -> None:  # noqa: B027  # many backends need nothing
         """Prepare for `self.batch`, once a step."""
 
     @abstractmethod
-    def attend(
-        self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor
-    ) -> Tensor:
+    def attend(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache) -> Tensor:
         """`q [T, H, D]` -> `[T, H, D]`; this step's `k` and `v [T, KH, D]` are in the cache already."""
 
 
@@ -87,7 +85,10 @@ class TorchPagedAttention(PagedAttention):
     def plan(self) -> None:
         """Group the requests, and find each group's blocks."""
         host, device = self.batch.host, self.batch.positions.device
-        self._prompts, others = prompt_groups(host, device)
+        if self.pool.exact:
+            self._prompts, others = prompt_groups(host, device)
+        else:  # a prompt attends to its keys as they are stored, too, as who comes later will
+            self._prompts, others = [], np.arange(len(host.query_lens))
         # By queries first, by contexts next, so that neighbours need little padding.
         order = others[np.lexsort((host.context_lens[others], host.query_lens[others]))].tolist()
         found = group(order, host.query_lens, host.context_lens, PADDING_PER_CALL[device.type])
@@ -104,24 +105,24 @@ class TorchPagedAttention(PagedAttention):
             tables = tables.where(used.to(tables.device), 0)
         return tables.flatten()
 
-    def attend(
-        self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor
-    ) -> Tensor:
+    def attend(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache) -> Tensor:
         """See `PagedAttention.attend`."""
         out = torch.empty_like(q)
         for plan in self._prompts:
             prompt_attention(plan, layer, q, k, v, out)
         for plan, blocks in self._others:
-            keys, values = (self._gather(cache, blocks, plan) for cache in (k_cache, v_cache))
+            keys, values = (self._gather(numbers, blocks, plan).to(q.dtype) for numbers in cache[:2])
             mask = self._mask(plan, layer, keys.shape[2])
-            plan.put(out, attend_masked(layer, plan.take(q), keys, values, mask))
+            # A head's scales are factors of all its scores and of all its outputs.
+            queries = _scaled(plan.take(q), cache.k_scale)
+            plan.put(out, _scaled(attend_masked(layer, queries, keys, values, mask), cache.v_scale))
         return out
 
     @staticmethod
-    def _gather(cache: Tensor, blocks: Tensor, plan: Group) -> Tensor:
-        """`cache [N, P, KH, D]` -> the group's tokens, heads first: `[G, KH, blocks * P, D]`."""
-        taken = cache.index_select(0, blocks)  # [G * blocks, P, KH, D], a copy
-        return taken.view(len(plan.members), -1, *cache.shape[2:]).transpose(1, 2)
+    def _gather(numbers: Tensor, blocks: Tensor, plan: Group) -> Tensor:
+        """`numbers [N, P, KH, D]` -> the group's tokens, heads first: `[G, KH, blocks * P, D]`."""
+        taken = numbers.index_select(0, blocks)  # [G * blocks, P, KH, D], a copy
+        return taken.view(len(plan.members), -1, *numbers.shape[2:]).transpose(1, 2)
 
     def _mask(self, plan: Group, layer: LayerSpec, columns: int) -> Tensor | None:
         """`[G, 1, queries, columns]`, made once a step and kind of layer; None if every query sees all."""
@@ -137,3 +138,11 @@ class TorchPagedAttention(PagedAttention):
                 mask = causal_mask(positions, torch.arange(columns, device=device), window)
                 plan.masks[window] = mask.unsqueeze(1)
         return plan.masks[window]
+
+
+def _scaled(x: Tensor, scale: Tensor | None) -> Tensor:
+    """`x [G, H, queries, D]` times its key/value head's `scale [KH]`, if there are scales."""
+    if scale is None:
+        return x
+    per_head = scale.repeat_interleave(x.shape[1] // len(scale))
+    return (x * per_head[:, None, None]).to(x.dtype)

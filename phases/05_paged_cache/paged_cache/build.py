@@ -17,10 +17,10 @@ from continuous.policies import POLICIES
 from continuous.rows import Rows
 from forward.loading import load_model
 from forward.model import Model
-from paged_cache.cache import BlockPool
 from paged_cache.engine import PagedEngine
 from paged_cache.memory import plan_cache
 from paged_cache.parts import Feature, PagedSizes, Parts
+from paged_cache.pool import BlockPool
 
 
 def build(
@@ -64,6 +64,7 @@ def make(parts: Parts, tokenizer: Tokenizer | None = None) -> PagedEngine:
         step_tokens=step_tokens,
         rows=max_rows,
         max_len=length,
+        kv=parts.kv,
         cache_bytes=sizes.cache_bytes,
         gpu_memory_utilization=sizes.gpu_memory_utilization,
         reserved=sum(ask(parts) for ask in parts.reserve),
@@ -72,7 +73,9 @@ def make(parts: Parts, tokenizer: Tokenizer | None = None) -> PagedEngine:
     cache = parts.cache(max_rows, length, ledger.blocks, block_size)
     scheduler = parts.scheduler(rows, cache, step_tokens=step_tokens, policy=POLICIES[sizes.policy])
     scheduler.drafter = parts.drafter
-    pool = BlockPool(loaded.config, ledger.blocks, block_size, device=loaded.device, dtype=loaded.dtype)
+    pool = BlockPool(
+        loaded.config, ledger.blocks, block_size, device=loaded.device, dtype=loaded.dtype, kv=parts.kv
+    )
     runner = parts.runner(loaded, parts.attention(pool), rows, cache, sampler=parts.sampler)
     return parts.engine(scheduler, runner, ledger, tokenizer, masks=parts.masks)
 

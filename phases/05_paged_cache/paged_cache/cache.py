@@ -8,11 +8,8 @@ time, so at most the last block of a request is partly empty.
 from __future__ import annotations
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from common.models.config import ModelConfig
 from common.request import Request
 from paged_cache.allocator import BlockAllocator
 
@@ -136,27 +133,3 @@ class PagedCache:
     def check(self) -> None:
         """Raise `AssertionError` unless every block is booked for exactly the tables that hold it."""
         self.allocator.check(self.users())
-
-
-class BlockPool:
-    """The tensors: one allocation `[L, 2, N, P, KH, D]`, and of it each layer's `k_cache` and `v_cache`."""
-
-    def __init__(
-        self, config: ModelConfig, blocks: int, block_size: int, *, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        shape = (config.num_layers, 2, blocks, block_size, config.num_kv_heads, config.head_dim)
-        # Zeros, not garbage: a masked key's weight is exactly 0, and 0 times a stray NaN is NaN.
-        self.data = torch.zeros(shape, device=device, dtype=dtype)
-        self.layers: list[tuple[Tensor, Tensor]] = [
-            (layer[0], layer[1]) for layer in self.data
-        ]  # [N, P, KH, D]
-
-    @staticmethod
-    def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-        """Bytes that one block takes, over all layers."""
-        return block_size * config.kv_bytes_per_token(dtype)
-
-    def copy(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy whole blocks, `(source, target)`, in every layer."""
-        sources, targets = (torch.tensor(side, device=self.data.device) for side in zip(*pairs, strict=True))
-        self.data[:, :, targets] = self.data[:, :, sources]

@@ -10,7 +10,7 @@ import torch
 from common.device import memory_allocated
 from common.errors import UserError, integer
 from forward.model import Model
-from paged_cache.cache import BlockPool
+from paged_cache.pool import KVFormat
 
 CPU_CACHE_BYTES = 1 << 30
 """The cache's size on a CPU, unless the caller says otherwise or a quarter of the free memory is less."""
@@ -68,6 +68,7 @@ def plan_cache(
     step_tokens: int,
     rows: int,
     max_len: int,
+    kv: KVFormat | None = None,
     cache_bytes: int | None = None,
     gpu_memory_utilization: float = 0.9,
     reserved: int = 0,
@@ -80,6 +81,7 @@ def plan_cache(
         step_tokens: most tokens that a step computes.
         rows: requests that run at most; the cache is never larger than they can fill.
         max_len: most tokens of a request.
+        kv: how keys and values are stored.
         cache_bytes: what the caller grants the cache; everything else is ignored then.
         gpu_memory_utilization: share of the device's memory that weights, activations and cache may fill.
         reserved: bytes that somebody else will need (graphs).
@@ -91,7 +93,7 @@ def plan_cache(
     if not 0 < gpu_memory_utilization <= 1:
         raise UserError(f"gpu_memory_utilization is {gpu_memory_utilization}, but must be in (0, 1]")
     activations = activation_bytes(model, step_tokens, rows)
-    per_block = BlockPool.bytes_per_block(model.config, block_size, model.dtype)
+    per_block = (kv or KVFormat()).bytes_per_block(model.config, block_size, model.dtype)
     if cache_bytes is not None:
         room = integer("cache_bytes", cache_bytes, low=0)
     elif model.device.type == "cuda":

@@ -23,8 +23,9 @@ from continuous.sizes import Sizes
 from forward.model import Model
 from forward.surgery import clone
 from paged_cache.attention import PagedAttention, TorchPagedAttention
-from paged_cache.cache import BlockPool, PagedCache
+from paged_cache.cache import PagedCache
 from paged_cache.engine import PagedEngine
+from paged_cache.pool import BlockPool, KVFormat
 from paged_cache.runner import PagedRunner
 from paged_cache.scheduler import PagedScheduler
 
@@ -56,6 +57,7 @@ class Parts:
 
     model: owned by the builder, unless `borrowed`: then its layers belong to somebody else.
     sizes: what the caller asked for; `usual` what features suggest instead of None.
+    kv: how keys and values are stored.
     cache, scheduler, attention, sampler, runner, engine: what `build` calls to make each of them.
     drafter, masks: objects that take part in steps.
     reserve: asked after all features are installed how many bytes to leave free.
@@ -64,6 +66,7 @@ class Parts:
     model: Model
     sizes: PagedSizes = PagedSizes()
     borrowed: bool = False
+    kv: KVFormat = KVFormat()
     cache: Callable[..., PagedCache] = PagedCache
     scheduler: Callable[..., PagedScheduler] = PagedScheduler
     attention: Callable[[BlockPool], PagedAttention] = TorchPagedAttention

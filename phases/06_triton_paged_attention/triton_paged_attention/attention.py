@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 import triton
@@ -12,20 +10,13 @@ from torch import Tensor
 
 from continuous.batch import HostBatch, upload
 from forward.attention import LayerSpec
-from paged_cache import BlockPool, PagedAttention, PagedBatch, TorchPagedAttention
+from paged_cache import BlockPool, LayerCache, PagedAttention, PagedBatch, TorchPagedAttention
 from triton_paged_attention.backends import Backend, check_backend
 from triton_paged_attention.decode import Workspace, paged_decode
-from triton_paged_attention.gemv import gemv
-from triton_paged_attention.kv_store import kv_store
+from triton_paged_attention.hardware import multiprocessors
+from triton_paged_attention.kernels.kv_store import kv_store
 from triton_paged_attention.prefill import paged_prefill, query_tiles
-from triton_paged_attention.single import HeadNorms, attend_single, project_heads
-from triton_paged_attention.tuning import (
-    for_keys,
-    heads_config,
-    multiprocessors,
-    prefill_config,
-    single_config,
-)
+from triton_paged_attention.tuning.tables import PREFILL, PrefillKey, for_keys
 
 TILE_ROWS = 16
 """Rows of the decode kernel's tile: a request with at most `16 / GROUP` new tokens goes through it."""
@@ -55,9 +46,8 @@ class TritonPagedAttention(PagedAttention):
         self._group = num_heads // kv_heads
         self._most_queries = max(1, TILE_ROWS // self._group)
         d_pad = max(16, triton.next_power_of_2(d))
-        self._single_at = kv_heads, d_pad, pool.data.element_size(), device
-        self._prefill_config = prefill_config(d_pad, pool.data.element_size(), device)
-        # Only launches of few pairs split, so this bounds pairs * splits * rows: see `decode_config`.
+        self._prefill_config = PREFILL.lookup(PrefillKey(d_pad, pool.data.element_size()), device)
+        # Only launches of few pairs split, so this bounds pairs * splits * rows: see `decode_default`.
         pairs = 4 * multiprocessors(device) + kv_heads
         rows = triton.next_power_of_2(self._most_queries) * self._group
         self._workspace = Workspace(pairs * rows, d_pad, device)
@@ -67,11 +57,6 @@ class TritonPagedAttention(PagedAttention):
         """Whether keys and values may be in the pool before the call; torch's prefill wants them in hand."""
         return self.prefill == self.decode == "triton"
 
-    @property
-    def alone(self) -> bool:
-        """Whether the step is one request's: with one token, `single` then knows whose it is."""
-        return self.stores_early and len(self.batch.context_lens) == 1
-
     def plan(self) -> None:
         """Sort the requests into the two kinds, and cut the longer ones into query tiles."""
         host = self.batch.host
@@ -80,7 +65,6 @@ class TritonPagedAttention(PagedAttention):
         self._needs_torch = not (decodes | longer).all()
         if self._needs_torch:
             self._torch.begin(self.batch)
-        self._single_config = single_config(*self._single_at)
         self._max_queries = int(host.query_lens[decodes].max(initial=0))
         self._only: Tensor | None = None  # the requests that are decodes; None: all
         self._prefill_keys = int(host.context_lens[longer].max(initial=0))
@@ -113,47 +97,21 @@ class TritonPagedAttention(PagedAttention):
         self.batch, self._needs_torch, self._prefill_keys = batch, False, 0
         self._max_queries, self._only, self._tiles = self._most_queries, members, tiles
 
-    def store(self, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None:
+    def store(self, cache: LayerCache, k: Tensor, v: Tensor) -> None:
         """See `PagedAttention.store`."""
-        kv_store(k, v, k_cache, v_cache, self.batch.slots)
+        kv_store(k, v, cache, self.batch.slots)
 
-    def single(
-        self,
-        layer: LayerSpec,
-        qkv: Tensor,
-        cos_sin: tuple[Tensor, Tensor],
-        norms: HeadNorms | None,
-        residual: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-    ) -> Tensor:
-        """One token: `qkv [1, (H + 2 KH) D]` -> `residual + bias + weight @ output`, `[1, hidden]`."""
-        batch, cache = self.batch, self.pool.layers[layer.index]
-        shape = heads_config(*weight.shape)
-        where = (batch.block_tables, batch.context_lens)
-        common: Any = {"workspace": self._workspace, "config": self._single_config}
-        out = attend_single(
-            qkv, cos_sin, norms, layer, cache, *where, batch.slots, meet=shape is None, **common
-        )
-        if shape is None:
-            return gemv(out, weight, bias=bias, residual=residual)
-        return project_heads(residual, weight, bias, layer, batch.context_lens, shape=shape, **common)
-
-    def attend(
-        self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor
-    ) -> Tensor:
+    def attend(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache) -> Tensor:
         """See `PagedAttention.attend`. Unless a backend is torch, `k` and `v` are not read."""
         batch, q = self.batch, q.contiguous()
-        if self._needs_torch:
-            out = self._torch.attend(layer, q, k, v, k_cache, v_cache)
-        else:
-            out = torch.empty_like(q)
-        cache = (k_cache, v_cache, batch.block_tables, batch.context_lens)
+        out = self._torch.attend(layer, q, k, v, cache) if self._needs_torch else torch.empty_like(q)
         if self._max_queries:
             one_each = self._only is None and self._max_queries == 1
             paged_decode(
                 q,
-                *cache,
+                cache,
+                batch.block_tables,
+                batch.context_lens,
                 scale=layer.scale,
                 sliding_window=layer.sliding_window,
                 soft_cap=layer.soft_cap,
@@ -166,14 +124,13 @@ class TritonPagedAttention(PagedAttention):
         if self._tiles is not None:
             paged_prefill(
                 q,
-                k_cache,
-                v_cache,
+                cache,
                 batch.block_tables,
                 self._tiles,
                 scale=layer.scale,
                 sliding_window=layer.sliding_window,
                 soft_cap=layer.soft_cap,
                 out=out,
-                config=for_keys(self._prefill_config, self._prefill_keys, k_cache.shape[1]),
+                config=for_keys(self._prefill_config, self._prefill_keys, cache.k.shape[1]),
             )
         return out

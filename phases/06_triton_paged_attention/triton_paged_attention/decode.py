@@ -19,9 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .tiles import attend, combine
-from .tma import describe
-from .tuning import DecodeConfig, decode_config
+from paged_cache.pool import LayerCache
+from triton_paged_attention.tiles import attend, combine
+from triton_paged_attention.tma import describe
+from triton_paged_attention.tuning.tables import DECODE, DecodeConfig, DecodeKey
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -32,7 +33,7 @@ def decode_kernel(
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, QUERIES: tl.constexpr, RAGGED: tl.constexpr,
     SUBSET: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS_PAD: tl.constexpr, MIN_SHARE: tl.constexpr, TMA: tl.constexpr,
+    SPLITS_PAD: tl.constexpr, MIN_TILES: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """One program per key/value head, split and request."""
     kv_head, split, item = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -48,10 +49,10 @@ def decode_kernel(
     first_key = tl.maximum(first_position - WINDOW + 1, 0) if WINDOW > 0 else 0
     begin = first_key // BLOCK_N * BLOCK_N
     tiles = tl.cdiv(context - begin, BLOCK_N)
-    share = tl.maximum(tl.cdiv(tiles, splits), MIN_SHARE)
-    used = tl.cdiv(tiles, share)  # splits that have work
-    low = begin + split * share * BLOCK_N
-    high = tl.minimum(low + share * BLOCK_N, context)
+    tiles_per_split = tl.maximum(tl.cdiv(tiles, splits), MIN_TILES)
+    used = tl.cdiv(tiles, tiles_per_split)  # splits that have work
+    low = begin + split * tiles_per_split * BLOCK_N
+    high = tl.minimum(low + tiles_per_split * BLOCK_N, context)
     if SPLITS_PAD > 1 and split > 0 and split >= used:
         return
 
@@ -109,7 +110,7 @@ class Workspace:
     """
 
     def __init__(self, rows: int, d_pad: int, device: torch.device | str) -> None:
-        self.rows = rows
+        self.rows, self.d_pad = rows, d_pad
         self.partial = torch.empty(rows * d_pad, dtype=torch.float32, device=device)
         self.lse = torch.empty(rows, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(rows, dtype=torch.int32, device=device)
@@ -117,8 +118,7 @@ class Workspace:
 
 def paged_decode(
     q: Tensor,  # [T, H, D]
-    k_cache: Tensor,  # [N, P, KH, D]
-    v_cache: Tensor,
+    cache: LayerCache,  # [N, P, KH, D]
     block_tables: Tensor,  # [B, max_blocks] int32
     context_lens: Tensor,  # [B] int32
     *,
@@ -139,31 +139,31 @@ def paged_decode(
     graph) gets zeros. Without a `workspace`, a launch that splits makes its own.
     """
     heads, d = q.shape[1:]
-    _, block_size, kv_heads, _ = k_cache.shape
+    _, block_size, kv_heads, _ = cache.k.shape
     group, d_pad = heads // kv_heads, max(16, triton.next_power_of_2(d))
     items = len(context_lens) if requests is None else len(requests)
     out = torch.empty_like(q) if out is None else out
     if items == 0:
         return out
     queries = triton.next_power_of_2(max_queries)
-    config = config or decode_config(items * kv_heads, d_pad, q.element_size(), q.device)
+    config = config or DECODE.lookup(DecodeKey(items * kv_heads, d_pad, cache.k.element_size()), q.device)
     if config.splits > 1:
         rows = items * kv_heads * config.splits * queries * group
         workspace = workspace or Workspace(rows, d_pad, q.device)
         assert workspace.rows >= rows, f"the workspace has {workspace.rows} rows, but {rows} are needed"
-    k_arg, v_arg = (describe(c, config.block_n) if config.tma else c for c in (k_cache, v_cache))
+    k_arg, v_arg = (describe(c, config.block_n) if config.tma else c for c in (cache.k, cache.v))
     decode_kernel[(kv_heads, config.splits, items)](
         out, q, k_arg, v_arg, block_tables, context_lens,
         context_lens if query_starts is None else query_starts,  # any pointer where there is nothing to read
         context_lens if requests is None else requests,
         *((workspace.partial, workspace.lse, workspace.arrived) if workspace else (out, out, out)),
-        scale, soft_cap or 1.0, block_tables.stride(0), *k_cache.stride()[:3],
+        scale, soft_cap or 1.0, block_tables.stride(0), *cache.k.stride()[:3],
         H=heads, GROUP=group, D=d, D_PAD=d_pad, P=block_size,
         WINDOW=sliding_window or 0, SOFT_CAP=soft_cap is not None, QUERIES=queries,
         RAGGED=query_starts is not None, SUBSET=requests is not None,
         BLOCK_M=max(16, triton.next_power_of_2(queries * group)), BLOCK_N=config.block_n,
         SPLITS_PAD=triton.next_power_of_2(config.splits),
-        MIN_SHARE=config.min_share, TMA=config.tma,
+        MIN_TILES=config.min_tiles, TMA=config.tma,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out

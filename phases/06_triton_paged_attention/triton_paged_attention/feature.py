@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from common.errors import UserError
 from common.options import option
-from paged_cache import BlockPool, Feature, PagedAttention, Parts
+from forward.model import Model
+from paged_cache import Feature, PagedAttention, Parts
 from triton_paged_attention.backends import Backend, Backends, check_backend
+
+if TYPE_CHECKING:
+    from triton_paged_attention.attention import TritonPagedAttention
 
 CUDA_BLOCK_SIZE = 64
 """One tile of keys then lies in one block, and a step of the kernel looks up one block id instead of 64."""
@@ -47,11 +51,12 @@ class Kernels(Feature):
         """Fused layers, kernels for attention, and a sampler whose choice is a kernel."""
         device = parts.model.device.type
         check_triton(device)
+        from triton_paged_attention.attention import TritonPagedAttention
         from triton_paged_attention.sampler import TritonSampler
         from triton_paged_attention.surgery import optimize
 
         optimize(parts.own_model(), Backends(self.norms, self.rope, self.activation, self.projections))
-        parts.bring(self, attention=self._attention(parts.model.config.num_heads))
+        parts.bring(self, attention=self.attention_of(TritonPagedAttention, parts.model))
         if self.sampling == "triton":
             parts.bring(self, sampler=TritonSampler)
         if device == "cuda":
@@ -62,12 +67,11 @@ class Kernels(Feature):
         """Whether all attention is in kernels, as graphs need it."""
         return self.attention_prefill == self.attention_decode == "triton"
 
-    def _attention(self, heads: int) -> Callable[[BlockPool], PagedAttention]:
-        from triton_paged_attention.attention import TritonPagedAttention
-
+    def attention_of(self, kind: type[TritonPagedAttention], model: Model) -> Callable[..., PagedAttention]:
+        """Makes attention of a kind, with these backends, over a pool."""
         return partial(
-            TritonPagedAttention,
-            num_heads=heads,
+            kind,
+            num_heads=model.config.num_heads,
             prefill=self.attention_prefill,
             decode=self.attention_decode,
         )
@@ -94,6 +98,6 @@ def interpreted() -> bool:
     """Whether kernels of this package run in the interpreter."""
     from triton.runtime.interpreter import InterpretedFunction
 
-    from triton_paged_attention.kv_store import kv_store_kernel
+    from triton_paged_attention.kernels.kv_store import kv_store_kernel
 
     return isinstance(kv_store_kernel, InterpretedFunction)

@@ -20,9 +20,10 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .tiles import attend
-from .tma import describe
-from .tuning import PrefillConfig, prefill_config
+from paged_cache.pool import LayerCache
+from triton_paged_attention.tiles import attend
+from triton_paged_attention.tma import describe
+from triton_paged_attention.tuning.tables import PREFILL, PrefillConfig, PrefillKey
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -112,8 +113,7 @@ def query_tiles(
 
 def paged_prefill(
     q: Tensor,  # [T, H, D]
-    k_cache: Tensor,  # [N, P, KH, D]
-    v_cache: Tensor,
+    cache: LayerCache,  # [N, P, KH, D]
     block_tables: Tensor,  # [B, max_blocks] int32
     tiles: Tensor,  # [n, 4] int32, from query_tiles with the same config's block_m // (H / KH)
     *,
@@ -125,18 +125,18 @@ def paged_prefill(
 ) -> Tensor:
     """Causal attention of ragged queries over the paged cache: `[T, H, D]`; other rows stay as they are."""
     heads, d = q.shape[1:]
-    _, block_size, kv_heads, _ = k_cache.shape
+    _, block_size, kv_heads, _ = cache.k.shape
     d_pad = max(16, triton.next_power_of_2(d))
-    config = config or prefill_config(d_pad, q.element_size(), q.device)
+    config = config or PREFILL.lookup(PrefillKey(d_pad, cache.k.element_size()), q.device)
     out = torch.empty_like(q) if out is None else out
     if len(tiles) == 0:
         return out
-    tma = config.tma and block_size % config.block_n == 0 and d == d_pad and k_cache.stride(2) == d
-    k_arg, v_arg = (describe(c, config.block_n) if tma else c for c in (k_cache, v_cache))
+    tma = config.tma and block_size % config.block_n == 0 and d == d_pad and cache.k.stride(2) == d
+    k_arg, v_arg = (describe(c, config.block_n) if tma else c for c in (cache.k, cache.v))
     options = {"maxnreg": config.maxnreg} if config.maxnreg and q.is_cuda else {}
     prefill_kernel[(len(tiles), kv_heads)](
         out, q, k_arg, v_arg, block_tables, tiles,
-        scale, soft_cap or 1.0, block_tables.stride(0), *k_cache.stride()[:3],
+        scale, soft_cap or 1.0, block_tables.stride(0), *cache.k.stride()[:3],
         H=heads, GROUP=heads // kv_heads, D=d, D_PAD=d_pad, P=block_size,
         WINDOW=sliding_window or 0, SOFT_CAP=soft_cap is not None,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, TMA=tma,

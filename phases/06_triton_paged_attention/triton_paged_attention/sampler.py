@@ -6,7 +6,7 @@ from torch import Tensor
 
 from common.sampling.rows import TRUNCATION
 from common.sampling.sampler import Plan, Sampler
-from triton_paged_attention.sampling import argmax_rows, draw_rows
+from triton_paged_attention.kernels.sampling import argmax_rows, draw_rows
 
 
 class TritonSampler(Sampler):

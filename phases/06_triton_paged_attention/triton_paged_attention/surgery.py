@@ -12,45 +12,51 @@ from forward.model import Model
 from forward.models.gemma3 import Gemma3RMSNorm
 from forward.models.llama import LlamaAttention, LlamaBlock
 from forward.rope import Rope
-from triton_paged_attention.activation import KINDS
 from triton_paged_attention.backends import Backends
-from triton_paged_attention.layers import FusedAttention, FusedBlock, FusedMLP, FusedRMSNorm, HeadForOne
-from triton_paged_attention.rope import FusedRope
+from triton_paged_attention.kernels.activation import KINDS
+from triton_paged_attention.kernels.rope import FusedRope
+from triton_paged_attention.layers import FusedAttention, FusedBlock, FusedMLP, FusedRMSNorm
+from triton_paged_attention.linear import join
 
 
 def optimize(model: Model, backends: Backends | None = None) -> Model:
-    """Put this phase's layers in the places of phase 01's, in the model that is given; returns it.
+    """Put this phase's layers in the places of phase 01's, and return the model, which is the same object.
+
+    Projections are joined layer by layer, and the old ones of a layer are let go of before the next is
+    joined. Who still needs the model as it was gives a `clone`, and so keeps both alive.
 
     GPT-2 has LayerNorm, no RoPE and no gate: it keeps its layers, and gains by attention alone.
     """
     chosen = backends or Backends()
     kind = model.config.activation
     if "triton" in (chosen.rope, chosen.projections):
-        _replace(model, LlamaAttention, lambda old: FusedAttention(old, chosen))
+        replace(model, LlamaAttention, lambda old: FusedAttention(old, chosen))
     if chosen.rope == "triton":
-        _replace(model, Rope, FusedRope)
+        replace(model, Rope, FusedRope)
     if "triton" in (chosen.activation, chosen.projections) and kind in KINDS:
-        _replace(model, GatedMLP, lambda old: FusedMLP(old, kind, chosen))
+        replace(model, GatedMLP, lambda old: FusedMLP(old, kind, chosen))
     if chosen.norms == "triton":
         if chosen.rope == "torch":  # or the kernel above takes care of the heads' norms
-            _replace(model, (RMSNorm, Gemma3RMSNorm), FusedRMSNorm)
+            replace(model, (RMSNorm, Gemma3RMSNorm), FusedRMSNorm)
         else:
-            _replace(model, (RMSNorm, Gemma3RMSNorm), FusedRMSNorm, skip=FusedAttention)
-        _replace(model, LlamaBlock, FusedBlock)
+            replace(model, (RMSNorm, Gemma3RMSNorm), FusedRMSNorm, skip=FusedAttention)
+        replace(model, LlamaBlock, FusedBlock)
     if chosen.projections == "triton":
-        model.lm_head = HeadForOne(model.lm_head)
+        model.lm_head = join(model.lm_head)
     return model
 
 
-def _replace(
-    model: Model,
+def replace(
+    model: nn.Module,
     kind: type[nn.Module] | tuple[type[nn.Module], ...],
     make: Callable[[Any], nn.Module],
     skip: type[nn.Module] | None = None,
 ) -> None:
     """Put `make(module)` in the place of every module of a kind, except those whose owner is a `skip`."""
-    for name, module in list(model.named_modules()):
+    # Names, not modules: a list of these would keep all the old weights alive until the last is replaced.
+    found = [name for name, module in model.named_modules() if isinstance(module, kind)]
+    for name in found:
         owner, _, last = name.rpartition(".")
         holder = model.get_submodule(owner)
-        if isinstance(module, kind) and not (skip is not None and isinstance(holder, skip)):
-            setattr(holder, last, make(module))
+        if skip is None or not isinstance(holder, skip):
+            setattr(holder, last, make(getattr(holder, last)))

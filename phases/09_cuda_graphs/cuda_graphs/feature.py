@@ -13,6 +13,7 @@ from common.errors import UserError, integer
 from common.options import option
 from cuda_graphs.engine import OverlapEngine
 from paged_cache import Feature, Parts
+from triton_paged_attention import Kernels
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,13 @@ class Graphs(Feature):
                 "graphs is True, but must be False without the kernels' attention: torch's attention chooses "
                 "its calls by the lengths of the requests, which a graph cannot"
             )
+        from cuda_graphs.latency import LatencyAttention, install
         from cuda_graphs.memory import graph_bytes
         from cuda_graphs.runner import GraphRunner
 
+        kernels = parts.features.get("kernels")
+        if isinstance(kernels, Kernels):  # steps of a few tokens, which only pay inside a graph
+            parts.attention = kernels.attention_of(LatencyAttention, install(parts.own_model()))
         parts.bring(
             self, runner=partial(GraphRunner, most_rows=self.graph_rows, most_tokens=self.graph_tokens)
         )

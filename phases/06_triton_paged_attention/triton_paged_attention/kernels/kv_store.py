@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paged_cache.pool import LayerCache
+
 
 @triton.jit
 def kv_store_kernel(
@@ -25,8 +27,7 @@ def kv_store_kernel(
 def kv_store(
     k: Tensor,  # [T, KH, D], heads of a token contiguous
     v: Tensor,
-    k_cache: Tensor,  # [N, P, KH, D]
-    v_cache: Tensor,
+    cache: LayerCache,
     slots: Tensor,  # [T] int64; negative: this token is padding and is not stored
 ) -> None:
     """Write every token's key and value heads to its slot of the layer's cache."""
@@ -36,6 +37,6 @@ def kv_store(
     block = min(1024, triton.next_power_of_2(size))
     if tokens:
         kv_store_kernel[(tokens, triton.cdiv(size, block))](
-            k, v, k_cache, v_cache, slots, k.stride(0), v.stride(0), *k_cache.stride()[:2],
-            SIZE=size, P=k_cache.shape[1], BLOCK=block, num_warps=max(1, block // 256),
+            k, v, cache.k, cache.v, slots, k.stride(0), v.stride(0), *cache.k.stride()[:2],
+            SIZE=size, P=cache.k.shape[1], BLOCK=block, num_warps=max(1, block // 256),
         )  # fmt: skip

@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .tiles import fold, raw_scores, unit
+from paged_cache.pool import LayerCache
+from triton_paged_attention.tiles import fold, raw_scores, unit
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -43,9 +44,9 @@ def decode_v3_kernel(
 
     first_key = tl.maximum(context - WINDOW, 0) if WINDOW > 0 else 0
     begin = first_key // BLOCK_N * BLOCK_N
-    share = tl.cdiv(tl.cdiv(context - begin, BLOCK_N), SPLITS) * BLOCK_N  # keys per split, in whole tiles
-    low = begin + split * share
-    high = tl.minimum(low + share, context)
+    keys_per_split = tl.cdiv(tl.cdiv(context - begin, BLOCK_N), SPLITS) * BLOCK_N  # in whole tiles
+    low = begin + split * keys_per_split
+    high = tl.minimum(low + keys_per_split, context)
 
     m = tl.full([BLOCK_M], -1.0e30, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -90,8 +91,7 @@ def combine_kernel(
 
 def paged_decode_v3(
     q: Tensor,  # [B, H, D]
-    k_cache: Tensor,  # [N, P, KH, D]
-    v_cache: Tensor,
+    cache: LayerCache,  # [N, P, KH, D]; numbers of the model's dtype, without scales
     block_tables: Tensor,  # [B, max_blocks] int32
     context_lens: Tensor,  # [B] int32
     *,
@@ -105,14 +105,14 @@ def paged_decode_v3(
 ) -> Tensor:
     """Attention of one new token per request: `[B, H, D]`."""
     batch, heads, d = q.shape
-    _, block_size, kv_heads, _ = k_cache.shape
+    _, block_size, kv_heads, _ = cache.k.shape
     group, d_pad = heads // kv_heads, max(16, triton.next_power_of_2(d))
     out = torch.empty_like(q)
     partial = torch.empty(batch, heads, splits, d, dtype=torch.float32, device=q.device)
     lse = torch.empty(batch, heads, splits, dtype=torch.float32, device=q.device)
     decode_v3_kernel[(batch, kv_heads, splits)](
-        partial, lse, q, k_cache, v_cache, block_tables, context_lens, scale, soft_cap or 1.0,
-        block_tables.stride(0), *k_cache.stride()[:3],
+        partial, lse, q, cache.k, cache.v, block_tables, context_lens, scale, soft_cap or 1.0,
+        block_tables.stride(0), *cache.k.stride()[:3],
         H=heads, GROUP=group, D=d, D_PAD=d_pad, P=block_size,
         WINDOW=sliding_window or 0, SOFT_CAP=soft_cap is not None,
         BLOCK_M=max(16, triton.next_power_of_2(group)), BLOCK_N=block_n, SPLITS=splits,

@@ -12,7 +12,7 @@ that the L2 cache does not hold.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,8 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
 from common.models.config import ModelConfig
-
-from .autotune_shapes import Shape, shapes
-from .winners import save_winner, using
+from triton_paged_attention.tuning.shapes import Shape, shapes
+from triton_paged_attention.tuning.winners import save_winner
 
 BETTER = 0.98
 """A configuration must take less than this share of the best time so far."""
@@ -34,17 +33,13 @@ SAME = 0.05
 """The largest relative error between results. Rounding alone is 0.02 in bfloat16 and a dozen layers."""
 MOST = 32
 """Configurations per shape, at most."""
-SPACE: dict[str, dict[str, tuple[Any, ...]]] = {
+Space = Mapping[str, tuple[Any, ...]]
+"""The values that a search tries, by field."""
+SPACE: dict[str, Space] = {
     "decode": {
         "block_n": (16, 32, 64, 128),
         "num_warps": (1, 2, 4, 8),
         "num_stages": (1, 2, 3, 4, 5),
-        "splits": (1, 2, 4, 8, 16, 32),
-    },
-    "single": {
-        "block_n": (16, 32, 64, 128),
-        "num_warps": (1, 2, 4, 8),
-        "num_stages": (1, 2, 3, 4),
         "splits": (1, 2, 4, 8, 16, 32),
     },
     "prefill": {
@@ -54,14 +49,8 @@ SPACE: dict[str, dict[str, tuple[Any, ...]]] = {
         "num_stages": (1, 2, 3, 4),
         "maxnreg": (None, 128, 168),
     },
-    "gemv": {
-        "rows": (1, 2, 4, 8, 16),
-        "block_k": (256, 512, 1024, 2048, 4096),
-        "num_warps": (1, 2, 4, 8),
-        "late": (False, True),
-    },
 }
-"""The values that a search tries, by kind and field."""
+"""Those of this phase's kernels, by kind."""
 
 Timer = Callable[[Callable[[], object]], float]
 """Seconds that a call takes."""
@@ -110,10 +99,10 @@ def autotune(
         report: told of every trial.
     """
     for shape in shapes(model, device, dtype, batches, context):
-        yield tune(shape, device, timer or graph_timer, report)
+        yield tune(shape, SPACE[shape.kind], timer or graph_timer, report)
 
 
-def tune(shape: Shape, device: torch.device, timer: Timer, report: Report = lambda s, t: None) -> Found:
+def tune(shape: Shape, space: Space, timer: Timer, report: Report = lambda shape, trial: None) -> Found:
     """Climb from the shape's default, and save the winner, also if it is the default itself."""
     tried: dict[Any, Trial] = {}
     wanted: list[Tensor] = []
@@ -130,7 +119,7 @@ def tune(shape: Shape, device: torch.device, timer: Timer, report: Report = lamb
     improved = True
     while improved and len(tried) < MOST:
         improved = False
-        for config in neighbours(shape.kind, best.config):
+        for config in neighbours(space, best.config):
             if getattr(config, "splits", 1) > shape.most_splits:
                 continue
             trial = attempt(config)
@@ -145,13 +134,13 @@ def tune(shape: Shape, device: torch.device, timer: Timer, report: Report = lamb
         "default_seconds": default.seconds,
         "shape": shape.title,
     }
-    path = save_winner(device, shape.kind, shape.at, facts)
+    path = save_winner(shape.device, shape.kind, shape.key._asdict(), facts)
     return Found(shape, default, best, tuple(tried.values()), path)
 
 
-def neighbours(kind: str, config: Any) -> Iterator[Any]:
+def neighbours(space: Space, config: Any) -> Iterator[Any]:
     """`config` with one field one value up or down."""
-    for name, allowed in SPACE[kind].items():
+    for name, allowed in space.items():
         current = getattr(config, name)
         values = sorted({*allowed, current}, key=lambda value: float("inf") if value is None else value)
         at = values.index(current)
@@ -164,7 +153,7 @@ def _try(shape: Shape, config: Any, timer: Timer, wanted: list[Tensor]) -> Trial
     """Compile, compare with the first configuration's result, and time."""
     begun = time.perf_counter()
     try:
-        with using(shape.kind, shape.at, config):
+        with shape.table.override(shape.key, config):
             result = shape.call()
             if result.is_cuda:
                 torch.cuda.synchronize(result.device)

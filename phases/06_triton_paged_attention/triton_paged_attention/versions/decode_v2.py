@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .tiles import fold, raw_scores, unit
+from paged_cache.pool import LayerCache
+from triton_paged_attention.tiles import fold, raw_scores, unit
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -55,8 +56,7 @@ def decode_v2_kernel(
 
 def paged_decode_v2(
     q: Tensor,  # [B, H, D]
-    k_cache: Tensor,  # [N, P, KH, D]
-    v_cache: Tensor,
+    cache: LayerCache,  # [N, P, KH, D]; numbers of the model's dtype, without scales
     block_tables: Tensor,  # [B, max_blocks] int32
     context_lens: Tensor,  # [B] int32
     *,
@@ -69,12 +69,12 @@ def paged_decode_v2(
 ) -> Tensor:
     """Attention of one new token per request: `[B, H, D]`."""
     batch, heads, d = q.shape
-    _, block_size, kv_heads, _ = k_cache.shape
+    _, block_size, kv_heads, _ = cache.k.shape
     group = heads // kv_heads
     out = torch.empty_like(q)
     decode_v2_kernel[(batch, kv_heads)](
-        out, q, k_cache, v_cache, block_tables, context_lens, scale, soft_cap or 1.0,
-        block_tables.stride(0), *k_cache.stride()[:3],
+        out, q, cache.k, cache.v, block_tables, context_lens, scale, soft_cap or 1.0,
+        block_tables.stride(0), *cache.k.stride()[:3],
         H=heads, GROUP=group, D=d, D_PAD=max(16, triton.next_power_of_2(d)), P=block_size,
         WINDOW=sliding_window or 0, SOFT_CAP=soft_cap is not None,
         BLOCK_M=max(16, triton.next_power_of_2(group)), BLOCK_N=block_n,

@@ -20,8 +20,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .activation import KINDS, activate
-from .tuning import HOPPER, GemvConfig, at_least, gemv_config
+from cuda_graphs.latency.tables import GEMV, GemvConfig, GemvKey
+from triton_paged_attention.hardware import dependent_launch
+from triton_paged_attention.kernels.activation import KINDS, activate
+from triton_paged_attention.kernels.norms import NormWeights
 
 
 @triton.jit
@@ -87,16 +89,11 @@ def gemv_kernel(
     tl.store(out + row, (total + added).to(out.dtype.element_ty), mask=row < N)
 
 
-def dependent_launch(device: torch.device) -> bool:
-    """Whether the device has programmatic dependent launch."""
-    return at_least(device, HOPPER)
-
-
 def gemv(
     x: Tensor,  # [..., K], one row
     weight: Tensor,  # [N, K], or [2 N, K] when gated
     *,
-    norm: tuple[Tensor, float, bool] | None = None,
+    norm: NormWeights | None = None,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     gate: str | None = None,
@@ -107,7 +104,7 @@ def gemv(
     """`residual + bias + weight @ norm(x)`, or `act(gate rows @ norm(x)) * (up rows @ norm(x))`: `[..., N]`.
 
     Args:
-        norm: weight `[K]`, epsilon, and whether the weight is stored as distance from 1.
+        norm: of `x`, its weight `[K]`.
         gate: name of the activation (a key of `activation.KINDS`); then `weight` is gate rows over up rows.
         out_dtype: by default that of `x`.
         run_ahead: the next kernel may start while the one before this still runs. False if, before its own
@@ -115,7 +112,7 @@ def gemv(
     """
     size = weight.shape[1]
     rows = weight.shape[0] // (1 if gate is None else 2)
-    shape = config or gemv_config(rows, size, gate is not None)
+    shape = config or GEMV.lookup(GemvKey(rows, size, gate is not None), x.device)
     out = torch.empty(*x.shape[:-1], rows, dtype=out_dtype or x.dtype, device=x.device)
     norm_weight, eps, one_plus = norm if norm is not None else (x, 0.0, False)
     early = dependent_launch(x.device)

@@ -8,8 +8,8 @@ them.
 
 A split leaves its part of the output and the logarithm of its weight. Who combines the parts?
 
-- `project_heads`: every program of the output projection does, before its product. Nobody waits for the last
-  split to arrive, but each program reads all parts: right while these are small beside its rows.
+- `project_heads` in `heads.py`: every program of the output projection does, before its product. Nobody waits
+  for the last split to arrive, but each program reads all parts: right while these are small beside its rows.
 - Otherwise the last split to arrive, as in `decode.py`.
 """
 
@@ -23,13 +23,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from cuda_graphs.latency.tables import LoneConfig
 from forward.attention import LayerSpec
-
-from .decode import Workspace
-from .gemv import dependent_launch
-from .rope import norm_scale, turn, weigh
-from .tiles import attend, combine, fold, lookup, raw_scores, unit
-from .tuning import HeadsConfig, SingleConfig
+from paged_cache.pool import LayerCache
+from triton_paged_attention.decode import Workspace
+from triton_paged_attention.hardware import dependent_launch
+from triton_paged_attention.kernels.rope import HeadNorms, apply_norm_weight, norm_scale, turn
+from triton_paged_attention.tiles import attend, combine, fold, lookup, raw_scores, unit
 
 LOG_STEP = tl.constexpr(2)
 """Heads' logarithms lie apart for `project_heads`: were they neighbours, the compiler would give a thread
@@ -41,12 +41,12 @@ def splits_of(context, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.c
     """First tile's first key, tiles a split, and splits that have work (at least one, which may be empty)."""
     begin = tl.maximum(context - WINDOW, 0) // BLOCK_N * BLOCK_N if WINDOW > 0 else 0
     tiles = tl.maximum(tl.cdiv(context - begin, BLOCK_N), 1)
-    share = tl.cdiv(tiles, SPLITS)
-    return begin, share, tl.cdiv(tiles, share)
+    tiles_per_split = tl.cdiv(tiles, SPLITS)
+    return begin, tiles_per_split, tl.cdiv(tiles, tiles_per_split)
 
 
 @triton.jit
-def single_kernel(
+def lone_kernel(
     out,  # [H, D]
     qkv, cos, sin, q_weight, k_weight, k_cache, v_cache, block_table, context_len, slots,
     partial, lse, arrived, eps, scale, soft_cap, block_stride, slot_stride, head_stride,
@@ -59,11 +59,11 @@ def single_kernel(
     kv_head, split = tl.program_id(0), tl.program_id(1)
     context = tl.load(context_len)
     newest = context - 1
-    begin, share, used = splits_of(context, WINDOW, BLOCK_N, SPLITS)
+    begin, tiles_per_split, used = splits_of(context, WINDOW, BLOCK_N, SPLITS)
     if split >= used:
         return
-    low = begin + split * share * BLOCK_N
-    high = tl.minimum(low + share * BLOCK_N, context)
+    low = begin + split * tiles_per_split * BLOCK_N
+    high = tl.minimum(low + tiles_per_split * BLOCK_N, context)
     last = low + (tl.maximum(tl.cdiv(high - low, BLOCK_N), 1) - 1) * BLOCK_N  # where its last tile begins
 
     n = tl.arange(0, BLOCK_N)
@@ -107,8 +107,11 @@ def single_kernel(
         full, new_full = x.to(tl.float32), new_x.to(tl.float32)
         scale_q = norm_scale(tl.sum(full * full, axis=1), eps, D)[:, None]
         scale_k = norm_scale(tl.sum(new_full * new_full, axis=1), eps, D)[:, None]
-        x, y = weigh(x, scale_q, q_x, ONE_PLUS), weigh(y, scale_q, q_y, ONE_PLUS)
-        new_x, new_y = weigh(new_x, scale_k, k_x, ONE_PLUS), weigh(new_y, scale_k, k_y, ONE_PLUS)
+        x, y = apply_norm_weight(x, scale_q, q_x, ONE_PLUS), apply_norm_weight(y, scale_q, q_y, ONE_PLUS)
+        new_x, new_y = (
+            apply_norm_weight(new_x, scale_k, k_x, ONE_PLUS),
+            apply_norm_weight(new_y, scale_k, k_y, ONE_PLUS),
+        )
     query = turn(x, y, c, s)
     new_key = turn(new_x, new_y, c, s)  # [1, D]
     if (split == used - 1) & (slot >= 0):
@@ -159,135 +162,52 @@ def single_kernel(
                 tl.store(out + whose[:, None] * D + d[None, :], mixed.to(out.dtype.element_ty), mask=keep)
 
 
-@triton.jit
-def heads_kernel(
-    out, partial, lse, context_len, weight, bias, residual, N,
-    H: tl.constexpr, H_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
-    BIAS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One program per `ROWS` outputs: combine all heads' splits, then the product with these rows."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    k = tl.arange(0, H_PAD * D_PAD)
-    column = k // D_PAD * D + k % D_PAD
-    inside = (k // D_PAD < H) & (k % D_PAD < D)
-    w = tl.load(
-        weight + row.to(tl.int64)[:, None] * (H * D) + column[None, :],
-        mask=(row < N)[:, None] & inside[None, :], other=0.0,
-    )  # fmt: skip
-    added = tl.zeros([ROWS], tl.float32)
-    if BIAS:
-        added += tl.load(bias + row, mask=row < N, other=0.0).to(tl.float32)
-    _, _, used = splits_of(tl.load(context_len), WINDOW, BLOCK_N, SPLITS)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    added += tl.load(residual + row, mask=row < N, other=0.0).to(tl.float32)
+class Parts(NamedTuple):
+    """Attention's output of a lone token.
 
-    # Heads as [D / 8, H, 8], where a thread owns the last axis, and their weights as [D / 8, H]: each thread
-    # loads what it needs of both, and nothing has to pass between threads.
-    e = tl.arange(0, D_PAD // 8)[:, None]
-    h = tl.arange(0, H_PAD)[None, :]
-    at_log = h * LOG_STEP + e * 0
-    at_part = (h * D_PAD + e * 8)[:, :, None] + tl.arange(0, 8)[None, None, :]
-    top = tl.full([D_PAD // 8, H_PAD], -1.0e30, tl.float32)
-    total = tl.zeros([D_PAD // 8, H_PAD], tl.float32)
-    x = tl.zeros([D_PAD // 8, H_PAD, 8], tl.float32)
-    for first in range(0, used, CHUNK):
-        logs, parts = (), ()  # all loads of a chunk before the first use: they wait together
-        for i in tl.static_range(CHUNK):
-            filled = (h < H) & (e >= 0) & (first + i < used)
-            here = partial + (first + i) * H * D_PAD + at_part
-            parts += (tl.load(here, mask=filled[:, :, None], other=0.0),)  # type: ignore[assignment]
-        for i in tl.static_range(CHUNK):
-            filled = (h < H) & (e >= 0) & (first + i < used)
-            log = tl.load(lse + (first + i) * H * LOG_STEP + at_log, mask=filled, other=-1.0e30)
-            logs += (log,)  # type: ignore[assignment]
-        new_top = top
-        for i in tl.static_range(CHUNK):
-            new_top = tl.maximum(new_top, logs[i])
-        shrink = tl.exp2(top - new_top)
-        total, x, top = total * shrink, x * shrink[:, :, None], new_top
-        for i in tl.static_range(CHUNK):
-            share = tl.exp2(logs[i] - top)  # 0 where there is no such split
-            total += share
-            x += parts[i].to(tl.float32) * share[:, :, None]
-    x = tl.permute(x / total[:, :, None], (1, 0, 2))
-    vector = tl.reshape(x.to(w.dtype), [H_PAD * D_PAD]).to(tl.float32)  # rounded as attention's output is
-    product = tl.sum(w.to(tl.float32) * vector[None, :], axis=1)
-    tl.store(out + row, (product + added).to(out.dtype.element_ty), mask=row < N)
+    out: `[1, H D]`, if attention has combined its splits; otherwise `workspace` holds them.
+    """
+
+    out: Tensor
+    layer: LayerSpec
+    context_lens: Tensor
+    workspace: Workspace
+    config: LoneConfig
 
 
-class HeadNorms(NamedTuple):
-    """Weights `[D]` of the query and key norms, epsilon, and whether weights are distances from 1."""
-
-    q_weight: Tensor
-    k_weight: Tensor
-    eps: float
-    one_plus: bool
-
-
-def attend_single(
+def attend_lone(
     qkv: Tensor,  # [1, (H + 2 KH) D]
     cos_sin: tuple[Tensor, Tensor],  # D numbers each, float32
     norms: HeadNorms | None,
     layer: LayerSpec,
-    cache: tuple[Tensor, Tensor],  # [N, P, KH, D] each; the new key and value are stored here
+    cache: LayerCache,  # the new key and value are stored here
     block_tables: Tensor,  # [1, max_blocks] int32
     context_lens: Tensor,  # [1] int32
     slots: Tensor,  # [1] int64; negative: not stored
     *,
     workspace: Workspace,
-    config: SingleConfig,
+    config: LoneConfig,
     meet: bool,
-) -> Tensor:
-    """Attention's output `[1, H D]`; with `meet` false, its parts stay in the workspace for `project_heads`.
+) -> Parts:
+    """Attention's output; with `meet` false, its splits stay apart in the workspace for `project_heads`.
 
     Launch it behind a `gemv` with `run_ahead=False`: it reads what that one's predecessors have written.
     """
-    k_cache, v_cache = cache
     heads, kv_heads, d = layer.num_heads, layer.num_kv_heads, layer.head_dim
     group = heads // kv_heads
     out = torch.empty(1, heads * d, dtype=qkv.dtype, device=qkv.device)
     q_weight, k_weight, eps, one_plus = norms if norms is not None else (qkv, qkv, 0.0, False)
     early = dependent_launch(qkv.device)
-    single_kernel[(kv_heads, config.splits)](
-        out, qkv, *cos_sin, q_weight, k_weight, k_cache, v_cache, block_tables, context_lens, slots,
+    lone_kernel[(kv_heads, config.splits)](
+        out, qkv, *cos_sin, q_weight, k_weight, cache.k, cache.v, block_tables, context_lens, slots,
         workspace.partial if meet else workspace.partial.view(qkv.dtype), workspace.lse, workspace.arrived,
-        eps, layer.scale, layer.soft_cap or 1.0, *k_cache.stride()[:3],
+        eps, layer.scale, layer.soft_cap or 1.0, *cache.k.stride()[:3],
         H=heads, KH=kv_heads, GROUP=group, D=d, D_PAD=max(16, triton.next_power_of_2(d)),
-        P=k_cache.shape[1], WINDOW=layer.sliding_window or 0, SOFT_CAP=layer.soft_cap is not None,
+        P=cache.k.shape[1], WINDOW=layer.sliding_window or 0, SOFT_CAP=layer.soft_cap is not None,
         NORM=norms is not None, ONE_PLUS=one_plus, BLOCK_M=max(16, triton.next_power_of_2(group)),
         BLOCK_N=config.block_n, SPLITS=config.splits, MEET=meet,
         GROUP_PAD=triton.next_power_of_2(group), PDL=early,
         num_warps=config.num_warps, num_stages=config.num_stages,
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
-    return out
-
-
-def project_heads(
-    residual: Tensor,  # [1, N]
-    weight: Tensor,  # [N, H D]
-    bias: Tensor | None,  # [N]
-    layer: LayerSpec,
-    context_lens: Tensor,  # [1] int32
-    *,
-    workspace: Workspace,
-    config: SingleConfig,
-    shape: HeadsConfig,
-) -> Tensor:
-    """`residual + bias + weight @ attention's output`, the output as parts in the workspace: `[1, N]`."""
-    heads, d, rows = layer.num_heads, layer.head_dim, weight.shape[0]
-    out = torch.empty_like(residual)
-    assert workspace.rows >= config.splits * heads * 2, f"the workspace has {workspace.rows} rows only"
-    early = dependent_launch(residual.device)
-    heads_kernel[(triton.cdiv(rows, shape.rows),)](
-        out, workspace.partial.view(residual.dtype), workspace.lse, context_lens, weight,
-        residual if bias is None else bias, residual, rows,
-        H=heads, H_PAD=triton.next_power_of_2(heads), D=d, D_PAD=max(16, triton.next_power_of_2(d)),
-        WINDOW=layer.sliding_window or 0, BLOCK_N=config.block_n, SPLITS=config.splits,
-        CHUNK=min(shape.chunk, config.splits), ROWS=shape.rows, BIAS=bias is not None,
-        PDL=early, num_warps=shape.num_warps, **({"launch_pdl": True} if early else {}),
-    )  # fmt: skip
-    return out
+    return Parts(out, layer, context_lens, workspace, config)

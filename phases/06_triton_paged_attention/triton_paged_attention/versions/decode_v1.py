@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paged_cache.pool import LayerCache
+
 
 @triton.jit(do_not_specialize=["table_stride"])
 def decode_v1_kernel(
@@ -75,8 +77,7 @@ def decode_v1_kernel(
 
 def paged_decode_v1(
     q: Tensor,  # [B, H, D]
-    k_cache: Tensor,  # [N, P, KH, D]
-    v_cache: Tensor,
+    cache: LayerCache,  # [N, P, KH, D]; numbers of the model's dtype, without scales
     block_tables: Tensor,  # [B, max_blocks] int32
     context_lens: Tensor,  # [B] int32
     *,
@@ -86,11 +87,11 @@ def paged_decode_v1(
 ) -> Tensor:
     """Attention of one new token per request: `[B, H, D]`."""
     batch, heads, d = q.shape
-    _, block_size, kv_heads, _ = k_cache.shape
+    _, block_size, kv_heads, _ = cache.k.shape
     out = torch.empty_like(q)
     decode_v1_kernel[(batch, heads)](
-        out, q, k_cache, v_cache, block_tables, context_lens, scale, soft_cap or 1.0,
-        block_tables.stride(0), *k_cache.stride()[:3],
+        out, q, cache.k, cache.v, block_tables, context_lens, scale, soft_cap or 1.0,
+        block_tables.stride(0), *cache.k.stride()[:3],
         H=heads, GROUP=heads // kv_heads, D=d, D_PAD=triton.next_power_of_2(d),
         P=block_size, P_PAD=triton.next_power_of_2(block_size),
         WINDOW=sliding_window or 0, SOFT_CAP=soft_cap is not None,

@@ -7,13 +7,23 @@ saves one read of the sum.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from .gemv import dependent_launch
+from triton_paged_attention.hardware import dependent_launch
+
+
+class NormWeights(NamedTuple):
+    """An RMSNorm: its weight, epsilon, and whether the weight is stored as distance from 1 (Gemma 3)."""
+
+    weight: Tensor
+    eps: float
+    one_plus: bool = False
 
 
 @triton.jit
@@ -50,7 +60,7 @@ def _launch(
     out = torch.empty_like(x)
     total = x if delta is None else torch.empty_like(x)
     padded = triton.next_power_of_2(size)
-    early = x.numel() == size and dependent_launch(x.device)  # one token: see gemv.py
+    early = x.numel() == size and dependent_launch(x.device)  # one token: its neighbours start early, too
     rms_norm_kernel[(x.numel() // size,)](
         out, x, total, x if delta is None else delta.contiguous(), weight, eps,
         SIZE=size, SIZE_PAD=padded, ADD=delta is not None, ONE_PLUS=one_plus,
@@ -59,16 +69,16 @@ def _launch(
     return total, out
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, one_plus: bool = False) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, one_plus: bool = False) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, in float32; same shape and dtype as `x`.
 
-    `one_plus`: the stored weight is the distance from 1 (Gemma 3).
+    The last three arguments are `NormWeights`.
     """
     return _launch(x, None, weight, eps, one_plus)[1]
 
 
 def add_rms_norm(
-    x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, one_plus: bool = False
+    x: Tensor, delta: Tensor, weight: Tensor, eps: float, one_plus: bool = False
 ) -> tuple[Tensor, Tensor]:
     """`(x + delta, rms_norm(x + delta))`; the sum is rounded to `x`'s dtype, as when added apart."""
     return _launch(x, delta, weight, eps, one_plus)

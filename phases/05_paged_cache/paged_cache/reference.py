@@ -1,4 +1,4 @@
-"""Paged attention written for reading, in float32: what every kernel of this package is compared with.
+"""Paged attention written for reading, in float32: what every kernel is compared with.
 
 One request at a time: gather its keys and values through the block table, build the mask, softmax, multiply.
 Nothing here is fast, and nothing here should become fast.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from paged_cache.pool import LayerCache
 
 
 def gather(cache: Tensor, block_table: Tensor, length: int) -> Tensor:
@@ -19,8 +21,7 @@ def gather(cache: Tensor, block_table: Tensor, length: int) -> Tensor:
 
 def paged_attention(
     q: Tensor,  # [T, H, D]
-    k_cache: Tensor,  # [N, P, KH, D]
-    v_cache: Tensor,  # [N, P, KH, D]
+    cache: LayerCache,  # [N, P, KH, D]
     block_tables: Tensor,  # [B, max_blocks] int32
     query_starts: Tensor,  # [B + 1] int32
     context_lens: Tensor,  # [B] int32, every key of a request, those of this step included
@@ -41,9 +42,11 @@ def paged_attention(
         count = rows.stop - rows.start
         if count == 0:
             continue
-        group = q.shape[1] // k_cache.shape[2]
-        k = gather(k_cache, block_tables[b], context).float().repeat_interleave(group, dim=1)  # [C, H, D]
-        v = gather(v_cache, block_tables[b], context).float().repeat_interleave(group, dim=1)
+        group = q.shape[1] // cache.k.shape[2]
+        k, v = (gather(numbers, block_tables[b], context).float() for numbers in cache[:2])
+        if cache.k_scale is not None and cache.v_scale is not None:
+            k, v = k * cache.k_scale[:, None], v * cache.v_scale[:, None]
+        k, v = (part.repeat_interleave(group, dim=1) for part in (k, v))  # [C, H, D]
         scores = torch.einsum("qhd,khd->hqk", q[rows].float(), k) * scale
         if soft_cap is not None:
             scores = soft_cap * torch.tanh(scores / soft_cap)

@@ -7,14 +7,27 @@ and rotates them, and writes queries to a tensor, keys and values to the pool.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor, nn
 
+from forward.attention import LayerSpec
 from forward.rope import Rope
+from paged_cache.pool import LayerCache
 
 HEADS_PER_PROGRAM = 8
+
+
+class HeadNorms(NamedTuple):
+    """Weights `[D]` of the query and key norms, epsilon, and whether weights are distances from 1."""
+
+    q_weight: Tensor
+    k_weight: Tensor
+    eps: float
+    one_plus: bool
 
 
 @triton.jit
@@ -24,8 +37,8 @@ def norm_scale(squares, eps, D: tl.constexpr):
 
 
 @triton.jit
-def weigh(x, scale, weight, ONE_PLUS: tl.constexpr):
-    """The rest of the norm, rounded as a norm apart."""
+def apply_norm_weight(x, scale, weight, ONE_PLUS: tl.constexpr):
+    """The rest of a norm whose `scale` is known, rounded as a norm apart."""
     weight = weight.to(tl.float32)
     if ONE_PLUS:
         weight += 1.0
@@ -80,7 +93,7 @@ def norm_rope_kernel(
             w_y = tl.load(weight + HALF, mask=(i < HALF)[None, :], other=0.0)
             full_x, full_y = x.to(tl.float32), y.to(tl.float32)
             scale = norm_scale(tl.sum(full_x * full_x + full_y * full_y, axis=1), eps, D)[:, None]
-            x, y = weigh(x, scale, w_x, ONE_PLUS), weigh(y, scale, w_y, ONE_PLUS)
+            x, y = apply_norm_weight(x, scale, w_x, ONE_PLUS), apply_norm_weight(y, scale, w_y, ONE_PLUS)
         c = tl.load(cos + token * D + i, mask=i < HALF, other=0.0)[None, :]
         s = tl.load(sin + token * D + HALF + i, mask=i < HALF, other=0.0)[None, :]
         turned_x, turned_y = turn(x, y, c, -s), turn(y, x, c, s)
@@ -96,37 +109,31 @@ def norm_rope(
     qkv: Tensor,  # [T, (H + 2 KH) D]
     cos: Tensor,  # [T, D] float32
     sin: Tensor,  # [T, D] float32, its first half negated
+    spec: LayerSpec,
     *,
-    heads: int,
-    kv_heads: int,
-    norm: tuple[Tensor, Tensor, float] | None = None,
-    one_plus: bool = False,
-    cache: tuple[Tensor, Tensor, Tensor] | None = None,
+    norms: HeadNorms | None = None,
+    cache: LayerCache | None = None,
+    slots: Tensor | None = None,  # [T] int64
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries `[T, H, D]`, keys and values `[T, KH, D]`, the first two normalized and rotated.
 
-    Args:
-        norm: weights `[D]` of the query and the key norm, and epsilon; `None`: no norm.
-        one_plus: the norms' weights are stored as distance from 1.
-        cache: the layer's `k_cache`, `v_cache` `[N, P, KH, D]` and `slots [T]`. Then keys and values go
-            there, and the tensors returned for them are the caches.
+    With a layer's `cache`, keys and values go there by `slots`, and what is returned for them are the caches.
     """
-    tokens = qkv.shape[0]
-    d = qkv.shape[1] // (heads + 2 * kv_heads)
+    tokens, heads, kv_heads, d = len(qkv), spec.num_heads, spec.num_kv_heads, spec.head_dim
     q = torch.empty(tokens, heads, d, dtype=qkv.dtype, device=qkv.device)
-    if cache is None:
+    if cache is None or slots is None:
         k, v = (torch.empty(tokens, kv_heads, d, dtype=qkv.dtype, device=qkv.device) for _ in range(2))
         slots, block_size, strides = q, 1, (0, 0)
     else:
-        k, v, slots = cache
+        k, v = cache.k, cache.v
         block_size, strides = k.shape[1], (k.stride(0), k.stride(1))
-    q_weight, k_weight, eps = norm if norm is not None else (q, q, 0.0)
+    q_weight, k_weight, eps, one_plus = norms if norms is not None else (q, q, 0.0, False)
     parts = triton.cdiv(heads, HEADS_PER_PROGRAM) + 2 * triton.cdiv(kv_heads, HEADS_PER_PROGRAM)
     if tokens:
         norm_rope_kernel[(tokens, parts)](
             q, k, v, qkv, cos, sin, q_weight, k_weight, slots, eps, *strides,
             H=heads, KH=kv_heads, HALF=d // 2, HALF_PAD=triton.next_power_of_2(d // 2), P=block_size,
-            NORM=norm is not None, ONE_PLUS=one_plus, STORE=cache is not None, HEADS=HEADS_PER_PROGRAM,
+            NORM=norms is not None, ONE_PLUS=one_plus, STORE=cache is not None, HEADS=HEADS_PER_PROGRAM,
             num_warps=4,
         )  # fmt: skip
     return q, k, v

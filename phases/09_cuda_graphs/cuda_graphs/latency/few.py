@@ -15,13 +15,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .activation import KINDS, activate
-from .gemv import dependent_launch
-from .tuning import few_config
+from cuda_graphs.latency.tables import few_config
+from triton_paged_attention.hardware import dependent_launch
+from triton_paged_attention.kernels.activation import KINDS, activate
+from triton_paged_attention.kernels.norms import NormWeights
 
-MOST_TOKENS = 8
+FEW_TOKENS = 8
 """With 16, the tensor cores' next size, it gains little over the library."""
-TOKENS = tl.constexpr(MOST_TOKENS)
+TOKENS = tl.constexpr(FEW_TOKENS)
 
 
 @triton.jit
@@ -92,14 +93,14 @@ def few(
     x: Tensor,  # [T, K]
     weight: Tensor,  # [N, K], or [2 N, K] when gated
     *,
-    norm: tuple[Tensor, float, bool] | None = None,
+    norm: NormWeights | None = None,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     gate: str | None = None,
 ) -> Tensor:
-    """`gemv` for up to `MOST_TOKENS` tokens: `[T, N]`. See there for the arguments."""
+    """`gemv` for up to `FEW_TOKENS` tokens: `[T, N]`. See there for the arguments."""
     tokens, size = x.shape
-    assert tokens <= MOST_TOKENS, f"x has {tokens} tokens, but may have {MOST_TOKENS}"
+    assert tokens <= FEW_TOKENS, f"x has {tokens} tokens, but may have {FEW_TOKENS}"
     rows = weight.shape[0] // (1 if gate is None else 2)
     shape = few_config(size)
     out = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)

@@ -1,0 +1,107 @@
+"""The tensors that keys and values lie in, and the format that they are stored in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from common.models.config import ModelConfig
+
+
+class LayerCache(NamedTuple):
+    """A layer's keys and values, `[N, P, KH, D]` each, and what they have to be multiplied by.
+
+    k_scale, v_scale: `[KH]` float32, or None where the stored numbers are the keys and values themselves.
+    """
+
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+    @property
+    def scaled(self) -> bool:
+        """Whether there are scales."""
+        return self.k_scale is not None
+
+
+@dataclass(frozen=True)
+class KVFormat:
+    """How keys and values are stored.
+
+    dtype: of the stored numbers; None: the model's.
+    scales: `[L, 2, KH]` float32 on any device, for the keys and the values of each layer's heads; a key is
+        the number that is stored for it times its scale. None: there are none.
+    """
+
+    dtype: torch.dtype | None = None
+    scales: Tensor | None = None
+
+    def dtype_for(self, model_dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the stored numbers."""
+        return model_dtype if self.dtype is None else self.dtype
+
+    def exact(self, model_dtype: torch.dtype) -> bool:
+        """Whether what is stored is what the model computed."""
+        return self.scales is None and self.dtype_for(model_dtype) == model_dtype
+
+    def bytes_per_block(self, config: ModelConfig, block_size: int, model_dtype: torch.dtype) -> int:
+        """Bytes that one block takes, over all layers."""
+        return block_size * config.kv_bytes_per_token(self.dtype_for(model_dtype))
+
+
+def encode(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Keys or values `x [..., KH, D]` as they are stored: over `scale [KH]`, within what `dtype` can hold.
+
+    Without a scale only the dtype changes.
+    """
+    if scale is None:
+        return x.to(dtype)
+    x = x.float() / scale[:, None]
+    if dtype.is_floating_point:
+        limits: torch.finfo | torch.iinfo = torch.finfo(dtype)
+    else:
+        x, limits = (x + 0.5).floor(), torch.iinfo(dtype)
+    return x.clamp(limits.min, limits.max).to(dtype)
+
+
+class BlockPool:
+    """One allocation `[L, 2, N, P, KH, D]`, and of it each layer's `LayerCache`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        blocks: int,
+        block_size: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        kv: KVFormat | None = None,
+    ) -> None:
+        """Make room for `blocks` blocks of `block_size` tokens; `dtype` is the model's."""
+        kv = kv or KVFormat()
+        shape = (config.num_layers, 2, blocks, block_size, config.num_kv_heads, config.head_dim)
+        # Zeros, not garbage: a masked key's weight is exactly 0, and 0 times a stray NaN is NaN.
+        self.data = torch.zeros(shape, device=device, dtype=kv.dtype_for(dtype))
+        self.exact = kv.exact(dtype)
+        if kv.scales is None:
+            self.layers = [LayerCache(k, v) for k, v in self.data]
+        else:
+            wanted = (config.num_layers, 2, config.num_kv_heads)
+            assert kv.scales.shape == wanted, f"scales are {tuple(kv.scales.shape)}, but must be {wanted}"
+            scales = kv.scales.to(device, torch.float32)
+            pairs = zip(self.data, scales, strict=True)
+            self.layers = [LayerCache(*layer, *scale.unbind()) for layer, scale in pairs]
+
+    @staticmethod
+    def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+        """Bytes that one block takes in the model's own dtype; see `KVFormat.bytes_per_block`."""
+        return KVFormat().bytes_per_block(config, block_size, dtype)
+
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy whole blocks, `(source, target)`, in every layer."""
+        sources, targets = (torch.tensor(side, device=self.data.device) for side in zip(*pairs, strict=True))
+        self.data[:, :, targets] = self.data[:, :, sources]

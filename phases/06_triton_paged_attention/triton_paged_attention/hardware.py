@@ -1,0 +1,36 @@
+"""What the kernels must know of the GPU that they run on."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+AMPERE, HOPPER = (8, 0), (9, 0)
+"""Compute capabilities."""
+
+
+@cache
+def at_least(device: torch.device, capability: tuple[int, int]) -> bool:
+    """Whether this is a GPU of a compute capability or a later one."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= capability
+
+
+def dependent_launch(device: torch.device) -> bool:
+    """Whether a kernel can start while the one before it still runs (programmatic dependent launch)."""
+    return at_least(device, HOPPER)
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; for the CPU, where the interpreter runs programs one by one, 4."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may use; for the interpreter, Hopper's."""
+    if device.type != "cuda":
+        return 232_448
+    # Torch's own stubs lack this property.
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin"))  # noqa: B009

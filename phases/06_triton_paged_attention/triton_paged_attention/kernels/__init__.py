@@ -1,0 +1,1 @@
+"""The small operators around attention. Nothing here is needed to understand attention itself."""

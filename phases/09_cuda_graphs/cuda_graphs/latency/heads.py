@@ -1,0 +1,102 @@
+"""The output projection of a lone token, which combines the splits of attention on its way."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from cuda_graphs.latency.lone import LOG_STEP, Parts, splits_of
+from cuda_graphs.latency.tables import HeadsConfig
+from triton_paged_attention.hardware import dependent_launch
+
+
+@triton.jit
+def heads_kernel(
+    out, partial, lse, context_len, weight, bias, residual, N,
+    H: tl.constexpr, H_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
+    BIAS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program per `ROWS` outputs: combine all heads' splits, then the product with these rows."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    k = tl.arange(0, H_PAD * D_PAD)
+    column = k // D_PAD * D + k % D_PAD
+    inside = (k // D_PAD < H) & (k % D_PAD < D)
+    w = tl.load(
+        weight + row.to(tl.int64)[:, None] * (H * D) + column[None, :],
+        mask=(row < N)[:, None] & inside[None, :], other=0.0,
+    )  # fmt: skip
+    added = tl.zeros([ROWS], tl.float32)
+    if BIAS:
+        added += tl.load(bias + row, mask=row < N, other=0.0).to(tl.float32)
+    _, _, used = splits_of(tl.load(context_len), WINDOW, BLOCK_N, SPLITS)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    added += tl.load(residual + row, mask=row < N, other=0.0).to(tl.float32)
+
+    # Heads as [D / 8, H, 8], where a thread owns the last axis, and their weights as [D / 8, H]: each thread
+    # loads what it needs of both, and nothing has to pass between threads.
+    e = tl.arange(0, D_PAD // 8)[:, None]
+    h = tl.arange(0, H_PAD)[None, :]
+    at_log = h * LOG_STEP + e * 0
+    lane = tl.arange(0, 8)[None, None, :]
+    at_part = (h * D_PAD + e * 8)[:, :, None] + lane
+    top = tl.full([D_PAD // 8, H_PAD], -1.0e30, tl.float32)
+    total = tl.zeros([D_PAD // 8, H_PAD], tl.float32)
+    x = tl.zeros([D_PAD // 8, H_PAD, 8], tl.float32)
+    for first in range(0, used, CHUNK):
+        logs, parts = (), ()  # all loads of a chunk before the first use: they wait together
+        for i in tl.static_range(CHUNK):
+            filled = (h < H) & (e >= 0) & (first + i < used)
+            here = partial + (first + i) * H * D_PAD + at_part
+            if D == D_PAD:
+                part = tl.load(here, mask=filled[:, :, None], other=0.0)
+            else:  # nobody has written a head's padding, and 0 times what it holds may be NaN
+                part = tl.load(here, mask=filled[:, :, None] & (e[:, :, None] * 8 + lane < D), other=0.0)
+            parts += (part,)  # type: ignore[assignment]
+        for i in tl.static_range(CHUNK):
+            filled = (h < H) & (e >= 0) & (first + i < used)
+            log = tl.load(lse + (first + i) * H * LOG_STEP + at_log, mask=filled, other=-1.0e30)
+            logs += (log,)  # type: ignore[assignment]
+        new_top = top
+        for i in tl.static_range(CHUNK):
+            new_top = tl.maximum(new_top, logs[i])
+        shrink = tl.exp2(top - new_top)
+        total, x, top = total * shrink, x * shrink[:, :, None], new_top
+        for i in tl.static_range(CHUNK):
+            portion = tl.exp2(logs[i] - top)  # 0 where there is no such split
+            total += portion
+            x += parts[i].to(tl.float32) * portion[:, :, None]
+    x = tl.permute(x / total[:, :, None], (1, 0, 2))
+    vector = tl.reshape(x.to(w.dtype), [H_PAD * D_PAD]).to(tl.float32)  # rounded as attention's output is
+    product = tl.sum(w.to(tl.float32) * vector[None, :], axis=1)
+    tl.store(out + row, (product + added).to(out.dtype.element_ty), mask=row < N)
+
+
+def project_heads(
+    residual: Tensor,  # [1, N]
+    weight: Tensor,  # [N, H D]
+    bias: Tensor | None,  # [N]
+    parts: Parts,
+    *,
+    shape: HeadsConfig,
+) -> Tensor:
+    """`residual + bias + weight @ attention's output`, the output in the workspace as `parts`: `[1, N]`."""
+    layer, workspace, config = parts.layer, parts.workspace, parts.config
+    heads, d, rows = layer.num_heads, layer.head_dim, weight.shape[0]
+    out = torch.empty_like(residual)
+    assert workspace.rows >= config.splits * heads * 2, f"the workspace has {workspace.rows} rows only"
+    early = dependent_launch(residual.device)
+    heads_kernel[(triton.cdiv(rows, shape.rows),)](
+        out, workspace.partial.view(residual.dtype), workspace.lse, parts.context_lens, weight,
+        residual if bias is None else bias, residual, rows,
+        H=heads, H_PAD=triton.next_power_of_2(heads), D=d, D_PAD=max(16, triton.next_power_of_2(d)),
+        WINDOW=layer.sliding_window or 0, BLOCK_N=config.block_n, SPLITS=config.splits,
+        CHUNK=min(shape.chunk, config.splits), ROWS=shape.rows, BIAS=bias is not None,
+        PDL=early, num_warps=shape.num_warps, **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
+    return out

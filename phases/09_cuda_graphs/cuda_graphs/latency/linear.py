@@ -1,0 +1,73 @@
+"""Linear layers that take another way for one token, and for a few, than for many."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cuda_graphs.latency.few import FEW_TOKENS, few
+from cuda_graphs.latency.gemv import gemv
+from cuda_graphs.latency.heads import project_heads
+from cuda_graphs.latency.lone import Parts
+from cuda_graphs.latency.tables import HeadsConfig, heads_config
+from triton_paged_attention.kernels.norms import NormWeights
+from triton_paged_attention.linear import FusedLinear
+
+
+class LatencyLinear(FusedLinear):
+    """A `FusedLinear` that is one kernel, norm, gate and residual included, where it has one token or a few.
+
+    few: whether two to eight tokens have such a kernel.
+    run_ahead: see `gemv`.
+    out_dtype: of the result for one token; by default that of the input.
+    """
+
+    few = False
+    run_ahead = True
+    out_dtype: torch.dtype | None = None
+
+    @classmethod
+    def like(cls, linear: FusedLinear) -> FusedLinear:
+        """The same layer, its weights shared. One of another format stays as it is: it knows its own ways."""
+        return cls(linear.weight, linear.bias) if type(linear) is FusedLinear else linear
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        norm: NormWeights | None = None,
+        gate: str | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """See `FusedLinear.forward`."""
+        tokens = x.numel() // self.weight.shape[1]
+        if self.bias is None or gate is None:  # the kernels have no gate for biased outputs
+            if tokens == 1:
+                return gemv(
+                    x,
+                    self.weight,
+                    norm=norm,
+                    bias=self.bias,
+                    residual=residual,
+                    gate=gate,
+                    out_dtype=self.out_dtype,
+                    run_ahead=self.run_ahead,
+                )
+            if self.few and tokens <= FEW_TOKENS:
+                return few(x, self.weight, norm=norm, bias=self.bias, residual=residual, gate=gate)
+        return super().forward(x, norm=norm, gate=gate, residual=residual)
+
+
+class OutputLinear(LatencyLinear):
+    """The projection behind attention, which can combine a lone token's splits on its way."""
+
+    @property
+    def heads_config(self) -> HeadsConfig | None:
+        """How it does; None: it does not, and attention has to."""
+        return heads_config(*self.weight.shape)
+
+    def combine(self, parts: Parts, residual: Tensor) -> Tensor:
+        """`residual` plus the product with attention's output, which is in `parts`: `[1, hidden]`."""
+        config = self.heads_config
+        assert config is not None
+        return project_heads(residual, self.weight, self.bias, parts, shape=config)

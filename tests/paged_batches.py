@@ -1,0 +1,78 @@
+"""Inputs of paged attention in which everything that may not be read is poisoned, and the oracle's answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paged_cache import LayerCache
+from paged_cache.reference import paged_attention
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+GARBAGE = 2**30  # a block id that no pool has
+FEATURES: dict[str, dict[str, float]] = {
+    "plain": {},
+    "window": {"sliding_window": 20},
+    "cap": {"soft_cap": 4.0},
+}
+
+
+@dataclass
+class Batch:
+    """Inputs of paged attention in which everything that may not be read is poisoned."""
+
+    q: Tensor
+    cache: LayerCache
+    tables: Tensor
+    context_lens: Tensor
+    query_starts: Tensor
+
+    @property
+    def arguments(self) -> tuple[Tensor, LayerCache, Tensor, Tensor]:
+        return self.q, self.cache, self.tables, self.context_lens
+
+
+def make(
+    contexts: list[int],
+    queries: list[int] | None = None,
+    *,
+    heads: tuple[int, int] = (4, 2),
+    d: int = 64,
+    block: int = 16,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    queries = queries or [1] * len(contexts)
+    width = max(-(-c // block) for c in contexts) + 1
+    blocks = len(contexts) * width + 2
+    caches = torch.randn(2, blocks, block, heads[1], d, generator=generator, dtype=torch.float32)
+    tables = (
+        torch.randperm(blocks, generator=generator)[: len(contexts) * width].view(len(contexts), width).int()
+    )
+    used = torch.zeros(blocks * block, dtype=torch.bool)
+    for b, context in enumerate(contexts):
+        slots = tables[b].long()[:, None] * block + torch.arange(block)
+        used[slots.flatten()[:context]] = True
+        tables[b, -(-context // block) :] = GARBAGE
+    caches[:, ~used.view(blocks, block)] = float("nan")
+    starts = torch.tensor([0, *np.cumsum(queries)], dtype=torch.int32)
+    q = torch.randn(sum(queries), heads[0], d, generator=generator)
+    cache = LayerCache(*caches.to(DEVICE, dtype).unbind())
+    lens = torch.tensor(contexts, dtype=torch.int32, device=DEVICE)
+    return Batch(q.to(DEVICE, dtype), cache, tables.to(DEVICE), lens, starts.to(DEVICE))
+
+
+def expected(batch: Batch, **options: float | int | None) -> Tensor:
+    q, cache, tables, lens = batch.arguments
+    return paged_attention(q, cache, tables, batch.query_starts, lens, scale=0.2, **options)  # type: ignore[arg-type]
+
+
+def error(out: Tensor, reference: Tensor) -> float:
+    """Relative error in the Euclidean norm; NaN never passes a comparison."""
+    return float((out.float() - reference).norm() / reference.norm())

@@ -1,0 +1,160 @@
+"""Phase 09's direct ways for one token and for a few, in the interpreter or natively on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+
+import cuda_graphs
+import paged_cache
+from common.events import generate
+from common.sampling.params import SamplingParams
+from cuda_graphs.latency import surgery
+from cuda_graphs.latency.block import LatencyBlock
+from cuda_graphs.latency.few import few
+from cuda_graphs.latency.gemv import gemv
+from cuda_graphs.latency.heads import project_heads
+from cuda_graphs.latency.lone import attend_lone
+from cuda_graphs.latency.tables import HeadsConfig, LoneConfig
+from forward.attention import LayerSpec
+from forward.loading import load_model, random_model
+from forward.shapes import SHAPES
+from paged_cache import LayerCache
+from tests.paged_batches import DEVICE, FEATURES, GARBAGE, error, make
+from triton_paged_attention.decode import Workspace, paged_decode
+from triton_paged_attention.kernels.norms import NormWeights
+from triton_paged_attention.kernels.rope import HeadNorms, norm_rope
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+
+@pytest.mark.parametrize("meet", [False, True], ids=["combined in the projection", "combined by the last"])
+@pytest.mark.parametrize("feature", ["plain", "window", "cap"])
+@pytest.mark.parametrize("heads", [(6, 2), (3, 3)])
+@pytest.mark.parametrize("context", [0, 1, 15, 16, 17, 100])
+def test_attention_of_a_lone_token(context: int, heads: tuple[int, int], feature: str, meet: bool) -> None:
+    """From the QKV projection to the residual, against the kernels apart, with poison all around."""
+    d, size = 32, 24
+    batch = make([max(context, 1)], heads=heads, d=d)
+    if context == 0:  # a graph's padding: no keys, a slot below 0, a table of garbage
+        batch.context_lens[0] = 0
+        batch.tables[:] = GARBAGE
+    window, cap = FEATURES[feature].get("sliding_window"), FEATURES[feature].get("soft_cap")
+    layer = LayerSpec(0, *heads, d, 0.2, window, cap)  # type: ignore[arg-type]
+    qkv = torch.randn(1, (heads[0] + 2 * heads[1]) * d, device=DEVICE)
+    angles = torch.randn(1, d // 2, device=DEVICE)
+    cos = torch.cat([angles.cos()] * 2, -1)
+    sin = torch.cat([-angles.sin(), angles.sin()], -1)
+    norms = HeadNorms(*torch.randn(2, d, device=DEVICE), 1e-6, True)
+    newest = max(context - 1, 0)
+    slot = int(batch.tables[0, newest // 16]) * 16 + newest % 16 if context else -1
+    slots = torch.tensor([slot], device=DEVICE)
+    weight, residual = torch.randn(size, heads[0] * d, device=DEVICE), torch.randn(1, size, device=DEVICE)
+    bias = torch.randn(size, device=DEVICE)
+    cache = LayerCache(batch.cache.k.clone(), batch.cache.v.clone())
+    q, _, _ = norm_rope(qkv, cos, sin, layer, norms=norms, cache=batch.cache, slots=slots)
+    attended = paged_decode(q, *batch.arguments[1:], scale=0.2, **FEATURES[feature])
+    wanted = attended.flatten(1) @ weight.t() + bias + residual
+    workspace = Workspace(400, d, DEVICE)
+    config = LoneConfig(block_n=16, splits=4)
+    parts = attend_lone(
+        qkv, (cos, sin), norms, layer, cache, batch.tables, batch.context_lens, slots,
+        workspace=workspace, config=config, meet=meet,
+    )  # fmt: skip
+    if meet:
+        got = parts.out @ weight.t() + bias + residual
+        assert (workspace.arrived == 0).all()
+    else:
+        shape = HeadsConfig(rows=4, chunk=2)
+        got = project_heads(residual, weight, bias, parts, shape=shape)
+    assert error(got, wanted) < 1e-5
+    for mine, theirs in zip(cache[:2], batch.cache[:2], strict=True):
+        torch.testing.assert_close(mine, theirs, equal_nan=True, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [48, 512, 1536])
+@pytest.mark.parametrize("gate", [None, "silu"])
+def test_gemv_with_norm_bias_residual_and_gate(size: int, gate: str | None) -> None:
+    x, norm = torch.randn(2, 1, size, device=DEVICE)
+    weight = torch.randn(2 * 20, size, device=DEVICE) / size**0.5
+    bias, residual = torch.randn(40, device=DEVICE), torch.randn(1, 40, device=DEVICE)
+    product = F.rms_norm(x, (size,), norm[0] + 1, 1e-5) @ weight.t()
+    if gate is None:
+        got = gemv(x, weight, norm=NormWeights(norm[0], 1e-5, True), bias=bias, residual=residual)
+        assert error(got, product + bias + residual) < 1e-5
+        assert error(gemv(x, weight), x @ weight.t()) < 1e-5
+    else:
+        got = gemv(x, weight, norm=NormWeights(norm[0], 1e-5, True), gate=gate)
+        assert error(got, F.silu(product[:, :20]) * product[:, 20:]) < 1e-5
+
+
+@pytest.mark.parametrize("size", [48, 512, 1536, 2560])
+@pytest.mark.parametrize("tokens", [2, 5, 8])
+def test_few_tokens_with_norm_bias_residual_and_gate(size: int, tokens: int) -> None:
+    kind = torch.float16 if DEVICE == "cuda" else torch.float32  # natively for tensor cores only
+    x, norm = torch.randn(tokens, size, device=DEVICE), torch.randn(size, device=DEVICE)
+    weight = torch.randn(2 * 20, size, device=DEVICE) / size**0.5
+    bias, residual = torch.randn(40, device=DEVICE), torch.randn(tokens, 40, device=DEVICE)
+    x, norm, weight, bias, residual = (part.to(kind) for part in (x, norm, weight, bias, residual))
+    normed = F.rms_norm(x.float(), (size,), norm.float() + 1, 1e-5).to(kind).float()
+    product, limit = normed @ weight.float().t(), 1e-5 if kind == torch.float32 else 2e-3
+    got = few(x, weight, norm=NormWeights(norm, 1e-5, True), bias=bias, residual=residual)
+    assert error(got, product + bias + residual) < limit
+    assert error(few(x, weight), x.float() @ weight.float().t()) < limit
+    got = few(x, weight, norm=NormWeights(norm, 1e-5, True), gate="silu")
+    assert error(got, F.silu(product[:, :20]) * product[:, 20:]) < limit
+
+
+def test_a_step_of_a_few_tokens_runs_the_kernels_for_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three requests, one of which ends first: their tokens are phase 05's."""
+    if DEVICE == "cpu":  # the interpreter knows float32, in which tokens can be compared
+        monkeypatch.setattr(surgery, "few_pays", lambda *_: True)
+    model = load_model("random:tiny", device=DEVICE, dtype="float32" if DEVICE == "cpu" else "float16")
+    prompts, params = (
+        [[5, 6, 7], [8], [9, 3]],
+        [SamplingParams(max_tokens=n, ignore_eos=True) for n in (3, 2, 3)],
+    )
+    options: dict[str, Any] = {"max_len": 64, "max_rows": 3}
+    tokens = []
+    few_steps = LatencyBlock._attend_few
+    monkeypatch.setattr(
+        LatencyBlock, "_attend_few", lambda self, x, *a: tokens.append(len(x)) or few_steps(self, x, *a)
+    )
+    after = generate(cuda_graphs.load(model, kernels=True, graphs=False, **options), prompts, params)
+    assert tokens == [6, 6, 3, 3, 2, 2]  # two layers; the prompts, then decodes
+    if DEVICE == "cpu":
+        before = generate(paged_cache.load(model, **options), prompts, params)
+        assert [c.token_ids for c in after] == [c.token_ids for c in before]
+
+
+def test_a_step_of_one_token_takes_the_direct_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens of a lone request are phase 05's, and every decode went through the fused path."""
+    model = load_model("random:tiny", device=DEVICE, dtype="float32")
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    before = generate(paged_cache.load(model, max_len=64, max_rows=1), [[5, 6, 7]], params)
+    calls = []
+    single = LatencyBlock._attend_lone
+    monkeypatch.setattr(LatencyBlock, "_attend_lone", lambda self, *a: calls.append(1) or single(self, *a))
+    after = generate(
+        cuda_graphs.load(model, kernels=True, graphs=False, max_len=64, max_rows=1), [[5, 6, 7]], params
+    )
+    assert [c.token_ids for c in after] == [c.token_ids for c in before]
+    assert len(calls) == 2 * model.config.num_layers
+
+
+@pytest.mark.parametrize("d", [8, 80])
+def test_a_lone_request_gets_its_tokens_whatever_the_size_of_a_head(d: int) -> None:
+    """A head is padded to a power of two, and nobody writes the padding in the workspace."""
+    config = replace(SHAPES["tiny"], head_dim=d, attention_scale=d**-0.5)
+    model = random_model(config, device=DEVICE, dtype=torch.float32)
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    before = generate(paged_cache.load(model, max_len=64, max_rows=1), [[5, 6, 7]], params)
+    engine = cuda_graphs.load(model, kernels=True, graphs=False, max_len=64, max_rows=1)
+    after = generate(engine, [[5, 6, 7]], params)
+    assert [c.token_ids for c in after] == [c.token_ids for c in before]
