@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import weakref
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,10 +24,12 @@ from common.models.config import RopeConfig  # noqa: E402
 from common.sampling.params import SamplingParams  # noqa: E402
 from common.sampling.sampler import Sampler  # noqa: E402
 from forward.attention import LayerSpec  # noqa: E402
-from forward.loading import load_model  # noqa: E402
+from forward.loading import load_model, random_model  # noqa: E402
 from forward.rope import Rope  # noqa: E402
 from forward.surgery import clone  # noqa: E402
+from forward.shapes import SHAPES  # noqa: E402
 from paged_cache import LayerCache  # noqa: E402
+from paged_cache.reference import gather  # noqa: E402
 from tests.paged_batches import (  # noqa: E402
     CUDA,
     DEVICE,
@@ -39,9 +44,10 @@ from tests.paged_batches import (  # noqa: E402
 from triton_paged_attention.decode import Workspace, paged_decode  # noqa: E402
 from triton_paged_attention.kernels.activation import gated  # noqa: E402
 from triton_paged_attention.kernels.kv_store import kv_store  # noqa: E402
-from triton_paged_attention.kernels.norms import add_rms_norm, rms_norm  # noqa: E402
+from triton_paged_attention.kernels.norms import NormWeights, add_rms_norm, rms_norm  # noqa: E402
 from triton_paged_attention.kernels.rope import FusedRope, HeadNorms, norm_rope  # noqa: E402
 from triton_paged_attention.kernels.sampling import argmax_rows, draw_rows  # noqa: E402
+from triton_paged_attention.linear import FusedLinear, join  # noqa: E402
 from triton_paged_attention.prefill import paged_prefill, query_tiles  # noqa: E402
 from triton_paged_attention.surgery import optimize  # noqa: E402
 from triton_paged_attention.tuning.tables import (  # noqa: E402
@@ -89,6 +95,46 @@ def test_decode_matches_the_reference(version: str, feature: str) -> None:
     batch = make([1, 16, 17, 100], block=16)
     out = VERSIONS[version](*batch.arguments, scale=0.2, **FEATURES[feature])
     assert error(out, expected(batch, **FEATURES[feature])) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("version", [name for name in VERSIONS if "tma" not in name])
+@pytest.mark.parametrize("feature", ["plain", "window"])
+def test_scores_in_the_hundreds(version: str, feature: str) -> None:
+    """exp(200) is infinite: only the largest score saves it, and a key outside the window decides everything.
+
+    Blocks of 12 tokens and heads of 80 numbers: no power of two anywhere.
+    """
+    batch = make([1, 12, 13, 70], heads=(3, 1), d=80, block=12)
+    batch.q.mul_(100)
+    out = VERSIONS[version](*batch.arguments, scale=0.2, **FEATURES[feature])
+    assert error(out, expected(batch, **FEATURES[feature])) < 1e-4
+
+
+def log_sums(batch: Batch, low: int, high: int) -> Tensor:
+    """The base-2 logarithm of one request's sum of exp(score) over keys [low, high), per head: `[H]`."""
+    cache, group = batch.cache, batch.q.shape[1] // batch.cache.k.shape[2]
+    keys = gather(cache.k, batch.tables[0], high)[low:].float().repeat_interleave(group, dim=1)
+    scores = torch.einsum("hd,khd->hk", batch.q[0].float(), keys) * 0.2
+    return scores.logsumexp(1) / math.log(2)
+
+
+@pytest.mark.parametrize("version", ["v3", "v4"])
+def test_every_split_sums_its_own_keys(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 keys are 7 tiles of 16: 3 splits take 3, 3 and 1. The result is right if one takes all, too."""
+    batch = make([100], heads=(4, 2), d=16)
+    made: list[Tensor] = []
+    if version == "v3":
+        empty = torch.empty
+        monkeypatch.setattr(torch, "empty", lambda *a, **k: made.append(empty(*a, **k)) or made[-1])
+        paged_decode_v3(*batch.arguments, scale=0.2, block_n=16, splits=3)
+        lse = next(tensor for tensor in made if tensor.shape == (1, 4, 3))[0]  # [H, splits]
+    else:
+        workspace = Workspace(3 * 4, 16, DEVICE)
+        config = DecodeConfig(block_n=16, splits=3)
+        paged_decode(*batch.arguments, scale=0.2, config=config, workspace=workspace)
+        lse = workspace.lse.view(2, 3, 2).transpose(1, 2).reshape(4, 3)  # stored [KH, splits, GROUP]
+    for split, (low, high) in enumerate([(0, 48), (48, 96), (96, 100)]):
+        torch.testing.assert_close(lse[:, split], log_sums(batch, low, high), atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("block", [4, 16, 64, 256])
@@ -412,6 +458,54 @@ def test_surgery_leaves_the_given_model_alone_and_shares_its_weights() -> None:
     }
     shared = {p.data_ptr() for p in model.parameters()}
     assert fused.lm_head.weight.data_ptr() in shared
+
+
+def test_surgery_lets_go_of_a_layer_before_it_joins_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place, so beside the weights there is never more than one layer's worth of projections."""
+    config = replace(SHAPES["tiny"], num_layers=6, sliding_windows=(None,) * 6)
+    model = random_model(config, device=DEVICE, dtype=torch.float32)
+    alive = {id(p): weakref.ref(p) for p in model.parameters()}
+    before = model.weight_bytes
+    layer = sum(p.numel() * p.element_size() for p in model.get_submodule("layers.0").parameters())
+    peak = 0
+    cat = torch.cat
+
+    def watched(*args: Any, **options: Any) -> Tensor:
+        nonlocal peak
+        made = cat(*args, **options)
+        living = [tensor for ref in alive.values() if (tensor := ref()) is not None]
+        joined = [p for p in model.parameters() if id(p) not in alive]
+        peak = max(peak, sum(tensor.numel() * tensor.element_size() for tensor in (*living, *joined, made)))
+        return made
+
+    monkeypatch.setattr(torch, "cat", watched)
+    assert optimize(model) is model
+    assert model.weight_bytes == before
+    assert before < peak <= before + layer, f"{peak - before} bytes more, and a layer has {layer}"
+
+
+class Halved(FusedLinear):
+    """Another format: weights are stored halved. Nothing but `of` and `product` knows."""
+
+    @classmethod
+    def of(cls, *parts: Any) -> Halved:
+        weights = [part.weight if isinstance(part, Halved) else part.weight / 2 for part in parts]
+        return cls(torch.nn.Parameter(torch.cat(weights), requires_grad=False))
+
+    def product(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight * 2)
+
+
+@torch.inference_mode()
+def test_linears_of_another_format_join_themselves() -> None:
+    plain = [torch.nn.Linear(16, 8, bias=False, device=DEVICE) for _ in range(2)]
+    joined = join(*(Halved.of(linear) for linear in plain))
+    assert type(joined) is Halved
+    x, norm = torch.randn(3, 16, device=DEVICE), NormWeights(torch.randn(16, device=DEVICE), 1e-5)
+    residual, normed = torch.randn(3, 8, device=DEVICE), F.rms_norm(x, (16,), norm.weight, 1e-5)
+    got = joined(x, norm=norm, gate="silu", residual=residual)
+    assert error(got, residual + F.silu(plain[0](normed)) * plain[1](normed)) < 1e-5
+    assert error(join(*plain)(x, norm=norm, gate="silu", residual=residual), got) < 1e-5
 
 
 def test_an_unknown_backend_is_refused() -> None:

@@ -61,11 +61,14 @@ def encode(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     if scale is None:
         return x.to(dtype)
     x = x.float() / scale[:, None]
-    if dtype.is_floating_point:
-        limits: torch.finfo | torch.iinfo = torch.finfo(dtype)
-    else:
-        x, limits = (x + 0.5).floor(), torch.iinfo(dtype)
-    return x.clamp(limits.min, limits.max).to(dtype)
+    if not dtype.is_floating_point:
+        x = (x + 0.5).floor()
+    return x.clamp(-largest(dtype), largest(dtype)).to(dtype)
+
+
+def largest(dtype: torch.dtype) -> float:
+    """The largest number that scaled keys and values may be stored as; the smallest is minus that."""
+    return float((torch.finfo if dtype.is_floating_point else torch.iinfo)(dtype).max)
 
 
 class BlockPool:

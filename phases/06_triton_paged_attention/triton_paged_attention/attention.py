@@ -54,8 +54,11 @@ class TritonPagedAttention(PagedAttention):
 
     @property
     def stores_early(self) -> bool:
-        """Whether keys and values may be in the pool before the call; torch's prefill wants them in hand."""
-        return self.prefill == self.decode == "triton"
+        """Whether keys and values may be in the pool before the call, stored by the kernel that makes them.
+
+        Torch's prefill wants them in hand, and that kernel knows no scales.
+        """
+        return self.prefill == self.decode == "triton" and not self.pool.layers[0].scaled
 
     def plan(self) -> None:
         """Sort the requests into the two kinds, and cut the longer ones into query tiles."""

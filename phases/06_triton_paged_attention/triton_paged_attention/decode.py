@@ -29,11 +29,13 @@ from triton_paged_attention.tuning.tables import DECODE, DecodeConfig, DecodeKey
 def decode_kernel(
     out, q,  # [T, H, D]
     k_cache, v_cache, block_tables, context_lens, query_starts, requests, partial, lse, arrived,
+    k_scale, v_scale,  # [KH]
     scale, soft_cap, table_stride, block_stride, slot_stride, head_stride,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, QUERIES: tl.constexpr, RAGGED: tl.constexpr,
     SUBSET: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLITS_PAD: tl.constexpr, MIN_TILES: tl.constexpr, TMA: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     """One program per key/value head, split and request."""
     kv_head, split, item = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -68,14 +70,18 @@ def decode_kernel(
     m = tl.full([BLOCK_M], -1.0e30, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+    if SCALED:  # a head's scales are factors of all its scores, and of all its outputs
+        scale = scale * tl.load(k_scale + kv_head)
     m, total, acc = attend(
         query, position, m, total, acc, k_cache, v_cache, table, kv_head, low, high, high, scale, soft_cap,
-        block_stride, slot_stride, head_stride, D, D_PAD, P, BLOCK_N, True, QUERIES > 1, WINDOW, SOFT_CAP,
-        TMA,
+        block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N,
+        MASK="all", CAUSAL=QUERIES > 1, WINDOW=WINDOW, SOFT_CAP=SOFT_CAP, TMA=TMA,
     )  # fmt: skip
 
     weight_sum = tl.where(total > 0, total, 1.0)  # total 0: a row that sees none of these keys, m = -1e30
     acc = acc * (1.0 / weight_sum)[:, None]
+    if SCALED:
+        acc = acc * tl.load(v_scale + kv_head)
     if SPLITS_PAD == 1 or used <= 1:
         tl.store(out + at_q, acc.to(out.dtype.element_ty), mask=real)
     else:
@@ -157,13 +163,14 @@ def paged_decode(
         context_lens if query_starts is None else query_starts,  # any pointer where there is nothing to read
         context_lens if requests is None else requests,
         *((workspace.partial, workspace.lse, workspace.arrived) if workspace else (out, out, out)),
+        *(cache[2:] if cache.scaled else (out, out)),
         scale, soft_cap or 1.0, block_tables.stride(0), *cache.k.stride()[:3],
         H=heads, GROUP=group, D=d, D_PAD=d_pad, P=block_size,
         WINDOW=sliding_window or 0, SOFT_CAP=soft_cap is not None, QUERIES=queries,
         RAGGED=query_starts is not None, SUBSET=requests is not None,
         BLOCK_M=max(16, triton.next_power_of_2(queries * group)), BLOCK_N=config.block_n,
         SPLITS_PAD=triton.next_power_of_2(config.splits),
-        MIN_TILES=config.min_tiles, TMA=config.tma,
+        MIN_TILES=config.min_tiles, TMA=config.tma, SCALED=cache.scaled,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out

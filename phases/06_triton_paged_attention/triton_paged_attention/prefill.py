@@ -31,10 +31,11 @@ def prefill_kernel(
     out, q,  # [T, H, D]
     k_cache, v_cache, block_tables,
     tiles,  # [number of tiles, 4], see query_tiles
+    k_scale, v_scale,  # [KH]
     scale, soft_cap, table_stride, block_stride, slot_stride, head_stride,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    TMA: tl.constexpr,
+    TMA: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """One program per query tile and key/value head."""
     tile, kv_head = tl.program_id(0), tl.program_id(1)
@@ -65,24 +66,28 @@ def prefill_kernel(
     m = tl.full([BLOCK_M], -1.0e30, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+    if SCALED:  # see decode.py
+        scale = scale * tl.load(k_scale + kv_head)
     if TMA and WINDOW == 0:  # one loop: its tiles need no mask against what lies behind the last key
         m, total, acc = attend(
             query, position, m, total, acc, k_cache, v_cache, table, kv_head, begin, end, whole, scale,
-            soft_cap, block_stride, slot_stride, head_stride, D, D_PAD, P, BLOCK_N, True, True, 0, SOFT_CAP,
-            TMA, True,
+            soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N,
+            MASK="edge", CAUSAL=True, WINDOW=0, SOFT_CAP=SOFT_CAP, TMA=TMA,
         )  # fmt: skip
     else:
         m, total, acc = attend(
             query, position, m, total, acc, k_cache, v_cache, table, kv_head, begin, whole, whole, scale,
-            soft_cap, block_stride, slot_stride, head_stride, D, D_PAD, P, BLOCK_N, False, False, 0, SOFT_CAP,
-            TMA,
+            soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N,
+            MASK="none", CAUSAL=False, WINDOW=0, SOFT_CAP=SOFT_CAP, TMA=TMA,
         )  # fmt: skip
         m, total, acc = attend(
             query, position, m, total, acc, k_cache, v_cache, table, kv_head, whole, end, end, scale,
-            soft_cap, block_stride, slot_stride, head_stride, D, D_PAD, P, BLOCK_N, True, True, WINDOW,
-            SOFT_CAP, TMA,
+            soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N,
+            MASK="all", CAUSAL=True, WINDOW=WINDOW, SOFT_CAP=SOFT_CAP, TMA=TMA,
         )  # fmt: skip
     acc = acc * (1.0 / tl.where(total > 0, total, 1.0))[:, None]  # one division per row, not per number
+    if SCALED:
+        acc = acc * tl.load(v_scale + kv_head)
     tl.store(out + origin + at_q, acc.to(out.dtype.element_ty), mask=real)
 
 
@@ -136,10 +141,11 @@ def paged_prefill(
     options = {"maxnreg": config.maxnreg} if config.maxnreg and q.is_cuda else {}
     prefill_kernel[(len(tiles), kv_heads)](
         out, q, k_arg, v_arg, block_tables, tiles,
+        *(cache[2:] if cache.scaled else (out, out)),
         scale, soft_cap or 1.0, block_tables.stride(0), *cache.k.stride()[:3],
         H=heads, GROUP=heads // kv_heads, D=d, D_PAD=d_pad, P=block_size,
         WINDOW=sliding_window or 0, SOFT_CAP=soft_cap is not None,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, TMA=tma,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, TMA=tma, SCALED=cache.scaled,
         num_warps=config.num_warps, num_stages=config.num_stages, **options,
     )  # fmt: skip
     return out

@@ -33,9 +33,8 @@ def fold(s, values, m, total, acc, factor):
     new_m = tl.maximum(m, tl.max(s, axis=1) * factor)
     shrink = tl.exp2(m - new_m)
     p = tl.exp2(s * factor - new_m[:, None])
-    total = total * shrink + tl.sum(
-        p, axis=1
-    )  # before the product, which then needs p in half precision only
+    # Summed up before the product, which then needs p in half precision only.
+    total = total * shrink + tl.sum(p, axis=1)
     acc = tl.dot(p.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
     return new_m, total, acc
 
@@ -66,21 +65,43 @@ def hide(s, key, position, start, high, CAUSAL: tl.constexpr, WINDOW: tl.constex
 
 
 @triton.jit
+def load_tile(
+    cache, block, start, key, high, kv_head, block_stride, slot_stride, head_stride,
+    D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr, BOUNDED: tl.constexpr,
+):  # fmt: skip
+    """A tile of keys or values, `[BLOCK_N, D_PAD]`, by pointers. BOUNDED: keys from `high` on are zeros."""
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, D_PAD)
+    if P % BLOCK_N == 0:
+        at = block.to(tl.int64) * block_stride + (start % P) * slot_stride + n * slot_stride
+    else:
+        at = block.to(tl.int64) * block_stride + (key % P) * slot_stride
+    at = at[:, None] + kv_head * head_stride + d[None, :]
+    if BOUNDED:
+        tile = tl.load(cache + at, mask=(key < high)[:, None] & (d < D)[None, :], other=0.0)
+    elif D != D_PAD:
+        tile = tl.load(cache + at, mask=(d < D)[None, :], other=0.0)
+    else:
+        tile = tl.load(cache + at)
+    return tile
+
+
+@triton.jit
 def attend(
     query,  # [M, D]
     position,  # [M]
     m, total, acc,
     k_cache, v_cache,  # pointers to [N, P, KH, D], or TMA descriptors of the same memory, see tma.py
     table, kv_head, low, high, whole, scale, soft_cap, block_stride, slot_stride, head_stride,
-    D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, TMA: tl.constexpr,
-    EDGE: tl.constexpr = False,
+    D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Fold keys [low, high) of one request into (m, total, acc). Every attention kernel here is a call of
     this.
 
-    Unless MASKED, `high - low` is a multiple of BLOCK_N and every row sees every key. EDGE: this is so up to
-    `whole`, and only the tiles behind pay for the mask.
+    MASK: which tiles have keys that a row may not see. "none": `high - low` is a multiple of BLOCK_N, and
+    every row sees every key. "edge": this is so up to `whole`, and only the tiles behind pay for a mask.
+    "all": any tile may.
 
     By TMA, a tile that would reach past `high` is moved back to end there: what lies behind may be anything,
     and 0 times NaN is NaN. Its first keys then are of the tile before, or, before the block's beginning,
@@ -90,40 +111,32 @@ def attend(
     in the iteration that needs them, they would halve the depth of the pipeline.
     """
     n = tl.arange(0, BLOCK_N)
-    d = tl.arange(0, D_PAD)
     factor = unit(scale, soft_cap, SOFT_CAP)
     block = lookup(table, low, high, n, P, BLOCK_N)
     for start in range(low, high, BLOCK_N):
         next_block = lookup(table, start + BLOCK_N, high, n, P, BLOCK_N)
         key = start + n
         if TMA:
-            back = tl.maximum(start + BLOCK_N - high, 0) if MASKED else 0
+            back = tl.maximum(start + BLOCK_N - high, 0) if MASK != "none" else 0
             key -= back
             keys = k_cache.load([block, start % P - back, kv_head * D]).reshape(BLOCK_N, D)
             values = v_cache.load([block, start % P - back, kv_head * D]).reshape(BLOCK_N, D)
         else:
-            if P % BLOCK_N == 0:
-                at = block.to(tl.int64) * block_stride + (start % P) * slot_stride + n * slot_stride
-            else:
-                at = block.to(tl.int64) * block_stride + (key % P) * slot_stride
-            at = at[:, None] + kv_head * head_stride + d[None, :]
-            if MASKED:
-                mask = (key < high)[:, None] & (d < D)[None, :]
-                keys = tl.load(k_cache + at, mask=mask, other=0.0)
-                values = tl.load(v_cache + at, mask=mask, other=0.0)
-            elif D != D_PAD:
-                keys = tl.load(k_cache + at, mask=(d < D)[None, :], other=0.0)
-                values = tl.load(v_cache + at, mask=(d < D)[None, :], other=0.0)
-            else:
-                keys = tl.load(k_cache + at)
-                values = tl.load(v_cache + at)
-        s = raw_scores(query, keys, scale, soft_cap, SOFT_CAP)
-        if EDGE:
+            keys = load_tile(
+                k_cache, block, start, key, high, kv_head, block_stride, slot_stride, head_stride,
+                D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N, BOUNDED=MASK != "none",
+            )  # fmt: skip
+            values = load_tile(
+                v_cache, block, start, key, high, kv_head, block_stride, slot_stride, head_stride,
+                D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N, BOUNDED=MASK != "none",
+            )  # fmt: skip
+        s = raw_scores(query, keys.to(query.dtype), scale, soft_cap, SOFT_CAP)
+        if MASK == "edge":
             if start + BLOCK_N > whole:
                 s = hide(s, key, position, start, high, CAUSAL, WINDOW, TMA)
-        elif MASKED:
+        elif MASK == "all":
             s = hide(s, key, position, start, high, CAUSAL, WINDOW, TMA)
-        m, total, acc = fold(s, values, m, total, acc, factor)
+        m, total, acc = fold(s, values.to(query.dtype), m, total, acc, factor)
         block = next_block
     return m, total, acc
 

@@ -6,13 +6,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paged_cache.pool import LayerCache
+from paged_cache.pool import LayerCache, largest
+
+
+@triton.jit
+def encode(x, scale, dtype: tl.constexpr, LIMIT: tl.constexpr):
+    """`paged_cache.pool.encode` of a tile whose numbers have these scales."""
+    x = x.to(tl.float32) / scale
+    if dtype.is_int():
+        x = tl.floor(x + 0.5)
+    return tl.minimum(tl.maximum(x, -LIMIT), LIMIT).to(dtype)
 
 
 @triton.jit
 def kv_store_kernel(
-    k, v, k_cache, v_cache, slots, k_stride, v_stride, block_stride, slot_stride,
-    SIZE: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
+    k, v, k_cache, v_cache, slots, k_scale, v_scale, k_stride, v_stride, block_stride, slot_stride,
+    SIZE: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):  # fmt: skip
     """One program per token and part of its heads."""
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -20,8 +30,15 @@ def kv_store_kernel(
     i = part * BLOCK + tl.arange(0, BLOCK)
     mask = (i < SIZE) & (slot >= 0)
     at = (slot // P) * block_stride + (slot % P) * slot_stride + i
-    tl.store(k_cache + at, tl.load(k + token * k_stride + i, mask=mask), mask=mask)
-    tl.store(v_cache + at, tl.load(v + token * v_stride + i, mask=mask), mask=mask)
+    key = tl.load(k + token * k_stride + i, mask=mask)
+    value = tl.load(v + token * v_stride + i, mask=mask)
+    if SCALED:
+        key = encode(key, tl.load(k_scale + i // D, mask=mask, other=1.0), k_cache.dtype.element_ty, LIMIT)
+        value = encode(
+            value, tl.load(v_scale + i // D, mask=mask, other=1.0), v_cache.dtype.element_ty, LIMIT
+        )
+    tl.store(k_cache + at, key, mask=mask)
+    tl.store(v_cache + at, value, mask=mask)
 
 
 def kv_store(
@@ -30,13 +47,15 @@ def kv_store(
     cache: LayerCache,
     slots: Tensor,  # [T] int64; negative: this token is padding and is not stored
 ) -> None:
-    """Write every token's key and value heads to its slot of the layer's cache."""
+    """Write every token's key and value heads to its slot of the layer's cache, in the cache's format."""
     tokens, kv_heads, d = k.shape
     k, v = (x if x.stride()[1:] == (d, 1) else x.contiguous() for x in (k, v))
     size = kv_heads * d
     block = min(1024, triton.next_power_of_2(size))
     if tokens:
         kv_store_kernel[(tokens, triton.cdiv(size, block))](
-            k, v, cache.k, cache.v, slots, k.stride(0), v.stride(0), *cache.k.stride()[:2],
-            SIZE=size, P=cache.k.shape[1], BLOCK=block, num_warps=max(1, block // 256),
+            k, v, cache.k, cache.v, slots, *(cache[2:] if cache.scaled else (k, v)),
+            k.stride(0), v.stride(0), *cache.k.stride()[:2],
+            SIZE=size, D=d, P=cache.k.shape[1], BLOCK=block, SCALED=cache.scaled,
+            LIMIT=largest(cache.k.dtype) if cache.scaled else 0.0, num_warps=max(1, block // 256),
         )  # fmt: skip

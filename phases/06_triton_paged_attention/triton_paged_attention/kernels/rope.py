@@ -119,6 +119,7 @@ def norm_rope(
 
     With a layer's `cache`, keys and values go there by `slots`, and what is returned for them are the caches.
     """
+    assert cache is None or not cache.scaled, "keys and values with scales are stored by kv_store"
     tokens, heads, kv_heads, d = len(qkv), spec.num_heads, spec.num_kv_heads, spec.head_dim
     q = torch.empty(tokens, heads, d, dtype=qkv.dtype, device=qkv.device)
     if cache is None or slots is None:

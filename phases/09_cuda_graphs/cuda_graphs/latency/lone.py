@@ -29,7 +29,7 @@ from paged_cache.pool import LayerCache
 from triton_paged_attention.decode import Workspace
 from triton_paged_attention.hardware import dependent_launch
 from triton_paged_attention.kernels.rope import HeadNorms, apply_norm_weight, norm_scale, turn
-from triton_paged_attention.tiles import attend, combine, fold, lookup, raw_scores, unit
+from triton_paged_attention.tiles import attend, combine, fold, load_tile, lookup, raw_scores, unit
 
 LOG_STEP = tl.constexpr(2)
 """Heads' logarithms lie apart for `project_heads`: were they neighbours, the compiler would give a thread
@@ -43,6 +43,36 @@ def splits_of(context, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.c
     tiles = tl.maximum(tl.cdiv(context - begin, BLOCK_N), 1)
     tiles_per_split = tl.cdiv(tiles, SPLITS)
     return begin, tiles_per_split, tl.cdiv(tiles, tiles_per_split)
+
+
+@triton.jit
+def norm_and_turn(
+    x, y, w_x, w_y, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr
+):  # fmt: skip
+    """Heads `x [rows, D_PAD]`, whose partners in rotation are `y`, as attention wants them."""
+    if NORM:
+        full = x.to(tl.float32)
+        scale = norm_scale(tl.sum(full * full, axis=1), eps, D)[:, None]
+        x = apply_norm_weight(x, scale, w_x, ONE_PLUS)
+        y = apply_norm_weight(y, scale, w_y, ONE_PLUS)
+    return turn(x, y, cos, sin)
+
+
+@triton.jit
+def meet(
+    out, partial, lse, kv_head, used,
+    H: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Combine the `used` splits of a key/value head's group into `out`."""
+    d = tl.arange(0, D_PAD)
+    member = tl.arange(0, GROUP_PAD)
+    head = kv_head * GROUP + member
+    split = tl.arange(0, SPLITS)
+    filled = (split < used)[:, None] & (member < GROUP)[None, :]
+    mixed = combine(partial, lse, split[:, None] * H + head[None, :], filled, d, D, D_PAD)
+    keep = (member < GROUP)[:, None] & (d < D)[None, :]
+    tl.store(out + head[:, None] * D + d[None, :], mixed.to(out.dtype.element_ty), mask=keep)
 
 
 @triton.jit
@@ -70,14 +100,15 @@ def lone_kernel(
     d = tl.arange(0, D_PAD)
     key = last + n
     block = lookup(block_table, last, newest, n, P, BLOCK_N)
-    if P % BLOCK_N == 0:
-        at = block.to(tl.int64) * block_stride + (last % P + n) * slot_stride
-    else:
-        at = block * block_stride + (key % P) * slot_stride
-    at = at[:, None] + kv_head * head_stride + d[None, :]
-    cached = (key < tl.minimum(high, newest))[:, None] & (d < D)[None, :]
-    keys = tl.load(k_cache + at, mask=cached, other=0.0)
-    values = tl.load(v_cache + at, mask=cached, other=0.0)
+    known = tl.minimum(high, newest)
+    keys = load_tile(
+        k_cache, block, last, key, known, kv_head, block_stride, slot_stride, head_stride,
+        D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N, BOUNDED=True,
+    )  # fmt: skip
+    values = load_tile(
+        v_cache, block, last, key, known, kv_head, block_stride, slot_stride, head_stride,
+        D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N, BOUNDED=True,
+    )  # fmt: skip
 
     # Rows 0 to GROUP - 1 are the query heads of this key/value head; the newest key is a row by itself.
     row = tl.arange(0, BLOCK_M)
@@ -87,6 +118,7 @@ def lone_kernel(
     at_k = (H + kv_head) * D
     c = tl.load(cos + d, mask=d < D, other=0.0)[None, :]
     s = tl.load(sin + d, mask=d < D, other=0.0)[None, :]  # its first half carries the minus sign
+    q_x, q_y, k_x, k_y = c, c, c, c  # not read without norms
     if NORM:
         q_x = tl.load(q_weight + d, mask=d < D, other=0.0)[None, :]
         q_y = tl.load(q_weight + partner, mask=d < D, other=0.0)[None, :]
@@ -103,17 +135,8 @@ def lone_kernel(
     new_value = tl.load(qkv + at_k + KH * D + d, mask=d < D, other=0.0)[None, :]
     if PDL:  # not before: the weights that the next kernel reads would delay what this one waits for
         gdc_launch_dependents()
-    if NORM:
-        full, new_full = x.to(tl.float32), new_x.to(tl.float32)
-        scale_q = norm_scale(tl.sum(full * full, axis=1), eps, D)[:, None]
-        scale_k = norm_scale(tl.sum(new_full * new_full, axis=1), eps, D)[:, None]
-        x, y = apply_norm_weight(x, scale_q, q_x, ONE_PLUS), apply_norm_weight(y, scale_q, q_y, ONE_PLUS)
-        new_x, new_y = (
-            apply_norm_weight(new_x, scale_k, k_x, ONE_PLUS),
-            apply_norm_weight(new_y, scale_k, k_y, ONE_PLUS),
-        )
-    query = turn(x, y, c, s)
-    new_key = turn(new_x, new_y, c, s)  # [1, D]
+    query = norm_and_turn(x, y, q_x, q_y, c, s, eps, D=D, NORM=NORM, ONE_PLUS=ONE_PLUS)
+    new_key = norm_and_turn(new_x, new_y, k_x, k_y, c, s, eps, D=D, NORM=NORM, ONE_PLUS=ONE_PLUS)  # [1, D]
     if (split == used - 1) & (slot >= 0):
         at_new = (slot // P) * block_stride + (slot % P) * slot_stride + kv_head * head_stride + d[None, :]
         tl.store(k_cache + at_new, new_key, mask=(d < D)[None, :])
@@ -122,8 +145,11 @@ def lone_kernel(
     m = tl.full([BLOCK_M], -1.0e30, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
-    keys = tl.where((key == newest)[:, None], new_key, keys)
-    values = tl.where((key == newest)[:, None], new_value, values)
+    # The newest key and value as who reads them from the cache later will see them.
+    new_key = new_key.to(k_cache.dtype.element_ty).to(query.dtype)
+    new_value = new_value.to(v_cache.dtype.element_ty).to(query.dtype)
+    keys = tl.where((key == newest)[:, None], new_key, keys.to(query.dtype))
+    values = tl.where((key == newest)[:, None], new_value, values.to(query.dtype))
     scores = raw_scores(query, keys, scale, soft_cap, SOFT_CAP)
     visible = key < high
     if WINDOW > 0:
@@ -133,8 +159,8 @@ def lone_kernel(
     # What comes before that tile is in the cache; with a window, its edge may run through the first tile.
     m, total, acc = attend(
         query, newest + row * 0, m, total, acc, k_cache, v_cache, block_table, kv_head, low, last, last,
-        scale, soft_cap, block_stride, slot_stride, head_stride, D, D_PAD, P, BLOCK_N, WINDOW > 0, WINDOW > 0,
-        WINDOW, SOFT_CAP, False,
+        scale, soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N,
+        MASK="all" if WINDOW > 0 else "none", CAUSAL=WINDOW > 0, WINDOW=WINDOW, SOFT_CAP=SOFT_CAP, TMA=False,
     )  # fmt: skip
 
     weight_sum = tl.where(total > 0, total, 1.0)
@@ -153,13 +179,10 @@ def lone_kernel(
             tl.debug_barrier()  # all threads' stores first, then one release
             if tl.atomic_add(arrived + kv_head, 1, sem="acq_rel") == used - 1:
                 tl.store(arrived + kv_head, 0)  # ready for the next launch
-                member = tl.arange(0, GROUP_PAD)
-                whose = kv_head * GROUP + member
-                split_id = tl.arange(0, SPLITS)
-                filled = (split_id < used)[:, None] & (member < GROUP)[None, :]
-                mixed = combine(partial, lse, split_id[:, None] * H + whose[None, :], filled, d, D, D_PAD)
-                keep = (member < GROUP)[:, None] & (d < D)[None, :]
-                tl.store(out + whose[:, None] * D + d[None, :], mixed.to(out.dtype.element_ty), mask=keep)
+                meet(
+                    out, partial, lse, kv_head, used,
+                    H=H, GROUP=GROUP, GROUP_PAD=GROUP_PAD, D=D, D_PAD=D_PAD, SPLITS=SPLITS,
+                )  # fmt: skip
 
 
 class Parts(NamedTuple):
@@ -193,6 +216,7 @@ def attend_lone(
 
     Launch it behind a `gemv` with `run_ahead=False`: it reads what that one's predecessors have written.
     """
+    assert not cache.scaled, "a lone token's key and value are stored by a kernel that knows no scales"
     heads, kv_heads, d = layer.num_heads, layer.num_kv_heads, layer.head_dim
     group = heads // kv_heads
     out = torch.empty(1, heads * d, dtype=qkv.dtype, device=qkv.device)
