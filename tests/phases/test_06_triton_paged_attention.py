@@ -26,8 +26,8 @@ from common.sampling.sampler import Sampler  # noqa: E402
 from forward.attention import LayerSpec  # noqa: E402
 from forward.loading import load_model, random_model  # noqa: E402
 from forward.rope import Rope  # noqa: E402
-from forward.surgery import clone  # noqa: E402
 from forward.shapes import SHAPES  # noqa: E402
+from forward.surgery import clone  # noqa: E402
 from paged_cache import LayerCache  # noqa: E402
 from paged_cache.reference import gather  # noqa: E402
 from tests.paged_batches import (  # noqa: E402

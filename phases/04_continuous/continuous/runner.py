@@ -39,14 +39,6 @@ class BatchAttention(Protocol):
         ...
 
 
-class MakesSampler(Protocol):
-    """A `Sampler`, or what makes one."""
-
-    def __call__(self, rows: int, vocab_size: int, device: torch.device) -> Sampler:
-        """A sampler for requests in rows `0 .. rows - 1`."""
-        ...
-
-
 class RequestError(Exception):
     """One request's settings cannot be used; its cause says why. Nothing is wrong with the others."""
 
@@ -113,11 +105,11 @@ class Runner:
         model: computes hidden states and logits.
         attention: over this engine's cache.
         rows: where the tokens are.
-        sampler: makes what chooses the tokens; a later phase brings kernels.
+        sampler: what chooses the tokens; a later phase brings kernels.
     """
 
     def __init__(
-        self, model: Model, attention: BatchAttention, rows: Rows, *, sampler: MakesSampler = Sampler
+        self, model: Model, attention: BatchAttention, rows: Rows, *, sampler: type[Sampler] = Sampler
     ) -> None:
         self.model, self.attention, self.rows = model, attention, rows
         self.sampler = sampler(rows.count, model.config.vocab_size, model.device)

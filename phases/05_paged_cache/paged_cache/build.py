@@ -65,6 +65,7 @@ def make(parts: Parts, tokenizer: Tokenizer | None = None) -> PagedEngine:
         rows=max_rows,
         max_len=length,
         kv=parts.kv,
+        sampler=parts.sampler,
         cache_bytes=sizes.cache_bytes,
         gpu_memory_utilization=sizes.gpu_memory_utilization,
         reserved=sum(ask(parts) for ask in parts.reserve),

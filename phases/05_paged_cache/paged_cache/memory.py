@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
+import psutil
 import torch
 
 from common.device import memory_allocated
-from common.errors import UserError, integer
+from common.errors import UserError
+from common.sampling.sampler import Sampler
 from forward.model import Model
 from paged_cache.pool import KVFormat
 
@@ -18,9 +19,16 @@ CPU_CACHE_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Ledger:
-    """Where the memory goes, in bytes, and how many blocks and tokens the cache's part makes."""
+    """Where the memory goes, in bytes, and how many blocks and tokens the cache's part makes.
+
+    weights: parameters and buffers of the model.
+    rows: what is kept for every row: tokens, block tables, and the sampler's settings and counts.
+    activations: the most that a step needs for a moment.
+    reserved: what features have asked for, such as graphs.
+    """
 
     weights: int
+    rows: int
     activations: int
     cache: int
     blocks: int
@@ -35,6 +43,7 @@ class Ledger:
     def __str__(self) -> str:
         lines = [
             ("weights", _mib(self.weights)),
+            ("rows", _mib(self.rows)),
             ("activations", _mib(self.activations)),
             *([("reserved", _mib(self.reserved))] if self.reserved else []),
             ("cache", _mib(self.cache)),
@@ -48,17 +57,26 @@ def _mib(size: int) -> str:
     return f"{size / 2**20:,.1f} MiB"
 
 
-def activation_bytes(model: Model, step_tokens: int, rows: int) -> int:
+def activation_bytes(model: Model, step_tokens: int, rows: int, sampler: type[Sampler] = Sampler) -> int:
     """An estimate of the most that one step needs beside weights and cache, from above.
 
     The widest moment of a layer holds the residual stream and its normalized float32 copy, the gate and up
-    projections and their product, and queries, keys and values; the logits are float32 for every row, with
-    two more copies while sampling.
+    projections and their product, and queries, keys and values. The logits are there in the model's dtype and
+    in float32 for every row, and then what sampling needs.
     """
     config, size = model.config, model.dtype.itemsize
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     token = config.hidden_size * (2 * size + 4) + 3 * config.intermediate_size * size + 2 * heads * size
-    return step_tokens * token + 3 * rows * config.vocab_size * 4
+    logits = rows * config.vocab_size * (size + 4)
+    return step_tokens * token + logits + sampler.scratch_bytes(rows, config.vocab_size, model.device)
+
+
+def row_bytes(
+    model: Model, rows: int, max_len: int, block_size: int, sampler: type[Sampler] = Sampler
+) -> int:
+    """What is kept for `rows` rows of at most `max_len` tokens, penalties that no request uses yet included."""
+    tables = 4 * -(-max_len // block_size)
+    return rows * (8 * max_len + tables) + sampler.persistent_bytes(rows, model.config.vocab_size)
 
 
 def plan_cache(
@@ -69,6 +87,7 @@ def plan_cache(
     rows: int,
     max_len: int,
     kv: KVFormat | None = None,
+    sampler: type[Sampler] = Sampler,
     cache_bytes: int | None = None,
     gpu_memory_utilization: float = 0.9,
     reserved: int = 0,
@@ -82,37 +101,46 @@ def plan_cache(
         rows: requests that run at most; the cache is never larger than they can fill.
         max_len: most tokens of a request.
         kv: how keys and values are stored.
-        cache_bytes: what the caller grants the cache; everything else is ignored then.
-        gpu_memory_utilization: share of the device's memory that weights, activations and cache may fill.
+        sampler: what chooses tokens.
+        cache_bytes: what the caller grants the cache, if that much is free.
+        gpu_memory_utilization: share of the device's memory that everything together may fill.
         reserved: bytes that somebody else will need (graphs).
 
     Raises:
-        UserError: not even one block fits.
+        UserError: not even one block fits, or more is asked for than is free.
     """
-    block_size = integer("block_size", block_size, low=1)
-    if not 0 < gpu_memory_utilization <= 1:
-        raise UserError(f"gpu_memory_utilization is {gpu_memory_utilization}, but must be in (0, 1]")
-    activations = activation_bytes(model, step_tokens, rows)
     per_block = (kv or KVFormat()).bytes_per_block(model.config, block_size, model.dtype)
+    for_rows = row_bytes(model, rows, max_len, block_size, sampler)
+    activations = activation_bytes(model, step_tokens, rows, sampler)
+    free, total = _memory(model.device)
+    if for_rows > free:
+        raise UserError(
+            f"max_rows is {rows}, which takes {for_rows} bytes for requests of {max_len} tokens, but only "
+            f"{free} bytes are free: lower max_rows or max_len"
+        )
     if cache_bytes is not None:
-        room = integer("cache_bytes", cache_bytes, low=0)
-    elif model.device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(model.device)
-        cached = torch.cuda.memory_reserved(model.device) - (memory_allocated(model.device) or 0)
-        room = int(free + cached - (1 - gpu_memory_utilization) * total) - activations - reserved
+        if cache_bytes > free:
+            raise UserError(f"cache_bytes is {cache_bytes}, but only {free} bytes are free")
+        blocks = cache_bytes // per_block
     else:
-        room = min(CPU_CACHE_BYTES, _free_memory() // 4)
-    blocks = room // per_block
-    if cache_bytes is None:
-        blocks = min(blocks, rows * -(-max_len // block_size))  # more than this can never be in use
+        if model.device.type == "cuda":
+            room = int(free - (1 - gpu_memory_utilization) * total) - for_rows - activations - reserved
+        else:
+            room = min(CPU_CACHE_BYTES, free // 4)
+        blocks = min(room // per_block, rows * -(-max_len // block_size))  # more can never be in use
     if blocks < 1:
-        found = f"the cache has {max(room, 0)} bytes" if cache_bytes is None else f"cache_bytes is {room}"
+        found = (
+            f"the cache has {max(room, 0)} bytes" if cache_bytes is None else f"cache_bytes is {cache_bytes}"
+        )
         raise UserError(f"{found}, but one block of {block_size} tokens takes {per_block}")
-    return Ledger(model.weight_bytes, activations, blocks * per_block, blocks, block_size, reserved)
+    return Ledger(model.weight_bytes, for_rows, activations, blocks * per_block, blocks, block_size, reserved)
 
 
-def _free_memory() -> int:
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # not on this system: take the default
-        return 4 * CPU_CACHE_BYTES
+def _memory(device: torch.device) -> tuple[int, int]:
+    """Bytes that are free and bytes in all; what PyTorch keeps of a GPU's memory for later is free."""
+    if device.type != "cuda":
+        memory = psutil.virtual_memory()
+        return memory.available, memory.total
+    free, total = torch.cuda.mem_get_info(device)
+    kept = torch.cuda.memory_reserved(device) - (memory_allocated(device) or 0)
+    return free + kept, total

@@ -17,7 +17,6 @@ import torch
 from common.errors import UserError, integer, number
 from common.options import option
 from common.sampling.sampler import Sampler
-from continuous.runner import MakesSampler
 from continuous.seams import NO_DRAFTS, NO_MASKS, Drafter, Masks
 from continuous.sizes import Sizes
 from forward.model import Model
@@ -70,7 +69,7 @@ class Parts:
     cache: Callable[..., PagedCache] = PagedCache
     scheduler: Callable[..., PagedScheduler] = PagedScheduler
     attention: Callable[[BlockPool], PagedAttention] = TorchPagedAttention
-    sampler: MakesSampler = Sampler
+    sampler: type[Sampler] = Sampler
     runner: Callable[..., PagedRunner] = PagedRunner
     engine: Callable[..., PagedEngine] = PagedEngine
     drafter: Drafter = NO_DRAFTS
