@@ -28,7 +28,6 @@ from forward.model import Model
 from paged_cache import BlockPool, PagedBatch
 from triton_paged_attention import Backends, TritonPagedAttention, optimize
 from triton_paged_attention.batch import fixed_batch
-from triton_paged_attention.gumbel import gumbel_sample
 from triton_paged_attention.layers import FusedBlock
 from triton_paged_attention.sampling import argmax_rows, draw_rows
 
@@ -129,11 +128,9 @@ def choosers(batch: int, device: torch.device) -> dict[str, Callable[[Tensor], T
         sampler.set_row(row, SamplingParams(temperature=0.8, seed=row))
     plan = sampler.plan(host).for_any_rows()
     rows, steps = torch.arange(batch, device=device), torch.full((batch,), 7, device=device)
-    hot = torch.full((batch,), 0.8, device=device)
     return {
         "torch draw": lambda x: sampler.sample(x.float(), rows, host, steps, plan).tokens,
         "draw_rows": lambda x: draw_rows(x, rows, steps, sampler.floats, sampler.ints),
-        "gumbel_sample": lambda x: gumbel_sample(x, hot, rows, steps),
         "torch argmax": lambda x: x.argmax(1),
         "argmax_rows": argmax_rows,
     }
