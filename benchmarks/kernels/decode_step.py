@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.evidence import BenchOptions, Evidence, Metric, Roofline, Run, collect
-from benchmarks.kernels.gumbel import gumbel_sample
 from benchmarks.kernels.harness import graph_seconds
 from benchmarks.plotting import panels, reference_line, save
 from benchmarks.roofline import Ceilings, ceilings
@@ -133,11 +132,9 @@ def choosers(batch: int, device: torch.device) -> dict[str, Callable[[Tensor], T
         sampler.set_row(row, SamplingParams(temperature=0.8, seed=row))
     plan = sampler.plan(host).for_any_rows()
     rows, steps = torch.arange(batch, device=device), torch.full((batch,), 7, device=device)
-    hot = torch.full((batch,), 0.8, device=device)
     return {
         "torch draw": lambda x: sampler.sample(x.float(), rows, host, steps, plan).tokens,
         "draw_rows": lambda x: draw_rows(x, rows, steps, sampler.floats, sampler.ints),
-        "gumbel_sample": lambda x: gumbel_sample(x, hot, rows, steps),
         "torch argmax": lambda x: x.argmax(1),
         "argmax_rows": argmax_rows,
     }

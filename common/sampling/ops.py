@@ -1,12 +1,11 @@
-"""The arithmetic of sampling on tensors: random bits, weights, truncation, penalties, log-probabilities.
+"""The arithmetic of sampling on tensors: noise, truncation, penalties, masks, log-probabilities.
 
 A row's token must not depend on which other rows are in its batch. Floating-point sums break that: a sum is
-rounded differently when the batch has another shape (and a parallel prefix sum may be rounded differently
-each time). So probabilities become 41-bit integers first, and everything that adds them up (the total, the
-cumulative sums, the mass above a threshold) is exact and the same in any order. Everything before that works
-on one element at a time.
+rounded differently when the batch has another shape. So nothing here that chooses a token adds up floats.
+The draw works on one token at a time and takes a maximum; only top-p needs sums, and for those probabilities
+become 41-bit integers, whose sums are exact and the same in any order.
 
-Only int64, int32 and float32 are used, since Apple GPUs have no float64. int64 arithmetic wraps around.
+Only int64, int32 and float32 are used, since Apple GPUs have no float64. Integer arithmetic wraps around.
 """
 
 from __future__ import annotations
@@ -20,7 +19,14 @@ WEIGHT_BITS: Final = 40
 """A token's weight is exp((logit - largest) / temperature) as a multiple of 2**-40, so at most 2**40."""
 
 FRACTION_BITS: Final = 31
-"""The uniform number and top_p are multiples of 2**-31."""
+"""top_p is a multiple of 2**-31."""
+
+HASH_1: Final = 0x7FEB352D
+HASH_2: Final = 0x846CA68B - (1 << 32)
+"""The multipliers of `noise_bits`, as int32: those of lowbias32, https://github.com/skeeto/hash-prospector."""
+
+NOISE_UNIT: Final = 2.0**-31 * (1 - 2.0**-24)
+"""The float32 just below 2**-31, so that even the largest of the noise's 31 bits stay below 1."""
 
 _GOLDEN_GAMMA: Final = 0x9E3779B97F4A7C15
 _MIX_1: Final = 0xBF58476D1CE4E5B9
@@ -28,8 +34,8 @@ _MIX_2: Final = 0x94D049BB133111EB
 _MASK: Final = (1 << 64) - 1
 
 _ONE: Final = 0x3F800000  # the bits of float32 1.0
-_KEY_BITS: Final = 30  # which is below 2**30
-DIGIT_BITS: Final = 15  # so a key is two digits
+_NOT_SIGN: Final = 0x7FFFFFFF
+DIGIT_BITS: Final = 15  # a key is below 2**30: two digits
 
 
 def _signed(value: int) -> int:
@@ -63,18 +69,58 @@ def _shift_right(z: Tensor, bits: int) -> Tensor:
     return (z >> bits) & ((1 << (64 - bits)) - 1)  # torch's >> copies the sign bit; the hash needs zeros
 
 
-def random_bits(keys: Tensor, steps: Tensor) -> Tensor:
-    """Return `FRACTION_BITS` random bits for each pair (key, step): a hash, so no state to keep or to order.
+def random_words(keys: Tensor, steps: Tensor) -> Tensor:
+    """Return the two words of 32 random bits from which all noise of each pair (key, step) comes.
 
-    They are the top bits of output number `step` of SplitMix64 seeded with `key`.
+    They are the lower and the upper half of output number `step` of SplitMix64 seeded with `key`: a hash, so
+    there is no state to keep or to order.
 
-    keys, steps: int64 [B]. Returns int64 [B] in [0, 2**31).
+    keys, steps: int64 [B]. Returns int32 [B, 2].
     """
     z = keys + (steps + 1) * _signed(_GOLDEN_GAMMA)
     z = (z ^ _shift_right(z, 30)) * _signed(_MIX_1)
     z = (z ^ _shift_right(z, 27)) * _signed(_MIX_2)
     z = z ^ _shift_right(z, 31)
-    return _shift_right(z, 64 - FRACTION_BITS)
+    return z.unsqueeze(1).view(torch.int32)  # the lower half first, as on every machine that torch runs on
+
+
+def noise_bits(upper: Tensor, lower: Tensor, ids: Tensor) -> Tensor:
+    """Return 31 random bits for each token id: two rounds of multiply and xor-shift over a row's words.
+
+    The shifts copy the sign bit, as int32's do; `x ^ (x >> s)` then maps a number and its complement to the
+    same one, at least 0. So what is left are 31 bits, and they are uniform because `lower` is.
+
+    upper, lower: int32 [B, 1], the row's words; ids: int32 [V]. Returns int32 [B, V] in [0, 2**31).
+    """
+    x = upper ^ ids  # [B, V]
+    shifted = x >> 16  # one tensor for all three shifts: on a CPU a new one costs more than the shift
+    x.bitwise_xor_(shifted).mul_(HASH_1)
+    torch.bitwise_right_shift(x, 15, out=shifted)
+    x.bitwise_xor_(shifted).bitwise_xor_(lower).mul_(HASH_2)
+    torch.bitwise_right_shift(x, 16, out=shifted)
+    return x.bitwise_xor_(shifted)
+
+
+def dither(upper: Tensor) -> Tensor:
+    """Return the fraction in (0, 1) that a row adds to all its `noise_bits`: float32, like int32 `upper`.
+
+    The smallest numbers matter most, since they make the rare tokens win. With the fraction they have all of
+    float32's digits instead of being multiples of 2**-31.
+    """
+    return (((upper >> 9) & ((1 << 23) - 1)).float() + 0.5) * 2.0**-23
+
+
+def negative_exponentials(keys: Tensor, steps: Tensor, ids: Tensor) -> Tensor:
+    """Return -E for each row and token id, where the E are independent and exponentially distributed.
+
+    E = -log(1 - v) for v = (bits + dither) / 2**31, uniform in (0, 1). -log(E) is a Gumbel number between
+    -2.81 and 38.12.
+
+    keys, steps: int64 [B]; ids: int32 [V]. Returns float32 [B, V], below 0.
+    """
+    lower, upper = random_words(keys, steps).split(1, dim=1)  # each [B, 1]
+    bits = noise_bits(upper, lower, ids).float()  # [B, V]
+    return torch.add(dither(upper) * -NOISE_UNIT, bits, alpha=-NOISE_UNIT, out=bits).log1p_()
 
 
 def scale(fraction: Tensor, total: Tensor) -> Tensor:
@@ -116,42 +162,38 @@ def to_integers(weights: Tensor) -> Tensor:
     return (weights * float(1 << WEIGHT_BITS)).long()
 
 
-def truncate(weights: Tensor, integers: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
-    """Return `integers` with 0 for the tokens that top-k, and then top-p of what is left, do not keep.
+def truncate(weights: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
+    """Return `weights` with 0 for the tokens that top-k, and then top-p of what is left, do not keep.
 
     Top-k keeps the k heaviest tokens and those that weigh the same as the k-th. Top-p keeps the heaviest
     tokens up to and including the one with which they reach the fraction p of all, and those that weigh the
     same as it. Source of top-p: Holtzman et al., "The curious case of neural text degeneration", arXiv
     1904.09751.
 
-    weights: float32 [B, V] in [0, 1]; integers: int64 [B, V], the same weights as `to_integers` gives them.
-    top_k: int64 [B, 1], at least 1; top_p: int64 [B, 1], p * 2**31, at least 1. None: no row uses it.
+    weights: float32 [B, V] in [0, 1], or NaN, which is kept. top_k: int64 [B, 1], at least 1; top_p: int64
+    [B, 1], p * 2**31, at least 1. None: no row uses it.
     """
-    # The bits of floats that are not negative sort like the floats; the heaviest token, 1.0, gets key 0. The
-    # clamp is for NaN: nobody uses such a row's result, but its keys become indices.
-    keys = (_ONE - weights.view(torch.int32)).clamp_(0, (1 << _KEY_BITS) - 1)  # [B, V]
+    # The bits of floats that are not negative sort like the floats; the heaviest token, 1.0, gets key 0, and
+    # so does NaN, of either sign.
+    keys = (_ONE - (weights.view(torch.int32) & _NOT_SIGN)).clamp_(min=0)  # [B, V]
     if top_k is not None:
         ones = torch.ones(1, 1, dtype=torch.int64, device=keys.device).expand_as(keys)
-        integers = torch.where(keys <= threshold(keys, ones, top_k), integers, 0)
+        weights = torch.where(keys <= threshold(keys, ones, top_k), weights, 0.0)
     if top_p is not None:
+        integers = to_integers(weights)
         target = scale(top_p, integers.sum(1, keepdim=True))
-        integers = torch.where(keys <= threshold(keys, integers, target), integers, 0)
-    return integers
+        weights = torch.where(keys <= threshold(keys, integers, target), weights, 0.0)
+    return weights
 
 
-def draw(integers: Tensor, bits: Tensor) -> Tensor:
-    """Choose one token a row with probability proportional to its weight, by inverting the cumulative sum.
+def forbid(logits: Tensor, allowed: Tensor) -> Tensor:
+    """Put every token whose bit is not set at minus infinity, in place, and return `logits`.
 
-    Of all tokens laid end to end, each as long as its weight, the one that covers the point bits / 2**31 of
-    the way is chosen. `integers` is overwritten.
-
-    integers: int64 [B, V], at least one above 0 in each row; bits: int64 [B] in [0, 2**31).
-    Returns int64 [B].
+    logits: float32 [B, V]; allowed: int32 [B, ceil(V / 32)], bit i of word w for token 32 * w + i.
     """
-    cumulative = integers.cumsum_(1).contiguous()  # [B, V]
-    point = scale(bits.unsqueeze(1), cumulative[:, -1:]).contiguous()  # [B, 1], below the total
-    token = torch.searchsorted(cumulative, point, right=True).squeeze(1)  # the first with cumulative > point
-    return token.clamp_(max=integers.shape[1] - 1)
+    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+    barred = (allowed.unsqueeze(2) >> bits) & 1 == 0  # [B, words, 32]
+    return logits.masked_fill_(barred.flatten(1)[:, : logits.shape[1]], float("-inf"))
 
 
 def penalize(

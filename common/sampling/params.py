@@ -7,12 +7,17 @@ Names and meanings follow vLLM's `SamplingParams`
 (https://docs.vllm.ai/en/latest/api/vllm/sampling_params.html); the limits of the presence and frequency
 penalties, of `logprobs` and of `logit_bias` are those of the OpenAI API
 (https://platform.openai.com/docs/api-reference/chat/create).
+
+Every number and every length has a limit, since one request must not take memory or time from all others,
+and since the numbers travel to the device in 64 bits at most.
 """
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Final, SupportsFloat, SupportsIndex
 
 from common.errors import UserError, integer
@@ -27,28 +32,56 @@ MAX_LOGPROBS: Final = 20
 MAX_LOGIT_BIAS: Final = 100.0
 SEED_BITS: Final = 64
 
+MAX_INT: Final = (1 << 31) - 1
+"""Largest max_tokens, min_tokens, top_k and token id: far above any context and any vocabulary."""
+
+MAX_N: Final = 128
+"""Most completions of one prompt: each is a request of its own, made at once."""
+
+MAX_STOPS: Final = 64
+"""Most stop strings: each is looked for in every new piece of text."""
+
+MAX_STOP_CHARACTERS: Final = 1024
+"""Longest stop string: so much text may be held back."""
+
+MAX_STOP_TOKEN_IDS: Final = 1024
+"""Most stop tokens: with min_tokens each is an edit of the logits in every step."""
+
+MAX_BIASED_TOKENS: Final = 1024
+"""Most entries of logit_bias: each is an edit of the logits in every step."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:
     """The settings of one request. Construction raises `UserError` for a value outside its limits.
 
-    max_tokens: most tokens to generate; 0 gives an empty completion that finishes with "length".
-    min_tokens: this many tokens are generated before an end-of-sequence token, a stop token or a stop string
-        may end the request.
-    temperature: 0 (in fact anything below `GREEDY_BELOW`) is greedy: the most likely token, exactly.
-    top_k: keep the k most likely tokens; 0 or -1 keeps all.
+    max_tokens: most tokens to generate, up to `MAX_INT`; 0 gives an empty completion that finishes with
+        "length".
+    min_tokens: this many tokens, at most max_tokens, are generated before an end-of-sequence token, a stop
+        token or a stop string may end the request.
+    temperature: 0 (in fact anything below `GREEDY_BELOW`) is greedy: the most likely token, exactly. At most
+        `MAX_TEMPERATURE`.
+    top_k: keep the k most likely tokens; 0 or -1 keeps all. At most `MAX_INT`.
     top_p: keep the most likely tokens until their probabilities reach p; the token that crosses p is kept.
-    min_p: keep the tokens at least min_p times as likely as the most likely one.
-    repetition_penalty: above 1 makes every token of the prompt and of the output so far less likely.
-    presence_penalty: subtracted from the logit of every token that stands in the output.
-    frequency_penalty: subtracted once for each time the token stands in the output.
+        Above 0, at most 1.
+    min_p: keep the tokens at least min_p times as likely as the most likely one. 0 to 1.
+    repetition_penalty: above 1 makes every token of the prompt and of the output so far less likely. Above
+        0, at most `MAX_REPETITION_PENALTY`.
+    presence_penalty: subtracted from the logit of every token that stands in the output. At most
+        `MAX_PENALTY`, at least its negative.
+    frequency_penalty: subtracted once for each time the token stands in the output; limits as above.
     seed: the same seed gives the same tokens, whatever else runs beside the request; None draws a fresh one.
-    stop: the text ends before the first of these strings to be completed.
-    stop_token_ids: tokens that end the request, besides the model's end-of-sequence tokens.
+        A signed or an unsigned number of `SEED_BITS` bits.
+    stop: the text ends before the first of these strings to be completed. At most `MAX_STOPS`, of 1 to
+        `MAX_STOP_CHARACTERS` characters each.
+    stop_token_ids: tokens that end the request, besides the model's end-of-sequence tokens. At most
+        `MAX_STOP_TOKEN_IDS`, each 0 to `MAX_INT`.
     ignore_eos: an end-of-sequence token is a token like any other (for benchmarks).
-    logprobs: None, or report the log-probability of each chosen token and of this many most likely tokens.
-    logit_bias: added to the logits of these token ids.
-    n: completions for each prompt.
+    logprobs: None, or report the log-probability of each chosen token and of this many most likely tokens,
+        at most `MAX_LOGPROBS`.
+    logit_bias: added to the logits of these token ids. At most `MAX_BIASED_TOKENS` of ids 0 to `MAX_INT`,
+        each bias at most `MAX_LOGIT_BIAS` and at least its negative.
+    n: completions for each prompt, 1 to `MAX_N`.
     """
 
     max_tokens: int = 128
@@ -70,13 +103,13 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         put = self._put
-        put("max_tokens", integer("max_tokens", self.max_tokens, low=0))
-        put("min_tokens", integer("min_tokens", self.min_tokens, low=0))
+        put("max_tokens", integer("max_tokens", self.max_tokens, low=0, high=MAX_INT))
+        put("min_tokens", integer("min_tokens", self.min_tokens, low=0, high=MAX_INT))
         if self.min_tokens > self.max_tokens:
             limit = f"at most max_tokens, {self.max_tokens}"
             raise UserError(f"min_tokens is {self.min_tokens}, but must be {limit}")
         put("temperature", _number("temperature", self.temperature, low=0.0, high=MAX_TEMPERATURE))
-        top_k = integer("top_k", self.top_k, low=-1)
+        top_k = integer("top_k", self.top_k, low=-1, high=MAX_INT)
         put("top_k", max(top_k, 0))
         put("top_p", _number("top_p", self.top_p, low=0.0, high=1.0, above_low=True))
         put("min_p", _number("min_p", self.min_p, low=0.0, high=1.0))
@@ -95,7 +128,7 @@ class SamplingParams:
         if self.logprobs is not None:
             put("logprobs", integer("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS))
         put("logit_bias", _logit_bias(self.logit_bias))
-        put("n", integer("n", self.n, low=1))
+        put("n", integer("n", self.n, low=1, high=MAX_N))
 
     def _put(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # the dataclass is frozen for everybody else
@@ -132,35 +165,48 @@ def _number(name: str, value: SupportsFloat, *, low: float, high: float, above_l
     return number
 
 
-def _items(name: str, value: Iterable[Any], what: str) -> tuple[Any, ...]:
+def _items(name: str, value: Iterable[Any], what: str, most: int) -> tuple[Any, ...]:
+    """Return what `value` yields, of which no more is taken than it takes to see that it is too much."""
     try:
-        return tuple(value)
+        items = tuple(islice(value, most + 1))
     except TypeError:
-        raise UserError(f"{name} is {value!r}, but must be a list of {what}") from None
+        raise UserError(f"{name} is {reprlib.repr(value)}, but must be a list of {what}") from None
+    if len(items) > most:
+        raise UserError(f"{name} is a list of more than {most} {what}, but must have at most {most}")
+    return items
 
 
 def _stop_strings(value: Iterable[str]) -> tuple[str, ...]:
     if isinstance(value, str):  # one string; taken as an iterable it would be a list of characters
         value = (value,)
-    strings = _items("stop", value, "strings")
+    strings = _items("stop", value, "strings", MAX_STOPS)
     for string in strings:
         if not isinstance(string, str):
-            raise UserError(f"stop holds {string!r}, but must hold only strings")
+            raise UserError(f"stop holds {reprlib.repr(string)}, but must hold only strings")
         if not string:
             raise UserError("stop holds '', but each string must have at least 1 character")
+        if len(string) > MAX_STOP_CHARACTERS:
+            limit = f"at most {MAX_STOP_CHARACTERS}"
+            raise UserError(
+                f"stop holds {reprlib.repr(string)} of {len(string)} characters, but each must have {limit}"
+            )
     return strings
 
 
 def _token_ids(value: Iterable[SupportsIndex]) -> tuple[int, ...]:
     name = "stop_token_ids"
-    return tuple(integer(name, item, low=0) for item in _items(name, value, "token ids"))
+    items = _items(name, value, "token ids", MAX_STOP_TOKEN_IDS)
+    return tuple(integer(name, item, low=0, high=MAX_INT) for item in items)
 
 
 def _logit_bias(value: Mapping[int, float]) -> dict[int, float]:
     if not isinstance(value, Mapping):
-        raise UserError(f"logit_bias is {value!r}, but must map token ids to numbers")
+        raise UserError(f"logit_bias is {reprlib.repr(value)}, but must map token ids to numbers")
+    if len(value) > MAX_BIASED_TOKENS:
+        limit = f"at most {MAX_BIASED_TOKENS}"
+        raise UserError(f"logit_bias is a map of {len(value)} token ids, but must have {limit}")
     checked: dict[int, float] = {}
     for key, bias in value.items():
-        token = integer("a token id in logit_bias", key, low=0)
+        token = integer("a token id in logit_bias", key, low=0, high=MAX_INT)
         checked[token] = _number(f"logit_bias[{token}]", bias, low=-MAX_LOGIT_BIAS, high=MAX_LOGIT_BIAS)
     return checked

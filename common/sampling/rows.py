@@ -19,6 +19,12 @@ from common.sampling.params import SamplingParams
 
 MAX_VOCAB: Final = 1 << 21  # so that the integer weights of a row add up to less than 2**62
 
+FEW_EDITS: Final = 16
+"""Rows with more edits than this are edited apart from the others; no array of edits is narrower."""
+
+MOST_EDITS: Final = 4 * 1024
+"""Edits of a row at most: `MAX_BIASED_TOKENS`, `MAX_STOP_TOKEN_IDS`, and a model's end-of-sequence tokens."""
+
 # The columns of the two tables of settings, `floats` and `ints`.
 TEMPERATURE, MIN_P, REPETITION, PRESENCE, FREQUENCY = range(5)
 KEY, TOP_K, TOP_P = range(3)
@@ -37,19 +43,36 @@ class Feature(enum.IntFlag):
     TOP_P = enum.auto()
 
 
-TRUNCATION: Final = Feature.TOP_K | Feature.TOP_P
+RADIX: Final = Feature.TOP_K | Feature.TOP_P
+"""What takes a selection by radix."""
+TRUNCATION: Final = RADIX | Feature.MIN_P
+"""What excludes tokens before the draw."""
+
+Places = slice | Tensor
+"""Where some rows stand in the batch; int64 on the device unless they are neighbours."""
 
 
 class Draw(NamedTuple):
-    """Some rows for which tokens are drawn together.
+    """Some rows for which tokens are chosen together.
 
-    places: where they stand in the batch; int64 on the device unless they are neighbours.
-    features: the union over these rows. Rows with top-k or top-p, which are much more work, are drawn apart
-        from those without.
+    places: where they stand in the batch.
+    features: the union over these rows. Greedy rows, random ones, and those with top-k or top-p, which are
+        much more work, are kept apart.
     """
 
-    places: slice | Tensor
+    places: Places
     features: Feature
+
+
+class Edits(NamedTuple):
+    """Some rows whose logits are edited together: those with few edits apart from those with many.
+
+    places: where they stand in the batch.
+    width: the most edits that one of them has; None: as many as the arrays hold.
+    """
+
+    places: Places
+    width: int | None
 
 
 @dataclass(frozen=True)
@@ -57,31 +80,63 @@ class Plan:
     """What one batch needs, decided on the host from the host's copies; sampling branches on nothing else.
 
     features: the union over the rows of the batch.
-    draws: the random part of the batch; empty when all rows are greedy.
+    draws: all places of the batch, cut into parts; empty when all rows are greedy.
     wanted: for each place in the batch how many top log-probabilities were asked for, -1 where no
         log-probabilities were; None when no row asked for any.
+    edits: the rows with `logit_bias` or `min_tokens`.
+    penalties: the places of the rows with penalties, some at a time.
     """
 
     features: Feature
     draws: tuple[Draw, ...]
     wanted: tuple[int, ...] | None
+    edits: tuple[Edits, ...] = ()
+    penalties: tuple[Places, ...] = ()
 
     def for_any_rows(self) -> Plan:
-        """Return a plan with the same features that draws for the whole batch at once, whoever is in it.
+        """Return a plan with the same features that takes the whole batch at once, whoever is in it.
 
         It may be captured in a CUDA graph and serves every batch whose plan has no other features.
         """
-        draws = (Draw(slice(None), self.features),) if Feature.RANDOM in self.features else ()
-        return Plan(self.features, draws, self.wanted)
+        everywhere = slice(None)
+        return Plan(
+            self.features,
+            (Draw(everywhere, self.features),) if Feature.RANDOM in self.features else (),
+            self.wanted,
+            (Edits(everywhere, None),) if Feature.EDITS in self.features else (),
+            (everywhere,) if Feature.PENALTIES in self.features else (),
+        )
+
+
+class _RowEdits(NamedTuple):
+    """One row's sparse additions to the logits, on the host: token ids, values, first steps without them."""
+
+    ids: NDArray[np.int64]
+    values: NDArray[np.float32]
+    until: NDArray[np.int64]
+
+
+def _power_of_2(number: int) -> int:
+    """Return the smallest power of two that is at least `number`."""
+    return 1 << (number - 1).bit_length()
+
+
+def most_edits(vocab_size: int) -> int:
+    """Return the most edits that the arrays hold for one row."""
+    return min(MOST_EDITS, _power_of_2(max(FEW_EDITS, 2 * vocab_size)))
 
 
 class SamplerRows:
     """Settings and token counts of `rows` requests: arrays [rows, ...] on the device, host's copies beside.
 
-    `set_row` and `clear_row` touch the host's copies only; `plan` sends what has changed, in a few copies
-    however many rows that is. The arrays on the device are updated in place, so a CUDA graph may read them.
-    Those for edits and penalties are made when a request first needs them, and those for edits grow: a
-    captured graph must not use these features, or must be captured again once `plan` has made or grown them.
+    `set_row` touches the host's copies only; `plan` sends what has changed, in a few copies however many
+    rows that is (and a few more for each with penalties). The arrays on the device are updated in place, so a
+    CUDA graph may read them. Those for edits and penalties are made when a request first needs them, and
+    those for edits grow and shrink: a captured graph must not use these features, or must be captured again
+    once `plan` has made them anew.
+
+    What one request leaves to all others: the penalties' arrays stay once they are made, and those for edits
+    are as wide as the row with the most edits needs. A step pays for neither unless its own rows use them.
     """
 
     def __init__(
@@ -95,11 +150,9 @@ class SamplerRows:
             raise UserError(f"vocab_size is {vocab_size}, but must be at most {MAX_VOCAB} to be sampled from")
         self.rows, self.vocab_size, self.device = rows, vocab_size, torch.device(device)
         self._seeds = random.Random(seed)
-        # Rows to draw for at once. The temporary tensors are several times as large as the logits: two rows
-        # of 49,152 fit a CPU's cache, where 16 rows took three to five times as long a row, and on a GPU
-        # this saves memory.
-        elements = 1 << (17 if self.device.type == "cpu" else 25)
-        self._at_once = max(1, elements // max(vocab_size, 1 << ops.DIGIT_BITS))
+        self._at_once = self.at_once(vocab_size, self.device)
+        # Selection by radix has its histograms, too.
+        self._radix_at_once = self.at_once(max(vocab_size, 1 << ops.DIGIT_BITS), self.device)
         self._features = np.zeros(rows, dtype=np.int64)
         self._wanted = np.full(rows, -1, dtype=np.int64)
         self._floats = np.zeros((rows, 5), dtype=np.float32)
@@ -109,7 +162,8 @@ class SamplerRows:
         self.ints = torch.from_numpy(self._ints).to(self.device, copy=True)  # [rows, 3]
         # Edits are sparse additions to the logits, (token id, value, first step without it): E for each row,
         # where a row has fewer the others add 0 to token 0.
-        self._edits: dict[int, list[tuple[int, float, int]]] = {}
+        self._edits: dict[int, _RowEdits] = {}
+        self._edit_counts = np.zeros(rows, dtype=np.int64)
         self.edit_ids = torch.zeros(rows, 0, dtype=torch.int64, device=self.device)  # [rows, E]
         self.edit_values = torch.zeros(rows, 0, dtype=torch.float32, device=self.device)
         self.edit_until = torch.zeros(rows, 0, dtype=torch.int64, device=self.device)
@@ -118,14 +172,31 @@ class SamplerRows:
         self.in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=self.device)  # later [rows, V]
         self.counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=self.device)  # later [rows, V]
         self._changed: set[int] = set()
+        self.ids = torch.arange(vocab_size, dtype=torch.int32, device=self.device)  # [V]
+
+    @staticmethod
+    def at_once(vocab_size: int, device: torch.device) -> int:
+        """Return for how many rows the steps with large temporary tensors are done at once.
+
+        These tensors are several times as large as the logits: two rows of 49,152 fit a CPU's cache, where
+        16 rows took three to five times as long a row, and on a GPU this saves memory: 8 million logits fill
+        it, and take 0.4 GB.
+        """
+        elements = 1 << (17 if device.type == "cpu" else 23)
+        return max(1, elements // vocab_size)
+
+    @staticmethod
+    def persistent_bytes(rows: int, vocab_size: int) -> int:
+        """Return the most bytes that the arrays of so many rows ever take on the device.
+
+        Settings, token ids, edits of the largest width, and the penalties' arrays.
+        """
+        settings = rows * (5 * 4 + 3 * 8) + 4 * vocab_size
+        return settings + rows * most_edits(vocab_size) * (8 + 4 + 8) + rows * vocab_size * (1 + 4)
 
     def new_seed(self) -> int:
         """Draw a seed of 64 bits."""
         return self._seeds.getrandbits(64)
-
-    def penalty_bytes(self) -> int:
-        """Return how many bytes the penalties' arrays take on the device once a request uses a penalty."""
-        return self.rows * self.vocab_size * (self.in_prompt.element_size() + self.counts.element_size())
 
     def set_row(
         self,
@@ -151,7 +222,7 @@ class SamplerRows:
         if seed is None:
             seed = self.new_seed()
         edits = self._edits_of(params, eos_ids)
-        features = self._features_of(params, edits=bool(edits))
+        features = self._features_of(params, edits=len(edits.ids) > 0)
         one, top_k = 1 << ops.FRACTION_BITS, params.top_k if Feature.TOP_K in features else self.vocab_size
         self._features[row] = features
         self._wanted[row] = -1 if params.logprobs is None else params.logprobs
@@ -161,17 +232,14 @@ class SamplerRows:
         self._floats[row, PRESENCE] = params.presence_penalty
         self._floats[row, FREQUENCY] = params.frequency_penalty
         self._ints[row] = ops.stream_key(seed), top_k, max(1, round(params.top_p * one))
-        if edits or row in self._edits:
+        if len(edits.ids) or row in self._edits:
             self._edits[row] = edits
+        self._edit_counts[row] = len(edits.ids)
         self._history.pop(row, None)
         if params.penalized:
             self._history[row] = np.array(prompt_ids, dtype=np.int64), np.array(output_ids, dtype=np.int64)
         self._changed.add(row)
         return seed
-
-    def clear_row(self, row: int) -> None:
-        """Make a row that no request has greedy again, so that it may pad a batch at no cost."""
-        self.set_row(row, SamplingParams(), seed=0)
 
     def plan(self, rows_host: Sequence[int]) -> Plan:
         """Send changed settings to the device and return what a batch of these rows needs. Never waits."""
@@ -181,19 +249,41 @@ class SamplerRows:
         features = self._features[rows]
         union = Feature(int(np.bitwise_or.reduce(features, initial=0)))
         wanted = self._wanted[rows]
-        draws = tuple(self._draws(features)) if Feature.RANDOM in union else ()
-        return Plan(union, draws, tuple(wanted.tolist()) if (wanted >= 0).any() else None)
+        return Plan(
+            union,
+            tuple(self._draws(features)) if Feature.RANDOM in union else (),
+            tuple(wanted.tolist()) if (wanted >= 0).any() else None,
+            tuple(self._edited(self._edit_counts[rows])) if Feature.EDITS in union else (),
+            tuple(self._penalized(features)) if Feature.PENALTIES in union else (),
+        )
 
     def _draws(self, features: NDArray[np.int64]) -> Iterator[Draw]:
-        random, truncated = features & int(Feature.RANDOM) != 0, features & int(TRUNCATION) != 0
-        for chosen in (random & ~truncated, truncated):
-            places = np.flatnonzero(chosen)
-            for first in range(0, len(places), self._at_once):
-                part = places[first : first + self._at_once]
-                begin, end = int(part[0]), int(part[-1]) + 1
-                neighbours = end - begin == len(part)
-                where = slice(begin, end) if neighbours else self._upload(part)
-                yield Draw(where, Feature(int(np.bitwise_or.reduce(features[part]))))
+        random, radix = features & int(Feature.RANDOM) != 0, features & int(RADIX) != 0
+        for chosen, at_once in (
+            (~random, self._at_once),
+            (random & ~radix, self._at_once),
+            (radix, self._radix_at_once),
+        ):
+            for part, places in self._parts(chosen, at_once):
+                yield Draw(places, Feature(int(np.bitwise_or.reduce(features[part]))))
+
+    def _edited(self, counts: NDArray[np.int64]) -> Iterator[Edits]:
+        for chosen in ((counts > 0) & (counts <= FEW_EDITS), counts > FEW_EDITS):
+            for part, places in self._parts(chosen, self._at_once):
+                yield Edits(places, int(counts[part].max()))
+
+    def _penalized(self, features: NDArray[np.int64]) -> Iterator[Places]:
+        for _, places in self._parts(features & int(Feature.PENALTIES) != 0, self._at_once):
+            yield places
+
+    def _parts(self, chosen: NDArray[np.bool_], at_once: int) -> Iterator[tuple[NDArray[np.int64], Places]]:
+        """Yield the chosen places of the batch, `at_once` at a time, on the host and for the device."""
+        places = np.flatnonzero(chosen)
+        for first in range(0, len(places), at_once):
+            part = places[first : first + at_once]
+            begin, end = int(part[0]), int(part[-1]) + 1
+            neighbours = end - begin == len(part)
+            yield part, slice(begin, end) if neighbours else self._upload(part)
 
     def _features_of(self, params: SamplingParams, *, edits: bool) -> Feature:
         features = Feature(0)
@@ -210,14 +300,18 @@ class SamplerRows:
             features |= Feature.PENALTIES
         return features | Feature.EDITS if edits else features
 
-    def _edits_of(self, params: SamplingParams, eos_ids: Collection[int]) -> list[tuple[int, float, int]]:
-        edits = [(token, bias, _FOREVER) for token, bias in params.logit_bias.items()]
+    def _edits_of(self, params: SamplingParams, eos_ids: Collection[int]) -> _RowEdits:
+        bias = params.logit_bias
+        held_back: list[int] = []
         if params.min_tokens > 0:
-            held_back = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
+            ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
             # An id that the vocabulary does not have cannot be chosen anyway.
-            known = sorted(token for token in held_back if token < self.vocab_size)
-            edits += [(token, float("-inf"), params.min_tokens) for token in known]
-        return edits
+            held_back = sorted(token for token in ids if token < self.vocab_size)
+        return _RowEdits(
+            np.array([*bias.keys(), *held_back], dtype=np.int64),
+            np.array([*bias.values(), *[float("-inf")] * len(held_back)], dtype=np.float32),
+            np.array([_FOREVER] * len(bias) + [params.min_tokens] * len(held_back), dtype=np.int64),
+        )
 
     @torch.inference_mode()
     def _send(self) -> None:
@@ -232,19 +326,19 @@ class SamplerRows:
             self._send_history()
 
     def _send_edits(self, rows: NDArray[np.int64]) -> None:
-        width = max(len(edits) for edits in self._edits.values())
-        if width > self.edit_ids.shape[1]:
-            width = 1 << (width - 1).bit_length()  # doubling: seldom made anew
-            rows = np.arange(self.rows)
+        width, need = self.edit_ids.shape[1], _power_of_2(max(FEW_EDITS, int(self._edit_counts.max())))
+        # Doubled or more, or a quarter or less: seldom made anew, whatever comes and goes.
+        if need > width or 4 * need <= width:
+            width, rows = need, np.arange(self.rows)
             self.edit_ids = torch.zeros(self.rows, width, dtype=torch.int64, device=self.device)
             self.edit_values = torch.zeros(self.rows, width, dtype=torch.float32, device=self.device)
             self.edit_until = torch.zeros(self.rows, width, dtype=torch.int64, device=self.device)
-        shape = (len(rows), self.edit_ids.shape[1])
-        ids, until = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-        values = np.zeros(shape, dtype=np.float32)
+        ids, until = np.zeros((len(rows), width), np.int64), np.zeros((len(rows), width), np.int64)
+        values = np.zeros((len(rows), width), np.float32)
         for line, row in enumerate(rows.tolist()):
-            for column, edit in enumerate(self._edits.get(row, ())):
-                ids[line, column], values[line, column], until[line, column] = edit
+            if row in self._edits:
+                count = self._edit_counts[row]
+                ids[line, :count], values[line, :count], until[line, :count] = self._edits[row]
         at = self._upload(rows)
         self.edit_ids[at] = self._upload(ids)
         self.edit_values[at] = self._upload(values)
@@ -254,16 +348,11 @@ class SamplerRows:
         if len(self.counts) == 0:
             self.in_prompt = torch.zeros(self.rows, self.vocab_size, dtype=torch.bool, device=self.device)
             self.counts = torch.zeros(self.rows, self.vocab_size, dtype=torch.int32, device=self.device)
-        rows = self._upload(np.array(list(self._history), dtype=np.int64))
-        self.in_prompt[rows] = False
-        self.counts[rows] = 0
-        starts = [row * self.vocab_size for row in self._history]  # of each row in the arrays laid flat
-        pairs = list(zip(starts, self._history.values(), strict=True))
-        prompt = self._upload(np.concatenate([start + prompt for start, (prompt, _) in pairs]))
-        output = self._upload(np.concatenate([start + output for start, (_, output) in pairs]))
+        for row, (prompt, output) in self._history.items():
+            self.in_prompt[row].zero_()[self._upload(prompt)] = True
+            tokens = self._upload(output)
+            self.counts[row].zero_().scatter_add_(0, tokens, torch.ones_like(tokens, dtype=torch.int32))
         self._history.clear()
-        self.in_prompt.view(-1)[prompt] = True
-        self.counts.view(-1).scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))
 
     def _upload(self, array: NDArray[Any]) -> Tensor:
         """Copy to the device without waiting for its queued work; on CUDA that takes pinned memory."""

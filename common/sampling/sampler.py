@@ -5,6 +5,7 @@ docs/sampling.md tells what happens to a row of logits, in which order and why.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,16 +19,18 @@ from common.sampling.rows import (
     KEY,
     MIN_P,
     PRESENCE,
+    RADIX,
     REPETITION,
     TEMPERATURE,
     TOP_K,
     TOP_P,
-    TRUNCATION,
-    Draw,
     Feature,
     Plan,
     SamplerRows,
+    most_edits,
 )
+
+_LARGEST = torch.finfo(torch.float32).max
 
 __all__ = ["Feature", "HostSampled", "Plan", "Sampled", "Sampler"]
 
@@ -96,6 +99,23 @@ class Sampler(SamplerRows):
     The token of a row depends on its logits, its settings and its own past, and on nothing else in the batch.
     """
 
+    @classmethod
+    def scratch_bytes(cls, batch: int, vocab_size: int, device: torch.device) -> int:
+        """Return the most bytes of temporary tensors that choosing tokens for so many places takes at a time.
+
+        That is a copy of the logits to edit, and the widest moment of one part of the batch: selection by
+        radix (48 bytes a logit and a histogram), penalties or a draw (20), or edits. The logits themselves
+        are not in it, and neither is a prompt that comes with penalties (12 bytes a token, one at a time).
+        """
+
+        def at_once(size: int) -> int:
+            return min(batch, cls.at_once(size, device))
+
+        bins = 1 << ops.DIGIT_BITS
+        radix = at_once(max(vocab_size, bins)) * (48 * vocab_size + 8 * bins)
+        others = at_once(vocab_size) * max(20 * vocab_size, 4 * vocab_size + 32 * most_edits(vocab_size))
+        return 4 * batch * vocab_size + max(radix, others) + 512 * batch
+
     @torch.inference_mode()
     def sample(
         self,
@@ -111,15 +131,22 @@ class Sampler(SamplerRows):
         With a plan given, this only queues work for the device. With `plan.for_any_rows()` a CUDA graph can
         capture it.
 
+        A row may stand at several places with different steps (several positions of one request): each place
+        is chosen with its own step. The penalties do not know an order among them: each place sees the counts
+        from before the call, and all of them are counted.
+
         logits: float32 [B, V]; left as they are.
         rows: int64 [B] on the device, the row of the request at each place in the batch.
         rows_host: the same on the host, for the plan.
         steps: int64 [B] on the device, how many tokens each request has generated before this one.
         plan: `plan(rows_host)`; made here if missing.
+        allowed: int32 [B, ceil(V / 32)] on the device; bit i of word w says that token 32 * w + i may be
+            chosen. A place without any bit is the caller's defect: it gets some token that is not allowed.
+            None: every token may be chosen.
         """
         if plan is None:
             plan = self.plan(rows_host)
-        adjusted = self._adjust(logits, rows, steps, plan)
+        adjusted = self._adjust(logits, rows, steps, plan, allowed)
         tokens = self.choose(adjusted, rows, steps, plan)
         if Feature.PENALTIES in plan.features:
             # Rows without penalties are counted too; nothing reads their counts.
@@ -127,57 +154,81 @@ class Sampler(SamplerRows):
             self.counts.view(-1).scatter_add_(0, place, torch.ones_like(place, dtype=torch.int32))
         if plan.wanted is None:
             return Sampled(tokens)
-        return Sampled(tokens, *ops.raw_logprobs(logits, tokens, max(plan.wanted)), plan.wanted)
+        return Sampled(tokens, *self._logprobs(logits, tokens, max(plan.wanted)), plan.wanted)
+
+    def _logprobs(
+        self, logits: Tensor, tokens: Tensor, top: int
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """`ops.raw_logprobs`, a few rows at a time."""
+        parts = zip(logits.split(self._at_once), tokens.split(self._at_once), strict=True)
+        chosen, ids, values = zip(*[ops.raw_logprobs(*part, top) for part in parts], strict=True)
+        return torch.cat(chosen), torch.cat(ids) if top else None, torch.cat(values) if top else None
 
     def choose(self, logits: Tensor, rows: Tensor, steps: Tensor, plan: Plan) -> Tensor:
         """Return one token for each row of the adjusted `logits [B, V]`: `[B]` int64.
 
         Where it is done by kernels, the tokens have to be the same.
         """
-        best = logits.argmax(1)  # of equals the first
-        return self._draw(logits, best, rows, steps, plan.draws) if plan.draws else best
-
-    def _adjust(self, logits: Tensor, rows: Tensor, steps: Tensor, plan: Plan) -> Tensor:
-        """Return the logits after bias, min_tokens and penalties; a copy where any row needs them."""
-        if not plan.features & (Feature.EDITS | Feature.PENALTIES):
-            return logits
-        logits = logits.clone()
-        if Feature.EDITS in plan.features:
-            active = steps.unsqueeze(1) < self.edit_until[rows]  # [B, E]
-            logits.scatter_add_(1, self.edit_ids[rows], torch.where(active, self.edit_values[rows], 0.0))
-        if Feature.PENALTIES in plan.features:
-            floats = self.floats[rows].unsqueeze(2)  # [B, 5, 1]
-            penalties = floats[:, REPETITION], floats[:, PRESENCE], floats[:, FREQUENCY]  # each [B, 1]
-            ops.penalize(logits, self.in_prompt[rows], self.counts[rows], *penalties)
-        return logits
-
-    def _draw(
-        self, logits: Tensor, best: Tensor, rows: Tensor, steps: Tensor, draws: Sequence[Draw]
-    ) -> Tensor:
-        """Return `best` with a random token in its place for each row that has a temperature."""
-        tokens = best.clone()
-        for places, features in draws:
-            at = rows[places]
-            tokens[places] = self._draw_some(logits[places], best[places], at, steps[places], features)
+        if not plan.draws:
+            return logits.argmax(1)  # of equals the first
+        tokens = torch.empty_like(rows)
+        for places, features in plan.draws:
+            some = logits[places]
+            if Feature.RANDOM in features:
+                tokens[places] = self.draw(some, rows[places], steps[places], features)
+            else:
+                tokens[places] = some.argmax(1)
         return tokens
 
-    def _draw_some(
-        self, logits: Tensor, best: Tensor, rows: Tensor, steps: Tensor, features: Feature
-    ) -> Tensor:
+    def draw(self, logits: Tensor, rows: Tensor, steps: Tensor, features: Feature) -> Tensor:
+        """Return a random token for each row that has a temperature, and the argmax for others: `[B]` int64.
+
+        Of the Gumbel-max trick's argmax of logit / temperature - log(E) this is the exponential: the largest
+        weight / E, or -E / weight, which is minus infinity for a weight of 0.
+        """
+        weights = self.weigh(logits, rows, features)  # [B, V]
+        noise = ops.negative_exponentials(self.ints[rows, KEY], steps, self.ids)  # [B, V]
+        return noise.div_(weights).max(1).indices  # of equals the first, and NaN is the largest
+
+    def weigh(self, logits: Tensor, rows: Tensor, features: Feature) -> Tensor:
+        """Return exp((logit - largest) / temperature), or 0 where truncation excludes a token: `[B, V]`.
+
+        NaN says that a token wins without a draw, the first of several: the largest logit of a greedy row
+        (which a plan for any rows brings here), and logits that are NaN or infinite.
+        """
         floats, ints = self.floats[rows], self.ints[rows]
-        temperature = floats[:, TEMPERATURE, None]  # [B, 1]
-        largest = logits.gather(1, best.unsqueeze(1))  # [B, 1]
-        # Subtract first: then a small temperature divides differences, all at most 0, and nothing overflows.
-        weights = (logits - largest).div_(temperature).exp_()  # [B, V] in [0, 1]
-        integers = ops.to_integers(weights)  # [B, V]
+        # Where a logit is NaN it alone shall stay NaN.
+        largest = logits.amax(1, keepdim=True).nan_to_num_(_LARGEST, math.inf, -math.inf)  # [B, 1]
+        # Subtract first: then a small temperature scales differences, all at most 0, and nothing overflows.
+        # The reciprocal of temperature 0 is infinite: the largest becomes NaN, and the others' weights 0.
+        weights = (logits - largest).mul_(floats[:, TEMPERATURE, None].reciprocal()).exp_()  # [B, V]
         if Feature.MIN_P in features:
-            integers = torch.where(weights >= floats[:, MIN_P, None], integers, 0)
-        if features & TRUNCATION:
+            weights = torch.where(weights < floats[:, MIN_P, None], 0.0, weights)
+        if features & RADIX:
             top_k = ints[:, TOP_K, None] if Feature.TOP_K in features else None
             top_p = ints[:, TOP_P, None] if Feature.TOP_P in features else None
-            integers = ops.truncate(weights, integers, top_k, top_p)
-        drawn = ops.draw(integers, ops.random_bits(ints[:, KEY], steps))
-        # What was drawn means nothing where the largest logit is NaN or infinite, or the temperature is 0 (a
-        # plan for any rows brings greedy ones here too); the argmax is always a token.
-        usable = (temperature > 0) & largest.isfinite()
-        return torch.where(usable.squeeze(1), drawn, best)
+            weights = ops.truncate(weights, top_k, top_p)
+        return weights
+
+    def _adjust(
+        self, logits: Tensor, rows: Tensor, steps: Tensor, plan: Plan, allowed: Tensor | None
+    ) -> Tensor:
+        """Return the logits after mask, bias, min_tokens and penalties; a copy where any row needs them."""
+        if allowed is None and not plan.features & (Feature.EDITS | Feature.PENALTIES):
+            return logits
+        logits = logits.clone()
+        if allowed is not None:
+            for first in range(0, len(logits), self._at_once):
+                some = slice(first, first + self._at_once)
+                ops.forbid(logits[some], allowed[some])
+        for places, width in plan.edits:
+            at, some = rows[places], logits[places]
+            active = steps[places].unsqueeze(1) < self.edit_until[at, :width]  # [B, E]
+            values = torch.where(active, self.edit_values[at, :width], 0.0)
+            logits[places] = some.scatter_add_(1, self.edit_ids[at, :width], values)
+        for places in plan.penalties:
+            at, some = rows[places], logits[places]
+            floats = self.floats[at].unsqueeze(2)  # [B, 5, 1]
+            penalties = floats[:, REPETITION], floats[:, PRESENCE], floats[:, FREQUENCY]  # each [B, 1]
+            logits[places] = ops.penalize(some, self.in_prompt[at], self.counts[at], *penalties)
+        return logits

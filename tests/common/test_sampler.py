@@ -12,11 +12,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from common.errors import UserError
 from common.sampling import ops
-from common.sampling.params import SamplingParams
+from common.sampling.params import MAX_BIASED_TOKENS, MAX_STOP_TOKEN_IDS, SamplingParams
 from common.sampling.sampler import Feature, Plan, Sampled, Sampler
 
 Floats = NDArray[np.float64]
@@ -37,10 +39,23 @@ def splitmix64_stream(seed: int, count: int) -> list[int]:
     return outputs
 
 
-def uniform(seed: int, step: int) -> float:
-    """The number in [0, 1) that a request with this seed draws at this step."""
+def gumbel(seed: int, step: int, count: int) -> Floats:
+    """The noise of a request with this seed at this step for tokens 0 to count - 1, from its definition."""
     key = splitmix64_stream(seed % 2**64, 1)[0]
-    return (splitmix64_stream(key, step + 1)[step] >> 33) / 2**31
+    word = splitmix64_stream(key, step + 1)[step]
+    lower, upper = word % 2**32, word >> 32
+
+    def fold(x: int, bits: int) -> int:
+        signed = x - 2**32 if x >> 31 else x
+        return x ^ (signed >> bits) % 2**32
+
+    noise = []
+    for token in range(count):
+        x = fold(upper ^ token, 16) * 0x7FEB352D % 2**32
+        x = (fold(x, 15) ^ lower) * 0x846CA68B % 2**32
+        v = (fold(x, 16) + ((upper >> 9) + 0.5) / 2**23 % 1) * (1 - 2**-24) / 2**31
+        noise.append(-math.log(-math.log1p(-v)))
+    return np.array(noise)
 
 
 def reference(
@@ -168,11 +183,88 @@ def test_splitmix64_is_the_published_one() -> None:
     assert ops.splitmix64(1234567) == known[0]
 
 
-def test_random_bits_are_the_stream_of_the_key() -> None:
+def test_random_words_are_the_halves_of_the_stream_of_the_key() -> None:
     for key in (0, 1, 1234567, (1 << 63) - 1, -1, -(1 << 63)):
-        expected = [output >> 33 for output in splitmix64_stream(key % 2**64, 50)]
-        bits = ops.random_bits(torch.full((50,), key), torch.arange(50))
-        assert bits.tolist() == expected
+        expected = splitmix64_stream(key % 2**64, 50)
+        words = ops.random_words(torch.full((50,), key), torch.arange(50))
+        assert [(upper << 32) + lower for lower, upper in (words.long() % 2**32).tolist()] == expected
+
+
+def test_noise_is_the_defined_one() -> None:
+    for seed, step in ((0, 0), (1, 0), (5, 1000), ((1 << 64) - 1, 7)):
+        keys, steps = torch.tensor([ops.stream_key(seed)]), torch.tensor([step])
+        found = -(-ops.negative_exponentials(keys, steps, torch.arange(3000, dtype=torch.int32))[0]).log()
+        expected = gumbel(seed, step, 3000)
+        # 1 - v is a multiple of 2**-24, which shows only where it is small: where the noise is lowest.
+        exponential = np.exp(-expected)
+        limit = 1e-6 + 2**-24 * np.exp(exponential) / exponential
+        assert (np.abs(found.double().numpy() - expected) < limit).all()
+
+
+def words_of(count: int) -> tuple[Tensor, Tensor]:
+    words = ops.random_words(torch.arange(count) * 7919, torch.arange(count) % 13)
+    return words[:, :1], words[:, 1:]
+
+
+def test_every_bit_of_the_noise_turns_with_every_bit_of_the_token_id_and_of_the_words() -> None:
+    """Avalanche: flipping one bit that goes in flips each bit that comes out half of the time."""
+    rows = 400
+    lower, upper = words_of(rows)
+    ids = torch.arange(0, 1 << 18, 4099, dtype=torch.int32)  # [64]
+    bits = torch.arange(31, dtype=torch.int32)
+
+    def flips(other: Tensor) -> float:
+        changed = ops.noise_bits(upper, lower, ids) ^ other
+        share = (changed.flatten().unsqueeze(1) >> bits & 1).double().mean(0)  # [31], of 25,600
+        return float((share - 0.5).abs().max())
+
+    for bit in range(18):
+        assert flips(ops.noise_bits(upper, lower, ids ^ (1 << bit))) < 0.03, f"bit {bit} of the id"
+    for bit in range(31):
+        assert flips(ops.noise_bits(upper ^ (1 << bit), lower, ids)) < 0.06, f"bit {bit} of the upper word"
+    for bit in range(31):
+        # The lower word comes late: over all words its highest bits turn few bits. No more is needed, since
+        # no two rows differ in one bit of it.
+        assert (ops.noise_bits(upper, lower ^ (1 << bit), ids) != ops.noise_bits(upper, lower, ids)).all()
+
+
+def test_noise_is_equally_distributed_over_the_tokens_of_one_step_and_over_steps() -> None:
+    lower, upper = words_of(40)
+    noise = ops.noise_bits(upper, lower, torch.arange(50_000, dtype=torch.int32))  # [40, 50_000]
+    assert int(noise.min()) >= 0
+    for name, sample in (("upper", noise >> 23), ("middle", noise >> 11), ("lower", noise)):
+        digits = sample & 255
+        for axis, part in (
+            ("tokens", digits[0]),
+            ("tokens", digits[7]),
+            ("steps", digits[:, ::41].flatten()),
+        ):
+            counts = np.bincount(part.flatten().numpy(), minlength=256)
+            assert_drawn_from(counts, np.full(256, 1 / 256)), (name, axis)
+
+
+def correlated(one: Tensor, other: Tensor) -> None:
+    """Fail unless two samples in 16 classes each are independent: chi-square over the pairs."""
+    pairs = np.bincount(((one >> 27) * 16 + (other >> 27)).flatten().numpy(), minlength=256)
+    assert_drawn_from(pairs, np.full(256, 1 / 256))
+
+
+def test_noise_of_neighbouring_tokens_steps_and_seeds_is_independent() -> None:
+    ids = torch.arange(3000, dtype=torch.int32)
+
+    def noise(seeds: Sequence[int], steps: Sequence[int]) -> Tensor:
+        keys = torch.tensor([ops.stream_key(seed) for seed in seeds])
+        lower, upper = ops.random_words(keys, torch.tensor(steps)).split(1, dim=1)
+        return ops.noise_bits(upper, lower, ids)
+
+    by_step, by_seed = noise([3] * 40, range(40)), noise(range(40), [0] * 40)
+    for distance in (1, 2, 3, 16, 256, 1024):
+        correlated(by_step[:, distance:], by_step[:, :-distance])
+    correlated(by_step[1:], by_step[:-1])
+    correlated(by_seed[1:], by_seed[:-1])
+    correlated(by_step[1:, 1:], by_step[:-1, :-1])
+    # Three at a time: whether the exclusive or of two tells about a third.
+    correlated(by_step[:, 2:] ^ by_step[:, 1:-1], by_step[:, :-2])
 
 
 def test_scaling_is_exact_where_the_product_needs_93_bits() -> None:
@@ -201,14 +293,6 @@ def test_threshold_equals_a_sorted_search() -> None:
             assert int(found[row]) == keys[row, order[place]]
 
 
-def test_drawing_is_exact_at_the_ends_of_every_token() -> None:
-    half, most = 1 << 30, (1 << 31) - 1
-    weights = torch.tensor([[0, 2, 0, 2, 0]]).expand(4, -1).clone()
-    assert ops.draw(weights, torch.tensor([0, half - 1, half, most])).tolist() == [1, 1, 3, 3]
-    big = 1 << 40  # float32 could not tell the token in the middle from nothing
-    assert ops.draw(torch.tensor([[big, 1, big]]), torch.tensor([half])).tolist() == [1]
-
-
 # Against the reference.
 
 
@@ -231,7 +315,7 @@ def test_penalized_logits_are_those_of_the_reference() -> None:
 
 
 def test_tokens_are_those_of_the_reference() -> None:
-    """The same uniform number through the reference's cumulative sum; only near ties may go another way."""
+    """The same noise on the reference's distribution; only near ties may go another way."""
     rng, vocab_size, ties = np.random.default_rng(2), 97, 0
     for _ in range(40):
         requests = [random_request(rng, vocab_size) for _ in range(25)]
@@ -243,11 +327,11 @@ def test_tokens_are_those_of_the_reference() -> None:
             p = reference(
                 logits[row].numpy(), params, request["prompt_ids"], request["output_ids"], request["eos_ids"]
             )
-            ends = np.cumsum(p)
-            u = uniform(params.seed, steps[row])
-            if params.greedy or np.abs(ends - u).min() > 1e-6:
-                expected = int(np.argmax(p)) if params.greedy else int(np.searchsorted(ends, u, side="right"))
-                assert tokens[row] == expected, (row, params)
+            with np.errstate(divide="ignore"):
+                perturbed = np.log(p) + (0 if params.greedy else gumbel(params.seed, steps[row], vocab_size))
+            second, first = np.sort(perturbed)[-2:]
+            if first - second > 1e-5:
+                assert tokens[row] == int(np.argmax(perturbed)), (row, params)
             else:
                 ties += 1
     assert ties < 10  # of 1,000: otherwise nothing was compared
@@ -286,6 +370,59 @@ def test_successive_draws_are_independent() -> None:
     tokens = choose(sampler, torch.zeros(40_000, 4), [0] * 40_000, list(range(40_000))).tokens.numpy()
     pairs = np.bincount(tokens[:-1] * 4 + tokens[1:], minlength=16)
     assert_drawn_from(pairs, np.full(16, 1 / 16))
+
+
+def test_rare_tokens_are_drawn_as_often_as_they_should_be() -> None:
+    """Probability 1e-4, 1e-5 and 1e-6, many tokens of each: counts within four standard deviations."""
+    draws = 20_000
+    for probability, rare in ((1e-4, 200), (1e-5, 200), (1e-6, 500)):
+        logits = [0.0] + [math.log(probability / (1 - rare * probability))] * rare
+        counts = histogram(SamplingParams(temperature=1.0, seed=17), logits, draws)
+        expected = draws * rare * probability
+        assert abs(counts[1:].sum() - expected) < 4 * math.sqrt(expected), probability
+
+
+@pytest.mark.parametrize("probability", [1e-7, 1e-9, 1e-11])
+def test_the_noise_has_no_grid_that_a_rare_token_could_fall_through(probability: float) -> None:
+    """The smallest of the 31 bits is as likely as any, and its numbers are spread by the words' fraction.
+
+    So P(E < t) = t even for t far below 2**-31: here the bits are put at 0 and the fractions counted.
+    """
+    fraction = ops.dither(words_of(100_000)[1])[:, 0].double()
+    assert float(fraction.min()) > 0 and float(fraction.max()) < 1
+    below = min(1.0, probability * 2**31)
+    expected = 100_000 * below
+    assert abs(float((fraction < below).sum()) - expected) <= 4 * math.sqrt(expected) + 1
+
+
+def test_two_similar_distributions_mostly_agree() -> None:
+    """What a drafter needs: with the same noise tokens agree nearly as often as any coupling allows."""
+    rng, vocab_size, steps = np.random.default_rng(12), 300, 1500
+    sampler = sampler_for([{"params": SamplingParams(temperature=0.9, seed=4)}], vocab_size)
+    rows, at = [0] * steps, list(range(steps))
+    target = torch.tensor(rng.normal(size=(steps, vocab_size)) * 2, dtype=torch.float32)
+    draft = target + torch.tensor(rng.normal(size=(steps, vocab_size)) * 0.4, dtype=torch.float32)
+    agreed = float(
+        (choose(sampler, target, rows, at).tokens == choose(sampler, draft, rows, at).tokens).double().mean()
+    )
+    p, q = ((logits / 0.9).softmax(1) for logits in (target, draft))
+    best = float(torch.minimum(p, q).sum(1).mean())  # 1 - total variation distance: no coupling is better
+    assert best < 0.9, "the distributions are too alike to tell"
+    assert best - 0.15 < agreed < best + 0.03
+
+
+def test_truncation_keeps_the_noise_of_what_it_keeps() -> None:
+    logits = torch.randn(1, 200, generator=torch.Generator().manual_seed(5)).expand(300, -1)
+    rows, steps = [0] * 300, list(range(300))
+
+    def tokens(**settings: Any) -> Tensor:
+        params = SamplingParams(temperature=1.0, seed=6, **settings)
+        return choose(sampler_for([{"params": params}], 200), logits, rows, steps).tokens
+
+    free, kept = tokens(), set(logits[0].topk(80).indices.tolist())
+    inside = torch.tensor([token in kept for token in free.tolist()])
+    assert 100 < int(inside.sum()) < 300
+    assert torch.equal(tokens(top_k=80)[inside], free[inside])
 
 
 # Truncation.
@@ -344,6 +481,76 @@ def test_truncation_of_more_tokens_than_are_handled_at_once() -> None:
     for row in range(rows):
         assert drawn[row] <= set(logits[row].topk(3 + row).indices.tolist())
         assert len(drawn[row]) > 1
+
+
+# Masks, and rows that stand at several places.
+
+
+def mask_of(allowed: Sequence[Sequence[int]], vocab_size: int) -> Tensor:
+    words = np.zeros((len(allowed), -(-vocab_size // 32)), dtype=np.uint32)
+    for place, tokens in enumerate(allowed):
+        for token in tokens:
+            words[place, token // 32] |= np.uint32(1 << token % 32)
+    return torch.from_numpy(words.view(np.int32))
+
+
+@pytest.mark.parametrize("vocab_size", [64, 75, 500])
+def test_only_allowed_tokens_are_chosen_whatever_else_is_asked_for(vocab_size: int) -> None:
+    rng = np.random.default_rng(13)
+    allowed = [
+        [31, 32, 63],
+        [0],
+        list(range(vocab_size)),
+        [vocab_size - 1, 5],
+        rng.permutation(vocab_size)[:20].tolist(),
+    ]
+    requests = [random_request(rng, vocab_size) for _ in range(5)]
+    for request in requests:
+        request["params"] = replace(request["params"], min_tokens=0, logprobs=2)
+    logits = torch.tensor(rng.normal(size=(5, vocab_size)), dtype=torch.float32)
+    before, mask = logits.clone(), mask_of(allowed, vocab_size)
+    sampler, same = sampler_for(requests, vocab_size), sampler_for(requests, vocab_size)
+    rows, host = torch.arange(5), list(range(5))
+    for step in range(30):
+        steps = torch.full((5,), step)
+        sampled = sampler.sample(logits, rows, host, steps, allowed=mask)
+        for token, choices in zip(sampled.tokens.tolist(), allowed, strict=True):
+            assert token in choices
+        assert sampled.logprobs is not None
+        raw = logits.log_softmax(1).gather(1, sampled.tokens[:, None])[:, 0]
+        torch.testing.assert_close(sampled.logprobs, raw)
+        # The same as if the model had put all others at minus infinity.
+        barred = torch.ones(5, vocab_size, dtype=torch.bool)
+        for place, choices in enumerate(allowed):
+            barred[place, choices] = False
+        expected = same.sample(logits.masked_fill(barred, -math.inf), rows, host, steps).tokens
+        assert torch.equal(sampled.tokens, expected)
+    assert torch.equal(logits, before)
+
+
+def test_a_row_at_several_places_is_chosen_with_each_places_step() -> None:
+    rng, vocab_size = np.random.default_rng(14), 120
+    params = [
+        SamplingParams(temperature=1.0, seed=1),
+        SamplingParams(
+            temperature=0.8, seed=2, top_k=9, logit_bias={7: 3.0}, min_tokens=3, stop_token_ids=(4,)
+        ),
+    ]
+    sampler = sampler_for([{"params": one} for one in params], vocab_size)
+    rows, steps = [1, 0, 1, 1, 0, 1], [2, 7, 3, 4, 8, 5]
+    logits = torch.tensor(rng.normal(size=(6, vocab_size)), dtype=torch.float32)
+    logits[:, 4] = 4.0
+    together = choose(sampler, logits, rows, steps).tokens.tolist()
+    assert together == [
+        int(choose(sampler, logits[at : at + 1], [rows[at]], [steps[at]]).tokens) for at in range(6)
+    ]
+
+
+def test_a_row_at_several_places_counts_them_all() -> None:
+    sampler = sampler_for([{"params": SamplingParams(frequency_penalty=1.0)}], 4)
+    logits = torch.tensor([[0.0, 2.5, 0.0, 0.0]])
+    assert choose(sampler, logits.expand(3, -1), [0, 0, 0], [0, 1, 2]).tokens.tolist() == [1, 1, 1]
+    assert sampler.counts.tolist() == [[0, 3, 0, 0]]
 
 
 # Rows do not depend on their batch.
@@ -436,7 +643,7 @@ def test_penalties_follow_the_output_as_it_grows_and_survive_a_preemption() -> N
     for step in range(60):
         logits = rng.normal(size=vocab_size).astype(np.float32) + np.arange(vocab_size, dtype=np.float32) / 8
         if step == 30:  # comes back in row 1
-            sampler.clear_row(0)
+            sampler.set_row(0, SamplingParams())
             sampler.set_row(1, params, prompt, output)
         row = int(step >= 30)
         token = int(choose(sampler, torch.tensor(logits)[None], [row], step).tokens)
@@ -466,7 +673,7 @@ def test_penalty_arrays_exist_only_once_they_are_used() -> None:
     assert sampler.counts.numel() == sampler.in_prompt.numel() == 0
     sampler.set_row(1, SamplingParams(presence_penalty=1.0))
     choose(sampler, torch.zeros(1, 1000), [1])
-    assert sampler.counts.nbytes + sampler.in_prompt.nbytes == sampler.penalty_bytes() == 8 * 1000 * 5
+    assert sampler.counts.nbytes + sampler.in_prompt.nbytes == 8 * 1000 * 5
 
 
 def test_logit_bias_can_force_and_forbid() -> None:
@@ -479,6 +686,31 @@ def test_logit_bias_can_force_and_forbid() -> None:
     assert choose(sampler, logits, [0, 1, 2]).tokens.tolist() == [40, 30, 9]
     sampler.set_row(1, SamplingParams())  # and the bias of the request before is gone
     assert choose(sampler, logits, [0, 1, 2]).tokens.tolist() == [40, 9, 9]
+
+
+def test_edit_arrays_shrink_when_no_row_needs_them_and_do_not_flap() -> None:
+    def widths(*counts: int) -> list[int]:
+        sampler, found = Sampler(2, 2000, "cpu"), []
+        for row, count in enumerate(counts):
+            sampler.set_row(row % 2, SamplingParams(logit_bias=dict.fromkeys(range(count), 1.0)))
+            sampler.plan([0, 1])
+            found.append(sampler.edit_ids.shape[1])
+        return found
+
+    assert widths(0, 1, 0) == [0, 16, 16]
+    assert widths(1, 1000, 1, 1, 1) == [16, 1024, 1024, 16, 16]
+    assert widths(100, 1, 40, 1, 100) == [128] * 5  # a little less is no reason to make them anew
+
+
+def test_a_row_with_many_edits_costs_the_others_nothing() -> None:
+    few, many = SamplingParams(logit_bias={3: 1.0}), SamplingParams(logit_bias=dict.fromkeys(range(40), -9.0))
+    sampler = sampler_for([{"params": one} for one in (few, SamplingParams(), many, few)], 50)
+    assert sampler.plan([1]).edits == ()
+    assert [width for _, width in sampler.plan([0, 1]).edits] == [1]
+    plan = sampler.plan([0, 1, 2, 3])
+    order = torch.arange(4)
+    assert [(order[places].tolist(), width) for places, width in plan.edits] == [([0, 3], 1), ([2], 40)]
+    assert choose(sampler, torch.zeros(4, 50), range(4)).tokens.tolist() == [3, 0, 40, 3]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -597,6 +829,30 @@ EVERYTHING = SamplingParams(
 )
 
 
+class Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the most bytes of tensors that live at once, of those that are made while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {
+            tensor.untyped_storage()._cdata
+            for tensor in tree_leaves((args, kwargs))
+            if isinstance(tensor, Tensor)
+        }
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
+            if storage is not None and storage._cdata not in before:
+                self.live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.live = {key: (ref, size) for key, (ref, size) in self.live.items() if not ref.expired()}
+        self.bytes = max(self.bytes, sum(size for _, size in self.live.values()))
+        return out
+
+
 def operations(params: Sequence[SamplingParams], vocab_size: int = 64) -> tuple[list[str], Plan]:
     rows = list(range(len(params)))
     sampler = sampler_for([{"params": one, "prompt_ids": [1, 2]} for one in params], vocab_size)
@@ -628,9 +884,10 @@ def test_sampling_never_reads_from_the_device(others: list[SamplingParams]) -> N
 
 
 def test_sampling_has_no_loop_over_rows() -> None:
-    everything_else = replace(EVERYTHING, temperature=0.0)
-    assert operations([everything_else] * 30)[0] == operations([everything_else] * 2)[0]
-    # Draws take a few rows at a time, so that their temporary tensors stay in the cache.
+    greedy, warm = replace(EVERYTHING, temperature=0.0), replace(EVERYTHING, top_k=0, top_p=1)
+    for same in (greedy, warm):
+        assert operations([same] * 30)[0] == operations([same] * 2)[0]
+    # Draws that select by radix take a few rows at a time, so that their temporary tensors stay in the cache.
     assert operations([EVERYTHING] * 4)[0] == operations([EVERYTHING] * 2)[0]
     assert len(operations([EVERYTHING] * 30)[0]) < 10 * len(operations([EVERYTHING] * 2)[0])
 
@@ -645,8 +902,9 @@ def test_rows_are_drawn_with_those_that_need_the_same() -> None:
 
     r = Feature.RANDOM
     assert draws(greedy, greedy) == []
-    assert draws(greedy, warm, warm, greedy) == [([1, 2], r | Feature.MIN_P)]
+    assert draws(greedy, warm, warm, greedy) == [([0, 3], Feature(0)), ([1, 2], r | Feature.MIN_P)]
     assert draws(nucleus, greedy, warm, top, greedy, warm) == [
+        ([1, 4], Feature(0)),
         ([2, 5], r | Feature.MIN_P),
         ([0, 3], r | Feature.TOP_P | Feature.TOP_K),
     ]
@@ -676,6 +934,29 @@ def test_settings_of_greedy_requests_cost_nothing() -> None:
         [SamplingParams(top_p=0.5, top_k=5, min_p=0.1), SamplingParams(temperature=1.0, top_k=1)]
     )
     assert names == ["argmax"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocab_size"), [(1, 300), (1, 49_152), (2, 151_936), (20, 2_000), (9, 50_000)]
+)
+def test_memory_is_never_more_than_planned_and_not_much_less(rows: int, vocab_size: int) -> None:
+    worst = replace(
+        EVERYTHING,
+        stop_token_ids=tuple(range(min(vocab_size, MAX_STOP_TOKEN_IDS))),
+        logit_bias=dict.fromkeys(range(min(vocab_size, MAX_BIASED_TOKENS)), 1.0),
+    )
+    sampler = sampler_for([{"params": worst, "prompt_ids": [1, 2], "eos_ids": [5000]}] * rows, vocab_size)
+    places, steps = torch.arange(rows), torch.zeros(rows, dtype=torch.int64)
+    logits, plan = torch.zeros(rows, vocab_size), sampler.plan(range(rows))
+    allowed = torch.full((rows, -(-vocab_size // 32)), -1, dtype=torch.int32)
+    with Peak() as peak:
+        sampler.sample(logits, places, [], steps, plan, allowed)
+    planned = Sampler.scratch_bytes(rows, vocab_size, torch.device("cpu"))
+    assert peak.bytes <= planned <= 2 * peak.bytes
+    arrays = [value for value in vars(sampler).values() if isinstance(value, Tensor)]
+    taken = sum(array.nbytes for array in arrays)
+    assert len(arrays) == 8
+    assert taken <= Sampler.persistent_bytes(rows, vocab_size) <= 2 * taken
 
 
 def test_a_batch_may_be_empty() -> None:

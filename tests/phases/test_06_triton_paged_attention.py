@@ -17,7 +17,6 @@ triton = pytest.importorskip("triton")
 
 import paged_cache  # noqa: E402
 import triton_paged_attention  # noqa: E402
-from benchmarks.kernels.gumbel import gumbel_sample  # noqa: E402
 from common.errors import UserError  # noqa: E402
 from common.events import generate  # noqa: E402
 from common.models.config import RopeConfig  # noqa: E402
@@ -326,32 +325,6 @@ def test_drawn_tokens_are_the_samplers(vocab: int, dtype: torch.dtype) -> None:
         assert torch.equal(draw_rows(logits, rows, steps + step, sampler.floats, sampler.ints), want)
     assert torch.equal(argmax_rows(logits), logits.argmax(1))
     assert torch.equal(argmax_rows(logits.t().contiguous().t()), logits.argmax(1))
-
-
-def test_gumbel_sampling_has_the_right_distribution() -> None:
-    """Chi-square over rows that share one distribution; greedy rows take the argmax."""
-    rows, vocab = (20_000, 16) if CUDA else (240, 16)  # the interpreter takes 20 ms a row
-    logits = (
-        torch.randn(1, vocab, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1)) * 2
-    ).expand(rows, -1)
-    ids = torch.arange(rows, device=DEVICE)
-    tokens = gumbel_sample(logits, torch.full((rows,), 0.7, device=DEVICE), ids * 7919, ids)
-    wanted = (logits[0] / 0.7).softmax(-1) * rows
-    chi = float(((torch.bincount(tokens, minlength=vocab) - wanted) ** 2 / wanted).sum())
-    assert chi < 45, chi  # 15 degrees of freedom: one in 10,000 exceeds 45
-    greedy = gumbel_sample(logits[:3], torch.zeros(3, device=DEVICE), ids[:3], ids[:3])
-    assert torch.equal(greedy, logits[:3].argmax(-1))
-
-
-def test_a_sampled_token_depends_on_nothing_but_its_row() -> None:
-    logits = torch.randn(4, 300, device=DEVICE)
-    hot = torch.ones(4, device=DEVICE)
-    seeds, steps = torch.tensor([3, 1, 4, 1], device=DEVICE), torch.tensor([0, 5, 9, 2], device=DEVICE)
-    together = gumbel_sample(logits, hot, seeds, steps)
-    alone = torch.cat(
-        [gumbel_sample(logits[i : i + 1], hot[:1], seeds[i : i + 1], steps[i : i + 1]) for i in range(4)]
-    )
-    assert torch.equal(together, alone)
 
 
 # Natively on a GPU: half precision, real sizes, random shapes.

@@ -74,7 +74,7 @@ def activation_bytes(model: Model, step_tokens: int, rows: int, sampler: type[Sa
 def row_bytes(
     model: Model, rows: int, max_len: int, block_size: int, sampler: type[Sampler] = Sampler
 ) -> int:
-    """What is kept for `rows` rows of at most `max_len` tokens, penalties that no request uses yet included."""
+    """What `rows` rows of at most `max_len` tokens keep, penalties that no request uses yet included."""
     tables = 4 * -(-max_len // block_size)
     return rows * (8 * max_len + tables) + sampler.persistent_bytes(rows, model.config.vocab_size)
 

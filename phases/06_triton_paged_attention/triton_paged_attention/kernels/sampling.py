@@ -1,17 +1,17 @@
-"""The sampler's choice in two reads of the logits: the tokens of `common.sampling`, without its tensors.
+"""The sampler's choice in one read of the logits: the tokens of `common.sampling`, without its tensors.
 
-In torch every step of the draw (subtract, divide, exponentiate, round, add up, search) reads and writes
-`[B, V]`, in int64 at the end. Here one kernel reads the logits for their largest, a second one reads them
-again and leaves one integer per chunk of the vocabulary, and a third looks into the one chunk per row in
-which the token lies.
+In torch every step of the draw (hash, logarithm, subtract, scale, exponentiate, divide) reads and writes
+`[B, V]`. Here one kernel reads the logits once: each program takes a chunk of a row's vocabulary, makes the
+noise of its tokens in registers, and leaves the chunk's largest logit and its winner. A second, small kernel
+compares the winners of a row.
 
-The weights are integers, whose sums are exact in any order, so cutting the vocabulary into chunks changes no
-token. It stays the same token as torch's because each weight is computed as torch does it: subtraction,
-IEEE division, and the `expf` of CUDA's own mathematics library (`tl.exp` is a faster approximation that
-differs in the last bits).
+The noise's bits are those of torch, exactly. Its logarithm and the weights agree to some 1e-6, so the tokens
+are the same but where two of them are closer than that.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
@@ -19,18 +19,21 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from common.sampling.ops import FRACTION_BITS, WEIGHT_BITS
-from common.sampling.rows import KEY, MIN_P, TEMPERATURE
+from common.sampling.ops import HASH_1, HASH_2, NOISE_UNIT
+from common.sampling.rows import KEY, TEMPERATURE
 
 CHUNK = 4096
-_SCALE = tl.constexpr(float(1 << WEIGHT_BITS))
-_FRACTION = tl.constexpr(FRACTION_BITS)
+_INF = tl.constexpr(float("inf"))
+_LOG2_E = tl.constexpr(math.log2(math.e))
+_LN_2 = tl.constexpr(math.log(2))
+_LAST = tl.constexpr((1 << 31) - 1)
 _ONE = tl.constexpr(1)
-_TEMPERATURE, _MIN_P, _KEY = (tl.constexpr(column) for column in (TEMPERATURE, MIN_P, KEY))
-# SplitMix64's constants as int64, see `common.sampling.ops`.
+_TEMPERATURE, _KEY = (tl.constexpr(column) for column in (TEMPERATURE, KEY))
+# The constants of `common.sampling.ops`; SplitMix64's as int64.
 _GAMMA = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
 _MIX_2 = tl.constexpr(0x94D049BB133111EB - (1 << 64))
+_HASH_1, _HASH_2, _UNIT = tl.constexpr(HASH_1), tl.constexpr(HASH_2), tl.constexpr(NOISE_UNIT)
 
 
 @triton.jit
@@ -40,106 +43,106 @@ def shift_right(z, BITS: tl.constexpr):
 
 
 @triton.jit
-def random_bits(key, step):
-    """`common.sampling.ops.random_bits` of one pair."""
+def random_words(key, step):
+    """`common.sampling.ops.random_words` of one pair: lower and upper half."""
     z = key + (step + 1) * _GAMMA
     z = (z ^ shift_right(z, 30)) * _MIX_1
     z = (z ^ shift_right(z, 27)) * _MIX_2
     z = z ^ shift_right(z, 31)
-    return shift_right(z, 64 - _FRACTION)
+    return z.to(tl.int32), (z >> 32).to(tl.int32)
 
 
 @triton.jit
-def sortable(x):
-    """float32 -> int32 in the same order; both zeros are equal, and every NaN is the largest of all."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
-    return tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
+def negative_exponentials(lower, upper, ids, NATIVE: tl.constexpr):
+    """`common.sampling.ops.negative_exponentials` of one row: -E for each of the int32 `ids`.
+
+    Below 1/8 log(1 - v) is its power series, of which what is left out is less than 1e-7 of it: there the
+    GPU's logarithm, and 1 - v itself, have lost digits. Above, the GPU's fast logarithm is good to 2e-6.
+    """
+    x = upper ^ ids
+    x = (x ^ (x >> 16)) * _HASH_1
+    x = (x ^ (x >> 15) ^ lower) * _HASH_2
+    x = x ^ (x >> 16)
+    dither = (((upper >> 9) & 0x7FFFFF).to(tl.float32) + 0.5) * (1 / (1 << 23))
+    v = (x.to(tl.float32) + dither) * _UNIT
+    series = 1 / 2 + v * (1 / 3 + v * (1 / 4 + v * (1 / 5 + v * (1 / 6 + v * (1 / 7)))))
+    logarithm = libdevice.fast_log2f(1 - v) * _LN_2 if NATIVE else tl.log(1 - v)
+    return tl.where(v < 1 / 8, -v * (1 + v * series), logarithm)
 
 
 @triton.jit
-def best_of(best, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr):
-    """Of a row's chunks: the largest logit and the first column that has it."""
-    i = tl.arange(0, CHUNKS_PAD)
-    packed = tl.max(tl.load(best + i, mask=i < CHUNKS, other=-(1 << 63)), axis=0)
-    order = (packed >> 32).to(tl.int32)
-    bits = order ^ ((order >> 31) & 0x7FFFFFFF)
-    return bits.to(tl.float32, bitcast=True), 0x7FFFFFFF - (packed & 0x7FFFFFFF)
+def first_best(x, ids):
+    """The largest of `x`, and the smallest of the ids that have it. NaN is larger than all, as in torch."""
+    nan = x != x
+    any_nan = tl.max(nan.to(tl.int32), axis=0) > 0
+    largest = tl.max(tl.where(nan, -_INF, x), axis=0)
+    at = tl.min(tl.where(tl.where(any_nan, nan, x == largest), ids, _LAST), axis=0)
+    return tl.where(any_nan, float("nan"), largest), at
 
 
 @triton.jit
-def weigh(x, largest, hot, min_p, mask, NATIVE: tl.constexpr):
-    """exp((x - largest) / temperature) as an integer multiple of 2**-40, and 0 below min_p."""
-    scaled = tl.div_rn(x - largest, hot)
-    weight = libdevice.exp(scaled) if NATIVE else tl.exp(scaled)
-    return tl.where(mask & (weight >= min_p), (weight * _SCALE).to(tl.int64), 0)
-
-
-@triton.jit
-def best_kernel(best, logits, row_stride, V: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr):
-    """One program per row and chunk: order and column of its largest, packed so that a maximum finds both."""
+def best_kernel(best, ids, logits, row_stride, V: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr):
+    """One program per row and chunk: its largest logit, and where it stands first."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = chunk * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + row * row_stride + column, mask=column < V, other=-float("inf"))
-    order, where = tl.max(sortable(x.to(tl.float32)), axis=0, return_indices=True)
-    at = tl.minimum(chunk * BLOCK + where, V - 1)
-    tl.store(best + row * CHUNKS + chunk, (order.to(tl.int64) << 32) | (0x7FFFFFFF - at))
+    x = tl.load(logits + row * row_stride + column, mask=column < V, other=-float("inf")).to(tl.float32)
+    largest, at = first_best(x, column)
+    tl.store(best + row * CHUNKS + chunk, largest)
+    tl.store(ids + row * CHUNKS + chunk, at)
 
 
 @triton.jit
-def winner_kernel(tokens, best, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr):
-    """One program per row: the column of its largest."""
-    row = tl.program_id(0)
-    _, token = best_of(best + row * CHUNKS, CHUNKS, CHUNKS_PAD)
-    tl.store(tokens + row, token)
+def winner_kernel(tokens, best, ids, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr):
+    """One program per row: the first of its chunks' best."""
+    row, i = tl.program_id(0), tl.arange(0, CHUNKS_PAD)
+    x = tl.load(best + row * CHUNKS + i, mask=i < CHUNKS, other=-float("inf"))
+    _, at = first_best(x, tl.load(ids + row * CHUNKS + i, mask=i < CHUNKS, other=_LAST))
+    tl.store(tokens + row, at.to(tl.int64))
 
 
 @triton.jit
-def mass_kernel(
-    mass, best, logits, rows, floats, row_stride, float_stride,
-    V: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr,
-    NATIVE: tl.constexpr,
+def race_kernel(
+    best, races, ids, logits, rows, steps, floats, ints, row_stride, float_stride, int_stride,
+    V: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """One program per row and chunk: the sum of its weights. Greedy rows have none."""
+    """One program per row and chunk: its largest logit, its winner, and the winner's -E / weight.
+
+    A weight is exp((logit - largest of the chunk) / temperature), so it never overflows and needs no other
+    chunk. In a greedy row, or where the chunk's largest is not finite, the winner is the largest itself.
+    """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = chunk * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + row * row_stride + column, mask=column < V, other=-float("inf"))
-    settings = floats + tl.load(rows + row) * float_stride
-    hot = tl.load(settings + _TEMPERATURE)
-    total = tl.zeros([], tl.int64)
-    if hot > 0:
-        largest, _ = best_of(best + row * CHUNKS, CHUNKS, CHUNKS_PAD)
-        min_p = tl.load(settings + _MIN_P)
-        total = tl.sum(weigh(x.to(tl.float32), largest, hot, min_p, column < V, NATIVE), axis=0)
-    tl.store(mass + row * CHUNKS + chunk, total)
+    x = tl.load(logits + row * row_stride + column, mask=column < V, other=-float("inf")).to(tl.float32)
+    settings = tl.load(rows + row)
+    hot = tl.load(floats + settings * float_stride + _TEMPERATURE)
+    largest = tl.max(tl.where(x == x, x, _INF), axis=0)  # NaN must not get lost
+    race = -float("inf")
+    if (hot > 0) & (tl.abs(largest) < _INF):
+        lower, upper = random_words(tl.load(ints + settings * int_stride + _KEY), tl.load(steps + row))
+        noise = negative_exponentials(lower, upper, column, NATIVE)
+        race, at = first_best(noise * tl.exp2((largest - x) * (_LOG2_E / hot)), column)
+    else:
+        largest, at = first_best(x, column)
+    place = row * CHUNKS + chunk
+    tl.store(best + place, largest)
+    tl.store(races + place, race)
+    tl.store(ids + place, at)
 
 
 @triton.jit
-def draw_kernel(
-    tokens, mass, best, logits, rows, steps, floats, ints, row_stride, float_stride, int_stride,
-    V: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr,
-    NATIVE: tl.constexpr,
+def finish_kernel(
+    tokens, best, races, ids, rows, floats, float_stride, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr
 ):  # fmt: skip
-    """One program per row: the chunk that covers the row's random point, then the token in it."""
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.load(rows + row)
-    hot = tl.load(floats + at * float_stride + _TEMPERATURE)
-    largest, token = best_of(best + row * CHUNKS, CHUNKS, CHUNKS_PAD)
-    if (hot > 0) & (tl.abs(largest) < float("inf")):  # NaN fails, too
-        i = tl.arange(0, CHUNKS_PAD)
-        masses = tl.load(mass + row * CHUNKS + i, mask=i < CHUNKS, other=0)
-        total = tl.sum(masses, axis=0)
-        bits = random_bits(tl.load(ints + at * int_stride + _KEY), tl.load(steps + row))
-        low = (_ONE << _FRACTION) - 1
-        point = bits * (total >> _FRACTION) + ((bits * (total & low)) >> _FRACTION)  # below the total
-        chunk = tl.sum((tl.cumsum(masses, axis=0) <= point).to(tl.int32), axis=0)
-        before = tl.sum(tl.where(i < chunk, masses, 0), axis=0)
-        column = chunk * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(logits + row * row_stride + column, mask=column < V, other=-float("inf"))
-        min_p = tl.load(floats + at * float_stride + _MIN_P)
-        reached = tl.cumsum(weigh(x.to(tl.float32), largest, hot, min_p, column < V, NATIVE), axis=0)
-        token = (chunk * BLOCK + tl.sum((before + reached <= point).to(tl.int32), axis=0)).to(tl.int64)
-        token = tl.minimum(token, V - 1)
-    tl.store(tokens + row, token)
+    """One program per row: of its chunks' winners the one that wins with weights of the row's largest."""
+    row, i = tl.program_id(0), tl.arange(0, CHUNKS_PAD)
+    hot = tl.load(floats + tl.load(rows + row) * float_stride + _TEMPERATURE)
+    x = tl.load(best + row * CHUNKS + i, mask=i < CHUNKS, other=-float("inf"))
+    at = tl.load(ids + row * CHUNKS + i, mask=i < CHUNKS, other=_LAST)
+    largest, token = first_best(x, at)
+    if (hot > 0) & (tl.abs(largest) < _INF):  # NaN fails, too
+        race = tl.load(races + row * CHUNKS + i, mask=i < CHUNKS, other=-float("inf"))
+        _, token = first_best(race * tl.exp2((largest - x) * (_LOG2_E / hot)), at)
+    tl.store(tokens + row, token.to(tl.int64))
 
 
 def _dense(logits: Tensor) -> Tensor:
@@ -147,25 +150,23 @@ def _dense(logits: Tensor) -> Tensor:
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
-def _best(logits: Tensor) -> tuple[Tensor, dict[str, int]]:
-    """Every chunk's best `[B, chunks]` int64, and how the vocabulary is cut. Few rows take more programs."""
-    batch, vocab = logits.shape
-    assert logits.stride(1) == 1
+def _cut(batch: int, vocab: int) -> dict[str, int]:
+    """How the vocabulary is cut. Few rows take more programs, to fill the multiprocessors."""
     block = min(CHUNK if batch > 4 else CHUNK // 4, max(16, triton.next_power_of_2(vocab)))
-    chunks = triton.cdiv(vocab, block)
-    best = torch.empty(batch, chunks, dtype=torch.int64, device=logits.device)
-    best_kernel[(batch, chunks)](best, logits, logits.stride(0), V=vocab, BLOCK=block, CHUNKS=chunks)
-    return best, {"CHUNKS": chunks, "CHUNKS_PAD": triton.next_power_of_2(chunks), "BLOCK": block}
+    return {"BLOCK": block, "CHUNKS": triton.cdiv(vocab, block)}
 
 
 def argmax_rows(logits: Tensor) -> Tensor:
     """`[B, V]` -> `[B]` int64, as `logits.argmax(1)`: of equals the first, and NaN counts as the largest."""
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if len(logits):
-        best, cut = _best(_dense(logits))
-        winner_kernel[(len(logits),)](
-            tokens, best, CHUNKS=cut["CHUNKS"], CHUNKS_PAD=cut["CHUNKS_PAD"], num_warps=1
-        )
+        logits, (batch, vocab) = _dense(logits), logits.shape
+        cut = _cut(batch, vocab)
+        chunks = cut["CHUNKS"]
+        best, ids = _per_chunk(logits, chunks, torch.float32), _per_chunk(logits, chunks, torch.int32)
+        best_kernel[(batch, chunks)](best, ids, logits, logits.stride(0), V=vocab, **cut)
+        pad = triton.next_power_of_2(chunks)
+        winner_kernel[(batch,)](tokens, best, ids, CHUNKS=chunks, CHUNKS_PAD=pad, num_warps=1)
     return tokens
 
 
@@ -176,23 +177,27 @@ def draw_rows(
     floats: Tensor,  # [rows, 5] float32 and
     ints: Tensor,  # [rows, 3] int64: the settings in `common.sampling.rows.SamplerRows`
 ) -> Tensor:
-    """One token per row, `[B]` int64: the sampler's, for rows without top-k and top-p.
+    """One token per row, `[B]` int64: the sampler's, drawn from all tokens whose logit is above -inf.
 
     A row whose temperature is 0, or whose largest logit is not finite, gets its argmax.
     """
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    if len(logits) == 0:
-        return tokens
-    logits = _dense(logits)
-    best, cut = _best(logits)
-    mass = torch.empty_like(best)
-    vocab = logits.shape[1]
-    stride, float_stride, int_stride = (x.stride(0) for x in (logits, floats, ints))
-    mass_kernel[best.shape](
-        mass, best, logits, rows, floats, stride, float_stride, V=vocab, NATIVE=logits.is_cuda, **cut
-    )
-    draw_kernel[(len(logits),)](
-        tokens, mass, best, logits, rows, steps, floats, ints, stride, float_stride, int_stride,
-        V=vocab, NATIVE=logits.is_cuda, **cut,
-    )  # fmt: skip
+    if len(logits):
+        logits, (batch, vocab) = _dense(logits), logits.shape
+        cut = _cut(batch, vocab)
+        chunks = cut["CHUNKS"]
+        best, races = (_per_chunk(logits, chunks, torch.float32) for _ in range(2))
+        ids = _per_chunk(logits, chunks, torch.int32)
+        race_kernel[(batch, chunks)](
+            best, races, ids, logits, rows, steps, floats, ints,
+            logits.stride(0), floats.stride(0), ints.stride(0), V=vocab, NATIVE=logits.is_cuda, **cut,
+        )  # fmt: skip
+        finish_kernel[(batch,)](
+            tokens, best, races, ids, rows, floats, floats.stride(0),
+            CHUNKS=chunks, CHUNKS_PAD=triton.next_power_of_2(chunks), num_warps=1,
+        )  # fmt: skip
     return tokens
+
+
+def _per_chunk(logits: Tensor, chunks: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(len(logits), chunks, dtype=dtype, device=logits.device)
