@@ -8,6 +8,7 @@ dtype asked for, and times are of graph replays; on a CPU it is SmolLM2's, in fl
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -43,12 +44,12 @@ def run(options: BenchOptions) -> Evidence:
 
 
 def _at(batch: int, vocab: int, dtype: torch.dtype, options: BenchOptions, top: Ceilings) -> Iterator[Run]:
-    made = torch.Generator(options.device).manual_seed(batch)
-    shape = {"device": options.device, "generator": made}
-    sets = [torch.randn(batch, vocab, **shape).mul_(3).to(dtype) for _ in range(SETS)]  # type: ignore[call-overload]
+    made = torch.Generator().manual_seed(batch)
+    sets = [(3 * torch.randn(batch, vocab, generator=made)).to(options.device, dtype) for _ in range(SETS)]
     choices = choosers(batch, vocab, options.device)
     work = batch * vocab * dtype.itemsize
-    for variant, samples in _seconds(choices, sets, options).items():
+    measure = _on_cuda if options.device.type == "cuda" else _on_cpu
+    for variant, (samples, noise) in measure(choices, sets, options).items():
         middle = Metric(samples).median
         print(
             f"{batch} x {vocab} {variant}: {middle * 1e6:.1f} us, {work / middle / 1e9:.0f} GB/s", flush=True
@@ -66,30 +67,77 @@ def _at(batch: int, vocab: int, dtype: torch.dtype, options: BenchOptions, top: 
                 "bandwidth_fraction": Metric(tuple(work / s / top.read_bytes_per_s for s in samples)),
             },
             roofline=Roofline(work / top.read_bytes_per_s, work / top.read_bytes_per_s / middle),
+            noise=noise,
         )
 
 
-def _seconds(
-    choices: dict[str, Chooser], sets: list[Tensor], options: BenchOptions
-) -> dict[str, tuple[float, ...]]:
-    """Samples of the time of one choice, by variant."""
-    if options.device.type == "cuda":
-        for pair in (("torch draw", "draw_rows"), ("torch argmax", "argmax_rows")):
-            wanted, got = (choices[variant](sets[0]) for variant in pair)
-            if int((wanted != got).sum()) > (pair[0] == "torch draw"):  # one near tie may go the other way
-                raise UserError(f"batch is {len(sets[0])}, and {pair} choose different tokens")
-        repeats = 3 if options.quick else 9
-        return {
-            variant: tuple(graph_seconds([partial(choose, x) for x in sets], repeats=repeats))
-            for variant, choose in choices.items()
-        }
+def choosers(batch: int, vocab: int, device: torch.device) -> dict[str, Chooser]:
+    """Ways from logits `[batch, vocab]` to tokens `[batch]`; every row has temperature 0.8."""
+    sampler = Sampler(batch, vocab, device, seed=0)
+    host = list(range(batch))
+    for row in host:
+        sampler.set_row(row, SamplingParams(temperature=0.8, seed=row))
+    plan = sampler.plan(host).for_any_rows() if device.type == "cuda" else sampler.plan(host)
+    rows, steps = torch.arange(batch, device=device), torch.full((batch,), 7, device=device)
+    choices: dict[str, Chooser] = {
+        "torch draw": lambda x: sampler.sample(x.float(), rows, host, steps, plan).tokens,
+        "torch argmax": lambda x: x.argmax(1),
+    }
+    if device.type == "cuda":
+        choices["draw_rows"] = lambda x: draw_rows(x, rows, steps, sampler.floats, sampler.ints)
+        choices["argmax_rows"] = argmax_rows
+    return choices
 
-    def sample(choose: Chooser, repeat: int) -> dict[str, float]:
-        del repeat
-        seconds = _timed(choose, sets)
-        return {"seconds": seconds}
 
-    kept = alternate(
-        {variant: partial(sample, choose) for variant, choose in choices.items()}, repeats=options.repeats
-    )
-    return {variant: samples.metrics["seconds"] for variant, samples in kept.items()}
+Timed = dict[str, tuple[tuple[float, ...], dict[str, float] | None]]
+"""Seconds of one choice, sample by sample, and how idle the machine was, by variant."""
+
+
+def _on_cuda(choices: dict[str, Chooser], sets: list[Tensor], options: BenchOptions) -> Timed:
+    for one, other, may_differ in (("torch draw", "draw_rows", 1), ("torch argmax", "argmax_rows", 0)):
+        differ = int((choices[one](sets[0]) != choices[other](sets[0])).sum())
+        if differ > may_differ:  # a near tie may go the other way
+            raise UserError(
+                f"batch is {len(sets[0])}, and {one} and {other} choose {differ} different tokens"
+            )
+    repeats = 3 if options.quick else 9
+    return {
+        variant: (tuple(graph_seconds([partial(choose, x) for x in sets], repeats=repeats)), None)
+        for variant, choose in choices.items()
+    }
+
+
+def _on_cpu(choices: dict[str, Chooser], sets: list[Tensor], options: BenchOptions) -> Timed:
+    least = 0.02 if options.quick else 0.5  # seconds a sample: enough to see whether others disturb it
+
+    def sample(choose: Chooser, _: int) -> dict[str, float]:
+        begun, count = time.perf_counter(), 0
+        while time.perf_counter() - begun < least:
+            choose(sets[count % SETS])
+            count += 1
+        return {"seconds": (time.perf_counter() - begun) / count}
+
+    measured = alternate({v: partial(sample, choose) for v, choose in choices.items()}, options.repeats)
+    return {
+        variant: (tuple(one["seconds"] for one in samples.kept), samples.noise())
+        for variant, samples in measured.items()
+    }
+
+
+def draw(evidence: Evidence, out: Path) -> None:
+    """Time over the batch, and the share of the bandwidth."""
+    figure, (left, right) = panels(2)
+    for variant in dict.fromkeys(run.variant for run in evidence.runs):
+        runs = sorted(evidence.find(variant), key=lambda run: run.options["batch"])
+        batches = [str(run.options["batch"]) for run in runs]
+        left.plot(batches, [run.median("seconds") * 1e6 for run in runs], marker="o", label=variant)
+        right.plot(batches, [run.median("bandwidth_fraction") for run in runs], marker="o", label=variant)
+    left.set_ylabel("µs")
+    left.set_yscale("log")
+    left.legend()
+    right.set_ylabel("share of the read bandwidth")
+    for axes in (left, right):
+        axes.set_xlabel("rows")
+    left.set_title("Choosing tokens")
+    right.set_title("Reading the logits once")
+    save(figure, out, evidence)

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 from common.errors import UserError
-from common.sampling.params import GREEDY_BELOW, SamplingParams
+from common.sampling.params import (
+    GREEDY_BELOW,
+    MAX_BIASED_TOKENS,
+    MAX_INT,
+    MAX_N,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+    SamplingParams,
+)
 
 NAN, INF = float("nan"), float("inf")
 
@@ -17,12 +27,23 @@ NAN, INF = float("nan"), float("inf")
 @pytest.mark.parametrize(
     ("field", "value", "limit"),
     [
-        ("max_tokens", -1, "at least 0"),
+        ("max_tokens", -1, "between 0 and 2147483647"),
+        ("max_tokens", 1 << 64, "between 0 and 2147483647"),
+        ("min_tokens", 1 << 63, "between 0 and 2147483647"),
+        ("top_k", 1 << 31, "between -1 and 2147483647"),
+        ("n", MAX_N + 1, "between 1 and 128"),
+        ("n", 3_000_000, "between 1 and 128"),
+        ("stop_token_ids", (1 << 31,), "between 0 and 2147483647"),
+        ("stop_token_ids", (3,) * (MAX_STOP_TOKEN_IDS + 1), "at most 1024"),
+        ("stop", ("a",) * (MAX_STOPS + 1), "at most 64"),
+        ("stop", ("a" * (MAX_STOP_CHARACTERS + 1),), "1025 characters, but each must have at most 1024"),
+        ("logit_bias", {1 << 31: 1.0}, "between 0 and 2147483647"),
+        ("logit_bias", dict.fromkeys(range(MAX_BIASED_TOKENS + 1), 1.0), "at most 1024"),
         ("max_tokens", True, "integer"),
         ("max_tokens", 1.0, "integer"),
         ("max_tokens", None, "integer"),
         ("max_tokens", "8", "integer"),
-        ("min_tokens", -1, "at least 0"),
+        ("min_tokens", -1, "between 0 and 2147483647"),
         ("min_tokens", 129, "at most max_tokens, 128"),
         ("temperature", -0.1, "between 0 and 100"),
         ("temperature", 101, "between 0 and 100"),
@@ -31,7 +52,7 @@ NAN, INF = float("nan"), float("inf")
         ("temperature", True, "number"),
         ("temperature", "0.7", "number"),
         ("temperature", None, "number"),
-        ("top_k", -2, "at least -1"),
+        ("top_k", -2, "between -1 and 2147483647"),
         ("top_k", 2.5, "integer"),
         ("top_p", 0.0, "above 0 and at most 1"),
         ("top_p", 1.01, "above 0 and at most 1"),
@@ -50,19 +71,19 @@ NAN, INF = float("nan"), float("inf")
         ("stop", "", "at least 1 character"),
         ("stop", ("a", 3), "only strings"),
         ("stop", 3, "strings"),
-        ("stop_token_ids", (-1,), "at least 0"),
+        ("stop_token_ids", (-1,), "between 0 and 2147483647"),
         ("stop_token_ids", (2.0,), "integer"),
         ("stop_token_ids", 5, "token ids"),
         ("ignore_eos", 1, "True or False"),
         ("logprobs", -1, "between 0 and 20"),
         ("logprobs", 21, "between 0 and 20"),
         ("logprobs", True, "integer"),
-        ("logit_bias", {-1: 1.0}, "at least 0"),
+        ("logit_bias", {-1: 1.0}, "between 0 and 2147483647"),
         ("logit_bias", {"5": 1.0}, "integer"),
         ("logit_bias", {5: NAN}, "between -100 and 100"),
         ("logit_bias", {5: 101.0}, "between -100 and 100"),
         ("logit_bias", [(5, 1.0)], "map"),
-        ("n", 0, "at least 1"),
+        ("n", 0, "between 1 and 128"),
         ("n", 1.0, "integer"),
     ],
 )
@@ -92,10 +113,48 @@ def test_refusals_name_field_value_and_limit(field: str, value: Any, limit: str)
         {"logprobs": 20},
         {"min_tokens": 128},
         {"logit_bias": {0: -100, 7: 100}},
+        {"max_tokens": MAX_INT, "min_tokens": MAX_INT, "top_k": MAX_INT, "n": MAX_N},
+        {"stop": ["a" * MAX_STOP_CHARACTERS] * MAX_STOPS},
+        {"stop_token_ids": [MAX_INT] * MAX_STOP_TOKEN_IDS},
+        {"logit_bias": dict.fromkeys(range(MAX_BIASED_TOKENS), 1)},
     ],
 )
 def test_limits_belong_to_the_range(settings: dict[str, Any]) -> None:
     SamplingParams(**settings)
+
+
+@pytest.mark.parametrize(("field", "item"), [("stop", "a"), ("stop_token_ids", 3)])
+def test_a_list_without_end_is_refused_before_it_is_walked(field: str, item: Any) -> None:
+    taken = 0
+
+    def endless() -> Iterator[Any]:
+        nonlocal taken
+        while True:
+            taken += 1
+            yield item
+
+    with pytest.raises(UserError, match=f"{field} is a list of more than"):
+        SamplingParams(**{field: endless()})
+    assert taken <= max(MAX_STOPS, MAX_STOP_TOKEN_IDS) + 1
+
+
+def test_a_map_too_large_is_refused_unread() -> None:
+    class Huge(dict[int, float]):
+        def __len__(self) -> int:
+            return 10**9
+
+        def items(self) -> Any:
+            raise AssertionError("it was walked")
+
+    with pytest.raises(UserError, match="logit_bias is a map of 1000000000 token ids"):
+        SamplingParams(logit_bias=Huge())
+
+
+def test_a_refusal_does_not_repeat_what_is_huge() -> None:
+    for settings in ({"logit_bias": [(1, 1.0)] * 10**6}, {"stop": ["a" * 10**6]}, {"stop": [["a"] * 10**6]}):
+        with pytest.raises(UserError) as refusal:
+            SamplingParams(**settings)  # type: ignore[arg-type]
+        assert len(str(refusal.value)) < 200
 
 
 def test_defaults_are_greedy_and_switch_everything_off() -> None:

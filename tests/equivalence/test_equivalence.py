@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+import torch
 
 import chunked_prefill
 import forward
@@ -15,10 +16,11 @@ import kv_cache
 import prefix_cache
 from common.events import Completion, TokenEvent, generate
 from common.sampling.params import SamplingParams
+from common.sampling.sampler import Sampler
 from continuous.engine import Engine
 from forward.model import Model
 from paged_cache import PagedEngine
-from tests.equivalence.compare import assert_all_same, margin
+from tests.equivalence.compare import assert_all_same, margin, next_logits, sampled_tie
 from tests.equivalence.engines import ENGINES, SLOW
 
 MODELS = ("random:tiny", "random:tiny-window")
@@ -148,7 +150,7 @@ def test_sampled_requests_with_seeds(engine: str) -> None:
     expected = generate(forward.load(model(name)), prompts, params)
     made = {**SLOW, **ENGINES}[engine](model(name))
     actual = generate(made, prompts, params)
-    assert [one.token_ids for one in actual] == [one.token_ids for one in expected]
+    assert_all_same(model(name), expected, actual, params)
     samples = [tuple(one.token_ids) for one in actual if one.index == 8]
     assert len(samples) == 3 and len(set(samples)) == 3
 
@@ -209,3 +211,55 @@ def test_the_comparator_sees_a_wrong_token() -> None:
         assert_all_same(model(name), [right], [wrong])
     with pytest.raises(AssertionError, match="beginning"):
         assert_all_same(model(name), [right], [replace(right, token_ids=right.token_ids[:-1])])
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_k": 5}, {"top_p": 0.6}, {"temperature": 0.0}])
+def test_a_sampled_tie_names_the_drawn_token_and_the_one_next_to_it(settings: dict[str, float]) -> None:
+    params = SamplingParams(**{"temperature": 0.9, "seed": 3, **settings})  # type: ignore[arg-type]
+    logits = torch.randn(50, generator=torch.Generator().manual_seed(2))
+    sampler = Sampler(1, 50, "cpu")
+    sampler.set_row(0, params)
+    for step in range(20):
+
+        def drawn(x: torch.Tensor, at: int = step) -> int:
+            return int(sampler.sample(x[None], torch.tensor([0]), [0], torch.tensor([at])).tokens)
+
+        clear = sampled_tie(logits, params, 3, step)
+        assert clear.first == drawn(logits)
+        if clear.gap < 1e-2 or not 0.01 < clear.gap < 100 or {"top_k", "top_p"} & set(settings):
+            continue
+        moved = logits.clone()
+        moved[clear.second] += clear.gap - 1e-4
+        near = sampled_tie(moved, params, 3, step)
+        assert (near.first, near.second, near.tied) == (clear.first, clear.second, True)
+        moved[clear.second] += 2e-4
+        assert drawn(moved) == clear.second, "a little more, and the other token is drawn"
+        assert not clear.tied
+
+
+def test_a_sampled_tie_sees_the_edge_of_truncation() -> None:
+    logits = torch.tensor([2.0, 1.0, 1.0 - 1e-5, -3.0])
+    params = SamplingParams(temperature=1.0, top_k=2, seed=0)
+    ties = [sampled_tie(logits, params, 0, step) for step in range(60)]
+    # Token 1 may be dropped wherever it is drawn, and token 2 may be let in wherever it would win.
+    assert all(tie.tied for tie in ties if tie.first == 1)
+    assert any(tie.tied and (tie.first, tie.second) == (0, 2) for tie in ties)
+    assert any(not tie.tied for tie in ties)
+
+
+def test_the_comparator_sees_a_wrong_sampled_token() -> None:
+    name = MODELS[0]
+    params = [SamplingParams(max_tokens=6, temperature=1.0, seed=5, ignore_eos=True)]
+    (right,) = generate(forward.load(model(name)), [[5, 6, 7]], params)
+    at = next(
+        i
+        for i in range(6)
+        if not sampled_tie(
+            next_logits(model(name), right.prompt_ids + right.token_ids[:i]), params[0], 5, i
+        ).tied
+    )
+    wrong = replace(right, token_ids=[*right.token_ids])
+    wrong.token_ids[at] += 1
+    with pytest.raises(AssertionError, match="apart"):
+        assert_all_same(model(name), [right], [wrong], params)
+    assert_all_same(model(name), [right], [right], params)

@@ -111,9 +111,9 @@ def test_only_changed_entries_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
     upload = cuda_graphs.tables.upload
 
-    def counted(device: torch.device, dtype: Any, *arrays: Any) -> list[torch.Tensor]:
-        sent.append(len(arrays[0]))
-        return upload(device, dtype, *arrays)
+    def counted(device: torch.device, wide: Any, narrow: Any) -> dict[str, torch.Tensor]:
+        sent.append(len(wide["places"]))
+        return upload(device, wide, narrow)
 
     monkeypatch.setattr(cuda_graphs.tables, "upload", counted)
     host[1, :3] = 7

@@ -59,11 +59,11 @@ def test_a_request_that_is_refused_disturbs_nobody(
 
 
 OPTIONS: Sequence[tuple[Sequence[ModuleType], str, object, str]] = (
-    (PHASES, "max_rows", 2.5, "max_rows is 2.5, but must be an integer, at least 1"),
+    (PHASES, "max_rows", 2.5, "max_rows is 2.5, but must be an integer, between 1 and 65536"),
     (PHASES, "max_len", "long", "max_len is 'long', but must be an integer"),
-    (PHASES, "step_tokens", 16.0, "step_tokens is 16.0, but must be an integer, at least 1"),
+    (PHASES, "step_tokens", 16.0, "step_tokens is 16.0, but must be an integer, between 1 and"),
     (PHASES, "cache_bytes", "1G", "cache_bytes is '1G', but must be an integer, at least 0"),
-    (PHASES[1:], "block_size", 1.5, "block_size is 1.5, but must be an integer, at least 1"),
+    (PHASES[1:], "block_size", 1.5, "block_size is 1.5, but must be an integer, between 1 and"),
     (PHASES[2:], "chunk_tokens", 2.5, "chunk_tokens is 2.5, but must be an integer, at least 1"),
     (PHASES[4:], "graph_rows", 0, "graph_rows is 0, but must be at least 1"),
 )

@@ -152,7 +152,8 @@ class Preset:
                 raise UserError(f"{kind.name} is {switch!r}, but must be True or False")
             usual = kind in self.on or (kind in self.fitting and kind.pays(device, features))
             on = usual if switch is None else switch
-            features[kind.name] = kind(**given) if on else None
+            made = kind(**given)  # which refuses wrong values, whether it is on or not
+            features[kind.name] = made if on else None
             if not on:
                 _refuse_options_of(kind, given, device)
         return Chosen(PagedSizes(**{**self.usual.get(device.type, {}), **sizes}), features)
