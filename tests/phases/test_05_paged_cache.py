@@ -438,16 +438,17 @@ def test_ledger(model: Model) -> None:
     plan = {"block_size": 16, "step_tokens": 2048, "rows": 4, "max_len": 100}
     ledger = plan_cache(model, cache_bytes=block_bytes(model, 10) + 5, **plan)
     assert (ledger.blocks, ledger.tokens, ledger.cache) == (10, 160, block_bytes(model, 10))
-    assert ledger.weights == sum(p.numel() for p in model.parameters()) * 4
+    assert ledger.weights == model.weight_bytes
+    assert ledger.rows > 4 * (8 * 100 + 4 * 7) and ledger.rows < 1 << 20
     for word in ("weights", "activations", "cache", "blocks", "tokens", "160"):
         assert word in str(ledger)
     assert plan_cache(model, **plan).blocks == 4 * 7  # no more than the rows can fill
     with pytest.raises(UserError, match="one block of 16 tokens takes"):
         plan_cache(model, cache_bytes=100, **plan)
-    with pytest.raises(UserError, match=r"gpu_memory_utilization is 1\.5"):
-        plan_cache(model, gpu_memory_utilization=1.5, **plan)
-    with pytest.raises(UserError, match="block_size is 0"):
-        plan_cache(model, **{**plan, "block_size": 0})
+    with pytest.raises(UserError, match=r"cache_bytes is 10{18}, but only \d+ bytes are free"):
+        plan_cache(model, cache_bytes=10**18, **plan)
+    with pytest.raises(UserError, match=r"max_rows is 65536, which takes \d+ bytes for requests of 16777216"):
+        plan_cache(model, **{**plan, "rows": 1 << 16, "max_len": 1 << 24})
 
 
 def test_the_pool_has_the_ledgers_size(model: Model) -> None:

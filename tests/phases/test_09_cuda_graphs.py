@@ -32,7 +32,6 @@ from common.events import Completion, generate
 from common.sampling.params import SamplingParams
 from continuous.batch import HostBatch
 from continuous.rows import Rows
-from continuous.runner import Pending
 from continuous.work import Work
 from cuda_graphs.buckets import chunk_sizes, decode_sizes, smallest
 from cuda_graphs.chunk_graph import Layout
@@ -46,7 +45,7 @@ from forward.attention import RecomputeAttention
 from forward.model import Model
 from paged_cache import BlockPool, PagedCache, PagedEngine
 from tests.equivalence.compare import assert_all_same
-from tests.fakes import FakeRunner
+from tests.fakes import FakePending, FakeRunner
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -204,8 +203,8 @@ class Ordered(FakeRunner):
         super().__init__(*args)
         self.log: list[str] = []
 
-    def run(self, works: Sequence[Work]) -> Pending:
-        pending = super().run(works)
+    def forward(self, works: Sequence[Work], *, masked: bool = False) -> FakePending:
+        pending = super().forward(works, masked=masked)
         number = sum(entry.startswith("launch") for entry in self.log)
         self.log.append(f"launch {number}")
         get = pending.get
