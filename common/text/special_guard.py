@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
+from threading import Lock
 from typing import Any
 
 import tokenizers
@@ -39,9 +40,10 @@ class SpecialGuard:
         chars = sorted({token[place] for token in self._special for place in (0, -1)})
         self._stand_in = dict(zip(chars, _STAND_INS, strict=False))
         self._longest = max(map(len, self._special), default=0)
+        self._strings, self._lock = StopStrings(self._special), Lock()  # it grows while it reads
 
     def hide(self, value: Any, *, whole: bool = False) -> Any:
-        """`value` (what JSON can hold) with stand-ins in its texts; equal to `value` if there is nothing to hide.
+        """`value` (what JSON can hold) with stand-ins in its texts; the same where nothing is to be hidden.
 
         Args:
             value: a text, or lists and objects that hold texts.
@@ -66,13 +68,23 @@ class SpecialGuard:
     def _hide(self, text: str, whole: bool) -> str:
         if not any(char in text for char in self._stand_in):
             return text
-        places = set()
-        strings, state, at = StopStrings(self._special), 0, 0
-        while at < len(text):
-            state, size = strings.read(state, text[at])
-            at += 1
+        with self._lock:
+            places = self._places(text, whole)
+        if not places:
+            return text
+        for stand_in in self._stand_in.values():
+            if stand_in in text:
+                code = f"U+{ord(stand_in):04X}"
+                raise UserError(f"a message has a special token and {code}, which no text may have")
+        return "".join(self._stand_in[char] if place in places else char for place, char in enumerate(text))
+
+    def _places(self, text: str, whole: bool) -> set[int]:
+        """Where characters have to be hidden so that no special token, and no half at an end, is left."""
+        places, strings, state = set(), self._strings, 0
+        for place, char in enumerate(text):
+            state, size = strings.read(state, char)
             if size:
-                places.add(at - 1)  # every special token that ends here loses its end
+                places.add(place)  # every special token that ends here loses its end
         if not whole:
             kept = text.rstrip()
             state = 0
@@ -84,14 +96,7 @@ class SpecialGuard:
                 head = text[start : end + 1]
                 if text[end] in self._stand_in and any(token.endswith(head) for token in self._special):
                     places.add(end)
-        if not places:
-            return text
-        for stand_in in self._stand_in.values():
-            if stand_in in text:
-                raise UserError(
-                    f"a message has a special token and U+{ord(stand_in):04X}, which no text may have"
-                )
-        return "".join(self._stand_in[char] if place in places else char for place, char in enumerate(text))
+        return places
 
     @cached_property
     def _blind(self) -> tokenizers.Tokenizer:

@@ -154,19 +154,22 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     # What the sandbox asks of us.
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Whether a template may have this attribute: of values, the methods in `_METHODS` alone."""
         if isinstance(obj, (Namespace, LoopContext, Cycler, Joiner, TemplateReference)):
             return super().is_safe_attribute(obj, attr, value)
         return any(isinstance(obj, kind) and attr in names for kind, names in _METHODS.items())
 
     def wrap_str_format(self, value: Any) -> None:
-        return None  # `call` sees to it, where the budget is
+        """Leave `str.format` to `call`, which has the budget."""
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        if isinstance(argument, tuple):  # hashing one may take forever
+        """Look up an item, but never by a tuple, which may take forever to hash."""
+        if isinstance(argument, tuple):
             raise LimitError("it looks up a tuple")
         return super().getitem(obj, argument)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Compute an arithmetic operation after paying for it."""
         steps = _steps(context)
         steps.copy(left)
         steps.copy(right)
@@ -184,6 +187,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a macro, method or function after paying for it."""
         steps = _steps(context)
         if isinstance(function, (Macro, LoopContext, BlockReference)):
             steps.spend(1 + len(args) + len(kwargs))  # their bodies pay for the rest

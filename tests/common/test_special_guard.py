@@ -11,8 +11,8 @@ from common.errors import UserError
 from common.text.tokenizer import Tokenizer
 
 GEMMA = (
-    "{{ bos_token }}{% for m in messages %}{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) }}"
-    "{{ '\n' }}{{ m['content'] | trim }}{{ '<end_of_turn>\n' }}{% endfor %}"
+    "{{ bos_token }}{% for m in messages %}"
+    "{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) }}{{ '\n' }}{{ m['content'] | trim }}{{ '<end_of_turn>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
 
