@@ -54,7 +54,7 @@ def replay(engine: Engine, work: Workload, due: Due | None = None) -> list[Compl
         if engine.idle:
             time.sleep(max(0.0, start + arrivals[todo[0].index] - time.perf_counter()))
             continue
-        for request, token, reason, now, logprob in engine.step():
+        for request, token, reason, now, logprob, _ in engine.step():
             if reason == "error":
                 raise RuntimeError("a step failed during a replay") from request.error
             completions[request.index].add(TokenEvent(request.index, token, reason, now, logprob))

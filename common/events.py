@@ -43,6 +43,7 @@ class TokenEvent(NamedTuple):
     time: `time.perf_counter()`, in seconds, when the host knew the token.
     logprob: None unless asked for.
     sample: which of the prompt's n completions.
+    text: what it adds to the text, from an engine that had to look for stop strings; None: not made yet.
     """
 
     index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
@@ -51,6 +52,7 @@ class TokenEvent(NamedTuple):
     time: float
     logprob: Logprob | None = None
     sample: int = 0
+    text: str | None = None
 
 
 class Streams(Protocol):
@@ -133,17 +135,29 @@ class TextStream:
 
     def push(self, event: TokenEvent) -> str:
         """Take in the next event of the completion; returns the text to show after what was shown before."""
+        if event.text is None:
+            return self.advance(event.token_id, event.finish_reason)[1]
+        self._shown.append(event.text)
+        return event.text
+
+    def advance(self, token_id: int | None, reason: FinishReason | None) -> tuple[FinishReason | None, str]:
+        """Take in the next token, if there is one, and why it ends the completion, if it does.
+
+        Returns:
+            The reason, which is "stop" where the token completes a stop string, and the text to show.
+        """
         checker = self._checker
         held = checker.held
-        stopped = event.token_id is not None and checker.push(event.token_id)
-        if event.finish_reason == "stop" and not stopped:  # so the token itself ended it
+        stopped = token_id is not None and checker.push(token_id)
+        if reason == "stop" and not stopped:  # so the token itself ended it
             new = held
         else:
-            if event.finish_reason is not None:
+            reason = "stop" if stopped else reason
+            if reason is not None:
                 checker.finish()
             new = checker.take()
         self._shown.append(new)
-        return new
+        return reason, new
 
 
 def params_per_prompt(prompts: Sequence[Sequence[int]], params: Params) -> list[SamplingParams]:
@@ -183,5 +197,6 @@ def generate(
         completions[key].add(event)
         if key in texts:
             texts[key].push(event)
-            completions[key].text = texts[key].text
+    for key, text in texts.items():
+        completions[key].text = text.text
     return list(completions.values())

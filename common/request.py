@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from common.events import FinishReason
+from common.events import FinishReason, TextStream
 from common.sampling.params import SamplingParams
-from common.text.stop_checker import StopChecker
 
 NO_ROW = -1
 """The row of a request that is not running."""
@@ -31,6 +30,7 @@ class Request:
     index, sample: which prompt of its caller, and which of the prompt's n completions.
     priority: read by the priority policy; lower goes first.
     salt: requests share cached prefixes only with requests of the same salt (read by the prefix cache).
+    text: made while it is generated, for a request with stop strings.
     siblings: completions of the same prompt that wait for this one to compute it (`n > 1`).
     rank: where it stands in line, set by the scheduler's policy; smaller goes first.
     in_flight: scheduled steps that the host has not seen the end of.
@@ -47,7 +47,7 @@ class Request:
     sample: int = 0
     priority: int = 0
     salt: str = ""
-    stop: StopChecker | None = None
+    text: TextStream | None = None
     siblings: list[Request] = field(default_factory=list)
     arrival: float = 0.0
     first_token: float | None = None

@@ -93,7 +93,7 @@ def play(engine: Engine, runner: FakeRunner, script: list[tuple[str, Any]]) -> l
     ends: dict[Request, int] = {}
 
     def step() -> None:
-        for request, token, reason, _, _ in engine.step():
+        for request, token, reason, *_ in engine.step():
             if token is not None:
                 events.setdefault(request, []).append(token)
             ends[request] = ends.get(request, 0) + (reason is not None)

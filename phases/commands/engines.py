@@ -88,7 +88,6 @@ def serve(
         completion = completions[event.index]
         completion.add(event)
         held[event.index] += texts[event.index].push(event)
-        completion.text = texts[event.index].text
         while current < len(ids):
             if held[current]:
                 show(current, held[current])
@@ -96,6 +95,8 @@ def serve(
             if completions[current].finish_reason is None:
                 break
             current += 1
+    for completion, text in zip(completions, texts, strict=True):
+        completion.text = text.text
     seconds = time.perf_counter() - start
     firsts = [completion.times[0] - start for completion in completions if completion.times]
     return Served(completions, seconds, min(firsts, default=None))

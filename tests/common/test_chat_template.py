@@ -1,7 +1,5 @@
 """Chat templates: nothing a template does takes long or much memory, and a bad message is named."""
 
-# ruff: noqa: E501 (a template is easier to read in one line)
-
 from __future__ import annotations
 
 import resource

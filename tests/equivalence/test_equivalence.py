@@ -73,7 +73,7 @@ def finish(engine: Engine, work: Work, *, every: int = 0, victims: tuple[int, ..
             engine.add(prompt, settings, index=index)
             if every == 0:
                 continue
-        for request, token, reason, now, logprob in engine.step():
+        for request, token, reason, now, logprob, _ in engine.step():
             by_key[request.index, request.sample].add(
                 TokenEvent(request.index, token, reason, now, logprob, request.sample)
             )

@@ -221,13 +221,13 @@ def test_any_thread_may_add_and_abort(overlap: bool) -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_text_that_cannot_be_made_ends_its_own_request(overlap: bool, error: BaseException) -> None:
     class Broken:
-        def push(self, token: int) -> bool:
+        def advance(self, token: int, reason: str | None) -> tuple[str | None, str]:
             raise error
 
     engine, _ = fake(overlap=overlap)
     params = SamplingParams(max_tokens=6, seed=1, ignore_eos=True)
     first, bad, last = (engine.add([n + 1, 2], params)[0] for n in range(3))
-    bad.stop = Broken()  # type: ignore[assignment]
+    bad.text = Broken()  # type: ignore[assignment]
     raised = 0
     while not engine.idle:
         try:

@@ -17,7 +17,7 @@ from paged_cache.attention import PagedAttention, PagedBatch
 from paged_cache.pool import encode
 from paged_cache.reference import paged_attention
 from tests.paged_batches import DEVICE, FEATURES, Batch, error, expected, make
-from triton_paged_attention import TritonPagedAttention
+from triton_paged_attention.attention import TritonPagedAttention
 from triton_paged_attention.batch import fixed_batch
 from triton_paged_attention.decode import paged_decode
 from triton_paged_attention.kernels.kv_store import kv_store

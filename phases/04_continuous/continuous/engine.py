@@ -15,12 +15,20 @@ from typing import NamedTuple
 from torch.profiler import record_function
 
 from common.errors import integer, text
-from common.events import Completion, FinishReason, Logprob, Params, TokenEvent, generate, params_per_prompt
+from common.events import (
+    Completion,
+    FinishReason,
+    Logprob,
+    Params,
+    TextStream,
+    TokenEvent,
+    generate,
+    params_per_prompt,
+)
 from common.interrupts import Uninterrupted
 from common.request import Request
 from common.rules import check_prompt, finish_reason, output_limit
 from common.sampling.params import SamplingParams
-from common.text.stop_checker import StopChecker
 from common.text.tokenizer import Tokenizer
 from continuous.runner import Forwarded, Pending, RequestError, Runner, Token
 from continuous.scheduler import Scheduler
@@ -41,6 +49,7 @@ class Output(NamedTuple):
     finish_reason: FinishReason | None
     time: float
     logprob: Logprob | None = None
+    text: str | None = None
 
 
 @dataclass
@@ -156,7 +165,7 @@ class Engine:
             seed = params.seed_of(sample)
             request.seed = self._seeds.getrandbits(63) if seed is None else seed
             if self.tokenizer is not None and params.stop:
-                request.stop = StopChecker(self.tokenizer, params)
+                request.text = TextStream(self.tokenizer, params)
         return requests
 
     def take_in(self) -> None:
@@ -294,15 +303,16 @@ class Engine:
             length = len(request.tokens) - request.prompt_len
             most = request.limit - request.prompt_len
             reason = finish_reason(token, length, request.params, self.config.eos_token_ids, most)
-            if request.stop is not None:
+            text = None
+            if request.text is not None:
                 try:
-                    reason = "stop" if request.stop.push(token) else reason
+                    reason, text = request.text.advance(token, reason)
                 except BaseException as error:  # nobody else's tokens may be lost for it
                     log.error("the text of request %d cannot be made", request.id, exc_info=error)
                     request.error, reason = error, "error"
                     if not isinstance(error, Exception):
                         self._interrupt = error  # raised when everybody has theirs
-            self._outputs.append(Output(request, token, reason, now, logprob))
+            self._outputs.append(Output(request, token, reason, now, logprob, text))
             if reason is not None:
                 request.finish_reason, request.finished = reason, now
                 return True
@@ -332,7 +342,8 @@ class Engine:
         """End a request without a token."""
         request.finish_reason, request.finished = reason, now
         self.scheduler.leave(request)
-        self._outputs.append(Output(request, None, reason, now))
+        text = request.text.advance(None, reason)[1] if request.text is not None else None
+        self._outputs.append(Output(request, None, reason, now, None, text))
 
     # Front.
 
@@ -360,9 +371,9 @@ class Engine:
                     # What belongs to nobody's stream is for whoever calls `step` next.
                     self._outputs[:0] = [o for o in outputs if o.request not in self._sinks]
                 while mine:
-                    request, token, reason, now, logprob = mine.popleft()
+                    request, token, reason, now, logprob, text = mine.popleft()
                     left -= reason is not None
-                    yield TokenEvent(request.index, token, reason, now, logprob, request.sample)
+                    yield TokenEvent(request.index, token, reason, now, logprob, request.sample, text)
         finally:
             for request in requests:
                 self._sinks.pop(request, None)
