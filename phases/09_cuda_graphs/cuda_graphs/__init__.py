@@ -9,17 +9,17 @@ from typing import Any
 from chunked_prefill import Chunked
 from continuous import llm
 from cuda_graphs.engine import OverlapEngine, RunAhead
-from cuda_graphs.feature import Graphs, Overlap
+from cuda_graphs.feature import Graphs, Latency, Overlap
 from forward.model import Model
 from paged_cache import PagedEngine, Preset
 from prefix_cache import Prefix
 from triton_paged_attention import Kernels
 
-__all__ = ["LLM", "PRESET", "Graphs", "Overlap", "OverlapEngine", "RunAhead", "load"]
+__all__ = ["LLM", "PRESET", "Graphs", "Latency", "Overlap", "OverlapEngine", "RunAhead", "load"]
 
 PRESET = Preset(
     on=[Chunked, Prefix, Overlap],
-    fitting=[Kernels, Graphs],
+    fitting=[Kernels, Graphs, Latency],
     usual={"cuda": {"max_rows": 256, "step_tokens": 8192}},
 )
 """On a GPU there is one to fill."""
@@ -30,7 +30,7 @@ def load(model: str | Path | Model, **options: Any) -> PagedEngine:
 
     Args:
         model: see `forward.load_model`.
-        options: those of `prefix_cache.load`, the fields of `Kernels`, `Graphs` and `Overlap`, and these
+        options: those of `prefix_cache.load`, the fields of `Kernels`, `Graphs`, `Latency` and `Overlap`, and these
             features themselves, to be switched off: `graphs=False`. Kernels and graphs are on by default on
             CUDA only; there `max_rows` is 256 and `step_tokens` 8,192 by default.
 

@@ -43,13 +43,9 @@ class Graphs(Feature):
                 "graphs is True, but must be False without the kernels' attention: torch's attention chooses "
                 "its calls by the lengths of the requests, which a graph cannot"
             )
-        from cuda_graphs.latency import LatencyAttention, install
         from cuda_graphs.memory import graph_bytes
         from cuda_graphs.runner import GraphRunner
 
-        kernels = parts.features.get("kernels")
-        if isinstance(kernels, Kernels):  # steps of a few tokens, which only pay inside a graph
-            parts.attention = kernels.attention_of(LatencyAttention, install(parts.own_model()))
         parts.bring(
             self, runner=partial(GraphRunner, most_rows=self.graph_rows, most_tokens=self.graph_tokens)
         )
@@ -58,6 +54,28 @@ class Graphs(Feature):
                 whole.model, min(self.graph_rows, whole.size("max_rows")), self.graph_tokens
             )
         )
+
+
+@dataclass(frozen=True)
+class Latency(Feature):
+    """Steps of one token and of a few have kernels of their own; they pay inside graphs."""
+
+    name: ClassVar[str] = "latency"
+    phase: ClassVar[int] = 9
+
+    @classmethod
+    def pays(cls, device: torch.device, others: Mapping[str, Feature | None]) -> bool:
+        """Inside graphs, around the kernels' layers."""
+        return others.get("graphs") is not None and isinstance(others.get("kernels"), Kernels)
+
+    def install(self, parts: Parts) -> None:
+        """A second surgery on the kernels' layers, and their attention with one more kernel."""
+        kernels = parts.features.get("kernels")
+        if not (isinstance(kernels, Kernels) and kernels.attends):
+            raise UserError("latency is True, but must be False without the kernels' layers and attention")
+        from cuda_graphs.latency import LatencyAttention, install
+
+        parts.attention = kernels.attention_of(LatencyAttention, install(parts.own_model()))
 
 
 @dataclass(frozen=True)
