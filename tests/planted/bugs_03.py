@@ -1,4 +1,4 @@
-"""Mistakes in phase 03, static batching. The first is planted on every run of the test suite."""
+"""Mistakes in phase 03, static batching. The first two are planted on every run of the test suite."""
 
 from tests.planted.planting import Bug
 

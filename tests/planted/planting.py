@@ -7,12 +7,8 @@ writes the phase for the first time would make, and the phase's tests have to di
 from __future__ import annotations
 
 import importlib
-import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -20,12 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from tests.planted.nursery import OUT_OF_TIME, Nursery
+
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("common", "phases", "tests", "benchmarks", "pyproject.toml")
 """What the tests of a phase read."""
 
 LIMIT = 120.0
-"""Seconds that the tests may take under a planted bug before they count as hanging."""
+"""Seconds of work that the tests may take under a planted bug before they count as hanging."""
 
 Verdict = Literal["killed", "survived", "timed out", "does not apply", "does not import"]
 
@@ -93,7 +91,7 @@ def own_tests(phase: str) -> list[str]:
     return [str(path.relative_to(ROOT)) for path in sorted(folder.glob(f"test_{phase}_*.py"))]
 
 
-def try_out(phase: str, bug: Bug | None = None, limit: float = LIMIT) -> Outcome:
+def try_out(nursery: Nursery, phase: str, bug: Bug | None = None, limit: float = LIMIT) -> Outcome:
     """Run the phase's tests with the bug planted, or without any, in a copy that is thrown away."""
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         copy = Path(folder)
@@ -107,40 +105,15 @@ def try_out(phase: str, bug: Bug | None = None, limit: float = LIMIT) -> Outcome
                 (copy / bug.file).write_text(bug.plant(copy), encoding="utf-8")
             except DoesNotApply as error:
                 return Outcome("does not apply", message=str(error))
+        arguments = ["-x", "-q", "-p", "no:cacheprovider", "--tb=no", "-m", "not gpu and not weights"]
         started = time.perf_counter()
-        code, output = _pytest(copy, own_tests(phase), limit)
+        status, output = nursery.pytest(copy, arguments + own_tests(phase), limit)
         seconds = time.perf_counter() - started
-    if code is None:
+    if status == OUT_OF_TIME:
         return Outcome("timed out", message=f"no end after {limit:.0f} s", seconds=seconds)
-    if code == 0:
+    if status == 0:
         return Outcome("survived", seconds=seconds)
     failure = re.search(r"^(?:FAILED|ERROR) \S+?::(.+?) - (.*)$", output, re.M)
     if failure is None:
         return Outcome("does not import", message=output.strip()[-2000:], seconds=seconds)
     return Outcome("killed", failure[1], failure[2].removeprefix("AssertionError: "), seconds)
-
-
-def _pytest(copy: Path, files: Sequence[str], limit: float) -> tuple[int | None, str]:
-    """Exit status (None: out of time) and output of the tests in ``copy``, stopped at the first failure."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no"]
-    command += ["-m", "not gpu and not weights", *files]
-    # Before an installed checkout, also for the processes that tests start; pytest's `pythonpath` does
-    # the same for pytest itself. COLUMNS is how much of a message fits the summary's one line.
-    places = [copy, *sorted((copy / "phases").glob("[0-9]*"))]
-    environment = {"PYTHONPATH": os.pathsep.join(map(str, places)), "COLUMNS": "300", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command,
-        cwd=copy,
-        env={**os.environ, **environment, "PYTHONDONTWRITEBYTECODE": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,  # a group of its own, so that nothing that a test started stays behind
-    )
-    try:
-        output, _ = process.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        return None, ""
-    return process.returncode, output
