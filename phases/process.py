@@ -31,7 +31,9 @@ LONGEST_LINE = 1000
 """Characters of an error; a longer one loses its middle."""
 NARROWEST, WIDEST = 20, 1000
 """Columns of a screen that tables can be laid out for."""
-CANNOT_WRITE = {getattr(errno, name) for name in "EACCES EBADF EDQUOT EFBIG EIO ENOSPC EPERM EROFS".split()}
+CANNOT_WRITE = {
+    getattr(errno, name) for name in ["EACCES", "EBADF", "EDQUOT", "EFBIG", "EIO", "ENOSPC", "EPERM", "EROFS"]
+}
 
 
 def exit_code(command: Callable[[], int]) -> int:

@@ -3,14 +3,16 @@
 It keeps, for each slot, a fingerprint of the whole sequence up to that token. At every step it checks that
 the past is where the block table says, and at the end of a work the next token is a function of the
 fingerprint. So a schedule that shares, copies, frees or counts wrongly is seen at once, in microseconds.
+What a step that failed has written is worth nothing: whoever reads it afterwards is found out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -24,14 +26,19 @@ from paged_cache.cache import PagedCache
 
 VOCAB = 50
 EOS = 0
+NOTHING = (-1, 0)
+"""What is in a slot that nobody has written."""
 
 
 def fingerprint(before: int, token: int) -> int:
-    return hash((before, token))
+    """Of a sequence, from that of all but its last token; integers only, so that every process says the same."""
+    mixed = (before ^ (token + 1) * 0x9E3779B97F4A7C15) * 0xD6E8FEB86659FD93 % 2**64
+    return mixed ^ mixed >> 32
 
 
 def next_token(print_: int, seed: int) -> int:
-    return hash((print_, seed, "next")) % VOCAB
+    """What the fake model says after a sequence."""
+    return fingerprint(print_, -2 - seed) % VOCAB
 
 
 def expected_tokens(prompt: Sequence[int], params: SamplingParams, sample: int, max_len: int) -> list[int]:
@@ -49,15 +56,21 @@ def expected_tokens(prompt: Sequence[int], params: SamplingParams, sample: int, 
 
 
 class FakePending:
-    """Both halves of a step: what `forward` and `sample` return."""
+    """Both halves of a step: what `forward` and `sample` return.
 
-    def __init__(self, works: Sequence[Work], tokens: list[int], error: Exception | None) -> None:
-        self.works, self.tokens, self.error, self.started = works, tokens, error, 0.0
+    tokens: for each taker, all that was sampled for it.
+    fails: called when the step is read, if it is one that fails.
+    """
+
+    def __init__(
+        self, works: Sequence[Work], tokens: list[list[int]], fails: Callable[[], NoReturn] | None
+    ) -> None:
+        self.works, self.tokens, self.fails, self.started = works, tokens, fails, 0.0
 
     def get(self) -> list[list[tuple[int, None]]]:
-        if self.error is not None:
-            raise self.error
-        return [[(token, None)] for token in self.tokens]
+        if self.fails is not None:
+            self.fails()
+        return [[(token, None) for token in tokens] for tokens in self.tokens]
 
 
 class Broken(BaseException):
@@ -76,20 +89,21 @@ class FakeRunner:
         config = replace(SHAPES["tiny"], vocab_size=VOCAB, eos_token_ids=(EOS,))
         self.model: Any = SimpleNamespace(config=config, device=torch.device("cpu"))
         self.rows, self.cache = rows, cache
-        self.slots: dict[tuple[int, int], int] = {}
+        self.slots: dict[tuple[int, int], tuple[int, int]] = {}  # fingerprint, and the step that wrote it
         self.tokens: dict[int, dict[int, int]] = {}  # row -> position -> token, as the device has them
         self.seeds: dict[int, int] = {}
         self.fail_run = self.fail_get = False
-        self.computed = 0
-        self.most_in_step = 0
+        self.steps = self.computed = self.most_in_step = 0
+        self.drafted = self.accepted = 0
 
-    def slot(self, row: int, position: int) -> tuple[int, int]:
-        if isinstance(self.cache, PagedCache):
-            size = self.cache.block_size
-            place = position // size
-            must(place < len(self.cache.blocks_of(row)), "a token has no block")
-            return int(self.cache.tables[row, place]), position % size
-        return row, position
+    def slot(self, work: Work, position: int) -> tuple[int, int]:
+        """Where a token of a work's request lies."""
+        if not isinstance(self.cache, PagedCache):
+            return work.row, position
+        place, offset = divmod(position, self.cache.block_size)
+        held = self.cache.blocks_of(work.row)
+        must(place < len(held), f"{_name(work)}: token {position} has no block, of {len(held)}")
+        return held[place], offset
 
     def sample(self, step: FakePending, allowed: None = None) -> FakePending:
         return step
@@ -98,48 +112,100 @@ class FakeRunner:
         if self.fail_run:
             self.fail_run = False
             raise RuntimeError("launch failed")
+        self.steps += 1
+        self._refresh()
+        must(len({work.row for work in works}) == len(works), "two works of one step are in one row")
+        must(all(work.count > 0 for work in works), "a work computes nothing")
+        works = sorted(works, key=lambda work: work.row)
+        written: dict[tuple[int, int], Work] = {}
+        sampled: list[list[int]] = []
+        for work in works:
+            sampled += self._compute(work, written)
+        tokens = sum(work.count for work in works)
+        self.computed += tokens
+        self.most_in_step = max(self.most_in_step, tokens)
+        fails, self.fail_get = (self._failing(self.steps) if self.fail_get else None), False
+        return FakePending(works, sampled, fails)
+
+    def _refresh(self) -> None:
+        """Take the tokens of new requests, and copy blocks."""
         for request in self.rows.upload():
-            must(request.row >= 0, "a request without a row is uploaded")
+            must(request.row >= 0, f"request {request.id} is uploaded without a row")
             self.tokens[request.row] = dict(enumerate(request.tokens))
             self.seeds[request.row] = request.seed
         if isinstance(self.cache, PagedCache):
-            old = dict(self.slots)
-            for source, target in self.cache.take_copies():
+            old, copies = dict(self.slots), self.cache.take_copies()
+            targets = [target for _, target in copies]
+            must(len(set(targets)) == len(targets), f"two copies into one block: {copies}")
+            for source, target in copies:
                 for offset in range(self.cache.block_size):
-                    self.slots[target, offset] = old.get((source, offset), -1)
-        must(len({work.row for work in works}) == len(works), "two works in one row")
-        written: set[tuple[int, int]] = set()
-        sampled: list[int] = []
-        for work in sorted(works, key=lambda work: work.row):
-            must(work.start + work.count < work.request.limit, "the last token is computed")
-            print_ = 0
-            for position in range(work.start):
-                print_ = fingerprint(print_, self.tokens[work.row][position])
-                held = self.slots.get(self.slot(work.row, position))
-                must(held == print_, "the past is not where it should be")
-            for position in range(work.start, work.start + work.count):
-                print_ = fingerprint(print_, self.tokens[work.row][position])
-                place = self.slot(work.row, position)
-                must(place not in written, "two works write to one slot")
-                if isinstance(self.cache, PagedCache):
-                    users = self.cache.allocator.refs[
-                        place[0]
-                    ]  # siblings that fork in this step will share it
-                    must(users <= max(1, len(work.takers)), "a shared block is written")
-                written.add(place)
-                self.slots[place] = print_
-            for request in work.takers:
-                token = next_token(print_, self.seeds[request.row])
-                self.tokens[request.row][work.start + work.count] = token
-                sampled.append(token)
-        self.computed += sum(work.count for work in works)
-        self.most_in_step = max(self.most_in_step, sum(work.count for work in works))
-        error = RuntimeError("step failed") if self.fail_get else None
-        self.fail_get = False
-        ordered = sorted(works, key=lambda work: work.row)
-        return FakePending(ordered, sampled, error)
+                    self.slots[target, offset] = old.get((source, offset), NOTHING)
+
+    def _compute(self, work: Work, written: dict[tuple[int, int], Work]) -> list[list[int]]:
+        """Write a work's slots; for each of its takers, the tokens it gets."""
+        name, tokens = _name(work), self.tokens[work.row]
+        end = work.start + work.count
+        must(end < work.request.limit, f"{name}: token {end - 1} is computed, though the last one never is")
+        must(not work.drafts or len(work.takers) == 1, f"{name}: drafts for {len(work.takers)} takers")
+        tokens.update(enumerate(work.drafts, start=end - len(work.drafts)))
+        print_ = 0
+        for position in range(work.start):
+            must(position in tokens, f"{name}: token {position} was never given to the device")
+            print_ = fingerprint(print_, tokens[position])
+            held, _ = self.slots.get(self.slot(work, position), NOTHING)
+            must(held == print_, f"{name}: the keys of token {position} are not where they should be")
+        ends: list[int] = []  # the fingerprints that are sampled from
+        for position in range(work.start, end):
+            must(position in tokens, f"{name}: token {position} was never given to the device")
+            print_ = fingerprint(print_, tokens[position])
+            place = self.slot(work, position)
+            if place in written:
+                raise Broken(f"{name} writes token {position} where {_name(written[place])} has written")
+            if isinstance(self.cache, PagedCache):  # siblings that fork in this step will share it
+                users, most = self.cache.allocator.refs[place[0]], max(1, len(work.takers))
+                must(users <= most, f"{name}: token {position} is written into a block of {users} users")
+            written[place] = work
+            self.slots[place] = print_, self.steps
+            if position >= end - len(work.drafts) - 1:
+                ends.append(print_)
+        results = []
+        for request in work.takers:
+            chosen = [next_token(print_, self.seeds[request.row]) for print_ in ends]
+            first = end - len(work.drafts)
+            self.tokens[request.row].update(enumerate(chosen, start=first))
+            right = next((n for n, draft in enumerate(work.drafts) if draft != chosen[n]), len(work.drafts))
+            self.drafted += len(work.drafts)
+            self.accepted += right
+            results.append(chosen[: right + 1])
+        return results
+
+    def _failing(self, step: int) -> Callable[[], NoReturn]:
+        def fails() -> NoReturn:
+            for place, (_, writer) in self.slots.items():
+                if writer == step:
+                    self.slots[place] = NOTHING
+            raise RuntimeError("step failed")
+
+        return fails
 
 
-def request_of(requests: list[Request]) -> Request:
-    (request,) = requests
-    return request
+class FakeDrafter:
+    """Guesses up to `most` tokens, the first of which are right, as many as chance will have."""
+
+    def __init__(self, seed: int, most: int = 4) -> None:
+        self.rng, self.most = random.Random(seed), most
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        must(most > 0, f"request {request.id}: drafts are asked for where there is room for none")
+        print_, drafts = 0, list[int]()
+        for token in request.tokens:
+            print_ = fingerprint(print_, token)
+        wrong = self.rng.randrange(self.most + 1)
+        for place in range(min(most, self.rng.randrange(self.most + 1))):
+            drafts.append((next_token(print_, request.seed) + (place >= wrong)) % VOCAB)
+            print_ = fingerprint(print_, drafts[-1])
+        return drafts
+
+
+def _name(work: Work) -> str:
+    return f"request {work.request.id}, row {work.row}"

@@ -1,9 +1,11 @@
-"""Random schedules for hypothesis: what callers do, and what must hold after each step."""
+"""Random schedules: what callers do, and what must hold after each step."""
 
 from __future__ import annotations
 
+import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +16,10 @@ from common.request import Request
 from common.sampling.params import SamplingParams
 from continuous.engine import Engine
 from continuous.rows import Rows
+from continuous.seams import NO_DRAFTS
 from cuda_graphs.engine import RunAhead
 from paged_cache.cache import PagedCache
-from tests.fakes import VOCAB, FakeRunner, expected_tokens
+from tests.fakes import VOCAB, FakeDrafter, FakeRunner, expected_tokens
 
 MAX_LEN = 48
 SCHEDULES = settings(
@@ -28,6 +31,8 @@ SCHEDULES = settings(
 class Ask:
     prompt: tuple[int, ...]
     params: SamplingParams
+    priority: int = 0
+    salt: str = ""
 
 
 @st.composite
@@ -44,7 +49,7 @@ def asks(draw: st.DrawFn, max_n: int = 3) -> Ask:
         ignore_eos=draw(st.booleans()),
         stop_token_ids=tuple(draw(st.lists(st.integers(1, 49), max_size=1))),
     )
-    return Ask(tuple([1] * common + tail), params)
+    return Ask(tuple([1] * common + tail), params, draw(st.integers(0, 3)), draw(st.sampled_from(["", "b"])))
 
 
 _ADD = st.tuples(st.just("add"), asks())
@@ -70,7 +75,7 @@ def random_script(rng: random.Random) -> list[tuple[str, Any]]:
             ignore_eos=rng.random() < 0.5,
             stop_token_ids=(rng.randrange(1, VOCAB),),
         )
-        return Ask(tuple(prompt), params)
+        return Ask(tuple(prompt), params, rng.randrange(4), rng.choice(["", "", "b"]))
 
     def operation() -> tuple[str, Any]:
         kinds = ["add", "burst", "step", "abort", "fail_run", "fail_get"]
@@ -86,71 +91,132 @@ def random_script(rng: random.Random) -> list[tuple[str, Any]]:
     return [operation() for _ in range(rng.randrange(2, 14))]
 
 
+def play_seeds(
+    seeds: Iterable[int], make: Callable[[random.Random], tuple[Engine, FakeRunner]]
+) -> Iterator[tuple[Engine, FakeRunner]]:
+    """Play one random script for each seed, with a drafter in every third; a failure names its seed."""
+    for seed in seeds:
+        rng = random.Random(seed)
+        try:
+            engine, runner = make(rng)
+            if seed % 3 == 0 and isinstance(engine.scheduler.cache, PagedCache):
+                engine.scheduler.drafter = FakeDrafter(seed)
+            play(engine, runner, random_script(rng))
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            raise AssertionError(f"seed {seed}: {error or type(error).__name__}") from error
+        yield engine, runner
+
+
+@contextmanager
+def failures_expected() -> Iterator[None]:
+    """Without the engine's log: it tells of every step that fails, and here many do."""
+    log = logging.getLogger("continuous.engine")
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = False
+
+
+@failures_expected()
 def play(engine: Engine, runner: FakeRunner, script: list[tuple[str, Any]]) -> list[Request]:
     """Run a script, then everything to its end, checking after every step; returns all requests."""
     known: list[tuple[Request, Ask]] = []
-    events: dict[Request, list[int]] = {}
+    told: dict[Request, list[int]] = {}
     ends: dict[Request, int] = {}
 
     def step() -> None:
         for request, token, reason, *_ in engine.step():
+            assert request not in ends, f"{name_of(request)}: an event after the one that ended it"
             if token is not None:
-                events.setdefault(request, []).append(token)
-            ends[request] = ends.get(request, 0) + (reason is not None)
+                told.setdefault(request, []).append(token)
+            if reason is not None:
+                ends[request] = 1
         check(engine)
 
-    for name, value in script:
-        if name == "add":
-            known += [(request, value) for request in engine.add(value.prompt, value.params)]
-        elif name == "burst":
+    def add(ask: Ask) -> None:
+        requests = engine.add(ask.prompt, ask.params, priority=ask.priority, salt=ask.salt)
+        known.extend((request, ask) for request in requests)
+
+    for action, value in script:
+        if action == "add":
+            add(value)
+        elif action == "burst":
             for ask in value:
-                known += [(request, ask) for request in engine.add(ask.prompt, ask.params)]
-        elif name == "step":
+                add(ask)
+        elif action == "step":
             for _ in range(value):
                 step()
-        elif name == "abort" and known:
+        elif action == "abort" and known:
             engine.abort(known[value % len(known)][0])
             check(engine)
-        elif name != "abort":
-            setattr(runner, name, True)
+        elif action != "abort":
+            setattr(runner, action, True)
     steps = 0
     while not engine.idle:
         step()
         steps += 1
-        assert steps < 3000, "the engine does not come to an end"
+        left = [request.id for request, _ in known if request.finish_reason is None]
+        assert steps < 3000, f"requests {left} do not come to an end in {steps} steps"
     for request, ask in known:
+        name, output = name_of(request), request.output_ids
         expected = expected_tokens(ask.prompt, ask.params, request.sample, engine.max_len)
-        output = request.output_ids
-        assert events.get(request, []) == output
-        assert ends[request] == 1, "not exactly one event ends a request"
+        assert request in ends, f"{name}: no event ended it"
+        assert told.get(request, []) == output, (
+            f"{name}: told {told.get(request)}, but its output is {output}"
+        )
+        for place, (token, right) in enumerate(zip(output, expected, strict=False)):
+            assert token == right, f"{name}: token {place} of its output is {token}, but must be {right}"
+        assert len(output) <= len(expected), f"{name}: {len(output)} tokens, but {len(expected)} end it"
         if request.finish_reason in ("stop", "length"):
-            assert output == expected, "wrong tokens"
-        else:
-            assert output == expected[: len(output)]
+            assert len(output) == len(expected), (
+                f"{name}: ended by {request.finish_reason} after {len(output)} tokens of {len(expected)}"
+            )
     return [request for request, _ in known]
 
 
 def check(engine: Engine) -> None:
     """What must hold between any two steps."""
-    scheduler = engine.scheduler
-    rows = [request.row for request in scheduler.running]
-    assert len(set(rows)) == len(rows) and all(row >= 0 for row in rows)
-    assert scheduler.running == sorted(scheduler.running, key=lambda request: request.rank)
-    for request in scheduler.running:
-        assert request.finish_reason is None
-        assert 0 < request.num_computed_tokens <= request.num_tokens <= request.limit
-        if isinstance(scheduler.cache, PagedCache):
-            held = len(scheduler.cache.blocks_of(request.row)) * scheduler.cache.block_size
-            assert held >= request.num_computed_tokens
+    scheduler, cache = engine.scheduler, engine.scheduler.cache
+    running = scheduler.running
+    rows: dict[int, Request] = {}
+    for request in running:
+        name = name_of(request)
+        assert request.row >= 0, f"{name} runs without a row"
+        assert request.row not in rows, f"{name} and {name_of(rows[request.row])} are in one row"
+        rows[request.row] = request
+        assert request.finish_reason is None, f"{name} still runs, though it has ended"
+        computed, known = request.num_computed_tokens, len(request.tokens) + request.placeholders
+        drafts = 0 if scheduler.drafter is NO_DRAFTS or not request.in_flight else request.limit
+        assert 0 < computed <= known + drafts, f"{name}: {computed} tokens are computed of {known} there are"
+        assert known <= request.limit, f"{name}: {known} tokens, but its limit is {request.limit}"
+        if isinstance(cache, PagedCache):
+            held = len(cache.blocks_of(request.row)) * cache.block_size
+            assert held >= computed, f"{name}: {computed} tokens are computed, but its blocks hold {held}"
+    for one, other in zip(running, running[1:], strict=False):
+        assert one.rank < other.rank, f"{name_of(one)} runs before {name_of(other)}, but its rank is larger"
     for request in scheduler.waiting:
-        assert request.row < 0 and request.num_computed_tokens == 0
-    reserved = sum(sibling.row >= 0 for request in scheduler.running for sibling in request.siblings)
-    assert scheduler.rows.free + len(rows) + reserved == scheduler.rows.count
-    scheduler.cache.check()
+        name, computed = name_of(request), request.num_computed_tokens
+        assert request.row < 0, f"{name} waits in row {request.row}"
+        assert computed == 0, f"{name} waits, but {computed} of its tokens count as computed"
+    promised = sum(sibling.row >= 0 for request in running for sibling in request.siblings)
+    free, count = scheduler.rows.free, scheduler.rows.count
+    assert free + len(rows) + promised == count, (
+        f"{free} of {count} rows are free, {len(rows)} run and {promised} wait for a fork: rows are lost"
+    )
+    cache.check()
     if scheduler.idle:
-        assert scheduler.rows.free == scheduler.rows.count
-        if isinstance(scheduler.cache, PagedCache):
-            assert scheduler.cache.free == scheduler.cache.allocator.count, "blocks have leaked"
+        assert free == count, f"nobody is left, but {count - free} rows are taken"
+        if isinstance(cache, PagedCache):
+            blocks = cache.allocator.count
+            assert cache.free == blocks, f"nobody is left, but {blocks - cache.free} blocks are not free"
+
+
+def name_of(request: Request) -> str:
+    """For messages."""
+    return f"request {request.id} (row {request.row})"
 
 
 def fake_engine(

@@ -117,7 +117,10 @@ WRONG = {
     "context": (["--context", "1"], "--context is 1, but must be between 2 and"),
     "steps": (["--steps", "-3"], "--steps is -3"),
     "too long": (["--model", "random:tiny", "--context", "99999"], "random:tiny has at most"),
-    "output": (["--model", "random:tiny", "--output", "/dev/null/x"], "--output /dev/null/x cannot be written"),
+    "output": (
+        ["--model", "random:tiny", "--output", "/dev/null/x"],
+        "--output /dev/null/x cannot be written",
+    ),
 }
 
 

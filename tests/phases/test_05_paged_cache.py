@@ -103,7 +103,7 @@ def test_allocator_counts_users() -> None:
     allocator = BlockAllocator(4)
     blocks = allocator.allocate(3)
     assert len(set(blocks)) == 3 and allocator.free == 1
-    allocator.share(blocks[:2])
+    allocator.retain(blocks[:2])
     allocator.release(blocks)
     assert allocator.free == 2 and allocator.refs[blocks[0]] == 1
     allocator.check(blocks[:2])
@@ -117,8 +117,8 @@ def test_allocator_refuses_nonsense() -> None:
     (block,) = allocator.allocate(1)
     with pytest.raises(AssertionError, match="2 blocks wanted, 1 free"):
         allocator.allocate(2)
-    with pytest.raises(AssertionError, match="cannot be shared"):
-        allocator.share([1 - block])
+    with pytest.raises(AssertionError, match=f"block {1 - block} is free and cannot be retained"):
+        allocator.retain([1 - block])
     allocator.release([block])
     with pytest.raises(AssertionError, match="once too often"):
         allocator.release([block])

@@ -134,8 +134,11 @@ class Scheduler:
         return budget
 
     def _drafts(self, request: Request, end: int, budget: int) -> tuple[int, ...]:
-        """Guesses for a request that computes its newest token, which must be known, in this step."""
-        if self.drafter is NO_DRAFTS or end != len(request.tokens) or request.prefilling:
+        """Guesses for a request that computes its newest token, which must be known, in this step.
+
+        Not for one whose siblings fork here: each of them will go on in its own way.
+        """
+        if self.drafter is NO_DRAFTS or end != len(request.tokens) or request.prefilling or request.siblings:
             return ()
         most = min(budget, request.limit - end - 1)  # one token is sampled in any case
         return tuple(self.drafter.propose(request, most)) if most > 0 else ()
@@ -167,8 +170,9 @@ class Scheduler:
         """How many tokens of `request` to compute now, at most `budget`: all it is behind, or none."""
         known = len(request.tokens) + request.placeholders
         count = known - request.num_computed_tokens
-        # A request whose last allowed token is on its way has nothing left to compute.
-        return count if count <= budget and known < request.limit else 0
+        # A request whose last allowed token is on its way has nothing left to compute; one whose drafts are
+        # on their way is not behind, but ahead.
+        return count if 0 < count <= budget and known < request.limit else 0
 
     def make_room(self, request: Request, upto: int, queue: list[Request], at: int) -> bool:
         """Reserve by taking room from the requests `queue[at:]`, which this step does not serve yet."""

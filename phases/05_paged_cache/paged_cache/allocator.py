@@ -30,11 +30,11 @@ class BlockAllocator:
             self.refs[block] = 1
         return blocks
 
-    def share(self, blocks: Iterable[int]) -> None:
+    def retain(self, blocks: Iterable[int]) -> None:
         """One more user for each of these blocks."""
         for block in blocks:
             if self.refs[block] < 1:
-                raise AssertionError(f"block {block} is free and cannot be shared")
+                raise AssertionError(f"block {block} is free and cannot be retained")
             self.refs[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:

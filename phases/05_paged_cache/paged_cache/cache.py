@@ -106,7 +106,7 @@ class PagedCache:
         first to do so takes a copy, and the last user keeps the original (copy on write).
         """
         blocks = self.blocks_of(parent.row)[: self.blocks_for(tokens)]
-        self.allocator.share(blocks)
+        self.allocator.retain(blocks)
         self.tables[child.row, : len(blocks)] = blocks
         self._owned[child.row] = len(blocks)
         full = tokens // self.block_size * self.block_size

@@ -79,7 +79,7 @@ class ChunkedScheduler(PagedScheduler):
         """A decode's one token, or as much of a prompt as the budget and the chunk allow."""
         known = len(request.tokens) + request.placeholders
         behind = known - request.num_computed_tokens
-        count = min(behind, budget, self.chunk_tokens)
+        count = max(0, min(behind, budget, self.chunk_tokens))  # drafts on their way put it ahead
         if request.siblings and request.in_flight and count == behind:
             return 0  # they fork when all earlier chunks are known to be computed
         if behind == 1 and request.row >= 0:

@@ -91,7 +91,7 @@ class PrefixCache(PagedCache):
             keys = self._keys_of(request)[: request.num_computed_tokens // self.block_size]
             blocks = self.index.match(keys, request.salt).blocks
             self._cursors[row] = self.index.attach(keys, request.salt)
-            self.allocator.share(blocks)
+            self.allocator.retain(blocks)
             self.tables[row, : len(blocks)] = blocks
             self._owned[row] = self._committed[row] = len(blocks)
             self._writable[row] = len(blocks) * self.block_size
@@ -112,7 +112,7 @@ class PrefixCache(PagedCache):
     def fork(self, parent: Request, child: Request, tokens: int) -> None:
         """The child pins what its parent shares: whoever uses a block of the index also pins it."""
         super().fork(parent, child, tokens)
-        self._cursors[child.row] = self.index.share(self._cursors[parent.row])
+        self._cursors[child.row] = self.index.fork(self._cursors[parent.row])
         self._committed[child.row] = self._committed[parent.row]
 
     def commit(self, request: Request, upto: int) -> None:
@@ -128,10 +128,10 @@ class PrefixCache(PagedCache):
         own: list[int] = self.tables[row, first:last].tolist()
         keys = block_keys(request.tokens[first * size : last * size], size)
         self._cursors[row], held, new = self.index.extend(self._cursors[row], keys, own)
-        self.allocator.share(new)
+        self.allocator.retain(new)
         for place, (mine, theirs) in enumerate(zip(own, held, strict=True), start=first):
             if mine != theirs:
-                self.allocator.share([theirs])
+                self.allocator.retain([theirs])
                 self.allocator.release([mine])
                 self.tables[row, place] = theirs
         self._committed[row] = last

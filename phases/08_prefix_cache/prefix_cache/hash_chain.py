@@ -88,7 +88,7 @@ class HashIndex:
             cursor.digest, cursor.entry = digest, entry
         return cursor, held, new
 
-    def share(self, cursor: object) -> Cursor:
+    def fork(self, cursor: object) -> Cursor:
         """Pin the way from the end to the start."""
         assert isinstance(cursor, Cursor)
         copy = Cursor(cursor.digest, cursor.entry, cursor.salt, cursor.broken)

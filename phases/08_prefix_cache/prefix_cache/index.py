@@ -56,7 +56,7 @@ class PrefixIndex(Protocol):
         """
         ...
 
-    def share(self, cursor: object) -> object:
+    def fork(self, cursor: object) -> object:
         """A second cursor at the same place, with pins of its own."""
         ...
 
@@ -65,7 +65,7 @@ class PrefixIndex(Protocol):
         ...
 
     def evict(self, count: int) -> list[int]:
-        """Forget at least `count` blocks that nobody uses, least recently used first, and return them."""
+        """Forget at most `count` blocks that nobody uses, least recently used first, and return them."""
         ...
 
     def blocks(self) -> list[int]:

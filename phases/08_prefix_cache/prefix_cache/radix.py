@@ -83,7 +83,7 @@ class RadixIndex:
                 self._pin_one(node)
         return node, held + new, new
 
-    def share(self, cursor: object) -> Node:
+    def fork(self, cursor: object) -> Node:
         """A cursor is a node, and a node counts its cursors."""
         assert isinstance(cursor, Node)
         self._pin(cursor)
