@@ -44,7 +44,7 @@ class Ceilings:
 
 
 @dataclass(frozen=True)
-class Work:
+class Cost:
     """What one stretch of computation needs, whoever computes it.
 
     weight_bytes, kv_bytes: bytes read. flops: multiplications and additions, counted separately.
@@ -63,9 +63,9 @@ class Work:
         """Time at the ceilings, reading and computing at once."""
         return max(self.bytes / ceilings.read_bytes_per_s, self.flops / ceilings.matmul_flop_per_s)
 
-    def __add__(self, other: Work) -> Work:
+    def __add__(self, other: Cost) -> Cost:
         """Both as one stretch."""
-        return Work(
+        return Cost(
             self.weight_bytes + other.weight_bytes, self.kv_bytes + other.kv_bytes, self.flops + other.flops
         )
 
@@ -78,7 +78,7 @@ def layer_parameters(config: ModelConfig) -> int:
     return config.num_layers * (attention + gated * config.hidden_size * config.intermediate_size)
 
 
-def decode_work(config: ModelConfig, dtype: torch.dtype, batch: int, context: float) -> Work:
+def decode_work(config: ModelConfig, dtype: torch.dtype, batch: int, context: float) -> Cost:
     """One decode step: one new token for each of `batch` sequences that attend to `context` keys each.
 
     The embedding is read once as the output head (a tied one is the same matrix); of the input embedding only
@@ -86,20 +86,20 @@ def decode_work(config: ModelConfig, dtype: torch.dtype, batch: int, context: fl
     """
     head = config.vocab_size * config.hidden_size
     weights = layer_parameters(config) + head
-    return Work(
+    return Cost(
         weight_bytes=weights * dtype.itemsize,
         kv_bytes=batch * _keys(config, context) * _kv_bytes_per_key(config, dtype),
         flops=2.0 * batch * weights + batch * _keys(config, context) * _flops_per_key(config),
     )
 
 
-def prefill_work(config: ModelConfig, dtype: torch.dtype, prompt_lens: Sequence[int]) -> Work:
+def prefill_work(config: ModelConfig, dtype: torch.dtype, prompt_lens: Sequence[int]) -> Cost:
     """Prompts computed in one pass: every token through the layers, the head for each prompt's last token."""
     head = config.vocab_size * config.hidden_size
     layers = layer_parameters(config)
     tokens = sum(prompt_lens)
     pairs = sum(_pairs(config, length) for length in prompt_lens)
-    return Work(
+    return Cost(
         weight_bytes=(layers + head) * dtype.itemsize,
         kv_bytes=0.0,  # keys and values of a prompt are used where they are made
         flops=2.0 * tokens * layers + 2.0 * len(prompt_lens) * head + pairs * _flops_per_key(config),
@@ -113,7 +113,7 @@ def generation_work(
     output_lens: Sequence[int],
     batch: int,
     cached: bool = True,
-) -> list[Work]:
+) -> list[Cost]:
     """All prefills and all decodes of requests that run at most `batch` at a time, as two stretches.
 
     The number of decode steps is the least that any schedule needs: no request goes faster than one token a
@@ -137,8 +137,8 @@ def generation_work(
     )
     one = decode_work(config, dtype, 1, 0)
     return [
-        Work(prefill.weight_bytes * waves, prefill.kv_bytes, prefill.flops),
-        Work(
+        Cost(prefill.weight_bytes * waves, prefill.kv_bytes, prefill.flops),
+        Cost(
             weight_bytes=one.weight_bytes * steps,
             kv_bytes=keys * _kv_bytes_per_key(config, dtype),
             flops=one.flops * sum(decodes) + keys * _flops_per_key(config),
@@ -146,14 +146,14 @@ def generation_work(
     ]
 
 
-def ideal_seconds(works: Sequence[Work], ceilings: Ceilings) -> float:
+def ideal_seconds(works: Sequence[Cost], ceilings: Ceilings) -> float:
     """Time of several stretches one after the other."""
     return sum(work.seconds(ceilings) for work in works)
 
 
-def reached(works: Sequence[Work] | Work, ceilings: Ceilings, samples: Samples | float) -> Roofline:
+def reached(works: Sequence[Cost] | Cost, ceilings: Ceilings, samples: Samples | float) -> Roofline:
     """The roofline entry of an evidence file, from the median of the samples' `seconds`."""
-    works = [works] if isinstance(works, Work) else works
+    works = [works] if isinstance(works, Cost) else works
     if isinstance(samples, Samples):
         times = sorted(sample["seconds"] for sample in samples.kept)
         middle = len(times) // 2

@@ -10,7 +10,6 @@ import torch
 from benchmarks.measure import Noise, Samples
 from benchmarks.roofline import (
     Ceilings,
-    Work,
     ceilings,
     decode_work,
     generation_work,
@@ -124,11 +123,11 @@ def test_published_rooflines():
 
 def test_seconds_is_the_longer_of_the_two():
     top = Ceilings(read_bytes_per_s=10.0, matmul_flop_per_s=100.0)
-    assert Work(20.0, 30.0, 100.0).seconds(top) == 5.0
-    assert Work(20.0, 30.0, 1000.0).seconds(top) == 10.0
+    assert Cost(20.0, 30.0, 100.0).seconds(top) == 5.0
+    assert Cost(20.0, 30.0, 1000.0).seconds(top) == 10.0
     samples = Samples([{"seconds": 20.0}, {"seconds": 5.0}, {"seconds": 40.0}])
-    assert reached(Work(20.0, 30.0, 1000.0), top, samples).fraction == 0.5
-    assert reached([Work(20.0, 30.0, 1000.0)], top, 40.0).fraction == 0.25
+    assert reached(Cost(20.0, 30.0, 1000.0), top, samples).fraction == 0.5
+    assert reached([Cost(20.0, 30.0, 1000.0)], top, 40.0).fraction == 0.25
 
 
 def test_probe_is_cached(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -94,3 +95,14 @@ def last_logits(engine: Any, prompts: Sequence[Sequence[int]]) -> Tensor:
     )
     assert len(found) == len(prompts)
     return found
+
+
+def test_the_ledger_adds_up() -> None:
+    """What is allocated once an engine stands is what its ledger says of weights, rows and cache."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    engine = cuda_graphs.load("random:qwen3-0.6b", device="cuda", max_len=4096, graph_rows=16, graph_tokens=0)
+    ledger, allocated = engine.ledger, torch.cuda.memory_allocated() - before
+    said = ledger.weights + ledger.rows + ledger.cache
+    assert abs(said - allocated) < 0.01 * allocated, f"the ledger says {said}, {allocated} are allocated"
