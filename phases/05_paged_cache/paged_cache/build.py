@@ -78,7 +78,10 @@ def make(parts: Parts, tokenizer: Tokenizer | None = None) -> PagedEngine:
         loaded.config, ledger.blocks, block_size, device=loaded.device, dtype=loaded.dtype, kv=parts.kv
     )
     runner = parts.runner(loaded, parts.attention(pool), rows, cache, sampler=parts.sampler)
-    return parts.engine(scheduler, runner, ledger, tokenizer, masks=parts.masks)
+    engine = parts.engine(scheduler, runner, ledger, tokenizer, masks=parts.masks)
+    if parts.rehearse is not None:
+        engine.rehearsal_seconds = parts.rehearse(engine)
+    return engine
 
 
 @dataclass(frozen=True)

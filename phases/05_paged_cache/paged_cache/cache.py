@@ -126,6 +126,9 @@ class PagedCache:
         self.allocator.release(reversed(self.blocks_of(row)))
         self._owned[row] = self._writable[row] = 0
 
+    def forget(self) -> None:
+        """Drop what no request uses; nothing outlives its request here."""
+
     def users(self) -> list[int]:
         """Every block once for each of its users."""
         return [block for row in range(len(self._owned)) for block in self.blocks_of(row)]

@@ -19,7 +19,10 @@ class PagedEngine(Engine):
     """An engine over a block pool.
 
     ledger: how the memory was divided at the start.
+    rehearsal_seconds: how long it took to make it ready for its first request.
     """
+
+    rehearsal_seconds: float = 0.0
 
     scheduler: PagedScheduler
 

@@ -60,6 +60,7 @@ class Parts:
     cache, scheduler, attention, sampler, runner, engine: what `build` calls to make each of them.
     drafter, masks: objects that take part in steps.
     reserve: asked after all features are installed how many bytes to leave free.
+    rehearse: makes a new engine ready for its first request, and says how many seconds that took.
     """
 
     model: Model
@@ -75,6 +76,7 @@ class Parts:
     drafter: Drafter = NO_DRAFTS
     masks: Masks = NO_MASKS
     reserve: list[Callable[[Parts], int]] = field(default_factory=list)
+    rehearse: Callable[[PagedEngine], float] | None = None
     usual: dict[str, int] = field(default_factory=lambda: {"max_rows": 64, "block_size": 16})
     features: dict[str, Feature] = field(default_factory=dict)
     _brought: dict[str, str] = field(default_factory=dict)

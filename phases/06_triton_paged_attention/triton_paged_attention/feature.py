@@ -36,11 +36,14 @@ class Kernels(Feature):
     activation: Backend = option("triton", "SwiGLU and GeGLU")
     projections: Backend = option("triton", "one matrix product for q, k and v, and one for gate and up")
     sampling: Backend = option("triton", "the choice of tokens")
+    rehearsal: bool = option(True, "on a GPU, compile every kernel at the start, not when it is first met")
 
     def __post_init__(self) -> None:
         """Check the options."""
-        for field in fields(self):
-            check_backend(field.name, getattr(self, field.name))
+        for name in KINDS:
+            check_backend(name, getattr(self, name))
+        if not isinstance(self.rehearsal, bool):
+            raise UserError(f"rehearsal is {self.rehearsal!r}, but must be True or False")
 
     @classmethod
     def pays(cls, device: torch.device, others: Mapping[str, Feature | None]) -> bool:
@@ -61,6 +64,10 @@ class Kernels(Feature):
             parts.bring(self, sampler=TritonSampler)
         if device == "cuda":
             parts.usual["block_size"] = CUDA_BLOCK_SIZE
+            if self.rehearsal:
+                from triton_paged_attention.rehearsal import rehearse
+
+                parts.bring(self, rehearse=rehearse)
 
     @property
     def attends(self) -> bool:
@@ -77,7 +84,9 @@ class Kernels(Feature):
         )
 
 
-Kernels.without = {field.name: "torch" for field in fields(Kernels)}
+KINDS = tuple(field.name for field in fields(Kernels) if field.name != "rehearsal")
+"""Kinds of operators."""
+Kernels.without = dict.fromkeys(KINDS, "torch") | {"rehearsal": False}
 
 
 def check_triton(device: str) -> None:

@@ -143,6 +143,11 @@ class PrefixCache(PagedCache):
         self.index.detach(self._cursors[row])
         self._cursors[row], self._committed[row] = None, 0
 
+    def forget(self) -> None:
+        """Drop every block that no request uses, and what was counted."""
+        self.allocator.release(self.index.evict(self.index.evictable))
+        self.stats = PrefixStats()
+
     def users(self) -> list[int]:
         """Every block once for each of its users, of which the index is one."""
         return super().users() + self.index.blocks()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from operator import attrgetter
 from typing import Any
 
@@ -12,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.sampling.sampler import Sampled
+from common.progress import bar
+from common.sampling.sampler import Feature, Sampled
 from continuous.batch import HostBatch, Ints
 from continuous.rows import Rows
 from continuous.runner import Forwarded, Pending
@@ -101,15 +103,17 @@ class GraphRunner(PagedRunner):
         machine = Machine(
             self.model, self.attention, self.sampler, self.rows, self.tables, self.cache.block_size
         )
-        self._chunk_graphs = {
-            (tokens, requests): ChunkGraph(machine, tokens, requests, layout, inputs[: layout.size], capturer)
-            for (tokens, requests), layout in reversed(self._layouts.items())
-        }
-        self.decode_graphs = {
-            (size, features): DecodeGraph(machine, size, inputs[: 3 * size].view(3, size), features, capturer)
-            for size in reversed(self._sizes)
-            for features in KINDS
-        }
+        self._chunk_graphs: dict[tuple[int, int], ChunkGraph] = {}
+        self.decode_graphs: dict[tuple[int, Feature | None], DecodeGraph] = {}
+        with bar("capturing graphs", len(self._layouts) + len(self._sizes) * len(KINDS)) as part:
+            for (tokens, requests), layout in reversed(self._layouts.items()):
+                part(f"{tokens} tokens of {requests} requests")
+                graph = ChunkGraph(machine, tokens, requests, layout, inputs[: layout.size], capturer)
+                self._chunk_graphs[tokens, requests] = graph
+            for size, features in product(reversed(self._sizes), KINDS):
+                part(f"{size} requests")
+                given = inputs[: 3 * size].view(3, size)
+                self.decode_graphs[size, features] = DecodeGraph(machine, size, given, features, capturer)
         return Startup(capturer.count, time.perf_counter() - started, before - _free_bytes(device))
 
     @torch.inference_mode()

@@ -1,0 +1,91 @@
+"""A rehearsal: made-up requests of every kind, so that no real one waits for a compiler.
+
+Triton compiles a kernel when it is first launched, and once more for every set of constants and every class of
+integer arguments (1, divisible by 16, others). Graphs compile what they capture; what only eager steps use is
+met when the first long prompt comes, or the first request with penalties.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from common.errors import UserError
+from common.progress import bar
+from common.sampling.params import SamplingParams
+from continuous.engine import Stats
+from paged_cache import PagedEngine
+from triton_paged_attention.tuning.tables import LONG
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Requests that come at once. `lengths`: of their prompts; each then generates `tokens` tokens."""
+
+    title: str
+    lengths: tuple[int, ...]
+    tokens: int = 3
+    params: SamplingParams = SamplingParams()
+
+
+def scenes(engine: PagedEngine) -> list[Scene]:
+    """What to play: steps of all sizes, with numbers of tokens that 16 divides and that it does not."""
+    rows, most = engine.scheduler.rows.count, engine.scheduler.step_tokens
+    sampled = SamplingParams(temperature=0.8, seed=1)
+    picky = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=1, logprobs=2)
+    penalized = SamplingParams(temperature=0.8, repetition_penalty=1.1, logit_bias={0: 1.0}, seed=1)
+    full = min(rows, 64) * (32,)
+    return [
+        Scene("one short prompt", (33,), 4),
+        Scene("one prompt of whole tiles", (64,), 4, sampled),
+        Scene("short prompts", (1, 2, 5, 17, 48), 4, sampled),
+        Scene("long prompts", (700, 900, 1100, 37), 3, sampled),
+        Scene("a full step", (most // 2, most // 2), 2),
+        Scene("a full step and a bit", (most // 3 + 1, most // 3 + 2, most // 2 + 3), 2, sampled),
+        Scene("a long context", (LONG + 100,), 2),
+        Scene("many requests", full, 3),
+        Scene("many sampled requests", (*full, 31), 3, sampled),
+        Scene("top-k, top-p and log-probabilities", (16, 40), 3, picky),
+        Scene("penalties", (16, 40, 33), 3, penalized),
+    ]
+
+
+def rehearse(engine: PagedEngine) -> float:
+    """Play every scene on an engine that has just been made; it forgets them. Returns the seconds it took."""
+    begun = time.perf_counter()
+    played = scenes(engine)
+    with bar("compiling kernels", len(played)) as part:
+        for scene in played:
+            part(scene.title)
+            play(engine, scene)
+    engine.stats = Stats()
+    engine.cache.forget()
+    if engine.runner.model.device.type == "cuda":
+        torch.cuda.synchronize(engine.runner.model.device)
+    return time.perf_counter() - begun
+
+
+def play(engine: PagedEngine, scene: Scene) -> None:
+    """Serve a scene's requests, as far as the engine has room for them.
+
+    Raises:
+        RuntimeError: a step failed.
+    """
+    most = engine.max_len - scene.tokens - 1
+    vocab = min(1000, engine.config.vocab_size)
+    for number, length in enumerate(scene.lengths):
+        prompt = [(7 * number + token) % vocab for token in range(max(1, min(length, most)))]
+        try:
+            engine.add(prompt, _with_tokens(scene.params, scene.tokens), salt="rehearsal")
+        except UserError:  # this engine serves nothing so long
+            continue
+    while not engine.idle:
+        for output in engine.step():
+            if output.finish_reason == "error":
+                raise RuntimeError(f"a rehearsal failed: {scene.title}") from output.request.error
+
+
+def _with_tokens(params: SamplingParams, tokens: int) -> SamplingParams:
+    return SamplingParams(**{**vars(params), "max_tokens": tokens, "ignore_eos": True})
