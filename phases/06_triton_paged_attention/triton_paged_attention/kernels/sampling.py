@@ -120,7 +120,9 @@ def race_kernel(
     if (hot > 0) & (tl.abs(largest) < _INF):
         lower, upper = random_words(tl.load(ints + settings * int_stride + _KEY), tl.load(steps + row))
         noise = negative_exponentials(lower, upper, column, NATIVE)
-        race, at = first_best(noise * tl.exp2((largest - x) * (_LOG2_E / hot)), column)
+        races_here = noise * tl.exp2((largest - x) * (_LOG2_E / hot))  # no NaN: a logit is finite or -inf
+        race = tl.max(races_here, axis=0)
+        at = tl.min(tl.where(races_here == race, column, _LAST), axis=0)
     else:
         largest, at = first_best(x, column)
     place = row * CHUNKS + chunk
