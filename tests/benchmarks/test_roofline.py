@@ -10,6 +10,7 @@ import torch
 from benchmarks.measure import Noise, Samples
 from benchmarks.roofline import (
     Ceilings,
+    Cost,
     ceilings,
     decode_work,
     generation_work,
