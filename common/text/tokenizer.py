@@ -11,7 +11,7 @@ from typing import Any
 
 import tokenizers
 
-from common.errors import UserError
+from common.errors import UserError, integer
 from common.text.chat_template import ChatTemplate, Message
 from common.text.detokenizer import Detokenizer, TokenBytes
 from common.text.special_guard import SpecialGuard
@@ -41,6 +41,9 @@ class Tokenizer:
             self.backend = tokenizers.Tokenizer.from_file(str(path))
         self.backend.no_truncation()  # some published files would cut prompts or pad them
         self.backend.no_padding()
+        tokens, size = self.backend.get_vocab_size(with_added_tokens=False), self._model_config("vocab_size")
+        if isinstance(size, int) and tokens > size:  # fewer are common: embeddings are padded
+            raise UserError(f"{path} has {tokens:,} tokens, but the model of config.json has {size:,}")
         self._config = _read_json(self.folder / "tokenizer_config.json")
         self.eos_token_ids = self._eos_token_ids()
         self.bos_token_id = self._bos_token_id()
@@ -150,11 +153,17 @@ class Tokenizer:
         with _named("the text"):
             return list(self.backend.encode(_unicode(text), add_special_tokens=add_special_tokens).ids)
 
+    def _model_config(self, field: str) -> Any:
+        return _read_json(self.folder / "config.json").get(field)
+
     def _eos_token_ids(self) -> tuple[int, ...]:
         for name in ("generation_config.json", "config.json"):
             found = _read_json(self.folder / name).get("eos_token_id")
             if found is not None:
-                return tuple(found) if isinstance(found, list) else (found,)
+                several = found if isinstance(found, list) else [found]
+                return tuple(
+                    integer(f"eos_token_id of {self.folder / name}", index, low=0) for index in several
+                )
         token = _content(self._config.get("eos_token"))
         index = None if token is None else self.backend.token_to_id(token)
         return () if index is None else (index,)
@@ -163,7 +172,7 @@ class Tokenizer:
         if "bos_token" in self._config:
             token = _content(self._config["bos_token"])
             return None if token is None else self.backend.token_to_id(token)
-        found = _read_json(self.folder / "config.json").get("bos_token_id")
+        found = self._model_config("bos_token_id")
         return found if isinstance(found, int) else None
 
 

@@ -11,8 +11,8 @@ from common.errors import UserError
 from common.text.tokenizer import Tokenizer
 
 GEMMA = (
-    "{{ bos_token }}{% for m in messages %}"
-    "{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) }}{{ '\n' }}{{ m['content'] | trim }}{{ '<end_of_turn>\n' }}{% endfor %}"
+    "{{ bos_token }}{% for m in messages %}{{ '<start_of_turn>' + m.role }}{{ '\n' }}"
+    "{{ m['content'] | trim }}{{ '<end_of_turn>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
 
@@ -38,17 +38,19 @@ def controls(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
     return [index for index in ids if index in tokenizer.special_ids]
 
 
-TEXTS = st.text(st.sampled_from("<|>_ aé\n🎉1 im") | st.characters(codec="utf-8"), max_size=30)
+LETTERS = "<|>_ aé\n🎉1 im"
+TEXTS = st.text(LETTERS, max_size=6)
+ANY_TEXTS = st.text(st.sampled_from(LETTERS) | st.characters(codec="utf-8"), max_size=30)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(texts=st.lists(TEXTS, min_size=1, max_size=4))
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(texts=st.lists(ANY_TEXTS, min_size=1, max_size=4))
 def test_ordinary_texts_are_encoded_as_transformers_does(model, texts) -> None:
     ours, expected = chat(model, [{"role": "user", "content": text} for text in texts])
     assert ours == expected
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_special_tokens_in_contents_are_text(model, data) -> None:
     """Whole ones, ones inside one another, and halves: as many control tokens as with harmless contents."""

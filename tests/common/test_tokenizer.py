@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import transformers
 from tokenizers import Tokenizer as Backend
+from tokenizers import models
 
 from common.errors import UserError
 from common.models.gguf_import import import_gguf
@@ -126,6 +127,65 @@ def test_unusable_input_is_named(llama_folder):
     (llama_folder / "tokenizer.json").unlink()
     with pytest.raises(UserError, match=r"has no tokenizer\.json"):
         Tokenizer(llama_folder)
+
+
+def test_unusable_files_are_named(llama_folder):
+    path, config = llama_folder / "tokenizer.json", llama_folder / "tokenizer_config.json"
+    change(llama_folder / "config.json", vocab_size=200)
+    with pytest.raises(
+        UserError, match=r"tokenizer\.json has 300 tokens, but the model of config\.json has 200"
+    ):
+        Tokenizer(llama_folder)
+    change(llama_folder / "config.json", vocab_size=512)
+    change(llama_folder / "generation_config.json", eos_token_id="end")
+    with pytest.raises(UserError, match=r"eos_token_id of .*generation_config\.json is 'end'"):
+        Tokenizer(llama_folder)
+    (llama_folder / "generation_config.json").unlink()
+    change(config, chat_template=[{"name": "default"}, "x"])
+    with pytest.raises(UserError, match="has no chat template"):
+        Tokenizer(llama_folder).chat(MESSAGES)
+    template = llama_folder / "chat_template.jinja"
+    template.write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match=r"chat_template\.jinja cannot be read as UTF-8"):
+        Tokenizer(llama_folder).chat(MESSAGES)
+    with template.open("wb") as file:
+        file.truncate(50_000_000)
+    with pytest.raises(UserError, match=r"chat_template\.jinja has 50,000,000 bytes, too many"):
+        Tokenizer(llama_folder).chat(MESSAGES)
+    config.write_bytes(b'{"a": "\xff"}')
+    with pytest.raises(UserError, match=r"tokenizer_config\.json is not valid JSON"):
+        Tokenizer(llama_folder)
+    for content in (b"\xff\xfe", b"[]", b"null", b"{"):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=r"tokenizer\.json cannot be used"):
+            Tokenizer(llama_folder)
+
+
+def test_a_missing_unknown_token_is_named(tmp_path):
+    backend = Backend(models.WordLevel({"a": 0}, unk_token="<unk>"))
+    backend.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match="the text cannot be used by the tokenizer .*UNK"):
+        Tokenizer(tmp_path).encode("b")
+
+
+def test_a_panic_of_the_library_is_an_error_like_others(llama_folder):
+    class PanicException(BaseException):
+        """What Rust code that panics raises in Python."""
+
+    class Panicking:
+        def __init__(self, error):
+            self.error = error
+
+        def encode(self, *_, **__):
+            raise self.error
+
+    tokenizer = Tokenizer(llama_folder)
+    tokenizer.backend = Panicking(PanicException("index out of bounds"))
+    with pytest.raises(UserError, match=r"cannot be used by the tokenizer \(index out of bounds\)"):
+        tokenizer.encode("a")
+    tokenizer.backend = Panicking(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        tokenizer.encode("a")
 
 
 MESSAGES = [{"role": "user", "content": "hello"}]
