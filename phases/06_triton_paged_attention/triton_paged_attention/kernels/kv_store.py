@@ -10,19 +10,19 @@ from paged_cache.pool import LayerCache, largest
 
 
 @triton.jit
-def encode(x, scale, dtype: tl.constexpr, LIMIT: tl.constexpr):
-    """`paged_cache.pool.encode` of a tile whose numbers have these scales."""
-    x = x.to(tl.float32) / scale
-    if dtype.is_int():
+def encode(x, scale, LIMIT: tl.constexpr, WHOLE: tl.constexpr):
+    """`paged_cache.pool.encode` of a tile whose numbers have these scales, but for the dtype."""
+    x = tl.div_rn(x.to(tl.float32), scale)  # as torch divides
+    if WHOLE:
         x = tl.floor(x + 0.5)
-    return tl.minimum(tl.maximum(x, -LIMIT), LIMIT).to(dtype)
+    return tl.minimum(tl.maximum(x, -LIMIT), LIMIT)
 
 
 @triton.jit
 def kv_store_kernel(
     k, v, k_cache, v_cache, slots, k_scale, v_scale, k_stride, v_stride, block_stride, slot_stride,
     SIZE: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
-    LIMIT: tl.constexpr,
+    LIMIT: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """One program per token and part of its heads."""
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -33,12 +33,10 @@ def kv_store_kernel(
     key = tl.load(k + token * k_stride + i, mask=mask)
     value = tl.load(v + token * v_stride + i, mask=mask)
     if SCALED:
-        key = encode(key, tl.load(k_scale + i // D, mask=mask, other=1.0), k_cache.dtype.element_ty, LIMIT)
-        value = encode(
-            value, tl.load(v_scale + i // D, mask=mask, other=1.0), v_cache.dtype.element_ty, LIMIT
-        )
-    tl.store(k_cache + at, key, mask=mask)
-    tl.store(v_cache + at, value, mask=mask)
+        key = encode(key, tl.load(k_scale + i // D, mask=mask, other=1.0), LIMIT, WHOLE)
+        value = encode(value, tl.load(v_scale + i // D, mask=mask, other=1.0), LIMIT, WHOLE)
+    tl.store(k_cache + at, key.to(k_cache.dtype.element_ty), mask=mask)
+    tl.store(v_cache + at, value.to(v_cache.dtype.element_ty), mask=mask)
 
 
 def kv_store(
@@ -57,5 +55,6 @@ def kv_store(
             k, v, cache.k, cache.v, slots, *(cache[2:] if cache.scaled else (k, v)),
             k.stride(0), v.stride(0), *cache.k.stride()[:2],
             SIZE=size, D=d, P=cache.k.shape[1], BLOCK=block, SCALED=cache.scaled,
-            LIMIT=largest(cache.k.dtype) if cache.scaled else 0.0, num_warps=max(1, block // 256),
+            LIMIT=largest(cache.k.dtype) if cache.scaled else 0.0,
+            WHOLE=not cache.k.dtype.is_floating_point, num_warps=max(1, block // 256),
         )  # fmt: skip
