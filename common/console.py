@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import sys
 from contextlib import suppress
-from typing import Any
+from typing import IO, Any, cast
 
 from rich.console import Console
 
@@ -54,4 +54,4 @@ class Terminal(Console):
 
 
 out = Terminal(highlight=False)
-err = Terminal(file=StandardError(), highlight=False)
+err = Terminal(file=cast(IO[str], StandardError()), highlight=False)

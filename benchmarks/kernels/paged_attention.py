@@ -211,9 +211,11 @@ def decode_variants(case: Case, name: str, block: int) -> dict[str, Call]:
         return {"decode_v4": latest}
     splits = max(1, min(32, 264 // (len(case.contexts) * kv_heads)))
     variants: dict[str, Call] = {
-        "decode_v1": lambda table: paged_decode_v1(q, k, v, table, lens, scale=scale),
-        "decode_v2": lambda table: paged_decode_v2(q, k, v, table, lens, scale=scale),
-        "decode_v3": lambda table: paged_decode_v3(q, k, v, table, lens, scale=scale, splits=splits),
+        "decode_v1": lambda table: paged_decode_v1(q, LayerCache(k, v), table, lens, scale=scale),
+        "decode_v2": lambda table: paged_decode_v2(q, LayerCache(k, v), table, lens, scale=scale),
+        "decode_v3": lambda table: paged_decode_v3(
+            q, LayerCache(k, v), table, lens, scale=scale, splits=splits
+        ),
         "decode_v4": latest,
     }
     if name == "4x2048":

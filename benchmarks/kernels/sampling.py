@@ -11,6 +11,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,8 +19,12 @@ from torch import Tensor
 from benchmarks.evidence import BenchOptions, Evidence, Metric, Roofline, Run, collect
 from benchmarks.kernels.harness import graph_seconds
 from benchmarks.measure import alternate
+from benchmarks.plotting import panels, save
 from benchmarks.roofline import Ceilings, ceilings
 from common.errors import UserError
+from common.sampling.params import SamplingParams
+from common.sampling.sampler import Sampler
+from triton_paged_attention.kernels.sampling import argmax_rows, draw_rows
 
 NAME = "sampling"
 WORKLOAD = "sampling-kernels"

@@ -118,7 +118,7 @@ def negative_exponentials(keys: Tensor, steps: Tensor, ids: Tensor) -> Tensor:
 
     keys, steps: int64 [B]; ids: int32 [V]. Returns float32 [B, V], below 0.
     """
-    lower, upper = random_words(keys, steps).split(1, dim=1)  # each [B, 1]
+    lower, upper = random_words(keys, steps).chunk(2, dim=1)  # each [B, 1]
     bits = noise_bits(upper, lower, ids).float()  # [B, V]
     return torch.add(dither(upper) * -NOISE_UNIT, bits, alpha=-NOISE_UNIT, out=bits).log1p_()
 

@@ -160,7 +160,7 @@ class Sampler(SamplerRows):
         self, logits: Tensor, tokens: Tensor, top: int
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """`ops.raw_logprobs`, a few rows at a time."""
-        parts = zip(logits.split(self._at_once), tokens.split(self._at_once), strict=True)
+        parts = zip(torch.split(logits, self._at_once), torch.split(tokens, self._at_once), strict=True)
         chosen, ids, values = zip(*[ops.raw_logprobs(*part, top) for part in parts], strict=True)
         return torch.cat(chosen), torch.cat(ids) if top else None, torch.cat(values) if top else None
 
@@ -219,8 +219,8 @@ class Sampler(SamplerRows):
         logits = logits.clone()
         if allowed is not None:
             for first in range(0, len(logits), self._at_once):
-                some = slice(first, first + self._at_once)
-                ops.forbid(logits[some], allowed[some])
+                part = slice(first, first + self._at_once)
+                ops.forbid(logits[part], allowed[part])
         for places, width in plan.edits:
             at, some = rows[places], logits[places]
             active = steps[places].unsqueeze(1) < self.edit_until[at, :width]  # [B, E]

@@ -20,7 +20,7 @@ import types
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
 from datetime import datetime
 from string import Formatter
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import jinja2
 from jinja2 import nodes, pass_context
@@ -423,7 +423,7 @@ _TESTS: dict[str, Callable[..., Any]] = {
     "even": lambda value: int(value) % 2 == 0,
     "odd": lambda value: int(value) % 2 == 1,
     **{
-        name: _priced(TESTS[name], pay)
+        name: _priced(cast(Any, TESTS[name]), pay)
         for pay, names in {
             _pay_once: "boolean callable defined false float integer iterable mapping none number sameas "
             "sequence string true undefined",
@@ -460,7 +460,7 @@ class _Priced(NodeTransformer):
         self._loops -= 1
         node.body = [_toll(steps, node.lineno), *node.body]
         if node.test is not None:
-            node.test = _through(_SPEND, node.test, nodes.Const(steps))
+            node.test = _through(_SPEND, cast(nodes.Expr, node.test), nodes.Const(steps))
         return node
 
     def _body(self, node: Any) -> Any:

@@ -70,7 +70,7 @@ def run(options: BenchOptions) -> Evidence:
     runs: list[Run] = []
     for name in [options.model] if options.model else MODELS:
         bench = Bench(replace(options, model=name))
-        runs += bench.throughput() + bench.overlap() + bench.startup() + bench.peers()
+        runs += bench.first_runs() + bench.throughput() + bench.overlap() + bench.startup() + bench.peers()
         if name == MODELS[0]:
             runs += bench.serving() + bench.compiled() + bench.without_kernels()
         del bench
@@ -116,6 +116,17 @@ class Bench:
         return work.cold(self.shift)
 
     # What is measured.
+
+    def first_runs(self) -> list[Run]:
+        """The first run after a start, and the one after it: what a rehearsal has left to be compiled."""
+        if self.name != MODELS[0]:
+            return []
+        work = workload("offline-256").first(8) if self.options.quick else workload("offline-256")
+        engine = self.engine(PHASE)
+        return [
+            self.single(PHASE, work, self.generation(engine, work, number), options={"run": number})
+            for number in (1, 2)
+        ]
 
     def throughput(self) -> list[Run]:
         """The three published workloads."""
@@ -209,6 +220,7 @@ class Bench:
         took = self.graphs.startup
         sample = {
             "startup_seconds": took.seconds,
+            "rehearsal_seconds": self.base.rehearsal_seconds,
             "graphs": float(took.graphs),
             "graph_bytes": float(took.bytes),
             "reserved_bytes": float(self.base.ledger.reserved),
@@ -289,9 +301,9 @@ class Bench:
             batch=batch,
         )
 
-    def single(self, variant: str, work: Workload, sample: Sample) -> Run:
+    def single(self, variant: str, work: Workload, sample: Sample, **more: Any) -> Run:
         """Evidence of one number that is not repeated."""
-        found = self.summarize(variant, work, Samples(kept=[sample]))
+        found = self.summarize(variant, work, Samples(kept=[sample]), **more)
         return replace(found, metrics={name: Metric((value,)) for name, value in sample.items()})
 
 

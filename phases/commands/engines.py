@@ -116,8 +116,8 @@ def serve(
             if completions[current].finish_reason is None:
                 break
             current += 1
-    for completion, text in zip(completions, texts, strict=True):
-        completion.text = text.text
+    for completion, made in zip(completions, texts, strict=True):
+        completion.text = made.text
     seconds = time.perf_counter() - start
     firsts = [completion.times[0] - start for completion in completions if completion.times]
     return Served(completions, seconds, min(firsts, default=None))

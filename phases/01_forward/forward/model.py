@@ -23,7 +23,7 @@ class Model(nn.Module, ABC):
     TIED: ClassVar[dict[str, str]]
     """``{head: embedding}``, the parameter that a checkpoint with tied embeddings leaves out."""
 
-    lm_head: nn.Linear
+    lm_head: nn.Module
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

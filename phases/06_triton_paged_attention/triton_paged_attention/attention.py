@@ -68,7 +68,9 @@ class TritonPagedAttention(PagedAttention):
         self._needs_torch = not (decodes | longer).all()
         if self._needs_torch:
             self._torch.begin(self.batch)
-        self._max_queries = int(host.query_lens[decodes].max(initial=0))
+        # One or the most: a kernel in between would be compiled for each number, and gain nothing.
+        most = int(host.query_lens[decodes].max(initial=0))
+        self._max_queries = most if most < 2 else self._most_queries
         self._only: Tensor | None = None  # the requests that are decodes; None: all
         self._prefill_keys = int(host.context_lens[longer].max(initial=0))
         self._tiles: Tensor | None = None

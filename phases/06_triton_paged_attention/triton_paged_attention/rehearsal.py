@@ -1,13 +1,14 @@
 """A rehearsal: made-up requests of every kind, so that no real one waits for a compiler.
 
-Triton compiles a kernel when it is first launched, and once more for every set of constants and every class of
-integer arguments (1, divisible by 16, others). Graphs compile what they capture; what only eager steps use is
+Triton compiles a kernel when it is first launched, and once more for every set of constants and every class
+of integer arguments (1, divisible by 16, others). Graphs compile what they capture; what only eager steps use is
 met when the first long prompt comes, or the first request with penalties.
 """
 
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -20,14 +21,22 @@ from paged_cache import PagedEngine
 from triton_paged_attention.tuning.tables import LONG
 
 
+GREEDY = SamplingParams()
+
+
 @dataclass(frozen=True)
 class Scene:
-    """Requests that come at once. `lengths`: of their prompts; each then generates `tokens` tokens."""
+    """Requests that come at once.
+
+    lengths: of their prompts; each then generates `tokens` tokens.
+    running: so many requests decode already when they come.
+    """
 
     title: str
     lengths: tuple[int, ...]
     tokens: int = 3
-    params: SamplingParams = SamplingParams()
+    params: SamplingParams = GREEDY
+    running: int = 0
 
 
 def scenes(engine: PagedEngine) -> list[Scene]:
@@ -37,6 +46,9 @@ def scenes(engine: PagedEngine) -> list[Scene]:
     picky = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=1, logprobs=2)
     penalized = SamplingParams(temperature=0.8, repetition_penalty=1.1, logit_bias={0: 1.0}, seed=1)
     full = min(rows, 64) * (32,)
+    # A decode's context is split over programs, fewer the more requests decode, and each number of splits (a
+    # power of two) is a kernel of its own.
+    beside = [count for count in (1, 2, 4, 8, 16, 32) if count < rows]
     return [
         Scene("one short prompt", (33,), 4),
         Scene("one prompt of whole tiles", (64,), 4, sampled),
@@ -45,6 +57,8 @@ def scenes(engine: PagedEngine) -> list[Scene]:
         Scene("a full step", (most // 2, most // 2), 2),
         Scene("a full step and a bit", (most // 3 + 1, most // 3 + 2, most // 2 + 3), 2, sampled),
         Scene("a long context", (LONG + 100,), 2),
+        *(Scene(f"a long prompt beside {n} decodes", (most // 2 + 2,), 2, running=n) for n in beside),
+        *(Scene(f"and one of few tokens beside {n}", (most // 2, 3), 2, running=n) for n in beside),
         Scene("many requests", full, 3),
         Scene("many sampled requests", (*full, 31), 3, sampled),
         Scene("top-k, top-p and log-probabilities", (16, 40), 3, picky),
@@ -73,19 +87,28 @@ def play(engine: PagedEngine, scene: Scene) -> None:
     Raises:
         RuntimeError: a step failed.
     """
-    most = engine.max_len - scene.tokens - 1
-    vocab = min(1000, engine.config.vocab_size)
+    for number in range(scene.running):
+        _add(engine, number, 16, 6, scene.params)
+    for _ in range(2 if scene.running else 0):
+        _step(engine, scene)
     for number, length in enumerate(scene.lengths):
-        prompt = [(7 * number + token) % vocab for token in range(max(1, min(length, most)))]
-        try:
-            engine.add(prompt, _with_tokens(scene.params, scene.tokens), salt="rehearsal")
-        except UserError:  # this engine serves nothing so long
-            continue
+        _add(engine, scene.running + number, length, scene.tokens, scene.params)
     while not engine.idle:
-        for output in engine.step():
-            if output.finish_reason == "error":
-                raise RuntimeError(f"a rehearsal failed: {scene.title}") from output.request.error
+        _step(engine, scene)
 
 
-def _with_tokens(params: SamplingParams, tokens: int) -> SamplingParams:
-    return SamplingParams(**{**vars(params), "max_tokens": tokens, "ignore_eos": True})
+def _add(engine: PagedEngine, number: int, length: int, tokens: int, params: SamplingParams) -> None:
+    """A request with a prompt of `length` tokens, or as many as this engine serves."""
+    vocab = min(1000, engine.config.vocab_size)
+    prompt = [
+        (7 * number + token) % vocab for token in range(max(1, min(length, engine.max_len - tokens - 1)))
+    ]
+    given = SamplingParams(**{**vars(params), "max_tokens": tokens, "ignore_eos": True})
+    with suppress(UserError):  # its cache is smaller than that
+        engine.add(prompt, given, salt="rehearsal")
+
+
+def _step(engine: PagedEngine, scene: Scene) -> None:
+    for output in engine.step():
+        if output.finish_reason == "error":
+            raise RuntimeError(f"a rehearsal failed: {scene.title}") from output.request.error

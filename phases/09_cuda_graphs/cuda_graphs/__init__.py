@@ -30,8 +30,8 @@ def load(model: str | Path | Model, **options: Any) -> PagedEngine:
 
     Args:
         model: see `forward.load_model`.
-        options: those of `prefix_cache.load`, the fields of `Kernels`, `Graphs`, `Latency` and `Overlap`, and these
-            features themselves, to be switched off: `graphs=False`. Kernels and graphs are on by default on
+        options: those of `prefix_cache.load`, the fields of `Kernels` and `Graphs`, and all features
+            themselves, to be switched off: `graphs=False`. Kernels and graphs are on by default on
             CUDA only; there `max_rows` is 256 and `step_tokens` 8,192 by default.
 
     Raises:

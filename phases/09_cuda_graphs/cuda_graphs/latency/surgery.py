@@ -21,9 +21,10 @@ def install(model: Model) -> Model:
     few = few_pays(model.config.hidden_size, model.dtype.itemsize, model.device)
     replace(model, FusedBlock, lambda block: LatencyBlock(block, few=few) if whole(block) else block)
     if isinstance(model.lm_head, FusedLinear):
-        model.lm_head = LatencyLinear.like(model.lm_head)
+        head = LatencyLinear.like(model.lm_head)
         # What is sampled is float32: one row comes so, and no one has to convert it afterwards.
-        model.lm_head.out_dtype = torch.float32
+        head.out_dtype = torch.float32
+        model.lm_head = head
     return model
 
 
