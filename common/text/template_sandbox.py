@@ -286,7 +286,7 @@ def _write(context: Context, value: Any) -> Any:
 # Filters and tests. Each takes the context, for the budget.
 
 
-def _priced(function: Callable[..., Any], pay: Callable[..., None]) -> Callable[..., Any]:
+def _priced(function: Any, pay: Callable[..., None]) -> Callable[..., Any]:
     """A filter or test of Jinja's that calls `pay(steps, value, *args)` before it begins."""
     kind = getattr(function, "jinja_pass_arg", None)
 
@@ -498,7 +498,7 @@ class _Priced(NodeTransformer):
         raise LimitError("it switches escaping on, which is for HTML")
 
 
-def _through(name: str, node: nodes.Expr, *args: nodes.Expr) -> nodes.Filter:
+def _through(name: str, node: nodes.Node, *args: nodes.Expr) -> nodes.Filter:
     return nodes.Filter(node, name, list(args), [], None, None, lineno=node.lineno)
 
 

@@ -164,7 +164,7 @@ def test_unusable_files_are_named(llama_folder):
 def test_a_missing_unknown_token_is_named(tmp_path):
     backend = Backend(models.WordLevel({"a": 0}, unk_token="<unk>"))
     backend.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(UserError, match="the text cannot be used by the tokenizer .*UNK"):
+    with pytest.raises(UserError, match=r"the text cannot be used by the tokenizer .*UNK"):
         Tokenizer(tmp_path).encode("b")
 
 
