@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Self
 
 import torch
@@ -53,10 +54,10 @@ class FusedLinear(nn.Module):
         return out if residual is None else out + residual
 
 
-def _end_to_end(tensors: list[Tensor]) -> nn.Parameter:
+def _end_to_end(tensors: Sequence[Tensor]) -> nn.Parameter:
     if len(tensors) == 1 and isinstance(tensors[0], nn.Parameter):
         return tensors[0]
-    return nn.Parameter(torch.cat(tensors), requires_grad=False)
+    return nn.Parameter(torch.cat(tuple(tensors)), requires_grad=False)
 
 
 def join(*parts: nn.Module) -> FusedLinear:
