@@ -202,20 +202,19 @@ def decode_variants(case: Case, name: str, block: int) -> dict[str, Call]:
     """The kernels; at block size 16 their ancestors, and for one case the two gathers in torch."""
     _, _, kv_heads, d = case.k_cache.shape
     workspace = Workspace(2**14, d, case.q.device)
-    q, k, v, lens, scale = case.q, case.k_cache, case.v_cache, case.context_lens, case.scale
+    q, lens, scale = case.q, case.context_lens, case.scale
+    cache = LayerCache(case.k_cache, case.v_cache)
 
     def latest(table: Tensor) -> Tensor:
-        return paged_decode(q, LayerCache(k, v), table, lens, scale=scale, workspace=workspace)
+        return paged_decode(q, cache, table, lens, scale=scale, workspace=workspace)
 
     if block != 16:
         return {"decode_v4": latest}
     splits = max(1, min(32, 264 // (len(case.contexts) * kv_heads)))
     variants: dict[str, Call] = {
-        "decode_v1": lambda table: paged_decode_v1(q, LayerCache(k, v), table, lens, scale=scale),
-        "decode_v2": lambda table: paged_decode_v2(q, LayerCache(k, v), table, lens, scale=scale),
-        "decode_v3": lambda table: paged_decode_v3(
-            q, LayerCache(k, v), table, lens, scale=scale, splits=splits
-        ),
+        "decode_v1": lambda table: paged_decode_v1(q, cache, table, lens, scale=scale),
+        "decode_v2": lambda table: paged_decode_v2(q, cache, table, lens, scale=scale),
+        "decode_v3": lambda table: paged_decode_v3(q, cache, table, lens, scale=scale, splits=splits),
         "decode_v4": latest,
     }
     if name == "4x2048":

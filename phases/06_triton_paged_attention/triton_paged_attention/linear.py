@@ -57,7 +57,7 @@ class FusedLinear(nn.Module):
 def _end_to_end(tensors: Sequence[Tensor]) -> nn.Parameter:
     if len(tensors) == 1 and isinstance(tensors[0], nn.Parameter):
         return tensors[0]
-    return nn.Parameter(torch.cat(tensors), requires_grad=False)
+    return nn.Parameter(torch.cat(tuple(tensors)), requires_grad=False)
 
 
 def join(*parts: nn.Module) -> FusedLinear:

@@ -50,12 +50,10 @@ class LatencyBlock(FusedBlock):
         """One token, `[1, hidden]` -> `[1, hidden]`: three kernels, two of which read a matrix each."""
         attend = self.self_attn
         qkv = attend.qkv_proj(x, norm=self.input_layernorm.weights)
-        output = attend.o_proj
-        if isinstance(output, OutputLinear) and output.heads_config is not None:
-            parts = attention.attend_lone(attend.spec, qkv, cos_sin, attend.norms, meet=False)
-            return output.combine(parts, x)
-        parts = attention.attend_lone(attend.spec, qkv, cos_sin, attend.norms, meet=True)
-        return attend.o_proj(parts.out, residual=x)
+        out = attend.o_proj
+        if isinstance(out, OutputLinear) and out.heads_config is not None:
+            return out.combine(attention.attend_lone(attend.spec, qkv, cos_sin, attend.norms, meet=False), x)
+        return out(attention.attend_lone(attend.spec, qkv, cos_sin, attend.norms, meet=True).out, residual=x)
 
     def _attend_few(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: LatencyAttention) -> Tensor:
         """Two to eight tokens: the same with attention in two kernels, which may be of several requests."""
