@@ -27,6 +27,7 @@ import torch
 
 from common.device import device_folder, device_name
 from common.errors import UserError
+from common.files import whole
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -161,10 +162,15 @@ class Evidence:
         return found[0]
 
     def write(self, path: Path | None = None) -> Path:
-        """Write the file (by default to its place in `benchmarks/results`) and return where."""
+        """Write the file (by default to its place in `benchmarks/results`) and return where.
+
+        Raises:
+            UserError: it cannot be written. A file that was there before is still there.
+        """
         path = path or RESULTS / self.folder / f"{self.phase}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.to_json(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        content = json.dumps(self.to_json(), indent=1, ensure_ascii=False) + "\n"
+        with whole(path) as scratch:
+            scratch.write_text(content, encoding="utf-8")
         return path
 
     def to_json(self) -> dict[str, Any]:
@@ -216,7 +222,7 @@ def sample_metrics(samples: Sequence[Mapping[str, float]]) -> dict[str, Metric]:
 def results(folder: Path = RESULTS) -> dict[str, dict[str, Evidence]]:
     """All evidence in the checkout: device folder -> phase -> evidence; the CPU first."""
     found: dict[str, dict[str, Evidence]] = {}
-    for path in sorted(folder.glob("*/*.json"), key=lambda path: (path.parent.name != "cpu", path)):
+    for path in sorted(folder.glob("*/[!.]*.json"), key=lambda path: (path.parent.name != "cpu", path)):
         found.setdefault(path.parent.name, {})[path.stem] = Evidence.load(path)
     return found
 

@@ -44,8 +44,20 @@ def gain_text(phase: Phase, evidence: Evidence | None) -> str:
     found = gain(phase, evidence)
     if found is None:
         return ""
-    words = axis_label(found.metric).removesuffix(" (ms)").removesuffix(" (GB)")
-    return f"{found.factor:.2g}× {'less ' if _less_is_better(found.metric) else ''}{words}"
+    return f"{factor_text(found)} {gain_words(found.metric)}"
+
+
+def factor_text(found: Gain | None) -> str:
+    """`5.3×`, or nothing without a comparison."""
+    if found is None:
+        return ""
+    return f"{found.factor:.2g}×" if found.factor < 100 else f"{found.factor:,.0f}×"
+
+
+def gain_words(metric: str) -> str:
+    """What more of is better: `output tokens per second`, `less time to first token, p50`."""
+    words = axis_label(metric).removesuffix(" (ms)").removesuffix(" (GB)")
+    return f"{'less ' if _less_is_better(metric) else ''}{words}"
 
 
 def _same_work(one: Run, other: Run) -> bool:

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,10 @@ import torch
 from benchmarks.evidence import Roofline, Run
 from benchmarks.measure import Samples, Watch, summarize, time_call
 from benchmarks.workloads import Workload
+from common.console import err
 from common.device import device_name, synchronize
+from common.errors import UserError
+from common.files import whole
 from common.models.config import ModelConfig
 from common.paths import cache_home
 
@@ -217,7 +220,8 @@ def _flops_per_key(config: ModelConfig) -> float:
 def ceilings(device: torch.device | str, dtype: torch.dtype, *, fresh: bool = False) -> Ceilings:
     """This machine's ceilings for `dtype`, measured once (a few seconds) and then read from the cache.
 
-    A probe that other processes disturbed is repeated, and not kept if it stays disturbed.
+    A probe that other processes disturbed is repeated, and not kept if it stays disturbed. A cache that
+    cannot be written is no error.
 
     The cache file's name covers device, torch version and number of threads; `fresh` measures again.
     """
@@ -231,12 +235,18 @@ def ceilings(device: torch.device | str, dtype: torch.dtype, *, fresh: bool = Fa
     measured, clean = _probe(device, dtype)
     if not clean:
         return measured  # too low, because other processes ran: good enough for now, not to be kept
-    path.parent.mkdir(parents=True, exist_ok=True)
     content = {"device": device_name(device), "dtype": str(dtype), "ceilings": measured.to_json()}
-    temporary = path.with_suffix(f".{os.getpid()}")
-    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    try:
+        with whole(path) as scratch:
+            scratch.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    except UserError as error:
+        _say_once(f"the ceilings are measured each time: {error}")
     return measured
+
+
+@cache
+def _say_once(line: str) -> None:
+    err.print(line, style="dim", markup=False, soft_wrap=True)
 
 
 def _probe(device: torch.device, dtype: torch.dtype) -> tuple[Ceilings, bool]:

@@ -10,6 +10,8 @@ import torch
 
 from common.errors import UserError
 
+MOST_DIGITS = 9
+"""Of a device's index: int() refuses strings of thousands."""
 _DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -28,11 +30,11 @@ def pick_device(name: str = "auto") -> torch.device:
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     kind, _, index = name.partition(":")
-    if kind not in ("cpu", "cuda", "mps") or (index and not index.isdecimal()):
+    if kind not in ("cpu", "cuda", "mps") or (index and not (index.isascii() and index.isdecimal())):
         raise UserError(f"device is {name!r}, but it must be auto, cpu, cuda, cuda:INDEX or mps")
     if kind == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if int(index or 0) >= count:
+        if len(index) > MOST_DIGITS or int(index or 0) >= count:
             raise UserError(f"device is {name!r}, but PyTorch finds {count} CUDA devices here")
         return torch.device("cuda", int(index) if index else torch.cuda.current_device())
     if kind == "mps" and not torch.backends.mps.is_available():

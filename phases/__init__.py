@@ -94,7 +94,7 @@ def find_phase(text: str) -> Phase | None:
     """The phase meant by `1`, `01`, `forward` or `01_forward`, or None."""
     wanted = text.strip().lower().replace("-", "_").removeprefix("phase_")
     for phase in PHASES:
-        number = wanted.isdecimal() and int(wanted) == phase.number
-        if number or wanted in (phase.package, phase.name):
+        # Compared as text: a number of thousands of digits is none that int() takes.
+        if wanted.lstrip("0") == str(phase.number) or wanted in (phase.package, phase.name):
             return phase
     return None

@@ -1,19 +1,21 @@
-"""The `ladder` command: its arguments, and what happens when they are wrong.
+"""The `ladder` command and its arguments.
 
-Everything a person can get wrong ends in one line on standard error and exit code 2. Each command's work is
-in `phases.commands`, and imported when it is called: `ladder --help` must not wait for PyTorch.
+Each command's work is in `phases.commands`, and imported when it is called: `ladder --help` must not wait for
+PyTorch. What happens when something is wrong is in `phases.process`.
 """
 
 from __future__ import annotations
 
 import inspect
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from common.errors import UserError
+from phases.process import INTERRUPTED, exit_code
 
 
 def without_engine_flags(command: Callable[..., int]) -> Callable[..., int]:
@@ -213,41 +215,28 @@ WITH_ENGINE_FLAGS = {"run": run, "config": write_config}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line (by default `sys.argv`) and exit with its code: 0, 1, or 2 for wrong input."""
+    """Run the command line (by default `sys.argv`) and exit with its code, as `phases.process` says."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    sys.exit(exit_code(lambda: _call(given)))
+
+
+def _call(given: Sequence[str]) -> int:
+    named = next((word for word in given if not word.startswith("-")), "")
+    if named in WITH_ENGINE_FLAGS:
+        from phases.commands.flags import add_engine_flags
+
+        add_engine_flags(WITH_ENGINE_FLAGS[named])
     try:
-        named = next((word for word in given if not word.startswith("-")), "")
-        if named in WITH_ENGINE_FLAGS:
-            from phases.commands.flags import add_engine_flags
-
-            add_engine_flags(WITH_ENGINE_FLAGS[named])
         code = app(given, prog_name="ladder", standalone_mode=False)
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-        _fail("interrupted", 130)
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
-    except ValueError as error:
-        from common.errors import UserError
-
-        if not isinstance(error, UserError):
-            raise
-        _fail(str(error), 2)
     except Exception as error:
         # Typer's own complaints about arguments; the library that raises them differs between its versions.
         describe = getattr(error, "format_message", None)
+        if type(error).__name__ == "Abort" and isinstance(error.__cause__, KeyboardInterrupt):
+            return INTERRUPTED
         if describe is None:
-            if type(error).__name__ == "Abort":
-                _fail("interrupted", 130)
             raise
         if type(error).__name__ == "NoArgsIsHelpError":
             print(describe())
-            sys.exit(0 if not given else 2)
-        _fail(describe(), 2)
-    sys.exit(code if isinstance(code, int) else 0)
-
-
-def _fail(message: str, code: int) -> None:
-    print("error:", " ".join(message.split()), file=sys.stderr)
-    sys.exit(code)
+            return 2 if given else 0
+        raise UserError(describe()) from None
+    return code if isinstance(code, int) else 0

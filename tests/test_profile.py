@@ -113,11 +113,14 @@ def test_all_requests_are_there_in_the_decode_steps_that_are_shown(monkeypatch: 
 
 
 WRONG = {
-    "batch": (["--batch", "0"], "--batch is 0, but must be at least 1"),
-    "context": (["--context", "1"], "--context is 1, but must be at least 2"),
+    "batch": (["--batch", "0"], "--batch is 0, but must be between 1 and"),
+    "context": (["--context", "1"], "--context is 1, but must be between 2 and"),
     "steps": (["--steps", "-3"], "--steps is -3"),
     "too long": (["--model", "random:tiny", "--context", "99999"], "random:tiny has at most"),
-    "output": (["--model", "random:tiny", "--output", "/dev/null/x"], "--output /dev/null/x cannot be made"),
+    "output": (
+        ["--model", "random:tiny", "--output", "/dev/null/x"],
+        "--output /dev/null/x cannot be written",
+    ),
 }
 
 

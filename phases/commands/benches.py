@@ -12,22 +12,31 @@ from types import ModuleType
 from benchmarks import measure
 from benchmarks.evidence import FIGURES, RESULTS, BenchOptions, Evidence, results
 from common.console import err, out
-from common.device import pick_device, pick_dtype
-from common.errors import UserError
+from common.device import device_folder, device_name, pick_device, pick_dtype
+from common.errors import UserError, integer
+from common.files import check_folder, whole
 from common.paths import cache_home
 from phases import PHASES, ROOT
 from phases.registry import phase_named
+
+MOST_REPEATS = 1000
 
 
 def bench(
     phase_name: str, *, quick: bool, device: str, dtype: str, model: str | None, repeats: int | None
 ) -> int:
     """Measure a phase against the one before it; write the evidence and draw its figure."""
-    if repeats is not None and repeats < 1:
-        raise UserError(f"--repeats is {repeats}, but must be at least 1")
+    if repeats is not None:
+        integer("--repeats", repeats, low=1, high=MOST_REPEATS)
     name = _named(phase_name)
     module = _module(name)
     where = pick_device(device)
+    # A quick look must not replace what was measured with care.
+    home = cache_home() / "quick" if quick else ROOT
+    device_is = device_folder(where.type, device_name(where))
+    folders = [home / path.relative_to(ROOT) / device_is for path in (RESULTS, FIGURES)]
+    for folder in folders:  # minutes must not be lost because nothing can be written in the end
+        check_folder(folder)
     options = BenchOptions(
         device=where,
         dtype=pick_dtype(dtype, where),
@@ -38,15 +47,17 @@ def bench(
     os.environ["LADDER_TUNING"] = "off"  # evidence is about the defaults, not about what was found here
     err.print(f"[dim]{name} on {where}, {options.dtype}, {options.repeats} samples of each variant[/dim]")
     evidence = _measure(module, options)
-    # A quick look must not replace what was measured with care.
-    home = cache_home() / "quick" if quick else ROOT
-    results_folder = home / RESULTS.relative_to(ROOT) / evidence.folder
-    written = evidence.write(results_folder / f"{evidence.phase}.json")
+    written = evidence.write(folders[0] / f"{evidence.phase}.json")
     out.out(str(written), highlight=False)
-    figure = home / FIGURES.relative_to(ROOT) / evidence.folder / f"{evidence.phase}.png"
-    module.draw(evidence, figure)
+    figure = folders[1] / f"{evidence.phase}.png"
+    _draw(module, evidence, figure)
     out.out(str(figure), highlight=False)
     return 0
+
+
+def _draw(module: ModuleType, evidence: Evidence, figure: Path) -> None:
+    with whole(figure) as scratch:
+        module.draw(evidence, scratch)
 
 
 def _measure(module: ModuleType, options: BenchOptions) -> Evidence:
@@ -68,7 +79,7 @@ def plot(phase_name: str | None = None) -> int:
         for name, evidence in by_phase.items():
             if wanted in (None, name):
                 figure = FIGURES / folder / f"{name}.png"
-                _module(evidence.phase).draw(evidence, figure)
+                _draw(_module(evidence.phase), evidence, figure)
                 out.out(str(figure.relative_to(ROOT)), highlight=False)
                 found += 1
     if wanted is None:

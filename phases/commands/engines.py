@@ -7,33 +7,54 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.errors import UserError
+from common.errors import UserError, text
 from common.events import Completion, Streams, TextStream
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
+
+LARGEST_FILE = 1 << 25
+MOST_PROMPTS = 10_000
 
 
 def read_prompts(prompt: str | None, prompts_file: Path | None, default: str) -> list[str]:
     """The prompts of a command: the text given, or one a line of a file (blank lines skipped).
 
     Raises:
-        UserError: both are given, the prompt is empty, or the file cannot be read or holds none.
+        UserError: both are given, the prompt is empty or no text, or the file cannot be read, is no text, or
+            holds none or too many.
     """
-    if prompts_file is None:
-        if prompt == "":
-            raise UserError("--prompt is empty, but it must have at least 1 character")
-        return [default if prompt is None else prompt]
-    if prompt is not None:
-        raise UserError("--prompt and --prompts-file are both given, but only one of them can be")
+    if prompts_file is not None:
+        if prompt is not None:
+            raise UserError("--prompt and --prompts-file are both given, but only one of them can be")
+        return _read_lines(f"--prompts-file {prompts_file}", prompts_file)
+    if prompt is None:
+        return [default]
+    if not prompt:
+        raise UserError("--prompt is empty, but it must have at least 1 character")
+    return [text("--prompt", prompt)]
+
+
+def _read_lines(name: str, path: Path) -> list[str]:
     try:
-        lines = prompts_file.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError:
-        raise UserError(f"--prompts-file {prompts_file} is not UTF-8 text") from None
+        with path.open("rb") as file:
+            raw = file.read(LARGEST_FILE + 1)  # not its size, which a pipe does not have
     except OSError as error:
-        raise UserError(f"--prompts-file {prompts_file} cannot be read: {error.strerror}") from None
+        raise UserError(f"{name} cannot be read: {error.strerror}") from None
+    if len(raw) > LARGEST_FILE:
+        raise UserError(f"{name} has more than {LARGEST_FILE:,} bytes, but may have no more")
+    try:
+        content = raw.decode("utf-8-sig")  # Windows' editors begin a file with a byte order mark
+    except UnicodeDecodeError:
+        raise UserError(f"{name} is not UTF-8 text") from None
+    if "\0" in content:
+        raise UserError(f"{name} is not text: it holds a NUL character")
+    # Not splitlines(), which also ends a line at characters that may stand inside a text, such as U+2028.
+    lines = [line.removesuffix("\r") for line in content.split("\n")]
     prompts = [line for line in lines if line.strip()]
     if not prompts:
-        raise UserError(f"--prompts-file {prompts_file} holds no prompt, but must have at least 1 line")
+        raise UserError(f"{name} holds no prompt, but must have at least 1 line")
+    if len(prompts) > MOST_PROMPTS:
+        raise UserError(f"{name} holds {len(prompts):,} prompts, but may hold {MOST_PROMPTS:,}")
     return prompts
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from benchmarks.evidence import results
-from benchmarks.gains import gain_text
 from common.console import out
 from phases import PHASES
 
@@ -16,15 +14,22 @@ def run(names: bool) -> int:
         for phase in PHASES:
             out.out(phase.name, highlight=False)
         return 0
+    # Only now: names must not wait for PyTorch.
+    from benchmarks.evidence import results
+    from benchmarks.gains import factor_text, gain, gain_words
+
     evidence = results()
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("Phase", no_wrap=True)  # a name to type must be whole: other columns give way
-    table.add_column("What it adds")
+    table.add_column("What it adds", ratio=3)
+    if evidence:
+        table.add_column("Gain in", ratio=2)
     for device in evidence:
-        table.add_column(f"Gain, {device}", justify="right")
+        table.add_column(device, justify="right", no_wrap=True)
     for phase in PHASES:
-        cells = [gain_text(phase, found.get(phase.name)) for found in evidence.values()]
-        table.add_row(phase.name, phase.summary, *cells)
+        gains = [gain(phase, found.get(phase.name)) for found in evidence.values()]
+        words = [gain_words(phase.headline) if any(gains) else ""] if evidence else []
+        table.add_row(phase.name, phase.summary, *words, *map(factor_text, gains))
     out.print(table)
     if evidence:
         out.print(

@@ -17,8 +17,9 @@ from benchmarks.trace import BETWEEN, INTERPRETED, Row, StepTable, read_trace, s
 from benchmarks.workloads import Workload, uniform
 from common.console import err, out
 from common.device import pick_device, pick_dtype, synchronize
-from common.errors import UserError
+from common.errors import UserError, integer
 from common.events import Streams
+from common.files import check_folder, whole
 from continuous.engine import STEP, Engine
 from forward.loading import load_model
 from forward.model import Model
@@ -28,6 +29,8 @@ from phases.registry import import_phase, load_engine, missing_for, phase_named
 
 FOLDER = ROOT / "build" / "profile"
 """Where traces go unless told otherwise; not part of the checkout's files."""
+MOST_TOKENS = 1 << 20
+"""Of the whole workload."""
 ROWS = 16
 """Rows of a table; the kernels that took least share the last one."""
 
@@ -39,6 +42,16 @@ class Size:
     batch: int
     context: int
     steps: int
+
+    def check(self) -> None:
+        """Raise `UserError` for what nothing can serve, whatever the model."""
+        for name, least in (("batch", 1), ("context", 2), ("steps", 1)):  # a prefill has more than one token
+            integer(f"--{name}", getattr(self, name), low=least, high=MOST_TOKENS)
+        tokens = self.batch * (self.context + self.steps)
+        if tokens > MOST_TOKENS:
+            raise UserError(
+                f"--batch, --context and --steps make {tokens:,} tokens, but may make {MOST_TOKENS:,}"
+            )
 
 
 USUAL, TINY = Size(4, 128, 8), Size(2, 12, 2)
@@ -67,9 +80,9 @@ def run(
         usual.context if context is None else context,
         usual.steps if steps is None else steps,
     )
-    for name, least in (("batch", 1), ("context", 2), ("steps", 1)):  # a prefill has more than one token
-        if getattr(size, name) < least:
-            raise UserError(f"--{name} is {getattr(size, name)}, but must be at least {least}")
+    size.check()
+    folder = FOLDER if output is None else output
+    check_folder(folder, "" if output is None else "--output")
     if missing and model is None:
         err.print(f"[dim]{phase.name} needs {missing} to be fast; here it runs a tiny model.[/dim]")
     name = model or ("random:tiny" if missing else "smollm2")
@@ -81,11 +94,6 @@ def run(
             f"--context {size.context} and --steps {size.steps} need {size.context + size.steps + 1} tokens, "
             f"but {name} has at most {loaded.max_len}"
         )
-    folder = FOLDER if output is None else output
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--output {folder} cannot be made: {error.strerror}") from None
     path = folder / f"{phase.name}.json.gz"
     tokens = min(size.steps + 1 + chunk_steps(phase, size), loaded.max_len - size.context)
     engine = load_engine(phase, loaded, **engine_options(phase, loaded, size, tokens))
@@ -151,6 +159,11 @@ def record(engine: Streams, work: Workload, model: Model, path: Path, decodes: i
     Before that the work is done twice with other tokens: once to compile kernels and fill caches, once for
     the profiler itself, whose first events cost extra.
     """
+
+    def write(profiler: torch_profile) -> None:
+        with whole(path) as scratch:
+            profiler.export_chrome_trace(str(scratch))
+
     activities = [ProfilerActivity.CPU]
     if model.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -160,7 +173,7 @@ def record(engine: Streams, work: Workload, model: Model, path: Path, decodes: i
         with torch_profile(
             activities=activities,
             schedule=schedule(wait=0, warmup=1, active=1, repeat=1),
-            on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
+            on_trace_ready=write,
         ) as profiler:
             for repeat in (2, 0):
                 serve(work.cold(repeat))

@@ -75,7 +75,9 @@ def run(
     served = serve(engine, tokenizer, ids, params, screen.show)
     screen.close()
     if as_json:
-        out.out(json.dumps(to_json(phase, model, prompts, served), ensure_ascii=False), highlight=False)
+        whole = to_json(phase, model, prompts, served)
+        # Where the output cannot show a character, JSON can still say which it is.
+        out.out(json.dumps(whole, ensure_ascii=not out.encoding.startswith("utf")), highlight=False)
     else:
         err.print(f"[dim]{describe(served)}[/dim]", soft_wrap=True)
     failed = [c.index for c in served.completions if c.finish_reason == "error"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from common.console import err
 from common.errors import UserError
 from common.events import Completion, Params, TokenEvent, generate, params_per_prompt
 from common.models.hub import model_folder
@@ -73,13 +74,29 @@ class LLM:
 
         Returns:
             Completions with their texts, in (prompt, sample) order.
+
+        Raises:
+            UserError: there is no prompt, or something that is none.
         """
-        several = [prompts] if isinstance(prompts, str) or _conversation(prompts) else list(prompts)
-        ids = [self.encode(cast(Prompt, prompt)) for prompt in several]
+        ids = [self.encode(prompt) for prompt in _several(prompts)]
         each = params_per_prompt(ids, SamplingParams() if params is None else params)
         with _bar(disable=not progress) as bar:
             task = bar.add_task("generate", total=sum(settings.n for settings in each), rates="")
             return generate(_Watched(self.engine, bar, task), ids, each, tokenizer=self.tokenizer)
+
+
+def _several(prompts: object) -> list[Prompt]:
+    """The prompts, one by one; a text or a conversation stands for itself."""
+    if isinstance(prompts, str) or _conversation(prompts):
+        return [cast(Prompt, prompts)]
+    if isinstance(prompts, Mapping):
+        raise UserError(f"prompts is a message, {prompts!r}, but must be a list of messages: put it into one")
+    if not isinstance(prompts, Iterable):
+        raise UserError(f"prompts is {prompts!r}, but must be a text, a list of messages, or a list of these")
+    found = list(prompts)
+    if not found:
+        raise UserError("prompts is empty, but must hold at least 1 prompt")
+    return found
 
 
 def _conversation(prompt: object) -> bool:
@@ -118,5 +135,6 @@ def _bar(*, disable: bool) -> Progress:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("{task.fields[rates]}"),
+        console=err,
         disable=disable,
     )

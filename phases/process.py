@@ -1,0 +1,163 @@
+"""What stands around every command: signals, the standard streams, and one line for what goes wrong.
+
+The codes that a command ends with:
+
+    0    done; also when the reader of its output, such as `head`, has seen enough
+    1    not done: its output or a file cannot be written, or a request failed
+    2    wrong input
+    130  Ctrl-C
+    143  SIGTERM
+
+Anything else is a defect and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+from common.errors import UserError
+
+INTERRUPTED, TERMINATED = 130, 143
+LONGEST_LINE = 1000
+"""Characters of an error; a longer one loses its middle."""
+NARROWEST, WIDEST = 20, 1000
+"""Columns of a screen that tables can be laid out for."""
+CANNOT_WRITE = {
+    errno.EACCES,
+    errno.EBADF,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EIO,
+    errno.ENOSPC,
+    errno.EPERM,
+    errno.EROFS,
+}
+
+
+def exit_code(command: Callable[[], int]) -> int:
+    """Run a command and tell what went wrong in one line on standard error; returns the code to end with."""
+    with Signals() as signals:
+        streams: tuple[Any, ...] = ()
+        try:
+            _mend_streams()
+            _mend_width()
+            streams = sys.stdout, sys.stderr  # Typer puts others in their places when a pipe breaks
+            code = command()
+            sys.stdout.flush()
+            line = "interrupted" if code == INTERRUPTED else ""  # Typer catches KeyboardInterrupt itself
+        except BaseException as error:
+            judged = _judge(error, signals.caught)
+            if judged is None:
+                raise
+            code, line = judged
+        if line:
+            _say(line)
+        _flush(streams)
+    return code
+
+
+class Signals:
+    """In this block SIGTERM unwinds like Ctrl-C, so that children and half-written files are cleaned up.
+
+    caught: the last of the two signals, or 0. What was interrupted may have made another error of it:
+    importing PyTorch does.
+    """
+
+    def __init__(self) -> None:
+        self.caught = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        """Take over, unless somebody else has, or has them ignored, as `nohup` and `&` do."""
+        usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in usual.items():
+                if signal.getsignal(number) == handler:
+                    self._before[number] = signal.signal(number, self._catch)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give back."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _catch(self, number: int, frame: FrameType | None) -> None:
+        self.caught = number
+        if number == signal.SIGTERM:
+            signal.signal(number, signal.SIG_DFL)  # a second one does not wait
+            raise SystemExit(TERMINATED)
+        raise KeyboardInterrupt
+
+
+def _judge(error: BaseException, caught: int) -> tuple[int, str] | None:
+    """The exit code and the line for what a command raised, or None for a defect."""
+    if caught == signal.SIGTERM:
+        return TERMINATED, ""
+    if caught == signal.SIGINT or isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED, "interrupted"
+    # Rich and Typer make SystemExit(1) of a broken pipe.
+    if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):
+        return 0, ""
+    if isinstance(error, SystemExit):
+        return (error.code if isinstance(error.code, int) else int(error.code is not None)), ""
+    if isinstance(error, UserError):
+        return 2, f"error: {error}"
+    if isinstance(error, OSError) and error.errno in CANNOT_WRITE:
+        return 1, f"error: {error.filename or 'the output'} cannot be written: {error.strerror}"
+    return None
+
+
+def _mend_streams() -> None:
+    """Characters that the output cannot show become `?`. Without standard error its lines go nowhere.
+
+    Raises:
+        OSError: there is no standard output (`>&-`).
+    """
+    descriptor = os.open(os.devnull, os.O_RDWR)
+    while descriptor <= 2:  # a file that is opened later must not become a standard stream
+        descriptor = os.open(os.devnull, os.O_RDWR)
+    os.close(descriptor)
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    if sys.stdout is None:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def _mend_width() -> None:
+    """Bring COLUMNS, which Rich reads, into what tables can be laid out for."""
+    columns = os.environ.get("COLUMNS", "")
+    if columns and not (columns.isascii() and columns.isdecimal() and len(columns) < 9 and int(columns)):
+        del os.environ["COLUMNS"]
+    elif columns:
+        os.environ["COLUMNS"] = str(min(max(int(columns), NARROWEST), WIDEST))
+
+
+def _say(line: str) -> None:
+    line = " ".join(line.split())
+    if len(line) > LONGEST_LINE:
+        half = LONGEST_LINE // 2
+        line = f"{line[:half]} ... {line[-half:]}"
+    with suppress(OSError, ValueError):
+        print(line, file=sys.stderr)
+
+
+def _flush(streams: tuple[Any, ...]) -> None:
+    """Write what is left now, because Python complains where it cannot when it shuts down."""
+    for stream in streams:
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)

@@ -1,0 +1,270 @@
+"""The `ladder` command with streams, signals, folders, numbers and files that nobody expects."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import continuous
+from benchmarks import roofline
+from benchmarks.roofline import Ceilings, ceilings
+from common.console import Terminal
+from common.device import pick_device
+from common.errors import UserError
+from common.models.gguf_import import import_gguf
+from common.sampling.params import SamplingParams
+from cuda_graphs.engine import OverlapEngine
+from phases import PHASES, find_phase, registry
+from phases.cli import main
+from phases.commands import benches, doctor, engines, listing
+from phases.commands.engines import read_prompts
+from phases.process import LONGEST_LINE, exit_code
+from prefix_cache import HashIndex, PrefixCache
+from tests.test_process import nobody_reads, stdout
+
+LONG = "9" * 5000
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with random weights and a tokenizer."""
+    from tests.common import tiny_gguf  # slow to import
+
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_gguf.write(folder / "tiny.gguf", "llama")
+    import_gguf(folder / "tiny.gguf", folder / "model")
+    return folder / "model"
+
+
+@pytest.fixture
+def cli(capsys: Any) -> Callable[..., tuple[int, str, str]]:
+    def ladder(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        out, err = capsys.readouterr()
+        return int(ended.value.code or 0), out, err
+
+    return ladder
+
+
+# Numbers and names.
+
+WRONG = {
+    "a phase of 5,000 digits": (["run", LONG], "phase is '999"),
+    "a superscript": (["run", "²"], "phase is '²'"),
+    "a GPU of 5,000 digits": (["run", "1", "--device", f"cuda:{LONG}"], "device is 'cuda:999"),
+    "a GPU in Arabic digits": (["run", "1", "--device", "cuda:٣"], "device is 'cuda:٣'"),
+    "a superscript GPU": (["run", "1", "--device", "cuda:²"], "device is 'cuda:²'"),
+    "a GPU below 0": (["run", "1", "--device", "cuda:-1"], "device is 'cuda:-1'"),
+    "a million rows": (["run", "5", "--max-rows", "1000000"], "max_rows is 1000000, but must be between"),
+    "no tokens a step": (["run", "5", "--step-tokens", "0"], "step_tokens is 0, but must be between 1"),
+    "tokens of 5,000 digits": (["run", "1", "--max-tokens", LONG], "--max-tokens"),
+    "endless samples": (["bench", "1", "--repeats", str(10**18)], "--repeats is 1000000000000000000"),
+    "a huge batch": (["profile", "1", "--batch", str(10**18)], "--batch is 1000000000000000000"),
+    "a huge product": (["profile", "1", "--batch", "100000", "--context", "9999"], "make 1,000,700,000"),
+    "no UTF-8": (["run", "1", "--prompt", "a\udcff"], r"--prompt is 'a\udcff', but must have a UTF-8 form"),
+    "a folder below a file": (["profile", "1", "--output", "/dev/null/x"], "--output /dev/null/x cannot be"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "says"), WRONG.values(), ids=WRONG.keys())
+def test_what_is_wrong_is_told_before_anything_is_fetched(
+    cli: Any, monkeypatch: pytest.MonkeyPatch, arguments: list[str], says: str
+) -> None:
+    for command in ("run", "profile", "demo"):
+        monkeypatch.setattr(
+            f"phases.commands.{command}.fetch_with_progress", lambda name: pytest.fail(f"{name} is fetched")
+        )
+    code, out, err = cli(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ") and err.count("\n") == 1 and says in err
+    assert len(err) < LONGEST_LINE + 50, "nobody reads such a line"
+
+
+def test_numbers_beyond_int() -> None:
+    assert find_phase(LONG) is None and find_phase("²") is None
+    assert find_phase("0" * 5000 + "2") is PHASES[1]
+    with pytest.raises(UserError, match="but PyTorch finds"):
+        pick_device(f"cuda:{LONG}")
+
+
+def test_more_tokens_than_there_is_room_for(cli: Any, tiny: Path) -> None:
+    code, _, err = cli("run", "4", "--model", str(tiny), "--device", "cpu", "--max-tokens", "9" * 20)
+    assert code == 0 and "generated" in err
+
+
+# Streams.
+
+
+def test_ctrl_c_inside_a_command(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listing, "run", lambda names: os.kill(os.getpid(), signal.SIGINT) or time.sleep(9))
+    code, out, err = cli("list")
+    assert (code, out, err.strip()) == (130, "", "interrupted")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "the handler is given back"
+
+
+TEXTS = {
+    "help": ["--help"],
+    "names": ["list", "--names"],
+    "list": ["list"],
+    "doctor": ["doctor"],
+    "config": ["config", "9", "--device", "cpu"],
+    "run": ["run", "4", "--device", "cpu", "--max-tokens", "2"],
+    "json": ["run", "4", "--device", "cpu", "--max-tokens", "2", "--json"],
+}
+
+
+@pytest.fixture
+def text_of(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
+    """The arguments of a command that writes much, and nothing that takes long."""
+    monkeypatch.setattr(doctor, "probe_read", lambda device: 1e9)
+    monkeypatch.setattr(doctor, "probe_matmul", lambda device, dtype: 1e9)
+    monkeypatch.setattr("phases.commands.run.fetch_with_progress", lambda name: tiny)
+    return TEXTS.__getitem__
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_reader_that_has_gone(name: str, text_of: Any, capsys: Any) -> None:
+    with nobody_reads() as stream, stdout(stream), pytest.raises(SystemExit) as ended:
+        main(text_of(name))
+    assert not ended.value.code, "as with `| head -1`"
+    assert "error" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_full_disk_behind_the_output(name: str, text_of: Any, capsys: Any) -> None:
+    full = open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115
+    with full, stdout(full), pytest.raises(SystemExit) as ended:
+        main(text_of(name))
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.endswith("error: the output cannot be written: No space left on device\n")
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_an_output_that_knows_only_ascii(name: str, text_of: Any, tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    with path.open("w", encoding="ascii") as stream, stdout(stream), pytest.raises(SystemExit) as ended:
+        main(text_of(name))
+    assert not ended.value.code
+    assert path.read_bytes().isascii() and path.stat().st_size > 1
+
+
+@pytest.mark.parametrize("columns", ["0", "²", "-3", "x", LONG, "1", "20"])
+@pytest.mark.parametrize("name", ["help", "list", "doctor"])
+def test_screens_of_odd_widths(name: str, columns: str, text_of: Any, cli: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    exit_code(lambda: 0)  # what a new process does before it makes its consoles
+    monkeypatch.setattr("common.console.out.width", Terminal().width)
+    code, out, _ = cli(*text_of(name))
+    assert code == 0 and len(out) > 100
+
+
+# Files and folders.
+
+
+def test_a_bench_whose_result_has_no_place_does_not_begin(
+    cli: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "home").write_text("no folder")
+    monkeypatch.setenv("LADDER_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(benches, "_measure", lambda *_: pytest.fail("it measures"))
+    code, out, err = cli("bench", "1", "--quick", "--device", "cpu")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert f"{tmp_path}/home/quick/benchmarks/results/cpu cannot be written: Not a directory" in err
+
+
+def test_ceilings_that_cannot_be_kept(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("LADDER_HOME", "/dev/null/home")
+    monkeypatch.setattr(roofline, "_probe", lambda device, dtype: (Ceilings(1.0, 2.0), True))
+    roofline._say_once.cache_clear()
+    for _ in range(2):
+        assert ceilings("cpu", torch.float32) == Ceilings(1.0, 2.0)
+    said = capsys.readouterr().err
+    assert said.count("the ceilings are measured each time: ") == 1 and said.count("\n") == 1
+
+
+# Prompts.
+
+
+def read(tmp_path: Path, content: bytes) -> list[str]:
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(content)
+    return read_prompts(None, path, "")
+
+
+def test_lines_of_a_prompts_file(tmp_path: Path) -> None:
+    assert read(tmp_path, b"\xef\xbb\xbfone\r\ntwo\n") == ["one", "two"]
+    odd = "a\u2028b\u0085c\x0bd\x0ce\x1cf\rg"
+    assert read(tmp_path, f"{odd}\n \n{odd}".encode()) == [odd, odd]
+
+
+def test_prompts_files_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"prompts\.txt is not text: it holds a NUL character"):
+        read(tmp_path, b"a\0b\n")
+    with pytest.raises(UserError, match="holds 10,001 prompts, but may hold 10,000"):
+        read(tmp_path, b"a\n" * 10_001)
+    monkeypatch.setattr(engines, "LARGEST_FILE", 100)
+    with pytest.raises(UserError, match="has more than 100 bytes"):
+        read(tmp_path, b"a" * 101)
+    with pytest.raises(UserError, match="has more than 100 bytes"):
+        read_prompts(None, Path("/dev/zero"), "")
+
+
+def test_what_is_no_prompt(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = continuous.LLM(tiny, device="cpu", max_rows=2, max_len=16)
+    for wrong, says in (
+        ({"role": "user", "content": "Hi"}, "prompts is a message, .* put it into one"),
+        ([], "prompts is empty, but must hold at least 1 prompt"),
+        (None, "prompts is None, but must be a text"),
+        (7, "prompts is 7, but must be a text"),
+        (["a", None], "a prompt is None, but must be a text or a list of messages"),
+    ):
+        with pytest.raises(UserError, match=says):
+            llm.generate(wrong)  # type: ignore[arg-type]
+    assert llm.engine.idle
+    monkeypatch.setattr(sys, "stderr", None)  # the bar goes where the other messages go
+    (done,) = llm.generate("a", SamplingParams(max_tokens=2, ignore_eos=True))
+    assert len(done.token_ids) == 2
+
+
+# An engine made of flags.
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [[], ["--no-prefix-cache"], ["--no-overlap"], ["--attention-decode", "torch"], ["--config"]],
+    ids=lambda flags: "".join(flags) or "none",
+)
+def test_flags_of_the_last_engine_reach_it(
+    flags: list[str], cli: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+
+    def load(*given: Any, **options: Any) -> Any:
+        made.append(registry.load_engine(*given, **options))
+        return made[-1]
+
+    monkeypatch.setattr("phases.commands.run.load_engine", load)
+    small = ["--max-rows", "2", "--max-len", "32", "--step-tokens", "32", "--cache-bytes", str(1 << 20)]
+    if flags == ["--config"]:
+        path = tmp_path / "engine.yaml"
+        path.write_text("prefix_cache: {index: hash}\noverlap: false\nmax_rows: 9\n", encoding="utf-8")
+        flags = ["--config", str(path)]
+    arguments = ["--model", str(tiny), "--device", "cpu", "--prompt", "abc", "--max-tokens", "3", *small]
+    code, out, _ = cli("run", "09", *arguments, *flags, "--json")
+    assert code == 0 and json.loads(out)["completion_tokens"] <= 3
+    (engine,) = made
+    assert engine.scheduler.rows.count == 2, "flags come before the file"
+    assert isinstance(engine.cache, PrefixCache) == ("--no-prefix-cache" not in flags)
+    assert isinstance(engine, OverlapEngine) == (not {"--no-overlap", "--config"} & set(flags))
+    if "--config" in flags:
+        assert isinstance(engine.cache.index, HashIndex)
