@@ -220,8 +220,8 @@ def _flops_per_key(config: ModelConfig) -> float:
 def ceilings(device: torch.device | str, dtype: torch.dtype, *, fresh: bool = False) -> Ceilings:
     """This machine's ceilings for `dtype`, measured once (a few seconds) and then read from the cache.
 
-    A probe that other processes disturbed is repeated, and not kept if it stays disturbed. A cache that cannot
-    be written is no error.
+    A probe that other processes disturbed is repeated, and not kept if it stays disturbed. A cache that
+    cannot be written is no error.
 
     The cache file's name covers device, torch version and number of threads; `fresh` measures again.
     """

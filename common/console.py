@@ -45,12 +45,16 @@ class StandardError(io.TextIOBase):
 
 
 class Terminal(Console):
-    """Rich's console, but lines and bars are ASCII where the stream's encoding is."""
+    """Rich's console, but lines and bars are ASCII where the stream's encoding is, and broken pipes raise."""
 
     @property
     def encoding(self) -> str:
         """What the stream can show."""
         return (getattr(self.file, "encoding", None) or "utf-8").lower()
+
+    def on_broken_pipe(self) -> None:
+        """Raise what was caught: Rich would end the process with status 1, and be silent from then on."""
+        raise
 
 
 out = Terminal(highlight=False)

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and folders that are tried before work whose result goes there."""
+"""Files that are there whole or not at all, and folders that are tried before long work for them begins."""
 
 from __future__ import annotations
 

@@ -32,16 +32,25 @@ LONGEST_LINE = 1000
 NARROWEST, WIDEST = 20, 1000
 """Columns of a screen that tables can be laid out for."""
 CANNOT_WRITE = {
-    getattr(errno, name) for name in ["EACCES", "EBADF", "EDQUOT", "EFBIG", "EIO", "ENOSPC", "EPERM", "EROFS"]
+    errno.EACCES,
+    errno.EBADF,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EIO,
+    errno.ENOSPC,
+    errno.EPERM,
+    errno.EROFS,
 }
 
 
 def exit_code(command: Callable[[], int]) -> int:
     """Run a command and tell what went wrong in one line on standard error; returns the code to end with."""
     with Signals() as signals:
+        streams: tuple[Any, ...] = ()
         try:
             _mend_streams()
             _mend_width()
+            streams = sys.stdout, sys.stderr  # Typer puts others in their places when a pipe breaks
             code = command()
             sys.stdout.flush()
             line = "interrupted" if code == INTERRUPTED else ""  # Typer catches KeyboardInterrupt itself
@@ -52,7 +61,7 @@ def exit_code(command: Callable[[], int]) -> int:
             code, line = judged
         if line:
             _say(line)
-        _flush()
+        _flush(streams)
     return code
 
 
@@ -143,11 +152,9 @@ def _say(line: str) -> None:
         print(line, file=sys.stderr)
 
 
-def _flush() -> None:
+def _flush(streams: tuple[Any, ...]) -> None:
     """Write what is left now, because Python complains where it cannot when it shuts down."""
-    for stream in (sys.stdout, sys.stderr):
-        if stream is None:
-            continue
+    for stream in streams:
         try:
             stream.flush()
         except (OSError, ValueError):

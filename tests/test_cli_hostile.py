@@ -1,36 +1,35 @@
-"""The `ladder` command where things go wrong: streams, signals, folders, numbers and files that nobody expects."""
+"""The `ladder` command with streams, signals, folders, numbers and files that nobody expects."""
 
 from __future__ import annotations
 
-import errno
+import json
 import os
-import resource
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import continuous
 from benchmarks import roofline
 from benchmarks.roofline import Ceilings, ceilings
-from common.console import StandardError, Terminal
+from common.console import Terminal
 from common.device import pick_device
 from common.errors import UserError
-from common.files import check_folder, whole
 from common.models.gguf_import import import_gguf
 from common.sampling.params import SamplingParams
-from phases import PHASES, ROOT, find_phase
+from cuda_graphs.engine import OverlapEngine
+from phases import PHASES, find_phase, registry
 from phases.cli import main
 from phases.commands import benches, doctor, engines, listing
 from phases.commands.engines import read_prompts
 from phases.process import LONGEST_LINE, exit_code
-from tests.common import tiny_gguf
+from prefix_cache import HashIndex, PrefixCache
+from tests.test_process import nobody_reads, stdout
 
 LONG = "9" * 5000
 
@@ -38,6 +37,8 @@ LONG = "9" * 5000
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with random weights and a tokenizer."""
+    from tests.common import tiny_gguf  # slow to import
+
     folder = tmp_path_factory.mktemp("tiny")
     tiny_gguf.write(folder / "tiny.gguf", "llama")
     import_gguf(folder / "tiny.gguf", folder / "model")
@@ -55,23 +56,6 @@ def cli(capsys: Any) -> Callable[..., tuple[int, str, str]]:
     return ladder
 
 
-@contextmanager
-def stdout(stream: Any) -> Iterator[None]:
-    """Standard output is `stream`."""
-    before, sys.stdout = sys.stdout, stream
-    try:
-        yield
-    finally:
-        sys.stdout = before
-
-
-def nobody_reads() -> Any:
-    """A pipe whose reader has gone, as `| head -1` leaves it."""
-    reads, writes = os.pipe()
-    os.close(reads)
-    return open(writes, "w", encoding="utf-8")
-
-
 # Numbers and names.
 
 WRONG = {
@@ -86,7 +70,7 @@ WRONG = {
     "tokens of 5,000 digits": (["run", "1", "--max-tokens", LONG], "--max-tokens"),
     "endless samples": (["bench", "1", "--repeats", str(10**18)], "--repeats is 1000000000000000000"),
     "a huge batch": (["profile", "1", "--batch", str(10**18)], "--batch is 1000000000000000000"),
-    "a huge product": (["profile", "1", "--batch", "100000", "--context", "9999"], "make 1,000,700,000 tokens"),
+    "a huge product": (["profile", "1", "--batch", "100000", "--context", "9999"], "make 1,000,700,000"),
     "no UTF-8": (["run", "1", "--prompt", "a\udcff"], r"--prompt is 'a\udcff', but must have a UTF-8 form"),
     "a folder below a file": (["profile", "1", "--output", "/dev/null/x"], "--output /dev/null/x cannot be"),
 }  # fmt: skip
@@ -119,36 +103,6 @@ def test_more_tokens_than_there_is_room_for(cli: Any, tiny: Path) -> None:
 
 
 # Streams.
-
-
-def outcome(command: Callable[[], int]) -> int:
-    return exit_code(command)
-
-
-def raises(error: BaseException) -> Callable[[], int]:
-    def command() -> int:
-        raise error
-
-    return command
-
-
-def test_what_a_command_raises_becomes_a_code_and_a_line(capsys: Any) -> None:
-    for error, code, line in (
-        (UserError("x is 3"), 2, "error: x is 3\n"),
-        (KeyboardInterrupt(), 130, "interrupted\n"),
-        (BrokenPipeError(errno.EPIPE, "Broken pipe"), 0, ""),
-        (OSError(errno.ENOSPC, "No space left"), 1, "error: the output cannot be written: No space left\n"),
-        (OSError(errno.EROFS, "Read-only", "/a"), 1, "error: /a cannot be written: Read-only\n"),
-        (SystemExit(143), 143, ""),
-        (SystemExit(), 0, ""),
-    ):
-        assert exit_code(raises(error)) == code, repr(error)
-        assert capsys.readouterr() == ("", line), repr(error)
-    assert exit_code(lambda: 130) == 130
-    assert capsys.readouterr().err == "interrupted\n"
-    for defect in (ZeroDivisionError(), FileNotFoundError(errno.ENOENT, "No such file", "/a")):
-        with pytest.raises(type(defect)):
-            exit_code(raises(defect))
 
 
 def test_ctrl_c_inside_a_command(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,9 +142,9 @@ def test_a_reader_that_has_gone(name: str, text_of: Any, capsys: Any) -> None:
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_a_full_disk_behind_the_output(name: str, text_of: Any, capsys: Any) -> None:
-    with open("/dev/full", "w", encoding="utf-8") as stream, stdout(stream):
-        with pytest.raises(SystemExit) as ended:
-            main(text_of(name))
+    full = open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115
+    with full, stdout(full), pytest.raises(SystemExit) as ended:
+        main(text_of(name))
     assert ended.value.code == 1
     assert capsys.readouterr().err.endswith("error: the output cannot be written: No space left on device\n")
 
@@ -201,15 +155,7 @@ def test_an_output_that_knows_only_ascii(name: str, text_of: Any, tmp_path: Path
     with path.open("w", encoding="ascii") as stream, stdout(stream), pytest.raises(SystemExit) as ended:
         main(text_of(name))
     assert not ended.value.code
-    assert path.read_bytes().isascii() and path.stat().st_size > 9
-
-
-def test_lines_and_bars_are_ascii_where_the_output_is(tmp_path: Path) -> None:
-    with (tmp_path / "out").open("w", encoding="ascii") as stream, stdout(stream):
-        screen = Terminal(width=20)
-        screen.rule()
-        assert screen.options.ascii_only
-    assert "---" in (tmp_path / "out").read_text()
+    assert path.read_bytes().isascii() and path.stat().st_size > 1
 
 
 @pytest.mark.parametrize("columns", ["0", "²", "-3", "x", LONG, "1", "20"])
@@ -222,97 +168,7 @@ def test_screens_of_odd_widths(name: str, columns: str, text_of: Any, cli: Any, 
     assert code == 0 and len(out) > 100
 
 
-def test_messages_are_lost_where_nobody_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    closed = open(os.devnull, "w", encoding="utf-8")
-    closed.close()
-    for stream in (None, closed, nobody_reads(), open("/dev/full", "w", encoding="utf-8", buffering=1)):
-        monkeypatch.setattr(sys, "stderr", stream)
-        Terminal(file=StandardError()).print("a line")
-    monkeypatch.undo()
-
-
-def process(*arguments: str, redirect: str = "", **environment: str) -> tuple[int, str, str]:
-    """One call of a real process, through a shell."""
-    line = f'"$0" -m phases {" ".join(arguments)} {redirect}'
-    call = ["bash", "-o", "pipefail", "-c", line, sys.executable]
-    done = subprocess.run(
-        call, capture_output=True, text=True, cwd=ROOT, env={**os.environ, **environment}, check=False
-    )
-    return done.returncode, done.stdout, done.stderr
-
-
-@pytest.mark.parametrize(
-    ("redirect", "code", "err"),
-    [
-        (">&-", 1, "error: the output cannot be written: Bad file descriptor\n"),
-        (">/dev/full", 1, "error: the output cannot be written: No space left on device\n"),
-        ("<&- 2>&-", 0, ""),
-        (">&- 2>&-", 1, ""),
-        (">/dev/full 2>/dev/full", 1, ""),
-        ("| head -1", 0, ""),
-    ],
-)
-def test_streams_of_a_process(redirect: str, code: int, err: str) -> None:
-    found, out, said = process("list", "--names", redirect=redirect)
-    assert (found, said) == (code, err), "nothing else may be said when Python shuts down"
-    assert out.startswith("01_forward\n") == (code == 0)
-
-
-def test_names_do_not_wait_for_torch() -> None:
-    code = "import sys\nfrom phases.commands import listing\nlisting.run(True)\nassert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
-
-
-@pytest.mark.parametrize(("number", "code", "says"), [("SIGINT", 130, "interrupted\n"), ("SIGTERM", 143, "")])
-def test_a_signal_while_torch_is_imported(tmp_path: Path, number: str, code: int, says: str) -> None:
-    """PyTorch's and numpy's own code makes an ImportError of whatever comes up meanwhile."""
-    (tmp_path / "torch.py").write_text(
-        "import os, signal, time\n"
-        f"try:\n    os.kill(os.getpid(), signal.{number})\n    time.sleep(20)\n"
-        "except BaseException:\n    raise ImportError('numpy failed to import')\n"
-    )
-    found = process("run", "1", PYTHONPATH=f"{tmp_path}:{ROOT}:{ROOT}/phases/05_paged_cache")
-    assert found == (code, "", says)
-
-
-def test_sigterm_ends_children_too(tmp_path: Path) -> None:
-    program = (
-        "import subprocess, sys\nfrom phases.process import exit_code\n"
-        "command = 'echo $$; exec sleep 60'\n"
-        "sys.exit(exit_code(lambda: subprocess.run(['sh', '-c', command], check=False).returncode))"
-    )
-    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE) as parent:
-        assert parent.stdout is not None
-        child = int(parent.stdout.readline())
-        parent.terminate()
-        assert parent.wait(20) == 143
-    with pytest.raises(ProcessLookupError):
-        os.kill(child, 0)
-
-
 # Files and folders.
-
-
-def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
-    path = tmp_path / "made" / "evidence.json"
-    with whole(path) as scratch:
-        scratch.write_text("old")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # as on a full disk
-    try:
-        with pytest.raises(UserError, match=r"evidence\.json cannot be written: File too large"):
-            with whole(path) as scratch:
-                scratch.write_bytes(bytes(5000))
-        with pytest.raises(UserError, match="cannot be written: File too large"):
-            check_folder(tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    with pytest.raises(KeyboardInterrupt), whole(path) as scratch:
-        scratch.write_text("half")
-        raise KeyboardInterrupt
-    assert path.read_text() == "old" and [file.name for file in path.parent.iterdir()] == [path.name]
-    check_folder(tmp_path / "new")
-    assert list((tmp_path / "new").iterdir()) == []
 
 
 def test_a_bench_whose_result_has_no_place_does_not_begin(
@@ -331,7 +187,7 @@ def test_ceilings_that_cannot_be_kept(monkeypatch: pytest.MonkeyPatch, capsys: A
     monkeypatch.setattr(roofline, "_probe", lambda device, dtype: (Ceilings(1.0, 2.0), True))
     roofline._say_once.cache_clear()
     for _ in range(2):
-        assert ceilings("cpu", continuous.engine.torch.float32) == Ceilings(1.0, 2.0)
+        assert ceilings("cpu", torch.float32) == Ceilings(1.0, 2.0)
     said = capsys.readouterr().err
     assert said.count("the ceilings are measured each time: ") == 1 and said.count("\n") == 1
 
@@ -352,7 +208,7 @@ def test_lines_of_a_prompts_file(tmp_path: Path) -> None:
 
 
 def test_prompts_files_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="prompts.txt is not text: it holds a NUL character"):
+    with pytest.raises(UserError, match=r"prompts\.txt is not text: it holds a NUL character"):
         read(tmp_path, b"a\0b\n")
     with pytest.raises(UserError, match="holds 10,001 prompts, but may hold 10,000"):
         read(tmp_path, b"a\n" * 10_001)
@@ -378,3 +234,37 @@ def test_what_is_no_prompt(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", None)  # the bar goes where the other messages go
     (done,) = llm.generate("a", SamplingParams(max_tokens=2, ignore_eos=True))
     assert len(done.token_ids) == 2
+
+
+# An engine made of flags.
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [[], ["--no-prefix-cache"], ["--no-overlap"], ["--attention-decode", "torch"], ["--config"]],
+    ids=lambda flags: "".join(flags) or "none",
+)
+def test_flags_of_the_last_engine_reach_it(
+    flags: list[str], cli: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+
+    def load(*given: Any, **options: Any) -> Any:
+        made.append(registry.load_engine(*given, **options))
+        return made[-1]
+
+    monkeypatch.setattr("phases.commands.run.load_engine", load)
+    small = ["--max-rows", "2", "--max-len", "32", "--step-tokens", "32", "--cache-bytes", str(1 << 20)]
+    if flags == ["--config"]:
+        path = tmp_path / "engine.yaml"
+        path.write_text("prefix_cache: {index: hash}\noverlap: false\nmax_rows: 9\n", encoding="utf-8")
+        flags = ["--config", str(path)]
+    arguments = ["--model", str(tiny), "--device", "cpu", "--prompt", "abc", "--max-tokens", "3", *small]
+    code, out, _ = cli("run", "09", *arguments, *flags, "--json")
+    assert code == 0 and json.loads(out)["completion_tokens"] <= 3
+    (engine,) = made
+    assert engine.scheduler.rows.count == 2, "flags come before the file"
+    assert isinstance(engine.cache, PrefixCache) == ("--no-prefix-cache" not in flags)
+    assert isinstance(engine, OverlapEngine) == (not {"--no-overlap", "--config"} & set(flags))
+    if "--config" in flags:
+        assert isinstance(engine.cache.index, HashIndex)

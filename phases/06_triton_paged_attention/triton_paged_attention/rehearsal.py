@@ -20,7 +20,6 @@ from continuous.engine import Stats
 from paged_cache import PagedEngine
 from triton_paged_attention.tuning.tables import LONG
 
-
 GREEDY = SamplingParams()
 
 

@@ -1,0 +1,169 @@
+"""What stands around every command: codes, one line for what goes wrong, streams, signals, whole files.
+
+Nothing here needs PyTorch, so that a process is cheap.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.console import StandardError, Terminal
+from common.errors import UserError
+from common.files import check_folder, whole
+from phases import ROOT
+from phases.process import exit_code
+
+
+@contextmanager
+def stdout(stream: Any) -> Iterator[None]:
+    """Standard output is `stream`."""
+    before, sys.stdout = sys.stdout, stream
+    try:
+        yield
+    finally:
+        sys.stdout = before
+
+
+def nobody_reads() -> Any:
+    """A pipe whose reader has gone, as `| head -1` leaves it."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    return open(writes, "w", encoding="utf-8")
+
+
+def raises(error: BaseException) -> Callable[[], int]:
+    def command() -> int:
+        raise error
+
+    return command
+
+
+def test_what_a_command_raises_becomes_a_code_and_a_line(capsys: Any) -> None:
+    for error, code, line in (
+        (UserError("x is 3"), 2, "error: x is 3\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), 0, ""),
+        (OSError(errno.ENOSPC, "No space left"), 1, "error: the output cannot be written: No space left\n"),
+        (OSError(errno.EROFS, "Read-only", "/a"), 1, "error: /a cannot be written: Read-only\n"),
+        (SystemExit(143), 143, ""),
+        (SystemExit(), 0, ""),
+    ):
+        assert exit_code(raises(error)) == code, repr(error)
+        assert capsys.readouterr() == ("", line), repr(error)
+    assert exit_code(lambda: 130) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    for defect in (ZeroDivisionError(), FileNotFoundError(errno.ENOENT, "No such file", "/a")):
+        with pytest.raises(type(defect)):
+            exit_code(raises(defect))
+
+
+def test_lines_and_bars_are_ascii_where_the_output_is(tmp_path: Path) -> None:
+    with (tmp_path / "out").open("w", encoding="ascii") as stream, stdout(stream):
+        screen = Terminal(width=20)
+        screen.rule("title")
+        assert screen.options.ascii_only
+    assert "- title -" in (tmp_path / "out").read_text()
+
+
+def test_messages_are_lost_where_nobody_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open(os.devnull, "w", encoding="utf-8") as closed:
+        pass
+    full = open("/dev/full", "w", encoding="utf-8", buffering=1)  # noqa: SIM115
+    for stream in (None, closed, nobody_reads(), full):
+        monkeypatch.setattr(sys, "stderr", stream)
+        Terminal(file=StandardError()).print("a line")
+    monkeypatch.undo()
+
+
+def process(*arguments: str, redirect: str = "", **environment: str) -> tuple[int, str, str]:
+    """One call of a real process, through a shell."""
+    line = f'"$0" -m phases {" ".join(arguments)} {redirect}'
+    call = ["bash", "-o", "pipefail", "-c", line, sys.executable]
+    done = subprocess.run(
+        call, capture_output=True, text=True, cwd=ROOT, env={**os.environ, **environment}, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("redirect", "code", "err"),
+    [
+        (">&-", 1, "error: the output cannot be written: Bad file descriptor\n"),
+        (">/dev/full", 1, "error: the output cannot be written: No space left on device\n"),
+        ("<&- 2>&-", 0, ""),
+        (">&- 2>&-", 1, ""),
+        (">/dev/full 2>/dev/full", 1, ""),
+        ("| head -1", 0, ""),
+    ],
+)
+def test_streams_of_a_process(redirect: str, code: int, err: str) -> None:
+    found, out, said = process("list", "--names", redirect=redirect)
+    assert (found, said) == (code, err), "nothing else may be said when Python shuts down"
+    assert out.startswith("01_forward\n") == (code == 0)
+
+
+def test_names_do_not_wait_for_torch() -> None:
+    code = (
+        "import sys\nfrom phases.commands import listing\n"
+        "listing.run(True)\nassert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(("number", "code", "says"), [("SIGINT", 130, "interrupted\n"), ("SIGTERM", 143, "")])
+def test_a_signal_while_torch_is_imported(tmp_path: Path, number: str, code: int, says: str) -> None:
+    """PyTorch's and numpy's own code makes an ImportError of whatever comes up meanwhile."""
+    (tmp_path / "torch.py").write_text(
+        "import os, signal, time\n"
+        f"try:\n    os.kill(os.getpid(), signal.{number})\n    time.sleep(20)\n"
+        "except BaseException:\n    raise ImportError('numpy failed to import')\n"
+    )
+    found = process("run", "1", PYTHONPATH=f"{tmp_path}:{ROOT}:{ROOT}/phases/05_paged_cache")
+    assert found == (code, "", says)
+
+
+def test_sigterm_ends_children_too(tmp_path: Path) -> None:
+    program = (
+        "import subprocess, sys\nfrom phases.process import exit_code\n"
+        "command = 'echo $$; exec sleep 60'\n"
+        "sys.exit(exit_code(lambda: subprocess.run(['sh', '-c', command], check=False).returncode))"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        parent.terminate()
+        assert parent.wait(20) == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+
+
+def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "made" / "evidence.json"
+    with whole(path) as scratch:
+        scratch.write_text("old")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # as on a full disk
+    try:
+        too_large = pytest.raises(UserError, match=r"evidence\.json cannot be written: File too large")
+        with too_large, whole(path) as scratch:
+            scratch.write_bytes(bytes(5000))
+        with pytest.raises(UserError, match="cannot be written: File too large"):
+            check_folder(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with pytest.raises(KeyboardInterrupt), whole(path) as scratch:
+        scratch.write_text("half")
+        raise KeyboardInterrupt
+    assert path.read_text() == "old" and [file.name for file in path.parent.iterdir()] == [path.name]
+    check_folder(tmp_path / "new")
+    assert list((tmp_path / "new").iterdir()) == []
