@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from hypothesis import Phase, settings
@@ -164,7 +165,9 @@ def play(engine: Engine, runner: FakeRunner, script: list[tuple[str, Any]]) -> l
         name, output = name_of(request), request.output_ids
         expected = expected_tokens(ask.prompt, ask.params, request.sample, engine.max_len)
         assert request in ends, f"{name}: no event ended it"
-        assert told.get(request, []) == output, f"{name}: told {told.get(request)}, but its output is {output}"
+        assert told.get(request, []) == output, (
+            f"{name}: told {told.get(request)}, but its output is {output}"
+        )
         for place, (token, right) in enumerate(zip(output, expected, strict=False)):
             assert token == right, f"{name}: token {place} of its output is {token}, but must be {right}"
         assert len(output) <= len(expected), f"{name}: {len(output)} tokens, but {len(expected)} end it"
@@ -193,7 +196,7 @@ def check(engine: Engine) -> None:
         if isinstance(cache, PagedCache):
             held = len(cache.blocks_of(request.row)) * cache.block_size
             assert held >= computed, f"{name}: {computed} tokens are computed, but its blocks hold {held}"
-    for one, other in zip(running, running[1:], strict=False):
+    for one, other in pairwise(running):
         assert one.rank < other.rank, f"{name_of(one)} runs before {name_of(other)}, but its rank is larger"
     for request in scheduler.waiting:
         name, computed = name_of(request), request.num_computed_tokens

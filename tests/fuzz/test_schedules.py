@@ -9,7 +9,6 @@ plays that many scripts for each kind of engine, other ones than the suite's own
 from __future__ import annotations
 
 import os
-import random
 from functools import partial
 
 import pytest
