@@ -181,6 +181,7 @@ def test_the_second_of_two_that_compute_the_same_uses_the_firsts_blocks(index: s
     tables = [cache.blocks_of(request.row) for request in requests]
     assert tables[0][:3] == tables[1][:3] and tables[0][3] != tables[1][3]
     assert cache.allocator.count - cache.allocator.free == 5
+    cache.check()
     while not engine.idle:
         engine.step()
 
@@ -294,6 +295,29 @@ def test_a_forked_cursor_goes_its_own_way(index: str) -> None:
     assert made.evictable == 1 and made.match(keys("abd"), "").unpinned == 0
     made.detach(second)
     assert made.evictable == 4 and sorted(made.evict(9)) == [0, 1, 2, 3]
+
+
+@BOTH
+def test_siblings_commit_each_block_in_its_place(index: str) -> None:
+    """A child forks where two blocks are in the index already, and goes on from there."""
+    made, prompt = MAKE[index](), list(range(1, 13))
+    engine, _ = fake(made, step_tokens=8)
+    run(engine, (prompt, greedy(3, n=2, seed=1)))
+    blocks = made.blocks()
+    assert len(blocks) == len(set(blocks)) == 3, f"12 tokens are 3 blocks, but the index holds {blocks}"
+    found = made.match(block_keys(prompt[:8] + prompt[:4], 4), "").blocks
+    assert len(found) == 2, "the beginning of the prompt is found again after its second block"
+
+
+@BOTH
+def test_what_has_a_past_in_common_stays_apart(index: str) -> None:
+    made = MAKE[index]()
+    made.detach(grow(made, "abc", 0))
+    cursor, held, new = made.extend(made.attach(keys("ab"), ""), keys("d"), [9])
+    assert (held, new) == ([9], [9])
+    assert made.match(keys("abc"), "").blocks == [0, 1, 2] and made.match(keys("abd"), "").blocks == [0, 1, 9]
+    assert made.evictable == 1, "only c is used by nobody"
+    made.detach(cursor)
 
 
 @BOTH
