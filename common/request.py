@@ -63,11 +63,6 @@ class Request:
     error: BaseException | None = None
 
     @property
-    def num_tokens(self) -> int:
-        """Prompt and output, the tokens that are still being sampled included."""
-        return len(self.tokens) + self.placeholders
-
-    @property
     def output_ids(self) -> list[int]:
         """The tokens generated so far."""
         return self.tokens[self.prompt_len :]

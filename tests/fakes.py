@@ -31,7 +31,7 @@ NOTHING = (-1, 0)
 
 
 def fingerprint(before: int, token: int) -> int:
-    """Of a sequence, from that of all but its last token; integers only, so that every process says the same."""
+    """Of a sequence, from that of all but its last token; of integers, so every process says the same."""
     mixed = (before ^ (token + 1) * 0x9E3779B97F4A7C15) * 0xD6E8FEB86659FD93 % 2**64
     return mixed ^ mixed >> 32
 

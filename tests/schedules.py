@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from hypothesis import Phase, settings
@@ -195,7 +196,7 @@ def check(engine: Engine) -> None:
         if isinstance(cache, PagedCache):
             held = len(cache.blocks_of(request.row)) * cache.block_size
             assert held >= computed, f"{name}: {computed} tokens are computed, but its blocks hold {held}"
-    for one, other in zip(running, running[1:], strict=False):
+    for one, other in pairwise(running):
         assert one.rank < other.rank, f"{name_of(one)} runs before {name_of(other)}, but its rank is larger"
     for request in scheduler.waiting:
         name, computed = name_of(request), request.num_computed_tokens

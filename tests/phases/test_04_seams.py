@@ -35,6 +35,10 @@ PARAMS = [
 ]
 
 
+# A victim that is forgotten in the line would hang.
+pytestmark = pytest.mark.timeout(20)
+
+
 @pytest.fixture(scope="module")
 def model() -> Model:
     return forward.load_model("random:tiny", device="cpu", dtype="float32")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,7 +21,19 @@ from continuous.policies import POLICIES
 from continuous.rows import Rows
 from forward.model import Model
 from paged_cache import BlockPool, PagedCache
-from tests.schedules import MAX_LEN, SCHEDULES, fake_engine, operations, play, random_script
+from tests.fuzz.machines import machine
+from tests.schedules import (
+    MAX_LEN,
+    SCHEDULES,
+    failures_expected,
+    fake_engine,
+    operations,
+    play,
+    play_seeds,
+)
+
+# A victim that is forgotten in the line would hang.
+pytestmark = pytest.mark.timeout(20)
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +65,7 @@ def fake(
     return fake_engine(scheduler, rows, overlap=overlap, max_len=max_len)
 
 
+@pytest.mark.timeout(120)
 @SCHEDULES
 @given(
     script=operations,
@@ -85,21 +98,11 @@ def test_any_schedule(
     assert runner.most_in_step <= step_tokens
 
 
+@pytest.mark.timeout(120)
 def test_many_schedules() -> None:
-    for seed in range(400):
-        rng = random.Random(seed)
-        block_size = rng.choice([1, 2, 3, 4, 8])
-        engine, runner = fake(
-            rng.randrange(3, 7),
-            step_tokens=rng.randrange(2, 21),
-            chunk_tokens=rng.randrange(1, 21),
-            policy=rng.choice(list(POLICIES)),
-            max_len=MAX_LEN,
-            blocks=-(-MAX_LEN // block_size) + rng.randrange(21),
-            block_size=block_size,
-            overlap=seed % 2 == 0,
-        )
-        play(engine, runner, random_script(rng))
+    for engine, runner in play_seeds(range(200), partial(machine, "07")):
+        most = engine.scheduler.step_tokens
+        assert runner.most_in_step <= most, f"{runner.most_in_step} tokens in one step of {most}"
 
 
 def step(engine: Any) -> dict[Request, int]:
@@ -142,6 +145,112 @@ def test_without_chunks_everybody_waits_for_the_prompt() -> None:
 
     assert longest_step(paged_cache.load) == 501
     assert longest_step(chunked_prefill.load, step_tokens=64) == 64
+
+
+def begun(engine: Any, count: int, *, output: int = 1, **options: Any) -> list[Request]:
+    """Requests of one prompt token that decode."""
+    requests = [engine.add([1], greedy(100), **options)[0] for _ in range(count)]
+    while any(len(request.output_ids) < output for request in requests):
+        step(engine)
+    return requests
+
+
+def test_the_quarter_that_is_kept_is_rounded_down() -> None:
+    engine, _ = fake(12, step_tokens=7)
+    decoding = begun(engine, 6)
+    (prompt,) = engine.add([2] * 20, greedy(1))
+    for _ in range(2):
+        counts = step(engine)
+        served = [request.id for request in decoding if request in counts]
+        assert len(served) == 6, f"a quarter of 7 tokens is 1, and 6 decodes fit; only {served} were served"
+        assert counts[prompt] == 1
+
+
+def test_a_budget_too_small_for_a_quarter_keeps_one_token() -> None:
+    engine, _ = fake(12, step_tokens=3)
+    begun(engine, 4)
+    (prompt,) = engine.add([2] * 4, greedy(1))
+    counts = [step(engine).get(prompt, 0) for _ in range(4)]
+    assert counts == [1, 1, 1, 1], f"the prompt computed {counts} tokens in four steps"
+
+
+def test_a_decode_does_not_wait_for_a_newcomer_of_lower_rank() -> None:
+    engine, _ = fake(4, step_tokens=4, policy="priority")
+    (decode,) = begun(engine, 1, priority=5)
+    (prompt,) = engine.add([2] * 20, greedy(1), priority=1)
+    for _ in range(2):
+        counts = step(engine)
+        assert counts.get(decode) == 1, "a decode waited for a prompt"
+        assert counts[prompt] == 3
+
+
+def test_newcomers_pass_only_prompts_of_larger_rank() -> None:
+    engine, _ = fake(step_tokens=12, chunk_tokens=4, policy="priority")
+    engine.add([5] * 20, greedy(1), priority=5)
+    assert list(step(engine).values()) == [4]
+    for priority in (8, 3, 7):
+        engine.add([priority] * 20, greedy(1), priority=priority)
+    order = [request.priority for request in step(engine)]
+    assert order == [3, 5, 7], f"12 tokens, 4 for each of priorities {order}: 5 runs and passes 7, 3 passes 5"
+    order = [request.priority for request in step(engine)]
+    assert order == [3, 5, 7], f"in the next step, 4 tokens for each of priorities {order}"
+
+
+def test_a_prompt_that_has_begun_waits_for_one_of_smaller_rank() -> None:
+    engine, _ = fake(step_tokens=4, policy="priority")
+    (late,) = engine.add([5] * 20, greedy(1), priority=5)
+    step(engine)
+    (urgent,) = engine.add([3] * 8, greedy(1), priority=3)
+    assert step(engine) == {urgent: 4} and step(engine) == {urgent: 4}
+    assert step(engine) == {late: 4}
+
+
+def test_a_decode_is_preempted_before_a_prompt_of_smaller_rank() -> None:
+    """Decodes are served first, so the end of the queue is not who matters least."""
+    engine, _ = fake(4, step_tokens=8, chunk_tokens=4, policy="priority", blocks=5, max_len=20)
+    (decode,) = engine.add([9] * 4, greedy(9), priority=9)
+    (prompt,) = engine.add([2] * 16, greedy(2), priority=0)
+    assert step(engine) == {prompt: 4, decode: 4}  # four blocks and one, of five
+    assert step(engine) == {prompt: 4}, "the decode found no room, and the prompt was not served"
+    assert (decode.preemptions, prompt.preemptions) == (1, 0), "a priority-0 prompt lost its blocks to a 9"
+    while not engine.idle:
+        step(engine)
+
+
+def test_siblings_do_not_fork_before_every_chunk_has_landed() -> None:
+    engine, _ = fake(step_tokens=8)
+    first, *_ = engine.add([1] * 12, greedy(3, n=3, seed=1))
+    engine.take_in()
+    scheduler = engine.scheduler
+    works = scheduler.schedule()
+    assert scheduler.schedule() == [], "siblings fork, though the first chunk may still fail"
+    assert len(scheduler.running) == 1 and len(first.siblings) == 2
+    engine.collect(engine.launch(works))
+    (work,) = scheduler.schedule()
+    assert (work.start, work.count, len(work.takers)) == (8, 4, 3)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_chunk_that_fails_ends_the_siblings_too(overlap: bool) -> None:
+    engine, runner = fake(step_tokens=8, overlap=overlap)
+    requests = engine.add([1] * 12, greedy(3, n=3, seed=1))
+    runner.fail_get = True
+    with failures_expected():
+        while not engine.idle:
+            engine.step()
+    ends = [request.finish_reason for request in requests]
+    assert ends == ["error"] * 3, f"the first chunk failed, but the samples end with {ends}"
+    assert engine.scheduler.rows.free == 8 and engine.scheduler.cache.free == 1000
+
+
+def test_a_prompt_advances_though_decodes_just_fill_the_budget() -> None:
+    engine, _ = fake(12, step_tokens=4)
+    decoding = begun(engine, 4)
+    (prompt,) = engine.add([2] * 4, greedy(1))
+    turns = [step(engine) for _ in range(4)]
+    assert [turn.get(prompt, 0) for turn in turns] == [1] * 4, "the prompt got nothing of the budget"
+    served = {request.id: sum(request in turn for turn in turns) for request in decoding}
+    assert set(served.values()) == {3}, f"of 4 steps with 3 decodes each, requests were in {served}"
 
 
 def test_a_prompt_advances_though_decodes_could_take_the_whole_budget() -> None:

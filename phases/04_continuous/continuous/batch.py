@@ -139,20 +139,27 @@ def upload(
 ) -> dict[str, Tensor]:
     """Copy integer arrays of any shapes to the device in one transfer: one int64 or int32 tensor for each.
 
-    Many small transfers cost far more than one: each has a fixed price of some microseconds. So everything
-    travels as int64, and what kernels read as int32 is converted there, also at once.
+    Many small transfers cost far more than one: each has a fixed price of some microseconds. So all of them
+    lie end to end in one buffer of bytes, the wide ones first, and are views of its copy on the device.
     """
-    arrays = {**wide, **narrow}
-    flat = np.concatenate([array.ravel() for array in arrays.values()], dtype=np.int64, casting="same_kind")
+    first = sum(array.size for array in wide.values())
+    second = sum(array.size for array in narrow.values())
+    flat = np.empty(8 * first + 4 * second, np.uint8)
+    for part, arrays in (
+        (flat[: 8 * first].view(np.int64), wide),
+        (flat[8 * first :].view(np.int32), narrow),
+    ):
+        if arrays:
+            np.concatenate([array.ravel() for array in arrays.values()], out=part, casting="same_kind")
     packed = torch.from_numpy(flat)
     if device.type == "cuda":
         packed = packed.pin_memory()  # only from pinned memory does the copy not wait for the device
     packed = packed.to(device, non_blocking=True)
-    size = sum(array.size for array in wide.values())
     pieces = [
-        *torch.split(packed[:size], [array.size for array in wide.values()]),
-        *torch.split(packed[size:].int(), [array.size for array in narrow.values()]),
+        *torch.split(packed[: 8 * first].view(torch.int64), [array.size for array in wide.values()]),
+        *torch.split(packed[8 * first :].view(torch.int32), [array.size for array in narrow.values()]),
     ]
+    arrays = {**wide, **narrow}
     return {
         name: piece.view(array.shape) for (name, array), piece in zip(arrays.items(), pieces, strict=True)
     }

@@ -14,7 +14,10 @@ from common.request import Request
 class CacheManager(Protocol):
     """The host's side of a cache: who has room. It moves no data and never waits for the device.
 
-    The scheduler gives a request its row before it calls `reserve`, and takes it away after `release`.
+    The scheduler keeps to an order. Admission: `fits`, `lookup`, then a row and the first `reserve`, which
+    must not refuse what `fits` has just allowed; whoever calls `lookup` sets `num_computed_tokens` to what it
+    says. Then, once a step, `reserve` before any token is scheduled, and `commit` when the step has ended
+    well. At last `release`, once, and after it the row is taken away.
     """
 
     def holds(self, tokens: int) -> bool:
@@ -32,7 +35,8 @@ class CacheManager(Protocol):
     def reserve(self, request: Request, upto: int) -> bool:
         """Make room for the request's first `upto` tokens and attach those that `lookup` found.
 
-        Returns False, and changes nothing, if there is no room.
+        What was reserved before stays, also if `upto` is less. Returns False, and changes nothing, if there
+        is no room.
         """
         ...
 

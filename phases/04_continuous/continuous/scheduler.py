@@ -43,7 +43,10 @@ class Scheduler:
         self.preemptions = 0
 
     def check(self, requests: list[Request]) -> None:
-        """Raise `UserError` if the samples of one prompt would wait for ever."""
+        """Raise `UserError` if the samples of one prompt would wait for ever.
+
+        The message names what they need and what there is.
+        """
         self.check_step(requests[0])
         most = requests[0].limit - 1  # the last token is never computed
         if not self.cache.holds(most):
@@ -87,6 +90,7 @@ class Scheduler:
         works: list[Work] = []
         budget = self.step_tokens
         queue, at = self.order(self.running), 0
+        drafting = self.drafter is not NO_DRAFTS
         preempted = False
         while at < len(queue):
             request = queue[at]
@@ -97,7 +101,7 @@ class Scheduler:
             if count == 0:
                 continue
             end = request.num_computed_tokens + count
-            drafts = self._drafts(request, end, budget - count)
+            drafts = self._drafts(request, end, budget - count) if drafting else ()
             if not self.cache.reserve(request, end + len(drafts)):
                 drafts = ()  # nobody loses his place for a guess
                 if not self.cache.reserve(request, end):
@@ -163,7 +167,7 @@ class Scheduler:
         return running.copy()
 
     def yields(self, request: Request) -> bool:
-        """Whether the waiting line goes before this running request."""
+        """Whether those in the waiting line whose rank is smaller go before this running request."""
         return False
 
     def share(self, request: Request, budget: int) -> int:
@@ -175,7 +179,10 @@ class Scheduler:
         return count if 0 < count <= budget and known < request.limit else 0
 
     def make_room(self, request: Request, upto: int, queue: list[Request], at: int) -> bool:
-        """Reserve by taking room from the requests `queue[at:]`, which this step does not serve yet."""
+        """Reserve by taking room from the requests `queue[at:]`, which this step does not serve yet.
+
+        Whoever loses its room leaves the queue. False if `request` gets none; it may have lost its own.
+        """
         return False
 
     def admits(self, request: Request) -> bool:
@@ -189,13 +196,23 @@ class Scheduler:
             raise AssertionError("the cache refused what it said would fit")
 
     def fork(self, request: Request) -> tuple[Request, ...]:
-        """Let the siblings of `request`, whose prompt this step completes, run beside it; all of them."""
+        """Let the siblings of `request`, whose prompt this step completes, run beside it.
+
+        Returns:
+            The takers of the step: `request` and its siblings, but for those that have ended meanwhile. Each
+            has a row, stands in `running` by its rank, counts as many computed tokens as `request`, and
+            shares its cache. `request` has no siblings left.
+        """
         raise NotImplementedError("this cache does not share prompts")
 
     # What comes back from a step.
 
     def land(self, work: Work, *, accepted: int = 0, computed: bool = True) -> None:
-        """The host has seen the end of one work's step.
+        """The host has seen the end of one work's step, and its tokens are appended to the takers.
+
+        Called once for every work, in order, whatever became of its requests. All takers land with it: each
+        has one step and one placeholder less, and commits what is computed; siblings share blocks, but each
+        answers for its own.
 
         accepted: how many of its drafts were right; what the others left in the cache counts for nothing.
         computed: False if the step failed.

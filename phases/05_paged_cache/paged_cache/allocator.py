@@ -19,7 +19,11 @@ class BlockAllocator:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` free blocks; the caller has seen that there are as many."""
+        """Take `count` free blocks, with the caller as their one user.
+
+        Raises:
+            AssertionError: there are fewer; the caller should have looked.
+        """
         if count > len(self._free):
             raise AssertionError(f"{count} blocks wanted, {len(self._free)} free")
         if count == 0:
@@ -31,14 +35,18 @@ class BlockAllocator:
         return blocks
 
     def retain(self, blocks: Iterable[int]) -> None:
-        """One more user for each of these blocks."""
+        """One more user for each of these blocks. Raises `AssertionError` if one is free."""
         for block in blocks:
             if self.refs[block] < 1:
                 raise AssertionError(f"block {block} is free and cannot be retained")
             self.refs[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """One user less for each of these blocks."""
+        """One user less for each of these blocks; without users they are free.
+
+        Raises:
+            AssertionError: one is free already.
+        """
         for block in blocks:
             refs = self.refs[block] = self.refs[block] - 1
             if refs == 0:

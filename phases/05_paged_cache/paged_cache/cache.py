@@ -36,7 +36,9 @@ class PagedCache:
         self.tables: NDArray[np.int32] = np.zeros((rows, -(-max_len // block_size)), np.int32)
         self.reserve_blocks = int(watermark * blocks)
         self._owned = [0] * rows  # how many entries of each table are in use
-        self._writable = [0] * rows  # tokens up to which a row may write without asking again
+        # Up to this many tokens a row may write without asking again: it has the blocks from the token that
+        # is written next up to there, and is their only user. Never too high; too low costs a look.
+        self._writable = [0] * rows
         self._copies: list[tuple[int, int]] = []
 
     def blocks_for(self, tokens: int) -> int:
@@ -73,13 +75,16 @@ class PagedCache:
         return self.grow(request, upto)
 
     def grow(self, request: Request, upto: int) -> bool:
-        """The slow path of `reserve`: take blocks, and copy one that is shared and about to be written."""
+        """The slow path of `reserve`: take blocks, and copy one that is shared and about to be written.
+
+        Returns False, and changes nothing, if there are too few. The copy is made before the step's writes,
+        see `take_copies`.
+        """
         row = request.row
         owned = self._owned[row]
-        shared = self._writable[row] // self.block_size  # the block to be written next,
-        copy = (
-            shared < owned and self.allocator.refs[int(self.tables[row, shared])] > 1
-        )  # if another has it too
+        # The block to be written next has to be copied if somebody else uses it too.
+        shared = self._writable[row] // self.block_size
+        copy = shared < owned and self.allocator.refs[int(self.tables[row, shared])] > 1
         new = max(0, self.blocks_for(upto) - owned)
         if new + copy > self.free:
             return False
@@ -100,10 +105,12 @@ class PagedCache:
         return self.allocator.allocate(count)
 
     def fork(self, parent: Request, child: Request, tokens: int) -> None:
-        """Let `child` share the blocks of its parent's first `tokens` tokens.
+        """Let `child`, which has a row and no blocks, share those of its parent's first `tokens` tokens.
 
         A full block is shared for good. The last, partial one is shared until one of them writes to it: the
-        first to do so takes a copy, and the last user keeps the original (copy on write).
+        first to do so takes a copy, and the last user keeps the original (copy on write). So from here on
+        neither may write anything without asking `reserve` again. Blocks that the parent has beyond `tokens`
+        stay its own.
         """
         blocks = self.blocks_of(parent.row)[: self.blocks_for(tokens)]
         self.allocator.retain(blocks)
@@ -113,7 +120,10 @@ class PagedCache:
         self._writable[child.row] = self._writable[parent.row] = full
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """The (source, target) blocks to copy before the next step writes anything."""
+        """The (source, target) blocks to copy before the next step writes anything; each target once.
+
+        All sources are to be read before any target is written.
+        """
         copies, self._copies = self._copies, []
         return copies
 
@@ -121,9 +131,14 @@ class PagedCache:
         """Nothing is shared by content here."""
 
     def release(self, request: Request) -> None:
-        """Give back the request's blocks, the last one first, so that the first is the next to be taken."""
-        row = request.row
-        self.allocator.release(reversed(self.blocks_of(row)))
+        """Give back the request's blocks, the last one first, so that the first is the next to be taken.
+
+        Copies into them that were never made, since the step was not launched, are forgotten: the next owner
+        may want to copy there as well.
+        """
+        row, blocks = request.row, self.blocks_of(request.row)
+        self.allocator.release(reversed(blocks))
+        self._copies = [copy for copy in self._copies if copy[1] not in blocks]
         self._owned[row] = self._writable[row] = 0
 
     def forget(self) -> None:

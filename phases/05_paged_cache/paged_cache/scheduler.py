@@ -57,7 +57,7 @@ class PagedScheduler(Scheduler):
                 return True
 
     def admits(self, request: Request) -> bool:
-        """Siblings need rows of their own from the start."""
+        """Also: there is a row for every sibling. They get theirs at once, or a fork might find none."""
         return self.rows.free > len(request.siblings) and super().admits(request)
 
     def enter(self, request: Request) -> None:
@@ -68,7 +68,11 @@ class PagedScheduler(Scheduler):
             self.rows.acquire(sibling)
 
     def fork(self, request: Request) -> tuple[Request, ...]:
-        """The prompt's blocks get `n` users, and its last logits are sampled `n` times."""
+        """The prompt's blocks get `n` users, and its last logits are sampled `n` times.
+
+        All earlier chunks of the prompt have landed: if one failed after the fork, the siblings would go on
+        with what was never computed.
+        """
         siblings = [sibling for sibling in request.siblings if sibling.finish_reason is None]
         request.siblings = []
         for sibling in siblings:

@@ -119,7 +119,7 @@ class PrefixCache(PagedCache):
         """Put the blocks that have become full into the index.
 
         Where another request has put the same tokens there first, this one gives its own block back and uses
-        the other's.
+        the other's: the keys and values are the same, and no later step writes to a full block.
         """
         row, size = request.row, self.block_size
         first, last = self._committed[row], upto // size

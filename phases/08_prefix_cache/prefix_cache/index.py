@@ -29,7 +29,8 @@ class PrefixIndex(Protocol):
     """A set of cached blocks, found by the tokens they hold and all tokens before them.
 
     A *cursor* is a place in the index: the end of what one request shares. Everything on the way to it is
-    pinned, that is, not evicted. Requests see only what was inserted under the same salt.
+    pinned, that is, not evicted. Requests see only what was inserted under the same salt. The index counts no
+    users: whoever inserts a block keeps it until `evict` returns it.
     """
 
     @property
@@ -50,9 +51,14 @@ class PrefixIndex(Protocol):
     ) -> tuple[object, list[int], list[int]]:
         """Move a cursor on by these blocks, inserting those that are not known yet.
 
+        Args:
+            cursor: used up; only the one returned is good from here on.
+            keys, blocks: one of each for every place after the cursor, in order.
+
         Returns:
-            The new cursor; the blocks that the index holds for these keys, which are others than `blocks`
-            where somebody else was first; and those of `blocks` that were inserted.
+            The new cursor, which pins them; for every place the block that the index holds, another than in
+            `blocks` where somebody else was first; and those of `blocks` that were inserted. A block that
+            could not be inserted stays its owner's: it is held, but not new.
         """
         ...
 
@@ -61,7 +67,7 @@ class PrefixIndex(Protocol):
         ...
 
     def detach(self, cursor: object) -> None:
-        """Unpin everything on the way to the cursor."""
+        """Unpin everything on the way to the cursor, which is used up."""
         ...
 
     def evict(self, count: int) -> list[int]:
