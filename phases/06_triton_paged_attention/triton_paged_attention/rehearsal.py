@@ -1,8 +1,8 @@
 """A rehearsal: made-up requests of every kind, so that no real one waits for a compiler.
 
 Triton compiles a kernel when it is first launched, and once more for every set of constants and every class
-of integer arguments (1, divisible by 16, others). Graphs compile what they capture; what only eager steps use is
-met when the first long prompt comes, or the first request with penalties.
+of integer arguments (1, divisible by 16, others). Graphs compile what they capture. What only eager steps use
+is met when the first long prompt comes, or the first request with penalties.
 """
 
 from __future__ import annotations
