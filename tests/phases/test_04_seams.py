@@ -102,7 +102,7 @@ def test_what_a_wrong_draft_left_behind_does_not_count() -> None:
     assert request.num_computed_tokens == 5 and request.placeholders == request.in_flight == 0
 
 
-@pytest.mark.parametrize("budget", [1, 2, 3])
+@pytest.mark.parametrize("budget", [1, 2, 3, 9])
 def test_drafts_fit_the_budget_and_the_limit(budget: int) -> None:
     table = Rows(1, MAX_LEN)
     scheduler = Scheduler(table, RowCache(MAX_LEN), step_tokens=3)

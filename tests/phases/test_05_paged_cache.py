@@ -448,6 +448,18 @@ def test_samples_wait_until_there_are_rows_for_all() -> None:
     assert [request.finish_reason for request in several] == ["length"] * 3
 
 
+def test_a_sample_that_is_aborted_in_line_gets_no_row() -> None:
+    engine, _ = fake(3, 20)
+    engine.add([1] * 3, greedy(4))
+    engine.step()
+    several = engine.add([2] * 3, greedy(2, n=3))
+    engine.abort(several[1])
+    while not engine.idle:
+        engine.step()
+    assert [request.finish_reason for request in several] == ["length", "abort", "length"]
+    assert several[1].row < 0 and engine.scheduler.rows.free == 3, "a request that has ended holds a row"
+
+
 def test_copies_read_before_anything_is_written() -> None:
     """Block 1 is copied to 2 and block 2 to 0 in one step: 0 gets what 2 had before."""
     pool = BlockPool(SHAPES["tiny"], 3, 4, device=torch.device("cpu"), dtype=torch.float32)
