@@ -140,26 +140,29 @@ def upload(
     """Copy integer arrays of any shapes to the device in one transfer: one int64 or int32 tensor for each.
 
     Many small transfers cost far more than one: each has a fixed price of some microseconds. So all of them
-    lie end to end in one buffer of bytes, the wide ones first, and are views of its copy on the device.
+    lie in one buffer of bytes, and are views of its copy on the device. Each begins at a multiple of 16
+    bytes: a kernel that was compiled for such an address would have to be compiled again for another.
     """
-    first = sum(array.size for array in wide.values())
-    second = sum(array.size for array in narrow.values())
-    flat = np.empty(8 * first + 4 * second, np.uint8)
-    for part, arrays in (
-        (flat[: 8 * first].view(np.int64), wide),
-        (flat[8 * first :].view(np.int32), narrow),
-    ):
-        if arrays:
-            np.concatenate([array.ravel() for array in arrays.values()], out=part, casting="same_kind")
+    kinds = [(np.int64, torch.int64, wide), (np.int32, torch.int32, narrow)]
+    places: dict[str, tuple[int, int, torch.dtype, tuple[int, ...]]] = {}
+    end = 0
+    for host, kind, arrays in kinds:
+        for name, array in arrays.items():
+            size = array.size * host().itemsize
+            places[name] = end, end + size, kind, array.shape
+            end += -(-size // ALIGNED) * ALIGNED
+    flat = np.zeros(end, np.uint8)
+    for host, _, arrays in kinds:
+        for name, array in arrays.items():
+            first, last, *_ = places[name]
+            flat[first:last].view(host)[:] = array.ravel()
     packed = torch.from_numpy(flat)
     if device.type == "cuda":
         packed = packed.pin_memory()  # only from pinned memory does the copy not wait for the device
     packed = packed.to(device, non_blocking=True)
-    pieces = [
-        *torch.split(packed[: 8 * first].view(torch.int64), [array.size for array in wide.values()]),
-        *torch.split(packed[8 * first :].view(torch.int32), [array.size for array in narrow.values()]),
-    ]
-    arrays = {**wide, **narrow}
     return {
-        name: piece.view(array.shape) for (name, array), piece in zip(arrays.items(), pieces, strict=True)
+        name: packed[first:last].view(kind).view(shape) for name, (first, last, kind, shape) in places.items()
     }
+
+
+ALIGNED = 16

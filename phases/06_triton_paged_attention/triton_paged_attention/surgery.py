@@ -42,7 +42,7 @@ def optimize(model: Model, backends: Backends | None = None) -> Model:
             replace(model, (RMSNorm, Gemma3RMSNorm), FusedRMSNorm, skip=FusedAttention)
         replace(model, LlamaBlock, FusedBlock)
     if chosen.projections == "triton":
-        model.lm_head = join(model.lm_head)  # type: ignore[assignment]  # the same call
+        model.lm_head = join(model.lm_head)
     return model
 
 

@@ -22,8 +22,9 @@ def install(model: Model) -> Model:
     replace(model, FusedBlock, lambda block: LatencyBlock(block, few=few) if whole(block) else block)
     if isinstance(model.lm_head, FusedLinear):
         head = LatencyLinear.like(model.lm_head)
-        # What is sampled is float32: one row comes so, and no one has to convert it afterwards.
-        head.out_dtype = torch.float32
+        if isinstance(head, LatencyLinear):
+            # What is sampled is float32: one row comes so, and no one has to convert it afterwards.
+            head.out_dtype = torch.float32
         model.lm_head = head
     return model
 
