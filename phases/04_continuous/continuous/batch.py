@@ -143,12 +143,12 @@ def upload(
     lie in one buffer of bytes, and are views of its copy on the device. Each begins at a multiple of 16
     bytes: a kernel that was compiled for such an address would have to be compiled again for another.
     """
-    kinds = [(np.int64, torch.int64, wide), (np.int32, torch.int32, narrow)]
+    kinds = [(np.dtype(np.int64), torch.int64, wide), (np.dtype(np.int32), torch.int32, narrow)]
     places: dict[str, tuple[int, int, torch.dtype, tuple[int, ...]]] = {}
     end = 0
     for host, kind, arrays in kinds:
         for name, array in arrays.items():
-            size = array.size * host().itemsize
+            size = array.size * host.itemsize
             places[name] = end, end + size, kind, array.shape
             end += -(-size // ALIGNED) * ALIGNED
     flat = np.zeros(end, np.uint8)
