@@ -143,6 +143,7 @@ def upload(
     lie in one buffer of bytes, and are views of its copy on the device. Each begins at a multiple of 16
     bytes: a kernel that was compiled for such an address would have to be compiled again for another.
     """
+    kinds: list[tuple[np.dtype[Any], torch.dtype, Mapping[str, NDArray[np.integer[Any]]]]]
     kinds = [(np.dtype(np.int64), torch.int64, wide), (np.dtype(np.int32), torch.int32, narrow)]
     places: dict[str, tuple[int, int, torch.dtype, tuple[int, ...]]] = {}
     end = 0
