@@ -217,6 +217,19 @@ def test_a_decode_is_preempted_before_a_prompt_of_smaller_rank() -> None:
         step(engine)
 
 
+def test_who_has_been_served_is_not_preempted() -> None:
+    """Decodes take turns, so one of larger rank may be in the step already when another lacks room."""
+    engine, _ = fake(4, step_tokens=16, blocks=3, max_len=12)
+    first, second = (engine.add([1] * length, greedy(3))[0] for length in (4, 5))
+    step(engine)  # one block and two, of three
+    order = engine.scheduler.order
+    engine.scheduler.order = lambda running: order(running)[::-1]
+    assert step(engine) == {second: 1}
+    assert (first.preemptions, second.preemptions) == (1, 0), "request 1 was preempted where it was served"
+    while not engine.idle:
+        step(engine)
+
+
 def test_siblings_do_not_fork_before_every_chunk_has_landed() -> None:
     engine, _ = fake(step_tokens=8)
     first, *_ = engine.add([1] * 12, greedy(3, n=3, seed=1))
