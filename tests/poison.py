@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._device import _device_constructors
 
 NUMBERS = {torch.bool: True, torch.uint8: 0xA5, torch.int8: -91, torch.int16: -23131}
 """What a place nobody has written holds, where it cannot hold NaN; wider integers hold -2**30."""
@@ -32,6 +33,8 @@ def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fill what `torch.empty` and its kind return; on a GPU as well, and inside graphs at every replay."""
+    # Torch notes once in a process which functions `with torch.device(...)` is about: not these here.
+    _device_constructors()
     for name in ("empty", "empty_like", "empty_strided"):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
     for name in ("new_empty", "new_empty_strided"):

@@ -38,6 +38,7 @@ def documented() -> dict[str, str]:
 def check(line: str) -> None:
     """Raise for a command line that would not run; run nothing."""
     # In text a command may be named with placeholders for its arguments, or without them.
+    line = re.split(r"\s[|>]\s", line)[0]  # what the shell does with the output
     words = [
         {"PHASE": "5", "NN": "5", "FILE": "f.yaml", "NAME": "ladder"}.get(word, word)
         for word in shlex.split(line, comments=True)

@@ -18,9 +18,9 @@ import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Final, SupportsFloat, SupportsIndex
+from typing import Any, Final, SupportsIndex
 
-from common.errors import UserError, integer
+from common.errors import UserError, integer, number
 
 GREEDY_BELOW: Final = 1e-5
 """Temperatures under this one mean greedy: dividing by them says nothing that the argmax does not."""
@@ -108,16 +108,16 @@ class SamplingParams:
         if self.min_tokens > self.max_tokens:
             limit = f"at most max_tokens, {self.max_tokens}"
             raise UserError(f"min_tokens is {self.min_tokens}, but must be {limit}")
-        put("temperature", _number("temperature", self.temperature, low=0.0, high=MAX_TEMPERATURE))
+        put("temperature", number("temperature", self.temperature, low=0.0, high=MAX_TEMPERATURE))
         top_k = integer("top_k", self.top_k, low=-1, high=MAX_INT)
         put("top_k", max(top_k, 0))
-        put("top_p", _number("top_p", self.top_p, low=0.0, high=1.0, above_low=True))
-        put("min_p", _number("min_p", self.min_p, low=0.0, high=1.0))
+        put("top_p", number("top_p", self.top_p, low=0.0, high=1.0, above_low=True))
+        put("min_p", number("min_p", self.min_p, low=0.0, high=1.0))
         high = MAX_REPETITION_PENALTY
         name = "repetition_penalty"
-        put(name, _number(name, self.repetition_penalty, low=0.0, high=high, above_low=True))
+        put(name, number(name, self.repetition_penalty, low=0.0, high=high, above_low=True))
         for name in ("presence_penalty", "frequency_penalty"):
-            put(name, _number(name, getattr(self, name), low=-MAX_PENALTY, high=MAX_PENALTY))
+            put(name, number(name, getattr(self, name), low=-MAX_PENALTY, high=MAX_PENALTY))
         if self.seed is not None:
             lowest, highest = -(1 << (SEED_BITS - 1)), (1 << SEED_BITS) - 1
             put("seed", integer("seed", self.seed, low=lowest, high=highest))
@@ -149,20 +149,6 @@ class SamplingParams:
         It is seed + sample, so that the n completions differ; vLLM derives the seeds of its samples alike.
         """
         return None if self.seed is None else (self.seed + sample) % (1 << SEED_BITS)
-
-
-def _number(name: str, value: SupportsFloat, *, low: float, high: float, above_low: bool = False) -> float:
-    limit = f"above {low:g} and at most {high:g}" if above_low else f"between {low:g} and {high:g}"
-    if isinstance(value, (bool, str, bytes)):  # float("0.7") would work, and hide a mistake
-        raise UserError(f"{name} is {value!r}, but must be a number, {limit}")
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        raise UserError(f"{name} is {value!r}, but must be a number, {limit}") from None
-    inside = low < number <= high if above_low else low <= number <= high
-    if not inside:  # also for NaN, which no comparison holds for
-        raise UserError(f"{name} is {number!r}, but must be {limit}")
-    return number
 
 
 def _items(name: str, value: Iterable[Any], what: str, most: int) -> tuple[Any, ...]:
@@ -208,5 +194,5 @@ def _logit_bias(value: Mapping[int, float]) -> dict[int, float]:
     checked: dict[int, float] = {}
     for key, bias in value.items():
         token = integer("a token id in logit_bias", key, low=0, high=MAX_INT)
-        checked[token] = _number(f"logit_bias[{token}]", bias, low=-MAX_LOGIT_BIAS, high=MAX_LOGIT_BIAS)
+        checked[token] = number(f"logit_bias[{token}]", bias, low=-MAX_LOGIT_BIAS, high=MAX_LOGIT_BIAS)
     return checked

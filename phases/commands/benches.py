@@ -96,7 +96,7 @@ def plot(phase_name: str | None = None) -> int:
 def extras() -> dict[str, Path]:
     """Benchmarks that are not of one phase, by name: `benchmarks/NAME.py` or `benchmarks/kernels/NAME.py`."""
     files = [path for folder in ("benchmarks", "benchmarks/kernels") for path in (ROOT / folder).glob("*.py")]
-    return {path.stem: path for path in sorted(files) if "def draw(" in path.read_text(encoding="utf-8")}
+    return {path.stem: path for path in sorted(files) if "\ndef draw(" in path.read_text(encoding="utf-8")}
 
 
 def _named(text: str) -> str:

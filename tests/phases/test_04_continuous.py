@@ -407,6 +407,9 @@ def test_upload_keeps_shapes_and_types() -> None:
     assert moved["three"].dtype == moved["four"].dtype == torch.int32
     assert moved["one"].tolist() == [[0, 1, 2], [3, 4, 5]] and moved["two"].tolist() == [1 << 40]
     assert moved["three"].tolist() == [7] and moved["four"].shape == (2, 0)
+    assert all(tensor.data_ptr() % 16 == 0 for tensor in moved.values()), "kernels are compiled for alignment"
+    nothing = upload(torch.device("cpu"), {}, {"none": np.zeros((0, 4), np.int32)})
+    assert nothing["none"].shape == (0, 4)
 
 
 @given(

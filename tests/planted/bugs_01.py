@@ -180,8 +180,8 @@ BUGS = (
     Bug(
         "square-matrices-not-turned",
         GPT2,
-        "return tensor.t() if name.endswith(matrices) else tensor",
-        "return tensor.t() if name.endswith(matrices) and tensor.shape[0] != tensor.shape[1] else tensor",
+        "return tensor.t() if name.endswith(matrices) and tensor.dim() == 2 else tensor",
+        "return tensor.t() if name.endswith(matrices) and len(set(tensor.shape)) == 2 else tensor",
         "Transposes GPT-2's matrices where their shapes ask for it, and not the square one.",
     ),
     Bug(

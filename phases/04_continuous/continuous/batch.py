@@ -152,7 +152,7 @@ def upload(
             size = array.size * host.itemsize
             places[name] = end, end + size, kind, array.shape
             end += -(-size // ALIGNED) * ALIGNED
-    flat = np.zeros(end, np.uint8)
+    flat = np.zeros(max(end, ALIGNED), np.uint8)  # not none at all, of which there is no view
     for host, _, arrays in kinds:
         for name, array in arrays.items():
             first, last, *_ = places[name]
