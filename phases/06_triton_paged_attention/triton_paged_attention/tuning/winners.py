@@ -19,6 +19,7 @@ import torch
 import triton
 
 from common.device import device_folder, device_name
+from common.files import whole
 from common.paths import cache_home
 
 Key = TypeVar("Key", bound=tuple[Any, ...])
@@ -64,11 +65,9 @@ def save_winner(device: torch.device, kind: str, at: Mapping[str, Any], found: M
     kept = {name: list(entries) for name, entries in winners(device).items()}
     mine = [entry for entry in kept.get(kind, []) if entry["at"] != dict(at)]
     kept[kind] = [*mine, {"at": dict(at), **found}]
-    whole = {"device": device_name(device), "triton": triton.__version__, "winners": kept}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_suffix(".tmp")
-    scratch.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
-    scratch.replace(path)  # a reader sees the old file or the new one
+    content = {"device": device_name(device), "triton": triton.__version__, "winners": kept}
+    with whole(path) as scratch:
+        scratch.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     forget()
     return path
 
