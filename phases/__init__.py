@@ -83,6 +83,20 @@ LADDER: tuple[Phase, ...] = (
         "CUDA graphs and overlap",
         "a step is one launch, and the next is scheduled meanwhile",
     ),
+    Phase(10, "quant", "Quantization", "weights and keys of 8 and 4 bits: fewer bytes a token"),
+    Phase(
+        11,
+        "speculative",
+        "Speculative decoding",
+        "the next tokens are guessed cheaply and checked in one step; the text stays the same",
+    ),
+    Phase(
+        12,
+        "structured",
+        "Structured output",
+        "tokens that would leave a grammar are masked, so the output always parses",
+    ),
+    Phase(13, "serving", "Serving", "the engine behind the API that every client speaks"),
 )
 """Every phase there is a plan for up to now; `PHASES` holds those that exist."""
 

@@ -118,6 +118,10 @@ class Preset:
         self.on, self.fitting = tuple(on), tuple(fitting)
         self.usual = usual or {}
 
+    def plus(self, on: Sequence[type[Feature]] = (), fitting: Sequence[type[Feature]] = ()) -> Preset:
+        """The next phase's: this one with more features."""
+        return Preset([*self.on, *on], [*self.fitting, *fitting], self.usual)
+
     def load(
         self,
         model: str | Path | Model,
