@@ -76,3 +76,35 @@ def expected(batch: Batch, **options: float | int | None) -> Tensor:
 def error(out: Tensor, reference: Tensor) -> float:
     """Relative error in the Euclidean norm; NaN never passes a comparison."""
     return float((out.float() - reference).norm() / reference.norm())
+
+
+def assert_near(got: Tensor, want: Tensor, limit: float, what: str) -> None:
+    """Fail unless the relative error is below `limit`, and name the number that is worst."""
+    off = error(got, want.float())
+    if not off < limit:
+        apart = (got.float() - want.float()).abs().nan_to_num(nan=float("inf"))
+        at = tuple(int(i) for i in np.unravel_index(int(apart.argmax()), apart.shape))
+        mine, theirs = float(got[at]), float(want[at])
+        raise AssertionError(
+            f"{what}: number {list(at)} is {mine:.4g}, not {theirs:.4g}; off by {off:.1e} in all"
+        )
+
+
+def assert_attention(
+    batch: Batch, got: Tensor, limit: float, what: str, **options: float | int | None
+) -> None:
+    """Fail unless a batch's attention `[T, H, D]` is the oracle's; name the request and the head."""
+    want = expected(batch, **options)
+    if error(got, want) < limit:
+        return
+    apart = ((got.float() - want).norm(dim=-1) / want.norm(dim=-1)).nan_to_num(nan=float("inf"))  # [T, H]
+    token, head = divmod(int(apart.argmax()), apart.shape[1])
+    request = int(torch.searchsorted(batch.query_starts, token, right=True)) - 1
+    wrong, first = int((apart > limit).sum()), int(batch.query_starts[request])
+    off = float(apart[token, head])
+    keys = int(batch.context_lens[request])
+    raise AssertionError(
+        f"{what}: request {request} of {keys} keys, query {token - first}, head {head} "
+        + ("is NaN: too large a number, or one that may not be read" if off == float("inf") else f"is off by {off:.1e}")
+        + f"; {wrong} of {apart.numel()} heads are wrong"
+    )

@@ -16,7 +16,7 @@ from paged_cache import BlockPool, KVFormat, LayerCache, TorchPagedAttention
 from paged_cache.attention import PagedAttention, PagedBatch
 from paged_cache.pool import encode
 from paged_cache.reference import paged_attention
-from tests.paged_batches import DEVICE, FEATURES, Batch, error, expected, make
+from tests.paged_batches import DEVICE, FEATURES, Batch, assert_attention, assert_near, make
 from triton_paged_attention.attention import TritonPagedAttention
 from triton_paged_attention.batch import fixed_batch
 from triton_paged_attention.decode import paged_decode
@@ -52,7 +52,7 @@ def test_decode_reads_every_format(name: str, feature: str, splits: int) -> None
     batch = in_format(make([1, 17, 60], heads=(HEADS, KV_HEADS), d=D), name)
     config = DecodeConfig(block_n=16, splits=splits)
     got = paged_decode(*batch.arguments, scale=0.2, config=config, **FEATURES[feature])  # type: ignore[arg-type]
-    assert error(got, expected(batch, **FEATURES[feature])) < 2e-6
+    assert_attention(batch, got, 2e-6, f"decode, {name}, {feature}, {splits} splits", **FEATURES[feature])
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -65,7 +65,7 @@ def test_prefill_reads_every_format(name: str, feature: str, tma: bool) -> None:
     config = PrefillConfig(block_m=32, block_n=16, tma=tma)
     q, cache, tables, _ = batch.arguments
     got = paged_prefill(q, cache, tables, tiles, scale=0.2, config=config, **FEATURES[feature])  # type: ignore[arg-type]
-    assert error(got, expected(batch, **FEATURES[feature])) < 2e-6
+    assert_attention(batch, got, 2e-6, f"prefill, {name}, {feature}, TMA {tma}", **FEATURES[feature])
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -81,7 +81,8 @@ def test_both_stores_write_the_same_numbers(name: str) -> None:
     for stored, new, scale in zip(cache[:2], (k, v), scales, strict=True):
         wanted = torch.zeros(24, KV_HEADS, D, device=DEVICE, dtype=dtype)
         wanted[[5, 0, 23]] = encode(new, scale, dtype)[[0, 1, 3]]
-        assert torch.equal(stored.flatten(0, 1), wanted)
+        slot = (stored.flatten(0, 1) != wanted).flatten(1).any(1).nonzero().flatten().tolist()
+        assert not slot, f"slots {slot} are not what was stored in slots 5, 0 and 23 in the format {name}"
 
 
 def test_float8_is_kept_within_its_limits() -> None:
@@ -148,5 +149,5 @@ def test_a_step_attends_to_what_it_has_stored(name: str, backend: type[PagedAtte
     pool = BlockPool(config, 6, 16, device=torch.device(DEVICE), dtype=torch.float32, kv=kv)
     attention = backend(pool) if backend is TorchPagedAttention else TritonPagedAttention(pool, HEADS)
     got, wanted = step(attention, [20, 1, 9])
-    assert error(got, wanted) < 1e-5
+    assert_near(got, wanted, 1e-5, f"attention [token, head, number] over what was stored as {name}")
     assert not pool.exact

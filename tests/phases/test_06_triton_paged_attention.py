@@ -38,6 +38,8 @@ from tests.paged_batches import (  # noqa: E402
     GARBAGE,
     TOLERANCE,
     Batch,
+    assert_attention,
+    assert_near,
     error,
     expected,
     make,
@@ -96,7 +98,7 @@ def test_decode_matches_the_reference(version: str, feature: str) -> None:
     """Contexts of one token, of a whole block, one past it, and long ones; nothing outside them is read."""
     batch = make([1, 16, 17, 100], block=16)
     out = VERSIONS[version](*batch.arguments, scale=0.2, **FEATURES[feature])
-    assert error(out, expected(batch, **FEATURES[feature])) < TOLERANCE[torch.float32]
+    assert_attention(batch, out, TOLERANCE[torch.float32], f"{version}, {feature}", **FEATURES[feature])
 
 
 @pytest.mark.parametrize("version", [name for name in VERSIONS if "tma" not in name])
@@ -112,7 +114,7 @@ def test_scores_in_the_hundreds(version: str, feature: str) -> None:
     block = int(batch.tables[3, hidden // 12])
     batch.cache.k[block, hidden % 12] = batch.q[3].sum(0) / 100
     out = VERSIONS[version](*batch.arguments, scale=0.2, **FEATURES[feature])
-    assert error(out, expected(batch, **FEATURES[feature])) < 1e-4
+    assert_attention(batch, out, 1e-4, f"{version}, {feature}, blocks of 12", **FEATURES[feature])
 
 
 def log_sums(batch: Batch, low: int, high: int) -> Tensor:
@@ -139,7 +141,8 @@ def test_every_split_sums_its_own_keys(version: str, monkeypatch: pytest.MonkeyP
         paged_decode(*batch.arguments, scale=0.2, config=config, workspace=workspace)
         lse = workspace.lse.view(2, 3, 2).transpose(1, 2).reshape(4, 3)  # stored [KH, splits, GROUP]
     for split, (low, high) in enumerate([(0, 48), (48, 96), (96, 100)]):
-        torch.testing.assert_close(lse[:, split], log_sums(batch, low, high), atol=1e-4, rtol=1e-5)
+        what = f"{version}: log2 of the sum of split {split}, which has keys {low} to {high - 1}, by head"
+        assert_near(lse[:, split], log_sums(batch, low, high), 1e-5, what)
 
 
 @pytest.mark.parametrize("block", [4, 16, 64, 256])
@@ -147,7 +150,7 @@ def test_every_split_sums_its_own_keys(version: str, monkeypatch: pytest.MonkeyP
 def test_decode_over_head_shapes_and_block_sizes(block: int, heads: tuple[int, int], d: int) -> None:
     batch = make([3, 70], heads=heads, d=d, block=block, seed=d)
     out = paged_decode(*batch.arguments, scale=0.2, config=DecodeConfig(block_n=32, splits=2, num_stages=2))
-    assert error(out, expected(batch)) < TOLERANCE[torch.float32]
+    assert_attention(batch, out, TOLERANCE[torch.float32], f"blocks of {block}, {heads} heads of {d}")
 
 
 def test_several_query_tokens_per_request() -> None:
@@ -160,7 +163,8 @@ def test_several_query_tokens_per_request() -> None:
                 *batch.arguments, scale=0.2, query_starts=batch.query_starts, max_queries=4, out=out,
                 config=DecodeConfig(block_n=16, splits=splits), **features,
             )  # fmt: skip
-            assert error(out, expected(batch, **features)) < TOLERANCE[torch.float32]
+            what = f"{splits} splits, {features or 'plain'}"
+            assert_attention(batch, out, TOLERANCE[torch.float32], what, **features)
 
 
 def test_decode_of_a_subset_leaves_the_rest_alone() -> None:
@@ -169,8 +173,8 @@ def test_decode_of_a_subset_leaves_the_rest_alone() -> None:
     only = torch.tensor([0, 2], dtype=torch.int32, device=DEVICE)
     paged_decode(*batch.arguments, scale=0.2, query_starts=batch.query_starts, requests=only, out=out)
     reference = expected(batch)
-    assert error(out[[0, 6]], reference[[0, 6]]) < TOLERANCE[torch.float32]
-    assert (out[1:6] == 7.0).all()
+    assert_near(out[[0, 6]], reference[[0, 6]], TOLERANCE[torch.float32], "requests 0 and 2 alone")
+    assert (out[1:6] == 7.0).all(), "request 1, which is not in the subset, was written"
 
 
 def test_padding_rows_of_a_graph_read_nothing() -> None:
@@ -180,7 +184,8 @@ def test_padding_rows_of_a_graph_read_nothing() -> None:
     batch.tables[1] = GARBAGE
     for splits in (1, 2):
         out = paged_decode(*batch.arguments, scale=0.2, config=DecodeConfig(block_n=16, splits=splits))
-        assert (out[1] == 0).all() and not out[0].isnan().any()
+        assert (out[1] == 0).all(), f"{splits} splits: a row without keys gives {out[1, 0, 0]}, not 0"
+        assert not out[0].isnan().any(), f"{splits} splits: request 0 has read what it may not"
 
 
 def test_a_workspace_is_clean_after_use() -> None:
@@ -189,9 +194,9 @@ def test_a_workspace_is_clean_after_use() -> None:
     config = DecodeConfig(block_n=16, splits=4)
     workspace = Workspace(4 * 2 * 4 * 2, 64, DEVICE)
     first = paged_decode(*batch.arguments, scale=0.2, config=config, workspace=workspace)
-    assert (workspace.arrived == 0).all()
+    assert (workspace.arrived == 0).all(), "counters are left at " + str(workspace.arrived[:32].tolist())
     again = paged_decode(*batch.arguments, scale=0.2, config=config, workspace=workspace)
-    assert torch.equal(first, again)
+    assert torch.equal(first, again), "the second launch gives another result than the first"
 
 
 @pytest.mark.parametrize("tma", [False, True])
@@ -201,7 +206,8 @@ def test_prefill_of_ragged_queries(feature: str, tma: bool) -> None:
     contexts, queries = [1, 37, 70, 100, 16], [1, 1, 70, 45, 16]
     batch = make(contexts, queries, heads=(6, 2), block=32 if tma else 16)
     out = prefill(batch, PrefillConfig(block_m=32, block_n=16, tma=tma), **FEATURES[feature])
-    assert error(out, expected(batch, **FEATURES[feature])) < TOLERANCE[torch.float32]
+    what = f"prefill, {feature}, {'by' if tma else 'without'} TMA"
+    assert_attention(batch, out, TOLERANCE[torch.float32], what, **FEATURES[feature])
 
 
 @pytest.mark.parametrize("block", [4, 16, 128])
@@ -209,20 +215,24 @@ def test_prefill_of_ragged_queries(feature: str, tma: bool) -> None:
 def test_prefill_over_head_shapes_and_block_sizes(block: int, heads: tuple[int, int], d: int) -> None:
     batch = make([40, 90], [40, 30], heads=heads, d=d, block=block, seed=d)
     out = prefill(batch, PrefillConfig(block_m=32, block_n=32))
-    assert error(out, expected(batch)) < TOLERANCE[torch.float32]
+    assert_attention(
+        batch, out, TOLERANCE[torch.float32], f"prefill, blocks of {block}, {heads} heads of {d}"
+    )
 
 
 def test_query_tiles_cover_every_token_once_and_longest_first() -> None:
     queries, contexts = [1, 0, 70, 33], [50, 9, 70, 200]
     tiles = query_tiles(queries, contexts, 32)
     rows = sorted(int(first) + i for _, first, count, _ in tiles for i in range(count))
-    assert rows == list(range(sum(queries)))
+    assert rows == list(range(sum(queries))), "a query token is in no tile, or in two"
     starts = np.cumsum(queries) - queries
     for request, first, count, position in tiles:
         assert 0 < count <= 32
-        assert position - (first - starts[request]) == contexts[request] - queries[request]
+        begins = position - (first - starts[request])
+        past = contexts[request] - queries[request]
+        assert begins == past, f"request {request} begins at position {begins}, but has {past} tokens before"
     reads = [position + count for _, _, count, position in tiles]
-    assert reads == sorted(reads, reverse=True)
+    assert reads == sorted(reads, reverse=True), f"the longest tile comes first, but they read {reads} keys"
     only = query_tiles(queries, contexts, 32, np.array([False, False, True, False]))
     assert sorted(only[:, 1]) == [1, 33, 65] and (only[:, 0] == 2).all()
 
@@ -251,10 +261,21 @@ def test_rms_norm_alone_and_with_the_residual(size: int, one_plus: bool) -> None
     weight = weight[0]
     scale = weight + 1 if one_plus else weight
     reference = F.rms_norm(x, (size,), scale, 1e-5)
-    assert error(rms_norm(x, weight, 1e-5, one_plus=one_plus), reference) < 1e-6
+    what = f"{'1 + ' if one_plus else ''}weight, {size} numbers"
+    assert_near(rms_norm(x, weight, 1e-5, one_plus=one_plus), reference, 1e-6, f"norm, {what}")
     total, normed = add_rms_norm(x, delta, weight, 1e-5, one_plus=one_plus)
-    assert torch.equal(total, x + delta)
-    assert error(normed, F.rms_norm(x + delta, (size,), scale, 1e-5)) < 1e-6
+    assert torch.equal(total, x + delta), "the sum before the norm is wrong"
+    assert_near(normed, F.rms_norm(x + delta, (size,), scale, 1e-5), 1e-6, f"norm of a sum, {what}")
+
+
+def test_the_sum_is_normalized_as_it_is_stored() -> None:
+    """In half precision: whoever reads the sum later must find what was normalized here."""
+    x, delta = torch.randn(2, 64, 1024, device=DEVICE).half()
+    weight = torch.ones(1024, device=DEVICE, dtype=torch.float16)
+    total, normed = add_rms_norm(x, delta, weight, 1e-5)
+    alone = rms_norm(total, weight, 1e-5)
+    wrong = int((normed != alone).sum())
+    assert wrong == 0, f"{wrong} numbers differ from the norm of the sum as it is stored: it was not rounded"
 
 
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_pytorch_tanh"])
@@ -265,7 +286,7 @@ def test_gated_activation(kind: str) -> None:
         if kind == "silu"
         else F.gelu(both[:, :80], approximate="tanh" if "tanh" in kind else "none")
     )
-    assert error(gated(both, kind), act * both[:, 80:]) < 1e-6
+    assert_near(gated(both, kind), act * both[:, 80:], 1e-6, f"{kind}(gate) * up")
 
 
 def test_kv_store_scatters_by_slot_and_skips_padding() -> None:
@@ -274,13 +295,16 @@ def test_kv_store_scatters_by_slot_and_skips_padding() -> None:
     slots = torch.tensor([5, 0, -1, 23], device=DEVICE)
     kv_store(k, v, LayerCache(*pool), slots)
     for cache, new in zip(pool, (k, v), strict=True):
-        assert torch.equal(cache.view(24, 3, 16)[[5, 0, 23]], new[[0, 1, 3]])
-        assert cache.count_nonzero() == 3 * 48
+        stored = cache.view(24, 3, 16)
+        assert torch.equal(stored[[5, 0, 23]], new[[0, 1, 3]]), (
+            "tokens 0, 1 and 3 are not in slots 5, 0 and 23"
+        )
+        assert cache.count_nonzero() == 3 * 48, "token 2 is padding, slot -1, and was stored"
 
 
-@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("norm", ["no norm", "norm", "norm of 1 + weight"])
 @pytest.mark.parametrize("heads,kv_heads,d", [(9, 3, 16), (16, 8, 64)])
-def test_norm_rope_and_store(heads: int, kv_heads: int, d: int, norm: bool) -> None:
+def test_norm_rope_and_store(heads: int, kv_heads: int, d: int, norm: str) -> None:
     tokens = 5
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * d, device=DEVICE)
     angles = torch.randn(tokens, d // 2, device=DEVICE)
@@ -288,20 +312,25 @@ def test_norm_rope_and_store(heads: int, kv_heads: int, d: int, norm: bool) -> N
     sin = torch.cat([-angles.sin(), angles.sin()], -1)
     weights = torch.randn(2, d, device=DEVICE)
     q, k, v = (x.unflatten(-1, (-1, d)) for x in qkv.split([heads * d, kv_heads * d, kv_heads * d], -1))
-    if norm:
-        q, k = F.rms_norm(q, (d,), weights[0], 1e-6), F.rms_norm(k, (d,), weights[1], 1e-6)
+    spec, norms = LayerSpec(0, heads, kv_heads, d, 1.0), None
+    if norm != "no norm":
+        norms = HeadNorms(*weights, 1e-6, "1 +" in norm)
+        scales = weights + 1 if norms.one_plus else weights
+        q, k = F.rms_norm(q, (d,), scales[0], 1e-6), F.rms_norm(k, (d,), scales[1], 1e-6)
     q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-    spec, norms = LayerSpec(0, heads, kv_heads, d, 1.0), HeadNorms(*weights, 1e-6, False) if norm else None
-    for got, want in zip(norm_rope(qkv, cos, sin, spec, norms=norms), (q, k, v), strict=True):
-        assert error(got, want) < 1e-6
+    parts = zip("qkv", norm_rope(qkv, cos, sin, spec, norms=norms), (q, k, v), strict=True)
+    for name, mine, want in parts:
+        assert_near(mine, want, 1e-6, f"{name} [token, head, number], {norm}")
     pool = torch.zeros(2, 6, 4, kv_heads, d, device=DEVICE)
     slots = torch.tensor([5, 0, -1, 23, 7], device=DEVICE)
     got = norm_rope(qkv, cos, sin, spec, norms=norms, cache=LayerCache(*pool), slots=slots)[0]
-    assert error(got, q) < 1e-6
+    assert_near(got, q, 1e-6, "q when keys and values are stored")
     real = [0, 1, 3, 4]
     for cache, want in zip(pool, (k, v), strict=True):
-        assert error(cache.flatten(0, 1)[slots[real]], want[real]) < 1e-6
-        assert cache.count_nonzero() == len(real) * kv_heads * d
+        assert_near(
+            cache.flatten(0, 1)[slots[real]], want[real], 1e-6, f"stored in slots {slots[real].tolist()}"
+        )
+        assert cache.count_nonzero() == len(real) * kv_heads * d, "token 2 is padding, and was stored"
 
 
 def test_angles_are_those_of_phase_01() -> None:
@@ -331,8 +360,11 @@ def test_drawn_tokens_are_the_samplers(vocab: int, dtype: torch.dtype) -> None:
         want = sampler.sample(logits.float(), rows, order, steps + step).tokens
         got = draw_rows(logits, rows, steps + step, sampler.floats, sampler.ints)
         assert_same_draw(logits, sampler, order, steps + step, want, got)
-    assert torch.equal(argmax_rows(logits), logits.argmax(1))
-    assert torch.equal(argmax_rows(logits.t().contiguous().t()), logits.argmax(1))
+    best = logits.argmax(1).tolist()
+    assert argmax_rows(logits).tolist() == best, "not the first of the largest logits"
+    assert argmax_rows(logits.t().contiguous().t()).tolist() == best, (
+        "columns apart: not the first of the largest"
+    )
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
@@ -471,7 +503,8 @@ def test_same_tokens_as_phase_05(name: str) -> None:
     engine = triton_paged_attention.load(model, **options)
     after = generate(engine, prompts, params)
     engine.check_integrity()
-    assert [c.token_ids for c in after] == [c.token_ids for c in before]
+    for index, (mine, theirs) in enumerate(zip(after, before, strict=True)):
+        assert mine.token_ids == theirs.token_ids, f"prompt {index}: not the tokens of phase 05"
 
 
 @pytest.mark.parametrize(
@@ -499,7 +532,7 @@ def test_every_backend_can_be_switched_off_by_itself(choice: str) -> None:
         del engine.runner.model.logits
         logits.append(torch.cat(seen))
     for other in logits[1:]:
-        torch.testing.assert_close(other, logits[0], atol=1e-4, rtol=1e-4)
+        assert_near(other, logits[0], 1e-4, f"logits [row, token] with {choice} by torch, or all by kernels")
 
 
 def test_surgery_leaves_the_given_model_alone_and_shares_its_weights() -> None:
