@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from common.request import Request
 from common.sampling.params import SamplingParams
@@ -205,6 +206,29 @@ class FakeDrafter:
             drafts.append((next_token(print_, request.seed) + (place >= wrong)) % VOCAB)
             print_ = fingerprint(print_, drafts[-1])
         return drafts
+
+
+class OddOnly:
+    """Lets every request choose odd tokens only, and checks that it knows every token before."""
+
+    def __init__(self, vocab: int) -> None:
+        words = -(-vocab // 32)
+        self.row = torch.full((1, words), 0xAAAAAAAA - (1 << 32), dtype=torch.int32)
+        self.filled = 0
+
+    def wants(self, works: Sequence[Work]) -> bool:
+        return True
+
+    def fill(self, works: Sequence[Work]) -> Tensor:
+        takers = [taker for work in works for taker in work.takers]
+        for taker in takers:
+            if taker.finish_reason is None:
+                on_their_way = taker.placeholders - 1
+                assert on_their_way == 0, (
+                    f"request {taker.id}: a mask is filled before {on_their_way} tokens are known"
+                )
+        self.filled += 1
+        return self.row.expand(len(takers), -1)
 
 
 def _name(work: Work) -> str:

@@ -78,6 +78,14 @@ def error(out: Tensor, reference: Tensor) -> float:
     return float((out.float() - reference).norm() / reference.norm())
 
 
+def walled(x: Tensor) -> Tensor:
+    """The same numbers in memory that has NaN before and behind them, for whoever reads beyond its end."""
+    wall = 256
+    memory = torch.full((x.numel() + 2 * wall,), float("nan"), dtype=x.dtype, device=x.device)
+    memory[wall:-wall] = x.flatten()
+    return memory[wall:-wall].view(x.shape)
+
+
 def assert_near(got: Tensor, want: Tensor, limit: float, what: str) -> None:
     """Fail unless the relative error is below `limit`, and name the number that is worst."""
     off = error(got, want.float())
@@ -105,6 +113,10 @@ def assert_attention(
     keys = int(batch.context_lens[request])
     raise AssertionError(
         f"{what}: request {request} of {keys} keys, query {token - first}, head {head} "
-        + ("is NaN: too large a number, or one that may not be read" if off == float("inf") else f"is off by {off:.1e}")
+        + (
+            "is NaN: too large a number, or one that may not be read"
+            if off == float("inf")
+            else f"is off by {off:.1e}"
+        )
         + f"; {wrong} of {apart.numel()} heads are wrong"
     )

@@ -42,10 +42,12 @@ from cuda_graphs.staging import BUFFERS, Staging
 from cuda_graphs.step_kernels import gather_inputs, scatter_tokens
 from cuda_graphs.tables import DeviceTables
 from forward.attention import RecomputeAttention
+from forward.loading import random_model
 from forward.model import Model
+from forward.shapes import SHAPES
 from paged_cache import BlockPool, PagedCache, PagedEngine
 from tests.equivalence.compare import assert_all_same
-from tests.fakes import FakePending, FakeRunner
+from tests.fakes import FakePending, FakeRunner, OddOnly
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -101,7 +103,10 @@ def test_tables_on_the_device_follow_those_of_the_host() -> None:
         host[row, : rng.integers(1, 10)] = rng.integers(0, 100)
         rows = np.unique(np.append(rng.integers(0, 6, 3), row))
         tables.update(rows, width)
-        assert tables.data[rows, :width].tolist() == host[rows, :width].tolist()
+        for row in rows:
+            assert tables.data[row, :width].tolist() == host[row, :width].tolist(), (
+                f"row {row} is out of date"
+            )
 
 
 def test_only_changed_entries_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +125,7 @@ def test_only_changed_entries_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     tables.update(np.array([0, 1]), 4)
     host[0, 0] = 1
     tables.update(np.array([0, 1]), 4)
-    assert sent == [3, 1]
+    assert sent == [3, 1], f"of 3 new entries, none, and 1, so many were sent: {sent}"
 
 
 def test_a_step_reads_its_inputs_from_rows_and_positions() -> None:
@@ -143,17 +148,30 @@ def test_a_step_reads_its_inputs_from_rows_and_positions() -> None:
         contexts=contexts,
         batch_tables=batch_tables,
     )
-    assert ids.tolist() == [39, 0, 14, 0] and positions.tolist() == [9, 0, 4, 0]
-    assert slots.tolist() == [6 * 4 + 1, 3 * 4, 0, -1]
-    assert contexts.tolist() == [10, 1, 5, 0]
-    assert batch_tables.tolist() == [[5, 4, 6], [3, -7, -7], [2, 0, -7], [-7, -7, -7]]
+    found = {
+        "token ids": (ids, [39, 0, 14, 0]),
+        "positions": (positions, [9, 0, 4, 0]),
+        "slots": (slots, [6 * 4 + 1, 3 * 4, 0, -1]),
+        "context lengths": (contexts, [10, 1, 5, 0]),
+        "tables": (batch_tables, [[5, 4, 6], [3, -7, -7], [2, 0, -7], [-7, -7, -7]]),
+    }
+    for name, (got, want) in found.items():
+        assert got.tolist() == want, f"{name} of rows {rows.tolist()} at {at.tolist()} are {got.tolist()}"
 
 
 def test_padding_writes_no_token() -> None:
     tokens = torch.zeros(3, 5, dtype=torch.int64, device=DEVICE)
     rows, at = torch.tensor([2, 0, 0], device=DEVICE), torch.tensor([3, 0, -1], device=DEVICE)
     scatter_tokens(rows, at, torch.tensor([11, 12, 13], device=DEVICE), tokens)
-    assert tokens.tolist() == [[0, 12, 0, 0, 0], [0] * 5, [0, 0, 0, 0, 11]]
+    written = {
+        (row, place): token
+        for row, line in enumerate(tokens.tolist())
+        for place, token in enumerate(line)
+        if token
+    }
+    assert written == {(2, 4): 11, (0, 1): 12}, (
+        f"(row, position): token is {written}; the last one is padding"
+    )
 
 
 def test_the_layout_of_a_mixed_step_pads_everything() -> None:
@@ -162,12 +180,17 @@ def test_the_layout_of_a_mixed_step_pads_everything() -> None:
     works = [Work(Any, 1, 4, 1, (), (SimpleNamespace(row=1),)), Work(Any, 2, 0, 3)]  # type: ignore[arg-type]
     host = HostBatch.of(works, np.array([0, 2, 9]))
     layout.fill(flat, host, np.array([0]), np.array([[1, 1, 3, 0]]))
-    assert layout.part(flat, "positions").tolist() == [4, 0, 1, 2, -1, -1, -1, -1]
-    assert layout.part(flat, "query_starts").tolist() == [0, 1, 4, 4, 4]
-    assert layout.part(flat, "context_lens").tolist() == [5, 3, 0, 0]
-    assert layout.part(flat, "members").tolist() == [0, 3, 3, 3]
-    assert layout.part(flat, "tiles").tolist() == [1, 1, 3, 0, 3, 0, 0, 0]
-    assert 99 not in flat
+    padded = {
+        "positions": [4, 0, 1, 2, -1, -1, -1, -1],
+        "query_starts": [0, 1, 4, 4, 4],
+        "context_lens": [5, 3, 0, 0],
+        "members": [0, 3, 3, 3],
+        "tiles": [1, 1, 3, 0, 3, 0, 0, 0],
+    }
+    for name, want in padded.items():
+        got = layout.part(flat, name).tolist()
+        assert got == want, f"{name} of two requests, padded to three and nobody, are {got}"
+    assert 99 not in flat, "a place still has what was there before"
 
 
 def test_staging_takes_its_buffers_in_turn() -> None:
@@ -178,7 +201,7 @@ def test_staging_takes_its_buffers_in_turn() -> None:
             numbers[:] = turn
             buffers.add(numbers.__array_interface__["data"][0])
         assert staging.device[:3].tolist() == [turn] * 3
-    assert len(buffers) == BUFFERS
+    assert len(buffers) == BUFFERS, f"{len(buffers)} of {BUFFERS} buffers are used"
 
 
 def test_staging_waits_until_a_buffer_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +213,7 @@ def test_staging_waits_until_a_buffer_is_copied(monkeypatch: pytest.MonkeyPatch)
     with staging.fill(2) as numbers:
         log.append("write")
         numbers[:] = 5
-    assert log == ["wait", "write", "copied [5, 5, 0, 0]"]
+    assert log == ["wait", "write", "copied [5, 5, 0, 0]"], f"a buffer is to wait, be written, copied: {log}"
 
 
 # Running ahead.
@@ -230,7 +253,8 @@ def test_a_step_is_launched_before_the_last_one_is_read() -> None:
     engine.add([1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True))
     while not engine.idle:
         engine.step()
-    assert runner.log == ["launch 0", "launch 1", "read 0", "launch 2", "read 1", "read 2"]
+    wanted = ["launch 0", "launch 1", "read 0", "launch 2", "read 1", "read 2"]
+    assert runner.log == wanted, f"steps do not overlap: {', '.join(runner.log)}"
 
 
 def test_steps_that_overlap_share_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +270,8 @@ def test_steps_that_overlap_share_no_time(monkeypatch: pytest.MonkeyPatch) -> No
             engine.step()
         busy += (next(ticks) - 1) - (before + 1)  # from the first launch to the last result
     assert engine.stats.prefill_seconds > 0 and engine.stats.decode_seconds > 0
-    assert engine.stats.prefill_seconds + engine.stats.decode_seconds == busy
+    counted = engine.stats.prefill_seconds + engine.stats.decode_seconds
+    assert counted == busy, f"steps of {counted} seconds, but the device was busy for {busy}"
 
 
 def test_nothing_is_scheduled_behind_the_last_allowed_token() -> None:
@@ -254,7 +279,9 @@ def test_nothing_is_scheduled_behind_the_last_allowed_token() -> None:
     engine.add([1, 2], SamplingParams(max_tokens=4, ignore_eos=True))
     while not engine.idle:
         engine.step()
-    assert runner.computed == 2 + 3
+    assert runner.computed == 2 + 3, (
+        f"2 + 3 tokens are to be computed, the last one never, but {runner.computed} were"
+    )
 
 
 def test_a_stop_token_is_seen_one_step_late_and_costs_one_token() -> None:
@@ -283,7 +310,7 @@ def test_an_abort_with_a_token_on_its_way() -> None:
     engine, _ = ahead()
     first, second = (engine.add([1, 2, n], SamplingParams(max_tokens=9, ignore_eos=True))[0] for n in (3, 4))
     engine.step()
-    assert first.in_flight == 1
+    assert first.in_flight == 1 and first.placeholders == 1, "the token on its way is not counted"
     engine.abort(first)
     while not engine.idle:
         engine.step()
@@ -318,13 +345,53 @@ def truth(model: Model) -> list[Completion]:
 def test_replayed_steps_give_the_same_tokens(model: Model, overlap: bool) -> None:
     engine = load(model, overlap=overlap)
     actual = generate(engine, *asks())
-    assert [one.token_ids for one in actual] == [one.token_ids for one in truth(model)]
-    top = [[pair.top[0][0] for pair in one.logprobs or ()] for one in actual]
-    assert top == [[pair.top[0][0] for pair in one.logprobs or ()] for one in truth(model)]
+    for mine, theirs in zip(actual, truth(model), strict=True):
+        where = f"prompt {mine.index}, sample {mine.sample}"
+        assert mine.token_ids == theirs.token_ids, f"{where}: {mine.token_ids}, not {theirs.token_ids}"
+        top, wanted = ([pair.top[0][0] for pair in one.logprobs or ()] for one in (mine, theirs))
+        assert top == wanted, f"{where}: the best tokens are {top}, not {wanted}"
     runner = runner_of(engine)
     # The prompt of 50 does not fit the largest mixed graph; all else is replayed.
-    assert engine.stats.steps - 3 <= runner.replays < engine.stats.steps
+    steps = engine.stats.steps
+    assert steps - 3 <= runner.replays < steps, f"{runner.replays} of {steps} steps were replayed"
     engine.check_integrity()
+
+
+@pytest.mark.parametrize("few", [16, 1])
+def test_a_chunk_of_one_token_is_no_decode(model: Model, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts token by token: nothing is sampled but behind the last one, there for two samples at once.
+
+    few: requests with which the smaller graph copes; with 1, the two samples need the larger.
+    """
+    monkeypatch.setattr(cuda_graphs.runner, "FEW", few)
+    prompts = [[5, 6, 7], [8, 9, 10, 11]]
+    params = [SamplingParams(max_tokens=3, n=2, temperature=1.0, seed=n, ignore_eos=True) for n in range(2)]
+    engine = load(model, chunk_tokens=1, overlap=False)
+    wanted = generate(prefix_cache.load(model, max_rows=5, max_len=120), prompts, params)
+    actual = generate(engine, prompts, params)
+    assert_all_same(model, wanted, actual, [one for one in params for _ in range(2)])
+    assert runner_of(engine).replays == engine.stats.steps, "not every step was replayed"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_masked_steps_are_sampled_behind_the_graph(model: Model, overlap: bool) -> None:
+    engine = load(model, overlap=overlap, graph_tokens=0)
+    engine.masks = OddOnly(model.config.vocab_size)
+    for one in generate(engine, [[5, 6, 7], [8, 9]], SamplingParams(max_tokens=4, ignore_eos=True)):
+        even = [token for token in one.token_ids if token % 2 == 0]
+        assert not even, f"prompt {one.index}: tokens {even} were masked, and the graph chose them"
+    assert runner_of(engine).replays > 0
+
+
+def test_capped_logits_are_drawn_from_as_capped() -> None:
+    """The cap changes no greedy token; what is drawn at a low temperature depends on it."""
+    capped = random_model(replace(SHAPES["tiny"], final_soft_cap=0.5), device=DEVICE, dtype=torch.float32)
+    params = [SamplingParams(max_tokens=4, temperature=0.3, seed=n, ignore_eos=True) for n in range(2)]
+    prompts = [[5, 6, 7], [8, 9]]
+    wanted = generate(prefix_cache.load(capped, max_rows=2, max_len=120), prompts, params)
+    assert_all_same(
+        capped, wanted, generate(load(capped, max_rows=2, graph_tokens=0), prompts, params), params
+    )
 
 
 def test_steps_that_fit_no_graph_run_eagerly(model: Model) -> None:
@@ -341,11 +408,17 @@ def test_steps_that_fit_no_graph_run_eagerly(model: Model) -> None:
 def test_startup_counts_the_graphs(model: Model) -> None:
     runner = runner_of(load(model, graph_tokens=0))
     assert runner.startup.graphs == 3 * len(decode_sizes(5)) and runner.startup.seconds > 0
+    sizes = [size for size, _ in runner.decode_graphs]
+    assert sizes == sorted(sizes, reverse=True), (
+        f"the largest is captured first, and the others fit in: {sizes}"
+    )
 
 
 def test_the_budget_for_graphs_grows_with_them(model: Model) -> None:
     small, large = graph_bytes(model, 8, 0), graph_bytes(model, 64, 0)
     assert 0 < small < large < graph_bytes(model, 64, 512)
+    engine = load(model, graph_tokens=0)
+    assert engine.ledger.reserved == graph_bytes(model, 5, 0), "the ledger does not know of the graphs"
 
 
 @pytest.mark.slow

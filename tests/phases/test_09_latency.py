@@ -20,16 +20,18 @@ from cuda_graphs.latency.block import LatencyBlock
 from cuda_graphs.latency.few import few
 from cuda_graphs.latency.gemv import gemv
 from cuda_graphs.latency.heads import project_heads
+from cuda_graphs.latency.linear import LatencyLinear
 from cuda_graphs.latency.lone import attend_lone
 from cuda_graphs.latency.tables import GEMV, GemvConfig, HeadsConfig, LoneConfig
 from forward.attention import LayerSpec
 from forward.loading import load_model, random_model
 from forward.shapes import SHAPES
 from paged_cache import LayerCache
-from tests.paged_batches import DEVICE, FEATURES, GARBAGE, error, make
+from tests.paged_batches import DEVICE, FEATURES, GARBAGE, assert_near, make, walled
 from triton_paged_attention.decode import Workspace, paged_decode
 from triton_paged_attention.kernels.norms import NormWeights
 from triton_paged_attention.kernels.rope import HeadNorms, norm_rope
+from triton_paged_attention.surgery import optimize
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -79,13 +81,17 @@ def test_attention_of_a_lone_token(context: int, heads: tuple[int, int], feature
     )  # fmt: skip
     if meet:
         got = parts.out @ weight.t() + bias + residual
-        assert (workspace.arrived == 0).all()
+        assert (workspace.arrived == 0).all(), f"counters are left at {workspace.arrived[:8].tolist()}"
     else:
         shape = HeadsConfig(rows=4, chunk=2)
         got = project_heads(residual, weight, bias, parts, shape=shape)
-    assert error(got, wanted) < 1e-5
-    for mine, theirs in zip(cache[:2], batch.cache[:2], strict=True):
-        torch.testing.assert_close(mine, theirs, equal_nan=True, atol=1e-5, rtol=1e-5)
+    assert_near(got, wanted, 1e-5, f"{context} keys, {heads} heads, {feature}: output [token, number]")
+    for name, mine, theirs in zip(("keys", "values"), cache[:2], batch.cache[:2], strict=True):
+        wrong = ~torch.isclose(mine, theirs, equal_nan=True, atol=1e-5, rtol=1e-5)
+        slots = wrong.flatten(0, 1).flatten(1).any(1).nonzero().flatten().tolist()
+        assert not slots, (
+            f"{context} keys, {heads} heads, {feature}: {name} were to be stored in slot {slot}, not {slots}"
+        )
 
 
 @pytest.mark.parametrize("size", [48, 512, 1536])
@@ -95,13 +101,14 @@ def test_gemv_with_norm_bias_residual_and_gate(size: int, gate: str | None) -> N
     weight = torch.randn(2 * 20, size, device=DEVICE) / size**0.5
     bias, residual = torch.randn(40, device=DEVICE), torch.randn(1, 40, device=DEVICE)
     product = F.rms_norm(x, (size,), norm[0] + 1, 1e-5) @ weight.t()
+    x, weight, weights = walled(x), walled(weight), NormWeights(walled(norm[0]), 1e-5, True)
     if gate is None:
-        got = gemv(x, weight, norm=NormWeights(norm[0], 1e-5, True), bias=bias, residual=residual)
-        assert error(got, product + bias + residual) < 1e-5
-        assert error(gemv(x, weight), x @ weight.t()) < 1e-5
+        got = gemv(x, weight, norm=weights, bias=walled(bias), residual=walled(residual))
+        assert_near(got, product + bias + residual, 1e-5, f"{size} inputs: norm, product, bias and residual")
+        assert_near(gemv(x, weight), x @ weight.t(), 1e-5, f"{size} inputs: the product alone")
     else:
-        got = gemv(x, weight, norm=NormWeights(norm[0], 1e-5, True), gate=gate)
-        assert error(got, F.silu(product[:, :20]) * product[:, 20:]) < 1e-5
+        got = gemv(x, weight, norm=weights, gate=gate)
+        assert_near(got, F.silu(product[:, :20]) * product[:, 20:], 1e-5, f"{size} inputs: act(gate) * up")
 
 
 @pytest.mark.parametrize("size", [48, 512, 1536, 2560])
@@ -114,11 +121,36 @@ def test_few_tokens_with_norm_bias_residual_and_gate(size: int, tokens: int) -> 
     x, norm, weight, bias, residual = (part.to(kind) for part in (x, norm, weight, bias, residual))
     normed = F.rms_norm(x.float(), (size,), norm.float() + 1, 1e-5).to(kind).float()
     product, limit = normed @ weight.float().t(), 1e-5 if kind == torch.float32 else 2e-3
-    got = few(x, weight, norm=NormWeights(norm, 1e-5, True), bias=bias, residual=residual)
-    assert error(got, product + bias + residual) < limit
-    assert error(few(x, weight), x.float() @ weight.float().t()) < limit
-    got = few(x, weight, norm=NormWeights(norm, 1e-5, True), gate="silu")
-    assert error(got, F.silu(product[:, :20]) * product[:, 20:]) < limit
+    x, weight, weights = walled(x), walled(weight), NormWeights(walled(norm), 1e-5, True)
+    what = f"{tokens} tokens of {size} inputs: "
+    got = few(x, weight, norm=weights, bias=walled(bias), residual=walled(residual))
+    assert_near(got, product + bias + residual, limit, what + "norm, product, bias and residual")
+    assert_near(few(x, weight), x.float() @ weight.float().t(), limit, what + "the product alone")
+    got = few(x, weight, norm=weights, gate="silu")
+    assert_near(got, F.silu(product[:, :20]) * product[:, 20:], limit, what + "act(gate) * up")
+
+
+@torch.inference_mode()
+def test_a_gate_with_biases_is_applied_behind_them() -> None:
+    """The kernels add a bias last, so a gated layer that has one takes the way of many tokens."""
+    weight, bias, x = torch.randn(40, 48), torch.randn(40), torch.randn(1, 48)
+    layer = LatencyLinear(*(torch.nn.Parameter(part.to(DEVICE), False) for part in (weight, bias)))
+    out = F.linear(x, weight, bias)
+    got = layer(x.to(DEVICE), gate="silu").cpu()
+    assert_near(got, F.silu(out[:, :20]) * out[:, 20:], 1e-5, "act(gate + its bias) * (up + its bias)")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_what_the_second_surgery_makes_of_a_block(dtype: torch.dtype) -> None:
+    """Tensor cores have no float32; and before its wait, attention reads what came before its projection."""
+    model = surgery.install(optimize(random_model(SHAPES["tiny"], device="cpu", dtype=dtype)))
+    blocks = [module for module in model.modules() if isinstance(module, LatencyBlock)]
+    assert len(blocks) == model.config.num_layers
+    for block in blocks:
+        assert block.few == (dtype == torch.float16), f"kernels for a few tokens of {dtype}: {block.few}"
+        linears = {name: part for name, part in block.named_modules() if isinstance(part, LatencyLinear)}
+        waits = [name for name, linear in linears.items() if not linear.run_ahead]
+        assert waits == ["self_attn.qkv_proj"], f"the next kernel may not run ahead of {waits} alone"
 
 
 def test_a_step_of_a_few_tokens_runs_the_kernels_for_few(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +173,7 @@ def test_a_step_of_a_few_tokens_runs_the_kernels_for_few(monkeypatch: pytest.Mon
         prompts,
         params,
     )
-    assert tokens == [6, 6, 3, 3, 2, 2]  # two layers; the prompts, then decodes
+    assert tokens == [6, 6, 3, 3, 2, 2], f"two layers; the prompts, then decodes: {tokens}"
     if DEVICE == "cpu":
         before = generate(paged_cache.load(model, **options), prompts, params)
         assert [c.token_ids for c in after] == [c.token_ids for c in before]

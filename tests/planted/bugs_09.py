@@ -1,0 +1,457 @@
+"""Mistakes in phase 09, graphs and overlap. The first two are planted on every run of the test suite.
+
+Its kernels run in the interpreter here, so none of these may write outside of a tensor.
+"""
+
+from tests.planted.planting import Bug
+
+HOME = "phases/09_cuda_graphs/cuda_graphs/"
+STEP = HOME + "step_kernels.py"
+TABLES = HOME + "tables.py"
+CHUNK = HOME + "chunk_graph.py"
+DECODE = HOME + "decode_graph.py"
+RUNNER = HOME + "runner.py"
+STAGING = HOME + "staging.py"
+BUCKETS = HOME + "buckets.py"
+ENGINE = HOME + "engine.py"
+FEATURE = HOME + "feature.py"
+GEMV = HOME + "latency/gemv.py"
+FEW = HOME + "latency/few.py"
+LONE = HOME + "latency/lone.py"
+HEADS = HOME + "latency/heads.py"
+LINEAR = HOME + "latency/linear.py"
+BLOCK = HOME + "latency/block.py"
+LATENCY = HOME + "latency/surgery.py"
+CHUNKED = "phases/07_chunked_prefill/chunked_prefill/scheduler.py"
+SCHEDULER = "phases/04_continuous/continuous/scheduler.py"
+
+BUGS = (
+    Bug(
+        "padding-is-stored",
+        STEP,
+        "tl.store(slots + i, tl.where(real, block * P + place % P, -1))",
+        "tl.store(slots + i, block * P + place % P)",
+        "Stores padding's key and value in the first slot of row 0.",
+    ),
+    Bug(
+        "launched-after-it-is-read",
+        ENGINE,
+        "            step = self.forward(works)\n            landing, self._flying = self._flying, None\n",
+        "            landing, self._flying = self._flying, None\n"
+        "            if landing is not None:\n"
+        "                self.collect(landing)\n"
+        "                landing = None\n"
+        "            step = self.forward(works)\n",
+        "Waits for the last step before it launches the next, so that nothing overlaps.",
+    ),
+    Bug(
+        "padding-has-a-key",
+        STEP,
+        "tl.store(contexts + i, (position + 1).to(tl.int32))",
+        "tl.store(contexts + i, (place + 1).to(tl.int32))",
+        "Gives padding a context of one token.",
+    ),
+    Bug(
+        "last-block-not-copied",
+        STEP,
+        "used = tl.where(real, place // P + 1, 0)",
+        "used = tl.where(real, tl.cdiv(place, P), 0)",
+        "Copies one block too few when a token is the first of its block.",
+    ),
+    Bug(
+        "token-of-the-row-before",
+        STEP,
+        "tl.store(ids + i, tl.load(tokens + row * max_len + place))",
+        "tl.store(ids + i, tl.load(tokens + i * max_len + place))",
+        "Reads a token by the request's place in the batch, not by its row.",
+    ),
+    Bug(
+        "sampled-in-its-own-place",
+        STEP,
+        "tl.store(tokens + row * max_len + position + 1, tl.load(sampled + i), mask=position >= 0)",
+        "tl.store(tokens + row * max_len + position, tl.load(sampled + i), mask=position >= 0)",
+        "Writes a sampled token over the one that it was computed from.",
+    ),
+    Bug(
+        "padding-writes-its-token",
+        STEP,
+        "tl.load(sampled + i), mask=position >= 0)",
+        "tl.load(sampled + i), mask=position >= -1)",
+        "Lets padding write the token that it has sampled, into the first place of row 0.",
+    ),
+    Bug(
+        "all-tables-sent",
+        TABLES,
+        "        self._sent[rows, :blocks] = now\n",
+        "",
+        "Forgets what it has sent, and sends it again at every step.",
+    ),
+    Bug(
+        "only-new-blocks-sent",
+        TABLES,
+        "line, column = np.nonzero(now != self._sent[rows, :blocks])",
+        "line, column = np.nonzero((now != self._sent[rows, :blocks]) & (self._sent[rows, :blocks] == 0))",
+        "Sends a block that is new, and not one that has taken another's place.",
+    ),
+    Bug(
+        "table-of-the-place",
+        TABLES,
+        "places = rows[line] * self.data.shape[1] + column",
+        "places = line * self.data.shape[1] + column",
+        "Writes a table where the request stands in the batch, not in its row.",
+    ),
+    Bug(
+        "stale-padding",
+        CHUNK,
+        "            part[len(values) :] = self.empty.get(name, 0)\n",
+        "",
+        "Leaves what the last step has put where this one has padding.",
+    ),
+    Bug(
+        "padding-repeats-a-request",
+        CHUNK,
+        'self.empty = {"positions": -1, "members": requests}',
+        'self.empty = {"positions": -1, "members": 0}',
+        "Pads the list of decodes with request 0, which may have a chunk.",
+    ),
+    Bug(
+        "padding-tiles-of-a-request",
+        CHUNK,
+        "self.tile = np.array([requests, 0, 0, 0])",
+        "self.tile = np.array([0, 0, 1, 0])",
+        "Pads the query tiles with one that computes a token.",
+    ),
+    Bug(
+        "starts-end-with-zero",
+        CHUNK,
+        '        self.part(flat, "query_starts")[len(host.query_starts) :] = host.query_starts[-1]\n',
+        "",
+        "Lets the requests that pad begin at 0: the first of them then has minus so many tokens.",
+    ),
+    Bug(
+        "old-samples",
+        CHUNK,
+        "        count = len(host.sample_at)\n",
+        "        count = self.layout.sizes['sample_at']\n",
+        "Samples also where this step has padding.",
+    ),
+    Bug(
+        "graph-with-old-tables",
+        RUNNER,
+        "        self.tables.update(rows, int(at.max()) // self.cache.block_size + 1)\n",
+        "",
+        "Replays a decode with the tables of some step before.",
+    ),
+    Bug(
+        "last-block-not-sent",
+        RUNNER,
+        "self.tables.update(rows, int(at.max()) // self.cache.block_size + 1)",
+        "self.tables.update(rows, -(-int(at.max()) // self.cache.block_size))",
+        "Sends one block too few when a token is the first of its block.",
+    ),
+    Bug(
+        "chunk-with-old-tables",
+        RUNNER,
+        "        self.tables.update(host.rows, self.cache.blocks_for(int(host.context_lens.max())))\n",
+        "",
+        "Replays a mixed step with the tables of some step before.",
+    ),
+    Bug(
+        "copies-forgotten",
+        RUNNER,
+        "        self.refresh(works)\n        count = len(works)\n",
+        "        count = len(works)\n",
+        "Replays a decode before the copies and settings that it depends on are made.",
+    ),
+    Bug(
+        "steps-count-the-prompt",
+        RUNNER,
+        "inputs[:, :count] = rows, at, at + 1 - self.rows.prompt_lens[rows]",
+        "inputs[:, :count] = rows, at, at + 1",
+        "Draws by the position of a token where the random numbers go by output tokens.",
+    ),
+    Bug(
+        "old-rows-as-padding",
+        RUNNER,
+        "            inputs[:, count:] = _PADDING\n",
+        "",
+        "Leaves the last step's requests in the places that this one pads.",
+    ),
+    Bug(
+        "chunk-taken-for-a-decode",
+        RUNNER,
+        "single = all(work.count == 1 and len(work.takers) == 1 for work in works)",
+        "single = all(work.count == 1 for work in works)",
+        "Takes a chunk of one token for a decode, and writes a token over the rest of the prompt.",
+    ),
+    Bug(
+        "samples-not-counted",
+        RUNNER,
+        "samples = sum(max(1, len(work.takers)) + len(work.drafts) for work in works)",
+        "samples = len(works)",
+        "Looks for room for the requests, though one may take many samples.",
+    ),
+    Bug(
+        "masks-come-too-late",
+        RUNNER,
+        "inside = plan.features in CAPTURED and plan.wanted is None and not masked",
+        "inside = plan.features in CAPTURED and plan.wanted is None",
+        "Samples inside the graph, where the masks are still to come.",
+    ),
+    Bug(
+        "no-logprobs-inside",
+        RUNNER,
+        "inside = plan.features in CAPTURED and plan.wanted is None and not masked",
+        "inside = plan.features in CAPTURED and not masked",
+        "Samples inside the graph for who wants log-probabilities.",
+    ),
+    Bug(
+        "small-graphs-first",
+        RUNNER,
+        "for size, features in product(reversed(self._sizes), KINDS):",
+        "for size, features in product(self._sizes, KINDS):",
+        "Captures the smallest graph first: none of the others fits into its memory.",
+    ),
+    Bug(
+        "cap-forgotten",
+        DECODE,
+        "logits = on.model.logits(hidden) if capped else on.model.lm_head(hidden)",
+        "logits = on.model.lm_head(hidden)",
+        "Leaves out the soft cap of the logits inside graphs.",
+    ),
+    Bug(
+        "token-not-written",
+        DECODE,
+        "        scatter_tokens(self.rows, self.at, self.tokens, on.rows.tokens)\n",
+        "",
+        "Leaves a sampled token where the next step does not look for it.",
+    ),
+    Bug(
+        "token-lands-on-its-parent",
+        DECODE,
+        "sample_positions=self.at[own] + 1,",
+        "sample_positions=self.at[own],",
+        "Writes an eagerly sampled token over the one that it was computed from.",
+    ),
+    Bug(
+        "bucket-one-too-large",
+        BUCKETS,
+        "at = bisect_left(sizes, wanted)",
+        "at = bisect_left(sizes, wanted + 1)",
+        "Runs a batch that fills its graph in the next one, and the largest in none.",
+    ),
+    Bug(
+        "no-graph-for-the-most",
+        BUCKETS,
+        "return [*small, *range(16, most, 16), most]",
+        "return [*small, *range(16, most, 16)] or [most]",
+        "Captures no graph for a full batch.",
+    ),
+    Bug(
+        "buffer-written-too-early",
+        STAGING,
+        "            copied.synchronize()\n",
+        "            pass\n",
+        "Writes into a buffer whose last copy may still be waiting.",
+    ),
+    Bug(
+        "event-before-the-copy",
+        STAGING,
+        "        self.device[:size].copy_(self._host[turn][:size], non_blocking=True)\n"
+        "        if copied is not None:\n"
+        "            copied.record()\n",
+        "        if copied is not None:\n"
+        "            copied.record()\n"
+        "        self.device[:size].copy_(self._host[turn][:size], non_blocking=True)\n",
+        "Notes that a buffer is free before it is copied.",
+    ),
+    Bug(
+        "one-buffer",
+        STAGING,
+        "turn, self._turn = self._turn, (self._turn + 1) % BUFFERS",
+        "turn = self._turn",
+        "Takes the same buffer every time, so that the host waits for the device.",
+    ),
+    Bug(
+        "idle-while-a-step-flies",
+        ENGINE,
+        "return super().idle and self._flying is None",
+        "return super().idle",
+        "Calls itself idle while a step is on its way.",
+    ),
+    Bug(
+        "masks-before-tokens",
+        ENGINE,
+        "if landing is not None and step is not None and self.masks.wants(step.works):",
+        "if False:",
+        "Fills masks before the tokens that they depend on are known.",
+    ),
+    Bug(
+        "time-counted-twice",
+        ENGINE,
+        "        pending.started = max(pending.started, self._landed)\n",
+        "",
+        "Counts the time that a step waits behind the one before.",
+    ),
+    Bug(
+        "placeholder-not-counted",
+        SCHEDULER,
+        "            taker.placeholders += 1\n",
+        "            taker.placeholders += 0\n",
+        "Does not count the token that is on its way, so the next step has nothing to compute.",
+    ),
+    Bug(
+        "one-token-too-many",
+        CHUNKED,
+        "if self._decodes_left == 0 or known >= request.limit:",
+        "if self._decodes_left == 0 or len(request.tokens) >= request.limit:",
+        "Goes on while the last allowed token is on its way.",
+    ),
+    Bug(
+        "admitted-while-in-flight",
+        SCHEDULER,
+        "if request is None or request.in_flight or not self.admits(request):",
+        "if request is None or not self.admits(request):",
+        "Admits a preempted request again while a token of it is on its way.",
+    ),
+    Bug(
+        "graphs-around-any-attention",
+        FEATURE,
+        "        if not _attends(parts.features):\n",
+        "        if False:\n",
+        "Captures attention that asks for the lengths of its requests.",
+    ),
+    Bug(
+        "graphs-take-no-memory",
+        FEATURE,
+        "        parts.reserve.append(\n",
+        "        list(\n",
+        "Gives the memory that graphs need to the cache.",
+    ),
+    Bug(
+        "gemv-first-sweep-normalized",
+        GEMV,
+        "for start in tl.static_range(BLOCK_K, K, BLOCK_K):\n            part",
+        "for start in tl.static_range(BLOCK_K, BLOCK_K, BLOCK_K):\n            part",
+        "Takes the mean of the first sweep for that of the row.",
+    ),
+    Bug(
+        "gemv-tail-unmasked",
+        GEMV,
+        "            vector = tl.load(x + start + k, mask=start + k < K, other=0.0)\n",
+        "            vector = tl.load(x + start + k)\n",
+        "Reads what lies behind the vector in its last sweep: 0 times NaN is NaN.",
+    ),
+    Bug(
+        "gemv-ups-follow-gates",
+        GEMV,
+        "up_at = at + N.to(tl.int64) * K",
+        "up_at = at + K",
+        "Takes the next row of the matrix for the up projection's.",
+    ),
+    Bug(
+        "bias-of-a-gate",
+        LINEAR,
+        "if self.bias is None or gate is None:  # the kernels have no gate for biased outputs",
+        "if True:",
+        "Adds a bias behind the gate instead of before it.",
+    ),
+    Bug(
+        "few-sweep-unmasked",
+        FEW,
+        "        inside = (start + k < K)[:, None, :]\n",
+        "        inside = (k < K)[:, None, :]\n",
+        "Masks the first sweep's tail and none after it.",
+    ),
+    Bug(
+        "few-normalized-by-parts",
+        FEW,
+        "scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)",
+        "scale = tl.rsqrt(tl.max(squares, axis=0) / PART + eps)",
+        "Takes the mean of one warp's part for that of the row.",
+    ),
+    Bug(
+        "few-residual-of-the-first",
+        FEW,
+        "result += tl.load(residual + at_out, mask=keep, other=0.0)",
+        "result += tl.load(residual + row[None, :] + 0 * at_out, mask=keep, other=0.0)",
+        "Adds the first token's residual to all.",
+    ),
+    Bug(
+        "lone-pairs-neighbours",
+        LONE,
+        "partner = (d + D // 2) % D",
+        "partner = d ^ 1",
+        "Pairs neighbours, where these checkpoints pair the halves of a head.",
+    ),
+    Bug(
+        "lone-newest-key-missing",
+        LONE,
+        "    keys = tl.where((key == newest)[:, None], new_key, keys.to(query.dtype))\n",
+        "    keys = keys.to(query.dtype)\n",
+        "Reads the newest key from a cache that does not have it yet.",
+    ),
+    Bug(
+        "lone-window-one-too-long",
+        LONE,
+        "visible = visible & (key > newest - WINDOW)",
+        "visible = visible & (key >= newest - WINDOW)",
+        "Takes a window of w for w tokens besides the query's own.",
+    ),
+    Bug(
+        "lone-padding-is-stored",
+        LONE,
+        "    slot = tl.load(slots)\n",
+        "    slot = tl.maximum(tl.load(slots), 0)\n",
+        "Stores padding's key and value in slot 0.",
+    ),
+    Bug(
+        "lone-parts-by-head",
+        LONE,
+        "mixed = combine(partial, lse, split[:, None] * H + head[None, :], filled, d, D, D_PAD)",
+        "mixed = combine(partial, lse, head[None, :] * SPLITS + split[:, None], filled, d, D, D_PAD)",
+        "Looks for the splits of a head in the order of another layout.",
+    ),
+    Bug(
+        "lone-counter-not-reset",
+        LONE,
+        "                tl.store(arrived + kv_head, 0)  # ready for the next launch\n",
+        "",
+        "Leaves the counter of the splits as it is for the next layer.",
+    ),
+    Bug(
+        "combined-with-the-padding",
+        HEADS,
+        "mask=filled[:, :, None] & (e[:, :, None] * 8 + lane < D), other=0.0)",
+        "mask=filled[:, :, None] & (lane < D), other=0.0)",
+        "Reads the lanes behind a head whose size is no power of two, which nobody writes.",
+    ),
+    Bug(
+        "combined-without-shrinking",
+        HEADS,
+        "total, x, top = total * shrink, x * shrink[:, :, None], new_top",
+        "top = new_top",
+        "Combines chunks of splits whose weights are relative to different maxima.",
+    ),
+    Bug(
+        "splits-of-a-chunk-only",
+        HEADS,
+        "for first in range(0, used, CHUNK):",
+        "for first in range(0, 1, CHUNK):",
+        "Combines as many splits as are loaded at once, and no more.",
+    ),
+    Bug(
+        "weights-read-too-early",
+        BLOCK,
+        "linear.run_ahead = linear is not attend.qkv_proj",
+        "linear.run_ahead = True",
+        "Lets attention begin before what it reads is written: a race that shows on a GPU only.",
+    ),
+    Bug(
+        "few-for-other-formats",
+        LATENCY,
+        "few = few_pays(model.config.hidden_size, model.dtype.itemsize, model.device)",
+        "few = True",
+        "Sends float32 to a kernel for tensor cores, which have none for it.",
+    ),
+)
