@@ -28,6 +28,7 @@ from benchmarks.evidence import RESULTS, ROOT, Evidence, Run, results
 from benchmarks.gains import gain_text
 from benchmarks.plotting import axis_label, number
 from common.errors import UserError
+from common.files import whole
 from phases import PHASES
 
 TABLE = re.compile(r"(<!-- table: (.*?) -->\n).*?(<!-- /table -->)", re.DOTALL)
@@ -53,7 +54,8 @@ def fill_all(root: Path = ROOT, *, write: bool = True) -> list[Path]:
         if new != old:
             changed.append(path)
             if write:
-                path.write_text(new, encoding="utf-8")
+                with whole(path) as scratch:
+                    scratch.write_text(new, encoding="utf-8")
     return changed
 
 

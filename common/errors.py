@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+import reprlib
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from typing import SupportsFloat, SupportsIndex
 
@@ -14,6 +15,21 @@ class UserError(ValueError):
     The command line prints the sentence alone and exits with status 2; the server answers with status 400.
     Everything else that is raised is a defect of the program and keeps its traceback.
     """
+
+
+def shown(value: object, write: Callable[[object], str] = repr) -> str:
+    """`repr(value)`; Python writes out no integer of more than 4,300 digits, so these go by their size."""
+    try:
+        return write(value)
+    except ValueError:
+        if isinstance(value, int):
+            return f"an integer of {value.bit_length()} bits"
+        return f"a {type(value).__name__} with an integer too long to be shown"
+
+
+def brief(value: object) -> str:
+    """`shown`, with the middle of long texts and the end of long lists left out."""
+    return shown(value, reprlib.repr)
 
 
 def integer(name: str, value: SupportsIndex, *, low: int | None = None, high: int | None = None) -> int:
@@ -32,9 +48,9 @@ def integer(name: str, value: SupportsIndex, *, low: int | None = None, high: in
     try:
         number = operator.index(value)
     except TypeError:
-        raise UserError(f"{name} is {value!r}, but must be {kind}") from None
+        raise UserError(f"{name} is {shown(value)}, but must be {kind}") from None
     if (low is not None and number < low) or (high is not None and number > high):
-        raise UserError(f"{name} is {number}, but must be {limit}")
+        raise UserError(f"{name} is {shown(number)}, but must be {limit}")
     return number
 
 
@@ -50,7 +66,7 @@ def number(name: str, value: SupportsFloat, *, low: float, high: float, above_lo
     try:
         found = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise UserError(f"{name} is {value!r}, but must be a number, {limit}") from None
+        raise UserError(f"{name} is {shown(value)}, but must be a number, {limit}") from None
     if not (low < found <= high if above_low else low <= found <= high):
         raise UserError(f"{name} is {found!r}, but must be {limit}")
     return found
@@ -61,9 +77,9 @@ def choice(name: str, value: object, allowed: Iterable[str]) -> str:
     names = list(allowed)
     if isinstance(value, str) and value in names:
         return value
-    near = get_close_matches(str(value), names, n=1)
+    near = get_close_matches(value, names, n=1) if isinstance(value, str) else []
     hint = f" (did you mean {near[0]!r}?)" if near else ""
-    raise UserError(f"{name} is {value!r}, but must be one of {', '.join(names)}{hint}")
+    raise UserError(f"{name} is {shown(value)}, but must be one of {', '.join(names)}{hint}")
 
 
 def text(name: str, value: str) -> str:
@@ -73,7 +89,7 @@ def text(name: str, value: str) -> str:
         UserError: it is something else, or holds half of a surrogate pair.
     """
     if not isinstance(value, str):
-        raise UserError(f"{name} is {value!r}, but must be a string")
+        raise UserError(f"{name} is {shown(value)}, but must be a string")
     try:
         value.encode()
     except UnicodeEncodeError as error:

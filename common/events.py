@@ -6,11 +6,11 @@ A phase is something with `stream`; `generate` collects its events.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
-from common.errors import UserError
+from common.errors import UserError, shown
 from common.sampling.params import SamplingParams
 from common.text.stop_checker import StopChecker
 from common.text.tokenizer import Tokenizer
@@ -162,11 +162,22 @@ class TextStream:
 
 def params_per_prompt(prompts: Sequence[Sequence[int]], params: Params) -> list[SamplingParams]:
     """One `SamplingParams` for each prompt. Raises `UserError` when their numbers differ."""
+    if not isinstance(prompts, Sized):
+        raise UserError(f"prompts is {shown(prompts)}, but must be a list of prompts")
     if isinstance(params, SamplingParams):
         return [params] * len(prompts)
+    if not isinstance(params, Sized) or any(not isinstance(one, SamplingParams) for one in params):
+        raise UserError(f"params is {shown(params)}, but must be SamplingParams, or a list of them")
     if len(params) != len(prompts):
         raise UserError(f"params has {len(params)} entries, but must have one a prompt, {len(prompts)}")
     return list(params)
+
+
+def _listed(prompt: Sequence[int]) -> list[int]:
+    try:
+        return list(prompt)
+    except TypeError:
+        raise UserError(f"the prompt is {shown(prompt)}, but must be a list of token ids") from None
 
 
 def generate(
@@ -181,10 +192,7 @@ def generate(
     tokenizer: fills in the completions' texts; without one they stay empty.
     """
     each = params_per_prompt(prompts, params)
-    for prompt in prompts:
-        if not isinstance(prompt, Iterable):
-            raise UserError(f"prompts holds {prompt!r}, but must hold prompts, which are lists of token ids")
-    ids = [list(prompt) for prompt in prompts]
+    ids = [_listed(prompt) for prompt in prompts]
     arrival = time.perf_counter()
     completions = {
         (index, sample): Completion(index, sample, prompt, arrival)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from common.errors import UserError, integer
+from common.errors import UserError, integer, shown
 from common.events import FinishReason
 from common.sampling.params import SamplingParams
 
@@ -26,20 +26,24 @@ def check_prompt(
     has_tokenizer: False for an engine that sees only token ids and so cannot look for stop strings.
     """
     last = vocab_size - 1
-    if not set(map(type, prompt_ids)) <= {int}:  # seldom: numpy's integers, or a mistake
+    try:
+        kinds, count = set(map(type, prompt_ids)), len(prompt_ids)
+    except TypeError:
+        raise UserError(f"the prompt is {shown(prompt_ids)}, but must be a list of token ids") from None
+    if not kinds <= {int}:  # seldom: numpy's integers, or a mistake
         for token in prompt_ids:
             integer("a token id of the prompt", token)
-    if len(prompt_ids) == 0:
+    if count == 0:
         raise UserError("the prompt is empty, but must have at least 1 token")
-    if len(prompt_ids) >= max_context:
+    if count >= max_context:
         raise UserError(
-            f"the prompt has {len(prompt_ids)} tokens, but must have at most {max_context - 1}, "
+            f"the prompt has {count} tokens, but must have at most {max_context - 1}, "
             f"so that one generated token fits the context of {max_context}"
         )
     low, high = min(prompt_ids), max(prompt_ids)
     if low < 0 or high >= vocab_size:
         bad = low if low < 0 else high
-        raise UserError(f"the prompt holds token id {bad}, but ids must be between 0 and {last}")
+        raise UserError(f"the prompt holds token id {shown(bad)}, but ids must be between 0 and {last}")
     for name, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
         for token in tokens:
             if token >= vocab_size:

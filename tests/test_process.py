@@ -95,6 +95,13 @@ def process(*arguments: str, redirect: str = "", **environment: str) -> tuple[in
     return done.returncode, done.stdout, done.stderr
 
 
+def test_ctrl_c_while_the_command_is_imported(tmp_path: Path) -> None:
+    """Typer takes a tenth of a second to import, in which nobody has taken over the signals yet."""
+    (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    code, out, err = process("list", "--names", PYTHONPATH=os.pathsep.join((str(tmp_path), *sys.path)))
+    assert (code, out, err) == (130, "", "interrupted\n")
+
+
 @pytest.mark.parametrize(
     ("redirect", "code", "err"),
     [

@@ -14,13 +14,12 @@ and since the numbers travel to the device in 64 bits at most.
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final, SupportsIndex
 
-from common.errors import UserError, integer, number
+from common.errors import UserError, brief, integer, number, shown
 
 GREEDY_BELOW: Final = 1e-5
 """Temperatures under this one mean greedy: dividing by them says nothing that the argmax does not."""
@@ -124,7 +123,7 @@ class SamplingParams:
         put("stop", _stop_strings(self.stop))
         put("stop_token_ids", _token_ids(self.stop_token_ids))
         if not isinstance(self.ignore_eos, bool):
-            raise UserError(f"ignore_eos is {self.ignore_eos!r}, but must be True or False")
+            raise UserError(f"ignore_eos is {shown(self.ignore_eos)}, but must be True or False")
         if self.logprobs is not None:
             put("logprobs", integer("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS))
         put("logit_bias", _logit_bias(self.logit_bias))
@@ -156,7 +155,7 @@ def _items(name: str, value: Iterable[Any], what: str, most: int) -> tuple[Any, 
     try:
         items = tuple(islice(value, most + 1))
     except TypeError:
-        raise UserError(f"{name} is {reprlib.repr(value)}, but must be a list of {what}") from None
+        raise UserError(f"{name} is {brief(value)}, but must be a list of {what}") from None
     if len(items) > most:
         raise UserError(f"{name} is a list of more than {most} {what}, but must have at most {most}")
     return items
@@ -168,13 +167,13 @@ def _stop_strings(value: Iterable[str]) -> tuple[str, ...]:
     strings = _items("stop", value, "strings", MAX_STOPS)
     for string in strings:
         if not isinstance(string, str):
-            raise UserError(f"stop holds {reprlib.repr(string)}, but must hold only strings")
+            raise UserError(f"stop holds {brief(string)}, but must hold only strings")
         if not string:
             raise UserError("stop holds '', but each string must have at least 1 character")
         if len(string) > MAX_STOP_CHARACTERS:
             limit = f"at most {MAX_STOP_CHARACTERS}"
             raise UserError(
-                f"stop holds {reprlib.repr(string)} of {len(string)} characters, but each must have {limit}"
+                f"stop holds {brief(string)} of {len(string)} characters, but each must have {limit}"
             )
     return strings
 
@@ -187,7 +186,7 @@ def _token_ids(value: Iterable[SupportsIndex]) -> tuple[int, ...]:
 
 def _logit_bias(value: Mapping[int, float]) -> dict[int, float]:
     if not isinstance(value, Mapping):
-        raise UserError(f"logit_bias is {reprlib.repr(value)}, but must map token ids to numbers")
+        raise UserError(f"logit_bias is {brief(value)}, but must map token ids to numbers")
     if len(value) > MAX_BIASED_TOKENS:
         limit = f"at most {MAX_BIASED_TOKENS}"
         raise UserError(f"logit_bias is a map of {len(value)} token ids, but must have {limit}")

@@ -294,6 +294,10 @@ def test_a_stop_token_is_seen_one_step_late_and_costs_one_token() -> None:
     (stopped,) = engine.generate([[1, 2, 3]], replace(free, stop_token_ids=(stop,)))
     assert stopped.token_ids == whole.token_ids[: first + 1] and stopped.finish_reason == "stop"
     assert runner.computed - before == 3 + first + 1
+    launched, read = (
+        {entry.split()[1] for entry in runner.log if word in entry} for word in ("launch", "read")
+    )
+    assert engine.idle and launched == read, f"idle, with steps {sorted(launched - read)} on their way"
     engine.cache.check()
 
 
@@ -325,7 +329,13 @@ def test_an_abort_with_a_token_on_its_way() -> None:
 def asks() -> tuple[list[list[int]], list[SamplingParams]]:
     """Decodes and chunks together, forks, every way to sample, and a prefix that is found again."""
     shared = [(7 * i) % 250 + 1 for i in range(34)]
-    prompts = [[5, 6, 7], shared, [1, 2], [*shared, 4, 4], [9] * 50]
+    prompts = [
+        [5, 6, 7] * 5,
+        shared,
+        [1, 2],
+        [*shared, 4, 4],
+        [9] * 50,
+    ]  # the first goes on in a second block
     params = [
         SamplingParams(max_tokens=6),
         SamplingParams(max_tokens=4, temperature=1.0, seed=3),
@@ -364,8 +374,9 @@ def test_a_chunk_of_one_token_is_no_decode(model: Model, few: int, monkeypatch: 
     few: requests with which the smaller graph copes; with 1, the two samples need the larger.
     """
     monkeypatch.setattr(cuda_graphs.runner, "FEW", few)
-    prompts = [[5, 6, 7], [8, 9, 10, 11]]
+    prompts = [[5, 6, 7], [8, 9, 10, 11]][: 1 if few == 1 else 2]
     params = [SamplingParams(max_tokens=3, n=2, temperature=1.0, seed=n, ignore_eos=True) for n in range(2)]
+    params = params[: len(prompts)]
     engine = load(model, chunk_tokens=1, overlap=False)
     wanted = generate(prefix_cache.load(model, max_rows=5, max_len=120), prompts, params)
     actual = generate(engine, prompts, params)
@@ -380,7 +391,42 @@ def test_masked_steps_are_sampled_behind_the_graph(model: Model, overlap: bool) 
     for one in generate(engine, [[5, 6, 7], [8, 9]], SamplingParams(max_tokens=4, ignore_eos=True)):
         even = [token for token in one.token_ids if token % 2 == 0]
         assert not even, f"prompt {one.index}: tokens {even} were masked, and the graph chose them"
+        assert one.finish_reason == "length", f"prompt {one.index}: its masks could not be filled"
     assert runner_of(engine).replays > 0
+
+
+def test_log_probabilities_are_worked_out_behind_the_graph(model: Model) -> None:
+    params = [SamplingParams(max_tokens=3, logprobs=2, temperature=heat, seed=1) for heat in (0.0, 0.9)]
+    wanted = generate(prefix_cache.load(model, max_rows=2, max_len=120), [[5, 6, 7], [8, 9]], params)
+    for mine, theirs in zip(
+        generate(load(model, graph_tokens=0), [[5, 6, 7], [8, 9]], params), wanted, strict=True
+    ):
+        assert mine.token_ids == theirs.token_ids, f"prompt {mine.index}"
+        count = len(mine.logprobs or ())
+        assert count == len(mine.token_ids), (
+            f"prompt {mine.index}: {count} log-probabilities of {mine.token_ids}"
+        )
+
+
+def test_padding_is_nobody_even_where_somebody_was(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that end one by one leave their rows and positions in the buffers of later steps."""
+    engine = load(model, overlap=False, graph_tokens=0)
+    runner, seen, counts = runner_of(engine), list[list[int]](), list[int]()
+    for graph in runner.decode_graphs.values():
+        replay = graph.replay
+        monkeypatch.setattr(
+            graph, "replay", lambda graph=graph, replay=replay: seen.append(graph.at.tolist()) or replay()
+        )
+    decode = runner._decode
+    monkeypatch.setattr(
+        runner, "_decode", lambda works, *rest: counts.append(len(works)) or decode(works, *rest)
+    )
+    params = [SamplingParams(max_tokens=2 + n, ignore_eos=True) for n in range(5)]
+    generate(engine, [[5, 6, 7 + n] for n in range(5)], params)
+    assert counts == [5, 4, 3, 2, 1]
+    for count, positions in zip(counts, seen, strict=True):
+        padding = positions[count:]
+        assert set(padding) <= {-1}, f"a step of {count} requests has padding at positions {padding}"
 
 
 def test_capped_logits_are_drawn_from_as_capped() -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
+import batching
 import chunked_prefill
 import continuous
 import cuda_graphs
 import forward
+import kv_cache
 import paged_cache
 import prefix_cache
 from common.errors import UserError
@@ -20,6 +24,7 @@ from common.events import generate
 from common.sampling.params import SamplingParams
 from forward.model import Model
 
+ALL = (forward, kv_cache, batching, continuous, paged_cache, prefix_cache, cuda_graphs)
 PHASES = (continuous, paged_cache, chunked_prefill, prefix_cache, cuda_graphs)
 each_phase = pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.__name__)
 
@@ -104,3 +109,34 @@ def test_texts_and_conversations_are_told_apart(smollm2_folder: Path) -> None:
     for wrong in ([[1, 2, 3]], [["user", "Hi"]]):
         with pytest.raises(UserError, match=r"a prompt is .*, but must be a text or a list of messages"):
             llm.generate(wrong, progress=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("phase", ALL, ids=lambda phase: phase.__name__)
+@pytest.mark.parametrize(
+    ("prompts", "sentence"),
+    [
+        ([5], "the prompt is 5, but must be a list of token ids"),
+        ([None], "the prompt is None, but must be"),
+        ([np.array(5)], r"the prompt is array\(5\), but must be"),
+        ([[[5]]], r"a token id of the prompt is \[5\], but must be an integer"),
+        (["ab"], "a token id of the prompt is 'a', but must be an integer"),
+        (
+            [[10**5000]],
+            "the prompt holds token id an integer of 16610 bits, but ids must be between 0 and 256",
+        ),
+        ([np.array([7.0])], "a token id of the prompt is .*7.0.*, but must be an integer"),
+        (5, "prompts is 5, but must be a list of prompts"),
+    ],
+    ids=("int", "None", "array", "nested", "text", "5000 digits", "floats", "no prompts"),
+)
+def test_what_is_no_list_of_token_ids(model: Model, phase: ModuleType, prompts: Any, sentence: str) -> None:
+    engine = phase.load(model)
+    for call in (engine.stream, partial(generate, engine)):
+        with pytest.raises(UserError, match=sentence):
+            call(prompts, greedy(2))
+
+
+@pytest.mark.parametrize("params", [7, None, [7], ["greedy"]], ids=str)
+def test_what_is_no_params(model: Model, params: Any) -> None:
+    with pytest.raises(UserError, match=r"params is .*, but must be SamplingParams, or a list of them"):
+        forward.load(model).stream([[1]], params)

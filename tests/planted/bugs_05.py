@@ -176,7 +176,7 @@ BUGS = (
     Bug(
         "next-in-turn-is-preempted",
         SCHEDULER,
-        "victim = max((request, *queue[at:]), key=_rank)",
+        "victim = max((request, *queue[at:]), key=by_rank)",
         "victim = queue[at] if at < len(queue) else request",
         "Preempts who would be served next.",
     ),
@@ -211,7 +211,7 @@ BUGS = (
     Bug(
         "siblings-at-the-end",
         SCHEDULER,
-        "            insort(self.running, sibling, key=_rank)",
+        "            insort(self.running, sibling, key=by_rank)",
         "            self.running.append(sibling)",
         "Puts siblings at the end of those that run, whatever their rank.",
     ),

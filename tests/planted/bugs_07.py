@@ -138,22 +138,22 @@ BUGS = (
     Bug(
         "end-of-the-queue-preempted",
         PAGED,
-        "victim = max((request, *queue[at:]), key=_rank)",
+        "victim = max((request, *queue[at:]), key=by_rank)",
         "victim = queue[-1] if at < len(queue) else request",
         "Takes the end of the queue for the least important; decodes come first here.",
     ),
     Bug(
         "needy-never-preempted",
         PAGED,
-        "victim = max((request, *queue[at:]), key=_rank)",
-        "victim = max(queue[at:], key=_rank, default=request)",
+        "victim = max((request, *queue[at:]), key=by_rank)",
+        "victim = max(queue[at:], key=by_rank, default=request)",
         "Preempts anybody before the one who needs room.",
     ),
     Bug(
         "served-are-preempted",
         PAGED,
-        "victim = max((request, *queue[at:]), key=_rank)",
-        "victim = max((request, *queue), key=_rank)",
+        "victim = max((request, *queue[at:]), key=by_rank)",
+        "victim = max((request, *queue), key=by_rank)",
         "Preempts a request that is in the step already.",
     ),
     Bug(

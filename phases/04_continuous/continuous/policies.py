@@ -13,6 +13,11 @@ from common.request import Request
 Policy = Callable[[Request], tuple[float, ...]]
 
 
+def by_rank(request: Request) -> tuple[float, ...]:
+    """The key to sort by, or to find the last one by."""
+    return request.rank
+
+
 def fcfs(request: Request) -> tuple[float, ...]:
     """First come, first served: nobody waits for ever."""
     return (request.id,)

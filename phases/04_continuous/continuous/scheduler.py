@@ -12,7 +12,7 @@ from bisect import insort
 from common.errors import UserError, integer
 from common.request import Request
 from continuous.cache import CacheManager
-from continuous.policies import Policy, fcfs
+from continuous.policies import Policy, by_rank, fcfs
 from continuous.rows import Rows
 from continuous.seams import NO_DRAFTS, Drafter
 from continuous.work import Work
@@ -132,7 +132,7 @@ class Scheduler:
                 break
             heapq.heappop(self._waiting)
             self.enter(request)
-            insort(self.running, request, key=_rank)
+            insort(self.running, request, key=by_rank)
             works.append(self._take(request, count))
             budget -= count
         return budget
@@ -252,7 +252,3 @@ class Scheduler:
                 return request
             heapq.heappop(self._waiting)
         return None
-
-
-def _rank(request: Request) -> tuple[float, ...]:
-    return request.rank

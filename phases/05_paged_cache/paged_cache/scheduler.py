@@ -6,7 +6,7 @@ from bisect import insort
 
 from common.errors import UserError
 from common.request import Request
-from continuous.policies import Policy, fcfs
+from continuous.policies import Policy, by_rank, fcfs
 from continuous.rows import Rows
 from continuous.scheduler import Scheduler
 from paged_cache.cache import PagedCache
@@ -48,7 +48,7 @@ class PagedScheduler(Scheduler):
         always in the order of ranks, gets shorter.
         """
         while True:
-            victim = max((request, *queue[at:]), key=_rank)
+            victim = max((request, *queue[at:]), key=by_rank)
             self.preempt(victim)
             if victim is request:
                 return False
@@ -78,7 +78,7 @@ class PagedScheduler(Scheduler):
         for sibling in siblings:
             self.cache.fork(request, sibling, request.num_computed_tokens)
             sibling.num_computed_tokens = sibling.cached_tokens = request.num_computed_tokens
-            insort(self.running, sibling, key=_rank)
+            insort(self.running, sibling, key=by_rank)
         return (request, *siblings)
 
     def leave(self, request: Request) -> None:
@@ -90,7 +90,3 @@ class PagedScheduler(Scheduler):
             if sibling.row >= 0:
                 self.rows.release(sibling)
         super().leave(request)
-
-
-def _rank(request: Request) -> tuple[float, ...]:
-    return request.rank

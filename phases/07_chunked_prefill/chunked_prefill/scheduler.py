@@ -11,7 +11,7 @@ from bisect import bisect_right
 
 from common.errors import UserError, integer
 from common.request import Request
-from continuous.policies import Policy, fcfs
+from continuous.policies import Policy, by_rank, fcfs
 from continuous.rows import Rows
 from paged_cache.cache import PagedCache
 from paged_cache.scheduler import PagedScheduler
@@ -58,7 +58,7 @@ class ChunkedScheduler(PagedScheduler):
         many = len(decodes) > self.step_tokens - kept
         self._decodes_left = self.step_tokens - (kept if many and (prompts or self._newcomer()) else 0)
         if len(decodes) > self._decodes_left:
-            turn = bisect_right(decodes, self._last_decode, key=lambda request: request.rank)
+            turn = bisect_right(decodes, self._last_decode, key=by_rank)
             decodes = decodes[turn:] + decodes[:turn]
             self._last_decode = decodes[self._decodes_left - 1].rank
         return decodes + prompts
