@@ -78,10 +78,11 @@ def runner_of(engine: PagedEngine) -> GraphRunner:
 @pytest.mark.parametrize("most", [1, 2, 3, 8, 16, 17, 40, 256])
 def test_every_batch_has_a_size_with_little_padding(most: int) -> None:
     sizes = decode_sizes(most)
-    assert sizes == sorted(set(sizes)) and sizes[-1] == most
+    assert sizes == sorted(set(sizes)) and sizes[-1] == most, f"{sizes} end before {most}"
     for count in range(1, most + 1):
         size = smallest(sizes, count)
-        assert size is not None and count <= size < max(2 * count, count + 16)
+        assert size is not None, f"no graph of {sizes} holds {count} requests"
+        assert count <= size < max(2 * count, count + 16), f"{count} requests run in a graph of {size}"
     assert smallest(sizes, most + 1) is None
 
 
@@ -240,8 +241,8 @@ class Ordered(FakeRunner):
         return pending
 
 
-def ahead(**fails: bool) -> tuple[OverlapEngine, Ordered]:
-    rows, cache = Rows(4, 48), PagedCache(4, 48, 40, 4)
+def ahead(blocks: int = 40, **fails: bool) -> tuple[OverlapEngine, Ordered]:
+    rows, cache = Rows(4, 48), PagedCache(4, 48, blocks, 4)
     runner = Ordered(rows, cache)
     vars(runner).update(fails)
     ledger: Any = None
@@ -294,10 +295,12 @@ def test_a_stop_token_is_seen_one_step_late_and_costs_one_token() -> None:
     (stopped,) = engine.generate([[1, 2, 3]], replace(free, stop_token_ids=(stop,)))
     assert stopped.token_ids == whole.token_ids[: first + 1] and stopped.finish_reason == "stop"
     assert runner.computed - before == 3 + first + 1
+    while not engine.idle:
+        engine.step()
     launched, read = (
         {entry.split()[1] for entry in runner.log if word in entry} for word in ("launch", "read")
     )
-    assert engine.idle and launched == read, f"idle, with steps {sorted(launched - read)} on their way"
+    assert launched == read, f"idle, with steps {sorted(launched - read)} on their way"
     engine.cache.check()
 
 
@@ -321,6 +324,25 @@ def test_an_abort_with_a_token_on_its_way() -> None:
     assert (first.finish_reason, first.output_ids) == ("abort", [])
     assert second.finish_reason == "length" and len(second.output_ids) == 9
     assert engine.cache.free == engine.cache.allocator.count
+
+
+def test_a_preempted_request_waits_for_its_tokens() -> None:
+    """Though there is room again: it would go on without those that are on their way."""
+    engine, _ = ahead(blocks=5)
+    scheduler, params = engine.scheduler, SamplingParams(max_tokens=10, ignore_eos=True)
+    first, second = (engine.add([1, 2, 3, 4, 5, 6, n], params)[0] for n in (7, 8))
+    engine.take_in()
+    steps = [scheduler.schedule() for _ in range(3)]  # of which nobody has seen the end
+    assert second.preemptions == 1 and second.in_flight == 2, "the cache is full, and the second one is last"
+    engine.abort(first)
+    engine.take_in()
+    assert scheduler.schedule() == [], "it runs while two of its tokens are on their way"
+    for number, works in enumerate(steps[:2]):
+        (mine,) = (work for work in works if work.request is second)
+        second.tokens.append(number)
+        scheduler.land(mine)
+    (work,) = scheduler.schedule()
+    assert work.request is second and work.count == 7 + 2
 
 
 # Graphs.

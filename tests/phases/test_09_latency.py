@@ -198,7 +198,7 @@ def test_a_step_of_one_token_takes_the_direct_way(monkeypatch: pytest.MonkeyPatc
     assert len(calls) == 2 * model.config.num_layers
 
 
-@pytest.mark.parametrize("d", [8, 80])
+@pytest.mark.parametrize("d", [8, 80, *(pytest.param(d, marks=pytest.mark.slow) for d in (24, 40, 100, 192))])
 def test_a_lone_request_gets_its_tokens_whatever_the_size_of_a_head(d: int) -> None:
     """A head is padded to a power of two, and nobody writes the padding in the workspace."""
     config = replace(SHAPES["tiny"], head_dim=d, attention_scale=d**-0.5)
