@@ -6,6 +6,7 @@ import platform
 import re
 from pathlib import Path
 
+import psutil
 import torch
 
 from common.errors import UserError
@@ -78,6 +79,16 @@ def memory_allocated(device: torch.device | str) -> int | None:
     if device.type == "cuda":
         return int(torch.cuda.memory_allocated(device))
     return int(torch.mps.current_allocated_memory()) if device.type == "mps" else None
+
+
+def free_memory(device: torch.device | str) -> tuple[int, int]:
+    """Bytes that are free and bytes in all; what PyTorch keeps of a GPU's memory for later is free."""
+    if torch.device(device).type != "cuda":
+        memory = psutil.virtual_memory()
+        return memory.available, memory.total
+    free, total = torch.cuda.mem_get_info(device)
+    kept = torch.cuda.memory_reserved(device) - (memory_allocated(device) or 0)
+    return free + kept, total
 
 
 def peak_memory(device: torch.device | str) -> int | None:

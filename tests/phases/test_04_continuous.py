@@ -246,10 +246,15 @@ def test_a_prompt_longer_than_a_step_is_rejected() -> None:
         ({"max_len": 2000}, "model's context of 1024"),
         ({"policy": "lifo"}, "policy is 'lifo'"),
         ({"cache_bytes": 1000}, "cache_bytes is 1000"),
+        ({"cache_bytes": 10**18}, r"cache_bytes is 10{18}, but only \d+ bytes are free"),
+        ({"max_rows": 65536, "max_len": 1024}, r"max_rows is 65536, .*, but only 1000000 bytes are free"),
         ({"step_tokens": 0}, "step_tokens is 0"),
     ],
 )
-def test_bad_options(model: Model, options: dict[str, Any], says: str) -> None:
+def test_bad_options(
+    model: Model, options: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(continuous, "free_memory", lambda device: (10**6, 10**6))
     with pytest.raises(UserError, match=says):
         continuous.load(model, **options)
 

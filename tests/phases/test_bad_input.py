@@ -140,3 +140,13 @@ def test_what_is_no_list_of_token_ids(model: Model, phase: ModuleType, prompts: 
 def test_what_is_no_params(model: Model, params: Any) -> None:
     with pytest.raises(UserError, match=r"params is .*, but must be SamplingParams, or a list of them"):
         forward.load(model).stream([[1]], params)
+
+
+@pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.__name__)
+@pytest.mark.parametrize(
+    "option", ["max_rows", "max_len", "step_tokens", "cache_bytes", "policy", "overlap", "kernels"]
+)
+def test_options_of_5000_digits(model: Model, phase: ModuleType, option: str) -> None:
+    """Python refuses to write them out."""
+    with pytest.raises(UserError):
+        phase.load(model, **{option: 10**5000})

@@ -6,7 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError
+from common.device import free_memory
+from common.errors import UserError, shown
 from common.options import route
 from common.text.tokenizer import Tokenizer
 from continuous import llm
@@ -53,17 +54,26 @@ def load(
     loaded = load_model(model, device=device, dtype=dtype)
     length = sizes.context(loaded, USUAL_MAX_LEN)
     steps = max(2048, length) if sizes.step_tokens is None else sizes.step_tokens
-    count = _rows(sizes, RowStore.bytes_needed(loaded.config, 1, length, loaded.dtype), length)
+    each = RowStore.bytes_needed(loaded.config, 1, length, loaded.dtype)
+    count = _rows(sizes, each, length, free_memory(loaded.device)[0])
     rows = Rows(count, length, loaded.device)
     store = RowStore(loaded.config, count, length, device=loaded.device, dtype=loaded.dtype)
     scheduler = Scheduler(rows, RowCache(length), step_tokens=steps, policy=POLICIES[sizes.policy])
     return Engine(scheduler, Runner(loaded, RowAttention(store), rows), tokenizer)
 
 
-def _rows(sizes: Sizes, row_bytes: int, length: int) -> int:
-    """How many rows: as many as were asked for, or as fit."""
+def _rows(sizes: Sizes, row_bytes: int, length: int, free: int) -> int:
+    """How many rows: as many as were asked for, or as fit. Nothing is allocated that is not there."""
     if sizes.cache_bytes is None:
-        return USUAL_ROWS if sizes.max_rows is None else sizes.max_rows
+        count = USUAL_ROWS if sizes.max_rows is None else sizes.max_rows
+        if count * row_bytes > free:
+            raise UserError(
+                f"max_rows is {count}, which takes {count * row_bytes} bytes for rows of {length} tokens, "
+                f"but only {free} bytes are free: lower max_rows or max_len"
+            )
+        return count
+    if sizes.cache_bytes > free:
+        raise UserError(f"cache_bytes is {shown(sizes.cache_bytes)}, but only {free} bytes are free")
     fitting = sizes.cache_bytes // row_bytes
     if fitting < 1:
         raise UserError(

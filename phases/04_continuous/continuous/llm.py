@@ -10,7 +10,7 @@ from typing import Any, cast
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from common.console import err
-from common.errors import UserError
+from common.errors import UserError, shown
 from common.events import Completion, Params, TokenEvent, generate, params_per_prompt
 from common.models.hub import model_folder
 from common.sampling.params import SamplingParams
@@ -55,7 +55,7 @@ class LLM:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         if not _conversation(prompt):
-            raise UserError(f"a prompt is {prompt!r}, but must be a text or a list of messages")
+            raise UserError(f"a prompt is {shown(prompt)}, but must be a text or a list of messages")
         return self.tokenizer.chat([dict(message) for message in prompt], add_generation_prompt=True)
 
     def generate(
@@ -92,7 +92,9 @@ def _several(prompts: object) -> list[Prompt]:
     if isinstance(prompts, Mapping):
         raise UserError(f"prompts is a message, {prompts!r}, but must be a list of messages: put it into one")
     if not isinstance(prompts, Iterable):
-        raise UserError(f"prompts is {prompts!r}, but must be a text, a list of messages, or a list of these")
+        raise UserError(
+            f"prompts is {shown(prompts)}, but must be a text, a list of messages, or a list of these"
+        )
     found = list(prompts)
     if not found:
         raise UserError("prompts is empty, but must hold at least 1 prompt")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from common.device import pick_device
-from common.errors import UserError
+from common.errors import UserError, shown
 from common.options import route
 from common.text.tokenizer import Tokenizer
 from continuous.policies import POLICIES
@@ -156,7 +156,7 @@ class Preset:
                 features[kind.name] = switch
                 continue
             if switch is not None and not isinstance(switch, bool):
-                raise UserError(f"{kind.name} is {switch!r}, but must be True or False")
+                raise UserError(f"{kind.name} is {shown(switch)}, but must be True or False")
             usual = kind in self.on or (kind in self.fitting and kind.pays(device, features))
             on = usual if switch is None else switch
             made = kind(**given)  # which refuses wrong values, whether it is on or not
@@ -171,6 +171,6 @@ def _refuse_options_of(kind: type[Feature], given: Mapping[str, Any], device: to
     for name, value in given.items():
         if name not in kind.without or kind.without[name] != value:
             raise UserError(
-                f"{name} is {value!r}, but {kind.name} is off on {device.type}: "
+                f"{name} is {shown(value)}, but {kind.name} is off on {device.type}: "
                 f"switch it on with {kind.name}=True"
             )

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import psutil
-import torch
-
-from common.device import memory_allocated
-from common.errors import UserError
+from common.device import free_memory
+from common.errors import UserError, shown
 from common.sampling.sampler import Sampler
 from forward.model import Model
 from paged_cache.pool import KVFormat
@@ -112,7 +109,7 @@ def plan_cache(
     per_block = (kv or KVFormat()).bytes_per_block(model.config, block_size, model.dtype)
     for_rows = row_bytes(model, rows, max_len, block_size, sampler)
     activations = activation_bytes(model, step_tokens, rows, sampler)
-    free, total = _memory(model.device)
+    free, total = free_memory(model.device)
     if for_rows > free:
         raise UserError(
             f"max_rows is {rows}, which takes {for_rows} bytes for requests of {max_len} tokens, but only "
@@ -120,7 +117,7 @@ def plan_cache(
         )
     if cache_bytes is not None:
         if cache_bytes > free:
-            raise UserError(f"cache_bytes is {cache_bytes}, but only {free} bytes are free")
+            raise UserError(f"cache_bytes is {shown(cache_bytes)}, but only {free} bytes are free")
         blocks = cache_bytes // per_block
     else:
         if model.device.type == "cuda":
@@ -134,13 +131,3 @@ def plan_cache(
         )
         raise UserError(f"{found}, but one block of {block_size} tokens takes {per_block}")
     return Ledger(model.weight_bytes, for_rows, activations, blocks * per_block, blocks, block_size, reserved)
-
-
-def _memory(device: torch.device) -> tuple[int, int]:
-    """Bytes that are free and bytes in all; what PyTorch keeps of a GPU's memory for later is free."""
-    if device.type != "cuda":
-        memory = psutil.virtual_memory()
-        return memory.available, memory.total
-    free, total = torch.cuda.mem_get_info(device)
-    kept = torch.cuda.memory_reserved(device) - (memory_allocated(device) or 0)
-    return free + kept, total

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from common.errors import UserError
+from common.errors import UserError, shown
 from common.options import option
 from forward.model import Model
 from paged_cache import Feature, PagedAttention, Parts
@@ -43,7 +43,7 @@ class Kernels(Feature):
         for name in KINDS:
             check_backend(name, getattr(self, name))
         if not isinstance(self.rehearsal, bool):
-            raise UserError(f"rehearsal is {self.rehearsal!r}, but must be True or False")
+            raise UserError(f"rehearsal is {shown(self.rehearsal)}, but must be True or False")
 
     @classmethod
     def pays(cls, device: torch.device, others: Mapping[str, Feature | None]) -> bool:
