@@ -37,6 +37,8 @@ PARAMS = [
 ]
 NAMES = ("kernels", "chunked_prefill", "prefix_cache", "overlap", "graphs")
 SUBSETS = list(chain.from_iterable(combinations(NAMES, count) for count in range(len(NAMES) + 1)))
+# Kernels for one token replace layers of the others: alone, with kernels, in graphs, with everything.
+SUBSETS += [(*on, "latency") for on in ((), ("kernels",), ("kernels", "graphs"), NAMES)]
 SMALL = {"max_rows": 4, "max_len": 48, "step_tokens": 48, "block_size": 4, "cache_bytes": 1 << 20}
 
 
@@ -62,13 +64,17 @@ def phase(name: str) -> Any:
 def test_every_set_of_features_gives_the_same_tokens(
     on: tuple[str, ...], model: Model, expected: list[list[int]]
 ) -> None:
-    options: dict[str, Any] = {name: name in on for name in NAMES} | SMALL
+    options: dict[str, Any] = {name: name in on for name in (*NAMES, "latency")} | SMALL
     if "graphs" in on:
         options |= {"graph_rows": 2, "graph_tokens": 0}
         if "kernels" not in on:
             with pytest.raises(UserError, match="graphs is True, but must be False without the kernels'"):
                 EngineConfig.of(phase("09"), options, CPU).build(model)
             return
+    if on == ("latency",):
+        with pytest.raises(UserError, match="latency is True, but must be False without the kernels'"):
+            EngineConfig.of(phase("09"), options, CPU).build(model)
+        return
     engine = EngineConfig.of(phase("09"), options, CPU).build(model)
     found = [completion.token_ids for completion in engine.generate(PROMPTS, PARAMS)]
     assert found == expected, f"with {on or 'no features'}"

@@ -324,8 +324,12 @@ BUGS = (
     Bug(
         "graphs-take-no-memory",
         FEATURE,
-        "        parts.reserve.append(\n",
-        "        list(\n",
+        "        parts.reserve.append(\n"
+        "            lambda whole: graph_bytes(\n"
+        '                whole.model, min(self.graph_rows, whole.size("max_rows")), self.graph_tokens\n'
+        "            )\n"
+        "        )\n",
+        "",
         "Gives the memory that graphs need to the cache.",
     ),
     Bug(
