@@ -29,8 +29,11 @@ SELECTIONS = (
     (
         "-m",
         "not gpu",
+        "tests/phases/test_06_formats.py",
         "tests/phases/test_06_triton_paged_attention.py",
         "tests/phases/test_09_cuda_graphs.py",
+        "tests/phases/test_09_head_sizes.py",
+        "tests/phases/test_09_latency.py",
     ),
 )
 """What pytest is asked for, in one call after the other."""

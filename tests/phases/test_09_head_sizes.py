@@ -49,11 +49,23 @@ pytestmark = pytest.mark.usefixtures("poison")
 SIZES = (8, 16, 24, 40, 48, 64, 80, 96, 100, 112, 128, 160, 192, 256)
 QUICK = {8, 80, 100}
 """Sizes that are tried every time: padding by half and more, and a size that 8 does not divide."""
+
+
+def dtypes(d: int) -> tuple[torch.dtype, ...]:
+    """In the interpreter float32. Natively each is compiled by itself, so few sizes have two."""
+    if not CUDA:
+        return (torch.float32,)
+    return (torch.bfloat16, torch.float32) if d in QUICK else (torch.bfloat16,)
+
+
 each_size = pytest.mark.parametrize(
-    "d", [pytest.param(d, marks=() if d in QUICK else pytest.mark.slow) for d in SIZES]
+    ("d", "dtype"),
+    [
+        pytest.param(d, dtype, marks=() if d in QUICK else pytest.mark.slow, id=f"{d}-{str(dtype)[6:]}")
+        for d in SIZES
+        for dtype in dtypes(d)
+    ],
 )
-DTYPES = [torch.float32, torch.float16, torch.bfloat16] if CUDA else [torch.float32]
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 HEADS, KV_HEADS = 6, 2  # a group of three, which is padded as well
 
 DECODES: dict[str, Callable[..., Tensor]] = {
@@ -65,16 +77,16 @@ DECODES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@each_dtype
 @each_size
 @pytest.mark.parametrize("version", DECODES)
 def test_decode(version: str, d: int, dtype: torch.dtype) -> None:
+    if CUDA and version in ("v1", "v2", "v3") and d not in QUICK:
+        pytest.skip("the first versions are for reading, and take a second each to compile")
     batch = make([1, 40], heads=(HEADS, KV_HEADS), d=d, dtype=dtype)
     out = DECODES[version](*batch.arguments, scale=0.2, **FEATURES["window"])
     assert_attention(batch, out, TOLERANCE[dtype], f"{version}, heads of {d}", **FEATURES["window"])
 
 
-@each_dtype
 @each_size
 def test_prefill(d: int, dtype: torch.dtype) -> None:
     contexts, queries = [20, 40], [20, 7]
@@ -105,7 +117,6 @@ def by_torch(
     return rotated(q, norms.q_weight), rotated(k, norms.k_weight), v
 
 
-@each_dtype
 @each_size
 def test_norm_rope_and_both_stores(d: int, dtype: torch.dtype) -> None:
     layer = LayerSpec(0, HEADS, KV_HEADS, d, 1.0)
@@ -124,17 +135,14 @@ def test_norm_rope_and_both_stores(d: int, dtype: torch.dtype) -> None:
     norm_rope(walled(qkv), walled(cos), walled(sin), layer, norms=inside, cache=fused, slots=slots)
     kv_store(walled(got[1]), walled(got[2]), apart, slots)
     for stored, mine, theirs in zip("kv", fused, apart, strict=False):
-        same = torch.equal(mine, theirs)
-        assert same, (
-            f"heads of {d}: norm_rope and kv_store put other {stored} in slots 5 and 23, or elsewhere"
-        )
+        what = f"heads of {d}: {stored} by norm_rope and by kv_store [block, token, head, number]"
+        assert_near(mine, theirs, TOLERANCE[dtype], what)
     others = [slot for slot in range(24) if slot not in (5, 23)]
     for part in fused[:2]:
         assert (part.flatten(0, 1)[others] == 7.0).all(), f"heads of {d}: padding, slot -1, was stored"
         assert (part.flatten(0, 1)[[5, 23]] != 7.0).any(-1).all(), f"heads of {d}: a head was not stored"
 
 
-@each_dtype
 @each_size
 @pytest.mark.parametrize("meet", [False, True], ids=["combined in the projection", "combined by the last"])
 def test_a_lone_token(meet: bool, d: int, dtype: torch.dtype) -> None:
@@ -164,7 +172,7 @@ def test_a_lone_token(meet: bool, d: int, dtype: torch.dtype) -> None:
         stored[at] = new[0]
         assert_near(mine[at], stored[at], TOLERANCE[dtype], f"heads of {d}: the newest {name} in the cache")
     attended = expected(batch)
-    limit = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    limit = 1e-5 if dtype == torch.float32 else 3e-2
     if meet:
         assert_near(
             parts.out.view_as(attended), attended, limit, f"heads of {d}: attention [token, head, number]"
@@ -177,7 +185,6 @@ def test_a_lone_token(meet: bool, d: int, dtype: torch.dtype) -> None:
     assert_near(got, product, limit, f"heads of {d}: projection [token, number]")
 
 
-@each_dtype
 @each_size
 @pytest.mark.parametrize("gate", [None, "silu"])
 @pytest.mark.parametrize("tokens", [1, 3])
@@ -201,6 +208,6 @@ def test_projections_of_one_token_and_of_few(
     # Few programs, since each takes the interpreter a millisecond; and more than one sweep where it can be.
     shape = GemvConfig(32, min(256, 1 << (size - 1).bit_length()))
     kernel = partial(gemv, config=shape) if tokens == 1 else few
-    limit = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    limit = 1e-5 if dtype == torch.float32 else 3e-2
     what = f"{tokens} tokens of {size} inputs, {gate or 'no'} gate: output [token, number]"
     assert_near(kernel(walled(x), walled(weight), **given), wanted, limit, what)

@@ -49,7 +49,7 @@ def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("meet", [False, True], ids=["combined in the projection", "combined by the last"])
 @pytest.mark.parametrize("feature", ["plain", "window", "cap"])
 @pytest.mark.parametrize("heads", [(6, 2), (3, 3)])
-@pytest.mark.parametrize("context", [0, 1, 15, 16, 17, 100])
+@pytest.mark.parametrize("context", [0, 1, 15, 16, 17, 101])
 def test_attention_of_a_lone_token(context: int, heads: tuple[int, int], feature: str, meet: bool) -> None:
     """From the QKV projection to the residual, against the kernels apart, with poison all around."""
     d, size = 32, 24
@@ -89,9 +89,8 @@ def test_attention_of_a_lone_token(context: int, heads: tuple[int, int], feature
     for name, mine, theirs in zip(("keys", "values"), cache[:2], batch.cache[:2], strict=True):
         wrong = ~torch.isclose(mine, theirs, equal_nan=True, atol=1e-5, rtol=1e-5)
         slots = wrong.flatten(0, 1).flatten(1).any(1).nonzero().flatten().tolist()
-        assert not slots, (
-            f"{context} keys, {heads} heads, {feature}: {name} were to be stored in slot {slot}, not {slots}"
-        )
+        what = f"{context} keys, {heads} heads, {feature}: {name} in slots"
+        assert not slots, f"{what} {slots} are wrong; the newest belongs in slot {slot}, padding nowhere"
 
 
 @pytest.mark.parametrize("size", [48, 512, 1536])
@@ -176,7 +175,7 @@ def test_a_step_of_a_few_tokens_runs_the_kernels_for_few(monkeypatch: pytest.Mon
     assert tokens == [6, 6, 3, 3, 2, 2], f"two layers; the prompts, then decodes: {tokens}"
     if DEVICE == "cpu":
         before = generate(paged_cache.load(model, **options), prompts, params)
-        assert [c.token_ids for c in after] == [c.token_ids for c in before]
+        assert [c.token_ids for c in after] == [c.token_ids for c in before], "not the tokens of phase 05"
 
 
 def test_a_step_of_one_token_takes_the_direct_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +193,7 @@ def test_a_step_of_one_token_takes_the_direct_way(monkeypatch: pytest.MonkeyPatc
         [[5, 6, 7]],
         params,
     )
-    assert [c.token_ids for c in after] == [c.token_ids for c in before]
+    assert [c.token_ids for c in after] == [c.token_ids for c in before], "not the tokens of phase 05"
     assert len(calls) == 2 * model.config.num_layers
 
 
@@ -209,4 +208,6 @@ def test_a_lone_request_gets_its_tokens_whatever_the_size_of_a_head(d: int) -> N
         model, kernels=True, latency=True, graphs=False, rehearsal=False, max_len=64, max_rows=1
     )
     after = generate(engine, [[5, 6, 7]], params)
-    assert [c.token_ids for c in after] == [c.token_ids for c in before]
+    assert [c.token_ids for c in after] == [c.token_ids for c in before], (
+        f"heads of {d}: not the tokens of phase 05"
+    )
