@@ -1,0 +1,168 @@
+"""Quantized layers by kernels: the linear layer, and a block whose numbers stay in eight bits between them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from forward.attention import Attention
+from quant.formats import Activations
+from quant.kernels.gemv import gemv8
+from quant.kernels.gemv4 import from_words, gemv4, to_words, words_fit
+from quant.kernels.inputs import Pending, Rounded, gated_rows, norm_rows, round_rows
+from quant.kernels.products import eight_by_eight, eight_by_eight_whole, eight_pays, unpack
+from quant.linear import QuantLinear
+from quant.weights import QuantizedWeight
+from triton_paged_attention.kernels.activation import gated
+from triton_paged_attention.kernels.norms import NormWeights, rms_norm
+from triton_paged_attention.kernels.rope import ProductScales
+from triton_paged_attention.layers import FusedBlock, FusedRMSNorm, Stream
+from triton_paged_attention.linear import FusedLinear
+
+
+class KernelLinear(FusedLinear):
+    """A `FusedLinear` whose weight has few bits. One token is a kernel; many are a product of the library.
+
+    run_ahead, out_dtype: see `cuda_graphs.latency.linear.LatencyLinear`.
+    """
+
+    run_ahead = True
+    out_dtype: torch.dtype | None = None
+    data: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    order: Tensor | None
+
+    def __init__(self, linear: QuantLinear) -> None:
+        nn.Module.__init__(self)
+        weight = linear.weight.per_channel()
+        self.scheme, self.shape = weight.scheme, weight.shape
+        data = to_words(weight) if self.scheme.weights == "int4" else weight.data
+        tensors = {"data": data, "scale": weight.scale, "zero": weight.zero, "order": weight.order}
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
+        self.register_parameter("bias", linear.bias)
+        self.eight = eight_pays(weight, data.device)
+
+    @staticmethod
+    def takes(linear: QuantLinear) -> bool:
+        """Whether there are kernels for a layer's weight."""
+        return linear.scheme.weights != "int4" or words_fit(linear.weight)
+
+    @property
+    def stored(self) -> QuantizedWeight:
+        """The weight as it lies here: four bits in words, see `to_words`, and `order` left out."""
+        return QuantizedWeight(self.scheme, self.data, self.scale, self.zero)
+
+    def quantized(self) -> QuantizedWeight:
+        """The weight in its usual form."""
+        weight = replace(self.stored, order=self.order)
+        if self.scheme.weights != "int4":
+            return weight
+        numbers = from_words(self.data, self.shape[1])
+        return replace(weight, data=numbers[:, ::2] | (numbers[:, 1::2] << 4))
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        norm: NormWeights | None = None,
+        gate: str | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """See `FusedLinear.forward`."""
+        alone = x.numel() == self.shape[1] and (self.bias is None or gate is None)
+        if alone and self.order is None:
+            return self._one(x, norm, gate, residual)
+        out = self.product(x if norm is None else rms_norm(x, *norm))
+        out = out if gate is None else gated(out, gate)
+        return out if residual is None else out + residual
+
+    def _one(
+        self, x: Tensor, norm: NormWeights | None, gate: str | None, residual: Tensor | None
+    ) -> Tensor:
+        """One token, in one kernel."""
+        if self.scheme.weights == "int4":
+            return gemv4(
+                x,
+                self.stored,
+                self.shape[1],
+                norm=norm,
+                bias=self.bias,
+                residual=residual,
+                gate=gate,
+                out_dtype=self.out_dtype,
+                run_ahead=self.run_ahead,
+            )
+        return gemv8(
+            x,
+            self.stored,
+            norm=norm,
+            bias=self.bias,
+            residual=residual,
+            gate=gate,
+            out_dtype=self.out_dtype,
+            run_ahead=self.run_ahead,
+        )
+
+    def product(self, x: Tensor) -> Tensor:
+        """See `FusedLinear.product`."""
+        x = x if self.order is None else x.index_select(-1, self.order)
+        kind = self.scheme.activations
+        if kind is not None and x.numel():
+            numbers = round_rows(x, kind)
+            if self.eight:
+                out = eight_by_eight_whole(numbers, self.stored, x.dtype).view(*x.shape[:-1], self.shape[0])
+                return out if self.bias is None else out + self.bias
+            x = (numbers.values.float() * numbers.scale[:, None]).to(x.dtype).view(x.shape)
+        return F.linear(x, unpack(self.stored, self.shape[1], x.dtype), self.bias)
+
+    def multiply(self, x: Rounded) -> Pending:
+        """The product with an input of eight bits, still to be scaled; for layers that are `eight`."""
+        return eight_by_eight(x, self.stored)
+
+
+class EightBitBlock(nn.Module):
+    """A `FusedBlock` between whose projections no number of 16 bits is written that has eight.
+
+    Norms and activations round what they make, and multiply what they read by its scales. A lone token goes
+    through the block as it was: there every projection is a kernel that does all this by itself.
+    """
+
+    def __init__(self, block: FusedBlock, kind: Activations) -> None:
+        super().__init__()
+        self.block, self.kind = block, kind
+
+    def forward(
+        self, x: Tensor | Stream, cos_sin: tuple[Tensor, Tensor], attention: Attention
+    ) -> Tensor | Stream:
+        """See `LlamaBlock.forward`."""
+        block, attend, mlp = self.block, self.block.self_attn, self.block.mlp
+        if isinstance(x, Tensor) and len(x) == 1:
+            return block(x, cos_sin, attention)
+        x, delta = x if isinstance(x, Stream) else (x, None)
+        total, normed = norm_rows(x, delta, block.input_layernorm.weights, self.kind)
+        qkv = attend.qkv_proj.multiply(normed)
+        pending = ProductScales(qkv.rows, qkv.columns, total.dtype)
+        mixed = attend.attend(qkv.values, cos_sin, attention, pending)
+        out = attend.o_proj.multiply(round_rows(mixed, self.kind))
+        total, normed = norm_rows(total, out, block.post_attention_layernorm.weights, self.kind)
+        both = gated_rows(mlp.gate_up_proj.multiply(normed), mlp.kind, self.kind, total.dtype)
+        return Stream(total, mlp.down_proj.multiply(both))  # type: ignore[arg-type]  # see PendingNorm
+
+
+class PendingNorm(FusedRMSNorm):
+    """The norm behind the last `EightBitBlock`, which has left its product to whoever reads it."""
+
+    def __init__(self, norm: FusedRMSNorm) -> None:
+        nn.Module.__init__(self)
+        self.weight, self.eps, self.one_plus = norm.weight, norm.eps, norm.one_plus
+
+    def add(self, x: Tensor, delta: Tensor | Pending) -> tuple[Tensor, Tensor]:
+        """See `FusedRMSNorm.add`."""
+        total, normed = norm_rows(x, delta, self.weights, None)
+        assert isinstance(normed, Tensor)
+        return total, normed

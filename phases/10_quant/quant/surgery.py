@@ -1,0 +1,43 @@
+"""The third surgery, after those of phases 06 and 09: kernels for quantized layers."""
+
+from __future__ import annotations
+
+import torch
+
+from forward.model import Model
+from quant.formats import Activations
+from quant.fused import QuantFusedLinear
+from quant.kernel_layers import EightBitBlock, KernelLinear, PendingNorm
+from triton_paged_attention.layers import FusedAttention, FusedBlock, FusedMLP, FusedRMSNorm
+from triton_paged_attention.surgery import replace
+
+
+def install(model: Model) -> Model:
+    """Put kernels in the places of quantized layers, and return the model, which is the same object."""
+    replace(model, QuantFusedLinear, lambda old: KernelLinear(old.linear) if KernelLinear.takes(old.linear) else old)
+    kinds = {name: eight_bits(block) for name, block in model.named_modules() if isinstance(block, FusedBlock)}
+    if kinds and all(kinds.values()) and isinstance(model.norm, FusedRMSNorm):
+        replace(model, FusedBlock, lambda block: EightBitBlock(block, eight_bits(block)))
+        model.norm = PendingNorm(model.norm)
+    for block in model.modules():
+        if isinstance(block, FusedAttention) and isinstance(block.qkv_proj, KernelLinear):
+            # What attention reads before its wait must be complete when it starts.
+            block.qkv_proj.run_ahead = False
+    if isinstance(model.lm_head, KernelLinear):
+        model.lm_head.out_dtype = torch.float32  # what is sampled
+    return model
+
+
+def eight_bits(block: FusedBlock) -> Activations | None:
+    """What a block's inputs are rounded to, if all its projections are products of eight bits."""
+    attend, mlp = block.self_attn, block.mlp
+    if not (isinstance(attend, FusedAttention) and isinstance(mlp, FusedMLP) and attend.fused and mlp.fused):
+        return None
+    layers = (attend.qkv_proj, attend.o_proj, mlp.gate_up_proj, mlp.down_proj)
+    kinds = {
+        layer.scheme.activations
+        for layer in layers
+        if isinstance(layer, KernelLinear) and layer.eight and layer.bias is None
+    }
+    plain = all(isinstance(layer, KernelLinear) and layer.eight and layer.bias is None for layer in layers)
+    return kinds.pop() if plain and len(kinds) == 1 else None
