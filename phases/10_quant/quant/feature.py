@@ -1,0 +1,62 @@
+"""Quantization as a feature of an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from common.errors import UserError, choice, integer
+from common.options import option
+from forward.loading import Linears
+from paged_cache import Feature, Parts
+from quant.formats import GROUPS, SCHEMES, Scheme
+from quant.joined import settle
+from quant.linear import QuantLinear
+from quant.loading import Quantize
+
+AUTO, PLAIN = "auto", "none"
+HEADS = {"int4": "int8"}
+"""What the head becomes by itself where it is not what the layers become: it loses most by four bits."""
+
+
+@dataclass(frozen=True)
+class Quant(Feature):
+    """Weights, keys and values in 8 or 4 bits; a checkpoint that is quantized already loads as it is."""
+
+    name: ClassVar[str] = "quant"
+    phase: ClassVar[int] = 10
+
+    quantization: str | None = option(
+        None, f"make the weights {', '.join(SCHEMES)} while loading; a quantized checkpoint needs nothing"
+    )
+    group_size: int = option(128, "inputs that share a scale in int4, less where that does not divide them")
+    head: str = option(AUTO, "the head's weights: auto, none (they stay as they are), or as quantization")
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        if self.quantization is not None:
+            choice("quantization", self.quantization, SCHEMES)
+        choice("head", self.head, [AUTO, PLAIN, *SCHEMES])
+        integer("group_size", self.group_size)
+        if self.group_size not in GROUPS:
+            sizes = ", ".join(map(str, sorted(GROUPS)))
+            raise UserError(f"group_size is {self.group_size}, but must be one of {sizes}")
+
+    def linears(self) -> Linears:
+        """See `Feature.linears`."""
+        head = self.head
+        if head == AUTO:
+            head = PLAIN if self.quantization is None else HEADS.get(self.quantization, self.quantization)
+        return Quantize(self._scheme(self.quantization), self._scheme(None if head == PLAIN else head))
+
+    def _scheme(self, name: str | None) -> Scheme | None:
+        if name is None:
+            return None
+        scheme = SCHEMES[name]
+        return scheme.with_group(self.group_size) if scheme.scales == "group" else scheme
+
+    def install(self, parts: Parts) -> None:
+        """The weights are there already; without kernels, layers take the form that is fastest on a CPU."""
+        plain = parts.model.device.type == "cpu" and "kernels" not in parts.features
+        if plain and any(isinstance(layer, QuantLinear) for layer in parts.model.modules()):
+            settle(parts.own_model())
