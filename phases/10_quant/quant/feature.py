@@ -56,7 +56,12 @@ class Quant(Feature):
         return scheme.with_group(self.group_size) if scheme.scales == "group" else scheme
 
     def install(self, parts: Parts) -> None:
-        """The weights are there already; without kernels, layers take the form that is fastest on a CPU."""
-        plain = parts.model.device.type == "cpu" and "kernels" not in parts.features
-        if plain and any(isinstance(layer, QuantLinear) for layer in parts.model.modules()):
+        """The weights are there already: layers take the form that is the fastest to multiply with here."""
+        if not any(isinstance(layer, QuantLinear) for layer in parts.model.modules()):
+            return
+        if "kernels" in parts.features:
+            from quant.surgery import install  # Triton comes with it
+
+            install(parts.own_model())
+        elif parts.model.device.type == "cpu":
             settle(parts.own_model())
