@@ -60,7 +60,7 @@ class Quant(Feature):
         return scheme.with_group(self.group_size) if scheme.scales == "group" else scheme
 
     def install(self, parts: Parts) -> None:
-        """Keys and values; and without kernels the layers' fastest form, for the weights are there already."""
+        """Keys and values; and without kernels the layers' fastest form, for the weights are there."""
         kind = stored_kind(parts.model) if self.kv_cache == AUTO else self.kv_cache
         if kind is not None and kind != PLAIN:
             parts.bring(self, kv=kv_format(parts.model, kind))

@@ -1,4 +1,4 @@
-"""Keys and values in eight bits: what a head's numbers are divided by, so that they use the range there is."""
+"""Keys and values in eight bits: what a head's numbers are divided by, to use the range there is."""
 
 from __future__ import annotations
 
