@@ -89,6 +89,7 @@ def load_weights(
         sources = _match(folder, stored, expected, rename, transform, tied)
         for target, source in sources.items():
             tensor = transform(target, stored[source].get_tensor(source))
+            tensor = tensor.reshape(tensor.shape or (1,))  # one number by itself is a vector of one
             # Copied even where nothing is converted: a view would keep the file mapped while the model lives.
             wanted = expected[target]
             rounded = isinstance(wanted, nn.Parameter) and wanted.dtype in _FLOATS.values()
@@ -157,7 +158,7 @@ def _match(
             raise UserError(f"{folder} stores {target} twice, as {sources[target]} and as {source}")
         sources[target] = source
         header = file.get_slice(source)
-        want, have = tuple(expected[target].shape), tuple(header.get_shape())
+        want, have = tuple(expected[target].shape), tuple(header.get_shape()) or (1,)
         if prod(have) == prod(want):  # no file can ask for a tensor that torch cannot even describe
             have = tuple(transform(target, torch.empty(have, device="meta")).shape)
         if have != want:

@@ -12,9 +12,9 @@ from quant.rtn import to_eight_bits
 def quantize_tokens(x: Tensor, kind: Activations) -> tuple[Tensor, Tensor]:
     """`x [..., K]` -> numbers `[..., K]`, scales `[..., 1]` float32; the largest takes the whole range."""
     x = x.float()
-    scale = x.abs().amax(dim=-1, keepdim=True) / LARGEST[kind]
+    scale = x.abs().amax(dim=-1, keepdim=True) * (1.0 / LARGEST[kind])
     scale = scale.clamp_min(torch.finfo(torch.float32).tiny)  # a token of zeros stays one
-    return to_eight_bits(x / scale, kind), scale
+    return to_eight_bits(x * scale.reciprocal(), kind), scale  # as the kernels do it: one division a token
 
 
 def rounded(x: Tensor, kind: Activations | None) -> Tensor:

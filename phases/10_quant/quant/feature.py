@@ -11,6 +11,7 @@ from forward.loading import Linears
 from paged_cache import Feature, Parts
 from quant.formats import GROUPS, SCHEMES, Scheme
 from quant.joined import settle
+from quant.kv import KV_DTYPES, kv_format, stored_kind
 from quant.linear import QuantLinear
 from quant.loading import Quantize
 
@@ -32,11 +33,14 @@ class Quant(Feature):
     group_size: int = option(128, "inputs that share a scale in int4, less where that does not divide them")
     head: str = option(AUTO, "the head's weights: auto, none (they stay as they are), or as quantization")
 
+    kv_cache: str = option(AUTO, "keys and values: auto (as the checkpoint says), fp8, int8, or none")
+
     def __post_init__(self) -> None:
         """Check the options."""
         if self.quantization is not None:
             choice("quantization", self.quantization, SCHEMES)
         choice("head", self.head, [AUTO, PLAIN, *SCHEMES])
+        choice("kv_cache", self.kv_cache, [AUTO, PLAIN, *KV_DTYPES])
         integer("group_size", self.group_size)
         if self.group_size not in GROUPS:
             sizes = ", ".join(map(str, sorted(GROUPS)))
@@ -56,7 +60,10 @@ class Quant(Feature):
         return scheme.with_group(self.group_size) if scheme.scales == "group" else scheme
 
     def install(self, parts: Parts) -> None:
-        """The weights are there already: layers take the form that is the fastest to multiply with here."""
+        """Keys and values; and the layers' fastest form, for the weights are there already."""
+        kind = stored_kind(parts.model) if self.kv_cache == AUTO else self.kv_cache
+        if kind is not None and kind != PLAIN:
+            parts.bring(self, kv=kv_format(parts.model, kind))
         if not any(isinstance(layer, QuantLinear) for layer in parts.model.modules()):
             return
         if "kernels" in parts.features:

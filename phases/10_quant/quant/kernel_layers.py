@@ -120,9 +120,9 @@ class KernelLinear(FusedLinear):
             x = (numbers.values.float() * numbers.scale[:, None]).to(x.dtype).view(x.shape)
         return F.linear(x, unpack(self.stored, self.shape[1], x.dtype), self.bias)
 
-    def multiply(self, x: Rounded) -> Pending:
-        """The product with an input of eight bits, still to be scaled; for layers that are `eight`."""
-        return eight_by_eight(x, self.stored)
+    def multiply(self, x: Rounded, dtype: torch.dtype) -> Pending | Tensor:
+        """The product with an input of eight bits, perhaps still to be scaled; for layers that are `eight`."""
+        return eight_by_eight(x, self.stored, dtype)
 
 
 class EightBitBlock(nn.Module):
@@ -145,13 +145,15 @@ class EightBitBlock(nn.Module):
             return block(x, cos_sin, attention)
         x, delta = x if isinstance(x, Stream) else (x, None)
         total, normed = norm_rows(x, delta, block.input_layernorm.weights, self.kind)
-        qkv = attend.qkv_proj.multiply(normed)
-        pending = ProductScales(qkv.rows, qkv.columns, total.dtype)
-        mixed = attend.attend(qkv.values, cos_sin, attention, pending)
-        out = attend.o_proj.multiply(round_rows(mixed, self.kind))
+        dtype = total.dtype
+        qkv, pending = attend.qkv_proj.multiply(normed, dtype), None
+        if isinstance(qkv, Pending):
+            qkv, pending = qkv.values, ProductScales(qkv.rows, qkv.columns, dtype)
+        mixed = attend.attend(qkv, cos_sin, attention, pending)
+        out = attend.o_proj.multiply(round_rows(mixed, self.kind), dtype)
         total, normed = norm_rows(total, out, block.post_attention_layernorm.weights, self.kind)
-        both = gated_rows(mlp.gate_up_proj.multiply(normed), mlp.kind, self.kind, total.dtype)
-        return Stream(total, mlp.down_proj.multiply(both))  # type: ignore[arg-type]  # see PendingNorm
+        both = gated_rows(mlp.gate_up_proj.multiply(normed, dtype), mlp.kind, self.kind, dtype)
+        return Stream(total, mlp.down_proj.multiply(both, dtype))  # type: ignore[arg-type]  # see PendingNorm
 
 
 class PendingNorm(FusedRMSNorm):

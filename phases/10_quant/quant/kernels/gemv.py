@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cuda_graphs.latency.tables import GemvConfig
 from quant.formats import BLOCK, LARGEST
-from quant.kernels.inputs import rounded, token_scale
+from quant.kernels.inputs import hardware_rounds, rounded, token_scale
 from quant.weights import QuantizedWeight
 from triton_paged_attention.hardware import dependent_launch
 from triton_paged_attention.kernels.activation import KINDS, activate
@@ -23,38 +23,27 @@ from triton_paged_attention.kernels.norms import NormWeights
 
 
 @triton.jit
-def load_input(
-    x, norm_weight, at, K: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr
-):  # fmt: skip
-    """Numbers of the input, float32, times the norm's weight if there is one: still to be normalized."""
-    value = tl.load(x + at, mask=at < K, other=0.0).to(tl.float32)
-    if NORM:
-        g = tl.load(norm_weight + at, mask=at < K, other=0.0).to(tl.float32)
-        value = value * (g + 1.0 if ONE_PLUS else g)
-    return value
+def sum_and_top(square_a, top_a, square_b, top_b):
+    """Two reductions in one: a sum, and a maximum."""
+    return square_a + square_b, tl.maximum(top_a, top_b)
 
 
 @triton.jit
-def input_scales(
-    x, norm_weight, k, eps, K: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr,
-    ROUND: tl.constexpr, LARGEST: tl.constexpr,
-):  # fmt: skip
-    """What the norm multiplies the input by, and the scale of the input rounded to eight bits."""
+def input_scales(squares, top, eps, K: tl.constexpr, NORM: tl.constexpr, ROUND: tl.constexpr):
+    """What a norm multiplies its input by, and the largest magnitude behind it.
+
+    squares, top: of the input, and of the input times the norm's weight, still `[n]`. Programs repeat this,
+    and every reduction is a wait: so there is one.
+    """
     norm = 1.0
-    if NORM:
-        squares = tl.zeros([BLOCK_K], tl.float32)
-        for start in tl.static_range(0, K, BLOCK_K):
-            part = tl.load(x + start + k, mask=start + k < K, other=0.0).to(tl.float32)
-            squares += part * part
+    if NORM and ROUND:
+        squares, top = tl.reduce((squares, top), 0, sum_and_top)
+        norm = tl.rsqrt(squares / K + eps)
+    elif NORM:
         norm = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
-    scale = 1.0
-    if ROUND:
-        top = tl.zeros([BLOCK_K], tl.float32)
-        for start in tl.static_range(0, K, BLOCK_K):
-            top = tl.maximum(top, tl.abs(load_input(x, norm_weight, start + k, K, NORM, ONE_PLUS)))
-        top = (tl.max(top, axis=0) * norm).to(x.dtype.element_ty).to(tl.float32)
-        scale = token_scale(top, LARGEST)
-    return norm, scale
+    elif ROUND:
+        top = tl.max(top, axis=0)
+    return norm, top * norm
 
 
 @triton.jit
@@ -62,7 +51,8 @@ def gemv8_kernel(
     out, x, weight, weight_scale, norm_weight, bias, residual, eps, N, scale_stride,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, SIDE: tl.constexpr, NORM: tl.constexpr,
     ONE_PLUS: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
-    ROUND: tl.constexpr, LARGEST: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
+    ROUND: tl.constexpr, LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr,
+    PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
     """One program per `ROWS` outputs. SIDE: of blocks that share a scale; 0: a row does.
 
@@ -92,7 +82,22 @@ def gemv8_kernel(
             gdc_launch_dependents()
     if ADD:
         added += tl.load(residual + row, mask=row < N, other=0.0).to(tl.float32)
-    norm, scale = input_scales(x, norm_weight, k, eps, K, BLOCK_K, NORM, ONE_PLUS, ROUND, LARGEST)
+    # The whole input at once, so that its loads wait together; and then its scales, once.
+    parts = ()
+    squares = tl.zeros([BLOCK_K], tl.float32)
+    top = tl.zeros([BLOCK_K], tl.float32)
+    for start in tl.static_range(0, K, BLOCK_K):
+        part = tl.load(x + start + k, mask=start + k < K, other=0.0).to(tl.float32)
+        if NORM:
+            squares += part * part
+            g = tl.load(norm_weight + start + k, mask=start + k < K, other=0.0).to(tl.float32)
+            part = part * (g + 1.0 if ONE_PLUS else g)
+        top = tl.maximum(top, tl.abs(part))
+        parts += (part,)  # type: ignore[assignment]
+    norm, largest = input_scales(squares, top, eps, K, NORM, ROUND)
+    scale, inverse = 1.0, 1.0
+    if ROUND:
+        scale, inverse = token_scale(largest.to(x.dtype.element_ty).to(tl.float32), LARGEST)
     total = tl.zeros([ROWS], tl.float32)
     total_up = tl.zeros([ROWS], tl.float32)
     for start in tl.static_range(0, K, BLOCK_K):
@@ -101,10 +106,11 @@ def gemv8_kernel(
             w = tl.load(weight + at + start, mask=mask, other=0.0)
             if GATED:
                 up = tl.load(weight + up_at + start, mask=mask, other=0.0)
-        vector = load_input(x, norm_weight, start + k, K, NORM, ONE_PLUS) * norm
-        vector = vector.to(x.dtype.element_ty).to(tl.float32)  # rounded as a norm apart
+        vector = parts[start // BLOCK_K]
+        if NORM:
+            vector = (vector * norm).to(x.dtype.element_ty).to(tl.float32)  # rounded as a norm apart
         if ROUND:
-            vector = rounded(vector, scale, LARGEST, WHOLE)
+            vector = rounded(vector * inverse, LARGEST, WHOLE, HARDWARE)
         product = w.to(tl.float32) * vector[None, :]
         if SIDE == 0:
             total += tl.sum(product, axis=1)
@@ -141,9 +147,9 @@ def block_sum(
 
 
 def gemv8_default(rows: int, size: int, gated: bool) -> GemvConfig:
-    """About 32 KiB a program, as in half precision: half the programs for the same rows."""
+    """About 64 KiB a program, and at least 256 programs: each repeats what is done to the input."""
     block_k = min(4096, max(BLOCK, triton.next_power_of_2(size)))
-    wanted = max(1, min(32_768 // (size * (2 if gated else 1)), rows // 256))
+    wanted = max(1, min(65_536 // (block_k * (2 if gated else 1)), rows // 256))
     return GemvConfig(1 << (wanted.bit_length() - 1), block_k, 4 if size <= 2048 else 8, late=size > block_k)
 
 
@@ -175,7 +181,7 @@ def gemv8(
         K=size, ROWS=shape.rows, BLOCK_K=shape.block_k, SIDE=BLOCK if blocks else 0, NORM=norm is not None,
         ONE_PLUS=one_plus, BIAS=bias is not None, ADD=residual is not None, GATED=gate is not None,
         KIND=0 if gate is None else KINDS[gate], ROUND=scheme.activations is not None,
-        LARGEST=LARGEST[scheme.activations or "fp8"], WHOLE=scheme.activations == "int8", PDL=early,
+        LARGEST=LARGEST[scheme.activations or "fp8"], WHOLE=scheme.activations == "int8", HARDWARE=hardware_rounds(x.device), PDL=early,
         TRIGGER=2 if shape.late else (0 if run_ahead else 1),
         num_warps=shape.num_warps, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip

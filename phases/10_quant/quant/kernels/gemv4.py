@@ -17,7 +17,8 @@ from torch.nn.functional import pad
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cuda_graphs.latency.tables import GemvConfig
-from quant.kernels.gemv import input_scales, load_input
+from quant.kernels.gemv import input_scales
+from quant.kernels.inputs import token_scale
 from quant.weights import QuantizedWeight, unpack_nibbles
 from triton_paged_attention.hardware import dependent_launch
 from triton_paged_attention.kernels.activation import KINDS, activate
@@ -133,9 +134,28 @@ def gemv4_kernel(
             gdc_launch_dependents()
     if ADD:
         added += tl.load(residual + row, mask=row < N, other=0.0).to(tl.float32)
-    k = tl.arange(0, BLOCK_K)
-    norm, top = input_scales(x, norm_weight, k, eps, K, BLOCK_K, NORM, ONE_PLUS, True, 1.0)
     first = (q // 4 * 128 + q % 4 * 8)[:, None] + 2 * tl.arange(0, 4)[None, :]
+    # The whole input at once, in the order of the words: pairs of neighbours, four pairs a word.
+    low, high = (), ()
+    squares = tl.zeros([BLOCK_K // 32, 4], tl.float32)
+    top = tl.zeros([BLOCK_K // 32, 4], tl.float32)
+    for start in tl.static_range(0, K, BLOCK_K):
+        for part in tl.static_range(8):
+            at = start + first + part // 2 * 32 + part % 2
+            value = tl.load(x + at, mask=at < K, other=0.0).to(tl.float32)
+            if NORM:
+                squares += value * value
+                g = tl.load(norm_weight + at, mask=at < K, other=0.0).to(tl.float32)
+                value = value * (g + 1.0 if ONE_PLUS else g)
+            top = tl.maximum(top, tl.abs(value))
+            if part % 2 == 0:
+                low += (value,)  # type: ignore[assignment]
+            else:
+                high += (value,)  # type: ignore[assignment]
+    norm, largest = input_scales(
+        tl.reshape(squares, [BLOCK_K // 8]), tl.reshape(top, [BLOCK_K // 8]), eps, K, NORM, True
+    )
+    scale_x, inverse = token_scale(largest, 1.0)
     total = tl.zeros([ROWS, BLOCK_K // 32], tl.float32)
     total_up = tl.zeros([ROWS, BLOCK_K // 32], tl.float32)
     for start in tl.static_range(0, K, BLOCK_K):
@@ -143,31 +163,30 @@ def gemv4_kernel(
             words = load_words(weight, row, start, q, N, K)
             if GATED:
                 up_words = load_words(weight, row + N, start, q, whole, K)
-        low, high = (), ()
+        even, odd = (), ()
         for part in tl.static_range(4):
-            at = start + first + 32 * part
-            a = (load_input(x, norm_weight, at, K, NORM, ONE_PLUS) * norm).to(x.dtype.element_ty)
-            b = (load_input(x, norm_weight, at + 1, K, NORM, ONE_PLUS) * norm).to(x.dtype.element_ty)
-            low += (a.to(tl.float32) / top,)  # type: ignore[assignment]
-            high += (b.to(tl.float32) / top,)  # type: ignore[assignment]
-        total += sums(words, low, high, scale, zero, row, start, q, N, K, GROUP, ZEROS, ASM)
+            a = (low[start // BLOCK_K * 4 + part] * norm).to(x.dtype.element_ty).to(tl.float32)
+            b = (high[start // BLOCK_K * 4 + part] * norm).to(x.dtype.element_ty).to(tl.float32)
+            even += (a * inverse,)  # type: ignore[assignment]
+            odd += (b * inverse,)  # type: ignore[assignment]
+        total += sums(words, even, odd, scale, zero, row, start, q, N, K, GROUP, ZEROS, ASM)
         if GATED:
             total_up += sums(
-                up_words, low, high, scale, zero, row + N, start, q, whole, K, GROUP, ZEROS, ASM
+                up_words, even, odd, scale, zero, row + N, start, q, whole, K, GROUP, ZEROS, ASM
             )
     if PDL and TRIGGER == 2:
         gdc_launch_dependents()
-    result = tl.sum(total, axis=1) * top
+    result = tl.sum(total, axis=1) * scale_x
     if GATED:
-        result = activate(result, KIND) * (tl.sum(total_up, axis=1) * top)
+        result = activate(result, KIND) * (tl.sum(total_up, axis=1) * scale_x)
     tl.store(out + row, (result + added).to(out.dtype.element_ty), mask=row < N)
 
 
 def gemv4_default(rows: int, size: int, gated: bool) -> GemvConfig:
-    """About 16 KiB a program."""
+    """About 32 KiB a program, and at least 256 programs."""
     block_k = min(4096, max(SPAN, triton.next_power_of_2(size)))
-    wanted = max(1, min(32_768 // (block_k * (2 if gated else 1)), rows // 256))
-    return GemvConfig(1 << (wanted.bit_length() - 1), block_k, 4, late=size > block_k)
+    wanted = max(1, min(65_536 // (block_k * (2 if gated else 1)), rows // 256))
+    return GemvConfig(1 << (wanted.bit_length() - 1), block_k, 8 if size > 2048 else 4, late=size > block_k)
 
 
 def gemv4(

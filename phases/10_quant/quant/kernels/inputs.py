@@ -16,8 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from quant.formats import DTYPES, LARGEST, Activations
+from triton_paged_attention.hardware import at_least
 from triton_paged_attention.kernels.activation import KINDS, activate
 from triton_paged_attention.kernels.norms import NormWeights
+
+
+ADA = (8, 9)
+"""Compute capability from which a GPU knows e4m3."""
 
 
 class Rounded(NamedTuple):
@@ -41,8 +46,9 @@ class Pending(NamedTuple):
 
 @triton.jit
 def token_scale(top, LARGEST: tl.constexpr):
-    """The scale of a token whose largest magnitude is `top`; one of zeros stays one."""
-    return tl.maximum(tl.div_rn(top, LARGEST), 1.1754943508222875e-38)
+    """The scale of a token whose largest magnitude is `top`, and what divides by it; one of zeros stays one."""
+    scale = tl.maximum(top * (1.0 / LARGEST), 1.1754943508222875e-38)
+    return scale, tl.div_rn(1.0, scale)
 
 
 @triton.jit
@@ -55,15 +61,17 @@ def to_even(y):
 
 
 @triton.jit
-def rounded(y, scale, LARGEST: tl.constexpr, WHOLE: tl.constexpr):
-    """Numbers `y` over `scale` as eight bits can hold them, in float32: whole ones, or e4m3.
+def rounded(y, LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr):
+    """Numbers as eight bits can hold them, in float32: whole ones, or e4m3.
 
-    Hardware converts to e4m3 by itself, but not every GPU has that, and the interpreter's conversion loses a
-    carry. A number of e4m3 has three bits behind its first, and below 2^-6 it is a multiple of 2^-9.
+    HARDWARE: it converts to e4m3 by itself. Not every GPU does, and the interpreter's conversion loses a carry.
+    A number of e4m3 has three bits behind its first; below 2^-6 it is a multiple of 2^-9.
     """
-    y = tl.minimum(tl.maximum(tl.div_rn(y, scale), -LARGEST), LARGEST)
+    y = tl.minimum(tl.maximum(y, -LARGEST), LARGEST)
     if WHOLE:
         y = to_even(y)
+    elif HARDWARE:
+        y = y.to(tl.float8e4nv).to(tl.float32)
     else:
         bits = y.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
@@ -81,12 +89,15 @@ def load_row(values, token_scales, channel_scales, token, at, i, mask, PENDING: 
 
 
 @triton.jit
-def store_row(out, out_scale, y, token, at, mask, ROUND: tl.constexpr, LARGEST: tl.constexpr, WHOLE: tl.constexpr):
+def store_row(
+    out, out_scale, y, token, at, mask, ROUND: tl.constexpr, LARGEST: tl.constexpr, WHOLE: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):  # fmt: skip
     """A token's row, rounded to eight bits with a scale of its own, or as it is."""
     if ROUND:
-        scale = token_scale(tl.max(tl.abs(y), axis=0), LARGEST)
+        scale, inverse = token_scale(tl.max(tl.abs(y), axis=0), LARGEST)
         tl.store(out_scale + token, scale)
-        y = rounded(y, scale, LARGEST, WHOLE)
+        y = rounded(y * inverse, LARGEST, WHOLE, HARDWARE)
     tl.store(out + at, y.to(out.dtype.element_ty), mask=mask)
 
 
@@ -95,6 +106,7 @@ def norm_rows_kernel(
     out, out_scale, total, x, delta, delta_rows, delta_columns, weight, eps,
     SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, ADD: tl.constexpr, PENDING: tl.constexpr,
     NORM: tl.constexpr, ONE_PLUS: tl.constexpr, ROUND: tl.constexpr, LARGEST: tl.constexpr, WHOLE: tl.constexpr,
+    HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """One program per token: add, norm, round."""
     token = tl.program_id(0).to(tl.int64)
@@ -114,25 +126,41 @@ def norm_rows_kernel(
         if ONE_PLUS:
             w += 1.0
         y = (y * tl.rsqrt(tl.sum(y * y, axis=0) / SIZE + eps) * w).to(kind).to(tl.float32)
-    store_row(out, out_scale, y, token, at, mask, ROUND, LARGEST, WHOLE)
+    store_row(out, out_scale, y, token, at, mask, ROUND, LARGEST, WHOLE, HARDWARE)
 
 
 @triton.jit
 def gated_rows_kernel(
     out, out_scale, gate_up, token_scales, channel_scales,
-    SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, KIND: tl.constexpr, PENDING: tl.constexpr,
-    HALF: tl.constexpr, LARGEST: tl.constexpr, WHOLE: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, PENDING: tl.constexpr,
+    HALF: tl.constexpr, LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """One program per token: activation, product, round. HALF: the type that the model computes in."""
     token = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, SIZE_PAD)
-    mask = i < SIZE
-    at = token * 2 * SIZE + i
-    gate = load_row(gate_up, token_scales, channel_scales, token, at, i, mask, PENDING)
-    up = load_row(gate_up, token_scales, channel_scales + SIZE, token, at + SIZE, i, mask, PENDING)
-    gate, up = gate.to(HALF).to(tl.float32), up.to(HALF).to(tl.float32)
-    y = (activate(gate, KIND) * up).to(HALF).to(tl.float32)
-    store_row(out, out_scale, y, token, token * SIZE + i, mask, True, LARGEST, WHOLE)
+    i = tl.arange(0, BLOCK)
+    top = tl.zeros([BLOCK], tl.float32)
+    parts = ()  # in registers until the token's scale is known
+    for start in tl.static_range(0, SIZE, BLOCK):
+        here = start + i
+        mask = here < SIZE
+        at = token * 2 * SIZE + here
+        gate = load_row(gate_up, token_scales, channel_scales, token, at, here, mask, PENDING)
+        up = load_row(gate_up, token_scales, channel_scales + SIZE, token, at + SIZE, here, mask, PENDING)
+        gate, up = gate.to(HALF).to(tl.float32), up.to(HALF).to(tl.float32)
+        y = (activate(gate, KIND) * up).to(HALF)
+        top = tl.maximum(top, tl.abs(y.to(tl.float32)))
+        parts += (y,)  # type: ignore[assignment]
+    scale, inverse = token_scale(tl.max(top, axis=0), LARGEST)
+    tl.store(out_scale + token, scale)
+    for part in tl.static_range((SIZE + BLOCK - 1) // BLOCK):
+        here = part * BLOCK + i
+        y = rounded(parts[part].to(tl.float32) * inverse, LARGEST, WHOLE, HARDWARE)
+        tl.store(out + token * SIZE + here, y.to(out.dtype.element_ty), mask=here < SIZE)
+
+
+def hardware_rounds(device: torch.device) -> bool:
+    """Whether a device converts to e4m3 by itself."""
+    return device.type == "cuda" and at_least(device, ADA)
 
 
 def _warps(padded: int) -> int:
@@ -173,7 +201,7 @@ def norm_rows(
             out, scale, total, x, x if values is None else values.contiguous(), rows, columns, weight, eps,
             SIZE=size, SIZE_PAD=padded, ADD=delta is not None, PENDING=pending, NORM=norm is not None,
             ONE_PLUS=one_plus, ROUND=kind is not None, LARGEST=LARGEST[kind or "fp8"], WHOLE=kind == "int8",
-            num_warps=_warps(padded),
+            HARDWARE=hardware_rounds(x.device), num_warps=_warps(padded),
         )  # fmt: skip
     return total, out if kind is None else Rounded(out, scale)
 
@@ -195,12 +223,13 @@ def gated_rows(gate_up: Pending | Tensor, gate: str, kind: Activations, dtype: t
     size = values.shape[-1] // 2
     out, scale = _room(values, size, kind)
     rows, columns = gate_up[1:] if isinstance(gate_up, Pending) else (scale, scale)
-    padded = triton.next_power_of_2(size)
+    block = min(4096, triton.next_power_of_2(size))
     if values.numel():
         gated_rows_kernel[(len(out),)](
             out, scale, values, rows, columns,
-            SIZE=size, SIZE_PAD=padded, KIND=KINDS[gate], PENDING=pending, HALF=TYPES[dtype],
-            LARGEST=LARGEST[kind], WHOLE=kind == "int8", num_warps=_warps(padded),
+            SIZE=size, BLOCK=block, KIND=KINDS[gate], PENDING=pending, HALF=TYPES[dtype],
+            LARGEST=LARGEST[kind], WHOLE=kind == "int8", HARDWARE=hardware_rounds(values.device),
+            num_warps=_warps(block),
         )  # fmt: skip
     return Rounded(out, scale)
 

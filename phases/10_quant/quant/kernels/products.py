@@ -16,12 +16,27 @@ LEAST_ROWS = 32
 """What the library's product of whole numbers wants at least (it asks for more than 16)."""
 
 
-def eight_by_eight(x: Rounded, weight: QuantizedWeight) -> Pending:
-    """`x` times an eight-bit weight whose scales are by channel; both scales are still to be multiplied.
+MANY = 1024
+"""Tokens from which a product with a scale for each row and column is as fast as one without."""
 
-    With one scale for all, the library has a faster product than with a scale for each row and column: so it
-    is told that all scales are 1, and the next kernel does the rest.
+
+def eight_by_eight(x: Rounded, weight: QuantizedWeight, dtype: torch.dtype) -> Pending | Tensor:
+    """`x` times an eight-bit weight whose scales are by channel; of few tokens they are still to be multiplied.
+
+    With one scale for all, the library has a faster product of few tokens than with a scale for each row and
+    column: so it is told that all scales are 1, and the next kernel does the rest.
     """
+    if len(x.values) >= MANY and _scales_inside(x, weight, dtype):
+        return eight_by_eight_whole(x, weight, dtype)
+    return _pending(x, weight)
+
+
+def _scales_inside(x: Rounded, weight: QuantizedWeight, dtype: torch.dtype) -> bool:
+    """Whether the library multiplies by the scales itself."""
+    return x.values.is_cuda and weight.data.dtype == torch.float8_e4m3fn and dtype == torch.bfloat16
+
+
+def _pending(x: Rounded, weight: QuantizedWeight) -> Pending:
     values, data = x.values, weight.data
     if values.is_cuda and data.dtype == torch.float8_e4m3fn:
         one = _one(values.device)
@@ -39,12 +54,12 @@ def eight_by_eight(x: Rounded, weight: QuantizedWeight) -> Pending:
 
 def eight_by_eight_whole(x: Rounded, weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     """The same with both scales multiplied: `[T, N]`."""
-    if x.values.is_cuda and weight.data.dtype == torch.float8_e4m3fn and dtype == torch.bfloat16:
+    if _scales_inside(x, weight, dtype):
         return torch._scaled_mm(
             x.values, weight.data.t(), scale_a=x.scale[:, None], scale_b=weight.scale[None],
             out_dtype=dtype, use_fast_accum=True,
         )  # fmt: skip
-    return eight_by_eight(x, weight).finished(dtype)
+    return _pending(x, weight).finished(dtype)
 
 
 _ones: dict[torch.device, Tensor] = {}
