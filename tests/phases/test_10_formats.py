@@ -484,9 +484,9 @@ def test_a_product_is_that_of_the_weights_it_stands_for(name: str, tokens: int, 
     layer.settle()
     got = layer(x)
     assert got.shape == want.shape and got.dtype == x.dtype
-    # Inputs of some routines are rounded to bfloat16, which is 1 / 256 of each of 256.
+    # Some routines round inputs, and offsets of groups, to bfloat16.
     worst = float((got - want).abs().max() / want.abs().max())
-    assert worst < 6e-3, f"{name}, {tokens} tokens: off by {worst:.1e} of the largest output"
+    assert worst < 1e-2, f"{name}, {tokens} tokens: off by {worst:.1e} of the largest output"
     assert torch.equal(layer.exact(x), want), f"{name}: the weight is another one in its fastest form"
 
 
