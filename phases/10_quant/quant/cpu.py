@@ -29,6 +29,8 @@ SOME = 32
 """Up to how many tokens the input goes in two parts of eight bits."""
 _GROUPS = (32, 64, 128, 256)
 """Sizes of groups that the four-bit routine knows."""
+_OUTPUTS = 16
+"""It takes so many outputs at a time."""
 _LOWER = 254.0
 """How much finer the second part's steps are: half a step of the first is 127 of them."""
 
@@ -67,9 +69,9 @@ def w8a8_product(x: Tensor, data: Tensor, scale: Tensor) -> Tensor:
     return torch._int_mm(numbers, data.t()).float().mul_(steps).mul_(scale).to(x.dtype)
 
 
-def tiles_fit(scheme: Scheme) -> bool:
-    """Whether the four-bit routine can read a scheme."""
-    return scheme.weights == "int4" and scheme.group in _GROUPS
+def tiles_fit(scheme: Scheme, n: int) -> bool:
+    """Whether the four-bit routine can read weights of a scheme with `n` outputs."""
+    return scheme.weights == "int4" and scheme.group in _GROUPS and n % _OUTPUTS == 0
 
 
 def to_tiles(data: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ def quantize(
 
 
 def _inverse(hessian: Tensor) -> Tensor:
-    """The upper Cholesky factor of the inverse: row `i` is how input `i`'s error goes on to those after it."""
+    """The upper Cholesky factor of the inverse: row `i` passes input `i`'s error on to those after it."""
     hessian = hessian.double()
     hessian.diagonal().add_(DAMPING * hessian.diagonal().mean())
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))

@@ -50,7 +50,8 @@ class QuantLinear(nn.Module):
 
     def settle(self) -> None:
         """Take the form that is the fastest to multiply with where the layer is now; no second copy stays."""
-        if self.tiles is None and self.data.device.type == "cpu" and cpu.tiles_fit(self.scheme):
+        about = self.scheme, self.shape[0]
+        if self.tiles is None and self.data.device.type == "cpu" and cpu.tiles_fit(*about):
             self.tiles = cpu.to_tiles(self.data)
             self.data = self.data.new_empty((self.shape[0], 0))
             self.scale_zero = cpu.scale_zero(self.scale, self.zero)

@@ -68,7 +68,7 @@ def predictions(model: Model, attention: Attention, ids: Tensor) -> Tensor:
 
 
 def difference(true: Tensor, found: Tensor, came: Tensor) -> Tensor:
-    """Sums over the rows of log probabilities `[R, V]`: divergence, loss on `came [R]`, same first choices."""
+    """Sums over rows of log probabilities `[R, V]`: divergence, loss on `came [R]`, same first choices."""
     kl = (true.exp() * (true - found)).sum(dtype=torch.float64)
     loss = -found.gather(1, came[:, None]).sum(dtype=torch.float64)
     return torch.stack([kl, loss, (true.argmax(-1) == found.argmax(-1)).sum().double()]).cpu()
