@@ -20,8 +20,15 @@ from quant.kernels.gemv4 import from_words, to_words
 from quant.kernels.inputs import Pending, gated_rows, norm_rows, round_rows
 from quant.linear import QuantLinear
 from quant.rtn import quantize
+from forward.attention import LayerSpec
+from paged_cache.pool import LayerCache
 from quant.weights import QuantizedWeight
+from triton_paged_attention.decode import paged_decode
+from triton_paged_attention.kernels.kv_store import kv_store
 from triton_paged_attention.kernels.norms import NormWeights
+from triton_paged_attention.kernels.rope import HeadNorms, ProductScales, norm_rope
+from triton_paged_attention.prefill import paged_prefill, query_tiles
+from triton_paged_attention.tuning.tables import DecodeConfig, PrefillConfig
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
@@ -151,3 +158,83 @@ def test_a_joined_layer_becomes_one_of_kernels(rng: torch.Generator) -> None:
     layer = KernelLinear(QuantFusedLinear.of(*parts).linear)
     x = torch.randn(4, 64, device=DEVICE, generator=rng).to(DTYPE)
     assert_close(layer(x), torch.cat([part.exact(x) for part in parts], dim=-1), "joined")
+
+
+# Keys and values of eight bits, those of two tokens side by side.
+
+
+def caches(lens: list[int], size: int, kv_heads: int, d: int, rng: torch.Generator) -> tuple[LayerCache, LayerCache, Tensor]:
+    """The same keys and values one by one and in pairs, and the block tables that both have."""
+    per = [-(-n // size) for n in lens]
+    tables = torch.full((len(lens), max(per) + 1), 10**6, dtype=torch.int32)
+    order, at = torch.randperm(sum(per)).to(torch.int32), 0
+    for row, count in enumerate(per):
+        tables[row, :count], at = order[at : at + count], at + count
+    scales = torch.rand(2, kv_heads, device=DEVICE, generator=rng) / 50 + 0.01
+    shape = (sum(per), size, kv_heads, d)
+    made = []
+    for paired in (False, True):
+        data = torch.full((2, *shape), float("nan"), device=DEVICE).to(torch.float8_e4m3fn)
+        made.append(LayerCache(data[0], data[1], *scales, paired))
+    for row, n in enumerate(lens):
+        k, v = torch.randn(2, n, kv_heads, d, device=DEVICE, generator=rng).to(DTYPE)
+        places = torch.arange(n)
+        slots = (tables[row, places // size].long() * size + places % size).to(DEVICE)
+        for cache in made:
+            kv_store(k, v, cache, slots)
+    return made[0], made[1], tables.to(DEVICE)
+
+
+@pytest.mark.parametrize("d", [16, 40, 64])
+@pytest.mark.parametrize(("size", "block_n"), [(16, 16), (32, 16), (6, 16), (2, 32)])
+@pytest.mark.parametrize("window", [None, 9])
+def test_attention_reads_values_in_pairs(
+    d: int, size: int, block_n: int, window: int | None, rng: torch.Generator
+) -> None:
+    lens, queries, heads, kv_heads = [1, 2, 33, 40, 7], [1, 1, 1, 1, 1], 6, 2
+    one, two, tables = caches(lens, size, kv_heads, d, rng)
+    contexts = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
+    q = torch.randn(len(lens), heads, d, device=DEVICE, generator=rng).to(DTYPE)
+    for splits in (1, 4):
+        config = DecodeConfig(block_n, 2, 2, splits)
+        found, wanted = (
+            paged_decode(q, cache, tables, contexts, scale=d**-0.5, sliding_window=window, config=config)
+            for cache in (two, one)
+        )
+        assert_close(found, wanted, f"decode, {splits} splits")
+    queries = [1, 2, 20, 5, 7]
+    q = torch.randn(sum(queries), heads, d, device=DEVICE, generator=rng).to(DTYPE)
+    tiles = torch.from_numpy(query_tiles(queries, lens, 16 // (heads // kv_heads))).to(DEVICE)
+    config = PrefillConfig(16, block_n, 2, 2)
+    found, wanted = (
+        paged_prefill(q, cache, tables, tiles, scale=d**-0.5, sliding_window=window, config=config)
+        for cache in (two, one)
+    )
+    assert_close(found, wanted, "prefill")
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_rope_stores_in_the_caches_format(paired: bool, rng: torch.Generator) -> None:
+    """A pending projection, normalized, rotated and stored at once, as if each were done by itself."""
+    tokens, heads, kv_heads, d, size = 5, 4, 2, 24, 4
+    spec = LayerSpec(0, heads, kv_heads, d, d**-0.5, None, None)
+    columns = (heads + 2 * kv_heads) * d
+    values = torch.randn(tokens, columns, device=DEVICE, generator=rng).to(DTYPE)
+    rows, each = (torch.rand(n, device=DEVICE, generator=rng) + 0.5 for n in (tokens, columns))
+    angles = torch.randn(tokens, d // 2, device=DEVICE, generator=rng)
+    cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([-angles.sin(), angles.sin()], -1)
+    norms = HeadNorms(*torch.randn(2, d, device=DEVICE, generator=rng).to(DTYPE), 1e-6, False)
+    slots = torch.tensor([3, 0, 7, -1, 9], device=DEVICE)
+    scales = torch.rand(2, kv_heads, device=DEVICE, generator=rng) / 50 + 0.01
+    made = []
+    for _ in range(2):
+        data = torch.zeros(2, 3, size, kv_heads, d, device=DEVICE).to(torch.float8_e4m3fn)
+        made.append(LayerCache(data[0], data[1], *scales, paired))
+    pending = ProductScales(rows, each, DTYPE)
+    q, _, _ = norm_rope(values, cos, sin, spec, norms=norms, cache=made[0], slots=slots, pending=pending)
+    product = Pending(values, rows, each).finished(DTYPE)
+    wanted, k, v = norm_rope(product, cos, sin, spec, norms=norms)
+    kv_store(k, v, made[1], slots)
+    assert_close(q, wanted, "queries")
+    assert torch.equal(made[0].k.view(torch.uint8), made[1].k.view(torch.uint8)), "keys"
+    assert torch.equal(made[0].v.view(torch.uint8), made[1].v.view(torch.uint8)), "values"

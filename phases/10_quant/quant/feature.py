@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from common.errors import UserError, choice, integer
@@ -63,7 +63,7 @@ class Quant(Feature):
         """Keys and values; and the layers' fastest form, for the weights are there already."""
         kind = stored_kind(parts.model) if self.kv_cache == AUTO else self.kv_cache
         if kind is not None and kind != PLAIN:
-            parts.bring(self, kv=kv_format(parts.model, kind))
+            parts.bring(self, kv=replace(kv_format(parts.model, kind), paired=_pairs(parts, kind)))
         if not any(isinstance(layer, QuantLinear) for layer in parts.model.modules()):
             return
         if "kernels" in parts.features:
@@ -72,3 +72,16 @@ class Quant(Feature):
             install(parts.own_model())
         elif parts.model.device.type == "cpu":
             settle(parts.own_model())
+
+
+def _pairs(parts: Parts, kind: str) -> bool:
+    """Whether values lie in pairs: for kernels that read them so, which need a conversion by hardware."""
+    if kind != "fp8" or not getattr(parts.features.get("kernels"), "attends", False):
+        return False
+    if parts.size("block_size") % 2:
+        return False
+    from quant.kernels.inputs import ADA
+    from triton_paged_attention.hardware import at_least
+
+    device = parts.model.device
+    return device.type != "cuda" or at_least(device, ADA)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from forward.attention import LayerSpec
 from forward.rope import Rope
 from paged_cache.pool import LayerCache, largest
-from triton_paged_attention.kernels.kv_store import encode
+from triton_paged_attention.kernels.kv_store import encode, value_place
 
 HEADS_PER_PROGRAM = 8
 
@@ -78,6 +78,7 @@ def norm_rope_kernel(
     H: tl.constexpr, KH: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, P: tl.constexpr,
     NORM: tl.constexpr, ONE_PLUS: tl.constexpr, STORE: tl.constexpr, HEADS: tl.constexpr,
     PENDING: tl.constexpr, SCALED: tl.constexpr, LIMIT: tl.constexpr, WHOLE: tl.constexpr,
+    PAIRED: tl.constexpr,
 ):  # fmt: skip
     """One program per token and few heads: first the queries, then the keys, then the values.
 
@@ -93,9 +94,11 @@ def norm_rope_kernel(
         slot = tl.load(slots + token)
         at_token = (slot // P) * block_stride + (slot % P) * slot_stride
         stored = slot >= 0
+        at_value, step = value_place(slot, block_stride, slot_stride, P, PAIRED)
     else:
         at_token = token * KH * D
         stored = token >= 0
+        at_value, step = at_token, 1
 
     is_query, is_value = part < Q_PARTS, part >= Q_PARTS + KV_PARTS
     head = (part - (0 if is_query else Q_PARTS) - (KV_PARTS if is_value else 0)) * HEADS + tl.arange(0, HEADS)
@@ -117,8 +120,8 @@ def norm_rope_kernel(
         if not is_query:
             head_scale = tl.load((v_scale if is_value else k_scale) + head, mask=head < KH, other=1.0)[:, None]
     if is_value:  # only moved
-        store_head(v_out, at_token + at, x, head_scale, mask & stored, SCALED, LIMIT, WHOLE)
-        store_head(v_out, at_token + at + HALF, y, head_scale, mask & stored, SCALED, LIMIT, WHOLE)
+        store_head(v_out, at_value + at * step, x, head_scale, mask & stored, SCALED, LIMIT, WHOLE)
+        store_head(v_out, at_value + (at + HALF) * step, y, head_scale, mask & stored, SCALED, LIMIT, WHOLE)
     else:
         if NORM:
             weight = (q_weight if is_query else k_weight) + i[None, :]
@@ -170,11 +173,11 @@ def norm_rope(
         norm_rope_kernel[(tokens, parts)](
             q, k, v, qkv, cos, sin, q_weight, k_weight, slots,
             *((q, q) if pending is None else pending[:2]),
-            *(cache[2:] if cache is not None and scaled else (q, q)), eps, *strides,
+            *(cache[2:4] if cache is not None and scaled else (q, q)), eps, *strides,
             H=heads, KH=kv_heads, HALF=d // 2, HALF_PAD=triton.next_power_of_2(d // 2), P=block_size,
             NORM=norms is not None, ONE_PLUS=one_plus, STORE=cache is not None, HEADS=HEADS_PER_PROGRAM,
             PENDING=pending is not None, SCALED=scaled, LIMIT=largest(k.dtype) if scaled else 0.0,
-            WHOLE=not k.dtype.is_floating_point, num_warps=4,
+            WHOLE=not k.dtype.is_floating_point, PAIRED=cache is not None and cache.paired, num_warps=4,
         )  # fmt: skip
     return q, k, v
 
