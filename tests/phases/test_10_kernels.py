@@ -15,7 +15,9 @@ if not torch.cuda.is_available():
 from quant.activations import quantize_tokens, rounded
 from quant.formats import FP8, FP8_BLOCK, INT4, INT8, W8A8, Scheme
 from quant.fused import QuantFusedLinear
-from quant.kernel_layers import KernelLinear
+from cuda_graphs.latency.lone import Parts
+from cuda_graphs.latency.tables import LoneConfig
+from quant.kernel_layers import KernelLinear, KernelOutput
 from quant.kernels.gemv4 import from_words, to_words
 from quant.kernels.inputs import Pending, gated_rows, norm_rows, round_rows
 from quant.linear import QuantLinear
@@ -23,7 +25,7 @@ from quant.rtn import quantize
 from forward.attention import LayerSpec
 from paged_cache.pool import LayerCache
 from quant.weights import QuantizedWeight
-from triton_paged_attention.decode import paged_decode
+from triton_paged_attention.decode import Workspace, paged_decode
 from triton_paged_attention.kernels.kv_store import kv_store
 from triton_paged_attention.kernels.norms import NormWeights
 from triton_paged_attention.kernels.rope import HeadNorms, ProductScales, norm_rope
@@ -238,3 +240,28 @@ def test_rope_stores_in_the_caches_format(paired: bool, rng: torch.Generator) ->
     assert_close(q, wanted, "queries")
     assert torch.equal(made[0].k.view(torch.uint8), made[1].k.view(torch.uint8)), "keys"
     assert torch.equal(made[0].v.view(torch.uint8), made[1].v.view(torch.uint8)), "values"
+
+
+@pytest.mark.parametrize("scheme", [FP8, W8A8, INT8], ids=lambda s: s.name)
+@pytest.mark.parametrize("d", [16, 24])
+def test_the_output_projection_combines_splits(scheme: Scheme, d: int, rng: torch.Generator) -> None:
+    heads, splits, size = 6, 4, 48
+    layer = KernelOutput(layer_of(scheme, size, heads * d, rng))
+    spec = LayerSpec(0, heads, 2, d, 1.0, None, None)
+    d_pad = max(16, 1 << (d - 1).bit_length())
+    workspace = Workspace(heads * splits * 2, d_pad, DEVICE)
+    parts = torch.randn(splits, heads, d, device=DEVICE, generator=rng).to(DTYPE)
+    logs = torch.randn(splits, heads, device=DEVICE, generator=rng)
+    workspace.partial.view(DTYPE)[: splits * heads * d_pad].view(splits, heads, d_pad)[..., :d] = parts
+    workspace.lse[: splits * heads * 2 : 2] = logs.flatten()
+    residual = torch.randn(1, size, device=DEVICE, generator=rng).to(DTYPE)
+    contexts = torch.tensor([64], dtype=torch.int32, device=DEVICE)
+    found = layer.combine(Parts(residual, spec, contexts, workspace, LoneConfig(16, splits=splits)), residual)
+    weights = torch.softmax(logs * 0.6931471805599453, dim=0)[..., None]
+    mixed = (parts.float() * weights).sum(0).to(DTYPE).view(1, -1)
+    wanted = KernelLinear(layer_of_kept(layer))(mixed, residual=residual)
+    assert_close(found, wanted, f"{scheme.name}, combined")
+
+
+def layer_of_kept(layer: KernelLinear) -> QuantLinear:
+    return QuantLinear(layer.quantized(), layer.bias)

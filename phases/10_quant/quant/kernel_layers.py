@@ -8,10 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cuda_graphs.latency.linear import CombinesHeads
+from cuda_graphs.latency.lone import Parts
+from cuda_graphs.latency.tables import HeadsConfig, heads_config
 from forward.attention import Attention
 from quant.formats import Activations
 from quant.kernels.gemv import gemv8
 from quant.kernels.gemv4 import from_words, gemv4, to_words, words_fit
+from quant.kernels.heads import project_heads8
 from quant.kernels.inputs import Pending, Rounded, gated_rows, norm_rows, round_rows
 from quant.kernels.products import eight_by_eight, eight_by_eight_whole, eight_pays, unpack
 from quant.linear import QuantLinear
@@ -123,6 +127,22 @@ class KernelLinear(FusedLinear):
     def multiply(self, x: Rounded, dtype: torch.dtype) -> Pending | Tensor:
         """The product with an input of eight bits, perhaps still to be scaled; for layers that are `eight`."""
         return eight_by_eight(x, self.stored, dtype)
+
+
+class KernelOutput(KernelLinear, CombinesHeads):
+    """The projection behind attention, in eight bits with scales by channel."""
+
+    @property
+    def heads_config(self) -> HeadsConfig | None:
+        """See `CombinesHeads.heads_config`."""
+        plain = self.scheme.scales == "channel" and self.order is None
+        return heads_config(*self.shape) if plain else None
+
+    def combine(self, parts: Parts, residual: Tensor) -> Tensor:
+        """See `CombinesHeads.combine`."""
+        config = self.heads_config
+        assert config is not None
+        return project_heads8(residual, self.stored, self.bias, parts, shape=config)
 
 
 class EightBitBlock(nn.Module):

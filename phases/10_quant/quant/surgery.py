@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import torch
 
+from cuda_graphs.latency.block import LatencyBlock
 from forward.model import Model
 from quant.formats import Activations
 from quant.fused import QuantFusedLinear
-from quant.kernel_layers import EightBitBlock, KernelLinear, PendingNorm
+from quant.kernel_layers import EightBitBlock, KernelLinear, KernelOutput, PendingNorm
 from triton_paged_attention.layers import FusedAttention, FusedBlock, FusedMLP, FusedRMSNorm
+from triton_paged_attention.linear import FusedLinear
 from triton_paged_attention.surgery import replace
 
 
 def install(model: Model) -> Model:
     """Put kernels in the places of quantized layers, and return the model, which is the same object."""
-    replace(model, QuantFusedLinear, lambda old: KernelLinear(old.linear) if KernelLinear.takes(old.linear) else old)
+    for block in model.modules():
+        if isinstance(block, LatencyBlock) and isinstance(block.self_attn.o_proj, QuantFusedLinear):
+            block.self_attn.o_proj = by_kernels(block.self_attn.o_proj, KernelOutput)
+    replace(model, QuantFusedLinear, by_kernels)
     kinds = {name: eight_bits(block) for name, block in model.named_modules() if isinstance(block, FusedBlock)}
     if kinds and all(kinds.values()) and isinstance(model.norm, FusedRMSNorm):
         replace(model, FusedBlock, lambda block: EightBitBlock(block, eight_bits(block)))
@@ -26,6 +31,11 @@ def install(model: Model) -> Model:
     if isinstance(model.lm_head, KernelLinear):
         model.lm_head.out_dtype = torch.float32  # what is sampled
     return model
+
+
+def by_kernels(old: QuantFusedLinear, kind: type[KernelLinear] = KernelLinear) -> FusedLinear:
+    """A layer by kernels, if there are any for its weight."""
+    return kind(old.linear) if kind.takes(old.linear) else old
 
 
 def eight_bits(block: FusedBlock) -> Activations | None:

@@ -147,10 +147,11 @@ def block_sum(
 
 
 def gemv8_default(rows: int, size: int, gated: bool) -> GemvConfig:
-    """About 64 KiB a program, and at least 256 programs: each repeats what is done to the input."""
+    """About 32 KiB a program of 4 warps, and at least 128 programs: each repeats what is done to the input."""
     block_k = min(4096, max(BLOCK, triton.next_power_of_2(size)))
-    wanted = max(1, min(65_536 // (block_k * (2 if gated else 1)), rows // 256))
-    return GemvConfig(1 << (wanted.bit_length() - 1), block_k, 4 if size <= 2048 else 8, late=size > block_k)
+    wanted = max(1, min(32_768 // (block_k * (2 if gated else 1)), rows // 128))
+    warps = 8 if size <= 1024 and not gated and rows < 65_536 else 4
+    return GemvConfig(1 << (wanted.bit_length() - 1), block_k, warps, late=size > block_k)
 
 
 def gemv8(

@@ -67,12 +67,12 @@ def rounded(y, LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexp
     HARDWARE: it converts to e4m3 by itself. Not every GPU does, and the interpreter's conversion loses a carry.
     A number of e4m3 has three bits behind its first; below 2^-6 it is a multiple of 2^-9.
     """
-    y = tl.minimum(tl.maximum(y, -LARGEST), LARGEST)
     if WHOLE:
-        y = to_even(y)
+        y = to_even(tl.minimum(tl.maximum(y, -LARGEST), LARGEST))
     elif HARDWARE:
-        y = y.to(tl.float8e4nv).to(tl.float32)
+        y = y.to(tl.float8e4nv).to(tl.float32)  # nothing beyond the largest becomes more than that
     else:
+        y = tl.minimum(tl.maximum(y, -LARGEST), LARGEST)
         bits = y.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
         y = tl.where(tl.abs(y) < 0.015625, to_even(y * 512.0) * 0.001953125, bits.to(tl.float32, bitcast=True))
