@@ -12,18 +12,18 @@ from torch import Tensor, nn
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from cuda_graphs.latency.lone import Parts
+from cuda_graphs.latency.tables import LoneConfig
+from forward.attention import LayerSpec
+from paged_cache.pool import LayerCache
 from quant.activations import quantize_tokens, rounded
 from quant.formats import FP8, FP8_BLOCK, INT4, INT8, W8A8, Scheme
 from quant.fused import QuantFusedLinear
-from cuda_graphs.latency.lone import Parts
-from cuda_graphs.latency.tables import LoneConfig
 from quant.kernel_layers import KernelLinear, KernelOutput
 from quant.kernels.gemv4 import from_words, to_words
 from quant.kernels.inputs import Pending, gated_rows, norm_rows, round_rows
 from quant.linear import QuantLinear
 from quant.rtn import quantize
-from forward.attention import LayerSpec
-from paged_cache.pool import LayerCache
 from quant.weights import QuantizedWeight
 from triton_paged_attention.decode import Workspace, paged_decode
 from triton_paged_attention.kernels.kv_store import kv_store
@@ -156,7 +156,9 @@ def test_words_hold_every_nibble() -> None:
 
 
 def test_a_joined_layer_becomes_one_of_kernels(rng: torch.Generator) -> None:
-    parts = [QuantLinear.of(nn.Linear(64, n, bias=False, device=DEVICE, dtype=DTYPE), FP8, "x") for n in (32, 16)]
+    parts = [
+        QuantLinear.of(nn.Linear(64, n, bias=False, device=DEVICE, dtype=DTYPE), FP8, "x") for n in (32, 16)
+    ]
     layer = KernelLinear(QuantFusedLinear.of(*parts).linear)
     x = torch.randn(4, 64, device=DEVICE, generator=rng).to(DTYPE)
     assert_close(layer(x), torch.cat([part.exact(x) for part in parts], dim=-1), "joined")
@@ -165,7 +167,9 @@ def test_a_joined_layer_becomes_one_of_kernels(rng: torch.Generator) -> None:
 # Keys and values of eight bits, those of two tokens side by side.
 
 
-def caches(lens: list[int], size: int, kv_heads: int, d: int, rng: torch.Generator) -> tuple[LayerCache, LayerCache, Tensor]:
+def caches(
+    lens: list[int], size: int, kv_heads: int, d: int, rng: torch.Generator
+) -> tuple[LayerCache, LayerCache, Tensor]:
     """The same keys and values one by one and in pairs, and the block tables that both have."""
     per = [-(-n // size) for n in lens]
     tables = torch.full((len(lens), max(per) + 1), 10**6, dtype=torch.int32)

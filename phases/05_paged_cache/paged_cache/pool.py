@@ -37,8 +37,9 @@ class KVFormat:
     dtype: of the stored numbers; None: the model's.
     scales: `[L, 2, KH]` float32 on any device, for the keys and the values of each layer's heads; a key is
         the number that is stored for it times its scale. None: there are none.
-    paired: values of one byte lie in pairs: those of tokens 2 i and 2 i + 1 in turn, number by number. A matrix
-        unit multiplies neighbouring tokens' values, and so finds both in one register. Kernels alone know it.
+    paired: values of one byte lie in pairs: those of tokens 2 i and 2 i + 1 in turn, number by number. A
+        matrix unit multiplies neighbouring tokens' values, and so finds both in one register. Kernels alone
+        know this.
     """
 
     dtype: torch.dtype | None = None
@@ -105,7 +106,7 @@ class BlockPool:
             assert kv.scales.shape == wanted, f"scales are {tuple(kv.scales.shape)}, but must be {wanted}"
             scales = kv.scales.to(device, torch.float32)
             pairs = zip(self.data, scales, strict=True)
-            self.layers = [LayerCache(*layer, *scale.unbind(), kv.paired) for layer, scale in pairs]
+            self.layers = [LayerCache(k, v, *scale.unbind(), paired=kv.paired) for (k, v), scale in pairs]
 
     @staticmethod
     def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:

@@ -82,8 +82,8 @@ def decode_kernel(
         )  # fmt: skip
     else:
         m, total, acc = attend(
-            query, position, m, total, acc, k_cache, v_cache, table, kv_head, low, high, high, scale, soft_cap,
-            block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N,
+            query, position, m, total, acc, k_cache, v_cache, table, kv_head, low, high, high, scale,
+            soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N,
             MASK="all", CAUSAL=QUERIES > 1, WINDOW=WINDOW, SOFT_CAP=SOFT_CAP, TMA=TMA,
         )  # fmt: skip
 

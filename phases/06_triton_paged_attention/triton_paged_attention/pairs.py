@@ -1,9 +1,9 @@
 """Attention over values of eight bits that lie in pairs: see `paged_cache.pool.KVFormat`.
 
-A matrix unit of 16-bit numbers wants the values of two neighbouring tokens side by side in a register. It gets
-them so from 16-bit values by a transposing load, but no load transposes bytes: values one by one would take
-more time than half the bytes save. So they are stored side by side, a pair is loaded as one 16-bit word, and
-the even and the odd tokens' values are two products.
+A matrix unit of 16-bit numbers wants the values of two neighbouring tokens side by side in a register. It
+gets them so from 16-bit values by a transposing load, but no load transposes bytes: values one by one would
+take more time than half the bytes save. So they are stored side by side, a pair is loaded as one 16-bit word,
+and the even and the odd tokens' values are two products.
 """
 
 from __future__ import annotations

@@ -74,12 +74,12 @@ def prefill_kernel(
         m, total, acc = attend_pairs(
             query, position, m, total, acc, k_cache, v_cache, table, kv_head, begin, whole, scale,
             soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N,
-            MASK="none", CAUSAL=False, WINDOW=0, SOFT_CAP=SOFT_CAP, WIDE=WIDE, ASM=WIDE != tl.float32,
+            MASK="none", CAUSAL=False, WINDOW=0, SOFT_CAP=SOFT_CAP, WIDE=WIDE, ASM=tl.float32 != WIDE,
         )  # fmt: skip
         m, total, acc = attend_pairs(
             query, position, m, total, acc, k_cache, v_cache, table, kv_head, whole, end, scale,
             soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N,
-            MASK="all", CAUSAL=True, WINDOW=WINDOW, SOFT_CAP=SOFT_CAP, WIDE=WIDE, ASM=WIDE != tl.float32,
+            MASK="all", CAUSAL=True, WINDOW=WINDOW, SOFT_CAP=SOFT_CAP, WIDE=WIDE, ASM=tl.float32 != WIDE,
         )  # fmt: skip
     elif TMA and WINDOW == 0:  # one loop: its tiles need no mask against what lies behind the last key
         m, total, acc = attend(

@@ -1,4 +1,4 @@
-"""Quantized layers by kernels: the linear layer, and a block whose numbers stay in eight bits between them."""
+"""Quantized layers by kernels: the linear layer, and a block whose numbers stay in eight bits in between."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from quant.weights import QuantizedWeight
 from triton_paged_attention.kernels.activation import gated
 from triton_paged_attention.kernels.norms import NormWeights, rms_norm
 from triton_paged_attention.kernels.rope import ProductScales
-from triton_paged_attention.layers import FusedBlock, FusedRMSNorm, Stream
+from triton_paged_attention.layers import FusedAttention, FusedBlock, FusedMLP, FusedRMSNorm, Stream
 from triton_paged_attention.linear import FusedLinear
 
 
@@ -85,9 +85,7 @@ class KernelLinear(FusedLinear):
         out = out if gate is None else gated(out, gate)
         return out if residual is None else out + residual
 
-    def _one(
-        self, x: Tensor, norm: NormWeights | None, gate: str | None, residual: Tensor | None
-    ) -> Tensor:
+    def _one(self, x: Tensor, norm: NormWeights | None, gate: str | None, residual: Tensor | None) -> Tensor:
         """One token, in one kernel."""
         if self.scheme.weights == "int4":
             return gemv4(
@@ -124,10 +122,6 @@ class KernelLinear(FusedLinear):
             x = (numbers.values.float() * numbers.scale[:, None]).to(x.dtype).view(x.shape)
         return F.linear(x, unpack(self.stored, self.shape[1], x.dtype), self.bias)
 
-    def multiply(self, x: Rounded, dtype: torch.dtype) -> Pending | Tensor:
-        """The product with an input of eight bits, perhaps still to be scaled; for layers that are `eight`."""
-        return eight_by_eight(x, self.stored, dtype)
-
 
 class KernelOutput(KernelLinear, CombinesHeads):
     """The projection behind attention, in eight bits with scales by channel."""
@@ -161,19 +155,28 @@ class EightBitBlock(nn.Module):
     ) -> Tensor | Stream:
         """See `LlamaBlock.forward`."""
         block, attend, mlp = self.block, self.block.self_attn, self.block.mlp
+        assert isinstance(attend, FusedAttention) and isinstance(mlp, FusedMLP)
         if isinstance(x, Tensor) and len(x) == 1:
             return block(x, cos_sin, attention)
-        x, delta = x if isinstance(x, Stream) else (x, None)
-        total, normed = norm_rows(x, delta, block.input_layernorm.weights, self.kind)
+        total, delta = x if isinstance(x, Stream) else (x, None)
+        total, normed = norm_rows(total, delta, block.input_layernorm.weights, self.kind)
         dtype = total.dtype
-        qkv, pending = attend.qkv_proj.multiply(normed, dtype), None
+        qkv = multiply(attend.qkv_proj, normed, dtype)
         if isinstance(qkv, Pending):
-            qkv, pending = qkv.values, ProductScales(qkv.rows, qkv.columns, dtype)
-        mixed = attend.attend(qkv, cos_sin, attention, pending)
-        out = attend.o_proj.multiply(round_rows(mixed, self.kind), dtype)
+            scales = ProductScales(qkv.rows, qkv.columns, dtype)
+            mixed = attend.attend(qkv.values, cos_sin, attention, scales)
+        else:
+            mixed = attend.attend(qkv, cos_sin, attention)
+        out = multiply(attend.o_proj, round_rows(mixed, self.kind), dtype)
         total, normed = norm_rows(total, out, block.post_attention_layernorm.weights, self.kind)
-        both = gated_rows(mlp.gate_up_proj.multiply(normed, dtype), mlp.kind, self.kind, dtype)
-        return Stream(total, mlp.down_proj.multiply(both, dtype))  # type: ignore[arg-type]  # see PendingNorm
+        both = gated_rows(multiply(mlp.gate_up_proj, normed, dtype), mlp.kind, self.kind, dtype)
+        return Stream(total, multiply(mlp.down_proj, both, dtype))  # type: ignore[arg-type]  # see PendingNorm
+
+
+def multiply(layer: FusedLinear, x: Rounded | Tensor, dtype: torch.dtype) -> Pending | Tensor:
+    """A layer's product with an input of eight bits, perhaps still to be scaled; the layer is `eight`."""
+    assert isinstance(layer, KernelLinear) and isinstance(x, Rounded)
+    return eight_by_eight(x, layer.stored, dtype)
 
 
 class PendingNorm(FusedRMSNorm):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from cuda_graphs.latency.block import LatencyBlock
@@ -20,7 +22,9 @@ def install(model: Model) -> Model:
         if isinstance(block, LatencyBlock) and isinstance(block.self_attn.o_proj, QuantFusedLinear):
             block.self_attn.o_proj = by_kernels(block.self_attn.o_proj, KernelOutput)
     replace(model, QuantFusedLinear, by_kernels)
-    kinds = {name: eight_bits(block) for name, block in model.named_modules() if isinstance(block, FusedBlock)}
+    kinds = {
+        name: eight_bits(block) for name, block in model.named_modules() if isinstance(block, FusedBlock)
+    }
     if kinds and all(kinds.values()) and isinstance(model.norm, FusedRMSNorm):
         replace(model, FusedBlock, lambda block: EightBitBlock(block, eight_bits(block)))
         model.norm = PendingNorm(model.norm)

@@ -116,9 +116,9 @@ def norm_rope_kernel(
         x = (x.to(tl.float32) * times_x).to(q_out.dtype.element_ty)
         y = (y.to(tl.float32) * times_y).to(q_out.dtype.element_ty)
     head_scale = tl.full([HEADS, 1], 1.0, tl.float32)
-    if SCALED:
-        if not is_query:
-            head_scale = tl.load((v_scale if is_value else k_scale) + head, mask=head < KH, other=1.0)[:, None]
+    if SCALED and not is_query:
+        scales = v_scale if is_value else k_scale
+        head_scale = tl.load(scales + head, mask=head < KH, other=1.0)[:, None]
     if is_value:  # only moved
         store_head(v_out, at_value + at * step, x, head_scale, mask & stored, SCALED, LIMIT, WHOLE)
         store_head(v_out, at_value + (at + HALF) * step, y, head_scale, mask & stored, SCALED, LIMIT, WHOLE)

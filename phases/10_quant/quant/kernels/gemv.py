@@ -106,7 +106,7 @@ def gemv8_kernel(
             w = tl.load(weight + at + start, mask=mask, other=0.0)
             if GATED:
                 up = tl.load(weight + up_at + start, mask=mask, other=0.0)
-        vector = parts[start // BLOCK_K]
+        vector = parts[start // BLOCK_K]  # type: ignore[var-annotated]
         if NORM:
             vector = (vector * norm).to(x.dtype.element_ty).to(tl.float32)  # rounded as a norm apart
         if ROUND:
@@ -134,8 +134,8 @@ def gemv8_kernel(
 
 @triton.jit
 def block_sum(
-    product, weight_scale, row, start, scale_stride, N, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
-    SIDE: tl.constexpr,
+    product, weight_scale, row, start, scale_stride, N,
+    K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """Products `[ROWS, BLOCK_K]` from input `start` on, summed up block by block, each with its scale."""
     BLOCKS: tl.constexpr = BLOCK_K // SIDE
@@ -147,7 +147,7 @@ def block_sum(
 
 
 def gemv8_default(rows: int, size: int, gated: bool) -> GemvConfig:
-    """About 32 KiB a program of 4 warps, and at least 128 programs: each repeats what is done to the input."""
+    """About 32 KiB a program of 4 warps, at least 128 programs: each repeats what is done to the input."""
     block_k = min(4096, max(BLOCK, triton.next_power_of_2(size)))
     wanted = max(1, min(32_768 // (block_k * (2 if gated else 1)), rows // 128))
     warps = 8 if size <= 1024 and not gated and rows < 65_536 else 4
@@ -166,7 +166,7 @@ def gemv8(
     run_ahead: bool = True,
     config: GemvConfig | None = None,
 ) -> Tensor:
-    """`cuda_graphs.latency.gemv` with a weight of eight bits: `[..., N]`. Its scales are by channel or block."""
+    """`cuda_graphs.latency.gemv` with a weight of eight bits, its scales by channel or block: `[..., N]`."""
     scheme = weight.scheme
     assert scheme.scales in ("channel", "block") and weight.order is None, "not a form that this kernel reads"
     whole, size = weight.shape
@@ -182,7 +182,8 @@ def gemv8(
         K=size, ROWS=shape.rows, BLOCK_K=shape.block_k, SIDE=BLOCK if blocks else 0, NORM=norm is not None,
         ONE_PLUS=one_plus, BIAS=bias is not None, ADD=residual is not None, GATED=gate is not None,
         KIND=0 if gate is None else KINDS[gate], ROUND=scheme.activations is not None,
-        LARGEST=LARGEST[scheme.activations or "fp8"], WHOLE=scheme.activations == "int8", HARDWARE=hardware_rounds(x.device), PDL=early,
+        LARGEST=LARGEST[scheme.activations or "fp8"], WHOLE=scheme.activations == "int8",
+        HARDWARE=hardware_rounds(x.device), PDL=early,
         TRIGGER=2 if shape.late else (0 if run_ahead else 1),
         num_warps=shape.num_warps, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip

@@ -27,8 +27,8 @@ from triton_paged_attention.kernels.norms import NormWeights
 SPAN = 128
 """Inputs that 16 words hold: bits 4 i and 16 + 4 i of word j are inputs 32 i + 2 j and 32 i + 2 j + 1."""
 
-# Eight products of nibbles minus 8 with float16 numbers, summed up. `lop3 0xea` is (a & b) | c. The high nibble
-# of a byte comes as 1024 + 16 n: times 1/16, minus 72, it is n - 8 as well.
+# Eight products of nibbles minus 8 with float16 numbers, summed up. `lop3 0xea` is (a & b) | c. The high
+# nibble of a byte comes as 1024 + 16 n: times 1/16, minus 72, it is n - 8 as well.
 EIGHT_PRODUCTS = tl.constexpr("""{
 .reg .b32 t, a, b, c, d, low, unit, high; .reg .b16 x, y; .reg .f32 f, g;
 lop3.b32 a, $1, 0x000f000f, 0x64006400, 0xea;
@@ -61,7 +61,9 @@ def load_words(weight, row, start, q, N, K: tl.constexpr):
 
 
 @triton.jit
-def load_scales(scale, zero, row, start, q, part, N, K: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr):
+def load_scales(
+    scale, zero, row, start, q, part, N, K: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr
+):
     """Scales `[ROWS, Q]`, and what 8 is too much or too little, for inputs 32 `part` to 32 `part` + 31."""
     first = start + q // 4 * 128 + part * 32
     at = row.to(tl.int64)[:, None] * (K // GROUP) + (first // GROUP)[None, :]
@@ -75,8 +77,8 @@ def load_scales(scale, zero, row, start, q, part, N, K: tl.constexpr, GROUP: tl.
 
 @triton.jit
 def sums(
-    words, low, high, scale, zero, row, start, q, N, K: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
-    ASM: tl.constexpr,
+    words, low, high, scale, zero, row, start, q, N,
+    K: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Products of `words [ROWS, Q, 4]` with the input, `[ROWS, Q]`: four `low` and four `high [Q, 4]`."""
     if ASM:
@@ -171,9 +173,7 @@ def gemv4_kernel(
             odd += (b * inverse,)  # type: ignore[assignment]
         total += sums(words, even, odd, scale, zero, row, start, q, N, K, GROUP, ZEROS, ASM)
         if GATED:
-            total_up += sums(
-                up_words, even, odd, scale, zero, row + N, start, q, whole, K, GROUP, ZEROS, ASM
-            )
+            total_up += sums(up_words, even, odd, scale, zero, row + N, start, q, whole, K, GROUP, ZEROS, ASM)
     if PDL and TRIGGER == 2:
         gdc_launch_dependents()
     result = tl.sum(total, axis=1) * scale_x

@@ -1,4 +1,4 @@
-"""`cuda_graphs.latency.heads` with a weight of eight bits: splits of attention meet in the output projection."""
+"""`cuda_graphs.latency.heads` with a weight of eight bits: splits of attention meet in the projection."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def heads8_kernel(
     out, partial, lse, context_len, weight, weight_scale, bias, residual, N,
     H: tl.constexpr, H_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
-    BIAS: tl.constexpr, ROUND: tl.constexpr, LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr,
-    PDL: tl.constexpr,
+    BIAS: tl.constexpr, ROUND: tl.constexpr, LARGEST: tl.constexpr, WHOLE: tl.constexpr,
+    HARDWARE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per `ROWS` outputs; see `heads_kernel`."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -69,8 +69,8 @@ def project_heads8(
     assert workspace.rows >= config.splits * heads * 2, f"the workspace has {workspace.rows} rows only"
     early, kind = dependent_launch(residual.device), weight.scheme.activations
     heads8_kernel[(triton.cdiv(rows, shape.rows),)](
-        out, workspace.partial.view(residual.dtype), workspace.lse, parts.context_lens, weight.data, weight.scale,
-        residual if bias is None else bias, residual, rows,
+        out, workspace.partial.view(residual.dtype), workspace.lse, parts.context_lens, weight.data,
+        weight.scale, residual if bias is None else bias, residual, rows,
         H=heads, H_PAD=triton.next_power_of_2(heads), D=d, D_PAD=max(16, triton.next_power_of_2(d)),
         WINDOW=layer.sliding_window or 0, BLOCK_N=config.block_n, SPLITS=config.splits,
         CHUNK=min(shape.chunk, config.splits), ROWS=shape.rows, BIAS=bias is not None, ROUND=kind is not None,

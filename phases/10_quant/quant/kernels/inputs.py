@@ -1,9 +1,9 @@
 """Inputs of eight bits, rounded by the kernel that makes them, and products that are scaled by the next one.
 
 A product of eight-bit numbers has to be multiplied by its token's scale and by its channel's. A kernel for
-that alone would read and write everything once more. But what follows a projection reads its output anyway: a
-norm, an activation, RoPE. So the product is handed on as it is (`Pending`), and who reads it multiplies. In the
-same way, who makes a projection's input also finds each token's largest number and rounds (`Rounded`).
+that alone would read and write everything once more. But what follows a projection reads its output anyway:
+a norm, an activation, RoPE. So the product is handed on as it is (`Pending`), and who reads it multiplies. In
+the same way, who makes a projection's input also finds each token's largest number and rounds (`Rounded`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from quant.formats import DTYPES, LARGEST, Activations
 from triton_paged_attention.hardware import at_least
 from triton_paged_attention.kernels.activation import KINDS, activate
 from triton_paged_attention.kernels.norms import NormWeights
-
 
 ADA = (8, 9)
 """Compute capability from which a GPU knows e4m3."""
@@ -46,7 +45,7 @@ class Pending(NamedTuple):
 
 @triton.jit
 def token_scale(top, LARGEST: tl.constexpr):
-    """The scale of a token whose largest magnitude is `top`, and what divides by it; one of zeros stays one."""
+    """The scale of a token whose largest magnitude is `top`, and 1 over it; a token of zeros stays one."""
     scale = tl.maximum(top * (1.0 / LARGEST), 1.1754943508222875e-38)
     return scale, tl.div_rn(1.0, scale)
 
@@ -64,8 +63,8 @@ def to_even(y):
 def rounded(y, LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr):
     """Numbers as eight bits can hold them, in float32: whole ones, or e4m3.
 
-    HARDWARE: it converts to e4m3 by itself. Not every GPU does, and the interpreter's conversion loses a carry.
-    A number of e4m3 has three bits behind its first; below 2^-6 it is a multiple of 2^-9.
+    HARDWARE: it converts to e4m3 by itself. Not every GPU does, and the interpreter's conversion loses a
+    carry. A number of e4m3 has three bits behind its first; below 2^-6 it is a multiple of 2^-9.
     """
     if WHOLE:
         y = to_even(tl.minimum(tl.maximum(y, -LARGEST), LARGEST))
@@ -75,7 +74,9 @@ def rounded(y, LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexp
         y = tl.minimum(tl.maximum(y, -LARGEST), LARGEST)
         bits = y.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
-        y = tl.where(tl.abs(y) < 0.015625, to_even(y * 512.0) * 0.001953125, bits.to(tl.float32, bitcast=True))
+        y = tl.where(
+            tl.abs(y) < 0.015625, to_even(y * 512.0) * 0.001953125, bits.to(tl.float32, bitcast=True)
+        )
     return y
 
 
@@ -105,8 +106,8 @@ def store_row(
 def norm_rows_kernel(
     out, out_scale, total, x, delta, delta_rows, delta_columns, weight, eps,
     SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, ADD: tl.constexpr, PENDING: tl.constexpr,
-    NORM: tl.constexpr, ONE_PLUS: tl.constexpr, ROUND: tl.constexpr, LARGEST: tl.constexpr, WHOLE: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    NORM: tl.constexpr, ONE_PLUS: tl.constexpr, ROUND: tl.constexpr, LARGEST: tl.constexpr,
+    WHOLE: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """One program per token: add, norm, round."""
     token = tl.program_id(0).to(tl.int64)

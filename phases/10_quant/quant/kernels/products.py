@@ -21,7 +21,7 @@ MANY = 1024
 
 
 def eight_by_eight(x: Rounded, weight: QuantizedWeight, dtype: torch.dtype) -> Pending | Tensor:
-    """`x` times an eight-bit weight whose scales are by channel; of few tokens they are still to be multiplied.
+    """`x` times an eight-bit weight with scales by channel; of few tokens they are still to be multiplied.
 
     With one scale for all, the library has a faster product of few tokens than with a scale for each row and
     column: so it is told that all scales are 1, and the next kernel does the rest.
@@ -84,7 +84,8 @@ def eight_pays(weight: QuantizedWeight, device: torch.device) -> bool:
 
 @triton.jit
 def unpack8_kernel(
-    out, data, scale, scale_stride, N, K: tl.constexpr, SIDE: tl.constexpr, BLOCK_K: tl.constexpr, HALF: tl.constexpr
+    out, data, scale, scale_stride, N,
+    K: tl.constexpr, SIDE: tl.constexpr, BLOCK_K: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """One program per row and part of it."""
     row = tl.program_id(0).to(tl.int64)
@@ -128,12 +129,14 @@ def unpack(weight: QuantizedWeight, size: int, dtype: torch.dtype) -> Tensor:
         words = weight.data.shape[1]
         unpack4_kernel[(n, triton.cdiv(words, 256))](
             out, weight.data, weight.scale, weight.scale if weight.zero is None else weight.zero,
-            K=size, GROUP=scheme.group, ZEROS=weight.zero is not None, WORDS=256, HALF=TYPES[dtype], num_warps=4,
+            K=size, GROUP=scheme.group, ZEROS=weight.zero is not None, WORDS=256, HALF=TYPES[dtype],
+            num_warps=4,
         )  # fmt: skip
     else:
         block = min(4096, triton.next_power_of_2(size))
         unpack8_kernel[(n, triton.cdiv(size, block))](
             out, weight.data, weight.scale, weight.scale.stride(0), n,
-            K=size, SIDE=BLOCK if scheme.scales == "block" else 0, BLOCK_K=block, HALF=TYPES[dtype], num_warps=4,
+            K=size, SIDE=BLOCK if scheme.scales == "block" else 0, BLOCK_K=block, HALF=TYPES[dtype],
+            num_warps=4,
         )  # fmt: skip
     return out
