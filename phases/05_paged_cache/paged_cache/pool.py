@@ -106,7 +106,7 @@ class BlockPool:
             assert kv.scales.shape == wanted, f"scales are {tuple(kv.scales.shape)}, but must be {wanted}"
             scales = kv.scales.to(device, torch.float32)
             pairs = zip(self.data, scales, strict=True)
-            self.layers = [LayerCache(k, v, *scale.unbind(), paired=kv.paired) for (k, v), scale in pairs]
+            self.layers = [LayerCache(k, v, s[0], s[1], kv.paired) for (k, v), s in pairs]
 
     @staticmethod
     def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:

@@ -22,11 +22,10 @@ def install(model: Model) -> Model:
         if isinstance(block, LatencyBlock) and isinstance(block.self_attn.o_proj, QuantFusedLinear):
             block.self_attn.o_proj = by_kernels(block.self_attn.o_proj, KernelOutput)
     replace(model, QuantFusedLinear, by_kernels)
-    kinds = {
-        name: eight_bits(block) for name, block in model.named_modules() if isinstance(block, FusedBlock)
-    }
-    if kinds and all(kinds.values()) and isinstance(model.norm, FusedRMSNorm):
-        replace(model, FusedBlock, lambda block: EightBitBlock(block, eight_bits(block)))
+    kinds = {eight_bits(block) for block in model.modules() if isinstance(block, FusedBlock)}
+    kind = kinds.pop() if len(kinds) == 1 else None
+    if kind is not None and isinstance(model.norm, FusedRMSNorm):
+        replace(model, FusedBlock, partial(EightBitBlock, kind=kind))
         model.norm = PendingNorm(model.norm)
     for block in model.modules():
         if isinstance(block, FusedAttention) and isinstance(block.qkv_proj, KernelLinear):
