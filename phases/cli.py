@@ -142,6 +142,36 @@ def write_config(
 
 
 @app.command()
+def quantize(
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
+    folder: Annotated[Path, typer.Argument(metavar="OUT", help="folder to write, which is not there yet")],
+    scheme: Annotated[str, typer.Option(help="fp8, fp8-block, int8, w8a8 or int4")] = "int4",
+    method: Annotated[str, typer.Option(help="rtn (nearest), or for int4 gptq or awq")] = "rtn",
+    calibration: Annotated[
+        Path | None, typer.Option(help="text that gptq and awq see; by default one that is here")
+    ] = None,
+    group_size: Annotated[int, typer.Option(help="inputs that share a scale in int4")] = 128,
+    pieces: Annotated[int, typer.Option(help="pieces of the text that are read, from its end")] = 32,
+    length: Annotated[int, typer.Option(help="tokens in a piece")] = 512,
+    device: DeviceName = "auto",
+) -> int:
+    """Write a model's checkpoint anew in 8 or 4 bits, as compressed-tensors."""
+    from phases.commands import quantize
+
+    return quantize.run(
+        model,
+        folder,
+        scheme=scheme,
+        method=method,
+        calibration=calibration,
+        group_size=group_size,
+        pieces=pieces,
+        length=length,
+        device=device,
+    )
+
+
+@app.command()
 def demo(
     model: Annotated[str, typer.Option(help=MODEL_HELP)] = "smollm2",
     device: DeviceName = "auto",

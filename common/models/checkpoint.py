@@ -48,6 +48,7 @@ def load_weights(
     rename: Callable[[str], str | None] = lambda name: name,
     transform: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
     tied: Mapping[str, str] | None = None,
+    place: Callable[[nn.Module, str, Tensor], None] | None = None,
 ) -> None:
     """Replace every parameter and persistent buffer of `model` by the checkpoint's tensor of that name.
 
@@ -59,20 +60,23 @@ def load_weights(
         model: usually built under `torch.device("meta")`, where parameters have a shape but no memory.
         folder: holds `model.safetensors`, or shards and `model.safetensors.index.json`.
         device: where the weights go.
-        dtype: what a tensor becomes that the model has in 16 bits or more of floating point. Where the model
-            has integers or eight-bit floats (a quantized linear has), the file must hold exactly those, and
-            they are kept.
+        dtype: what a parameter becomes that the model has in 16 bits or more of floating point. Where the
+            model has integers or eight-bit floats (a quantized linear has), the file must hold exactly those,
+            and they are kept. A buffer of floats is kept as the file has it: scales are not to be rounded.
         rename: the model's name for a checkpoint's tensor, or None for a tensor that is to be ignored.
         transform: called with the model's name and the tensor, returns it as the model wants it (GPT-2 stores
             its linear weights transposed). It is also called with `meta` tensors, to learn the shape.
         tied: maps a parameter to the one whose memory it shares, as an output head to the embedding. It is
             never missing, and a copy of it in the checkpoint is ignored.
+        place: puts a finished tensor where the model's name says, in the place of `assign`. Who replaces
+            layers while they are loaded never has two copies of them all.
 
     Raises:
         UserError: there is no checkpoint, a file is damaged, or tensors are missing, unexpected or misshapen.
     """
     folder = Path(folder)
     tied = dict(tied or {})
+    put = place or assign
     expected = _tensors_of(model)
     with ExitStack() as stack:
         files = [_open(path, stack) for path in _files(folder)]
@@ -85,11 +89,14 @@ def load_weights(
         sources = _match(folder, stored, expected, rename, transform, tied)
         for target, source in sources.items():
             tensor = transform(target, stored[source].get_tensor(source))
+            tensor = tensor.reshape(tensor.shape or (1,))  # one number by itself is a vector of one
             # Copied even where nothing is converted: a view would keep the file mapped while the model lives.
-            kept = dtype if expected[target].dtype in _FLOATS.values() else tensor.dtype
-            _assign(model, target, torch.empty(tensor.shape, device=device, dtype=kept).copy_(tensor))
+            wanted = expected[target]
+            rounded = isinstance(wanted, nn.Parameter) and wanted.dtype in _FLOATS.values()
+            kept = dtype if rounded else tensor.dtype
+            put(model, target, torch.empty(tensor.shape, device=device, dtype=kept).copy_(tensor))
     for target, source in tied.items():
-        _assign(model, target, model.get_parameter(source))
+        put(model, target, model.get_parameter(source))
 
 
 def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
@@ -151,7 +158,7 @@ def _match(
             raise UserError(f"{folder} stores {target} twice, as {sources[target]} and as {source}")
         sources[target] = source
         header = file.get_slice(source)
-        want, have = tuple(expected[target].shape), tuple(header.get_shape())
+        want, have = tuple(expected[target].shape), tuple(header.get_shape()) or (1,)
         if prod(have) == prod(want):  # no file can ask for a tensor that torch cannot even describe
             have = tuple(transform(target, torch.empty(have, device="meta")).shape)
         if have != want:
@@ -183,7 +190,7 @@ def _printable(name: str) -> str:
     return name if name.isprintable() and len(name) < 200 else shown(name)[1:-1]
 
 
-def _assign(model: nn.Module, name: str, tensor: Tensor) -> None:
+def assign(model: nn.Module, name: str, tensor: Tensor) -> None:
     """Put `tensor` where the parameter or buffer `name` was."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,8 @@ class ModelConfig:
 
     ``sliding_windows[i]`` is layer ``i``'s window in tokens, the query's own position included, or
     ``None`` for full attention. ``rope_local`` is the embedding of the sliding-window layers where a
-    family gives them one of their own (Gemma 3).
+    family gives them one of their own (Gemma 3). ``quantization`` is what the checkpoint says of the form
+    of its weights, as it says it, or ``None`` where they are plain numbers.
     """
 
     family: str
@@ -75,6 +76,7 @@ class ModelConfig:
     scale_by_layer: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    quantization: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         """Refuse shapes that no attention layer can have."""
@@ -134,6 +136,7 @@ class ModelConfig:
             _refuse_unsupported(raw)
         values = {ours: field.read(raw) for ours, field in hf.FIELDS[family].items()}
         values |= _gpt2(raw, values) if family == "gpt2" else _rope_family(family, raw, values)
+        values["quantization"] = _quantization(raw)
         values["bos_token_id"] = _token_id("bos_token_id", values["vocab_size"]).read(raw)
         values["eos_token_ids"] = _eos_token_ids(raw, values["vocab_size"])
         return cls(family=family, **values)
@@ -157,11 +160,20 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     for name, only in hf.ONLY.items():
         if raw.get(name) not in (None, only):
             raise UserError(f"{name} is {shown(raw[name])}, but only {only} is supported")
+
+
+def _quantization(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The object that names a method of quantization, if there is one."""
     for name in ("quantization_config", "compression_config"):
         given = raw.get(name)
         if given is not None:
             method = given.get("quant_method") if isinstance(given, dict) else given
-            raise UserError(f"{name} names the method {shown(method)}, but only plain weights are supported")
+            if not isinstance(given, dict) or not isinstance(method, str):
+                raise UserError(
+                    f"{name} names the method {shown(method)}, but must be an object with a method"
+                )
+            return given
+    return None
 
 
 def _even_share(hidden: int, heads: int) -> int:

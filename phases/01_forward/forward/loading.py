@@ -3,50 +3,84 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from common.device import pick_device, pick_dtype
 from common.errors import UserError
 from common.models.checkpoint import load_weights
 from common.models.config import ModelConfig
+from common.models.fields import shown
 from common.models.hub import model_folder
 from forward.cpu_linear import flip_linears, flipping_pays
 from forward.model import Model
 from forward.models import FAMILIES
 from forward.shapes import SHAPES
+from forward.surgery import clone
 
 RANDOM = "random:"
 
 
+class Linears(Protocol):
+    """Who has a say in how linear layers keep their weights, while a model is loaded. Phase 10 has one."""
+
+    def expect(self, model: Model) -> None:
+        """Put layers that have the tensors of a quantized checkpoint into a model on `meta`."""
+
+    def place(self, model: nn.Module, name: str, tensor: Tensor) -> None:
+        """Put a tensor of a checkpoint, or something made of it, where `name` says."""
+
+    def finish(self, model: Model) -> Model:
+        """The model, now that all weights are there, every layer in the form in which it will work."""
+
+    def changes(self, model: Model) -> bool:
+        """Whether `finish` would replace layers of a model that somebody has loaded before."""
+
+
 def load_model(
-    name: str | Path | Model, *, device: str = "auto", dtype: str = "auto", seed: int = 0
+    name: str | Path | Model,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    seed: int = 0,
+    linears: Linears | None = None,
 ) -> Model:
     """Load a model for inference.
 
     Args:
         name: a bundled model (``smollm2``, ``gemma3-270m``), a folder with a Hugging Face checkpoint, a hub
             id, or ``random:SHAPE`` for random weights of a published shape (`SHAPES`). A loaded model is
-            returned as it is.
+            returned as it is, unless `linears` changes it: then a copy that shares all other layers.
         device: ``auto``, ``cpu``, ``cuda`` or ``mps``.
         dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
         seed: of random weights. The same seed gives other weights on another kind of device.
+        linears: without it every layer is phase 01's, and a quantized checkpoint is refused.
 
     Raises:
         UserError: there is no such model, or its files do not fit its configuration.
     """
     if isinstance(name, Model):
-        return name
+        return linears.finish(clone(name)) if linears is not None and linears.changes(name) else name
     where = pick_device(device)
     kind = pick_dtype(dtype, where)
     if str(name).startswith(RANDOM):
         shape = str(name).removeprefix(RANDOM)
         if shape not in SHAPES:
             raise UserError(f"model {str(name)!r}: the random shapes are {', '.join(SHAPES)}")
-        return random_model(SHAPES[shape], device=where, dtype=kind, seed=seed)
+        model = random_model(SHAPES[shape], device=where, dtype=kind, seed=seed)
+        return model if linears is None else linears.finish(model)
     folder = model_folder(name)
     model = _skeleton(ModelConfig.from_folder(folder))
+    if linears is not None:
+        linears.expect(model)
+    elif model.config.quantization is not None:
+        method = shown(model.config.quantization["quant_method"])
+        raise UserError(
+            f"{folder}/config.json: quantization_config names the method {method}, but plain weights are all "
+            "that phases before 10 read"
+        )
     load_weights(
         model,
         folder,
@@ -55,8 +89,9 @@ def load_model(
         rename=model.rename,
         transform=model.transform,
         tied=model.TIED if model.config.tie_word_embeddings else {},
+        place=None if linears is None else linears.place,
     )
-    return _finish(model, where)
+    return _finish(model if linears is None else linears.finish(model), where)
 
 
 def random_model(

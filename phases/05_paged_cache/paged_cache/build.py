@@ -41,10 +41,12 @@ def build(
     Raises:
         UserError: features that do not go together, or sizes that do not fit.
     """
-    borrowed = isinstance(model, Model)
-    parts = Parts(load_model(model, device=device, dtype=dtype), sizes or PagedSizes(), borrowed)
-    del model  # or its old layers would live as long as this call
-    for feature in sorted(features, key=lambda feature: feature.phase):
+    features = sorted(features, key=lambda feature: feature.phase)
+    linears = next((found for feature in features if (found := feature.linears()) is not None), None)
+    loaded = load_model(model, device=device, dtype=dtype, linears=linears)
+    parts = Parts(loaded, sizes or PagedSizes(), borrowed=loaded is model)
+    del model, loaded  # or its old layers would live as long as this call
+    for feature in features:
         if feature.name in parts.features:
             raise UserError(f"{feature.name} is given twice")
         parts.features[feature.name] = feature

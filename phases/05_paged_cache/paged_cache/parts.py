@@ -19,6 +19,7 @@ from common.options import option
 from common.sampling.sampler import Sampler
 from continuous.seams import NO_DRAFTS, NO_MASKS, Drafter, Masks
 from continuous.sizes import Sizes
+from forward.loading import Linears
 from forward.model import Model
 from forward.surgery import clone
 from paged_cache.attention import PagedAttention, TorchPagedAttention
@@ -119,6 +120,10 @@ class Feature(ABC):
     name: ClassVar[str]
     phase: ClassVar[int]
     without: ClassVar[Mapping[str, Any]] = {}
+
+    def linears(self) -> Linears | None:
+        """A say in how linear layers keep their weights while the model is loaded, before any `install`."""
+        return None
 
     @abstractmethod
     def install(self, parts: Parts) -> None:

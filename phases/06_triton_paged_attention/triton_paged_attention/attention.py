@@ -56,9 +56,9 @@ class TritonPagedAttention(PagedAttention):
     def stores_early(self) -> bool:
         """Whether keys and values may be in the pool before the call, stored by the kernel that makes them.
 
-        Torch's prefill wants them in hand, and that kernel knows no scales.
+        Torch's prefill wants them in hand.
         """
-        return self.prefill == self.decode == "triton" and not self.pool.layers[0].scaled
+        return self.prefill == self.decode == "triton"
 
     def plan(self) -> None:
         """Sort the requests into the two kinds, and cut the longer ones into query tiles."""

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paged_cache.pool import LayerCache
+from triton_paged_attention.pairs import attend_pairs
 from triton_paged_attention.tiles import attend, combine
 from triton_paged_attention.tma import describe
 from triton_paged_attention.tuning.tables import DECODE, DecodeConfig, DecodeKey
@@ -35,7 +36,7 @@ def decode_kernel(
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, QUERIES: tl.constexpr, RAGGED: tl.constexpr,
     SUBSET: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLITS_PAD: tl.constexpr, MIN_TILES: tl.constexpr, TMA: tl.constexpr,
-    SCALED: tl.constexpr,
+    SCALED: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """One program per key/value head, split and request."""
     kv_head, split, item = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -72,11 +73,19 @@ def decode_kernel(
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
     if SCALED:  # a head's scales are factors of all its scores, and of all its outputs
         scale = scale * tl.load(k_scale + kv_head)
-    m, total, acc = attend(
-        query, position, m, total, acc, k_cache, v_cache, table, kv_head, low, high, high, scale, soft_cap,
-        block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N,
-        MASK="all", CAUSAL=QUERIES > 1, WINDOW=WINDOW, SOFT_CAP=SOFT_CAP, TMA=TMA,
-    )  # fmt: skip
+    if PAIRED:
+        m, total, acc = attend_pairs(
+            query, position, m, total, acc, k_cache, v_cache, table, kv_head, low, high, scale, soft_cap,
+            block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N,
+            MASK="all", CAUSAL=QUERIES > 1, WINDOW=WINDOW, SOFT_CAP=SOFT_CAP,
+            WIDE=query.dtype if query.dtype == tl.float32 else tl.float16, ASM=query.dtype != tl.float32,
+        )  # fmt: skip
+    else:
+        m, total, acc = attend(
+            query, position, m, total, acc, k_cache, v_cache, table, kv_head, low, high, high, scale,
+            soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N,
+            MASK="all", CAUSAL=QUERIES > 1, WINDOW=WINDOW, SOFT_CAP=SOFT_CAP, TMA=TMA,
+        )  # fmt: skip
 
     weight_sum = tl.where(total > 0, total, 1.0)  # total 0: a row that sees none of these keys, m = -1e30
     acc = acc * (1.0 / weight_sum)[:, None]
@@ -157,20 +166,21 @@ def paged_decode(
         rows = items * kv_heads * config.splits * queries * group
         workspace = workspace or Workspace(rows, d_pad, q.device)
         assert workspace.rows >= rows, f"the workspace has {workspace.rows} rows, but {rows} are needed"
-    k_arg, v_arg = (describe(c, config.block_n) if config.tma else c for c in (cache.k, cache.v))
+    numbers = (cache.k, cache.v.view(torch.int16) if cache.paired else cache.v)
+    k_arg, v_arg = (describe(c, config.block_n) if config.tma and not cache.paired else c for c in numbers)
     decode_kernel[(kv_heads, config.splits, items)](
         out, q, k_arg, v_arg, block_tables, context_lens,
         context_lens if query_starts is None else query_starts,  # any pointer where there is nothing to read
         context_lens if requests is None else requests,
         *((workspace.partial, workspace.lse, workspace.arrived) if workspace else (out, out, out)),
-        *(cache[2:] if cache.scaled else (out, out)),
+        *(cache[2:4] if cache.scaled else (out, out)),
         scale, soft_cap or 1.0, block_tables.stride(0), *cache.k.stride()[:3],
         H=heads, GROUP=group, D=d, D_PAD=d_pad, P=block_size,
         WINDOW=sliding_window or 0, SOFT_CAP=soft_cap is not None, QUERIES=queries,
         RAGGED=query_starts is not None, SUBSET=requests is not None,
         BLOCK_M=max(16, triton.next_power_of_2(queries * group)), BLOCK_N=config.block_n,
         SPLITS_PAD=triton.next_power_of_2(config.splits),
-        MIN_TILES=config.min_tiles, TMA=config.tma, SCALED=cache.scaled,
+        MIN_TILES=config.min_tiles, TMA=config.tma, SCALED=cache.scaled, PAIRED=cache.paired,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out

@@ -14,7 +14,7 @@ from forward.rope import apply_rope
 from triton_paged_attention.attention import TritonPagedAttention
 from triton_paged_attention.backends import Backends
 from triton_paged_attention.kernels.norms import NormWeights, add_rms_norm, rms_norm
-from triton_paged_attention.kernels.rope import HeadNorms, norm_rope
+from triton_paged_attention.kernels.rope import HeadNorms, ProductScales, norm_rope
 from triton_paged_attention.linear import FusedLinear, SideBySide, join
 
 
@@ -78,22 +78,37 @@ class FusedAttention(nn.Module):
         one_plus = isinstance(self.q_norm, Gemma3RMSNorm)
         return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, one_plus)
 
-    def attend(self, qkv: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
+    def attend(
+        self,
+        qkv: Tensor,
+        cos_sin: tuple[Tensor, Tensor],
+        attention: Attention,
+        pending: ProductScales | None = None,
+    ) -> Tensor:
         """All between the projections: `[..., (H + 2 KH) D]` -> `[..., H D]`.
 
-        With this phase's attention, keys and values go straight to the pool.
+        With this phase's attention, keys and values go straight to the pool. `pending`: see `norm_rope`.
         """
         spec = self.spec
         if not self.fused:
             out = self._apart(qkv, cos_sin, attention)
         elif isinstance(attention, TritonPagedAttention) and attention.stores_early:
             cache, slots = attention.pool.layers[spec.index], attention.batch.slots
+            angles = self._flat(cos_sin)
             q, _, _ = norm_rope(
-                qkv.flatten(0, -2), *self._flat(cos_sin), spec, norms=self.norms, cache=cache, slots=slots
+                qkv.flatten(0, -2),
+                *angles,
+                spec,
+                norms=self.norms,
+                cache=cache,
+                slots=slots,
+                pending=pending,
             )
             out = attention.attend(spec, q, q, q, cache)
         else:
-            rotated = norm_rope(qkv.flatten(0, -2), *self._flat(cos_sin), spec, norms=self.norms)
+            rotated = norm_rope(
+                qkv.flatten(0, -2), *self._flat(cos_sin), spec, norms=self.norms, pending=pending
+            )
             out = attention(spec, *(part.unflatten(0, qkv.shape[:-1]) for part in rotated))
         return out.reshape(*qkv.shape[:-1], -1)
 

@@ -62,6 +62,9 @@ def _end_to_end(tensors: Sequence[Tensor]) -> nn.Parameter:
 
 def join(*parts: nn.Module) -> FusedLinear:
     """Linear layers of one input as one; a layer of another format knows itself how it is joined."""
+    for part in parts:
+        if (joined := getattr(part, "joined", None)) is not None:
+            return joined(*parts)
     kind = type(parts[0]) if isinstance(parts[0], FusedLinear) else FusedLinear
     return kind.of(*parts)  # type: ignore[arg-type]  # each kind takes its own
 

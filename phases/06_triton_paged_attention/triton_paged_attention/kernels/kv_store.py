@@ -19,10 +19,20 @@ def encode(x, scale, LIMIT: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @triton.jit
+def value_place(slot, block_stride, slot_stride, P: tl.constexpr, PAIRED: tl.constexpr):
+    """Where a token's first value lies, and how far apart its values are: see `KVFormat.paired`."""
+    if PAIRED:
+        first = (slot // P) * block_stride + (slot % P) // 2 * 2 * slot_stride + slot % 2
+    else:
+        first = (slot // P) * block_stride + (slot % P) * slot_stride
+    return first, 2 if PAIRED else 1
+
+
+@triton.jit
 def kv_store_kernel(
     k, v, k_cache, v_cache, slots, k_scale, v_scale, k_stride, v_stride, block_stride, slot_stride,
     SIZE: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
-    LIMIT: tl.constexpr, WHOLE: tl.constexpr,
+    LIMIT: tl.constexpr, WHOLE: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """One program per token and part of its heads."""
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -36,7 +46,8 @@ def kv_store_kernel(
         key = encode(key, tl.load(k_scale + i // D, mask=mask, other=1.0), LIMIT, WHOLE)
         value = encode(value, tl.load(v_scale + i // D, mask=mask, other=1.0), LIMIT, WHOLE)
     tl.store(k_cache + at, key.to(k_cache.dtype.element_ty), mask=mask)
-    tl.store(v_cache + at, value.to(v_cache.dtype.element_ty), mask=mask)
+    first, step = value_place(slot, block_stride, slot_stride, P, PAIRED)
+    tl.store(v_cache + first + i * step, value.to(v_cache.dtype.element_ty), mask=mask)
 
 
 def kv_store(
@@ -52,9 +63,9 @@ def kv_store(
     block = min(1024, triton.next_power_of_2(size))
     if tokens:
         kv_store_kernel[(tokens, triton.cdiv(size, block))](
-            k, v, cache.k, cache.v, slots, *(cache[2:] if cache.scaled else (k, v)),
+            k, v, cache.k, cache.v, slots, *(cache[2:4] if cache.scaled else (k, v)),
             k.stride(0), v.stride(0), *cache.k.stride()[:2],
             SIZE=size, D=d, P=cache.k.shape[1], BLOCK=block, SCALED=cache.scaled,
             LIMIT=largest(cache.k.dtype) if cache.scaled else 0.0,
-            WHOLE=not cache.k.dtype.is_floating_point, num_warps=max(1, block // 256),
+            WHOLE=not cache.k.dtype.is_floating_point, PAIRED=cache.paired, num_warps=max(1, block // 256),
         )  # fmt: skip

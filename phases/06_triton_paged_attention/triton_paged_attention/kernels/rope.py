@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from forward.attention import LayerSpec
 from forward.rope import Rope
-from paged_cache.pool import LayerCache
+from paged_cache.pool import LayerCache, largest
+from triton_paged_attention.kernels.kv_store import encode, value_place
 
 HEADS_PER_PROGRAM = 8
 
@@ -28,6 +29,17 @@ class HeadNorms(NamedTuple):
     k_weight: Tensor
     eps: float
     one_plus: bool
+
+
+class ProductScales(NamedTuple):
+    """What a projection's output is still to be multiplied by: `rows [T]`, `columns [N]`, both float32.
+
+    dtype: of the product. A later phase has projections whose output may be of any other.
+    """
+
+    rows: Tensor
+    columns: Tensor
+    dtype: torch.dtype
 
 
 @triton.jit
@@ -52,15 +64,26 @@ def turn(x, y, cos, sin):
 
 
 @triton.jit
+def store_head(out, at, x, scale, mask, SCALED: tl.constexpr, LIMIT: tl.constexpr, WHOLE: tl.constexpr):
+    """Half of some heads of a token, in the cache's format."""
+    if SCALED:
+        x = encode(x, scale, LIMIT, WHOLE)
+    tl.store(out + at, x.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def norm_rope_kernel(
-    q_out, k_out, v_out, qkv, cos, sin, q_weight, k_weight, slots, eps,
+    q_out, k_out, v_out, qkv, cos, sin, q_weight, k_weight, slots, rows, columns, k_scale, v_scale, eps,
     block_stride, slot_stride,
     H: tl.constexpr, KH: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, P: tl.constexpr,
     NORM: tl.constexpr, ONE_PLUS: tl.constexpr, STORE: tl.constexpr, HEADS: tl.constexpr,
+    PENDING: tl.constexpr, SCALED: tl.constexpr, LIMIT: tl.constexpr, WHOLE: tl.constexpr,
+    PAIRED: tl.constexpr,
 ):  # fmt: skip
     """One program per token and few heads: first the queries, then the keys, then the values.
 
-    A thread has both numbers of a rotated pair, so nothing is read twice.
+    A thread has both numbers of a rotated pair, so nothing is read twice. PENDING: the projection's output is
+    still to be multiplied by `rows` and `columns`. SCALED: keys and values are stored over their scales.
     """
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     D: tl.constexpr = 2 * HALF
@@ -71,21 +94,34 @@ def norm_rope_kernel(
         slot = tl.load(slots + token)
         at_token = (slot // P) * block_stride + (slot % P) * slot_stride
         stored = slot >= 0
+        at_value, step = value_place(slot, block_stride, slot_stride, P, PAIRED)
     else:
         at_token = token * KH * D
         stored = token >= 0
+        at_value, step = at_token, 1
 
     is_query, is_value = part < Q_PARTS, part >= Q_PARTS + KV_PARTS
     head = (part - (0 if is_query else Q_PARTS) - (KV_PARTS if is_value else 0)) * HEADS + tl.arange(0, HEADS)
     i = tl.arange(0, HALF_PAD)
     mask = (head < (H if is_query else KH))[:, None] & (i < HALF)[None, :]
     at = head[:, None] * D + i[None, :]
-    first = row + (0 if is_query else H * D) + (KH * D if is_value else 0)
+    part_at = (0 if is_query else H * D) + (KH * D if is_value else 0)
+    first = row + part_at
     x = tl.load(first + at, mask=mask, other=0.0)
     y = tl.load(first + at + HALF, mask=mask, other=0.0)
+    if PENDING:
+        times = tl.load(rows + token)
+        times_x = times * tl.load(columns + part_at + at, mask=mask, other=0.0)
+        times_y = times * tl.load(columns + part_at + at + HALF, mask=mask, other=0.0)
+        x = (x.to(tl.float32) * times_x).to(q_out.dtype.element_ty)
+        y = (y.to(tl.float32) * times_y).to(q_out.dtype.element_ty)
+    head_scale = tl.full([HEADS, 1], 1.0, tl.float32)
+    if SCALED and not is_query:
+        scales = v_scale if is_value else k_scale
+        head_scale = tl.load(scales + head, mask=head < KH, other=1.0)[:, None]
     if is_value:  # only moved
-        tl.store(v_out + at_token + at, x, mask=mask & stored)
-        tl.store(v_out + at_token + at + HALF, y, mask=mask & stored)
+        store_head(v_out, at_value + at * step, x, head_scale, mask & stored, SCALED, LIMIT, WHOLE)
+        store_head(v_out, at_value + (at + HALF) * step, y, head_scale, mask & stored, SCALED, LIMIT, WHOLE)
     else:
         if NORM:
             weight = (q_weight if is_query else k_weight) + i[None, :]
@@ -101,8 +137,8 @@ def norm_rope_kernel(
             tl.store(q_out + token * H * D + at, turned_x, mask=mask)
             tl.store(q_out + token * H * D + at + HALF, turned_y, mask=mask)
         else:
-            tl.store(k_out + at_token + at, turned_x, mask=mask & stored)
-            tl.store(k_out + at_token + at + HALF, turned_y, mask=mask & stored)
+            store_head(k_out, at_token + at, turned_x, head_scale, mask & stored, SCALED, LIMIT, WHOLE)
+            store_head(k_out, at_token + at + HALF, turned_y, head_scale, mask & stored, SCALED, LIMIT, WHOLE)
 
 
 def norm_rope(
@@ -114,16 +150,19 @@ def norm_rope(
     norms: HeadNorms | None = None,
     cache: LayerCache | None = None,
     slots: Tensor | None = None,  # [T] int64
+    pending: ProductScales | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries `[T, H, D]`, keys and values `[T, KH, D]`, the first two normalized and rotated.
 
-    With a layer's `cache`, keys and values go there by `slots`, and what is returned for them are the caches.
+    With a layer's `cache`, keys and values go there by `slots`, in its format, and what is returned for them
+    are the caches. `pending`: what `qkv` has to be multiplied by first.
     """
-    assert cache is None or not cache.scaled, "keys and values with scales are stored by kv_store"
     tokens, heads, kv_heads, d = len(qkv), spec.num_heads, spec.num_kv_heads, spec.head_dim
-    q = torch.empty(tokens, heads, d, dtype=qkv.dtype, device=qkv.device)
+    dtype = qkv.dtype if pending is None else pending.dtype
+    q = torch.empty(tokens, heads, d, dtype=dtype, device=qkv.device)
+    scaled = cache is not None and cache.scaled
     if cache is None or slots is None:
-        k, v = (torch.empty(tokens, kv_heads, d, dtype=qkv.dtype, device=qkv.device) for _ in range(2))
+        k, v = (torch.empty(tokens, kv_heads, d, dtype=dtype, device=qkv.device) for _ in range(2))
         slots, block_size, strides = q, 1, (0, 0)
     else:
         k, v = cache.k, cache.v
@@ -132,10 +171,13 @@ def norm_rope(
     parts = triton.cdiv(heads, HEADS_PER_PROGRAM) + 2 * triton.cdiv(kv_heads, HEADS_PER_PROGRAM)
     if tokens:
         norm_rope_kernel[(tokens, parts)](
-            q, k, v, qkv, cos, sin, q_weight, k_weight, slots, eps, *strides,
+            q, k, v, qkv, cos, sin, q_weight, k_weight, slots,
+            *((q, q) if pending is None else pending[:2]),
+            *(cache[2:4] if cache is not None and scaled else (q, q)), eps, *strides,
             H=heads, KH=kv_heads, HALF=d // 2, HALF_PAD=triton.next_power_of_2(d // 2), P=block_size,
             NORM=norms is not None, ONE_PLUS=one_plus, STORE=cache is not None, HEADS=HEADS_PER_PROGRAM,
-            num_warps=4,
+            PENDING=pending is not None, SCALED=scaled, LIMIT=largest(k.dtype) if scaled else 0.0,
+            WHOLE=not k.dtype.is_floating_point, PAIRED=cache is not None and cache.paired, num_warps=4,
         )  # fmt: skip
     return q, k, v
 

@@ -24,8 +24,11 @@ class LatencyAttention(TritonPagedAttention):
 
     @property
     def alone(self) -> bool:
-        """Whether the step is one request's: with one token, `attend_lone` then knows whose it is."""
-        return self.stores_early and len(self.batch.context_lens) == 1
+        """Whether the step is one request's: with one token, `attend_lone` then knows whose it is.
+
+        It knows no scales.
+        """
+        return self.stores_early and not self.pool.layers[0].scaled and len(self.batch.context_lens) == 1
 
     def plan(self) -> None:
         """Also: look up, once a step and not in every layer, how a lone token's attention runs."""

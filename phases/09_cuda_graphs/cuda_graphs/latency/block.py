@@ -6,7 +6,7 @@ from torch import Tensor
 
 from cuda_graphs.latency.attention import LatencyAttention
 from cuda_graphs.latency.few import FEW_TOKENS
-from cuda_graphs.latency.linear import LatencyLinear, OutputLinear
+from cuda_graphs.latency.linear import CombinesHeads, LatencyLinear, OutputLinear
 from forward.attention import Attention
 from triton_paged_attention.layers import FusedAttention, FusedBlock, FusedMLP, Stream
 
@@ -51,7 +51,7 @@ class LatencyBlock(FusedBlock):
         attend = self.self_attn
         qkv = attend.qkv_proj(x, norm=self.input_layernorm.weights)
         out = attend.o_proj
-        if isinstance(out, OutputLinear) and out.heads_config is not None:
+        if isinstance(out, CombinesHeads) and out.heads_config is not None:
             return out.combine(attention.attend_lone(attend.spec, qkv, cos_sin, attend.norms, meet=False), x)
         return out(attention.attend_lone(attend.spec, qkv, cos_sin, attend.norms, meet=True).out, residual=x)
 

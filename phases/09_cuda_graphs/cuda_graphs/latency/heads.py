@@ -14,30 +14,11 @@ from triton_paged_attention.hardware import dependent_launch
 
 
 @triton.jit
-def heads_kernel(
-    out, partial, lse, context_len, weight, bias, residual, N,
-    H: tl.constexpr, H_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
-    BIAS: tl.constexpr, PDL: tl.constexpr,
+def combine_heads(
+    partial, lse, used,
+    H: tl.constexpr, H_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One program per `ROWS` outputs: combine all heads' splits, then the product with these rows."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    k = tl.arange(0, H_PAD * D_PAD)
-    column = k // D_PAD * D + k % D_PAD
-    inside = (k // D_PAD < H) & (k % D_PAD < D)
-    w = tl.load(
-        weight + row.to(tl.int64)[:, None] * (H * D) + column[None, :],
-        mask=(row < N)[:, None] & inside[None, :], other=0.0,
-    )  # fmt: skip
-    added = tl.zeros([ROWS], tl.float32)
-    if BIAS:
-        added += tl.load(bias + row, mask=row < N, other=0.0).to(tl.float32)
-    _, _, used = splits_of(tl.load(context_len), WINDOW, BLOCK_N, SPLITS)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    added += tl.load(residual + row, mask=row < N, other=0.0).to(tl.float32)
-
+    """Attention's output from the `used` splits in the workspace, all heads: `[H_PAD, D_PAD / 8, 8]`."""
     # Heads as [D / 8, H, 8], where a thread owns the last axis, and their weights as [D / 8, H]: each thread
     # loads what it needs of both, and nothing has to pass between threads.
     e = tl.arange(0, D_PAD // 8)[:, None]
@@ -71,7 +52,35 @@ def heads_kernel(
             portion = tl.exp2(logs[i] - top)  # 0 where there is no such split
             total += portion
             x += parts[i].to(tl.float32) * portion[:, :, None]
-    x = tl.permute(x / total[:, :, None], (1, 0, 2))
+    return tl.permute(x / total[:, :, None], (1, 0, 2))
+
+
+@triton.jit
+def heads_kernel(
+    out, partial, lse, context_len, weight, bias, residual, N,
+    H: tl.constexpr, H_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
+    BIAS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program per `ROWS` outputs: combine all heads' splits, then the product with these rows."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    k = tl.arange(0, H_PAD * D_PAD)
+    column = k // D_PAD * D + k % D_PAD
+    inside = (k // D_PAD < H) & (k % D_PAD < D)
+    w = tl.load(
+        weight + row.to(tl.int64)[:, None] * (H * D) + column[None, :],
+        mask=(row < N)[:, None] & inside[None, :], other=0.0,
+    )  # fmt: skip
+    added = tl.zeros([ROWS], tl.float32)
+    if BIAS:
+        added += tl.load(bias + row, mask=row < N, other=0.0).to(tl.float32)
+    _, _, used = splits_of(tl.load(context_len), WINDOW, BLOCK_N, SPLITS)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    added += tl.load(residual + row, mask=row < N, other=0.0).to(tl.float32)
+
+    x = combine_heads(partial, lse, used, H, H_PAD, D, D_PAD, CHUNK)
     vector = tl.reshape(x.to(w.dtype), [H_PAD * D_PAD]).to(tl.float32)  # rounded as attention's output is
     product = tl.sum(w.to(tl.float32) * vector[None, :], axis=1)
     tl.store(out + row, (product + added).to(out.dtype.element_ty), mask=row < N)

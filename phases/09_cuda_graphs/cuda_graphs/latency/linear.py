@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor
 
@@ -58,16 +60,29 @@ class LatencyLinear(FusedLinear):
         return super().forward(x, norm=norm, gate=gate, residual=residual)
 
 
-class OutputLinear(LatencyLinear):
-    """The projection behind attention, which can combine a lone token's splits on its way."""
+class CombinesHeads(ABC):
+    """A projection behind attention that can combine a lone token's splits on its way."""
+
+    @property
+    @abstractmethod
+    def heads_config(self) -> HeadsConfig | None:
+        """How it does; None: it does not, and attention has to."""
+
+    @abstractmethod
+    def combine(self, parts: Parts, residual: Tensor) -> Tensor:
+        """`residual` plus the product with attention's output, which is in `parts`: `[1, hidden]`."""
+
+
+class OutputLinear(LatencyLinear, CombinesHeads):
+    """The projection behind attention."""
 
     @property
     def heads_config(self) -> HeadsConfig | None:
-        """How it does; None: it does not, and attention has to."""
+        """See `CombinesHeads.heads_config`."""
         return heads_config(*self.weight.shape)
 
     def combine(self, parts: Parts, residual: Tensor) -> Tensor:
-        """`residual` plus the product with attention's output, which is in `parts`: `[1, hidden]`."""
+        """See `CombinesHeads.combine`."""
         config = self.heads_config
         assert config is not None
         return project_heads(residual, self.weight, self.bias, parts, shape=config)

@@ -1,0 +1,87 @@
+"""Attention over values of eight bits that lie in pairs: see `paged_cache.pool.KVFormat`.
+
+A matrix unit of 16-bit numbers wants the values of two neighbouring tokens side by side in a register. It
+gets them so from 16-bit values by a transposing load, but no load transposes bytes: values one by one would
+take more time than half the bytes save. So they are stored side by side, a pair is loaded as one 16-bit word,
+and the even and the odd tokens' values are two products.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from triton_paged_attention.tiles import hide, lookup, raw_scores, unit
+
+EVEN = tl.constexpr(
+    "{.reg .b32 t; .reg .b16 h, z; prmt.b32 t, $1, 0, 0x4420; mov.b32 {h, z}, t; cvt.rn.f16x2.e4m3x2 $0, h;}"
+)
+ODD = tl.constexpr(
+    "{.reg .b32 t; .reg .b16 h, z; prmt.b32 t, $1, 0, 0x4431; mov.b32 {h, z}, t; cvt.rn.f16x2.e4m3x2 $0, h;}"
+)
+"""Of two words in one register: their lower or higher bytes, which are e4m3, as two float16 numbers."""
+
+
+@triton.jit
+def byte_of(words, odd: tl.constexpr, WIDE: tl.constexpr, ASM: tl.constexpr):
+    """The even or the odd tokens' values in `words`, of type WIDE."""
+    if ASM:
+        values = tl.inline_asm_elementwise(
+            ODD if odd else EVEN, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2
+        )
+    else:
+        number = ((words.to(tl.int32) >> (8 if odd else 0)) & 255).to(tl.uint8)
+        values = number.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(WIDE)
+    return values
+
+
+@triton.jit
+def attend_pairs(
+    query,  # [M, D]
+    position,  # [M]
+    m, total, acc,
+    k_cache,  # pointer to [N, P, KH, D], e4m3
+    v_cache,  # pointer to [N, P / 2, KH, D], words
+    table, kv_head, low, high, scale, soft_cap, block_stride, slot_stride, head_stride,
+    D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, WIDE: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """`tiles.attend` for such a cache; `low` is even. WIDE: the type that products are made in."""
+    pair = 2 * tl.arange(0, BLOCK_N // 2)
+    d = tl.arange(0, D_PAD)
+    inside = (d < D)[None, :]
+    factor = unit(scale, soft_cap, SOFT_CAP)
+    query = query.to(WIDE)
+    block = lookup(table, low, high, pair, P, BLOCK_N)
+    for start in range(low, high, BLOCK_N):
+        next_block = lookup(table, start + BLOCK_N, high, pair, P, BLOCK_N)
+        key = start + pair
+        place = start % P + pair if P % BLOCK_N == 0 else key % P
+        column = kv_head * head_stride + d[None, :]
+        at = (block.to(tl.int64) * block_stride + place * slot_stride)[:, None] + column
+        at_v = (block.to(tl.int64) * (block_stride // 2) + place // 2 * slot_stride)[:, None] + column
+        first = (key < high)[:, None] & inside
+        keys = tl.load(k_cache + at, mask=first, other=0.0)
+        next_keys = tl.load(k_cache + at + slot_stride, mask=(key + 1 < high)[:, None] & inside, other=0.0)
+        words = tl.load(v_cache + at_v, mask=first, other=0)
+        even = raw_scores(query, keys.to(WIDE), scale, soft_cap, SOFT_CAP)
+        odd = raw_scores(query, next_keys.to(WIDE), scale, soft_cap, SOFT_CAP)
+        if MASK == "all":
+            even = hide(even, key, position, start, high, CAUSAL, WINDOW, False)
+            odd = hide(odd, key + 1, position, start, high, CAUSAL, WINDOW, False)
+        top = tl.maximum(tl.max(even, axis=1), tl.max(odd, axis=1))
+        new_m = tl.maximum(m, top * factor)
+        shrink = tl.exp2(m - new_m)
+        p_even = tl.exp2(even * factor - new_m[:, None])
+        p_odd = tl.exp2(odd * factor - new_m[:, None])
+        total = total * shrink + tl.sum(p_even + p_odd, axis=1)
+        acc = acc * shrink[:, None]
+        # The last pair may have no odd token: what lies there has weight 0, but must be a number.
+        odd_values = byte_of(words, True, WIDE, ASM)
+        if MASK == "all":
+            odd_values = tl.where((key + 1 < high)[:, None], odd_values, 0.0)
+        acc = tl.dot(p_even.to(WIDE), byte_of(words, False, WIDE, ASM), acc, input_precision="ieee")
+        acc = tl.dot(p_odd.to(WIDE), odd_values, acc, input_precision="ieee")
+        m = new_m
+        block = next_block
+    return m, total, acc

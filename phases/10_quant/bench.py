@@ -1,0 +1,3 @@
+"""Phase 10 against phase 09."""
+
+from __future__ import annotations

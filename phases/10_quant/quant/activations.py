@@ -1,0 +1,25 @@
+"""What eight bits make of a layer's input: each token gets a scale of its own, found on the way."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quant.formats import LARGEST, Activations
+from quant.rtn import to_eight_bits
+
+
+def quantize_tokens(x: Tensor, kind: Activations) -> tuple[Tensor, Tensor]:
+    """`x [..., K]` -> numbers `[..., K]`, scales `[..., 1]` float32; the largest takes the whole range."""
+    x = x.float()
+    scale = x.abs().amax(dim=-1, keepdim=True) * (1.0 / LARGEST[kind])
+    scale = scale.clamp_min(torch.finfo(torch.float32).tiny)  # a token of zeros stays one
+    return to_eight_bits(x * scale.reciprocal(), kind), scale  # as the kernels do it: one division a token
+
+
+def rounded(x: Tensor, kind: Activations | None) -> Tensor:
+    """What is left of `x [..., K]` after `quantize_tokens`, in `x`'s dtype; all of it if `kind` is None."""
+    if kind is None:
+        return x
+    numbers, scale = quantize_tokens(x, kind)
+    return (numbers.float() * scale).to(x.dtype)

@@ -1,0 +1,54 @@
+"""AWQ (arXiv 2306.00978): weights of large inputs are made larger before rounding, and their inputs smaller.
+
+`W x = (W s) (x / s)` for any `s` above 0. A weight's rounding error is about the same wherever in its group
+it lies, so what is multiplied by 2 before has half the error after. The division costs nothing: it goes into
+the weights of the norm, or of the projection, that made the input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quant import rtn
+from quant.formats import Scheme
+from quant.gptq import search_scales
+from quant.rtn import to_nibbles
+from quant.weights import QuantizedWeight, pack_nibbles
+
+POWERS = tuple(step / 10 for step in range(10))
+"""Of the inputs' size, tried as `s`: 0 leaves the weights as they are."""
+
+
+def input_scales(weights: Sequence[Tensor], hessian: Tensor, scheme: Scheme) -> Tensor:
+    """The `s [K]` with which the layers of one input lose the least by rounding.
+
+    Args:
+        weights: `[N, K]` each.
+        hessian: `[K, K]` float32 of their input, see `calibrate`.
+        scheme: int4.
+    """
+    size = hessian.diagonal().sqrt().clamp_min(1e-6)
+    together = torch.cat([weight.float() for weight in weights])
+    best, least = torch.ones_like(size), float("inf")
+    for power in POWERS:
+        scales = size**power
+        scales = scales / (scales.max() * scales.min()).sqrt()
+        rounded = rtn.quantize(together * scales, scheme).dequantize() / scales
+        change = rounded - together
+        error = float(((change @ hessian) * change).sum())
+        if error < least:
+            best, least = scales, error
+    return best
+
+
+def quantize(
+    weight: Tensor, importance: Tensor, scheme: Scheme, scale_dtype: torch.dtype = torch.float32
+) -> QuantizedWeight:
+    """Round `weight [N, K]` to nearest, with clipped scales where that is better; see `search_scales`."""
+    scale, zero = search_scales(weight.float(), importance, scheme, scale_dtype)
+    groups = weight.float().view(len(weight), -1, scheme.group)
+    numbers = to_nibbles(groups, scale[..., None], None if zero is None else zero[..., None])
+    return QuantizedWeight(scheme, pack_nibbles(numbers.flatten(1)), scale, zero)

@@ -1,0 +1,87 @@
+"""Quantization as a feature of an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from common.errors import UserError, choice, integer
+from common.options import option
+from forward.loading import Linears
+from paged_cache import Feature, Parts
+from quant.formats import GROUPS, SCHEMES, Scheme
+from quant.joined import settle
+from quant.kv import KV_DTYPES, kv_format, stored_kind
+from quant.linear import QuantLinear
+from quant.loading import Quantize
+
+AUTO, PLAIN = "auto", "none"
+HEADS = {"int4": "int8"}
+"""What the head becomes by itself where it is not what the layers become: it loses most by four bits."""
+
+
+@dataclass(frozen=True)
+class Quant(Feature):
+    """Weights, keys and values in 8 or 4 bits; a checkpoint that is quantized already loads as it is."""
+
+    name: ClassVar[str] = "quant"
+    phase: ClassVar[int] = 10
+
+    quantization: str | None = option(
+        None, f"make the weights {', '.join(SCHEMES)} while loading; a quantized checkpoint needs nothing"
+    )
+    group_size: int = option(128, "inputs that share a scale in int4, less where that does not divide them")
+    head: str = option(AUTO, "the head's weights: auto, none (they stay as they are), or as quantization")
+
+    kv_cache: str = option(AUTO, "keys and values: auto (as the checkpoint says), fp8, int8, or none")
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        if self.quantization is not None:
+            choice("quantization", self.quantization, SCHEMES)
+        choice("head", self.head, [AUTO, PLAIN, *SCHEMES])
+        choice("kv_cache", self.kv_cache, [AUTO, PLAIN, *KV_DTYPES])
+        integer("group_size", self.group_size)
+        if self.group_size not in GROUPS:
+            sizes = ", ".join(map(str, sorted(GROUPS)))
+            raise UserError(f"group_size is {self.group_size}, but must be one of {sizes}")
+
+    def linears(self) -> Linears:
+        """See `Feature.linears`."""
+        head = self.head
+        if head == AUTO:
+            head = PLAIN if self.quantization is None else HEADS.get(self.quantization, self.quantization)
+        return Quantize(self._scheme(self.quantization), self._scheme(None if head == PLAIN else head))
+
+    def _scheme(self, name: str | None) -> Scheme | None:
+        if name is None:
+            return None
+        scheme = SCHEMES[name]
+        return scheme.with_group(self.group_size) if scheme.scales == "group" else scheme
+
+    def install(self, parts: Parts) -> None:
+        """Keys and values; and the layers' fastest form, for the weights are there already."""
+        kind = stored_kind(parts.model) if self.kv_cache == AUTO else self.kv_cache
+        if kind is not None and kind != PLAIN:
+            parts.bring(self, kv=replace(kv_format(parts.model, kind), paired=_pairs(parts, kind)))
+        if not any(isinstance(layer, QuantLinear) for layer in parts.model.modules()):
+            return
+        if "kernels" in parts.features:
+            from quant.surgery import install  # Triton comes with it
+
+            install(parts.own_model())
+        elif parts.model.device.type == "cpu":
+            settle(parts.own_model())
+
+
+def _pairs(parts: Parts, kind: str) -> bool:
+    """Whether values lie in pairs: for kernels that read them so, which need a conversion by hardware."""
+    if kind != "fp8" or not getattr(parts.features.get("kernels"), "attends", False):
+        return False
+    if parts.size("block_size") % 2:
+        return False
+    from quant.kernels.inputs import ADA
+    from triton_paged_attention.hardware import at_least
+
+    device = parts.model.device
+    return device.type != "cuda" or at_least(device, ADA)

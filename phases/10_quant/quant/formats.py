@@ -1,0 +1,100 @@
+"""What a quantized weight is: which numbers stand for it, and who shares a scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from common.errors import UserError
+
+Weights = Literal["fp8", "int8", "int4"]
+Scales = Literal["tensor", "channel", "block", "group"]
+Activations = Literal["fp8", "int8"]
+
+DTYPES: dict[str, torch.dtype] = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8}
+"""What the numbers are kept in: two of four bits share a byte."""
+LARGEST = {"fp8": 448.0, "int8": 127.0}
+"""The largest magnitude of each; int8 leaves -128 out, so that a weight and its opposite are both there."""
+BLOCK = 128
+"""Side of a block of weights that share a scale."""
+GROUPS = (256, 128, 64, 32, 16)
+"""Sizes of groups, in inputs: each holds whole bytes of four-bit numbers, and whole words of a file."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How one linear layer's weight `[N, K]` is kept, and what may be done to its input.
+
+    name: what it is called in options and messages.
+    weights: the numbers.
+    scales: who shares one: the tensor, an output channel (a row), a block of 128 x 128, or a group of
+        neighbouring inputs within a row.
+    group: inputs in a group; 0 unless scales are by group.
+    zeros: whether a group has a zero point; without, the numbers lie around the middle.
+    activations: what the input is rounded to, token by token, or None where it is left alone.
+    """
+
+    name: str
+    weights: Weights
+    scales: Scales
+    group: int = 0
+    zeros: bool = False
+    activations: Activations | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what no layer here can be."""
+        if (self.weights == "int4") != (self.scales == "group"):
+            raise UserError(f"{self.name}: {self.weights} weights with a scale for each {self.scales}")
+        if self.scales == "group" and self.group not in GROUPS:
+            sizes = ", ".join(map(str, sorted(GROUPS)))
+            raise UserError(f"{self.name}: group_size is {self.group}, but must be one of {sizes}")
+        if self.zeros and self.weights != "int4":
+            raise UserError(f"{self.name}: zero points are supported for int4 only, not {self.weights}")
+        if self.weights == "int8" and self.scales != "channel":
+            raise UserError(f"{self.name}: int8 weights need a scale for each channel, not {self.scales}")
+        if self.activations is not None and self.activations != self.weights:
+            raise UserError(f"{self.name}: {self.weights} weights with {self.activations} activations")
+
+    @property
+    def bits(self) -> int:
+        """Of one number."""
+        return 4 if self.weights == "int4" else 8
+
+    def scale_shape(self, n: int, k: int) -> tuple[int, ...]:
+        """The shape of the scales of a weight `[n, k]`."""
+        if self.scales == "tensor":
+            return (1,)
+        if self.scales == "channel":
+            return (n,)
+        if self.scales == "block":
+            return (-(-n // BLOCK), -(-k // BLOCK))
+        return (n, k // self.group)
+
+    def with_group(self, size: int) -> Scheme:
+        """The same with groups of another size."""
+        return replace(self, group=size)
+
+    def fitted(self, k: int, name: str) -> Scheme:
+        """This scheme for rows of `k` weights: where its groups do not divide them, the next smaller that do.
+
+        Raises:
+            UserError: no size of group divides them.
+        """
+        if self.scales != "group" or k % self.group == 0:
+            return self
+        for size in GROUPS:
+            if size < self.group and k % size == 0:
+                return replace(self, group=size)
+        raise UserError(f"{name} has rows of {k} weights, which no group of {GROUPS[-1]} or more divides")
+
+
+FP8 = Scheme("fp8", "fp8", "channel", activations="fp8")
+FP8_BLOCK = Scheme("fp8-block", "fp8", "block", activations="fp8")
+INT8 = Scheme("int8", "int8", "channel")
+W8A8 = Scheme("w8a8", "int8", "channel", activations="int8")
+INT4 = Scheme("int4", "int4", "group", group=128)
+
+SCHEMES = {scheme.name: scheme for scheme in (FP8, FP8_BLOCK, INT8, W8A8, INT4)}
+"""What can be made here, by the name it has as an option."""

@@ -1,0 +1,94 @@
+"""GPTQ (arXiv 2210.17323): round one input's weights, and let the inputs not yet rounded make up for it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quant.formats import Scheme
+from quant.rtn import group_scales, to_nibbles
+from quant.weights import MIDDLE, QuantizedWeight, pack_nibbles
+
+DAMPING = 0.01
+"""Of the mean diagonal, added to it: inputs that were never seen apart cannot be told apart."""
+COLUMNS = 128
+"""Inputs rounded before their errors are passed on to all the others in one product."""
+SHRINKS = tuple(1 - step / 40 for step in range(13))
+"""Scales that are tried for a group: of the one that just holds its largest weight, down to 0.7."""
+
+
+def quantize(
+    weight: Tensor, hessian: Tensor, scheme: Scheme, scale_dtype: torch.dtype = torch.float32
+) -> QuantizedWeight:
+    """A layer's weight in four bits, with the least error in what it makes of the inputs it was shown.
+
+    Inputs are rounded in the order of their size, the largest first, while most others are left to make up
+    for them ("act-order"). Scales are those of the groups as they lie, chosen before: so the file needs no
+    index, and reading it costs nothing ("static" order).
+
+    Args:
+        weight: `[N, K]`.
+        hessian: `[K, K]` float32, see `calibrate`.
+        scheme: int4.
+        scale_dtype: of the scales.
+    """
+    weight, hessian = weight.float().clone(), hessian.clone()
+    diagonal = hessian.diagonal()
+    unseen = diagonal == 0
+    diagonal[unseen] = 1
+    weight[:, unseen] = 0
+    scale, zero = search_scales(weight, diagonal, scheme, scale_dtype)
+    order = diagonal.argsort(descending=True)
+    groups = torch.arange(len(order), device=order.device)[order] // scheme.group
+    inverse = _inverse(hessian[order][:, order])
+    columns = weight[:, order].contiguous()
+    numbers = torch.empty_like(columns, dtype=torch.uint8)
+    for begin in range(0, len(order), COLUMNS):
+        end = min(begin + COLUMNS, len(order))
+        block, own = columns[:, begin:end], inverse[begin:end, begin:end]
+        errors = torch.empty_like(block)
+        for at in range(end - begin):
+            group, column = groups[begin + at], block[:, at]
+            step = scale[:, group].float()
+            middle = None if zero is None else zero[:, group]
+            chosen = to_nibbles(column, step, middle)
+            numbers[:, begin + at] = chosen
+            rounded = (chosen.float() - (MIDDLE if middle is None else middle.float())) * step
+            errors[:, at] = (column - rounded) / own[at, at]
+            block[:, at:].addr_(errors[:, at], own[at, at:], alpha=-1)
+        columns[:, end:].addmm_(errors, inverse[begin:end, end:], alpha=-1)
+    found = torch.empty_like(numbers)
+    found[:, order] = numbers
+    return QuantizedWeight(scheme, pack_nibbles(found), scale, zero)
+
+
+def _inverse(hessian: Tensor) -> Tensor:
+    """The upper Cholesky factor of the inverse: row `i` passes input `i`'s error on to those after it."""
+    hessian = hessian.double()
+    hessian.diagonal().add_(DAMPING * hessian.diagonal().mean())
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
+    return torch.linalg.cholesky(inverse, upper=True).float()
+
+
+def search_scales(
+    weight: Tensor, importance: Tensor, scheme: Scheme, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """Like `rtn.group_scales`, but a group may clip its largest weights where that makes the error less.
+
+    importance: `[K]`, the mean square of each input, by which its weights' squared errors count.
+    """
+    groups = weight.view(len(weight), -1, scheme.group)
+    weights = importance.view(-1, scheme.group)
+    full, zero = group_scales(weight, scheme)
+    middle = float(MIDDLE) if zero is None else zero[..., None].float()
+    best, least = full.to(dtype), torch.full_like(full, torch.inf)
+    for shrink in SHRINKS:
+        scale = (full * shrink).to(dtype)
+        step = scale.float()[..., None]
+        rounded = (
+            to_nibbles(groups, step, None if zero is None else zero[..., None]).float() - middle
+        ) * step
+        error = ((groups - rounded).square_() * weights).sum(-1)
+        better = error < least
+        best, least = torch.where(better, scale, best), torch.where(better, error, least)
+    return best, zero

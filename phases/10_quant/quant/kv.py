@@ -1,0 +1,83 @@
+"""Keys and values in eight bits: what a head's numbers are divided by, to use the range there is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from forward.attention import LayerSpec, RecomputeAttention
+from forward.model import Model
+from paged_cache.pool import KVFormat, largest
+
+KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+ROOM = {"fp8": 2.0, "int8": 1.1}
+"""How much larger than all that were seen a key may be: a float loses nothing by it, int8 a tenth."""
+SAMPLE = 256
+"""Tokens that scales are taken from while an engine is made."""
+
+
+class StoredKV(nn.Module):
+    """What a checkpoint says of keys and values: a scale for each layer's keys, and one for its values."""
+
+    scales: Tensor
+
+    def __init__(self, kind: str, scales: Tensor) -> None:
+        """`scales [L, 2, KH]`; kind: a key of `KV_DTYPES`."""
+        super().__init__()
+        self.kind = kind
+        self.register_buffer("scales", scales, persistent=False)
+
+
+def stored_kind(model: Model) -> str | None:
+    """What the checkpoint keeps keys and values in, if it says so."""
+    return next((part.kind for part in model.children() if isinstance(part, StoredKV)), None)
+
+
+def kv_format(model: Model, kind: str) -> KVFormat:
+    """The format `kind` for a model: with its checkpoint's scales, or scales from a sample of tokens."""
+    for part in model.children():
+        if isinstance(part, StoredKV) and part.kind == kind:
+            return KVFormat(KV_DTYPES[kind], part.scales)
+    return KVFormat(KV_DTYPES[kind], head_scales(model, [sample(model)], kind))
+
+
+def sample(model: Model) -> list[int]:
+    """`SAMPLE` tokens from all over the vocabulary, the same every time.
+
+    What is large in keys is large for every token: a few channels that the rotation hardly turns, and biases.
+    """
+    generator = torch.Generator().manual_seed(0)
+    count = min(SAMPLE, model.max_len)
+    found = torch.randint(model.config.vocab_size, (count,), generator=generator)
+    if model.config.bos_token_id is not None:
+        found[0] = model.config.bos_token_id  # the first token is unlike all others
+    tokens: list[int] = found.tolist()
+    return tokens
+
+
+def head_scales(model: Model, texts: Sequence[Sequence[int]], kind: str) -> Tensor:
+    """Scales `[L, 2, KH]` float32 with which the keys and values of `texts` fit into `kind`, with `ROOM`."""
+    seen = LargestHeads(model)
+    with torch.inference_mode():
+        for tokens in texts:
+            ids = torch.tensor(list(tokens), device=model.device)
+            model(ids, torch.arange(len(ids), device=model.device), seen)
+    scales = seen.largest * (ROOM[kind] / largest(KV_DTYPES[kind]))
+    return scales.clamp_min(torch.finfo(torch.float32).tiny).clone()
+
+
+class LargestHeads(RecomputeAttention):
+    """Phase 01's attention, which remembers the largest key and value of every head: `[L, 2, KH]`."""
+
+    def __init__(self, model: Model) -> None:
+        config = model.config
+        self.largest = torch.zeros(config.num_layers, 2, config.num_kv_heads, device=model.device)
+
+    def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """`q [S, H, D]`, `k` and `v [S, KH, D]` -> `[S, H, D]`."""
+        for side, x in enumerate((k, v)):
+            most = x.float().abs().amax(dim=(0, 2))
+            self.largest[layer.index, side] = self.largest[layer.index, side].maximum(most)
+        return super().__call__(layer, q, k, v)

@@ -1,0 +1,176 @@
+"""How checkpoints lay out the tensors of one quantized layer, and the way from each to `QuantizedWeight`.
+
+Everybody's four-bit numbers are the same sixteen; they differ in the side they are packed along, in their
+order within a word, and in what a zero point is counted from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from common.errors import UserError
+from quant.formats import DTYPES, Scheme
+from quant.weights import MIDDLE, QuantizedWeight, check_scale, pack_nibbles
+
+Kind = Literal["plain", "packed", "gptq", "awq"]
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where the eight columns of an AWQ word lie: column `i` in nibble `AWQ_ORDER[i]`."""
+Expected = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The tensors of a layer in a file.
+
+    kind: plain: numbers as they are, and scales (`float-quantized`, `int-quantized`, `fp8`). packed: eight
+        nibbles or four bytes of neighbouring inputs in a word, the first lowest, each plus half the range
+        (`pack-quantized`). gptq: words along the inputs. awq: words along the outputs, nibbles shuffled.
+    scale: the scales' name.
+    one_less: GPTQ's zero points are stored less one, in its first format.
+    by_activation: there is a `g_idx` that says each input's group, in `packed`; `gptq` always has one.
+    """
+
+    kind: Kind
+    scheme: Scheme
+    scale: str = "weight_scale"
+    one_less: bool = False
+    by_activation: bool = False
+
+    def tensors(self, n: int, k: int, name: str) -> Expected:
+        """Shape and dtype of each tensor of layer `name`, a weight `[n, k]`.
+
+        Raises:
+            UserError: a weight of this shape cannot be laid out so.
+        """
+        per_word, group = 32 // self.scheme.bits, self.scheme.group
+        if self.kind == "plain":
+            shape = self.scheme.scale_shape(n, k)
+            if self.scheme.scales == "channel":
+                shape = (n, 1)
+            return {
+                "weight": ((n, k), DTYPES[self.scheme.weights]),
+                self.scale: (shape, torch.float32),
+            }
+        if k % (group or per_word):
+            raise UserError(
+                f"{name} has rows of {k} weights, which groups of {group or per_word} do not divide"
+            )
+        groups = k // group if group else 1
+        if self.kind == "packed":
+            found: Expected = {
+                "weight_packed": ((n, k // per_word), torch.int32),
+                "weight_scale": ((n, groups), torch.float32),
+                "weight_shape": ((2,), torch.int64),
+            }
+            if self.scheme.zeros:
+                found["weight_zero_point"] = ((-(-n // per_word), groups), torch.int32)
+            if self.by_activation:
+                found["weight_g_idx"] = ((k,), torch.int32)
+            return found
+        if n % per_word:
+            raise UserError(f"{name} has {n} outputs, which words of {per_word} do not divide")
+        packed = (k // per_word, n) if self.kind == "gptq" else (k, n // per_word)
+        found = {
+            "qweight": (packed, torch.int32),
+            "qzeros": ((groups, n // per_word), torch.int32),
+            "scales": ((groups, n), torch.float32),
+        }
+        return found | ({"g_idx": ((k,), torch.int32)} if self.kind == "gptq" else {})
+
+    def read(self, found: Mapping[str, Tensor], shape: tuple[int, int], name: str) -> QuantizedWeight:
+        """The weight of layer `name`.
+
+        Args:
+            found: tensors of the shapes and dtypes that `tensors` says.
+            shape: `(N, K)`.
+
+        Raises:
+            UserError: a tensor holds what it cannot hold.
+        """
+        scales = "scales" if "scales" in found else self.scale
+        check_scale(f"{name}.{scales}", found[scales])
+        if self.kind == "plain":
+            return self._plain(found, name)
+        if self.kind == "packed":
+            return self._packed(found, shape, name)
+        order = _order(found["g_idx"], self.scheme.group, f"{name}.g_idx") if self.kind == "gptq" else None
+        if self.kind == "gptq":
+            numbers = unpack_words(found["qweight"].t().contiguous(), 4)  # [N, K]
+            zero = unpack_words(found["qzeros"], 4)
+            zero = (zero + int(self.one_less)) & 15
+        else:
+            numbers = unpack_awq(found["qweight"]).t()
+            zero = unpack_awq(found["qzeros"])
+        if order is not None:
+            numbers = numbers.index_select(1, order)
+        checked = self._zero(zero.t().contiguous(), f"{name}.qzeros")
+        scale = found["scales"].t().contiguous()
+        return QuantizedWeight(self.scheme, pack_nibbles(numbers), scale, checked, order)
+
+    def _plain(self, found: Mapping[str, Tensor], name: str) -> QuantizedWeight:
+        data, scale = found["weight"], found[self.scale].float()
+        if data.dtype == torch.float8_e4m3fn and bool(((data.view(torch.uint8) & 127) == 127).any()):
+            raise UserError(f"{name}.weight holds NaN: the checkpoint is damaged")
+        shape = self.scheme.scale_shape(*data.shape)
+        return QuantizedWeight(self.scheme, data, scale.reshape(shape).contiguous())
+
+    def _packed(self, found: Mapping[str, Tensor], shape: tuple[int, int], name: str) -> QuantizedWeight:
+        said = tuple(found["weight_shape"].tolist())
+        if said != shape:
+            raise UserError(f"{name}.weight_shape says {list(said)}, but the weight is {list(shape)}")
+        numbers, scale = unpack_words(found["weight_packed"], self.scheme.bits), found["weight_scale"]
+        if self.scheme.weights == "int8":
+            return QuantizedWeight(self.scheme, (numbers ^ 128).view(torch.int8), scale.float()[:, 0].clone())
+        order = None
+        if self.by_activation:
+            order = _order(found["weight_g_idx"], self.scheme.group, f"{name}.weight_g_idx")
+        if order is not None:
+            numbers = numbers.index_select(1, order)
+        zero = None
+        if self.scheme.zeros:
+            zero = unpack_words(found["weight_zero_point"].t().contiguous(), 4).t()[: shape[0]].contiguous()
+        return QuantizedWeight(self.scheme, pack_nibbles(numbers), scale.clone(), zero, order)
+
+    def _zero(self, zero: Tensor, name: str) -> Tensor | None:
+        """`zero` itself, or None where the scheme has no zero points: then all must be the middle."""
+        if self.scheme.zeros:
+            return zero
+        if bool((zero != MIDDLE).any()):
+            raise UserError(f"{name} holds zero points, but the configuration says that there are none")
+        return None
+
+
+def unpack_words(words: Tensor, bits: int) -> Tensor:
+    """`[R, C]` int32 -> `[R, C * 32 / bits]` uint8, the lowest bits first."""
+    numbers = words.contiguous().view(
+        torch.uint8
+    )  # the lowest byte first: every machine here is little-endian
+    return numbers if bits == 8 else torch.stack([numbers & 15, numbers >> 4], dim=-1).flatten(1)
+
+
+def pack_words(numbers: Tensor, bits: int) -> Tensor:
+    """`[R, C]` of unsigned numbers -> `[R, ceil(C * bits / 32)]` int32, padded with zeros."""
+    numbers = torch.nn.functional.pad(numbers.to(torch.uint8), (0, -numbers.shape[1] % (32 // bits)))
+    return (numbers if bits == 8 else pack_nibbles(numbers)).contiguous().view(torch.int32)
+
+
+def unpack_awq(words: Tensor) -> Tensor:
+    """`[R, C]` int32 in AWQ's order -> `[R, C * 8]` uint8."""
+    numbers = unpack_words(words, 4).view(len(words), -1, 8)
+    return numbers[..., list(AWQ_ORDER)].flatten(1)
+
+
+def _order(groups: Tensor, size: int, name: str) -> Tensor | None:
+    """From each input's group `[K]` the inputs in the order of their groups, or None if they are in order."""
+    count = len(groups) // size
+    if bool(((groups < 0) | (groups >= count)).any()):
+        raise UserError(f"{name} names groups outside of 0 to {count - 1}")
+    if bool((torch.bincount(groups.long(), minlength=count) != size).any()):
+        raise UserError(f"{name} has groups that are not {size} inputs each")
+    order = torch.argsort(groups.long(), stable=True)
+    return None if torch.equal(order, torch.arange(len(order), device=order.device)) else order

@@ -1,0 +1,128 @@
+"""Linear layers become quantized while a model is loaded: one at a time, so that two copies never exist."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from common.errors import UserError
+from common.models.checkpoint import assign
+from forward.model import Model
+from quant.checkpoints import stored
+from quant.formats import Scheme
+from quant.kv import StoredKV
+from quant.layouts import Layout
+from quant.linear import QuantLinear, quantized
+from quant.weights import check_scale
+
+HEAD = "lm_head"
+SIDES = ("k_scale", "v_scale")
+
+
+class StoredLinear(nn.Module):
+    """A layer's tensors as a checkpoint has them, between being read and being understood."""
+
+    def __init__(self, linear: nn.Linear, layout: Layout, name: str) -> None:
+        super().__init__()
+        self.layout, self.shape = layout, (linear.out_features, linear.in_features)
+        self.expected = layout.tensors(*self.shape, name)
+        for tensor, (shape, dtype) in self.expected.items():
+            self.register_buffer(tensor, torch.empty(shape, dtype=dtype, device="meta"))
+        self.bias = linear.bias
+
+    def understood(self, name: str) -> QuantLinear:
+        """The layer that this stands for."""
+        weight = self.layout.read({key: self.get_buffer(key) for key in self.expected}, self.shape, name)
+        return QuantLinear(weight, self.bias)
+
+
+class Quantize:
+    """Phase 01's `Linears`: what a checkpoint has in few bits stays so, and the rest may be made so.
+
+    scheme: of every linear layer but the head; None: they stay as they are.
+    head: of the head; None: it stays as it is.
+    """
+
+    def __init__(self, scheme: Scheme | None = None, head: Scheme | None = None) -> None:
+        self.scheme, self.head = scheme, head
+        self.kv: str | None = None
+
+    def wanted(self, name: str) -> Scheme | None:
+        """What is to be made of the plain layer `name`."""
+        return self.head if name == HEAD else self.scheme
+
+    def expect(self, model: Model) -> None:
+        """See `Linears.expect`."""
+        if model.config.quantization is None:
+            return
+        if self.scheme is not None:
+            raise UserError(
+                f"quantization is {self.scheme.name!r}, but the checkpoint is quantized already: leave it out"
+            )
+        if model.config.family == "gpt2":
+            raise UserError("quantization_config: GPT-2's matrices lie the other way: it is not supported")
+        plan = stored(model.config.quantization)
+        for name in _plain(model):
+            layer, layout = model.get_submodule(name), plan.layout(name)
+            if layout is not None and isinstance(layer, nn.Linear):
+                _replace(model, name, StoredLinear(layer, layout, name))
+        if plan.kv is not None:
+            self.kv = plan.kv
+            for attention in _attentions(model):
+                for side in SIDES:
+                    attention.register_buffer(side, torch.empty(1, device="meta"))
+
+    def place(self, model: nn.Module, name: str, tensor: Tensor) -> None:
+        """See `Linears.place`: a weight that is to be quantized is so at once, and then let go of."""
+        owner, _, leaf = name.rpartition(".")
+        scheme = self.wanted(owner)
+        layer = model.get_submodule(owner)
+        if scheme is None or leaf != "weight" or not isinstance(layer, nn.Linear):
+            assign(model, name, tensor)
+            return
+        # The bias is on `meta` until it is placed in its turn.
+        _replace(model, owner, QuantLinear(quantized(tensor, scheme, owner), layer.bias))
+
+    def finish(self, model: Model) -> Model:
+        """See `Linears.finish`."""
+        for name in [name for name, layer in model.named_modules() if isinstance(layer, StoredLinear)]:
+            layer = model.get_submodule(name)
+            assert isinstance(layer, StoredLinear)
+            _replace(model, name, layer.understood(name))
+        for name in _plain(model):
+            scheme, layer = self.wanted(name), model.get_submodule(name)
+            if scheme is not None and isinstance(layer, nn.Linear):
+                _replace(model, name, QuantLinear.of(layer, scheme, name))
+        if self.kv is not None:
+            model.add_module("stored_kv", StoredKV(self.kv, _take_kv_scales(model)))
+        return model
+
+    def changes(self, model: Model) -> bool:
+        """See `Linears.changes`."""
+        return any(self.wanted(name) is not None for name in _plain(model))
+
+
+def _attentions(model: Model) -> list[nn.Module]:
+    return [model.get_submodule(f"layers.{spec.index}.self_attn") for spec in model.layer_specs]
+
+
+def _take_kv_scales(model: Model) -> Tensor:
+    """`[L, 2, KH]` float32, and the layers are as they were before `expect`."""
+    scales = []
+    for index, attention in enumerate(_attentions(model)):
+        for side in SIDES:
+            scale = attention.get_buffer(side).float()
+            check_scale(f"layers.{index}.self_attn.{side}", scale)
+            scales.append(scale.expand(model.config.num_kv_heads))
+            delattr(attention, side)
+    return torch.stack(scales).view(len(model.layer_specs), len(SIDES), -1)
+
+
+def _plain(model: Model) -> list[str]:
+    """Names, not layers: a list of these would keep them all alive until the last is replaced."""
+    return [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+
+
+def _replace(model: nn.Module, name: str, layer: nn.Module) -> None:
+    owner, _, last = name.rpartition(".")
+    setattr(model.get_submodule(owner), last, layer)

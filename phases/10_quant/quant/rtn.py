@@ -1,0 +1,83 @@
+"""Round to nearest: the method that asks nothing of the model but its weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quant.formats import BLOCK, LARGEST, Scheme
+from quant.weights import MIDDLE, QuantizedWeight, pack_nibbles
+
+
+def quantize(weight: Tensor, scheme: Scheme, scale_dtype: torch.dtype = torch.float32) -> QuantizedWeight:
+    """Each number to the nearest that the scheme has, the largest of those that share a scale to its end.
+
+    Args:
+        weight: `[N, K]`.
+        scheme: one that fits, see `Scheme.fitted`.
+        scale_dtype: of the scales of groups; numbers are rounded with the scales as they are kept.
+    """
+    weight = weight.float()
+    if scheme.weights == "int4":
+        scale, zero = group_scales(weight, scheme, scale_dtype)
+        numbers = to_nibbles(weight.view(len(weight), -1, scheme.group), scale[..., None], _last(zero))
+        return QuantizedWeight(scheme, pack_nibbles(numbers.flatten(1)), scale, zero)
+    scale = _nonzero(_largest(weight, scheme) / LARGEST[scheme.weights])
+    if scheme.scales == "block":
+        n, k = weight.shape
+        each = scale.repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]
+    else:
+        each = scale[:, None]
+    return QuantizedWeight(scheme, to_eight_bits(weight / each, scheme.weights), scale)
+
+
+def _largest(weight: Tensor, scheme: Scheme) -> Tensor:
+    """The largest magnitude among those that share a scale, in the scales' shape."""
+    if scheme.scales == "tensor":
+        return weight.abs().amax().reshape(1)
+    if scheme.scales == "channel":
+        return weight.abs().amax(dim=1)
+    n, k = weight.shape
+    padded = torch.nn.functional.pad(weight.abs(), (0, -k % BLOCK, 0, -n % BLOCK))
+    return padded.view(-(-n // BLOCK), BLOCK, -(-k // BLOCK), BLOCK).amax(dim=(1, 3))
+
+
+def to_eight_bits(numbers: Tensor, kind: str) -> Tensor:
+    """Float32 numbers within the range of fp8 or int8, rounded to it (to even where two are as near)."""
+    most = LARGEST[kind]
+    if kind == "fp8":
+        return numbers.clamp(-most, most).to(torch.float8_e4m3fn)
+    return numbers.round().clamp(-most, most).to(torch.int8)
+
+
+def group_scales(
+    weight: Tensor, scheme: Scheme, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor | None]:
+    """Scales `[N, K / g]` in `dtype`, and zero points `[N, K / g]` uint8 if the scheme has them.
+
+    Without zero points the largest magnitude is 7.5 steps from 0: one that is positive loses half a step, and
+    one that is negative wins it. With them, the range from the smallest to the largest, 0 within it, is cut
+    into 15 steps.
+    """
+    groups = weight.float().view(len(weight), -1, scheme.group)  # [N, K / g, g]
+    if not scheme.zeros:
+        scale = groups.abs().amax(dim=-1) / (MIDDLE - 0.5)
+        return _nonzero(scale.to(dtype)), None
+    low, high = groups.amin(dim=-1).clamp_max(0), groups.amax(dim=-1).clamp_min(0)
+    scale = _nonzero(((high - low) / 15).to(dtype))
+    return scale, (-low / scale.float()).round().clamp(0, 15).to(torch.uint8)
+
+
+def _nonzero(scale: Tensor) -> Tensor:
+    """1 in the place of 0, which a row of zeros has: any scale is right for it, and 0 / 0 is not a number."""
+    return scale.masked_fill(scale == 0, 1)
+
+
+def to_nibbles(numbers: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+    """Float32 numbers -> the nearest of 0 to 15, uint8; `scale` and `zero` of a shape that broadcasts."""
+    middle = float(MIDDLE) if zero is None else zero.float()
+    return ((numbers / scale.float()).round() + middle).clamp(0, 15).to(torch.uint8)
+
+
+def _last(zero: Tensor | None) -> Tensor | None:
+    return None if zero is None else zero[..., None]

@@ -1,0 +1,56 @@
+"""The third surgery, after those of phases 06 and 09: kernels for quantized layers."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from cuda_graphs.latency.block import LatencyBlock
+from forward.model import Model
+from quant.formats import Activations
+from quant.fused import QuantFusedLinear
+from quant.kernel_layers import EightBitBlock, KernelLinear, KernelOutput, PendingNorm
+from triton_paged_attention.layers import FusedAttention, FusedBlock, FusedMLP, FusedRMSNorm
+from triton_paged_attention.linear import FusedLinear
+from triton_paged_attention.surgery import replace
+
+
+def install(model: Model) -> Model:
+    """Put kernels in the places of quantized layers, and return the model, which is the same object."""
+    for block in model.modules():
+        if isinstance(block, LatencyBlock) and isinstance(block.self_attn.o_proj, QuantFusedLinear):
+            block.self_attn.o_proj = by_kernels(block.self_attn.o_proj, KernelOutput)
+    replace(model, QuantFusedLinear, by_kernels)
+    kinds = {eight_bits(block) for block in model.modules() if isinstance(block, FusedBlock)}
+    kind = kinds.pop() if len(kinds) == 1 else None
+    if kind is not None and isinstance(model.norm, FusedRMSNorm):
+        replace(model, FusedBlock, partial(EightBitBlock, kind=kind))
+        model.norm = PendingNorm(model.norm)
+    for block in model.modules():
+        if isinstance(block, FusedAttention) and isinstance(block.qkv_proj, KernelLinear):
+            # What attention reads before its wait must be complete when it starts.
+            block.qkv_proj.run_ahead = False
+    if isinstance(model.lm_head, KernelLinear):
+        model.lm_head.out_dtype = torch.float32  # what is sampled
+    return model
+
+
+def by_kernels(old: QuantFusedLinear, kind: type[KernelLinear] = KernelLinear) -> FusedLinear:
+    """A layer by kernels, if there are any for its weight."""
+    return kind(old.linear) if kind.takes(old.linear) else old
+
+
+def eight_bits(block: FusedBlock) -> Activations | None:
+    """What a block's inputs are rounded to, if all its projections are products of eight bits."""
+    attend, mlp = block.self_attn, block.mlp
+    if not (isinstance(attend, FusedAttention) and isinstance(mlp, FusedMLP) and attend.fused and mlp.fused):
+        return None
+    layers = (attend.qkv_proj, attend.o_proj, mlp.gate_up_proj, mlp.down_proj)
+    kinds = {
+        layer.scheme.activations
+        for layer in layers
+        if isinstance(layer, KernelLinear) and layer.eight and layer.bias is None
+    }
+    plain = all(isinstance(layer, KernelLinear) and layer.eight and layer.bias is None for layer in layers)
+    return kinds.pop() if plain and len(kinds) == 1 else None

@@ -1,0 +1,147 @@
+"""One linear layer's weight in few bits: numbers, scales, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.errors import UserError
+from quant.formats import BLOCK, DTYPES, Scheme
+
+MIDDLE = 8
+"""The nibble that stands for 0 where groups have no zero point of their own."""
+_SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A weight `[N, K]`, out of any checkpoint's layout, in the one that layers and kernels read.
+
+    data: fp8 `[N, K]` float8_e4m3fn; int8 `[N, K]` int8; int4 `[N, K / 2]` uint8, an even input in the low
+        nibble and the odd one after it in the high nibble, both unsigned.
+    scale: fp8 and int8 float32: `[1]` (tensor), `[N]` (channel) or `[ceil(N / 128), ceil(K / 128)]` (block).
+        int4 `[N, K / group]`, float32 or the half precision that the file has.
+    zero: int4 `[N, K / group]` uint8, the nibble that stands for 0; None: it is 8.
+    order: `[K]` int64; column `j` of `data` belongs to input `order[j]`. None: to input `j`. Only checkpoints
+        have it that GPTQ made with groups by activation order.
+    """
+
+    scheme: Scheme
+    data: Tensor
+    scale: Tensor
+    zero: Tensor | None = None
+    order: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(N, K)`."""
+        rows, columns = self.data.shape
+        return rows, columns * 8 // self.scheme.bits
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything."""
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What there is, by its name here."""
+        found = {"data": self.data, "scale": self.scale, "zero": self.zero, "order": self.order}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def dequantize(self) -> Tensor:
+        """The weight that this stands for, `[N, K]` float32. It is the oracle of every kernel."""
+        n, k = self.shape
+        scheme, scale = self.scheme, self.scale.float()
+        if scheme.weights == "int4":
+            numbers = unpack_nibbles(self.data).float().view(n, -1, scheme.group)  # [N, K / g, g]
+            zero = float(MIDDLE) if self.zero is None else self.zero.float()[..., None]
+            weight = ((numbers - zero) * scale[..., None]).view(n, k)
+        elif scheme.scales == "block":
+            each = scale.repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]  # [N, K]
+            weight = self.data.float() * each
+        else:
+            weight = self.data.float() * scale[:, None]  # of [1, 1] or [N, 1]
+        if self.order is None:
+            return weight
+        return torch.empty_like(weight).index_copy_(1, self.order, weight)
+
+    def per_channel(self) -> QuantizedWeight:
+        """The same weight with its tensor's one scale written out for each channel."""
+        if self.scheme.scales != "tensor":
+            return self
+        scale = self.scale.expand(self.shape[0]).contiguous()
+        return replace(self, scheme=replace(self.scheme, scales="channel"), scale=scale)
+
+    def joins(self, other: QuantizedWeight) -> bool:
+        """Whether the two can be one weight with the outputs of this one first."""
+        a, b = self.per_channel(), other.per_channel()
+        alike = replace(a.scheme, name="") == replace(b.scheme, name="") and a.shape[1] == b.shape[1]
+        whole = a.scheme.scales != "block" or a.shape[0] % BLOCK == 0
+        ordered = a.order is b.order or (
+            a.order is not None and b.order is not None and torch.equal(a.order, b.order)
+        )
+        return alike and whole and ordered and a.scale.dtype == b.scale.dtype
+
+    @classmethod
+    def cat(cls, parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+        """Weights of one input end to end along their outputs; every one keeps its scales. See `joins`."""
+        if len(parts) == 1:
+            return parts[0]
+        assert all(part.joins(after) for part, after in pairwise(parts)), "parts differ"
+        parts = [part.per_channel() for part in parts]
+        zeros = [part.zero for part in parts if part.zero is not None]
+        return replace(
+            parts[0],
+            data=torch.cat([part.data.view(torch.uint8) for part in parts]).view(parts[0].data.dtype),
+            scale=torch.cat([part.scale for part in parts]),
+            zero=torch.cat(zeros) if zeros else None,
+        )
+
+    def to(self, device: torch.device | str) -> QuantizedWeight:
+        """The same on another device."""
+        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.tensors().items()}
+        return replace(self, **moved)
+
+    def check(self, name: str) -> QuantizedWeight:
+        """Itself. Raises `UserError` naming the tensor of layer `name` that cannot be what it says it is."""
+        n, k = self.shape
+        _must_be(f"{name}.data", self.data, DTYPES[self.scheme.weights], self.data.shape)
+        _must_be(f"{name}.scale", self.scale, _SCALE_DTYPES, self.scheme.scale_shape(n, k))
+        if self.zero is not None:
+            _must_be(f"{name}.zero", self.zero, torch.uint8, self.scale.shape)
+        check_scale(f"{name}.scale", self.scale)
+        return self
+
+
+def check_scale(name: str, scale: Tensor) -> None:
+    """Raise `UserError` unless all scales are finite and none is negative."""
+    if not bool(torch.isfinite(scale).all()):
+        raise UserError(f"{name} holds NaN or infinity: the checkpoint is damaged")
+    if bool((scale < 0).any()):
+        raise UserError(f"{name} holds negative scales: the checkpoint is damaged")
+
+
+def _must_be(
+    name: str, tensor: Tensor, dtype: torch.dtype | tuple[torch.dtype, ...], shape: Sequence[int]
+) -> None:
+    allowed = dtype if isinstance(dtype, tuple) else (dtype,)
+    if tensor.dtype not in allowed:
+        raise UserError(f"{name} is of type {tensor.dtype}, but must be {allowed[0]}")
+    if tuple(tensor.shape) != tuple(shape):
+        raise UserError(f"{name} is {list(tensor.shape)}, but must be {list(shape)}")
+
+
+def pack_nibbles(numbers: Tensor) -> Tensor:
+    """`[N, K]` of 0 to 15 -> `[N, K / 2]` uint8, the even column in the low nibble."""
+    numbers = numbers.to(torch.uint8)
+    return numbers[:, ::2] | (numbers[:, 1::2] << 4)
+
+
+def unpack_nibbles(data: Tensor) -> Tensor:
+    """`[N, K / 2]` uint8 -> `[N, K]` uint8 of 0 to 15."""
+    return torch.stack([data & 15, data >> 4], dim=-1).flatten(1)

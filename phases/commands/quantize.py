@@ -1,0 +1,73 @@
+"""`ladder quantize`: a model in fewer bits, as a checkpoint that this and other engines read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from common.console import err, out
+from common.device import pick_device
+from common.errors import UserError, choice, integer
+from common.progress import bar
+from common.text.tokenizer import Tokenizer
+from forward.loading import load_model
+from phases import ROOT
+from phases.commands.fetch import fetch_with_progress
+from quant.calibrate import blocks_of, samples
+from quant.export import check_source, export
+from quant.formats import GROUPS, SCHEMES
+from quant.methods import METHODS, quantize_model
+
+TEXT = ROOT / "benchmarks" / "texts" / "news_from_nowhere.txt"
+"""What is calibrated on unless the caller has something nearer to what the model will read."""
+LONGEST_TEXT = 1 << 24
+
+
+def run(
+    model: str,
+    folder: Path,
+    *,
+    scheme: str,
+    method: str,
+    calibration: Path | None,
+    group_size: int,
+    pieces: int,
+    length: int,
+    device: str,
+) -> int:
+    """Quantize `model` and write it to `folder`; then say what it takes."""
+    choice("scheme", scheme, SCHEMES)
+    choice("method", method, METHODS)
+    wanted = SCHEMES[scheme]
+    if wanted.scales == "group":
+        if group_size not in GROUPS:
+            raise UserError(
+                f"group_size is {group_size}, but must be one of {', '.join(map(str, sorted(GROUPS)))}"
+            )
+        wanted = wanted.with_group(group_size)
+    integer("pieces", pieces, low=1, high=1 << 16)
+    integer("length", length, low=16, high=1 << 16)
+    where = pick_device(device)
+    text = None if method == "rtn" else _read(calibration or TEXT)
+    source = fetch_with_progress(model)
+    check_source(source)
+    loaded = load_model(str(source), device=str(where), dtype="float32")
+    tokens = [] if text is None else Tokenizer(source).encode(text)
+    texts = [] if text is None else samples(tokens, pieces, min(length, loaded.max_len))
+    before = loaded.weight_bytes
+    with bar(f"{model} to {scheme} by {method}", len(blocks_of(loaded))) as part:
+        quantize_model(loaded, wanted, method, texts, part)  # type: ignore[arg-type]
+    export(loaded, source, folder)
+    err.print(f"weights: {before / 1e6:,.0f} MB in float32, now {loaded.weight_bytes / 1e6:,.0f} MB")
+    out.out(str(folder), highlight=False)
+    return 0
+
+
+def _read(path: Path) -> str:
+    try:
+        if (size := path.stat().st_size) > LONGEST_TEXT:
+            raise UserError(f"--calibration {path} has {size:,} bytes, but may have {LONGEST_TEXT:,}")
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--calibration {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"--calibration {path} is not UTF-8 text") from None
