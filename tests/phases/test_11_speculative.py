@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 import continuous
 import cuda_graphs
 import forward
-import paged_cache
 import speculative
 from chunked_prefill import ChunkedScheduler
 from common.errors import UserError
@@ -21,10 +22,12 @@ from common.events import Completion
 from common.request import Request
 from common.sampling import ops
 from common.sampling.params import SamplingParams
-from common.sampling.sampler import Sampler
+from common.sampling.sampler import Feature, Sampler
 from continuous.engine import Engine
 from continuous.work import Work
+from cuda_graphs.buckets import verify_sizes
 from cuda_graphs.engine import RunAhead
+from cuda_graphs.runner import GraphRunner
 from forward.model import Model
 from forward.models.llama import Llama
 from paged_cache import PagedEngine, PagedSizes, Parts
@@ -33,12 +36,10 @@ from speculative import draft_model, head, ngram, rejection, suffix
 from speculative.control import CREDIT, Control, Cost, Rate
 from speculative.draft_model import DraftModel, draft_engine
 from speculative.head import Head, HeadSource, Layers
-from speculative.ngram import NGramIndex, NGrams, follow
+from speculative.ngram import NGramIndex, follow
 from speculative.speculator import Speculator
 from speculative.stats import SpeculationStats
 from speculative.suffix import BREAK, SuffixAutomaton, Suffixes
-from speculative.synthetic import Synthetic
-from tests.equivalence.compare import assert_all_same
 from tests.fakes import FakeDrafter
 from tests.schedules import check, fake_engine, play_seeds
 
@@ -58,7 +59,7 @@ def asks() -> tuple[list[list[int]], list[SamplingParams]]:
         (loop, {}),
         (loop, {"temperature": 0.8, "seed": 1}),
         (loop[:3], {"temperature": 0.6, "seed": 2, "top_k": 20}),
-        (loop + [9], {"temperature": 0.9, "seed": 3, "top_p": 0.7, "n": 2}),
+        ([*loop, 9], {"temperature": 0.9, "seed": 3, "top_p": 0.7, "n": 2}),
         (loop, {"temperature": 0.7, "seed": 4, "min_p": 0.05, "logprobs": 2}),
         (loop, {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3}),
         ([3, 1], {"temperature": 0.5, "seed": 5, "frequency_penalty": 1.5, "logprobs": 0}),
@@ -148,9 +149,7 @@ def test_no_draft_changes_a_token(model: Model, truth: list[Completion], script:
 
 
 @pytest.mark.parametrize("script", ["always right, and beyond what was asked for", "right at first"])
-def test_logprobs_are_those_of_the_tokens_emitted(
-    model: Model, truth: list[Completion], script: str
-) -> None:
+def test_logprobs_are_those_of_the_tokens_emitted(model: Model, truth: list[Completion], script: str) -> None:
     for one, right in zip(scripted(model, truth, script).generate(*asks()), truth, strict=True):
         assert (one.logprobs is None) == (right.logprobs is None)
         for place, (mine, theirs) in enumerate(zip(one.logprobs or (), right.logprobs or (), strict=True)):
@@ -198,7 +197,9 @@ def test_penalties_see_the_drafts_before_a_position() -> None:
     alone = Sampler(1, 50, "cpu")
     for place, before in enumerate(([3], [3, first], [3, first, 49], [3])):
         alone.set_row(0, params, [1, 2], before)
-        right = int(alone.sample(logits[place : place + 1], rows[:1] * 0, [0], steps[place : place + 1]).tokens)
+        right = int(
+            alone.sample(logits[place : place + 1], rows[:1] * 0, [0], steps[place : place + 1]).tokens
+        )
         assert got[place] == right, f"place {place} is penalized for other tokens than {before}"
     counted = sampler.counts[0].nonzero().flatten().tolist()
     kept = {3, got[0], got[1]} | ({got[2]} if got[1] == 49 else set())
@@ -379,7 +380,8 @@ def test_a_shared_automaton_matches_texts_but_not_across_them() -> None:
         query = [rng.randrange(4) for _ in range(rng.randrange(1, 12))]
         length, end = automaton.match(query)
         best = max(
-            n for n in range(len(query) + 1)
+            n
+            for n in range(len(query) + 1)
             if n == 0 or any(query[-n:] == text[at : at + n] for text in texts for at in range(26 - n))
         )
         assert length == best, query
@@ -505,7 +507,9 @@ def test_stats_by_position_and_marks(model: Model) -> None:
     stats.count(Work(request, 0, 11, 2, (1,), (request,)), 0)
     assert (stats.drafted, stats.accepted) == ([2, 1, 1], [1, 1, 0])
     assert stats.tokens_per_step == 2.0 and stats.acceptance == 0.5
-    assert stats.marks == {(3, 1): {5, 6}}, "the first draft of token 8's step is token 9, place 5 of the output"
+    assert stats.marks == {(3, 1): {5, 6}}, (
+        "the first draft of token 8's step is token 9, place 5 of the output"
+    )
 
 
 # Options.
@@ -618,7 +622,9 @@ def test_a_draft_model_without_room_drafts_for_fewer(model: Model, truth: list[C
     clean_drafts(source)
 
 
-def test_preemption_and_aborts_leave_nothing_in_the_draft_model(model: Model, truth: list[Completion]) -> None:
+def test_preemption_and_aborts_leave_nothing_in_the_draft_model(
+    model: Model, truth: list[Completion]
+) -> None:
     tight = {"cache_bytes": 30 * 4 * model.config.kv_bytes_per_token(model.dtype)}
     engine, source = with_draft_model(model, small_model(model, 0.1), **tight)
     stream = engine.stream(*asks())
@@ -714,7 +720,9 @@ def test_drafters_go_to_a_file_and_back(model: Model, truth: list[Completion], t
         assert type(again) is kind and again.config.num_layers == layers
         for name, value in made.own().items():
             assert torch.allclose(value, again.own()[name], atol=1e-2), name
-        engine = speculative.load(model, drafter=kind.kind, draft_model=str(path), draft_adaptive=False, **SMALL)
+        engine = speculative.load(
+            model, drafter=kind.kind, draft_model=str(path), draft_adaptive=False, **SMALL
+        )
         assert plain(engine.generate(*asks())) == plain(truth)
         other = "layers" if kind is Head else "head"
         with pytest.raises(UserError, match=f"drafter is '{other}', but {path.name} holds '{kind.kind}'"):
@@ -732,9 +740,11 @@ def test_the_reduced_head_never_names_other_tokens(model: Model) -> None:
 # The classical way.
 
 
-def distributions(seed: int, vocab: int = 40, spread: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+def distributions(
+    seed: int, vocab: int = 40, spread: float = 1.0, scale: float = 1.5
+) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    target = torch.randn(vocab, generator=generator) * 1.5
+    target = torch.randn(vocab, generator=generator) * scale
     draft = target + spread * torch.randn(vocab, generator=generator)
     return target.softmax(0).double(), draft.softmax(0).double()
 
@@ -768,7 +778,7 @@ def test_rejection_keeps_the_distribution(seed: int) -> None:
 
 
 def test_a_wrong_rule_would_be_seen() -> None:
-    """Replacing a rejected draft by a draw from p, not from the residual, is a mistake that chi-square sees."""
+    """A rejected draft replaced by a draw from p, not from the residual: chi-square sees it."""
     p, q = distributions(0, vocab=12)
     generator = torch.Generator().manual_seed(0)
     counts = np.zeros(12)
@@ -780,15 +790,90 @@ def test_a_wrong_rule_would_be_seen() -> None:
     assert chi_square(counts, p.numpy()) > 8
 
 
-@pytest.mark.parametrize("spread", [0.4, 1.0])
+@pytest.mark.parametrize("spread", [0.2, 0.4, 1.0])
 def test_acceptance_is_near_the_optimum(spread: float) -> None:
+    """No rule in which the drafter does not change the text can promise more than (1 - d) / (1 + d)."""
     gaps = []
-    for seed in range(12):
-        p, q = distributions(seed, vocab=500, spread=spread)
+    for seed in range(8):
+        p, q = distributions(seed, vocab=500, spread=spread, scale=3.5)
         best = float(rejection.optimum(p, q))
         assert float(rejection.classical(p, q)) == pytest.approx(best, abs=1e-9)
         found = rejection.coupled(p.float(), q.float(), 4000, seed)
-        assert found <= best + 0.03
+        promised = best / (2 - best)
+        assert promised - 0.03 <= found <= best + 0.03
         gaps.append(best - found)
-        assert float(rejection.greedy(p, q)) < best
-    assert sum(gaps) / len(gaps) < (0.03 if spread < 0.5 else 0.08)
+    assert sum(gaps) / len(gaps) < (0.03 if spread < 0.4 else 0.06)
+
+
+# Graphs, which the CPU calls instead of replaying.
+
+PLAIN = dict.fromkeys(("norms", "rope", "activation", "projections", "sampling"), "torch")
+GRAPHS = {"kernels": True, "graphs": True, "graph_tokens": 32, **PLAIN}
+
+
+def test_verify_sizes_hold_every_small_step() -> None:
+    sizes = verify_sizes(40, 5)
+    assert list(sizes) == [1, 2, 4, 8, 16, 32] and sizes[1] == [2, 4, 6] and sizes[32] == [64, 128, 192]
+    assert all(count <= 256 for counts in verify_sizes(256, 31).values() for count in counts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "ahead"])
+@pytest.mark.parametrize("script", ["always right, and beyond what was asked for", "any length"])
+def test_verify_graphs_give_the_same_tokens(model: Model, script: str, overlap: bool) -> None:
+    prompts = [[5, 6, 7, 8] * 3, [3, 1], [7]]
+    usual = {"max_tokens": 14, "ignore_eos": True}
+    params = [
+        SamplingParams(**usual),
+        SamplingParams(temperature=0.8, seed=1, **usual),
+        SamplingParams(frequency_penalty=0.5, **usual),  # no graph samples with penalties
+    ]
+    for some in (slice(0, 2), slice(1, 3)):
+        asked = prompts[some], params[some]
+        right = continuous.load(model, max_rows=4, max_len=96).generate(*asked)
+        engine = scripted(model, right, script, overlap=overlap, max_rows=4, **GRAPHS)
+        captured = with_verify_graphs(engine)
+        assert plain(engine.generate(*asked)) == plain(right)
+        assert captured or some.start, "no step that verifies was replayed"
+        assert isinstance(engine.runner, GraphRunner) and engine.runner.replays >= engine.stats.steps - 2
+        clean(engine)
+
+
+def with_verify_graphs(engine: PagedEngine) -> list[tuple[int, int, Feature]]:
+    """Give the engine graphs for up to 6 drafts; returns the list of those that are replayed."""
+    old = engine.runner
+    assert isinstance(old, GraphRunner)
+    made = GraphRunner(
+        old.model, old.attention, old.rows, old.cache, most_rows=4, most_tokens=32, most_drafts=6
+    )
+    used: list[tuple[int, int, Feature]] = []
+    for key, graph in made._verify_graphs.items():
+        replay = graph.replay
+        graph.replay = lambda key=key, replay=replay: (used.append(key), replay())[1]  # type: ignore
+    engine.runner = made
+    return used
+
+
+@pytest.mark.slow
+def test_a_head_with_graphs_changes_no_token(model: Model, tmp_path: Any) -> None:
+    """Head and model both replay; the head reads the hidden states that graphs leave behind."""
+    path = tmp_path / "head.safetensors"
+    head.save(drafter_of(model, Head, 1), path, {})
+    prompts = [[5, 6, 7], [9] * 12]
+    params = [
+        SamplingParams(max_tokens=9, ignore_eos=True),
+        SamplingParams(max_tokens=9, temperature=0.8, seed=1, ignore_eos=True),
+    ]
+    right = continuous.load(model, max_rows=2, max_len=32).generate(prompts, params)
+    options = {**GRAPHS, "max_rows": 2, "max_len": 32, "block_size": 8, "cache_bytes": 1 << 20}
+    eager = speculative.load(
+        model, drafter="head", draft_model=str(path), draft_adaptive=False, max_rows=2, max_len=32
+    )
+    engine = speculative.load(
+        model, drafter="head", draft_model=str(path), draft_adaptive=False, draft_length=3, **options
+    )
+    for made in (eager, engine):
+        assert plain(made.generate(prompts, params)) == plain(right)
+    first, second = (made.scheduler.drafter.stats.acceptance for made in (eager, engine))  # type: ignore
+    assert first == pytest.approx(second, abs=0.15), "with graphs the head says something else"
+    clean(engine)

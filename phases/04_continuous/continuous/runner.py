@@ -58,9 +58,7 @@ class Pending:
     started: `time.perf_counter()` when the engine began the step.
     """
 
-    def __init__(
-        self, works: Sequence[Work], sampled: Sampled | None, agree: Agree | None = None
-    ) -> None:
+    def __init__(self, works: Sequence[Work], sampled: Sampled | None, agree: Agree | None = None) -> None:
         self.works, self.started, self.agree = works, 0.0, agree or agreeing
         self._arriving = None if sampled is None else sampled.to_host()  # starts the copy, does not wait
 
@@ -173,7 +171,10 @@ class Runner:
         if not any(work.drafts for work in works):
             return None
         lines = [
-            work.drafts[:place] for work in works for _ in work.takers for place in range(len(work.drafts) + 1)
+            work.drafts[:place]
+            for work in works
+            for _ in work.takers
+            for place in range(len(work.drafts) + 1)
         ]
         before = np.full((len(lines), max(map(len, lines)) + 1), -1)  # the last column ends the longest
         for line, drafts in zip(before, lines, strict=True):

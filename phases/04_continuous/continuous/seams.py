@@ -35,9 +35,11 @@ class Drafter(Protocol):
 
     def landed(self, work: Work, accepted: int) -> None:
         """A step has ended well for a work, and `accepted` of its drafts were right."""
+        return None
 
     def leave(self, request: Request) -> None:
         """A request gives back its row: it has ended, or it is preempted."""
+        return None
 
 
 class Masks(Protocol):

@@ -1,8 +1,8 @@
 """How many tokens to guess: as many as pay, by what was accepted and by what a token more costs here.
 
-Whether a draft pays depends on the batch. Alone, a request's step reads all weights whatever it computes, and
-tokens more are nearly free. With hundreds of requests the device is busy with arithmetic, and each wrong draft
-takes the place of work that somebody waits for. So times are measured, for each batch size apart.
+Whether a draft pays depends on the batch. Alone, a request's step reads all weights whatever it computes,
+and tokens more are nearly free. With hundreds of requests the device is busy with arithmetic, and each wrong
+draft takes the place of work that somebody waits for. So times are measured, for each batch size apart.
 """
 
 from __future__ import annotations

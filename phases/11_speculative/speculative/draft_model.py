@@ -137,7 +137,9 @@ class DraftModel:
                 count = end - own.num_computed_tokens - (0 if last else 1)  # all are sampled together
                 count = min(count, free)
                 if count:
-                    works.append(Work(own, own.row, own.num_computed_tokens, count, (), (own,) if last else ()))
+                    works.append(
+                        Work(own, own.row, own.num_computed_tokens, count, (), (own,) if last else ())
+                    )
                     own.num_computed_tokens += count
                     free -= count
             pending = self._step(works)

@@ -18,6 +18,7 @@ from speculative.ngram import NGrams
 from speculative.speculator import Source, Speculator
 from speculative.suffix import Suffixes
 from speculative.synthetic import Synthetic
+from triton_paged_attention import Kernels
 
 Kind = Literal["ngram", "suffix", "model", "head", "layers", "synthetic", "none"]
 MOST_DRAFTS = 32
@@ -26,8 +27,6 @@ USUAL = {"ngram": 8, "suffix": 8, "model": 4, "head": 4, "layers": 4, "synthetic
 
 SHARED = ("kernels", "graphs", "latency")
 """Features that a draft model takes over from the model it drafts for."""
-LAYERS = ("norms", "rope", "activation", "projections")
-"""Kernels of layers."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,10 @@ class Speculate(Feature):
         parts.bring(self, drafter=speculator)
         parts.finish.append(speculator.attach)
         if "graphs" in parts.features:
+            from cuda_graphs.memory import verify_bytes
+
             parts.runner = partial(parts.runner, most_drafts=self.length)
+            parts.reserve.append(lambda whole: verify_bytes(whole.model, whole.size("max_rows"), self.length))
 
     def _source(self, parts: Parts) -> Source:
         if self.drafter == "ngram":
@@ -87,8 +89,11 @@ class Speculate(Feature):
         if small.kind != self.drafter:
             raise UserError(f"drafter is {self.drafter!r}, but {path.name} holds {small.kind!r}")
         shared.pop("latency", None)
-        if "kernels" in shared:  # its layers are few and small: only attention and sampling need kernels
-            shared["kernels"] = replace(shared["kernels"], **dict.fromkeys(LAYERS, "torch"))
+        kernels = shared.get("kernels")
+        if isinstance(kernels, Kernels):  # its layers are few and small: only attention and sampling need any
+            shared["kernels"] = replace(
+                kernels, norms="torch", rope="torch", activation="torch", projections="torch"
+            )
         if isinstance(small, Head):
             small.room(max(STEP_TOKENS, parts.size("max_rows")))
             return HeadSource(draft_engine(parts, small, shared.values()))

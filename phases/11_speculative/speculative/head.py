@@ -1,8 +1,8 @@
 """Drafters that are trained for one model: a head on its hidden states, and two layers of their own.
 
 The head is made in the manner of EAGLE-3 (Li et al., arXiv 2503.01840): one layer that is given, beside each
-token, the hidden state that the model had before it, and in place of one that does not exist yet its own. What
-is left out of EAGLE-3: hidden states of the middle layers beside the last one's, and trees.
+token, the hidden state that the model had before it, and in place of one that does not exist yet its own.
+What is left out of EAGLE-3: hidden states of the middle layers beside the last one's, and trees.
 
 Both have the embedding of the model they draft for, and of its output head the rows of the most frequent
 tokens: the others are never drafted. `train.py` of this phase trains them.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from continuous.work import Work
@@ -57,8 +56,8 @@ class SpeculationStats:
             return ["speculation: nothing was drafted"]
         most = max(self.drafted)
         return [
-            f"speculation: {sum(self.drafted):,} drafts in {self.steps:,} steps, {self.acceptance:.0%} accepted, "
-            f"{self.tokens_per_step:.2f} tokens a step",
+            f"speculation: {sum(self.drafted):,} drafts in {self.steps:,} steps, "
+            f"{self.acceptance:.0%} accepted, {self.tokens_per_step:.2f} tokens a step",
             *(
                 f"  draft {place + 1:>2}: {share(right, drafted):>4.0%} of {drafted:,} accepted  "
                 f"{'█' * round(30 * right / most)}{'░' * round(30 * (drafted - right) / most)}"
@@ -70,8 +69,3 @@ class SpeculationStats:
 def share(part: float, whole: float) -> float:
     """`part / whole`, or 0 of nothing."""
     return part / whole if whole else 0.0
-
-
-def mean_length(accepted: Sequence[int]) -> float:
-    """The mean of some accepted lengths, 0 of none."""
-    return sum(accepted) / len(accepted) if accepted else 0.0

@@ -117,6 +117,10 @@ class Suffixes:
         shared = (*self.young.values(), *self.old.values())
         return BYTES_PER_TOKEN * sum(len(automaton.tokens) for automaton in shared)
 
+    def forget(self) -> None:
+        """Drop what is shared."""
+        self.young, self.old, self._young_tokens = {}, {}, 0
+
     def guess(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[list[int]]:
         """See `Source`."""
         return [self._one(*pair) for pair in zip(requests, lengths, strict=True)]
