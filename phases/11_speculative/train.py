@@ -13,6 +13,7 @@ from pathlib import Path
 if __name__ == "__main__":
     root = Path(__file__).resolve().parents[2]
     sys.path[:0] = [str(root), *(str(folder) for folder in sorted(root.glob("phases/[0-9]*")))]
+    from benchmarks.workloads import CHAT_QUESTIONS
     from speculative.training.run import main
 
-    main()
+    main(CHAT_QUESTIONS)

@@ -180,8 +180,8 @@ class GraphRunner(PagedRunner):
         return Forwarded(works, graph.sampled(rows), graph.hidden)
 
     def _verify_graph(self, works: Sequence[Work], masked: bool) -> VerifyGraph | None:
-        """The graph for a step with drafts, if there is one that samples as these requests want it."""
-        if masked or not any(work.drafts for work in works):
+        """The graph for a small step, if there is one that samples as these requests want it."""
+        if masked or not self._verify_sizes:
             return None
         requests = smallest(list(self._verify_sizes), len(works))
         if requests is None:

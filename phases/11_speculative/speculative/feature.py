@@ -67,11 +67,7 @@ class Speculate(Feature):
         speculator = Speculator(source, Control(self.length, adaptive=self.draft_adaptive))
         parts.bring(self, drafter=speculator)
         parts.finish.append(speculator.attach)
-        if "graphs" in parts.features:
-            from cuda_graphs.memory import verify_bytes
-
-            parts.runner = partial(parts.runner, most_drafts=self.length)
-            parts.reserve.append(lambda whole: verify_bytes(whole.model, whole.size("max_rows"), self.length))
+        SmallSteps(self.length).install(parts)
 
     def _source(self, parts: Parts) -> Source:
         if self.drafter == "ngram":
@@ -83,7 +79,8 @@ class Speculate(Feature):
         shared = {name: parts.features[name] for name in SHARED if name in parts.features}
         if self.drafter == "model":
             assert self.draft_model is not None
-            return DraftModel(draft_engine(parts, self.draft_model, shared.values()))
+            features = [*shared.values(), SmallSteps(self.length)]
+            return DraftModel(draft_engine(parts, self.draft_model, features))
         path = Path(self.draft_model) if self.draft_model else WEIGHTS / f"smollm2-{self.drafter}.safetensors"
         small = load(path, parts.model)
         if small.kind != self.drafter:
@@ -94,7 +91,28 @@ class Speculate(Feature):
             shared["kernels"] = replace(
                 kernels, norms="torch", rope="torch", activation="torch", projections="torch"
             )
+        features = [*shared.values(), SmallSteps(self.length)]
         if isinstance(small, Head):
             small.room(max(STEP_TOKENS, parts.size("max_rows")))
-            return HeadSource(draft_engine(parts, small, shared.values()))
-        return DraftModel(draft_engine(parts, small, shared.values()))
+            return HeadSource(draft_engine(parts, small, features))
+        return DraftModel(draft_engine(parts, small, features))
+
+
+@dataclass(frozen=True)
+class SmallSteps(Feature):
+    """Where there are graphs, they also take steps of a few tokens a request: what has to be verified, and
+    what a draft model has to catch up with.
+    """
+
+    name: ClassVar[str] = "small_steps"
+    phase: ClassVar[int] = 11
+
+    drafts: int
+
+    def install(self, parts: Parts) -> None:
+        """More graphs, and memory for them."""
+        if "graphs" in parts.features:
+            from cuda_graphs.memory import verify_bytes
+
+            parts.runner = partial(parts.runner, most_drafts=self.drafts)
+            parts.reserve.append(lambda whole: verify_bytes(whole.model, whole.size("max_rows"), self.drafts))

@@ -7,6 +7,7 @@ import json
 import math
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ import torch
 
 import cuda_graphs
 import speculative
-from benchmarks.workloads import CHAT_QUESTIONS
 from common.device import pick_device, pick_dtype
 from common.events import Completion, generate
 from common.models.hub import model_folder
@@ -46,8 +46,8 @@ class Trained:
     history: list[tuple[float, int, float, list[float]]] = field(default_factory=list)
 
 
-def main() -> None:
-    """Run all stages, each within its share of the time."""
+def main(questions: Sequence[str]) -> None:
+    """Run all stages, each within its share of the time; `questions` are for the evaluation."""
     parser = argparse.ArgumentParser(prog="train.py", description="Train the drafters of a model.")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--device", default="auto")
@@ -88,7 +88,7 @@ def main() -> None:
         print(f"{kind.kind}: {done.bytes / 1e6:.1f} MB, {done.history[-1]}", flush=True)
         _write(given.out, report, started)
     left = seconds - (time.monotonic() - started)
-    report["engine"] = evaluate(model, given, paths, max(10.0, left))
+    report["engine"] = evaluate(model, given, paths, questions, max(10.0, left))
     _write(given.out, report, started)
     (given.out / "README.md").write_text(card(report, given.minutes), encoding="utf-8")
     print(json.dumps(report["engine"], indent=1))
@@ -132,8 +132,11 @@ def warm(drafter: Drafting, model: Llama) -> Drafting:
         for name, weight in mine.named_parameters():
             other = theirs[name]
             weight.copy_(other[tuple(slice(size) for size in weight.shape)].float())
-    drafter.norm.weight.copy_(model.norm.weight.float())
+    drafter.norm.weight.copy_(0.5 * model.norm.weight.float())  # less sure of itself than the model
     if isinstance(drafter, Head):
+        # Its layer begins by adding nothing: what it was given stands for itself.
+        drafter.layers[0].self_attn.o_proj.weight.zero_()
+        drafter.layers[0].mlp.down_proj.weight.zero_()
         half = 0.5 * torch.eye(drafter.config.hidden_size)
         drafter.fuse.weight.copy_(torch.cat((half, half), dim=1))
     return drafter
@@ -196,14 +199,14 @@ def note(
 
 
 def evaluate(
-    model: Model, given: argparse.Namespace, paths: dict[str, Path], seconds: float
+    model: Model, given: argparse.Namespace, paths: dict[str, Path], questions: Sequence[str], seconds: float
 ) -> dict[str, dict[str, float]]:
     """Speed and tokens a step of the engine on questions that nobody was trained on, one after the other."""
     if given.toy:
         prompts, tokens = [[1, 2, 3, 4], [9, 8, 7]], 16
     else:
         tokenizer = Tokenizer(model_folder(given.model))
-        prompts = [tokenizer.chat([{"role": "user", "content": q}]) for q in CHAT_QUESTIONS]
+        prompts = [tokenizer.chat([{"role": "user", "content": q}]) for q in questions]
         tokens = 128
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     found: dict[str, dict[str, float]] = {}
