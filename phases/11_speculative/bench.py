@@ -7,7 +7,7 @@ The tasks are real text for a real model. The sweep over batch sizes counts draf
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from matplotlib.axes import Axes
 
-import cuda_graphs
 import speculative
 from benchmarks.evidence import BenchOptions, Evidence, Run, collect
 from benchmarks.measure import Sample, Samples, alternate, summarize
@@ -27,8 +26,11 @@ from benchmarks.targets import load_target
 from benchmarks.workloads import Item, Workload, task, uniform
 from common.models.hub import model_folder
 from common.text.tokenizer import Tokenizer
-from paged_cache import PagedEngine
-from speculative import Speculator
+from continuous.runner import agreeing
+from continuous.seams import NO_DRAFTS, Drafter
+from paged_cache import Parts
+from speculative import PRESET, Speculate, Speculator
+from speculative.control import Control
 from speculative.head import WEIGHTS
 from speculative.rejection import classical, coupled, greedy, optimum
 from speculative.suffix import Suffixes
@@ -41,96 +43,101 @@ SYNTHETIC, ADAPTIVE, VAIN = f"{PHASE}, synthetic", f"{PHASE}, synthetic, adaptiv
 
 
 def run(options: BenchOptions) -> Evidence:
-    """Tasks with every drafter, the sweep over batch sizes, and how often two draws agree."""
-    cuda = options.device.type == "cuda"
-    runs = Bench(replace(options, model=options.model or "smollm2")).tasks()
-    large = "random:qwen3-8b" if cuda and options.model is None else options.model or "smollm2"
-    runs += Bench(replace(options, model=large)).sweep()
-    runs += agreement(replace(options, model="smollm2"))
+    """Tasks with every drafter, the sweep over batch sizes, and how often two draws agree.
+
+    A model with random weights (`--model random:SHAPE`) has no text to guess: it is swept, and no more.
+    """
+    cuda, quick = options.device.type == "cuda", options.quick
+    tokens = 12 if quick else 256 if cuda else 48
+    sizes = [1, 4] if quick else [1, 4, 16, 64, 128, 256] if cuda else [1, 4, 16]
+    name = options.model or "smollm2"
+    runs: list[Run] = []
+    if not name.startswith("random:"):
+        runs += Bench(replace(options, model=name), max_rows=1, max_len=1024).tasks()
+    swept = "random:qwen3-8b" if cuda and options.model is None else name
+    room = {"max_rows": max(sizes), "max_len": 512}
+    runs += Bench(replace(options, model=swept), **room).sweep(sizes, tokens)
+    runs += agreement(replace(options, model=name))
     return collect(PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json())
 
 
 class Bench:
-    """One model and its engines."""
+    """One model and one engine, in which drafters take turns; without one it is phase 09's."""
 
-    def __init__(self, options: BenchOptions) -> None:
+    def __init__(self, options: BenchOptions, **sizes: Any) -> None:
         gc.collect()
         if options.device.type == "cuda":
             torch.cuda.empty_cache()
         self.options, self.name, self.model = options, options.model or "", load_target(options)
-        self.on_cpu = options.device.type != "cuda"
+        self.given = {**sizes, "prefix_cache": False, "draft_length": 8}
+        self.engine = speculative.load(self.model, **self.given)
+
+    def drafter(self, **settings: Any) -> Speculator:
+        """A drafter for the engine, as the feature would make it."""
+        chosen = PRESET.choose(self.given, self.options.device)
+        parts = Parts(self.engine.runner.model, chosen.sizes)
+        parts.features = {feature.name: feature for feature in chosen.installed}
+        parts.usual |= {"block_size": self.engine.cache.block_size}
+        feature = Speculate(**settings)
+        made = Speculator(feature.source(parts), Control(feature.length, adaptive=feature.draft_adaptive))
+        return made
 
     def tasks(self) -> list[Run]:
         """Requests one after the other, with and without guessing; nothing is found in a prefix cache."""
         tokenizer = Tokenizer(model_folder(self.name))
-        common: dict[str, Any] = {"max_rows": 1, "max_len": 1024, "prefix_cache": False}
-        engines: dict[str, PagedEngine] = {BEFORE: cuda_graphs.load(self.model, **common)}
-        engines[PHASE] = speculative.load(self.model, **common)
-        engines[f"{PHASE}, suffix"] = speculative.load(self.model, drafter="suffix", **common)
-        for drafter in ("head", "layers"):
-            path = WEIGHTS / f"{self.name}-{drafter}.safetensors"
+        drafters: dict[str, Drafter] = {BEFORE: NO_DRAFTS, PHASE: self.drafter(drafter="ngram")}
+        drafters[f"{PHASE}, suffix"] = self.drafter(drafter="suffix")
+        for kind in ("head", "layers"):
+            path = WEIGHTS / f"{self.name}-{kind}.safetensors"
             if path.is_file():
-                engines[f"{PHASE}, {drafter}"] = speculative.load(
-                    self.model, drafter=drafter, draft_model=str(path), **common
-                )
+                drafters[f"{PHASE}, {kind}"] = self.drafter(drafter=kind, draft_model=str(path))
         runs = []
         for name in TASKS:
-            work = task(name, tokenizer, 96 if self.on_cpu else 192)
-            if self.options.quick:
-                work = _short(work)
-            runs += self.compare(engines, work, {})
+            work = task(name, tokenizer, 192 if self.options.device.type == "cuda" else 96)
+            runs += self.compare(drafters, _short(work) if self.options.quick else work, {})
         return runs
 
-    def sweep(self) -> list[Run]:
+    def sweep(self, sizes: Sequence[int], tokens: int) -> list[Run]:
         """Batch sizes: three drafts that are right, as many as pay, and drafts that are always wrong."""
-        sizes, tokens = ([1, 4, 16], 48) if self.on_cpu else ([1, 4, 16, 64, 128, 256], 256)
-        if self.options.quick:
-            sizes, tokens = sizes[:2], 12
-        room = 2 * max(sizes) * (tokens + 80) * self.model.config.kv_bytes_per_token(self.model.dtype)
-        common: dict[str, Any] = {"max_rows": max(sizes), "max_len": 1024, "cache_bytes": room}
-        made = {"drafter": "synthetic", "draft_length": LENGTH}
-        engines = {
-            BEFORE: cuda_graphs.load(self.model, **common),
-            SYNTHETIC: speculative.load(
-                self.model, draft_accept=float(LENGTH), draft_adaptive=False, **made, **common
-            ),
-            ADAPTIVE: speculative.load(self.model, draft_accept=float(LENGTH), **made, **common),
-            VAIN: speculative.load(self.model, draft_accept=0.0, **made, **common),
+        always = {"drafter": "synthetic", "draft_length": LENGTH, "draft_accept": float(LENGTH)}
+        drafters: dict[str, Drafter] = {
+            BEFORE: NO_DRAFTS,
+            SYNTHETIC: self.drafter(draft_adaptive=False, **always),
+            ADAPTIVE: self.drafter(**always),
+            VAIN: self.drafter(**{**always, "draft_accept": 0.0}),
         }
         runs = []
         for rows in sizes:
             work = uniform(f"batch-{rows}x{tokens}", rows, 64, tokens)
-            runs += self.compare(engines, work, {"batch": rows})
+            runs += self.compare(drafters, work, {"batch": rows})
         return runs
 
-    def compare(
-        self, engines: Mapping[str, PagedEngine], work: Workload, facts: Mapping[str, Any]
-    ) -> list[Run]:
-        """All engines on one workload, in turn."""
-        short = _short(work)
+    def compare(self, drafters: Mapping[str, Drafter], work: Workload, facts: Mapping[str, Any]) -> list[Run]:
+        """All drafters on one workload, in turn."""
         kept = alternate(
-            {name: partial(self.sample, engine, work) for name, engine in engines.items()},
+            {name: partial(self.sample, drafter, work) for name, drafter in drafters.items()},
             1 if self.options.quick else self.options.repeats,
-            warm={name: partial(self.warm, engine, short) for name, engine in engines.items()},
+            warm={name: partial(self.warm, drafter, _short(work)) for name, drafter in drafters.items()},
         )
         return [self.summarize(name, work, samples, facts) for name, samples in kept.items()]
 
-    def warm(self, engine: PagedEngine, work: Workload) -> None:
-        """A few tokens; afterwards nothing is left of what was said before."""
-        time_replay(engine, work, self.options.device)
-        engine.cache.forget()
-        drafter = engine.scheduler.drafter
+    def warm(self, drafter: Drafter, work: Workload) -> None:
+        """Put a drafter into the engine, and say a few tokens; afterwards it remembers no text."""
+        self.engine.scheduler.drafter = drafter
+        self.engine.runner.agree = agreeing
+        if isinstance(drafter, Speculator):
+            drafter.attach(self.engine)
+        time_replay(self.engine, work, self.options.device)
         if isinstance(drafter, Speculator):
             drafter.stats = type(drafter.stats)()
             if isinstance(drafter.source, Suffixes):
                 drafter.source.forget()
 
-    def sample(self, engine: PagedEngine, work: Workload, repeat: int) -> Sample:
+    def sample(self, drafter: Drafter, work: Workload, repeat: int) -> Sample:
         """Speed, and what came of the drafts."""
-        steps = engine.stats.steps
-        found, _ = time_replay(engine, work, self.options.device)
-        found["steps"] = float(engine.stats.steps - steps)
-        drafter = engine.scheduler.drafter
+        steps = self.engine.stats.steps
+        found, _ = time_replay(self.engine, work, self.options.device)
+        found["steps"] = float(self.engine.stats.steps - steps)
         if isinstance(drafter, Speculator):
             found["acceptance_fraction"] = drafter.stats.acceptance
             found["tokens_per_step"] = work.output_tokens / (found["steps"] * _together(work))

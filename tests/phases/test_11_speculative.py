@@ -40,6 +40,7 @@ from speculative.ngram import NGramIndex, follow
 from speculative.speculator import Speculator
 from speculative.stats import SpeculationStats
 from speculative.suffix import BREAK, SuffixAutomaton, Suffixes
+from tests.equivalence.compare import assert_all_same
 from tests.fakes import FakeDrafter
 from tests.schedules import check, fake_engine, play_seeds
 
@@ -307,6 +308,26 @@ def test_a_step_waits_only_while_its_drafter_does(model: Model, truth: list[Comp
     engine.scheduler.drafter.control.decide = lambda rows: False  # type: ignore[attr-defined]
     engine.generate([[1, 2, 3]], params)
     assert order[:3] == ["launch", "launch", "collect"], "steps do not overlap, though nobody guesses"
+
+
+@pytest.mark.parametrize("kind", ["scripted", "head", "model"])
+def test_guessing_may_begin_and_end_at_any_step(model: Model, truth: list[Completion], kind: str) -> None:
+    """In overlap with tokens on their way, and behind steps whose hidden states nobody kept."""
+    if kind == "scripted":
+        engine = scripted(model, truth, "always right, and beyond what was asked for")
+    elif kind == "head":
+        engine, _ = with_head(model)
+    else:
+        engine, _ = with_draft_model(model, small_model(model, 0.0))
+    speculator = engine.scheduler.drafter
+    assert isinstance(speculator, Speculator)
+    rng = random.Random(4)
+    speculator.control.decide = lambda rows: rng.random() < 0.6  # type: ignore[method-assign]
+    assert plain(engine.generate(*asks())) == plain(truth)
+    assert speculator.stats.steps > 0
+    if kind == "scripted":
+        assert speculator.stats.acceptance == 1.0
+    clean(engine)
 
 
 # N-grams.
@@ -653,7 +674,7 @@ def test_long_prompts_reach_the_draft_model_in_pieces(
 def drafter_of(model: Model, kind: type[head.Drafting], layers: int) -> head.Drafting:
     assert isinstance(model, Llama)
     torch.manual_seed(1)
-    made = kind(model, layers, 32, torch.arange(0, 257, 2))
+    made = kind(model, layers, 32, torch.arange(0, 257, 2, device=model.device)).to(model.device)
     return made.to(model.dtype).requires_grad_(False).eval()
 
 
@@ -877,3 +898,30 @@ def test_a_head_with_graphs_changes_no_token(model: Model, tmp_path: Any) -> Non
     first, second = (made.scheduler.drafter.stats.acceptance for made in (eager, engine))  # type: ignore
     assert first == pytest.approx(second, abs=0.15), "with graphs the head says something else"
     clean(engine)
+
+
+# On a GPU.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("drafter", ["ngram", "suffix"])
+def test_real_graphs_give_the_same_tokens(drafter: str) -> None:
+    model = forward.load_model("random:tiny", device="cuda", dtype="float32")
+    right = cuda_graphs.load(model, max_rows=8, max_len=96).generate(*asks())
+    engine = speculative.load(model, drafter=drafter, draft_adaptive=False, max_rows=8, max_len=96)
+    assert isinstance(engine.runner, GraphRunner) and engine.runner._verify_graphs
+    assert_all_same(model, right, engine.generate(*asks()), [p for p in asks()[1] for _ in range(p.n)])
+    engine.check_integrity()
+
+
+@pytest.mark.gpu
+def test_a_head_with_real_graphs(tmp_path: Any) -> None:
+    model = forward.load_model("random:tiny", device="cuda", dtype="float32")
+    path = tmp_path / "head.safetensors"
+    head.save(drafter_of(model, Head, 1).to("cuda"), path, {})
+    prompts, params = [[5, 6, 7], [9] * 40], SamplingParams(max_tokens=30, ignore_eos=True)
+    right = cuda_graphs.load(model, max_rows=2, max_len=96).generate(prompts, params)
+    options = {"drafter": "head", "draft_model": str(path), "draft_adaptive": False}
+    engine = speculative.load(model, max_rows=2, max_len=96, **options)
+    assert_all_same(model, right, engine.generate(prompts, params), [params, params])
+    assert engine.scheduler.drafter.stats.steps > 0

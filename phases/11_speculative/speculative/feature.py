@@ -63,13 +63,14 @@ class Speculate(Feature):
         """A drafter; graphs that verify, where there are graphs."""
         if self.drafter == "none":
             return
-        source = self._source(parts)
+        source = self.source(parts)
         speculator = Speculator(source, Control(self.length, adaptive=self.draft_adaptive))
         parts.bring(self, drafter=speculator)
         parts.finish.append(speculator.attach)
         SmallSteps(self.length).install(parts)
 
-    def _source(self, parts: Parts) -> Source:
+    def source(self, parts: Parts) -> Source:
+        """Who guesses, for an engine of these parts. Raises `UserError` if they do not go together."""
         if self.drafter == "ngram":
             return NGrams()
         if self.drafter == "suffix":

@@ -219,18 +219,21 @@ class HeadSource(DraftModel):
         if self._starts[0] is not last:
             starts, at = {}, 0
             for one in last.works:
-                starts[one.row] = at
+                starts[id(one)] = at
                 at += one.count
             self._starts = last, starts
-        request, at = work.request, self._starts[1][work.row]
+        request, place = work.request, self._starts[1].get(id(work))
         if request.row < 0:
+            return
+        if place is None:  # guessing has just begun, and another step has been launched since
+            self.leave(request)
             return
         if request in self._first and self._first[request] + self._count[request] != work.start:
             self.leave(request)  # steps have passed unseen
         if request not in self._first:
             self._first[request], self._count[request], self._fed[request] = work.start, 0, []
         count = work.count - len(work.drafts) + accepted
-        self._fed[request].append(last.hidden[at : at + count].clone())
+        self._fed[request].append(last.hidden[place : place + count].clone())
         self._count[request] += count
 
     def _tokens(self, request: Request, own: Request) -> list[int]:

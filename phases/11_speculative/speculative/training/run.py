@@ -135,8 +135,8 @@ def warm(drafter: Drafting, model: Llama) -> Drafting:
     drafter.norm.weight.copy_(0.5 * model.norm.weight.float())  # less sure of itself than the model
     if isinstance(drafter, Head):
         # Its layer begins by adding nothing: what it was given stands for itself.
-        drafter.layers[0].self_attn.o_proj.weight.zero_()
-        drafter.layers[0].mlp.down_proj.weight.zero_()
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            drafter.get_parameter(f"layers.0.{name}.weight").zero_()
         half = 0.5 * torch.eye(drafter.config.hidden_size)
         drafter.fuse.weight.copy_(torch.cat((half, half), dim=1))
     return drafter
