@@ -895,6 +895,8 @@ def test_a_head_with_graphs_changes_no_token(model: Model, tmp_path: Any) -> Non
     )
     for made in (eager, engine):
         assert plain(made.generate(prompts, params)) == plain(right)
+    source = engine.scheduler.drafter.source  # type: ignore[attr-defined]
+    assert source.runner.replays > 0 and source.runner._chains, "the head's steps are no graphs"
     first, second = (made.scheduler.drafter.stats.acceptance for made in (eager, engine))  # type: ignore
     assert first == pytest.approx(second, abs=0.15), "with graphs the head says something else"
     clean(engine)

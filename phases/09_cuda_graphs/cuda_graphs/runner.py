@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from common.progress import bar
-from common.sampling.sampler import Feature, Sampled
+from common.sampling.sampler import Feature, HostSampled, Sampled
 from continuous.batch import HostBatch, Ints
 from continuous.rows import Rows
 from continuous.runner import Forwarded, Pending
 from continuous.work import Work
 from cuda_graphs.buckets import chunk_sizes, decode_sizes, smallest, verify_sizes
 from cuda_graphs.capture import Capturer
+from cuda_graphs.chain_graph import ChainGraph
 from cuda_graphs.chunk_graph import ChunkGraph, Layout
 from cuda_graphs.decode_graph import CAPTURED, KINDS, DecodeGraph, Machine
 from cuda_graphs.staging import Staging
@@ -63,6 +64,7 @@ class GraphRunner(PagedRunner):
         most_rows: requests in the largest decode graph.
         most_tokens: tokens in the largest chunk graph; 0: none.
         most_drafts: drafts of a request in the largest verify graph; 0: none.
+        most_chained: decode steps in the longest chain; 0: there are no chains.
 
     startup: what capturing took.
     replays: steps that were replayed.
@@ -81,6 +83,7 @@ class GraphRunner(PagedRunner):
         most_rows: int,
         most_tokens: int,
         most_drafts: int = 0,
+        most_chained: int = 0,
         **options: Any,
     ) -> None:
         super().__init__(model, attention, rows, cache, **options)
@@ -100,6 +103,8 @@ class GraphRunner(PagedRunner):
             for requests, counts in self._verify_sizes.items()
             for tokens in counts
         }
+        self._chained = [size for size in self._sizes if size <= FEW]
+        self._most_chained = most_chained
         layouts = (*self._layouts.values(), *self._verify_layouts.values())
         largest = max([3 * self._sizes[-1], *(layout.size for layout in layouts)])
         self._staging = Staging(largest, model.device)
@@ -129,6 +134,12 @@ class GraphRunner(PagedRunner):
                 given = inputs[: layout.size]
                 made = VerifyGraph(machine, tokens, requests, layout, given, kind, capturer)
                 self._verify_graphs[tokens, requests, kind] = made
+            self._chains: dict[tuple[int, int, Feature], ChainGraph] = {}
+            for size, steps, kind in product(
+                reversed(self._chained), range(self._most_chained, 0, -1), CAPTURED
+            ):
+                given = inputs[: 3 * size].view(3, size)
+                self._chains[size, steps, kind] = ChainGraph(machine, size, steps, given, kind, capturer)
             for size, features in product(reversed(self._sizes), KINDS):
                 part(f"{size} requests")
                 given = inputs[: 3 * size].view(3, size)
@@ -160,17 +171,41 @@ class GraphRunner(PagedRunner):
             return Pending(step.works, step.sampled, self.agree)
         return super().sample(step, allowed)
 
-    def _decode(self, works: Sequence[Work], size: int, masked: bool) -> Forwarded:
-        self.replays += 1
+    @torch.inference_mode()
+    def chain(self, works: Sequence[Work], steps: int) -> HostSampled | None:
+        """Several decode steps at once, of requests that have room for all of them.
+
+        Returns `[len(works) * steps]` tokens, request by request, or None where there is no such graph.
+        """
+        size = smallest(self._chained, len(works))
+        if size is None or steps > self._most_chained:
+            return None
         self.refresh(works)
+        plan = self.sampler.plan([work.row for work in works])
+        if plan.features not in CAPTURED or plan.wanted is not None:
+            return None
+        graph = self._chains[size, steps, plan.features]
+        self.replays += 1
+        self._stage(works, size, steps)
+        graph.replay()
+        return Sampled(graph.chained[: len(works)].flatten()).to_host()
+
+    def _stage(self, works: Sequence[Work], size: int, steps: int = 1) -> Ints:
+        """Send what a decode graph reads, for so many steps; returns the rows."""
         count = len(works)
         rows: Ints = np.fromiter((work.row for work in works), np.int64, count)
         at: Ints = np.fromiter((work.start for work in works), np.int64, count)
-        self.tables.update(rows, int(at.max()) // self.cache.block_size + 1)
+        self.tables.update(rows, (int(at.max()) + steps - 1) // self.cache.block_size + 1)
         with self._staging.fill(3 * size) as flat:
             inputs = flat.reshape(3, size)
             inputs[:, count:] = _PADDING
             inputs[:, :count] = rows, at, at + 1 - self.rows.prompt_lens[rows]
+        return rows
+
+    def _decode(self, works: Sequence[Work], size: int, masked: bool) -> Forwarded:
+        self.replays += 1
+        self.refresh(works)
+        count, rows = len(works), self._stage(works, size)
         plan = self.sampler.plan(rows.tolist())
         inside = plan.features in CAPTURED and plan.wanted is None and not masked
         graph = self.decode_graphs[size, plan.features if inside else None]

@@ -14,6 +14,7 @@ import numpy as np
 
 from common.errors import UserError
 from common.request import Request
+from common.sampling.sampler import HostSampled
 from continuous.batch import upload
 from continuous.runner import Forwarded, Pending
 from continuous.work import Work
@@ -101,14 +102,18 @@ class DraftModel:
     def _write(self, some: Sequence[tuple[Shadow, int]]) -> None:
         """Catch up with what is known, then generate; nothing waits for the device until all is launched."""
         self._send([shadow.request for shadow, _ in some])
-        steps = [self._catch_up([shadow for shadow, _ in some])]
-        for ahead in range(1, max(length for _, length in some)):
-            works = []
-            for shadow, _ in some:
-                own = shadow.request
-                works.append(Work(own, own.row, len(own.tokens) - 1 + ahead, 1, (), (own,)))
-            steps.append(self._step(works))
-        columns = [[tokens[0][0] for tokens in pending.get()] for pending in steps]
+        first = self._catch_up([shadow for shadow, _ in some])
+        owns = [shadow.request for shadow, _ in some]
+        ahead = max(length for _, length in some) - 1
+        works = [Work(own, own.row, len(own.tokens), 1, (), (own,)) for own in owns]
+        chained = self._chain(works, ahead) if ahead else None
+        rest = []
+        for step in range(ahead if chained is None else 0):
+            rest.append(self._step([work._replace(start=work.start + step) for work in works]))
+        columns = [[tokens[0][0] for tokens in pending.get()] for pending in (first, *rest)]
+        if chained is not None:
+            tokens = [token for token, _ in chained.get()]
+            columns += [tokens[step::ahead] for step in range(ahead)]
         for (shadow, length), drafts in zip(some, zip(*columns, strict=True), strict=True):
             shadow.drafts = drafts[:length]
             shadow.request.num_computed_tokens = len(shadow.request.tokens)
@@ -145,6 +150,11 @@ class DraftModel:
             pending = self._step(works)
             if last:
                 return pending
+
+    def _chain(self, works: list[Work], steps: int) -> HostSampled | None:
+        """All steps in one graph, where there is one."""
+        chain = getattr(self.runner, "chain", None)
+        return None if chain is None else chain(works, steps)
 
     def _step(self, works: list[Work]) -> Pending:
         step = self._forward(works)

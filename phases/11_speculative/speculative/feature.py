@@ -80,7 +80,7 @@ class Speculate(Feature):
         shared = {name: parts.features[name] for name in SHARED if name in parts.features}
         if self.drafter == "model":
             assert self.draft_model is not None
-            features = [*shared.values(), SmallSteps(self.length)]
+            features = [*shared.values(), SmallSteps(self.length, chained=True)]
             return DraftModel(draft_engine(parts, self.draft_model, features))
         path = Path(self.draft_model) if self.draft_model else WEIGHTS / f"smollm2-{self.drafter}.safetensors"
         small = load(path, parts.model)
@@ -92,7 +92,7 @@ class Speculate(Feature):
             shared["kernels"] = replace(
                 kernels, norms="torch", rope="torch", activation="torch", projections="torch"
             )
-        features = [*shared.values(), SmallSteps(self.length)]
+        features = [*shared.values(), SmallSteps(self.length, chained=True)]
         if isinstance(small, Head):
             small.room(max(STEP_TOKENS, parts.size("max_rows")))
             return HeadSource(draft_engine(parts, small, features))
@@ -102,18 +102,20 @@ class Speculate(Feature):
 @dataclass(frozen=True)
 class SmallSteps(Feature):
     """Where there are graphs, they also take steps of a few tokens a request: what has to be verified, and
-    what a draft model has to catch up with.
+    what a draft model has to catch up with. `chained`: and all that it writes ahead, in one.
     """
 
     name: ClassVar[str] = "small_steps"
     phase: ClassVar[int] = 11
 
     drafts: int
+    chained: bool = False
 
     def install(self, parts: Parts) -> None:
         """More graphs, and memory for them."""
         if "graphs" in parts.features:
             from cuda_graphs.memory import verify_bytes
 
-            parts.runner = partial(parts.runner, most_drafts=self.drafts)
+            chained = self.drafts - 1 if self.chained else 0
+            parts.runner = partial(parts.runner, most_drafts=self.drafts, most_chained=chained)
             parts.reserve.append(lambda whole: verify_bytes(whole.model, whole.size("max_rows"), self.drafts))

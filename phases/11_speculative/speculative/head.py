@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from common.errors import UserError
 from common.models.config import ModelConfig
 from common.request import Request
+from common.sampling.sampler import HostSampled
 from continuous.engine import Engine
 from continuous.runner import Forwarded
 from continuous.work import Work
@@ -125,6 +126,10 @@ class Head(Drafting):
     def room(self, tokens: int) -> None:
         """Make room for the hidden states of so many tokens, at an address that a graph may read."""
         self.features = torch.zeros(tokens, self.config.hidden_size, dtype=self.dtype, device=self.device)
+
+    def feed(self, hidden: Tensor) -> None:
+        """The features of the next call are these."""
+        self.features[: len(hidden)].copy_(hidden)
 
     def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """See `Model.forward`; reads as many of `features` as there are tokens."""
@@ -269,7 +274,7 @@ class HeadSource(DraftModel):
             parts.append(own[: work.count])
             self._waiting[work.request] = own[work.count :]
         features = torch.cat(parts)
-        self.head.features[: len(features)].copy_(features)
+        self.head.feed(features)
         step = self.runner.forward(works)
         ends = torch.tensor([work.count for work in works], device=features.device).cumsum(0) - 1
         out = step.hidden[ends]
@@ -277,6 +282,10 @@ class HeadSource(DraftModel):
             if work.takers:
                 self._waiting[work.request] = out[place : place + 1]
         return step
+
+    def _chain(self, works: list[Work], steps: int) -> HostSampled | None:
+        self.head.feed(torch.cat([self._waiting[work.request] for work in works]))
+        return super()._chain(works, steps)
 
     def leave(self, request: Request) -> None:
         """Also forget its hidden states."""
