@@ -40,7 +40,10 @@ class Item:
 
 @dataclass(frozen=True)
 class Workload:
-    """A named list of requests. `sequential` means that each is sent when the one before has finished."""
+    """A named list of requests. `sequential` means that each is sent when the one before has finished.
+
+    ends: requests end where the model ends them, and `max_tokens` is the most they generate.
+    """
 
     name: str
     items: tuple[Item, ...]
@@ -48,6 +51,7 @@ class Workload:
     sequential: bool = False
     vocab: int = 0
     shift: int = 0
+    ends: bool = False
 
     @property
     def prompts(self) -> list[list[int]]:
@@ -58,10 +62,13 @@ class Workload:
 
     @property
     def params(self) -> list[SamplingParams]:
-        """One a prompt; exactly `max_tokens` tokens are generated, whatever the model says."""
+        """One a prompt; unless it `ends`, exactly `max_tokens` tokens are generated, whatever the model says."""
         return [
             SamplingParams(
-                max_tokens=item.max_tokens, temperature=self.temperature, ignore_eos=True, seed=number
+                max_tokens=item.max_tokens,
+                temperature=self.temperature,
+                ignore_eos=not self.ends,
+                seed=number,
             )
             for number, item in enumerate(self.items)
         ]
@@ -95,6 +102,8 @@ class Workload:
     def sha256(self) -> str:
         """Of tokens, lengths, arrival times, temperature and order; the same on every machine."""
         digest = hashlib.sha256(f"{self.temperature!r} {self.sequential!r} {self.shift}".encode())
+        if self.ends:
+            digest.update(b" ends")
         for item, prompt in zip(self.items, self.prompts, strict=True):
             digest.update(f"\n{len(prompt)} {item.max_tokens} {item.arrival!r}\n".encode())
             digest.update(b" ".join(str(token).encode() for token in prompt))
@@ -105,13 +114,15 @@ class Workload:
 
         Requests of one repeat still share what they shared. Repeat 0 is the workload itself.
         """
-        return Workload(self.name, self.items, self.temperature, self.sequential, self.vocab, repeat)
+        return Workload(
+            self.name, self.items, self.temperature, self.sequential, self.vocab, repeat, self.ends
+        )
 
     def first(self, count: int) -> Workload:
         """The first `count` requests alone, under a name that says so: for warm-ups and quick looks."""
         name = f"{self.name}[:{count}]"
         items = self.items[:count]
-        return Workload(name, items, self.temperature, self.sequential, self.vocab, self.shift)
+        return Workload(name, items, self.temperature, self.sequential, self.vocab, self.shift, self.ends)
 
 
 def workload(name: str, vocab: int = VOCAB) -> Workload:
@@ -222,7 +233,7 @@ def task(name: str, tokenizer: Tokenizer, max_tokens: int) -> Workload:
     texts = [TASKS[name].format(text) for text in (CHAT_QUESTIONS if name == "chat" else PASSAGES)]
     prompts = [tokenizer.chat([{"role": "user", "content": text}]) for text in texts]
     items = tuple(Item(tuple(prompt), max_tokens) for prompt in prompts)
-    return Workload(f"{name}-{max_tokens}", items, sequential=True, vocab=tokenizer.vocab_size)
+    return Workload(f"{name}-{max_tokens}", items, sequential=True, vocab=tokenizer.vocab_size, ends=True)
 
 
 # --- outputs of unequal length ---------------------------------------------------------------------------

@@ -136,11 +136,12 @@ class Bench:
     def sample(self, drafter: Drafter, work: Workload, repeat: int) -> Sample:
         """Speed, and what came of the drafts."""
         steps = self.engine.stats.steps
-        found, _ = time_replay(self.engine, work, self.options.device)
+        found, done = time_replay(self.engine, work, self.options.device)
         found["steps"] = float(self.engine.stats.steps - steps)
         if isinstance(drafter, Speculator):
             found["acceptance_fraction"] = drafter.stats.acceptance
-            found["tokens_per_step"] = work.output_tokens / (found["steps"] * _together(work))
+            tokens = sum(len(one.token_ids) for one in done)
+            found["tokens_per_step"] = tokens / (found["steps"] * _together(work))
             found["tokens_per_verified_step"] = drafter.stats.tokens_per_step
         return found
 

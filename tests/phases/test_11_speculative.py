@@ -516,6 +516,9 @@ def test_rates_follow_what_is_accepted() -> None:
     for _ in range(30):
         rate.saw(4, 0)
     assert rate.value < 0.25
+    for _ in range(60):
+        rate.saw(8, 1)  # one was right, one was wrong, and nobody knows about the other six
+    assert rate.value == pytest.approx(0.5, abs=0.05)
 
 
 # Stats.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import random
@@ -105,9 +106,13 @@ def write_text(model: Model, given: argparse.Namespace, seconds: float, report: 
         talks = [Talk(one.prompt_ids + one.token_ids, 4, True) for one in generate(engine, prompts, params)]
     else:
         before, between = template(Tokenizer(model_folder(given.model)))
-        rows = 256 if model.device.type == "cuda" else 8
-        engine = cuda_graphs.load(model, max_rows=rows, max_len=640)
-        talks = write(engine, before, between, seconds=seconds - (time.monotonic() - start), most=given.most)
+        rows, length = 256 if model.device.type == "cuda" else 8, 640
+        room = rows * length * model.config.kv_bytes_per_token(model.dtype)
+        engine = cuda_graphs.load(model, max_rows=rows, max_len=length, cache_bytes=room)
+        left = max(20.0, seconds - (time.monotonic() - start))
+        talks = write(engine, before, between, seconds=left, most=given.most)
+    del engine
+    _tidy(model.device)
     random.Random(1).shuffle(talks)
     tokens = sum(len(talk.tokens) for talk in talks)
     took = time.monotonic() - start
@@ -208,14 +213,21 @@ def evaluate(
         tokenizer = Tokenizer(model_folder(given.model))
         prompts = [tokenizer.chat([{"role": "user", "content": q}]) for q in questions]
         tokens = 128
-    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    params = SamplingParams(max_tokens=tokens)
     found: dict[str, dict[str, float]] = {}
+    room = 4096 * model.config.kv_bytes_per_token(model.dtype)
     deadline = time.monotonic() + seconds
     truth: list[Completion] | None = None
     for kind in ("none", *paths):
         options = {} if kind == "none" else {"draft_model": str(paths[kind])}
         engine = speculative.load(
-            model, drafter=kind, draft_adaptive=False, max_rows=1, max_len=1024, **options
+            model,
+            drafter=kind,
+            draft_adaptive=False,
+            max_rows=1,
+            max_len=1024,
+            cache_bytes=room,
+            **options,
         )
         generate(engine, prompts[:1], SamplingParams(max_tokens=8, ignore_eos=True))
         done, start = list[Completion](), time.monotonic()
@@ -235,6 +247,7 @@ def evaluate(
             same = [a.token_ids == b.token_ids for a, b in zip(truth, done, strict=True)]
             found[kind]["same_texts"] = sum(same) / len(same)
         del engine
+        _tidy(model.device)
     return found
 
 
@@ -264,6 +277,13 @@ def card(report: dict[str, Any], minutes: float) -> str:
     without = report["engine"]["none"]["tokens_per_s"]
     lines += ["", f"Without a drafter the same questions take {without:,.0f} tokens/s."]
     return "\n".join(lines) + "\n"
+
+
+def _tidy(device: torch.device) -> None:
+    """An engine's graphs and caches go when nothing refers to it any longer."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _name(device: torch.device) -> str:
