@@ -62,7 +62,7 @@ class Workload:
 
     @property
     def params(self) -> list[SamplingParams]:
-        """One a prompt; unless it `ends`, exactly `max_tokens` tokens are generated, whatever the model says."""
+        """One a prompt; unless it `ends`, exactly `max_tokens` tokens are generated."""
         return [
             SamplingParams(
                 max_tokens=item.max_tokens,

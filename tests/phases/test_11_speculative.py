@@ -40,6 +40,8 @@ from speculative.ngram import NGramIndex, follow
 from speculative.speculator import Speculator
 from speculative.stats import SpeculationStats
 from speculative.suffix import BREAK, SuffixAutomaton, Suffixes
+from speculative.training import text, unroll
+from speculative.training.text import Talk
 from tests.equivalence.compare import assert_all_same
 from tests.fakes import FakeDrafter
 from tests.schedules import check, fake_engine, play_seeds
@@ -394,8 +396,8 @@ def test_a_shared_automaton_matches_texts_but_not_across_them() -> None:
     rng = random.Random(3)
     texts = [[rng.randrange(4) for _ in range(25)] for _ in range(6)]
     automaton = SuffixAutomaton()
-    for text in texts:
-        for token in (*text, BREAK):
+    for told in texts:
+        for token in (*told, BREAK):
             automaton.add(token)
     for _ in range(200):
         query = [rng.randrange(4) for _ in range(rng.randrange(1, 12))]
@@ -403,7 +405,7 @@ def test_a_shared_automaton_matches_texts_but_not_across_them() -> None:
         best = max(
             n
             for n in range(len(query) + 1)
-            if n == 0 or any(query[-n:] == text[at : at + n] for text in texts for at in range(26 - n))
+            if n == 0 or any(query[-n:] == told[at : at + n] for told in texts for at in range(26 - n))
         )
         assert length == best, query
         assert length == 0 or automaton.tokens[end - length : end] == query[-length:], query
@@ -759,6 +761,100 @@ def test_the_reduced_head_never_names_other_tokens(model: Model) -> None:
     made = drafter_of(model, Layers, 2)
     logits = made.logits(torch.randn(3, model.config.hidden_size))
     assert torch.isinf(logits[:, 1::2]).all() and torch.isfinite(logits[:, ::2]).all()
+
+
+# Training.
+
+
+@torch.inference_mode()
+def test_training_unrolls_the_head_as_drafting_does(model: Model) -> None:
+    """Each place of step j is what the head makes when its chain began j places before."""
+    made = drafter_of(model, Head, 1)
+    assert isinstance(made, Head)
+    ids = torch.tensor([[(7 * n) % 250 + 1 for n in range(14)], [(5 * n) % 250 + 1 for n in range(14)]])
+    hidden = unroll.hidden_states(model, ids)
+    steps = unroll.outputs(made, ids, hidden, 4)
+    for line, start in ((0, 0), (0, 5), (1, 8)):
+        features = hidden[line, : start + 1]
+        for step, out in enumerate(steps):
+            place = start + step
+            tokens = ids[line, 1 : place + 2]
+            attention = forward.attention.RecomputeAttention()
+            right = made.step(tokens, features, torch.arange(place + 1), attention)[-1]
+            difference = float((out[line, place] - right).abs().max())
+            assert difference < 1e-4, f"step {step} of the chain that began at {start} is off by {difference}"
+            features = torch.cat((features, right[None]))
+
+
+def test_the_loss_falls_and_nothing_but_the_drafter_changes(model: Model) -> None:
+    made = drafter_of(model, Head, 1)
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    for value in made.own().values():
+        value.requires_grad_(True)
+    optimizer = torch.optim.AdamW(made.own().values(), lr=3e-3)
+    ids, real = unroll.padded(
+        [Talk([(3 * n * n + k) % 250 + 1 for n in range(20 + k)], 2, True) for k in range(4)], model.device
+    )
+    losses = []
+    for _ in range(25):
+        value = unroll.loss(model, made, ids, real, 2, 3)
+        optimizer.zero_grad()
+        value.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(float(value.detach()))
+    assert losses[-1] < losses[0] - 0.005, losses
+    assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
+
+
+def test_acceptance_counts_chains_of_right_drafts(model: Model) -> None:
+    """Two layers that are the model itself, with all tokens in their head, are always right."""
+    assert isinstance(model, Llama)
+    made = Layers(model, model.config.num_layers, model.config.intermediate_size, torch.arange(257))
+    with torch.no_grad():
+        for name, value in made.own().items():
+            value.copy_(model.get_parameter(name))
+    talks = []
+    for one in continuous.load(model, max_rows=3, max_len=64).generate(
+        [[1, 2, 3], [9] * 8], SamplingParams(max_tokens=20, ignore_eos=True)
+    ):
+        talks.append(Talk(one.prompt_ids + one.token_ids, len(one.prompt_ids), True))
+    assert unroll.accepted(model, made, talks) == [1.0] * 4
+
+
+class Written:
+    """A tokenizer whose chat form is a frame around the content."""
+
+    def chat(self, messages: list[dict[str, str]], *, add_generation_prompt: bool) -> list[int]:
+        return [250, 251, *({"A": [65], "Why": [87]}[messages[0]["content"]]), 2, 252]
+
+
+def test_the_model_asks_and_answers(model: Model) -> None:
+    before, between = text.template(Written())  # type: ignore[arg-type]
+    assert (before, between) == ([250, 251], [2, 252])
+    engine = continuous.load(model, max_rows=4, max_len=300)
+    eos = model.config.eos_token_ids[0]
+    told: list[int] = []
+    talks = text.write(
+        engine,
+        before,
+        [eos, 252],
+        seconds=5.0,
+        most=3,
+        answer_tokens=8,
+        told=lambda count: told.append(count),
+    )
+    assert engine.idle
+    for talk in talks:
+        assert talk.tokens[:2] == before and talk.tokens[talk.answer - 2 : talk.answer] == [eos, 252]
+        assert eos not in talk.tokens[2 : talk.answer - 2], "a question has an end inside"
+    assert told == list(range(1, len(talks) + 1))
+    groups = list(text.batches(talks, 64, random.Random(0))) if talks else []
+    assert sum(map(len, groups)) == len(talks)
+
+
+def test_frequent_tokens() -> None:
+    talks = [Talk([5, 5, 5, 2, 2, 9], 1, True)]
+    assert text.frequent(talks, 2, 12) == [2, 5] and text.frequent(talks, 4, 12) == [0, 2, 5, 9]
 
 
 # The classical way.

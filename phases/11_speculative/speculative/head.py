@@ -79,7 +79,9 @@ class Drafting(Model):
         self.rope = Rope(config.rope, config.head_dim)
         self.layers = nn.ModuleList(LlamaBlock(config, spec) for spec in self.layer_specs)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.lm_head = ReducedHead(large.embed_tokens.weight, ids, config.vocab_size)
+        tied = large.embed_tokens.weight
+        weight = tied if config.tie_word_embeddings else large.get_parameter("lm_head.weight")
+        self.lm_head = ReducedHead(weight, ids, config.vocab_size)
 
     def own(self) -> dict[str, nn.Parameter]:
         """The parameters that are trained and saved, by name."""
