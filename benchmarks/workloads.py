@@ -20,6 +20,7 @@ from functools import cached_property
 
 from common.errors import UserError
 from common.sampling.params import SamplingParams
+from common.text.tokenizer import Tokenizer
 
 SMALL = "-small"
 VOCAB = 10_000
@@ -39,7 +40,10 @@ class Item:
 
 @dataclass(frozen=True)
 class Workload:
-    """A named list of requests. `sequential` means that each is sent when the one before has finished."""
+    """A named list of requests. `sequential` means that each is sent when the one before has finished.
+
+    ends: requests end where the model ends them, and `max_tokens` is the most they generate.
+    """
 
     name: str
     items: tuple[Item, ...]
@@ -47,6 +51,7 @@ class Workload:
     sequential: bool = False
     vocab: int = 0
     shift: int = 0
+    ends: bool = False
 
     @property
     def prompts(self) -> list[list[int]]:
@@ -57,10 +62,13 @@ class Workload:
 
     @property
     def params(self) -> list[SamplingParams]:
-        """One a prompt; exactly `max_tokens` tokens are generated, whatever the model says."""
+        """One a prompt; unless it `ends`, exactly `max_tokens` tokens are generated."""
         return [
             SamplingParams(
-                max_tokens=item.max_tokens, temperature=self.temperature, ignore_eos=True, seed=number
+                max_tokens=item.max_tokens,
+                temperature=self.temperature,
+                ignore_eos=not self.ends,
+                seed=number,
             )
             for number, item in enumerate(self.items)
         ]
@@ -94,6 +102,8 @@ class Workload:
     def sha256(self) -> str:
         """Of tokens, lengths, arrival times, temperature and order; the same on every machine."""
         digest = hashlib.sha256(f"{self.temperature!r} {self.sequential!r} {self.shift}".encode())
+        if self.ends:
+            digest.update(b" ends")
         for item, prompt in zip(self.items, self.prompts, strict=True):
             digest.update(f"\n{len(prompt)} {item.max_tokens} {item.arrival!r}\n".encode())
             digest.update(b" ".join(str(token).encode() for token in prompt))
@@ -104,13 +114,15 @@ class Workload:
 
         Requests of one repeat still share what they shared. Repeat 0 is the workload itself.
         """
-        return Workload(self.name, self.items, self.temperature, self.sequential, self.vocab, repeat)
+        return Workload(
+            self.name, self.items, self.temperature, self.sequential, self.vocab, repeat, self.ends
+        )
 
     def first(self, count: int) -> Workload:
         """The first `count` requests alone, under a name that says so: for warm-ups and quick looks."""
         name = f"{self.name}[:{count}]"
         items = self.items[:count]
-        return Workload(name, items, self.temperature, self.sequential, self.vocab, self.shift)
+        return Workload(name, items, self.temperature, self.sequential, self.vocab, self.shift, self.ends)
 
 
 def workload(name: str, vocab: int = VOCAB) -> Workload:
@@ -157,6 +169,71 @@ def _single(name: str, vocab: int, output_len: int) -> Workload:
 
 def _prefill(name: str, vocab: int, count: int, length: int) -> Workload:
     return uniform(name, count, length, 1, vocab)
+
+
+# --- texts that mean something ---------------------------------------------------------------------------
+
+PASSAGES = (
+    "The harbour of Velm was built by fishermen who were tired of losing boats. Every autumn the wind "
+    "turned to the north, and every autumn two or three boats were broken on the rocks below the chapel. "
+    "So the fishermen sank old hulls in a line across the bay, filled them with stones, and waited. In "
+    "the first winter the line was washed away. In the second winter it held for a month. In the third "
+    "winter it held until spring, and the boats behind it were still afloat when the snow melted. Today "
+    "the line of hulls is a wall of concrete, and few people in Velm remember that there are ships inside "
+    "it.",
+    "The committee met on Tuesday to discuss the new bridge. The engineer reported that the foundations "
+    "on the east bank are finished and that the foundations on the west bank will be finished in March. "
+    "The treasurer reported that two thirds of the money has been spent. The committee decided to order "
+    "the steel in January, to close the old bridge in April, and to open the new bridge in September. The "
+    "committee also decided to meet again on the first Tuesday of February. The engineer will bring "
+    "drawings of the railings, and the treasurer will bring three offers for the lamps.",
+    "A bee that has found flowers flies home and dances. The dance has the shape of an eight, and the bee "
+    "runs the middle line of the eight while she shakes her body from side to side. The direction of the "
+    "middle line tells the other bees the direction of the flowers, measured from the sun. The length of "
+    "the middle line tells the other bees the distance of the flowers. A long dance means that the "
+    "flowers are far away, and a short dance means that the flowers are near. The other bees follow the "
+    "dancer in the dark of the hive, feel her movements, and then fly out to find the flowers.",
+    "To make the bread, mix 500 grams of flour with 350 grams of water, 10 grams of salt and 3 grams of "
+    "yeast. Cover the bowl and let the dough rest for one hour. Fold the dough four times, cover the "
+    "bowl, and let the dough rest for another hour. Fold the dough four times again, put it into a "
+    "basket, and let it rest in the refrigerator for one night. In the morning heat the oven to 240 "
+    "degrees with an iron pot inside. Put the dough into the hot pot, close the lid, and bake it for 30 "
+    "minutes. Open the lid and bake the bread for another 15 minutes. Let the bread cool before you cut "
+    "it.",
+)
+"""Written for this benchmark. Each says things more than once, as texts do."""
+
+CHAT_QUESTIONS = (
+    "How does a refrigerator keep food cold?",
+    "Write a short poem about a lighthouse.",
+    "What should I take with me on a hike of three days?",
+    "Explain to a child why the sky is blue.",
+    "What is the difference between a virus and a bacterium?",
+    "Give me three ideas for a birthday party.",
+    "How do I ask my manager for a raise?",
+    "Why do cats purr?",
+)
+
+TASKS = {
+    "rewriting": "Repeat the following text word for word, but correct any mistakes you find.\n\n{}",
+    "summarizing": "Summarize the following text. Use the same words as the text.\n\n{}",
+    "chat": "{}",
+}
+"""What is asked of a chat model; the first two about each passage, the last with each question."""
+
+
+def task(name: str, tokenizer: Tokenizer, max_tokens: int) -> Workload:
+    """Prompts of real text in the model's chat form, sent one after the other.
+
+    Raises:
+        UserError: there is no such task.
+    """
+    if name not in TASKS:
+        raise UserError(f"task is {name!r}, but it must be one of {', '.join(TASKS)}")
+    texts = [TASKS[name].format(text) for text in (CHAT_QUESTIONS if name == "chat" else PASSAGES)]
+    prompts = [tokenizer.chat([{"role": "user", "content": text}]) for text in texts]
+    items = tuple(Item(tuple(prompt), max_tokens) for prompt in prompts)
+    return Workload(f"{name}-{max_tokens}", items, sequential=True, vocab=tokenizer.vocab_size, ends=True)
 
 
 # --- outputs of unequal length ---------------------------------------------------------------------------

@@ -101,6 +101,9 @@ def run(
         bool, typer.Option("--autotune", help="first search for the fastest kernels for this model here")
     ] = False,
     config: ConfigFile = None,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="also print how many guesses were right, from phase 11 on")
+    ] = False,
     **options: Any,
 ) -> int:
     """Generate text with one phase."""
@@ -122,6 +125,7 @@ def run(
         as_json=as_json,
         autotune=autotune,
         config=config,
+        stats=stats,
         options={name: value for name, value in options.items() if value is not None},
     )
 

@@ -21,6 +21,7 @@ from common.request import Request
 from common.sampling.params import SamplingParams
 from continuous.cache import RowCache
 from continuous.rows import Rows
+from continuous.seams import Drafter
 from continuous.work import Work
 from forward.shapes import SHAPES
 from paged_cache.cache import PagedCache
@@ -190,7 +191,7 @@ class FakeRunner:
         return fails
 
 
-class FakeDrafter:
+class FakeDrafter(Drafter):
     """Guesses up to `most` tokens, the first of which are right, as many as chance will have."""
 
     def __init__(self, seed: int, most: int = 4) -> None:

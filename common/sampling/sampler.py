@@ -125,6 +125,7 @@ class Sampler(SamplerRows):
         steps: Tensor,
         plan: Plan | None = None,
         allowed: Tensor | None = None,
+        drafts: Tensor | None = None,
     ) -> Sampled:
         """Choose the next token of each row and count it for the penalties.
 
@@ -132,8 +133,8 @@ class Sampler(SamplerRows):
         capture it.
 
         A row may stand at several places with different steps (several positions of one request): each place
-        is chosen with its own step. The penalties do not know an order among them: each place sees the counts
-        from before the call, and all of them are counted.
+        is chosen with its own step. For the penalties, `drafts` says what stands between the first of these
+        places and each of them. Of the tokens chosen those are counted that stand behind right drafts.
 
         logits: float32 [B, V]; left as they are.
         rows: int64 [B] on the device, the row of the request at each place in the batch.
@@ -143,15 +144,21 @@ class Sampler(SamplerRows):
         allowed: int32 [B, ceil(V / 32)] on the device; bit i of word w says that token 32 * w + i may be
             chosen. A place without any bit is the caller's defect: it gets some token that is not allowed.
             None: every token may be chosen.
+        drafts: int64 [B, K] on the device, the tokens guessed before each place, oldest first, then -1. The
+            places of one row are neighbours, each with one draft more than the one before it. None: there
+            are none; it makes no difference to rows without penalties.
         """
         if plan is None:
             plan = self.plan(rows_host)
-        adjusted = self._adjust(logits, rows, steps, plan, allowed)
+        adjusted = self._adjust(logits, rows, steps, plan, allowed, drafts)
         tokens = self.choose(adjusted, rows, steps, plan)
         if Feature.PENALTIES in plan.features:
             # Rows without penalties are counted too; nothing reads their counts.
             place = rows * self.vocab_size + tokens
-            self.counts.view(-1).scatter_add_(0, place, torch.ones_like(place, dtype=torch.int32))
+            ones = torch.ones_like(place, dtype=torch.int32)
+            if drafts is not None:
+                ones = ones * ops.behind_right_drafts(tokens, drafts)
+            self.counts.view(-1).scatter_add_(0, place, ones)
         if plan.wanted is None:
             return Sampled(tokens)
         return Sampled(tokens, *self._logprobs(logits, tokens, max(plan.wanted)), plan.wanted)
@@ -211,7 +218,13 @@ class Sampler(SamplerRows):
         return weights
 
     def _adjust(
-        self, logits: Tensor, rows: Tensor, steps: Tensor, plan: Plan, allowed: Tensor | None
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        steps: Tensor,
+        plan: Plan,
+        allowed: Tensor | None,
+        drafts: Tensor | None,
     ) -> Tensor:
         """Return the logits after mask, bias, min_tokens and penalties; a copy where any row needs them."""
         if allowed is None and not plan.features & (Feature.EDITS | Feature.PENALTIES):
@@ -230,5 +243,9 @@ class Sampler(SamplerRows):
             at, some = rows[places], logits[places]
             floats = self.floats[at].unsqueeze(2)  # [B, 5, 1]
             penalties = floats[:, REPETITION], floats[:, PRESENCE], floats[:, FREQUENCY]  # each [B, 1]
-            logits[places] = ops.penalize(some, self.in_prompt[at], self.counts[at], *penalties)
+            counts = self.counts[at]  # [B, V], a copy
+            if drafts is not None:
+                before = drafts[places]
+                counts.scatter_add_(1, before.clamp(min=0), (before >= 0).int())
+            logits[places] = ops.penalize(some, self.in_prompt[at], counts, *penalties)
         return logits

@@ -95,10 +95,13 @@ def serve(
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
     show: Callable[[int, str], None] = lambda index, text: None,
+    decorate: Callable[[str, int, int], str] = lambda text, index, place: text,
 ) -> Served:
     """Generate for all prompts; `show` gets each piece of text as it comes, in the order of the prompts.
 
     A prompt's text is shown live when those before it are done, and held back until then.
+
+    decorate: changes the text that came with a token, given its prompt's number and its place in the output.
     """
     ids = [list(prompt) for prompt in prompts]
     start = time.perf_counter()
@@ -108,7 +111,8 @@ def serve(
     for event in engine.stream(ids, params):
         completion = completions[event.index]
         completion.add(event)
-        held[event.index] += texts[event.index].push(event)
+        new = texts[event.index].push(event)
+        held[event.index] += decorate(new, event.index, len(completion.token_ids) - 1) if new else ""
         while current < len(ids):
             if held[current]:
                 show(current, held[current])

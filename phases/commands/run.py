@@ -22,6 +22,8 @@ from phases.registry import check_options, load_engine, missing_for, phase_named
 
 DEFAULT_PROMPT = "The capital of France is"
 DEFAULT_QUESTION = "What is the capital of France?"
+SPECULATES = 11
+"""The phase that guesses."""
 
 
 def run(
@@ -37,11 +39,13 @@ def run(
     as_json: bool,
     autotune: bool = False,
     config: Path | None = None,
+    stats: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> int:
     """Generate and print, after a search for kernels if `autotune`.
 
     config, options: of the engine; the second come first.
+    stats: also print what came of guesses, from phase 11 on.
 
     Returns the exit code: 0, or 1 when a request failed inside the engine.
     """
@@ -51,6 +55,8 @@ def run(
     where = pick_device(device)
     kind = pick_dtype(dtype, where)  # what is wrong must not wait for a download
     check_options(phase, given, where)
+    if stats and phase.number < SPECULATES:
+        raise UserError(f"--stats is for phases from {SPECULATES} on, but the phase is {phase.name}")
     if autotune:
         check_autotune(phase, where)
         random = model.startswith("random:")
@@ -72,7 +78,9 @@ def run(
     if ledger is not None and not as_json:
         err.print(f"[dim]{ledger}[/dim]")
     screen = Screen(prompts, quiet=as_json)
-    served = serve(engine, tokenizer, ids, params, screen.show)
+    guesses = getattr(getattr(getattr(engine, "scheduler", None), "drafter", None), "stats", None)
+    decorate = Tint(guesses) if guesses is not None and out.is_terminal and not out.no_color else untouched
+    served = serve(engine, tokenizer, ids, params, screen.show, decorate)
     screen.close()
     if as_json:
         whole = to_json(phase, model, prompts, served)
@@ -80,6 +88,9 @@ def run(
         out.out(json.dumps(whole, ensure_ascii=not out.encoding.startswith("utf")), highlight=False)
     else:
         err.print(f"[dim]{describe(served)}[/dim]", soft_wrap=True)
+    if stats:
+        lines = ["speculation: off"] if guesses is None else guesses.lines()
+        err.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
     failed = [c.index for c in served.completions if c.finish_reason == "error"]
     if failed:
         err.print(f"error: generation failed for prompt {', '.join(str(index + 1) for index in failed)}")
@@ -150,3 +161,19 @@ class Screen:
     def _write(text: str) -> None:
         out.file.write(text)
         out.file.flush()
+
+
+class Tint:
+    """Colours the text of tokens that were guessed and accepted."""
+
+    def __init__(self, stats: Any) -> None:
+        stats.marks = self.marks = dict[tuple[int, int], set[int]]()
+
+    def __call__(self, text: str, index: int, place: int) -> str:
+        """The text that came with output token `place` of a prompt."""
+        return f"\x1b[32m{text}\x1b[0m" if place in self.marks.get((index, 0), ()) else text
+
+
+def untouched(text: str, index: int, place: int) -> str:
+    """The text as it is."""
+    return text

@@ -14,6 +14,7 @@ from common.sampling.params import SamplingParams
 from continuous.policies import POLICIES
 from continuous.rows import Rows
 from continuous.scheduler import Scheduler
+from continuous.seams import Drafter
 from continuous.work import Work
 from tests.schedules import name_of
 
@@ -317,7 +318,7 @@ def test_every_taker_lands_and_commits() -> None:
     assert parts(steps.step()) == [(0, 4, 1), (1, 4, 1), (2, 4, 1)]
 
 
-class Guess:
+class Guess(Drafter):
     """Drafts the same tokens for everybody."""
 
     def __init__(self, *drafts: int) -> None:

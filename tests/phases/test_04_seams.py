@@ -19,6 +19,7 @@ from continuous.cache import RowCache
 from continuous.engine import Engine
 from continuous.rows import Rows
 from continuous.scheduler import Scheduler
+from continuous.seams import Drafter
 from continuous.work import Work
 from cuda_graphs.engine import RunAhead
 from forward.model import Model
@@ -55,7 +56,7 @@ def paged_engine(model: Model) -> Engine:
 # Several tokens a step.
 
 
-class Oracle:
+class Oracle(Drafter):
     """Drafts what will come, wrong from place `wrong` on."""
 
     def __init__(self, outputs: dict[tuple[int, int], list[int]], length: int, wrong: int) -> None:

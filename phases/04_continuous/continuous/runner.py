@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from common.events import Logprob
 from common.request import Request
-from common.sampling.sampler import Sampled, Sampler
+from common.sampling.sampler import Feature, Sampled, Sampler
 from continuous.batch import Batch, HostBatch, upload
 from continuous.rows import Rows
 from continuous.work import Work
@@ -25,6 +25,10 @@ _by_row = attrgetter("row")
 
 Token = tuple[int, Logprob | None]
 """A sampled token, and its log-probabilities if they were asked for."""
+
+
+Agree = Callable[[Sequence[int], Sequence[int]], int]
+"""How many drafts count as right, given what was sampled in their places and behind them."""
 
 
 class BatchAttention(Protocol):
@@ -54,8 +58,8 @@ class Pending:
     started: `time.perf_counter()` when the engine began the step.
     """
 
-    def __init__(self, works: Sequence[Work], sampled: Sampled | None) -> None:
-        self.works, self.started = works, 0.0
+    def __init__(self, works: Sequence[Work], sampled: Sampled | None, agree: Agree | None = None) -> None:
+        self.works, self.started, self.agree = works, 0.0, agree or agreeing
         self._arriving = None if sampled is None else sampled.to_host()  # starts the copy, does not wait
 
     def get(self) -> list[list[Token]]:
@@ -69,18 +73,22 @@ class Pending:
         tokens = self._arriving.get()
         if not any(work.drafts for work in self.works):
             return [[token] for token in tokens]
-        return list(_accepted(self.works, iter(tokens)))
+        return list(self._accepted(iter(tokens)))
+
+    def _accepted(self, tokens: Iterator[Token]) -> Iterator[list[Token]]:
+        for work in self.works:
+            for _ in work.takers:
+                sampled = list(islice(tokens, len(work.drafts) + 1))
+                right = self.agree([token for token, _ in sampled], work.drafts) if work.drafts else 0
+                yield sampled[: right + 1]
 
 
-def _accepted(works: Sequence[Work], tokens: Iterator[Token]) -> Iterator[list[Token]]:
-    """Verify drafts: what was sampled at a position is the truth, whatever was guessed there."""
-    for work in works:
-        for _ in work.takers:
-            sampled = list(islice(tokens, len(work.drafts) + 1))
-            right = 0
-            while right < len(work.drafts) and sampled[right][0] == work.drafts[right]:
-                right += 1
-            yield sampled[: right + 1]
+def agreeing(sampled: Sequence[int], drafts: Sequence[int]) -> int:
+    """Verify drafts: how many of the first are what was sampled in their places, which is the truth."""
+    right = 0
+    while right < len(drafts) and sampled[right] == drafts[right]:
+        right += 1
+    return right
 
 
 @dataclass
@@ -106,13 +114,19 @@ class Runner:
         attention: over this engine's cache.
         rows: where the tokens are.
         sampler: what chooses the tokens; a later phase brings kernels.
+
+    agree: which drafts are right; whoever replaces it changes the text.
+    last: the first half of the newest step, whose hidden states are good until the next one.
     """
+
+    last: Forwarded | None = None
 
     def __init__(
         self, model: Model, attention: BatchAttention, rows: Rows, *, sampler: type[Sampler] = Sampler
     ) -> None:
         self.model, self.attention, self.rows = model, attention, rows
         self.sampler = sampler(rows.count, model.config.vocab_size, model.device)
+        self.agree: Agree = agreeing
 
     def run(self, works: Sequence[Work]) -> Pending:
         """Start one step. It returns when everything is handed to the device, not when it is done."""
@@ -130,7 +144,8 @@ class Runner:
         batch = self.prepare(works)
         self.attention.begin(batch)
         hidden = self.model(batch.input_ids, batch.positions, self.attention)  # [T, hidden]
-        return Forwarded(works, batch, hidden)
+        self.last = Forwarded(works, batch, hidden)
+        return self.last
 
     @torch.inference_mode()
     def sample(self, step: Forwarded, allowed: Tensor | None = None) -> Pending:
@@ -143,11 +158,28 @@ class Runner:
         if not rows_host:
             return Pending(step.works, None)
         logits = self.model.logits(step.hidden[batch.sample_at])  # [S, V], not [T, V]
+        plan = self.sampler.plan(rows_host)
+        drafts = self._drafts(step.works) if Feature.PENALTIES in plan.features else None
         sampled = self.sampler.sample(
-            logits, batch.sample_rows, rows_host, batch.sample_steps, allowed=allowed
+            logits, batch.sample_rows, rows_host, batch.sample_steps, plan, allowed=allowed, drafts=drafts
         )
         self.rows.tokens[batch.sample_rows, batch.sample_positions] = sampled.tokens
-        return Pending(step.works, sampled)
+        return Pending(step.works, sampled, self.agree)
+
+    def _drafts(self, works: Sequence[Work]) -> Tensor | None:
+        """`[S, K]` for `Sampler.sample`: the drafts before each sample; None if there are none at all."""
+        if not any(work.drafts for work in works):
+            return None
+        lines = [
+            work.drafts[:place]
+            for work in works
+            for _ in work.takers
+            for place in range(len(work.drafts) + 1)
+        ]
+        before = np.full((len(lines), max(map(len, lines)) + 1), -1)  # the last column ends the longest
+        for line, drafts in zip(before, lines, strict=True):
+            line[: len(drafts)] = drafts
+        return upload(self.rows.tokens.device, {"before": before})["before"]
 
     def refresh(self, works: Sequence[Work]) -> None:
         """Before a step: hand over what the device does not know of its requests yet.

@@ -90,7 +90,7 @@ class Scheduler:
         works: list[Work] = []
         budget = self.step_tokens
         queue, at = self.order(self.running), 0
-        drafting = self.drafter is not NO_DRAFTS
+        drafting = self.drafter.begin(self.running)
         preempted = False
         while at < len(queue):
             request = queue[at]
@@ -142,7 +142,7 @@ class Scheduler:
 
         Not for one whose siblings fork here: each of them will go on in its own way.
         """
-        if self.drafter is NO_DRAFTS or end != len(request.tokens) or request.prefilling or request.siblings:
+        if end != len(request.tokens) or request.prefilling or request.siblings:
             return ()
         most = min(budget, request.limit - end - 1)  # one token is sampled in any case
         return tuple(self.drafter.propose(request, most)) if most > 0 else ()
@@ -225,10 +225,13 @@ class Scheduler:
                 if work.drafts:
                     request.num_computed_tokens = end
                 self.cache.commit(request, end)
+        if computed and self.drafter.waits:
+            self.drafter.landed(work, accepted)
 
     def leave(self, request: Request) -> None:
         """Take back what a request holds: it has finished, or it is preempted."""
         if request.row >= 0:
+            self.drafter.leave(request)
             self.running.remove(request)
             self.cache.release(request)
             self.rows.release(request)

@@ -83,6 +83,8 @@ def make(parts: Parts, tokenizer: Tokenizer | None = None) -> PagedEngine:
     engine = parts.engine(scheduler, runner, ledger, tokenizer, masks=parts.masks)
     if parts.rehearse is not None:
         engine.rehearsal_seconds = parts.rehearse(engine)
+    for call in parts.finish:
+        call(engine)
     return engine
 
 

@@ -62,6 +62,7 @@ class Parts:
     drafter, masks: objects that take part in steps.
     reserve: asked after all features are installed how many bytes to leave free.
     rehearse: makes a new engine ready for its first request, and says how many seconds that took.
+    finish: called with the new engine, in order.
     """
 
     model: Model
@@ -78,6 +79,7 @@ class Parts:
     masks: Masks = NO_MASKS
     reserve: list[Callable[[Parts], int]] = field(default_factory=list)
     rehearse: Callable[[PagedEngine], float] | None = None
+    finish: list[Callable[[PagedEngine], None]] = field(default_factory=list)
     usual: dict[str, int] = field(default_factory=lambda: {"max_rows": 64, "block_size": 16})
     features: dict[str, Feature] = field(default_factory=dict)
     _brought: dict[str, str] = field(default_factory=dict)

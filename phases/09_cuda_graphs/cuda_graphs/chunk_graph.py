@@ -44,19 +44,21 @@ NOTHING: Ints = np.zeros(0, np.int64)
 class Layout:
     """Where each input of a chunk graph lies in one flat array of int64, so that one copy sends them all.
 
+    samples: the most tokens that are sampled; None: one a request.
+
     With room for one request more than are served: the last one has no tokens, and pads what lists requests.
     """
 
-    def __init__(self, tokens: int, requests: int, tiles: int) -> None:
-        everybody = requests + 1
+    def __init__(self, tokens: int, requests: int, tiles: int, samples: int | None = None) -> None:
+        everybody, samples = requests + 1, requests if samples is None else samples
         self.sizes = {
             "token_rows": tokens,
             "positions": tokens,
             "rows": everybody,
-            "sample_at": requests,
-            "sample_rows": requests,
-            "sample_positions": requests,
-            "sample_steps": requests,
+            "sample_at": samples,
+            "sample_rows": samples,
+            "sample_positions": samples,
+            "sample_steps": samples,
             "query_starts": everybody + 1,
             "context_lens": everybody,
             "members": everybody,

@@ -44,8 +44,7 @@ class DecodeGraph:
             and how many tokens it has generated before.
         features: how it samples, one of `KINDS`.
 
-    tokens: `[size]` int64, hidden: `[size, hidden]`; good until the next replay. A graph that samples has
-        tokens, one that does not has hidden states.
+    tokens: `[size]` int64, of a graph that samples; hidden: `[size, hidden]`. Good until the next replay.
     """
 
     tokens: Tensor
@@ -77,15 +76,14 @@ class DecodeGraph:
             batch_tables=batch.block_tables,
         )
         on.attention.begin(batch)
-        hidden = on.model(batch.input_ids, batch.positions, on.attention)  # [size, hidden]
+        self.hidden = on.model(batch.input_ids, batch.positions, on.attention)  # [size, hidden]
         if self.plan is None:
-            self.hidden = hidden
             return
         # In half precision the copy to float32 that `logits` makes is larger than the logits themselves, and
         # the sampling kernel widens each number as it reads it. Nobody keeps them: a tensor that outlives the
         # capture takes memory of its own, and logits of every size would be more than a gigabyte.
         capped = on.model.config.final_soft_cap is not None
-        logits = on.model.logits(hidden) if capped else on.model.lm_head(hidden)
+        logits = on.model.logits(self.hidden) if capped else on.model.lm_head(self.hidden)
         self.tokens = on.sampler.sample(logits, self.rows, (), self.steps, self.plan).tokens
         scatter_tokens(self.rows, self.at, self.tokens, on.rows.tokens)
 

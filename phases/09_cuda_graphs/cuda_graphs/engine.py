@@ -33,8 +33,13 @@ class RunAhead(Engine):
         """Launch the next step, then wait for the one before.
 
         Where tokens are masked, what may come next depends on what has come: the step's second half then
-        waits for the tokens of the step before, while the device computes the first half.
+        waits for the tokens of the step before, while the device computes the first half. A drafter that
+        guesses on the host has to see all tokens: while it `waits`, a step is scheduled when the one before
+        it has ended.
         """
+        if self._flying is not None and self.scheduler.drafter.waits:
+            landed, self._flying = self._flying, None
+            self.collect(landed)
         works = self.scheduler.schedule()
         if not works and self._flying is None and not self.scheduler.idle:
             raise AssertionError("requests are left, but the scheduler finds nothing to do")

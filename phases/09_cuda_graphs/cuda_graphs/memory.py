@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cuda_graphs.buckets import chunk_sizes, decode_sizes
-from cuda_graphs.decode_graph import KINDS
+from cuda_graphs.buckets import MOST_VERIFIED, chunk_sizes, decode_sizes, verify_sizes
+from cuda_graphs.decode_graph import CAPTURED, KINDS
 from forward.model import Model
 from paged_cache.memory import activation_bytes
 
@@ -23,3 +23,9 @@ def graph_bytes(model: Model, rows: int, tokens: int) -> int:
     step = max(activation_bytes(model, rows, rows), activation_bytes(model, tokens, rows))
     graphs = len(decode_sizes(rows)) * len(KINDS) + (2 * len(chunk_sizes(tokens)) if tokens else 0)
     return step + graphs * PER_GRAPH
+
+
+def verify_bytes(model: Model, rows: int, drafts: int) -> int:
+    """The same for the graphs that verify up to `drafts` drafts of each of up to `rows` requests."""
+    count = sum(len(tokens) for tokens in verify_sizes(rows, drafts).values()) * len(CAPTURED)
+    return activation_bytes(model, MOST_VERIFIED, MOST_VERIFIED) + count * PER_GRAPH

@@ -14,17 +14,19 @@ import torch
 from torch import Tensor
 
 from common.progress import bar
-from common.sampling.sampler import Feature, Sampled
+from common.sampling.sampler import Feature, HostSampled, Sampled
 from continuous.batch import HostBatch, Ints
 from continuous.rows import Rows
 from continuous.runner import Forwarded, Pending
 from continuous.work import Work
-from cuda_graphs.buckets import chunk_sizes, decode_sizes, smallest
+from cuda_graphs.buckets import chunk_sizes, decode_sizes, smallest, verify_sizes
 from cuda_graphs.capture import Capturer
+from cuda_graphs.chain_graph import ChainGraph
 from cuda_graphs.chunk_graph import ChunkGraph, Layout
 from cuda_graphs.decode_graph import CAPTURED, KINDS, DecodeGraph, Machine
 from cuda_graphs.staging import Staging
 from cuda_graphs.tables import DeviceTables
+from cuda_graphs.verify_graph import VerifyGraph
 from forward.model import Model
 from paged_cache.cache import PagedCache
 from paged_cache.runner import PagedRunner
@@ -54,12 +56,15 @@ class Replayed(Forwarded):
 
 
 class GraphRunner(PagedRunner):
-    """Replays steps of one token a request from `DecodeGraph`s, and small mixed steps from `ChunkGraph`s.
+    """Replays steps of one token a request from `DecodeGraph`s, those that verify drafts from `VerifyGraph`s,
+    and other small steps from `ChunkGraph`s.
 
     Args:
         model, attention, rows, cache, options: see `paged_cache.PagedRunner`.
         most_rows: requests in the largest decode graph.
         most_tokens: tokens in the largest chunk graph; 0: none.
+        most_drafts: drafts of a request in the largest verify graph; 0: none.
+        most_chained: decode steps in the longest chain; 0: there are no chains.
 
     startup: what capturing took.
     replays: steps that were replayed.
@@ -77,6 +82,8 @@ class GraphRunner(PagedRunner):
         *,
         most_rows: int,
         most_tokens: int,
+        most_drafts: int = 0,
+        most_chained: int = 0,
         **options: Any,
     ) -> None:
         super().__init__(model, attention, rows, cache, **options)
@@ -90,7 +97,16 @@ class GraphRunner(PagedRunner):
             for tokens in self._chunks
             for requests in self._requests
         }
-        largest = max([3 * self._sizes[-1], *(layout.size for layout in self._layouts.values())])
+        self._verify_sizes = verify_sizes(self._sizes[-1], most_drafts) if most_drafts else {}
+        self._verify_layouts = {
+            (tokens, requests): Layout(tokens, requests, attention.most_tiles(tokens), tokens)
+            for requests, counts in self._verify_sizes.items()
+            for tokens in counts
+        }
+        self._chained = [size for size in self._sizes if size <= FEW]
+        self._most_chained = most_chained
+        layouts = (*self._layouts.values(), *self._verify_layouts.values())
+        largest = max([3 * self._sizes[-1], *(layout.size for layout in layouts)])
         self._staging = Staging(largest, model.device)
         self.startup = self._capture()
 
@@ -104,12 +120,26 @@ class GraphRunner(PagedRunner):
             self.model, self.attention, self.sampler, self.rows, self.tables, self.cache.block_size
         )
         self._chunk_graphs: dict[tuple[int, int], ChunkGraph] = {}
+        self._verify_graphs: dict[tuple[int, int, Feature], VerifyGraph] = {}
         self.decode_graphs: dict[tuple[int, Feature | None], DecodeGraph] = {}
-        with bar("capturing graphs", len(self._layouts) + len(self._sizes) * len(KINDS)) as part:
+        count = len(self._layouts) + len(self._verify_layouts) * len(CAPTURED) + len(self._sizes) * len(KINDS)
+        with bar("capturing graphs", count) as part:
             for (tokens, requests), layout in reversed(self._layouts.items()):
                 part(f"{tokens} tokens of {requests} requests")
                 graph = ChunkGraph(machine, tokens, requests, layout, inputs[: layout.size], capturer)
                 self._chunk_graphs[tokens, requests] = graph
+            verified = sorted(self._verify_layouts.items(), reverse=True)
+            for ((tokens, requests), layout), kind in product(verified, CAPTURED):
+                part(f"{tokens} tokens of {requests} requests, all sampled")
+                given = inputs[: layout.size]
+                made = VerifyGraph(machine, tokens, requests, layout, given, kind, capturer)
+                self._verify_graphs[tokens, requests, kind] = made
+            self._chains: dict[tuple[int, int, Feature], ChainGraph] = {}
+            for size, steps, kind in product(
+                reversed(self._chained), range(self._most_chained, 0, -1), CAPTURED
+            ):
+                given = inputs[: 3 * size].view(3, size)
+                self._chains[size, steps, kind] = ChainGraph(machine, size, steps, given, kind, capturer)
             for size, features in product(reversed(self._sizes), KINDS):
                 part(f"{size} requests")
                 given = inputs[: 3 * size].view(3, size)
@@ -119,9 +149,15 @@ class GraphRunner(PagedRunner):
     @torch.inference_mode()
     def forward(self, works: Sequence[Work], *, masked: bool = False) -> Forwarded:
         """The first half of a step; from a graph also the second, unless its samples are to be masked."""
+        self.last = self._forward(works, masked)
+        return self.last
+
+    def _forward(self, works: Sequence[Work], masked: bool) -> Forwarded:
         single = all(work.count == 1 and len(work.takers) == 1 for work in works)
         if single and (size := smallest(self._sizes, len(works))) is not None:
             return self._decode(works, size, masked)
+        if (verifying := self._verify_graph(works, masked)) is not None:
+            return self._verify(works, verifying)
         tokens = smallest(self._chunks, sum(work.count for work in works))
         samples = sum(max(1, len(work.takers)) + len(work.drafts) for work in works)
         requests = smallest(self._requests, samples)
@@ -132,29 +168,78 @@ class GraphRunner(PagedRunner):
     def sample(self, step: Forwarded, allowed: Tensor | None = None) -> Pending:
         """See `continuous.Runner.sample`; a graph may have done it already."""
         if isinstance(step, Replayed):
-            return Pending(step.works, step.sampled)
+            return Pending(step.works, step.sampled, self.agree)
         return super().sample(step, allowed)
 
-    def _decode(self, works: Sequence[Work], size: int, masked: bool) -> Forwarded:
-        self.replays += 1
+    @torch.inference_mode()
+    def chain(self, works: Sequence[Work], steps: int) -> HostSampled | None:
+        """Several decode steps at once, of requests that have room for all of them.
+
+        Returns `[len(works) * steps]` tokens, request by request, or None where there is no such graph.
+        """
+        size = smallest(self._chained, len(works))
+        if size is None or steps > self._most_chained:
+            return None
         self.refresh(works)
+        plan = self.sampler.plan([work.row for work in works])
+        if plan.features not in CAPTURED or plan.wanted is not None:
+            return None
+        graph = self._chains[size, steps, plan.features]
+        self.replays += 1
+        self._stage(works, size, steps)
+        graph.replay()
+        return Sampled(graph.chained[: len(works)].flatten()).to_host()
+
+    def _stage(self, works: Sequence[Work], size: int, steps: int = 1) -> Ints:
+        """Send what a decode graph reads, for so many steps; returns the rows."""
         count = len(works)
         rows: Ints = np.fromiter((work.row for work in works), np.int64, count)
         at: Ints = np.fromiter((work.start for work in works), np.int64, count)
-        self.tables.update(rows, int(at.max()) // self.cache.block_size + 1)
+        self.tables.update(rows, (int(at.max()) + steps - 1) // self.cache.block_size + 1)
         with self._staging.fill(3 * size) as flat:
             inputs = flat.reshape(3, size)
             inputs[:, count:] = _PADDING
             inputs[:, :count] = rows, at, at + 1 - self.rows.prompt_lens[rows]
+        return rows
+
+    def _decode(self, works: Sequence[Work], size: int, masked: bool) -> Forwarded:
+        self.replays += 1
+        self.refresh(works)
+        count, rows = len(works), self._stage(works, size)
         plan = self.sampler.plan(rows.tolist())
         inside = plan.features in CAPTURED and plan.wanted is None and not masked
         graph = self.decode_graphs[size, plan.features if inside else None]
         graph.replay()
         if inside:
-            return Replayed(works, graph.batch, graph.tokens, sampled=Sampled(graph.tokens[:count]))
+            return Replayed(works, graph.batch, graph.hidden, sampled=Sampled(graph.tokens[:count]))
         return Forwarded(works, graph.sampled(rows), graph.hidden)
 
+    def _verify_graph(self, works: Sequence[Work], masked: bool) -> VerifyGraph | None:
+        """The graph for a small step, if there is one that samples as these requests want it."""
+        if masked or not self._verify_sizes:
+            return None
+        requests = smallest(list(self._verify_sizes), len(works))
+        if requests is None:
+            return None
+        tokens = smallest(self._verify_sizes[requests], sum(work.count for work in works))
+        if tokens is None or any(len(work.takers) > 1 for work in works):
+            return None
+        self.refresh(works)  # or the plan would not know the newest settings
+        plan = self.sampler.plan([work.row for work in works])
+        if plan.features not in CAPTURED or plan.wanted is not None:
+            return None
+        return self._verify_graphs[tokens, requests, plan.features]
+
+    def _verify(self, works: Sequence[Work], graph: VerifyGraph) -> Forwarded:
+        works, host = self._replay(works, graph)
+        sampled = Sampled(graph.tokens_out[: len(host.sample_at)])
+        return Replayed(works, graph.sampled(host), graph.hidden, sampled=sampled)
+
     def _chunk(self, works: Sequence[Work], graph: ChunkGraph) -> Forwarded:
+        works, host = self._replay(works, graph)
+        return Forwarded(works, graph.sampled(host), graph.hidden)
+
+    def _replay(self, works: Sequence[Work], graph: ChunkGraph) -> tuple[Sequence[Work], HostBatch]:
         self.replays += 1
         self.refresh(works)
         works = sorted(works, key=_by_row)
@@ -163,7 +248,7 @@ class GraphRunner(PagedRunner):
         with self._staging.fill(graph.layout.size) as flat:
             graph.layout.fill(flat, host, *self.attention.sort(host))
         graph.replay()
-        return Forwarded(works, graph.sampled(host), graph.hidden)
+        return works, host
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -1,0 +1,51 @@
+"""A step that verifies drafts as a graph, down to the tokens sampled at every position.
+
+A few tokens of a few requests are a small mixed step. What differs from `ChunkGraph`: every position is
+sampled, and inside the graph, since the host is waiting for the result.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from common.sampling.sampler import Feature, Plan
+from cuda_graphs.capture import Capturer
+from cuda_graphs.chunk_graph import ChunkGraph, Layout
+from cuda_graphs.decode_graph import Machine
+from cuda_graphs.step_kernels import scatter_tokens
+
+
+class VerifyGraph(ChunkGraph):
+    """A step of up to `tokens` tokens of up to `requests` requests, all of which may be sampled.
+
+    features: how it samples, one of `decode_graph.CAPTURED`.
+
+    tokens_out: `[tokens]` int64, in the order of the samples; good until the next replay.
+    """
+
+    tokens_out: Tensor
+
+    def __init__(
+        self,
+        machine: Machine,
+        tokens: int,
+        requests: int,
+        layout: Layout,
+        inputs: Tensor,
+        features: Feature,
+        capturer: Capturer,
+    ) -> None:
+        self.plan = Plan(features, (), None).for_any_rows()
+        super().__init__(machine, tokens, requests, layout, inputs, capturer)
+
+    def compute(self) -> None:
+        """The step; what is captured."""
+        super().compute()
+        on, given = self.machine, self.inputs
+        hidden = self.hidden[given["sample_at"]]  # [tokens, hidden]
+        capped = on.model.config.final_soft_cap is not None
+        logits = on.model.logits(hidden) if capped else on.model.lm_head(hidden)  # see `DecodeGraph`
+        rows, steps = given["sample_rows"], given["sample_steps"]
+        self.tokens_out = on.sampler.sample(logits, rows, (), steps, self.plan).tokens
+        # A padded sample's position is 0, so that it would be written behind position -1: nowhere.
+        scatter_tokens(rows, given["sample_positions"] - 1, self.tokens_out, on.rows.tokens)

@@ -1,0 +1,200 @@
+"""A smaller model with the same tokenizer writes ahead: Leviathan et al. and Chen et al., 2023.
+
+It is a whole small engine without a scheduler: rows, a paged cache and a runner of its own, with graphs where
+the large one has graphs. Its sampler has the same settings, seed and step numbers as the large model's, so
+both add the same noise to their logits, and a sampled draft is right nearly as often as any could be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from common.errors import UserError
+from common.request import Request
+from common.sampling.sampler import HostSampled
+from continuous.batch import upload
+from continuous.runner import Forwarded, Pending
+from continuous.work import Work
+from forward.loading import load_model
+from forward.model import Model
+from paged_cache import Feature, PagedEngine, PagedSizes, Parts, build
+
+MOST_CACHED = 1 << 17
+"""Tokens in the draft model's cache, for all requests together."""
+STEP_TOKENS = 2048
+"""Tokens that the draft model computes at once."""
+
+
+@dataclass(eq=False, slots=True)
+class Shadow:
+    """A request as the draft model has it.
+
+    request: with a row, blocks and settings in the draft model's engine; its `num_computed_tokens` are right.
+    drafts: what was guessed last, behind the tokens known then; all but the last are computed.
+    """
+
+    request: Request
+    drafts: tuple[int, ...] = ()
+
+
+class DraftModel:
+    """A `Source`: a model that generates as many tokens as are asked for, for all requests at once."""
+
+    def __init__(self, engine: PagedEngine) -> None:
+        self.engine, self.runner, self.cache = engine, engine.runner, engine.cache
+        self.rows = engine.scheduler.rows
+        self.shadows: dict[Request, Shadow] = {}
+
+    def guess(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[tuple[int, ...]]:
+        """See `Source`. Who finds no room in the draft model's cache gets no drafts."""
+        ready = [(r, n, self._ready(r, n)) for r, n in zip(requests, lengths, strict=True)]
+        some = sorted(
+            ((shadow, n) for _, n, shadow in ready if shadow is not None),
+            key=lambda pair: pair[0].request.row,
+        )
+        if some:
+            self._write(some)
+        return [() if shadow is None else shadow.drafts for _, _, shadow in ready]
+
+    def _ready(self, request: Request, length: int) -> Shadow | None:
+        """The request's shadow with all its tokens and room for drafts; None if there is no room."""
+        shadow = self.shadows.get(request)
+        if shadow is None:
+            if not (self.rows.free and self.cache.fits(request)):
+                return None
+            shadow = self.shadows[request] = self._enter(request)
+        own = shadow.request
+        known = len(own.tokens)
+        own.tokens += self._tokens(request, own)[known:]
+        right = 0
+        while known + right < len(own.tokens) - 1 and right < len(shadow.drafts) - 1:
+            if own.tokens[known + right] != shadow.drafts[right]:
+                break
+            right += 1
+        own.num_computed_tokens = min(own.num_computed_tokens + right, len(own.tokens) - 1)
+        shadow.drafts = ()
+        end = len(own.tokens) + length
+        if end > self.rows.max_len or not self.cache.reserve(own, end):
+            self.leave(request)
+            return None
+        return shadow
+
+    def _tokens(self, request: Request, own: Request) -> list[int]:
+        """The tokens of a request as its shadow has them."""
+        return request.tokens
+
+    def _enter(self, request: Request) -> Shadow:
+        """A row of the draft model for a request, all of whose tokens are to be computed."""
+        return Shadow(self._acquire(request, list(request.tokens), request.prompt_len))
+
+    def _acquire(self, request: Request, tokens: list[int], prompt_len: int) -> Request:
+        # Counting drafts for penalties would count wrong ones, too. Without penalties there is less to do.
+        params = replace(
+            request.params, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logprobs=None
+        )
+        own = Request(request.id, tokens, prompt_len, request.limit, params, seed=request.seed)
+        self.rows.acquire(own)
+        return own
+
+    def _write(self, some: Sequence[tuple[Shadow, int]]) -> None:
+        """Catch up with what is known, then generate; nothing waits for the device until all is launched."""
+        self._send([shadow.request for shadow, _ in some])
+        first = self._catch_up([shadow for shadow, _ in some])
+        owns = [shadow.request for shadow, _ in some]
+        ahead = max(length for _, length in some) - 1
+        works = [Work(own, own.row, len(own.tokens), 1, (), (own,)) for own in owns]
+        chained = self._chain(works, ahead) if ahead else None
+        rest = []
+        for step in range(ahead if chained is None else 0):
+            rest.append(self._step([work._replace(start=work.start + step) for work in works]))
+        columns = [[tokens[0][0] for tokens in pending.get()] for pending in (first, *rest)]
+        if chained is not None:
+            tokens = [token for token, _ in chained.get()]
+            columns += [tokens[step::ahead] for step in range(ahead)]
+        for (shadow, length), drafts in zip(some, zip(*columns, strict=True), strict=True):
+            shadow.drafts = drafts[:length]
+            shadow.request.num_computed_tokens = len(shadow.request.tokens)
+
+    def _send(self, shadows: Sequence[Request]) -> None:
+        """Write the tokens that the draft model did not generate into its rows; at most those it computes."""
+        counts = np.array([len(own.tokens) - own.num_computed_tokens for own in shadows])
+        starts = np.array([own.num_computed_tokens for own in shadows])
+        ends = np.cumsum(counts)
+        columns = {
+            "rows": np.repeat([own.row for own in shadows], counts),
+            "positions": np.arange(ends[-1]) + np.repeat(starts - ends + counts, counts),
+            "tokens": np.concatenate([own.tokens[own.num_computed_tokens :] for own in shadows]),
+        }
+        moved = upload(self.rows.tokens.device, columns)
+        self.rows.tokens[moved["rows"], moved["positions"]] = moved["tokens"]
+
+    def _catch_up(self, shadows: Sequence[Shadow]) -> Pending:
+        """Compute all known tokens, prompts in pieces; the first drafts are sampled in the last piece."""
+        budget = self.engine.scheduler.step_tokens
+        left = {shadow.request: len(shadow.request.tokens) for shadow in shadows}
+        while True:
+            behind = sum(end - own.num_computed_tokens for own, end in left.items())
+            last, works, free = behind <= budget, [], budget
+            for own, end in left.items():
+                count = end - own.num_computed_tokens - (0 if last else 1)  # all are sampled together
+                count = min(count, free)
+                if count:
+                    works.append(
+                        Work(own, own.row, own.num_computed_tokens, count, (), (own,) if last else ())
+                    )
+                    own.num_computed_tokens += count
+                    free -= count
+            pending = self._step(works)
+            if last:
+                return pending
+
+    def _chain(self, works: list[Work], steps: int) -> HostSampled | None:
+        """All steps in one graph, where there is one."""
+        chain = getattr(self.runner, "chain", None)
+        return None if chain is None else chain(works, steps)
+
+    def _step(self, works: list[Work]) -> Pending:
+        step = self._forward(works)
+        return self.runner.sample(step)
+
+    def _forward(self, works: list[Work]) -> Forwarded:
+        return self.runner.forward(works)
+
+    def landed(self, work: Work, accepted: int) -> None:
+        """Nothing to learn: the tokens say it all."""
+
+    def leave(self, request: Request) -> None:
+        """Give back what the request holds here."""
+        shadow = self.shadows.pop(request, None)
+        if shadow is not None:
+            self.cache.release(shadow.request)
+            self.rows.release(shadow.request)
+
+
+def draft_engine(parts: Parts, model: str | Model, features: Iterable[Feature]) -> PagedEngine:
+    """An engine for a draft model with these features, beside the engine that is being made.
+
+    Raises:
+        UserError: its vocabulary is another one.
+    """
+    large = parts.model
+    small = load_model(model, device=str(large.device), dtype=str(large.dtype).removeprefix("torch."))
+    if small.config.vocab_size != large.config.vocab_size:
+        raise UserError(
+            f"draft_model has {small.config.vocab_size} token ids, but the model has "
+            f"{large.config.vocab_size}: both must have the same tokenizer"
+        )
+    rows, length = parts.size("max_rows"), min(parts.sizes.context(large), small.max_len)
+    tokens = min(MOST_CACHED, rows * length)
+    block = parts.size("block_size")
+    sizes = PagedSizes(
+        max_rows=rows,
+        max_len=length,
+        step_tokens=max(STEP_TOKENS, rows),
+        block_size=block,
+        cache_bytes=(tokens + 2 * block) * small.config.kv_bytes_per_token(small.dtype),
+    )
+    return build(small, sizes, features)

@@ -1,0 +1,121 @@
+"""Speculation as a feature of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Literal, get_args
+
+from common.errors import UserError, choice, integer, number
+from common.options import option
+from paged_cache import Feature, Parts
+from speculative.control import Control
+from speculative.draft_model import STEP_TOKENS, DraftModel, draft_engine
+from speculative.head import WEIGHTS, Head, HeadSource, load
+from speculative.ngram import NGrams
+from speculative.speculator import Source, Speculator
+from speculative.suffix import Suffixes
+from speculative.synthetic import Synthetic
+from triton_paged_attention import Kernels
+
+Kind = Literal["ngram", "suffix", "model", "head", "layers", "synthetic", "none"]
+MOST_DRAFTS = 32
+USUAL = {"ngram": 8, "suffix": 8, "model": 4, "head": 4, "layers": 4, "synthetic": 3}
+"""Drafts of a request in a step, at most, unless the caller says otherwise."""
+
+SHARED = ("kernels", "graphs", "latency")
+"""Features that a draft model takes over from the model it drafts for."""
+
+
+@dataclass(frozen=True)
+class Speculate(Feature):
+    """The next tokens are guessed, and checked in one step."""
+
+    name: ClassVar[str] = "speculate"
+    phase: ClassVar[int] = 11
+    without: ClassVar[Mapping[str, Any]] = {"drafter": "none"}
+
+    drafter: Kind = option("ngram", "who guesses: ngram, suffix, model, head, layers, synthetic or none")
+    draft_length: int | None = option(None, "most tokens to guess for a request in a step")
+    draft_adaptive: bool = option(True, "guess only as many as pay; without it always the most")
+    draft_model: str | None = option(None, "model or weights that guess, for model, head and layers")
+    draft_accept: float = option(3.0, "drafts that synthetic counts as right in a step, on average")
+    suffix_bytes: int = option(64 << 20, "memory on the host for what suffix shares over requests")
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        choice("drafter", self.drafter, get_args(Kind))
+        if self.draft_length is not None:
+            integer("draft_length", self.draft_length, low=1, high=MOST_DRAFTS)
+        number("draft_accept", self.draft_accept, low=0.0, high=float(MOST_DRAFTS))
+        integer("suffix_bytes", self.suffix_bytes, low=0, high=1 << 36)
+        if self.drafter == "model" and self.draft_model is None:
+            raise UserError("drafter is 'model', so draft_model must name a model with the same tokenizer")
+
+    @property
+    def length(self) -> int:
+        """Drafts of a request in a step, at most."""
+        return self.draft_length or USUAL[self.drafter]
+
+    def install(self, parts: Parts) -> None:
+        """A drafter; graphs that verify, where there are graphs."""
+        if self.drafter == "none":
+            return
+        source = self.source(parts)
+        speculator = Speculator(source, Control(self.length, adaptive=self.draft_adaptive))
+        parts.bring(self, drafter=speculator)
+        parts.finish.append(speculator.attach)
+        SmallSteps(self.length).install(parts)
+
+    def source(self, parts: Parts) -> Source:
+        """Who guesses, for an engine of these parts. Raises `UserError` if they do not go together."""
+        if self.drafter == "ngram":
+            return NGrams()
+        if self.drafter == "suffix":
+            return Suffixes(self.suffix_bytes)
+        if self.drafter == "synthetic":
+            return Synthetic(self.draft_accept)
+        shared = {name: parts.features[name] for name in SHARED if name in parts.features}
+        if self.drafter == "model":
+            assert self.draft_model is not None
+            features = [*shared.values(), SmallSteps(self.length, chained=True)]
+            return DraftModel(draft_engine(parts, self.draft_model, features))
+        path = Path(self.draft_model) if self.draft_model else WEIGHTS / f"smollm2-{self.drafter}.safetensors"
+        small = load(path, parts.model)
+        if small.kind != self.drafter:
+            raise UserError(f"drafter is {self.drafter!r}, but {path.name} holds {small.kind!r}")
+        shared.pop("latency", None)
+        kernels = shared.get("kernels")
+        if isinstance(kernels, Kernels):  # its layers are few and small: only attention and sampling need any
+            shared["kernels"] = replace(
+                kernels, norms="torch", rope="torch", activation="torch", projections="torch"
+            )
+        features = [*shared.values(), SmallSteps(self.length, chained=True)]
+        if isinstance(small, Head):
+            small.room(max(STEP_TOKENS, parts.size("max_rows")))
+            return HeadSource(draft_engine(parts, small, features))
+        return DraftModel(draft_engine(parts, small, features))
+
+
+@dataclass(frozen=True)
+class SmallSteps(Feature):
+    """Where there are graphs, they also take steps of a few tokens a request: what has to be verified, and
+    what a draft model has to catch up with. `chained`: and all that it writes ahead, in one.
+    """
+
+    name: ClassVar[str] = "small_steps"
+    phase: ClassVar[int] = 11
+
+    drafts: int
+    chained: bool = False
+
+    def install(self, parts: Parts) -> None:
+        """More graphs, and memory for them."""
+        if "graphs" in parts.features:
+            from cuda_graphs.memory import verify_bytes
+
+            chained = self.drafts - 1 if self.chained else 0
+            parts.runner = partial(parts.runner, most_drafts=self.drafts, most_chained=chained)
+            parts.reserve.append(lambda whole: verify_bytes(whole.model, whole.size("max_rows"), self.drafts))

@@ -1,0 +1,296 @@
+"""Drafters that are trained for one model: a head on its hidden states, and two layers of their own.
+
+The head is made in the manner of EAGLE-3 (Li et al., arXiv 2503.01840): one layer that is given, beside each
+token, the hidden state that the model had before it, and in place of one that does not exist yet its own.
+What is left out of EAGLE-3: hidden states of the middle layers beside the last one's, and trees.
+
+Both have the embedding of the model they draft for, and of its output head the rows of the most frequent
+tokens: the others are never drafted. `train.py` of this phase trains them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from common.errors import UserError
+from common.models.config import ModelConfig
+from common.request import Request
+from common.sampling.sampler import HostSampled
+from continuous.engine import Engine
+from continuous.runner import Forwarded
+from continuous.work import Work
+from forward.attention import Attention
+from forward.layers import RMSNorm
+from forward.model import Model
+from forward.models.llama import Llama, LlamaBlock
+from forward.rope import Rope
+from paged_cache import PagedEngine
+from speculative.draft_model import DraftModel, Shadow
+
+WEIGHTS = Path(__file__).resolve().parent.parent / "weights"
+"""Weights that come with the course: `<model>-head.safetensors` and `<model>-layers.safetensors`."""
+
+
+class ReducedHead(nn.Module):
+    """The output head for some tokens; the others have a logit of minus infinity.
+
+    ids: `[N]` int64, which tokens; weight: `[N, hidden]`, those rows of the large head.
+    """
+
+    def __init__(self, weight: Tensor, ids: Tensor, vocab_size: int) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.register_buffer("ids", ids)
+        self.register_buffer("weight", weight[ids].detach().clone())
+        self.ids: Tensor
+        self.weight: Tensor
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """`[..., hidden]` -> `[..., V]`."""
+        some = self.few(hidden)
+        logits = some.new_full((*some.shape[:-1], self.vocab_size), float("-inf"))
+        return logits.index_copy_(-1, self.ids, some)
+
+    def few(self, hidden: Tensor) -> Tensor:
+        """`[..., hidden]` -> `[..., N]`."""
+        return hidden @ self.weight.T
+
+
+class Drafting(Model):
+    """What both trained drafters are: some layers between the embedding and the reduced head of a model."""
+
+    TIED: ClassVar[dict[str, str]] = {"lm_head.weight": "embed_tokens.weight"}
+    kind: ClassVar[str]
+
+    def __init__(self, large: Llama, layers: int, width: int, ids: Tensor) -> None:
+        config = drafter_config(large.config, layers, width)
+        super().__init__(config)
+        assert config.rope is not None
+        self.embed_tokens = large.embed_tokens
+        self.rope = Rope(config.rope, config.head_dim)
+        self.layers = nn.ModuleList(LlamaBlock(config, spec) for spec in self.layer_specs)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        tied = large.embed_tokens.weight
+        weight = tied if config.tie_word_embeddings else large.get_parameter("lm_head.weight")
+        self.lm_head = ReducedHead(weight, ids, config.vocab_size)
+
+    def own(self) -> dict[str, nn.Parameter]:
+        """The parameters that are trained and saved, by name."""
+        return {
+            name: value for name, value in self.named_parameters() if not name.startswith("embed_tokens.")
+        }
+
+    def run(self, x: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        """The layers and the last norm: `[..., hidden]` -> `[..., hidden]`."""
+        cos_sin = self.rope(positions)
+        for layer in self.layers:
+            x = layer(x, cos_sin, attention)
+        return self.norm(x)
+
+
+class Layers(Drafting):
+    """A model of two layers."""
+
+    kind: ClassVar[str] = "layers"
+
+    def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        """See `Model.forward`."""
+        return self.run(self.embed_tokens(input_ids), positions, attention)
+
+
+class Head(Drafting):
+    """One layer on hidden states of the large model.
+
+    At place p it is given the token p + 1 and the hidden state from which that token was sampled, and tells
+    what token p + 2 will be. So its sequence is the request's without the first token.
+
+    features: `[most, hidden]`, the hidden states for the tokens of the next call, in their order.
+    """
+
+    kind: ClassVar[str] = "head"
+    features: Tensor
+
+    def __init__(self, large: Llama, layers: int, width: int, ids: Tensor) -> None:
+        super().__init__(large, layers, width, ids)
+        hidden, eps = self.config.hidden_size, self.config.norm_eps
+        self.token_norm, self.feature_norm = RMSNorm(hidden, eps), RMSNorm(hidden, eps)
+        self.fuse = nn.Linear(2 * hidden, hidden, bias=False)
+
+    def room(self, tokens: int) -> None:
+        """Make room for the hidden states of so many tokens, at an address that a graph may read."""
+        self.features = torch.zeros(tokens, self.config.hidden_size, dtype=self.dtype, device=self.device)
+
+    def feed(self, hidden: Tensor) -> None:
+        """The features of the next call are these."""
+        self.features[: len(hidden)].copy_(hidden)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        """See `Model.forward`; reads as many of `features` as there are tokens."""
+        return self.step(input_ids, self.features[: len(input_ids)], positions, attention)
+
+    def step(self, input_ids: Tensor, features: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        """`input_ids [...]`, `features [..., hidden]` -> `[..., hidden]`, the features of the next place."""
+        tokens = self.token_norm(self.embed_tokens(input_ids))
+        x = self.fuse(torch.cat((tokens, self.feature_norm(features)), dim=-1))
+        return self.run(x, positions, attention)
+
+
+KINDS: dict[str, type[Drafting]] = {"head": Head, "layers": Layers}
+
+
+def drafter_config(large: ModelConfig, layers: int, width: int) -> ModelConfig:
+    """The configuration of `layers` layers like a model's, with an MLP of `width`."""
+    windows = (None,) * layers
+    return replace(large, num_layers=layers, intermediate_size=width, sliding_windows=windows)
+
+
+def save(model: Drafting, path: Path, facts: dict[str, object]) -> None:
+    """Write a drafter's own weights in half precision, with what is needed to load them, and `facts`."""
+    own = {name: value.detach().to(torch.float16).cpu().contiguous() for name, value in model.own().items()}
+    assert isinstance(model.lm_head, ReducedHead)
+    own["ids"] = model.lm_head.ids.to(torch.int32).cpu()
+    shape = {
+        "kind": model.kind,
+        "layers": model.config.num_layers,
+        "width": model.config.intermediate_size,
+        "hidden": model.config.hidden_size,
+        "vocab": model.config.vocab_size,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(own, path, metadata={"drafter": json.dumps({**shape, **facts})})
+
+
+def load(path: Path, large: Model) -> Drafting:
+    """The drafter of a file, for the model that it was trained for.
+
+    Raises:
+        UserError: there is no such file, it holds no drafter, or one for another model.
+    """
+    if not path.is_file():
+        raise UserError(f"draft_model is {str(path)!r}, but there is no such file: train.py makes one")
+    if not isinstance(large, Llama):
+        raise UserError(f"{path.name} drafts for models of the Llama family, not for {large.config.family}")
+    with safe_open(path, framework="pt") as file:
+        shape = json.loads((file.metadata() or {}).get("drafter", "{}"))
+        own = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no dictionary
+    if shape.get("kind") not in KINDS:
+        raise UserError(f"draft_model is {str(path)!r}, but that holds no drafter")
+    config = large.config
+    if (shape["hidden"], shape["vocab"]) != (config.hidden_size, config.vocab_size):
+        raise UserError(
+            f"{path.name} drafts for a model of hidden size {shape['hidden']} and {shape['vocab']} tokens, "
+            f"but this one has {config.hidden_size} and {config.vocab_size}"
+        )
+    ids = own.pop("ids").long().to(large.device)
+    model = KINDS[shape["kind"]](large, shape["layers"], shape["width"], ids)
+    with torch.no_grad():
+        for name, value in model.own().items():
+            value.copy_(own[name])
+    return model.to(device=large.device, dtype=large.dtype).requires_grad_(False).eval()
+
+
+class HeadSource(DraftModel):
+    """A `Source`: the head reads the hidden states of every step, and writes ahead with its own.
+
+    Its sequence of a request begins where it first sees a hidden state: at the first token that is computed
+    after a prefix was found, or where guessing has begun again. What came before it has not seen.
+    """
+
+    def __init__(self, engine: PagedEngine) -> None:
+        super().__init__(engine)
+        assert isinstance(engine.runner.model, Head)
+        self.head = engine.runner.model
+        self._large: Engine | None = None
+        self._first: dict[Request, int] = {}  # the position of the first hidden state
+        self._fed: dict[Request, list[Tensor]] = {}  # hidden states that are not computed on yet
+        self._count: dict[Request, int] = {}  # the hidden states seen, from the first on
+        self._starts: tuple[Forwarded | None, dict[int, int]] = (None, {})
+
+    def attach(self, engine: Engine) -> None:
+        """The engine whose hidden states are read."""
+        self._large = engine
+
+    def landed(self, work: Work, accepted: int) -> None:
+        """Keep the hidden states of tokens that turned out right."""
+        assert self._large is not None and self._large.runner.last is not None
+        last = self._large.runner.last
+        if self._starts[0] is not last:
+            starts, at = {}, 0
+            for one in last.works:
+                starts[id(one)] = at
+                at += one.count
+            self._starts = last, starts
+        request, place = work.request, self._starts[1].get(id(work))
+        if request.row < 0:
+            return
+        if place is None:  # guessing has just begun, and another step has been launched since
+            self.leave(request)
+            return
+        if request in self._first and self._first[request] + self._count[request] != work.start:
+            self.leave(request)  # steps have passed unseen
+        if request not in self._first:
+            self._first[request], self._count[request], self._fed[request] = work.start, 0, []
+        count = work.count - len(work.drafts) + accepted
+        self._fed[request].append(last.hidden[place : place + count].clone())
+        self._count[request] += count
+
+    def _tokens(self, request: Request, own: Request) -> list[int]:
+        return request.tokens[self._first[request] + 1 :]
+
+    def _ready(self, request: Request, length: int) -> Shadow | None:
+        known = self._count.get(request, 0)
+        if not known or self._first[request] + known + 1 != len(request.tokens):
+            return None  # steps have passed unseen
+        return super()._ready(request, length)
+
+    def _enter(self, request: Request) -> Shadow:
+        first = self._first[request]
+        tokens = request.tokens[first + 1 :]
+        return Shadow(self._acquire(request, tokens, request.prompt_len - first - 1))
+
+    def _write(self, some: Sequence[tuple[Shadow, int]]) -> None:
+        behind = {shadow.request: place for place, (shadow, _) in enumerate(some)}
+        requests = {shadow.request: request for request, shadow in self.shadows.items()}
+        for own in behind:
+            # What the head made of its own features is made again of the model's.
+            fed = self._fed[requests[own]]
+            own.num_computed_tokens = len(own.tokens) - sum(map(len, fed))
+        self._waiting = {own: torch.cat(self._fed[requests[own]]) for own in behind}
+        super()._write(some)
+        for own in behind:
+            self._fed[requests[own]] = []
+
+    def _forward(self, works: list[Work]) -> Forwarded:
+        parts = []
+        for work in works:
+            own = self._waiting[work.request]
+            parts.append(own[: work.count])
+            self._waiting[work.request] = own[work.count :]
+        features = torch.cat(parts)
+        self.head.feed(features)
+        step = self.runner.forward(works)
+        ends = torch.tensor([work.count for work in works], device=features.device).cumsum(0) - 1
+        out = step.hidden[ends]
+        for place, work in enumerate(works):
+            if work.takers:
+                self._waiting[work.request] = out[place : place + 1]
+        return step
+
+    def _chain(self, works: list[Work], steps: int) -> HostSampled | None:
+        self.head.feed(torch.cat([self._waiting[work.request] for work in works]))
+        return super()._chain(works, steps)
+
+    def leave(self, request: Request) -> None:
+        """Also forget its hidden states."""
+        super().leave(request)
+        for kept in (self._first, self._fed, self._count):
+            kept.pop(request, None)

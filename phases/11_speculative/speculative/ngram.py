@@ -1,0 +1,84 @@
+"""Prompt lookup: what followed the last few tokens when they stood here before will follow them again.
+
+Saxena, "Prompt Lookup Decoding", 2023. It guesses well where the output repeats the prompt: rewriting,
+summarizing, code, answers about a document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from common.request import Request
+from continuous.work import Work
+
+ORDERS = (4, 3, 2)
+"""Lengths of the n-grams, the longest first: what more tokens agree on is right more often."""
+MOST_TOKENS = 1 << 15
+"""An index that has taken in as many tokens begins anew with the latter half."""
+
+
+class NGramIndex:
+    """Where each n-gram of a text stood last. Each token is taken in once, whatever is asked in between.
+
+    A token costs one entry for each of `ORDERS`, some 100 bytes each, so an index has at most 10 MB.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.seen = 0  # tokens of the request that were taken in or dropped
+        self._ends: dict[tuple[int, ...], int] = {}  # n-gram -> place of the token that followed it
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Take in what `tokens`, all of the request's, has beyond what is known."""
+        for token in tokens[self.seen :]:
+            place = len(self.tokens)
+            for order in ORDERS:  # now that we know what followed
+                if place >= order:
+                    self._ends[tuple(self.tokens[place - order :])] = place
+            self.tokens.append(token)
+        self.seen = len(tokens)
+        if len(self.tokens) >= MOST_TOKENS:
+            kept, self.tokens, self._ends = self.tokens[MOST_TOKENS // 2 :], [], {}
+            self.seen = 0
+            self.extend(kept)
+            self.seen = len(tokens)
+
+    def propose(self, most: int) -> list[int]:
+        """What followed the longest n-gram that ends the text, when it stood here last."""
+        for order in ORDERS:
+            at = self._ends.get(tuple(self.tokens[-order:])) if len(self.tokens) >= order else None
+            if at is not None:
+                return follow(self.tokens, at, most)
+        return []
+
+
+def follow(tokens: Sequence[int], at: int, most: int) -> list[int]:
+    """`most` tokens from place `at` on; where the text ends they go on with themselves, as a period does."""
+    drafts = list(tokens[at : at + most])
+    period = len(tokens) - at
+    while len(drafts) < most:
+        drafts.append(drafts[len(drafts) - period])
+    return drafts
+
+
+class NGrams:
+    """A `Source` with an index for each request."""
+
+    def __init__(self) -> None:
+        self.indexes: dict[Request, NGramIndex] = {}
+
+    def guess(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[list[int]]:
+        """See `Source`."""
+        found = []
+        for request, length in zip(requests, lengths, strict=True):
+            index = self.indexes.setdefault(request, NGramIndex())
+            index.extend(request.tokens)
+            found.append(index.propose(length))
+        return found
+
+    def landed(self, work: Work, accepted: int) -> None:
+        """Nothing to learn from: the tokens say it all."""
+
+    def leave(self, request: Request) -> None:
+        """The index goes with its request."""
+        self.indexes.pop(request, None)

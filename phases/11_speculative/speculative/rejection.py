@@ -1,0 +1,70 @@
+"""The classical way to verify sampled drafts, for comparison: accept by chance, and correct the rest.
+
+Leviathan, Kalman and Matias, "Fast Inference from Transformers via Speculative Decoding", ICML 2023 (arXiv
+2211.17192), and Chen et al., "Accelerating Large Language Model Decoding with Speculative Sampling", 2023
+(arXiv 2302.01318). It needs the drafter's probabilities, and its text depends on who drafts: the distribution
+of the text stays the same, the text for a seed does not. The engine does without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from common.sampling import ops
+
+
+def verify(target: Tensor, draft: Tensor, drafts: Sequence[int], generator: torch.Generator) -> list[int]:
+    """The tokens of one step: the drafts that are accepted, and one more.
+
+    A draft x with chance q(x) to be drafted and p(x) to be right is accepted with chance min(1, p(x) / q(x)).
+    The first one that is not is replaced by a token from what p has more of than q. Then each token has the
+    distribution p, whatever q is: min(p, q) comes from drafts, and max(0, p - q) from replacements.
+
+    target: `[K + 1, V]` probabilities of the model, for each draft's place and the one behind the last.
+    draft: `[K, V]` probabilities that the `drafts` were drawn with.
+    """
+    for place, token in enumerate(drafts):
+        p, q = target[place], draft[place]
+        if torch.rand((), generator=generator) * q[token] >= p[token]:
+            return [*drafts[:place], draw(residual(p, q), generator)]
+    return [*drafts, draw(target[len(drafts)], generator)]
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """What is left to draw from after a rejection: max(0, p - q), made to add up to 1. `[V]`."""
+    rest = (p - q).clamp(min=0)
+    return rest / rest.sum()
+
+
+def draw(p: Tensor, generator: torch.Generator) -> int:
+    """A token from the probabilities `p [V]`."""
+    return int(torch.multinomial(p, 1, generator=generator))
+
+
+def optimum(p: Tensor, q: Tensor) -> Tensor:
+    """How often draws from p and q can be the same at most: 1 - total variation. `[..., V]` -> `[...]`."""
+    return torch.minimum(p, q).sum(-1)
+
+
+def classical(p: Tensor, q: Tensor) -> Tensor:
+    """How often the classical way accepts: the sum of q min(1, p / q), which is the optimum."""
+    return (q * (p / q).clamp(max=1).nan_to_num(0.0)).sum(-1)
+
+
+def coupled(p: Tensor, q: Tensor, draws: int, seed: int = 0) -> float:
+    """How often the engine's way accepts: both draw with the same noise, hashed from seed, step and token id.
+
+    p, q: `[V]`. draws: how many steps are tried.
+    """
+    ids = torch.arange(len(p), dtype=torch.int32)
+    keys = torch.full((draws,), ops.stream_key(seed))
+    noise = ops.negative_exponentials(keys, torch.arange(draws), ids)  # [draws, V]
+    return float(((noise / p).argmax(1) == (noise / q).argmax(1)).double().mean())
+
+
+def greedy(p: Tensor, q: Tensor) -> Tensor:
+    """How often a drafter's most likely token is what the model draws: p of q's largest."""
+    return p.gather(-1, q.argmax(-1, keepdim=True)).squeeze(-1)

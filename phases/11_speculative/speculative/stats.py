@@ -1,0 +1,71 @@
+"""What speculation has done: guesses by position, tokens a step, and which tokens came for nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from continuous.work import Work
+
+
+@dataclass
+class SpeculationStats:
+    """Counted when steps land.
+
+    steps: times that a request's drafts were verified.
+    drafted, accepted: by position, the first draft of a step at 0.
+    marks: if not None, for each (index, sample) the places of the output that were drafted and accepted.
+    """
+
+    steps: int = 0
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    marks: dict[tuple[int, int], set[int]] | None = None
+
+    def count(self, work: Work, accepted: int) -> None:
+        """A request's drafts have been verified; those behind its end do not count."""
+        drafts = len(work.drafts)
+        tried = drafts if work.request.finish_reason is None else accepted
+        self.steps += 1
+        missing = tried - len(self.drafted)
+        if missing > 0:
+            self.drafted += [0] * missing
+            self.accepted += [0] * missing
+        for place in range(tried):
+            self.drafted[place] += 1
+            self.accepted[place] += place < accepted
+        if self.marks is not None:
+            request = work.request
+            first = work.start + work.count - drafts - request.prompt_len
+            self.marks.setdefault((request.index, request.sample), set()).update(
+                range(first, first + accepted)
+            )
+
+    @property
+    def acceptance(self) -> float:
+        """The share of drafts that were right."""
+        return sum(self.accepted) / sum(self.drafted) if self.drafted else 0.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens that a verified request got at a time: the accepted ones and one more."""
+        return 1 + sum(self.accepted) / self.steps if self.steps else 1.0
+
+    def lines(self) -> list[str]:
+        """For people: one line in all, and one for each position."""
+        if not self.steps:
+            return ["speculation: nothing was drafted"]
+        most = max(self.drafted)
+        return [
+            f"speculation: {sum(self.drafted):,} drafts in {self.steps:,} steps, "
+            f"{self.acceptance:.0%} accepted, {self.tokens_per_step:.2f} tokens a step",
+            *(
+                f"  draft {place + 1:>2}: {share(right, drafted):>4.0%} of {drafted:,} accepted  "
+                f"{'█' * round(30 * right / most)}{'░' * round(30 * (drafted - right) / most)}"
+                for place, (drafted, right) in enumerate(zip(self.drafted, self.accepted, strict=True))
+            ),
+        ]
+
+
+def share(part: float, whole: float) -> float:
+    """`part / whole`, or 0 of nothing."""
+    return part / whole if whole else 0.0

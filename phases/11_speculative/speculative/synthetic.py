@@ -1,0 +1,45 @@
+"""Acceptance by decree, for models with random weights: the work is real, the text means nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from common.request import Request
+from continuous.engine import Engine
+from continuous.work import Work
+
+
+class Synthetic:
+    """A `Source` of arbitrary tokens, of which so many count as right.
+
+    The output is not what the model would have said without drafts, so wherever a number comes from this, it
+    is marked.
+
+    Args:
+        accept: drafts that count as right in a step, on average; never more than there are.
+    """
+
+    def __init__(self, accept: float) -> None:
+        self.accept = accept
+        self._owed = 0.0
+
+    def attach(self, engine: Engine) -> None:
+        """Replace the verification."""
+        engine.runner.agree = self.agree
+
+    def agree(self, sampled: Sequence[int], drafts: Sequence[int]) -> int:
+        """As many as are owed, in whole drafts; what is left over is owed to the next."""
+        self._owed += self.accept
+        right = min(int(self._owed), len(drafts))
+        self._owed = min(self._owed - right, 1.0)
+        return right
+
+    def guess(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[list[int]]:
+        """The newest token, again and again."""
+        return [[r.tokens[-1]] * length for r, length in zip(requests, lengths, strict=True)]
+
+    def landed(self, work: Work, accepted: int) -> None:
+        """Nothing to learn."""
+
+    def leave(self, request: Request) -> None:
+        """Nothing is kept."""

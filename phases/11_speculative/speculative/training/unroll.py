@@ -1,0 +1,141 @@
+"""Training as it will be used: the head reads its own hidden states from the second draft on.
+
+A head that is trained on the model's hidden states alone is good at its first draft and lost at its second,
+which builds on a hidden state of its own making. So it is unrolled for a few steps: in step j every place has
+the head's own output of step j - 1 in place of the model's hidden state, and attends to what a draft in that
+place would find in its cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forward.attention import LayerSpec, RecomputeAttention
+from forward.model import Model
+from speculative.head import Drafting, Head, Layers, ReducedHead
+from speculative.training.text import Talk
+
+
+class UnrolledAttention:
+    """Attention of step j over the keys of step 1 up to where its chain began, and its chain's own since.
+
+    The chain that is at place p in step j began at place p - j + 1, and was at place p - j + i in step i.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self._past: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """`q [B, S, H, D]`, `k` and `v [B, S, KH, D]` -> `[B, S, H, D]`."""
+        group = layer.num_heads // layer.num_kv_heads
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))  # [B, H, S, D]
+        past = self._past.setdefault(layer.index, [])
+        past.append((k, v))
+        first_k, first_v = past[0]
+        size, ahead = q.shape[2], len(past) - 1
+        places = torch.arange(size, device=q.device)
+        seen = places[:, None] - places[None, :] >= ahead
+        scores = (q @ first_k.transpose(-1, -2)).float().masked_fill(~seen, float("-inf"))  # [B, H, S, S]
+        own = [
+            (q * shift(keys, ahead - at, 2)).sum(-1, keepdim=True).float()  # [B, H, S, 1]
+            for at, (keys, _) in enumerate(past[1:], start=1)
+        ]
+        weights = (torch.cat((scores, *own), dim=-1) * layer.scale).softmax(-1).to(v.dtype)
+        out = weights[..., :size] @ first_v
+        for at, (_, values) in enumerate(past[1:], start=1):
+            out = out + weights[..., size + at - 1, None] * shift(values, ahead - at, 2)
+        return out.transpose(1, 2)
+
+
+def shift(x: Tensor, by: int, dim: int) -> Tensor:
+    """`x` moved `by` places to the right along `dim`, zeros moving in."""
+    if by == 0:
+        return x
+    zeros = torch.zeros_like(x.narrow(dim, 0, by))
+    return torch.cat((zeros, x.narrow(dim, 0, x.shape[dim] - by)), dim)
+
+
+def padded(talks: Sequence[Talk], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The tokens `[B, S]`, and which of them are no padding `[B, S]`."""
+    longest = max(len(talk.tokens) for talk in talks)
+    ids = torch.zeros(len(talks), longest, dtype=torch.int64)
+    real = torch.zeros(len(talks), longest, dtype=torch.bool)
+    for line, talk in enumerate(talks):
+        ids[line, : len(talk.tokens)] = torch.tensor(talk.tokens)
+        real[line, : len(talk.tokens)] = True
+    return ids.to(device), real.to(device)
+
+
+@torch.no_grad()
+def hidden_states(model: Model, ids: Tensor) -> Tensor:
+    """What the large model makes of `ids [B, S]`: `[B, S, hidden]`."""
+    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    return model(ids, positions, RecomputeAttention())
+
+
+def outputs(drafter: Drafting, ids: Tensor, hidden: Tensor, steps: int) -> list[Tensor]:
+    """The drafter's hidden states in each step: entry `[:, p]` is about token p + 2 for a head, p + 1 for
+    layers, and belongs to a chain that began `step` places before. `[B, S', hidden]` each.
+    """
+    if isinstance(drafter, Layers):
+        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        return [drafter(ids, positions, UnrolledAttention())] * steps
+    assert isinstance(drafter, Head)
+    tokens, features = ids[:, 1:], hidden[:, :-1]
+    positions = torch.arange(tokens.shape[1], device=ids.device).expand_as(tokens)
+    attention, made = UnrolledAttention(), list[Tensor]()
+    for _ in range(steps):
+        out = drafter.step(tokens, features, positions, attention)
+        made.append(out)
+        features = shift(out, 1, 1)
+    return made
+
+
+def loss(model: Model, drafter: Drafting, ids: Tensor, real: Tensor, skip: int, steps: int) -> Tensor:
+    """Cross-entropy with the model's own probabilities over the reduced vocabulary, mean over all steps.
+
+    skip: places at the beginning that do not count: the template, the same in all conversations.
+    """
+    reduced = drafter.lm_head
+    assert isinstance(reduced, ReducedHead)
+    hidden = hidden_states(model, ids)
+    ahead = 1 if isinstance(drafter, Head) else 0
+    with torch.no_grad():
+        wanted = reduced.few(hidden[:, ahead:]).float().softmax(-1)  # [B, S', N]
+    total = torch.zeros((), device=ids.device)
+    steps = steps if ahead else 1
+    for step, out in enumerate(outputs(drafter, ids, hidden, steps)):
+        counts = real[:, ahead:].clone()
+        counts[:, : max(skip, step)] = False
+        counts[:, -1] = False  # nobody knows what comes behind the end
+        logits = reduced.few(out.to(reduced.weight.dtype)).float()
+        terms = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(0, 1), reduction="none")
+        total = total + 0.8**step * (terms * counts.flatten()).sum() / counts.sum().clamp(min=1)
+    return total
+
+
+@torch.no_grad()
+def accepted(model: Model, drafter: Drafting, talks: Sequence[Talk], steps: int = 4) -> list[float]:
+    """How often the first, the first two, ... greedy drafts are all what a greedy answer said."""
+    right, tried = [0] * steps, 0
+    for talk in talks:
+        ids, _ = padded([talk], model.device)
+        hidden = hidden_states(model, ids)
+        ahead = 2 if isinstance(drafter, Head) else 1  # places from an output to the token that it is about
+        chain: Tensor | None = None
+        for step, out in enumerate(outputs(drafter, ids, hidden, steps)):
+            said = drafter.logits(out.to(model.dtype)).argmax(-1)  # [1, S']
+            match = said[0, : ids.shape[1] - ahead] == ids[0, ahead:]
+            first = max(0, talk.answer - ahead) + step  # chains that begin in the answer
+            last = len(match) - (steps - 1 - step)
+            match = match[first:last]
+            chain = match if chain is None else chain & match
+            right[step] += int(chain.sum())
+        tried += 0 if chain is None else len(chain)
+    return [count / max(1, tried) for count in right]

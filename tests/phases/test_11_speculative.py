@@ -1,0 +1,1028 @@
+"""Phase 11: whoever guesses, and however wrong, the text is the same; and guessing never costs much."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import continuous
+import cuda_graphs
+import forward
+import speculative
+from chunked_prefill import ChunkedScheduler
+from common.errors import UserError
+from common.events import Completion
+from common.request import Request
+from common.sampling import ops
+from common.sampling.params import SamplingParams
+from common.sampling.sampler import Feature, Sampler
+from continuous.engine import Engine
+from continuous.work import Work
+from cuda_graphs.buckets import verify_sizes
+from cuda_graphs.engine import RunAhead
+from cuda_graphs.runner import GraphRunner
+from forward.model import Model
+from forward.models.llama import Llama
+from paged_cache import PagedEngine, PagedSizes, Parts
+from prefix_cache import PrefixCache, RadixIndex
+from speculative import draft_model, head, ngram, rejection, suffix
+from speculative.control import CREDIT, Control, Cost, Rate
+from speculative.draft_model import DraftModel, draft_engine
+from speculative.head import Head, HeadSource, Layers
+from speculative.ngram import NGramIndex, follow
+from speculative.speculator import Speculator
+from speculative.stats import SpeculationStats
+from speculative.suffix import BREAK, SuffixAutomaton, Suffixes
+from speculative.training import text, unroll
+from speculative.training.text import Talk
+from tests.equivalence.compare import assert_all_same
+from tests.fakes import FakeDrafter
+from tests.schedules import check, fake_engine, play_seeds
+
+SMALL = {"max_rows": 6, "max_len": 96, "block_size": 4, "cache_bytes": 1 << 20, "step_tokens": 64}
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return forward.load_model("random:tiny", device="cpu", dtype="float32")
+
+
+def asks() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Every setting that looks at a position, a step or the tokens before; some repeat themselves."""
+    loop = [5, 6, 7, 8] * 5
+    bias = {token: 6.0 for token in (11, 12, 13)}
+    pairs: list[tuple[list[int], dict[str, Any]]] = [
+        (loop, {}),
+        (loop, {"temperature": 0.8, "seed": 1}),
+        (loop[:3], {"temperature": 0.6, "seed": 2, "top_k": 20}),
+        ([*loop, 9], {"temperature": 0.9, "seed": 3, "top_p": 0.7, "n": 2}),
+        (loop, {"temperature": 0.7, "seed": 4, "min_p": 0.05, "logprobs": 2}),
+        (loop, {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3}),
+        ([3, 1], {"temperature": 0.5, "seed": 5, "frequency_penalty": 1.5, "logprobs": 0}),
+        (loop[:9], {"logit_bias": bias, "presence_penalty": 0.8}),
+        (loop[:6], {"min_tokens": 9, "stop_token_ids": (11, 12, 13), "logit_bias": bias}),
+        ([200] * 40, {"logprobs": 3}),
+    ]
+    prompts = [prompt for prompt, _ in pairs]
+    usual = {"max_tokens": 24, "ignore_eos": True}
+    return prompts, [SamplingParams(**(usual | settings)) for _, settings in pairs]
+
+
+@pytest.fixture(scope="module")
+def truth(model: Model) -> list[Completion]:
+    return continuous.load(model, max_rows=4, max_len=96).generate(*asks())
+
+
+class Scripted:
+    """A `Source` that knows what will come, and does something with it."""
+
+    def __init__(self, outputs: dict[tuple[int, int], list[int]], change: Callable[[list[int]], list[int]]):
+        self.outputs, self.change, self.left = outputs, change, set[Request]()
+
+    def guess(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[list[int]]:
+        return [self._one(*pair) for pair in zip(requests, lengths, strict=True)]
+
+    def _one(self, request: Request, length: int) -> list[int]:
+        assert request.placeholders == 0, f"request {request.id} is guessed for before its tokens are known"
+        done = len(request.tokens) - request.prompt_len
+        coming = self.outputs.get((request.index, request.sample), [])[done:]
+        return self.change((coming + [1] * 99)[: length + 5])
+
+    def landed(self, work: Work, accepted: int) -> None:
+        assert 0 <= accepted <= len(work.drafts)
+
+    def leave(self, request: Request) -> None:
+        self.left.add(request)
+
+
+RNG = random.Random(0)
+SCRIPTS: dict[str, Callable[[list[int]], list[int]]] = {
+    "always right, and beyond what was asked for": lambda coming: coming,
+    "always wrong": lambda coming: [(token + 1) % 257 for token in coming],
+    "right at first": lambda coming: coming[:2] + [(token + 1) % 257 for token in coming[2:]],
+    "wrong, then right": lambda coming: [(coming[0] + 1) % 257, *coming[1:]],
+    "any length": lambda coming: (coming[: RNG.randrange(5)] + [7] * 3)[: RNG.randrange(8)],
+    "nothing": lambda coming: [],
+}
+
+
+def plain(completions: Sequence[Completion]) -> list[tuple[list[int], str | None]]:
+    return [(one.token_ids, one.finish_reason) for one in completions]
+
+
+def scripted(model: Model, truth: list[Completion], script: str, **options: Any) -> PagedEngine:
+    engine = speculative.load(model, drafter="none", **{**SMALL, **options})
+    outputs = {(one.index, one.sample): one.token_ids for one in truth}
+    speculator = Speculator(Scripted(outputs, SCRIPTS[script]), Control(6, adaptive=False))
+    engine.scheduler.drafter = speculator
+    speculator.attach(engine)
+    return engine
+
+
+def clean(engine: PagedEngine) -> None:
+    check(engine)
+    engine.check_integrity()
+    assert engine.cache.free == engine.cache.allocator.count, "blocks leak"
+
+
+# Exactness.
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "ahead"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_no_draft_changes_a_token(model: Model, truth: list[Completion], script: str, overlap: bool) -> None:
+    engine = scripted(model, truth, script, overlap=overlap)
+    completions = engine.generate(*asks())
+    for one, right in zip(completions, truth, strict=True):
+        assert plain([one]) == plain([right]), f"prompt {one.index}, sample {one.sample}, drafts {script}"
+    clean(engine)
+    stats = engine.scheduler.drafter.stats  # type: ignore[attr-defined]
+    if script.startswith("always right"):
+        assert stats.acceptance == 1.0, stats.lines()
+        assert len(stats.drafted) == 6, "more was drafted than was asked for"
+    elif script == "always wrong":
+        assert stats.steps > 0 and sum(stats.accepted) == 0
+
+
+@pytest.mark.parametrize("script", ["always right, and beyond what was asked for", "right at first"])
+def test_logprobs_are_those_of_the_tokens_emitted(model: Model, truth: list[Completion], script: str) -> None:
+    for one, right in zip(scripted(model, truth, script).generate(*asks()), truth, strict=True):
+        assert (one.logprobs is None) == (right.logprobs is None)
+        for place, (mine, theirs) in enumerate(zip(one.logprobs or (), right.logprobs or (), strict=True)):
+            where = f"prompt {one.index}, token {place}"
+            assert mine.chosen == pytest.approx(theirs.chosen, abs=1e-4), where
+            assert [token for token, _ in mine.top] == [token for token, _ in theirs.top], where
+
+
+def test_tokens_behind_the_end_are_dropped(model: Model, truth: list[Completion]) -> None:
+    stop = truth[0].token_ids[9]
+    first = truth[0].token_ids.index(stop)
+    params = SamplingParams(max_tokens=24, stop_token_ids=(stop,), ignore_eos=True)
+    engine = scripted(model, truth, "always right, and beyond what was asked for")
+    (done,) = engine.generate(asks()[0][:1], params)
+    assert done.token_ids == truth[0].token_ids[: first + 1] and done.finish_reason == "stop"
+    clean(engine)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 6, 7, 8])
+def test_the_limit_holds(model: Model, truth: list[Completion], most: int) -> None:
+    engine = scripted(model, truth, "always right, and beyond what was asked for")
+    (done,) = engine.generate(asks()[0][:1], SamplingParams(max_tokens=most, ignore_eos=True))
+    assert done.token_ids == truth[0].token_ids[:most] and done.finish_reason == "length"
+    clean(engine)
+
+
+def test_right_drafts_save_steps(model: Model, truth: list[Completion]) -> None:
+    """24 tokens: one with the prompt, then 7 at a time."""
+    engine = scripted(model, truth, "always right, and beyond what was asked for", overlap=False)
+    engine.generate(asks()[0][:1], asks()[1][0])
+    assert engine.stats.steps == 1 + -(-23 // 7)
+
+
+def test_penalties_see_the_drafts_before_a_position() -> None:
+    sampler = Sampler(2, 50, "cpu")
+    params = SamplingParams(presence_penalty=2.0, repetition_penalty=1.5)
+    sampler.set_row(0, params, [1, 2], [3])
+    sampler.set_row(1, params, [1, 2], [3])
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(1))
+    rows, steps = torch.tensor([0, 0, 0, 1]), torch.tensor([1, 2, 3, 1])
+    first = int(sampler.sample(logits[:1], rows[:1], [0], steps[:1]).tokens)
+    sampler.set_row(0, params, [1, 2], [3])
+    drafts = torch.tensor([[-1, -1], [first, -1], [first, 49], [-1, -1]])
+    got = sampler.sample(logits, rows, rows.tolist(), steps, drafts=drafts).tokens.tolist()
+    alone = Sampler(1, 50, "cpu")
+    for place, before in enumerate(([3], [3, first], [3, first, 49], [3])):
+        alone.set_row(0, params, [1, 2], before)
+        right = int(
+            alone.sample(logits[place : place + 1], rows[:1] * 0, [0], steps[place : place + 1]).tokens
+        )
+        assert got[place] == right, f"place {place} is penalized for other tokens than {before}"
+    counted = sampler.counts[0].nonzero().flatten().tolist()
+    kept = {3, got[0], got[1]} | ({got[2]} if got[1] == 49 else set())
+    assert set(counted) == kept, "tokens behind a wrong draft are counted, or right ones are not"
+
+
+def test_which_places_stand_behind_right_drafts() -> None:
+    tokens = torch.tensor([4, 5, 6, 9, 1, 2])
+    drafts = torch.tensor([[-1, -1], [4, -1], [4, 7], [-1, -1], [-1, -1], [3, -1]])
+    assert ops.behind_right_drafts(tokens, drafts).tolist() == [1, 1, 0, 1, 1, 0]
+
+
+# The real drafters, on everything.
+
+
+@pytest.mark.parametrize("options", [{}, {"draft_adaptive": False}, {"overlap": False}], ids=str)
+@pytest.mark.parametrize("drafter", ["ngram", "suffix"])
+def test_drafters_change_no_token(
+    model: Model, truth: list[Completion], drafter: str, options: dict[str, Any]
+) -> None:
+    engine = speculative.load(model, drafter=drafter, **{**SMALL, **options})
+    for _ in range(2):  # the second time the shared automaton knows the answers
+        assert plain(engine.generate(*asks())) == plain(truth)
+    clean(engine)
+    if options.get("draft_adaptive") is False:
+        stats = engine.scheduler.drafter.stats  # type: ignore[attr-defined]
+        assert sum(stats.accepted) > 0, f"{drafter} was never right"
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "suffix"])
+def test_preempted_requests_are_guessed_for_again(
+    model: Model, truth: list[Completion], drafter: str
+) -> None:
+    tight = {"cache_bytes": 30 * 4 * model.config.kv_bytes_per_token(model.dtype), "draft_adaptive": False}
+    engine = speculative.load(model, drafter=drafter, **{**SMALL, **tight})
+    assert plain(engine.generate(*asks())) == plain(truth)
+    assert engine.scheduler.preemptions > 0
+    clean(engine)
+
+
+def test_the_prefix_cache_finds_as_much_as_without(model: Model) -> None:
+    prompts, params = asks()
+    hits = []
+    for drafter in ("none", "suffix"):
+        engine = speculative.load(model, drafter=drafter, draft_adaptive=False, **SMALL)
+        for prompt, settings in zip(prompts * 2, params * 2, strict=True):
+            engine.generate([prompt], settings)
+        assert isinstance(engine.cache, PrefixCache)
+        hits.append(engine.cache.stats.hit_rate)
+    assert hits[0] == hits[1] > 0.3, "wrong drafts are shared, or right ones are not"
+
+
+class Waiting(FakeDrafter):
+    """Guesses at random, sometimes on and sometimes off."""
+
+    on = True
+
+    @property
+    def waits(self) -> bool:
+        return self.on
+
+    def begin(self, running: Sequence[Request]) -> bool:
+        self.on = self.rng.random() < 0.7
+        return self.on
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        assert not request.placeholders
+        return super().propose(request, most)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_schedules_with_accepted_lengths_at_random(overlap: bool) -> None:
+    drafted = accepted = 0
+
+    def make(rng: random.Random) -> tuple[Engine, Any]:
+        blocks = rng.randrange(20, 60)
+
+        def scheduler(table: Any) -> ChunkedScheduler:
+            cache = PrefixCache(4, 48, blocks, 4, RadixIndex())
+            return ChunkedScheduler(table, cache, step_tokens=rng.randrange(8, 40))
+
+        engine, runner = fake_engine(scheduler, 4, overlap=overlap)
+        engine.scheduler.drafter = Waiting(rng.randrange(1000))
+        return engine, runner
+
+    seeds = [seed for seed in range(1, 240) if seed % 3]  # in every third the player puts its own drafter
+    for engine, runner in play_seeds(seeds, make):
+        drafted, accepted = drafted + runner.drafted, accepted + runner.accepted
+        assert engine.idle
+    assert 0 < accepted < drafted
+
+
+def test_a_step_waits_only_while_its_drafter_does(model: Model, truth: list[Completion]) -> None:
+    engine = scripted(model, truth, "nothing")
+    assert isinstance(engine, RunAhead)
+    order: list[str] = []
+    launch, collect = engine.forward, engine.collect
+    engine.forward = lambda works: (order.append("launch"), launch(works))[1] if works else None  # type: ignore
+    engine.collect = lambda pending: (order.append("collect"), collect(pending))[1]  # type: ignore
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    engine.generate([[1, 2, 3]], params)
+    assert order == ["launch", "collect"] * 4, "a step is scheduled before the tokens before it are known"
+    order.clear()
+    engine.scheduler.drafter._on = False  # type: ignore[attr-defined]
+    engine.scheduler.drafter.control.decide = lambda rows: False  # type: ignore[attr-defined]
+    engine.generate([[1, 2, 3]], params)
+    assert order[:3] == ["launch", "launch", "collect"], "steps do not overlap, though nobody guesses"
+
+
+@pytest.mark.parametrize("kind", ["scripted", "head", "model"])
+def test_guessing_may_begin_and_end_at_any_step(model: Model, truth: list[Completion], kind: str) -> None:
+    """In overlap with tokens on their way, and behind steps whose hidden states nobody kept."""
+    if kind == "scripted":
+        engine = scripted(model, truth, "always right, and beyond what was asked for")
+    elif kind == "head":
+        engine, _ = with_head(model)
+    else:
+        engine, _ = with_draft_model(model, small_model(model, 0.0))
+    speculator = engine.scheduler.drafter
+    assert isinstance(speculator, Speculator)
+    rng = random.Random(4)
+    speculator.control.decide = lambda rows: rng.random() < 0.6  # type: ignore[method-assign]
+    assert plain(engine.generate(*asks())) == plain(truth)
+    assert speculator.stats.steps > 0
+    if kind == "scripted":
+        assert speculator.stats.acceptance == 1.0
+    clean(engine)
+
+
+# N-grams.
+
+
+def brute(tokens: list[int], orders: Sequence[int], most: int) -> list[int]:
+    for order in orders:
+        for end in range(len(tokens) - 1, order - 1, -1):
+            if tokens[end - order : end] == tokens[-order:]:
+                return follow(tokens, end, most)
+    return []
+
+
+def test_ngrams_are_those_of_a_search() -> None:
+    rng = random.Random(1)
+    for _ in range(60):
+        tokens, index = [], NGramIndex()
+        for _ in range(rng.randrange(1, 60)):
+            tokens += [rng.randrange(3) for _ in range(rng.randrange(1, 5))]
+            index.extend(tokens)
+            assert index.propose(5) == brute(tokens, ngram.ORDERS, 5), tokens
+
+
+def test_what_repeats_goes_on_repeating() -> None:
+    assert follow([9, 1, 2, 3], 1, 8) == [1, 2, 3, 1, 2, 3, 1, 2]
+
+
+def test_an_index_takes_each_token_once_and_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngram, "MOST_TOKENS", 64)
+    index, tokens = NGramIndex(), list[int]()
+    for token in range(1000):
+        tokens.append(token % 23)
+        index.extend(tokens)
+        assert len(index.tokens) < 64 and index.seen == len(tokens)
+    assert index.propose(3) == [(1000 + n) % 23 for n in range(3)]
+
+
+# Suffixes.
+
+
+def longest(tokens: list[int]) -> int:
+    """The longest end of `tokens` that stands in it before."""
+    for length in range(len(tokens) - 1, 0, -1):
+        if any(tokens[at : at + length] == tokens[-length:] for at in range(len(tokens) - length)):
+            return length
+    return 0
+
+
+def test_a_suffix_automaton_finds_the_longest_repeated_end() -> None:
+    rng = random.Random(2)
+    for size in (2, 3, 5):
+        tokens, automaton = [], SuffixAutomaton()
+        for _ in range(80):
+            tokens.append(rng.randrange(size))
+            automaton.add(tokens[-1])
+            length, end = automaton.repeated()
+            assert length == longest(tokens), tokens
+            assert tokens[end - length : end] == tokens[len(tokens) - length :] and end < len(tokens), tokens
+            assert automaton.repeated() == (length, end), "asked twice, it answers two things"
+        assert len(automaton.next) <= 2 * len(tokens) + 1, "more than two states a token"
+
+
+def test_a_shared_automaton_matches_texts_but_not_across_them() -> None:
+    rng = random.Random(3)
+    texts = [[rng.randrange(4) for _ in range(25)] for _ in range(6)]
+    automaton = SuffixAutomaton()
+    for told in texts:
+        for token in (*told, BREAK):
+            automaton.add(token)
+    for _ in range(200):
+        query = [rng.randrange(4) for _ in range(rng.randrange(1, 12))]
+        length, end = automaton.match(query)
+        best = max(
+            n
+            for n in range(len(query) + 1)
+            if n == 0 or any(query[-n:] == told[at : at + n] for told in texts for at in range(26 - n))
+        )
+        assert length == best, query
+        assert length == 0 or automaton.tokens[end - length : end] == query[-length:], query
+
+
+def ended(tokens: list[int], salt: str = "") -> Request:
+    request = Request(0, tokens, 1, 999, SamplingParams(), salt=salt)
+    request.finish_reason = "stop"
+    return request
+
+
+def test_texts_are_shared_within_a_salt_and_bounded_in_bytes() -> None:
+    source = Suffixes(2000 * suffix.BYTES_PER_TOKEN)
+    told = ended([1, 2, 3, 4, 5, 6, 7], "a")
+    source.guess([told], [3])
+    source.leave(told)
+    mine, theirs = (Request(1, [9, 2, 3, 4], 4, 99, SamplingParams(), salt=salt) for salt in "ab")
+    assert source.guess([mine, theirs], [3, 3]) == [[5, 6, 7], []], "a tenant sees another's text"
+    for number in range(40):
+        other = ended([number + 10] * 3 + list(range(100, 300)))
+        source.guess([other], [1])
+        source.leave(other)
+        assert source.shared_bytes <= 2000 * suffix.BYTES_PER_TOKEN
+
+
+def test_a_preempted_request_leaves_nothing_to_others() -> None:
+    source = Suffixes(1 << 20)
+    request = Request(0, [1, 2, 3, 4, 5], 2, 99, SamplingParams())
+    source.guess([request], [1])
+    source.leave(request)
+    assert source.shared_bytes == 0 and not source.own
+
+
+# How many to guess.
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def simulate(rate: float, plain: float, slope: float, fixed: float, rows: int, steps: int = 4000) -> float:
+    """Seconds a token with guessing over seconds a token without, for steps of known cost."""
+    control, rng, spent, tokens = Control(8), random.Random(0), 0.0, 0
+    requests = [Request(n, [1], 1, 10**9, SamplingParams()) for n in range(rows)]
+    cost = control.cost(rows)
+    for _ in range(steps):
+        if control.decide(rows):
+            lengths = [control.length(request, rows) for request in requests]
+            seconds = plain + fixed + slope * sum(lengths)
+            came = 0
+            for request, length in zip(requests, lengths, strict=True):
+                accepted = 0
+                while accepted < length and rng.random() < rate:
+                    accepted += 1
+                came += accepted + 1
+                if length:
+                    control.saw(request, length, accepted)
+            cost.saw_drafts(seconds, rows, sum(lengths), came)
+        else:
+            seconds, came = plain, rows
+            cost.saw_plain(seconds)
+        spent, tokens = spent + seconds, tokens + came
+    return spent / tokens / (plain / rows)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16, 64, 256])
+@pytest.mark.parametrize("fixed", [0.0, 0.1, 0.4])
+def test_guessing_in_vain_costs_at_most_three_percent(rows: int, fixed: float) -> None:
+    slope = 0.05 + 0.9 * rows / 256
+    steps = 4000 if rows < 64 else 600
+    assert simulate(0.0, 1.0, slope / rows, fixed, rows, steps) < 1.03
+
+
+def test_guessing_pays_where_it_is_right() -> None:
+    assert simulate(0.95, 1.0, 0.02, 0.1, 1) < 0.3
+    assert simulate(0.8, 1.0, 0.02, 0.1, 4, 2000) < 0.5
+
+
+def test_where_a_draft_costs_as_much_as_a_token_nobody_guesses() -> None:
+    assert simulate(0.7, 1.0, 1.0, 0.0, 1) < 1.03
+
+
+def test_a_cost_table_learns_slopes_and_ignores_interruptions() -> None:
+    cost = Cost()
+    for seconds in (1.0, 1.0, 30.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0):
+        cost.saw_plain(seconds)
+    assert cost.plain < 1.1, "one step that was interrupted spoils the table"
+    for drafts in (8, 4, 8, 2, 8, 8):
+        cost.saw_drafts(cost.plain + 0.05 * drafts, 2, drafts, 2)
+    assert cost.slope(2) == pytest.approx(0.05, rel=0.05)
+
+
+def test_gains_may_not_be_gambled_away() -> None:
+    cost = Cost()
+    for _ in range(8):
+        cost.saw_plain(1.0)
+    for _ in range(1000):
+        cost.saw_drafts(1.0, 1, 4, 5)
+    assert cost.lost == -CREDIT
+
+
+def test_rates_follow_what_is_accepted() -> None:
+    rate = Rate(0.7)
+    for _ in range(30):
+        rate.saw(4, 4)
+    assert rate.value > 0.95
+    for _ in range(30):
+        rate.saw(4, 0)
+    assert rate.value < 0.25
+    for _ in range(60):
+        rate.saw(8, 1)  # one was right, one was wrong, and nobody knows about the other six
+    assert rate.value == pytest.approx(0.5, abs=0.05)
+
+
+# Stats.
+
+
+def test_stats_by_position_and_marks(model: Model) -> None:
+    stats = SpeculationStats(marks={})
+    request = Request(0, list(range(9)), 4, 99, SamplingParams(), index=3, sample=1)
+    stats.count(Work(request, 0, 8, 4, (1, 2, 3), (request,)), 2)
+    stats.count(Work(request, 0, 11, 2, (1,), (request,)), 0)
+    assert (stats.drafted, stats.accepted) == ([2, 1, 1], [1, 1, 0])
+    assert stats.tokens_per_step == 2.0 and stats.acceptance == 0.5
+    assert stats.marks == {(3, 1): {5, 6}}, (
+        "the first draft of token 8's step is token 9, place 5 of the output"
+    )
+
+
+# Options.
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "a typo": ({"drafter": "ngrams"}, "drafter is 'ngrams', .*did you mean 'ngram'"),
+    "length": ({"draft_length": 0}, "draft_length is 0, but must be between 1 and 32"),
+    "bytes": ({"suffix_bytes": -1}, "suffix_bytes is -1"),
+    "no model": ({"drafter": "model"}, "draft_model must name a model"),
+    "another vocabulary": (
+        {"drafter": "model", "draft_model": "random:gpt2"},
+        "draft_model has 50257 token ids, but the model has 257",
+    ),
+    "no weights": ({"drafter": "head", "draft_model": "/nowhere"}, "there is no such file"),
+    "off": ({"speculate": False, "drafter": "suffix"}, "switch it on with speculate=True"),
+}
+
+
+@pytest.mark.parametrize(("options", "says"), WRONG.values(), ids=WRONG.keys())
+def test_wrong_options(model: Model, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        speculative.load(model, **SMALL, **options)
+
+
+def test_off_is_phase_09(model: Model) -> None:
+    for options in ({"drafter": "none"}, {"speculate": False}, {"speculate": False, "drafter": "none"}):
+        engine = speculative.load(model, **SMALL, **options)  # type: ignore[arg-type]
+        assert type(engine) is type(cuda_graphs.load(model, **SMALL))
+        assert not engine.scheduler.drafter.waits
+
+
+# Synthetic acceptance.
+
+
+@pytest.mark.parametrize("accept", [0.0, 1.0, 2.5, 3.0])
+def test_synthetic_acceptance_is_what_was_asked_for(model: Model, accept: float) -> None:
+    engine = speculative.load(
+        model, drafter="synthetic", draft_accept=accept, draft_adaptive=False, draft_length=3, **SMALL
+    )
+    engine.generate([[1, 2, 3]], SamplingParams(max_tokens=81, ignore_eos=True))
+    stats = engine.scheduler.drafter.stats  # type: ignore[attr-defined]
+    assert stats.tokens_per_step == pytest.approx(1 + accept, abs=0.2)
+    clean(engine)
+
+
+# A draft model.
+
+
+def small_model(model: Model, noise: float) -> Model:
+    """The model itself with a little noise in its weights: right often, not always."""
+    small = forward.load_model("random:tiny", device="cpu", dtype="float32")
+    generator = torch.Generator().manual_seed(3)
+    for name, weight in small.named_parameters():
+        own = model.get_parameter(name)
+        weight.data.copy_(own + noise * own.std() * torch.randn(own.shape, generator=generator))
+    return small
+
+
+def with_draft_model(model: Model, small: Model, **options: Any) -> tuple[PagedEngine, DraftModel]:
+    engine = speculative.load(model, drafter="none", **{**SMALL, **options})
+    parts = Parts(model, PagedSizes(**{**SMALL, **{k: v for k, v in options.items() if k in SMALL}}))
+    source = DraftModel(draft_engine(parts, small, ()))
+    speculator = Speculator(source, Control(4, adaptive=False))
+    engine.scheduler.drafter = speculator
+    speculator.attach(engine)
+    return engine, source
+
+
+def clean_drafts(source: DraftModel) -> None:
+    assert not source.shadows, "a request that has ended is still in the draft model"
+    assert source.cache.free == source.cache.allocator.count, "blocks of the draft model leak"
+    assert source.rows.free == source.rows.count, "rows of the draft model leak"
+    source.cache.check()
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "ahead"])
+def test_a_draft_model_changes_no_token(
+    model: Model, truth: list[Completion], noise: float, overlap: bool
+) -> None:
+    engine, source = with_draft_model(model, small_model(model, noise), overlap=overlap)
+    assert plain(engine.generate(*asks())) == plain(truth)
+    clean(engine)
+    clean_drafts(source)
+    stats = engine.scheduler.drafter.stats  # type: ignore[attr-defined]
+    # With penalties it drafts without them; everybody else agrees with himself, noise and all.
+    assert stats.acceptance > (0.65 if noise == 0 else 0.03), stats.lines()
+
+
+def test_the_model_itself_as_its_drafter_is_always_right(model: Model) -> None:
+    engine, source = with_draft_model(model, small_model(model, 0.0))
+    prompts = [[1, 2, 3], [4, 5] * 9, [7]]
+    params = [
+        SamplingParams(max_tokens=30, temperature=0.9, seed=7, ignore_eos=True),
+        SamplingParams(max_tokens=30, ignore_eos=True),
+        SamplingParams(max_tokens=30, temperature=1.2, top_k=9, seed=1, ignore_eos=True),
+    ]
+    engine.generate(prompts, params)
+    stats = engine.scheduler.drafter.stats  # type: ignore[attr-defined]
+    assert stats.acceptance == 1.0, stats.lines()
+    clean_drafts(source)
+
+
+def test_a_draft_model_without_room_drafts_for_fewer(model: Model, truth: list[Completion]) -> None:
+    engine, source = with_draft_model(model, small_model(model, 0.1))
+    taken = source.cache.allocator.allocate(source.cache.free - 12)
+    assert plain(engine.generate(*asks())) == plain(truth)
+    source.cache.allocator.release(taken)
+    clean(engine)
+    clean_drafts(source)
+
+
+def test_preemption_and_aborts_leave_nothing_in_the_draft_model(
+    model: Model, truth: list[Completion]
+) -> None:
+    tight = {"cache_bytes": 30 * 4 * model.config.kv_bytes_per_token(model.dtype)}
+    engine, source = with_draft_model(model, small_model(model, 0.1), **tight)
+    stream = engine.stream(*asks())
+    for _ in range(30):
+        next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    clean_drafts(source)
+    assert plain(engine.generate(*asks())) == plain(truth) and engine.scheduler.preemptions > 0
+    clean(engine)
+    clean_drafts(source)
+
+
+def test_long_prompts_reach_the_draft_model_in_pieces(
+    model: Model, truth: list[Completion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draft_model, "STEP_TOKENS", 7)
+    engine, source = with_draft_model(model, small_model(model, 0.0))
+    assert source.engine.scheduler.step_tokens == 7
+    assert plain(engine.generate(*asks())) == plain(truth)
+    assert engine.scheduler.drafter.stats.acceptance > 0.65  # type: ignore[attr-defined]
+
+
+# A head, and two layers.
+
+
+def drafter_of(model: Model, kind: type[head.Drafting], layers: int) -> head.Drafting:
+    assert isinstance(model, Llama)
+    torch.manual_seed(1)
+    made = kind(model, layers, 32, torch.arange(0, 257, 2, device=model.device)).to(model.device)
+    return made.to(model.dtype).requires_grad_(False).eval()
+
+
+def with_head(model: Model, **options: Any) -> tuple[PagedEngine, HeadSource]:
+    engine = speculative.load(model, drafter="none", **{**SMALL, **options})
+    made = drafter_of(model, Head, 1)
+    assert isinstance(made, Head)
+    made.room(2048)
+    source = HeadSource(draft_engine(Parts(model, PagedSizes(**SMALL)), made, ()))  # type: ignore[arg-type]
+    speculator = Speculator(source, Control(3, adaptive=False))
+    engine.scheduler.drafter = speculator
+    speculator.attach(engine)
+    return engine, source
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "ahead"])
+def test_a_head_changes_no_token(model: Model, truth: list[Completion], overlap: bool) -> None:
+    engine, source = with_head(model, overlap=overlap)
+    for _ in range(2):  # the second time prefixes are found, whose hidden states nobody has seen
+        assert plain(engine.generate(*asks())) == plain(truth)
+        clean(engine)
+        clean_drafts(source)
+        assert not source._first and not source._fed and not source._count
+    assert engine.scheduler.drafter.stats.steps > 0  # type: ignore[attr-defined]
+
+
+@torch.inference_mode()
+def test_a_head_drafts_what_it_would_say_to_the_whole_text(model: Model) -> None:
+    """The oracle recomputes: the model's hidden states of all known tokens, then the head's own."""
+    engine, source = with_head(model, prefix_cache=False)
+    made, seen = source.head, 0
+    guess = source.guess
+
+    def checked(requests: Sequence[Request], lengths: Sequence[int]) -> list[tuple[int, ...]]:
+        nonlocal seen
+        found = guess(requests, lengths)
+        for request, drafts in zip(requests, found, strict=True):
+            ids = torch.tensor(request.tokens)
+            places = torch.arange(len(ids) - 1)
+            features = model(ids, torch.arange(len(ids)), forward.attention.RecomputeAttention())[:-1]
+            tokens = ids[1:]
+            for place, draft in enumerate(drafts):
+                attention = forward.attention.RecomputeAttention()
+                out = made.step(tokens, features, places, attention)
+                expected = int(made.logits(out[-1]).argmax())
+                assert draft == expected, f"request {request.id}, draft {place} behind {len(ids)} tokens"
+                tokens = torch.cat((tokens, torch.tensor([draft])))
+                features = torch.cat((features, out[-1:]))
+                places = torch.arange(len(tokens))
+                seen += 1
+        return found
+
+    source.guess = checked  # type: ignore[method-assign]
+    engine.generate([[1, 2, 3], [5] * 20, list(range(70))], SamplingParams(max_tokens=8, ignore_eos=True))
+    assert seen > 20
+
+
+def test_drafters_go_to_a_file_and_back(model: Model, truth: list[Completion], tmp_path: Any) -> None:
+    for kind, layers in ((Head, 1), (Layers, 2)):
+        made = drafter_of(model, kind, layers)
+        path = tmp_path / f"{kind.kind}.safetensors"
+        head.save(made, path, {"seconds": 1})
+        again = head.load(path, model)
+        assert type(again) is kind and again.config.num_layers == layers
+        for name, value in made.own().items():
+            assert torch.allclose(value, again.own()[name], atol=1e-2), name
+        engine = speculative.load(
+            model, drafter=kind.kind, draft_model=str(path), draft_adaptive=False, **SMALL
+        )
+        assert plain(engine.generate(*asks())) == plain(truth)
+        other = "layers" if kind is Head else "head"
+        with pytest.raises(UserError, match=f"drafter is '{other}', but {path.name} holds '{kind.kind}'"):
+            speculative.load(model, drafter=other, draft_model=str(path), **SMALL)
+    with pytest.raises(UserError, match="Llama family"):
+        head.load(path, forward.load_model("random:tiny-window", device="cpu", dtype="float32"))
+
+
+def test_the_reduced_head_never_names_other_tokens(model: Model) -> None:
+    made = drafter_of(model, Layers, 2)
+    logits = made.logits(torch.randn(3, model.config.hidden_size))
+    assert torch.isinf(logits[:, 1::2]).all() and torch.isfinite(logits[:, ::2]).all()
+
+
+# Training.
+
+
+@torch.inference_mode()
+def test_training_unrolls_the_head_as_drafting_does(model: Model) -> None:
+    """Each place of step j is what the head makes when its chain began j places before."""
+    made = drafter_of(model, Head, 1)
+    assert isinstance(made, Head)
+    ids = torch.tensor([[(7 * n) % 250 + 1 for n in range(14)], [(5 * n) % 250 + 1 for n in range(14)]])
+    hidden = unroll.hidden_states(model, ids)
+    steps = unroll.outputs(made, ids, hidden, 4)
+    for line, start in ((0, 0), (0, 5), (1, 8)):
+        features = hidden[line, : start + 1]
+        for step, out in enumerate(steps):
+            place = start + step
+            tokens = ids[line, 1 : place + 2]
+            attention = forward.attention.RecomputeAttention()
+            right = made.step(tokens, features, torch.arange(place + 1), attention)[-1]
+            difference = float((out[line, place] - right).abs().max())
+            assert difference < 1e-4, f"step {step} of the chain that began at {start} is off by {difference}"
+            features = torch.cat((features, right[None]))
+
+
+def test_the_loss_falls_and_nothing_but_the_drafter_changes(model: Model) -> None:
+    made = drafter_of(model, Head, 1)
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    for value in made.own().values():
+        value.requires_grad_(True)
+    optimizer = torch.optim.AdamW(made.own().values(), lr=3e-3)
+    ids, real = unroll.padded(
+        [Talk([(3 * n * n + k) % 250 + 1 for n in range(20 + k)], 2, True) for k in range(4)], model.device
+    )
+    losses = []
+    for _ in range(25):
+        value = unroll.loss(model, made, ids, real, 2, 3)
+        optimizer.zero_grad()
+        value.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(float(value.detach()))
+    assert losses[-1] < losses[0] - 0.005, losses
+    assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
+
+
+def test_acceptance_counts_chains_of_right_drafts(model: Model) -> None:
+    """Two layers that are the model itself, with all tokens in their head, are always right."""
+    assert isinstance(model, Llama)
+    made = Layers(model, model.config.num_layers, model.config.intermediate_size, torch.arange(257))
+    with torch.no_grad():
+        for name, value in made.own().items():
+            value.copy_(model.get_parameter(name))
+    talks = []
+    for one in continuous.load(model, max_rows=3, max_len=64).generate(
+        [[1, 2, 3], [9] * 8], SamplingParams(max_tokens=20, ignore_eos=True)
+    ):
+        talks.append(Talk(one.prompt_ids + one.token_ids, len(one.prompt_ids), True))
+    assert unroll.accepted(model, made, talks) == [1.0] * 4
+
+
+class Written:
+    """A tokenizer whose chat form is a frame around the content."""
+
+    def chat(self, messages: list[dict[str, str]], *, add_generation_prompt: bool) -> list[int]:
+        return [250, 251, *({"A": [65], "Why": [87]}[messages[0]["content"]]), 2, 252]
+
+
+def test_the_model_asks_and_answers(model: Model) -> None:
+    before, between = text.template(Written())  # type: ignore[arg-type]
+    assert (before, between) == ([250, 251], [2, 252])
+    engine = continuous.load(model, max_rows=4, max_len=300)
+    eos = model.config.eos_token_ids[0]
+    told: list[int] = []
+    talks = text.write(
+        engine,
+        before,
+        [eos, 252],
+        seconds=5.0,
+        most=3,
+        answer_tokens=8,
+        told=lambda count: told.append(count),
+    )
+    assert engine.idle
+    for talk in talks:
+        assert talk.tokens[:2] == before and talk.tokens[talk.answer - 2 : talk.answer] == [eos, 252]
+        assert eos not in talk.tokens[2 : talk.answer - 2], "a question has an end inside"
+    assert told == list(range(1, len(talks) + 1))
+    groups = list(text.batches(talks, 64, random.Random(0))) if talks else []
+    assert sum(map(len, groups)) == len(talks)
+
+
+def test_frequent_tokens() -> None:
+    talks = [Talk([5, 5, 5, 2, 2, 9], 1, True)]
+    assert text.frequent(talks, 2, 12) == [2, 5] and text.frequent(talks, 4, 12) == [0, 2, 5, 9]
+
+
+# The classical way.
+
+
+def distributions(
+    seed: int, vocab: int = 40, spread: float = 1.0, scale: float = 1.5
+) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    target = torch.randn(vocab, generator=generator) * scale
+    draft = target + spread * torch.randn(vocab, generator=generator)
+    return target.softmax(0).double(), draft.softmax(0).double()
+
+
+def chi_square(counts: np.ndarray, p: np.ndarray) -> float:
+    """How far counts are from probabilities, in standard deviations of chi-square."""
+    expected = p * counts.sum()
+    rare = expected < 8
+    counts = np.append(counts[~rare], counts[rare].sum())
+    expected = np.append(expected[~rare], max(expected[rare].sum(), 1e-9))
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    freedom = len(counts) - 1
+    return (statistic - freedom) / (2 * freedom) ** 0.5
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_rejection_keeps_the_distribution(seed: int) -> None:
+    p, q = distributions(seed, vocab=12)
+    second, _ = distributions(seed + 50, vocab=12)
+    generator = torch.Generator().manual_seed(seed)
+    counts, behind = np.zeros(12), np.zeros(12)
+    for _ in range(12_000):
+        drafted = rejection.draw(q, generator)
+        tokens = rejection.verify(torch.stack((p, second)), q[None], [drafted], generator)
+        counts[tokens[0]] += 1
+        if len(tokens) == 2:
+            behind[tokens[1]] += 1
+    assert chi_square(counts, p.numpy()) < 4, "the first token is not distributed as without drafts"
+    assert chi_square(behind, second.numpy()) < 4, "the token behind an accepted draft is not"
+    assert counts.sum() > behind.sum() > 0
+
+
+def test_a_wrong_rule_would_be_seen() -> None:
+    """A rejected draft replaced by a draw from p, not from the residual: chi-square sees it."""
+    p, q = distributions(0, vocab=12)
+    generator = torch.Generator().manual_seed(0)
+    counts = np.zeros(12)
+    for _ in range(12_000):
+        token = rejection.draw(q, generator)
+        if torch.rand((), generator=generator) * q[token] >= p[token]:
+            token = rejection.draw(p, generator)
+        counts[token] += 1
+    assert chi_square(counts, p.numpy()) > 8
+
+
+@pytest.mark.parametrize("spread", [0.2, 0.4, 1.0])
+def test_acceptance_is_near_the_optimum(spread: float) -> None:
+    """No rule in which the drafter does not change the text can promise more than (1 - d) / (1 + d)."""
+    gaps = []
+    for seed in range(8):
+        p, q = distributions(seed, vocab=500, spread=spread, scale=3.5)
+        best = float(rejection.optimum(p, q))
+        assert float(rejection.classical(p, q)) == pytest.approx(best, abs=1e-9)
+        found = rejection.coupled(p.float(), q.float(), 4000, seed)
+        promised = best / (2 - best)
+        assert promised - 0.03 <= found <= best + 0.03
+        gaps.append(best - found)
+    assert sum(gaps) / len(gaps) < (0.03 if spread < 0.4 else 0.06)
+
+
+# Graphs, which the CPU calls instead of replaying.
+
+PLAIN = dict.fromkeys(("norms", "rope", "activation", "projections", "sampling"), "torch")
+GRAPHS = {"kernels": True, "graphs": True, "graph_tokens": 32, **PLAIN}
+
+
+def test_verify_sizes_hold_every_small_step() -> None:
+    sizes = verify_sizes(40, 5)
+    assert list(sizes) == [1, 2, 4, 8, 16, 32] and sizes[1] == [2, 4, 6] and sizes[32] == [64, 128, 192]
+    assert all(count <= 256 for counts in verify_sizes(256, 31).values() for count in counts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "ahead"])
+@pytest.mark.parametrize("script", ["always right, and beyond what was asked for", "any length"])
+def test_verify_graphs_give_the_same_tokens(model: Model, script: str, overlap: bool) -> None:
+    prompts = [[5, 6, 7, 8] * 3, [3, 1], [7]]
+    usual = {"max_tokens": 14, "ignore_eos": True}
+    params = [
+        SamplingParams(**usual),
+        SamplingParams(temperature=0.8, seed=1, **usual),
+        SamplingParams(frequency_penalty=0.5, **usual),  # no graph samples with penalties
+    ]
+    for some in (slice(0, 2), slice(1, 3)):
+        asked = prompts[some], params[some]
+        right = continuous.load(model, max_rows=4, max_len=96).generate(*asked)
+        engine = scripted(model, right, script, overlap=overlap, max_rows=4, **GRAPHS)
+        captured = with_verify_graphs(engine)
+        assert plain(engine.generate(*asked)) == plain(right)
+        assert captured or some.start, "no step that verifies was replayed"
+        assert isinstance(engine.runner, GraphRunner) and engine.runner.replays >= engine.stats.steps - 2
+        clean(engine)
+
+
+def with_verify_graphs(engine: PagedEngine) -> list[tuple[int, int, Feature]]:
+    """Give the engine graphs for up to 6 drafts; returns the list of those that are replayed."""
+    old = engine.runner
+    assert isinstance(old, GraphRunner)
+    made = GraphRunner(
+        old.model, old.attention, old.rows, old.cache, most_rows=4, most_tokens=32, most_drafts=6
+    )
+    used: list[tuple[int, int, Feature]] = []
+    for key, graph in made._verify_graphs.items():
+        replay = graph.replay
+        graph.replay = lambda key=key, replay=replay: (used.append(key), replay())[1]  # type: ignore
+    engine.runner = made
+    return used
+
+
+@pytest.mark.slow
+def test_a_head_with_graphs_changes_no_token(model: Model, tmp_path: Any) -> None:
+    """Head and model both replay; the head reads the hidden states that graphs leave behind."""
+    path = tmp_path / "head.safetensors"
+    head.save(drafter_of(model, Head, 1), path, {})
+    prompts = [[5, 6, 7], [9] * 12]
+    params = [
+        SamplingParams(max_tokens=9, ignore_eos=True),
+        SamplingParams(max_tokens=9, temperature=0.8, seed=1, ignore_eos=True),
+    ]
+    right = continuous.load(model, max_rows=2, max_len=32).generate(prompts, params)
+    options = {**GRAPHS, "max_rows": 2, "max_len": 32, "block_size": 8, "cache_bytes": 1 << 20}
+    eager = speculative.load(
+        model, drafter="head", draft_model=str(path), draft_adaptive=False, max_rows=2, max_len=32
+    )
+    engine = speculative.load(
+        model, drafter="head", draft_model=str(path), draft_adaptive=False, draft_length=3, **options
+    )
+    for made in (eager, engine):
+        assert plain(made.generate(prompts, params)) == plain(right)
+    source = engine.scheduler.drafter.source  # type: ignore[attr-defined]
+    assert source.runner.replays > 0 and source.runner._chains, "the head's steps are no graphs"
+    first, second = (made.scheduler.drafter.stats.acceptance for made in (eager, engine))  # type: ignore
+    assert first == pytest.approx(second, abs=0.15), "with graphs the head says something else"
+    clean(engine)
+
+
+# On a GPU.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("drafter", ["ngram", "suffix"])
+def test_real_graphs_give_the_same_tokens(drafter: str) -> None:
+    model = forward.load_model("random:tiny", device="cuda", dtype="float32")
+    right = cuda_graphs.load(model, max_rows=8, max_len=96).generate(*asks())
+    engine = speculative.load(model, drafter=drafter, draft_adaptive=False, max_rows=8, max_len=96)
+    assert isinstance(engine.runner, GraphRunner) and engine.runner._verify_graphs
+    assert_all_same(model, right, engine.generate(*asks()), [p for p in asks()[1] for _ in range(p.n)])
+    engine.check_integrity()
+
+
+@pytest.mark.gpu
+def test_a_head_with_real_graphs(tmp_path: Any) -> None:
+    model = forward.load_model("random:tiny", device="cuda", dtype="float32")
+    path = tmp_path / "head.safetensors"
+    head.save(drafter_of(model, Head, 1).to("cuda"), path, {})
+    prompts, params = [[5, 6, 7], [9] * 40], SamplingParams(max_tokens=30, ignore_eos=True)
+    right = cuda_graphs.load(model, max_rows=2, max_len=96).generate(prompts, params)
+    options = {"drafter": "head", "draft_model": str(path), "draft_adaptive": False}
+    engine = speculative.load(model, max_rows=2, max_len=96, **options)
+    assert_all_same(model, right, engine.generate(prompts, params), [params, params])
+    assert engine.scheduler.drafter.stats.steps > 0

@@ -1,0 +1,272 @@
+"""Mistakes in phase 11, speculative decoding. The first two are planted on every run of the test suite."""
+
+from tests.planted.planting import Bug
+
+RUNNER = "phases/04_continuous/continuous/runner.py"
+SCHEDULER = "phases/04_continuous/continuous/scheduler.py"
+SAMPLER = "common/sampling/sampler.py"
+OPS = "common/sampling/ops.py"
+ENGINE = "phases/09_cuda_graphs/cuda_graphs/engine.py"
+SPECULATOR = "phases/11_speculative/speculative/speculator.py"
+CONTROL = "phases/11_speculative/speculative/control.py"
+NGRAM = "phases/11_speculative/speculative/ngram.py"
+SUFFIX = "phases/11_speculative/speculative/suffix.py"
+MODEL = "phases/11_speculative/speculative/draft_model.py"
+HEAD = "phases/11_speculative/speculative/head.py"
+REJECTION = "phases/11_speculative/speculative/rejection.py"
+STATS = "phases/11_speculative/speculative/stats.py"
+SYNTHETIC = "phases/11_speculative/speculative/synthetic.py"
+
+BUGS = (
+    Bug(
+        "compares-with-the-next-place",
+        RUNNER,
+        "sampled[right] == drafts[right]:",
+        "sampled[right + 1] == drafts[right]:",
+        "Compares a draft with what was sampled behind it.",
+    ),
+    Bug(
+        "penalties-blind-to-drafts",
+        SAMPLER,
+        "                counts.scatter_add_(1, before.clamp(min=0), (before >= 0).int())\n",
+        "                pass\n",
+        "Penalizes all places for what was said before the first of them.",
+    ),
+    Bug(
+        "wrong-drafts-counted",
+        SAMPLER,
+        "                ones = ones * ops.behind_right_drafts(tokens, drafts)\n",
+        "                pass\n",
+        "Counts for the penalties what was sampled behind wrong drafts.",
+    ),
+    Bug(
+        "one-wrong-is-enough",
+        OPS,
+        "return (right | ~guessed).all(1).int()",
+        "return (right | ~guessed)[:, -1].int()",
+        "Looks at the last draft before a place only.",
+    ),
+    Bug(
+        "guesses-before-it-knows",
+        ENGINE,
+        "if self._flying is not None and self.scheduler.drafter.waits:",
+        "if False:",
+        "Schedules a step while the tokens that drafts depend on are on their way.",
+    ),
+    Bug(
+        "always-waits",
+        SPECULATOR,
+        "        return self._on\n",
+        "        return True\n",
+        "Gives up overlap though nobody guesses.",
+    ),
+    Bug(
+        "as-many-as-it-likes",
+        SPECULATOR,
+        "                self._guesses[request] = drafts[:length]\n",
+        "                self._guesses[request] = drafts\n",
+        "Takes more drafts than it has asked for.",
+    ),
+    Bug(
+        "guesses-in-prompts",
+        SPECULATOR,
+        "if request.placeholders or request.prefilling or request.siblings:",
+        "if request.prefilling or request.siblings:",
+        "Guesses what follows a token that it does not know.",
+    ),
+    Bug(
+        "nothing-is-learned",
+        SPECULATOR,
+        "                self.control.saw(work.request, len(work.drafts), accepted)\n",
+        "                pass\n",
+        "Never tells the control what was accepted.",
+        unseen="the text is the same; it only guesses more or less than pays",
+    ),
+    Bug(
+        "losses-are-free",
+        CONTROL,
+        "if self.on and self.lost > allowed:",
+        "if self.on and self.lost > 100 * allowed:",
+        "Lets guessing lose twice the time there is.",
+    ),
+    Bug(
+        "gains-without-end",
+        CONTROL,
+        "        self.lost = max(self.lost, -CREDIT * self.plain)\n",
+        "",
+        "Lets guessing lose for ever what it gained once.",
+    ),
+    Bug(
+        "interruptions-count",
+        CONTROL,
+        "            seconds = min(seconds, 1.5 * self.plain)\n",
+        "            pass\n",
+        "Believes a step that was interrupted.",
+    ),
+    Bug(
+        "untried-drafts-count",
+        CONTROL,
+        "+ min(drafts, accepted + 1)",
+        "+ drafts",
+        "Counts drafts behind the first wrong one as wrong, though nobody knows.",
+    ),
+    Bug(
+        "finds-itself",
+        NGRAM,
+        "                if place >= order:\n"
+        "                    self._ends[tuple(self.tokens[place - order :])] = place\n"
+        "            self.tokens.append(token)\n",
+        "                if place >= order:\n"
+        "                    self._ends[tuple(self.tokens[place - order :])] = place - 1\n"
+        "            self.tokens.append(token)\n",
+        "Goes on one token too early.",
+    ),
+    Bug(
+        "takes-everything-in-again",
+        NGRAM,
+        "for token in tokens[self.seen :]:",
+        "for token in tokens:",
+        "Takes the whole text in at every step.",
+    ),
+    Bug(
+        "shortest-first",
+        NGRAM,
+        "ORDERS = (4, 3, 2)",
+        "ORDERS = (2, 3, 4)",
+        "Looks for the shortest n-gram first.",
+        unseen="the test takes the order from here; it guesses worse, and stays exact",
+    ),
+    Bug(
+        "copies-share-children",
+        SUFFIX,
+        "copy = self._state(dict(self.next[target]),",
+        "copy = self._state(self.next[target],",
+        "Lets a state and the one cut off from it have the same transitions.",
+    ),
+    Bug(
+        "links-not-moved",
+        SUFFIX,
+        "        while state >= 0 and self.next[state].get(token) == target:\n"
+        "            self.next[state][token] = copy\n"
+        "            state = self.link[state]\n",
+        "",
+        "Cuts a state off, and leads nobody there.",
+    ),
+    Bug(
+        "texts-run-together",
+        SUFFIX,
+        "        if token == BREAK:\n"
+        "            self.tokens.append(token)\n"
+        "            self.last = 0\n"
+        "            return\n",
+        "",
+        "Lets a match run from one text into the next.",
+        unseen="a text that goes through the break has the break in it, which no request says",
+    ),
+    Bug(
+        "tenants-together",
+        SUFFIX,
+        "automaton = self.young.setdefault(request.salt, SuffixAutomaton())",
+        'automaton = self.young.setdefault("b", SuffixAutomaton())',
+        "Tells one tenant's text to another.",
+    ),
+    Bug(
+        "preempted-are-told",
+        SUFFIX,
+        " or request.finish_reason is None or ",
+        " or ",
+        "Shares what a preempted request has said so far, again and again.",
+    ),
+    Bug(
+        "wrong-drafts-stay-computed",
+        MODEL,
+        "            if own.tokens[known + right] != shadow.drafts[right]:\n                break\n",
+        "",
+        "Takes what the draft model computed behind a wrong draft for right.",
+    ),
+    Bug(
+        "last-draft-counts-as-computed",
+        MODEL,
+        "right < len(shadow.drafts) - 1:",
+        "right < len(shadow.drafts):",
+        "Takes the last draft for computed, which nobody has computed.",
+    ),
+    Bug(
+        "own-seed",
+        MODEL,
+        "params, seed=request.seed)",
+        "params, seed=request.seed + 1)",
+        "Drafts with other noise than the model's.",
+    ),
+    Bug(
+        "draft-blocks-leak",
+        MODEL,
+        "            self.cache.release(shadow.request)\n",
+        "",
+        "Never gives the draft model's blocks back.",
+    ),
+    Bug(
+        "head-reads-itself",
+        HEAD,
+        "own.num_computed_tokens = len(own.tokens) - sum(map(len, fed))",
+        "own.num_computed_tokens = len(own.tokens) - 1",
+        "Keeps what the head made of its own hidden states where the model's are known.",
+    ),
+    Bug(
+        "head-one-behind",
+        HEAD,
+        "return request.tokens[self._first[request] + 1 :]",
+        "return request.tokens[self._first[request] :]",
+        "Gives the head each token with the hidden state behind it, not before it.",
+    ),
+    Bug(
+        "head-skips-a-gap",
+        HEAD,
+        "            self.leave(request)  # steps have passed unseen\n",
+        "            pass\n",
+        "Goes on behind hidden states that nobody has seen.",
+        unseen="such a gap is noticed a second time, when drafts are asked for",
+    ),
+    Bug(
+        "wrong-hidden-states-kept",
+        HEAD,
+        "count = work.count - len(work.drafts) + accepted",
+        "count = work.count",
+        "Reads hidden states of wrong drafts.",
+    ),
+    Bug(
+        "replaced-by-p",
+        REJECTION,
+        "draw(residual(p, q), generator)",
+        "draw(p, generator)",
+        "Replaces a rejected draft by any token of the model's.",
+    ),
+    Bug(
+        "accepts-the-likely",
+        REJECTION,
+        "generator=generator) * q[token] >= p[token]:",
+        "generator=generator) >= p[token]:",
+        "Accepts a draft with the model's probability, whatever the drafter's was.",
+    ),
+    Bug(
+        "marks-one-late",
+        STATS,
+        "first = work.start + work.count - drafts - request.prompt_len",
+        "first = work.start + work.count - drafts - request.prompt_len + 1",
+        "Tints the token behind each accepted draft.",
+    ),
+    Bug(
+        "synthetic-owes-nothing",
+        SYNTHETIC,
+        "        self._owed = min(self._owed - right, 1.0)\n",
+        "        self._owed = 0.0\n",
+        "Forgets the half draft that it owes.",
+    ),
+    Bug(
+        "asked-for-drafts-not-dropped",
+        SCHEDULER,
+        "        if computed and self.drafter.waits:\n            self.drafter.landed(work, accepted)\n",
+        "",
+        "Never tells the drafter what became of its drafts.",
+    ),
+)
