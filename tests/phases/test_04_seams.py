@@ -21,6 +21,7 @@ from continuous.cache import RowCache
 from continuous.engine import Engine
 from continuous.rows import Rows
 from continuous.scheduler import Scheduler
+from continuous.seams import NoMasks
 from continuous.work import Work
 from cuda_graphs.engine import RunAhead
 from forward.model import Model
@@ -131,7 +132,7 @@ def test_an_end_in_the_middle_of_accepted_tokens(model: Model, expected: list[li
 # Two halves, and masks between them.
 
 
-class OddOnly:
+class OddOnly(NoMasks):
     """Lets every request choose odd tokens only, and checks that it knows every token before."""
 
     def __init__(self, vocab: int) -> None:
@@ -142,7 +143,7 @@ class OddOnly:
     def wants(self, works: Sequence[Work]) -> bool:
         return True
 
-    def fill(self, works: Sequence[Work]) -> Tensor:
+    def fill(self, works: Sequence[Work]) -> Tensor:  # type: ignore[override]
         takers = [taker for work in works for taker in work.takers]
         for taker in takers:
             if taker.finish_reason is None:

@@ -43,16 +43,17 @@ def build(
     """
     borrowed = isinstance(model, Model)
     parts = Parts(load_model(model, device=device, dtype=dtype), sizes or PagedSizes(), borrowed)
+    parts.tokenizer = tokenizer
     del model  # or its old layers would live as long as this call
     for feature in sorted(features, key=lambda feature: feature.phase):
         if feature.name in parts.features:
             raise UserError(f"{feature.name} is given twice")
         parts.features[feature.name] = feature
         feature.install(parts)
-    return make(parts, tokenizer)
+    return make(parts)
 
 
-def make(parts: Parts, tokenizer: Tokenizer | None = None) -> PagedEngine:
+def make(parts: Parts) -> PagedEngine:
     """The engine that these parts make."""
     sizes, loaded = parts.sizes, parts.model
     length = sizes.context(loaded)
@@ -78,7 +79,7 @@ def make(parts: Parts, tokenizer: Tokenizer | None = None) -> PagedEngine:
         loaded.config, ledger.blocks, block_size, device=loaded.device, dtype=loaded.dtype, kv=parts.kv
     )
     runner = parts.runner(loaded, parts.attention(pool), rows, cache, sampler=parts.sampler)
-    engine = parts.engine(scheduler, runner, ledger, tokenizer, masks=parts.masks)
+    engine = parts.engine(scheduler, runner, ledger, parts.tokenizer, masks=parts.masks)
     if parts.rehearse is not None:
         engine.rehearsal_seconds = parts.rehearse(engine)
     return engine

@@ -17,6 +17,7 @@ import torch
 from common.errors import UserError, integer, number
 from common.options import option
 from common.sampling.sampler import Sampler
+from common.text.tokenizer import Tokenizer
 from continuous.seams import NO_DRAFTS, NO_MASKS, Drafter, Masks
 from continuous.sizes import Sizes
 from forward.model import Model
@@ -61,6 +62,7 @@ class Parts:
     drafter, masks: objects that take part in steps.
     reserve: asked after all features are installed how many bytes to leave free.
     rehearse: makes a new engine ready for its first request, and says how many seconds that took.
+    tokenizer: the engine's, if it has one.
     """
 
     model: Model
@@ -77,6 +79,7 @@ class Parts:
     masks: Masks = NO_MASKS
     reserve: list[Callable[[Parts], int]] = field(default_factory=list)
     rehearse: Callable[[PagedEngine], float] | None = None
+    tokenizer: Tokenizer | None = None
     usual: dict[str, int] = field(default_factory=lambda: {"max_rows": 64, "block_size": 16})
     features: dict[str, Feature] = field(default_factory=dict)
     _brought: dict[str, str] = field(default_factory=dict)
