@@ -85,7 +85,7 @@ class SamplingParams:
     n: completions for each prompt, 1 to `MAX_N`.
     grammar: the language of the output, for an engine that masks tokens (phase 12). Where the output may end,
         an end-of-sequence token may be chosen, and nowhere else; where it cannot go on, the end comes before
-        `min_tokens` and in spite of `ignore_eos`. An output that `max_tokens` or a stop cuts may be incomplete.
+        `min_tokens` and in spite of `ignore_eos`. What `max_tokens` or a stop cuts may be incomplete.
     """
 
     max_tokens: int = 128

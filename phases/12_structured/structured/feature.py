@@ -71,8 +71,9 @@ class Structured(Feature):
             parts.drafter = GrammarDrafter(parts.drafter, jump_forward=self.jump_forward)
 
 
-def make_backend(name: Name, tokenizer: Tokenizer, size: int, eos: tuple[int, ...]) -> Backend:
+def make_backend(name: Name, tokenizer: Tokenizer | None, size: int, eos: tuple[int, ...]) -> Backend:
     """A backend for a model's vocabulary. Raises `UserError` if it is not installed."""
+    assert tokenizer is not None, "grammars of an engine without a tokenizer are refused"
     return backend_named(name)(Vocabulary.of(tokenizer, size, eos))
 
 

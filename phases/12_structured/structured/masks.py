@@ -173,7 +173,8 @@ class MaskStaging:
 
     def __init__(self, width: int, device: torch.device) -> None:
         self.width, self.device = width, device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
         self._buffers: tuple[Tensor, Tensor] | None = None
 
     def host(self, count: int) -> Words:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import llguidance as ll
 
@@ -16,7 +17,7 @@ from common.sampling.grammar import Grammar
 from structured.matcher import Backend, Compiled, Job, Matcher, Words
 from structured.vocabulary import Vocabulary
 
-LIMITS = {
+LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,
