@@ -17,6 +17,7 @@ from phases.commands.autotune import autotune as search
 from phases.commands.autotune import check_autotune
 from phases.commands.engines import Served, encode, read_prompts, serve
 from phases.commands.fetch import fetch_with_progress
+from phases.commands.grammars import check_grammar, show_trace
 from phases.config import options_from_yaml
 from phases.registry import check_options, load_engine, missing_for, phase_named
 
@@ -36,11 +37,13 @@ def run(
     dtype: str,
     as_json: bool,
     autotune: bool = False,
+    trace: bool = False,
     config: Path | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> int:
     """Generate and print, after a search for kernels if `autotune`.
 
+    trace: show the masks of one prompt's steps instead of its text.
     config, options: of the engine; the second come first.
 
     Returns the exit code: 0, or 1 when a request failed inside the engine.
@@ -51,6 +54,7 @@ def run(
     where = pick_device(device)
     kind = pick_dtype(dtype, where)  # what is wrong must not wait for a download
     check_options(phase, given, where)
+    check_grammar(phase, params, trace, len(prompts))
     if autotune:
         check_autotune(phase, where)
         random = model.startswith("random:")
@@ -67,10 +71,12 @@ def run(
         err.print(
             f"[dim]{phase.name} needs {missing} to be fast; here it may take minutes.[/dim]", soft_wrap=True
         )
-    engine = load_engine(phase, str(folder), device=str(where), dtype=dtype, **given)
+    engine = load_engine(phase, str(folder), device=str(where), dtype=dtype, tokenizer=tokenizer, **given)
     ledger = getattr(engine, "ledger", None)
     if ledger is not None and not as_json:
         err.print(f"[dim]{ledger}[/dim]")
+    if trace:
+        return show_trace(engine, tokenizer, ids[0], params)
     screen = Screen(prompts, quiet=as_json)
     served = serve(engine, tokenizer, ids, params, screen.show)
     screen.close()

@@ -20,7 +20,7 @@ from structured.matcher import Backend, Compiled, Matcher, Words
 from structured.vocabulary import Vocabulary
 
 ENFORCED = {
-    "type", "enum", "const", "properties", "required", "additionalProperties", "items", "prefixItems",
+    "type", "enum", "const", "properties", "required", "additionalProperties", "items",
     "minItems", "maxItems", "minLength", "maxLength", "pattern", "anyOf", "$ref", "minimum", "maximum",
     "exclusiveMinimum", "exclusiveMaximum",
 }  # fmt: skip
@@ -36,7 +36,9 @@ class XGrammarMatcher(Matcher):
     """One output in xgrammar's automaton."""
 
     def __init__(self, compiled: Any, eos: Sequence[int]) -> None:
-        self.inner = xg.GrammarMatcher(compiled, override_stop_tokens=list(eos), max_rollback_tokens=MOST_ROLLBACK)
+        self.inner = xg.GrammarMatcher(
+            compiled, override_stop_tokens=list(eos), max_rollback_tokens=MOST_ROLLBACK
+        )
 
     def fill(self, words: Words) -> None:
         """See `Matcher`; so are the others."""
@@ -98,7 +100,9 @@ class XGrammarBackend(Backend):
 
     def _compile(self, grammar: Grammar) -> Any:
         if grammar.kind == "json_schema":
-            return self.compiler.compile_json_schema(grammar.source, any_whitespace=True, strict_mode=self.strict)
+            return self.compiler.compile_json_schema(
+                grammar.source, any_whitespace=True, strict_mode=self.strict
+            )
         if grammar.kind == "regex":
             return self.compiler.compile_regex(grammar.source)
         if grammar.kind == "choice":
@@ -107,20 +111,30 @@ class XGrammarBackend(Backend):
         return self.compiler.compile_grammar(grammar.source)
 
 
+def enforced(key: str, value: Any) -> bool:
+    """Whether the library holds an output to a keyword with this value."""
+    if key == "$ref":  # others are taken for `true`
+        return isinstance(value, str) and (value == "#" or value.startswith("#/"))
+    if key in ("const", "enum"):  # of objects and arrays it knows one spelling
+        values = value if key == "enum" and isinstance(value, list) else [value]
+        return not any(isinstance(part, (list, Mapping)) for part in values)
+    return key in ENFORCED or key in IGNORED
+
+
 def unenforced(schema: Any, pointer: str) -> Iterator[str]:
     """JSON pointers of what the library would leave out: keywords, and combinations it resolves wrongly."""
     if not isinstance(schema, Mapping):
         return
     for key, value in schema.items():
         where = f"{pointer}/{key}"
-        if key not in ENFORCED and key not in IGNORED:
+        if not enforced(key, value):
             yield where
         elif key in ("properties", "$defs", "definitions") and isinstance(value, Mapping):
             for name, part in value.items():
                 yield from unenforced(part, f"{where}/{name}")
         elif key in ("items", "additionalProperties"):
             yield from unenforced(value, where)
-        elif key in ("anyOf", "prefixItems") and isinstance(value, list):
+        elif key == "anyOf" and isinstance(value, list):
             for number, part in enumerate(value):
                 yield from unenforced(part, f"{where}/{number}")
     asks = set(schema) - IGNORED
@@ -129,5 +143,3 @@ def unenforced(schema: Any, pointer: str) -> Iterator[str]:
             yield f"{pointer}/{key}"
     if "type" not in asks and asks - {"$ref", "anyOf", "enum", "const"}:
         yield f"{pointer} without a type"
-
-
