@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import time
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 import cuda_graphs
 import forward
@@ -16,8 +18,10 @@ import structured
 from common.errors import UserError
 from common.events import Completion
 from common.request import Request
+from common.sampling import ops
 from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
+from common.sampling.sampler import Allowed, Sampler
 from forward.model import Model
 from paged_cache import BlockPool, PagedEngine
 from structured.drafter import GrammarDrafter
@@ -402,6 +406,99 @@ def test_a_pool_without_room_still_serves(model: Model) -> None:
     ]
     run(engine)
     assert [tokenizer().decode(r.output_ids[:-1]) for r in requests] == list("abcabc")
+
+
+def nested(depth: int) -> Any:
+    schema: Any = {"type": "null"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+HOSTILE: dict[str, Grammar] = {
+    "counts": Grammar.regex("a{1,9999}{1,9999}"),
+    "counts of counts": Grammar.regex("(a{1,999}b?){1,999}"),
+    "catastrophic": Grammar.regex("((a+)+|(a|aa)+b|(.*a){25})c"),
+    "blow-up": Grammar.regex("(a|b)*a(a|b){20}"),
+    "deep": Grammar.json_schema(nested(42)),
+    "wide": Grammar.json_schema({"type": "object", "properties": {f"p{n}": True for n in range(7000)}}),
+    "many strings": Grammar.json_schema({"enum": [f"{'x' * 20}{n}" for n in range(8000)]}),
+    "no base": Grammar.json_schema({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
+    "itself": Grammar.json_schema({"$ref": "#"}),
+    "ambiguous": Grammar.lark('start: s\ns: s s | "a" |'),
+    "left": Grammar.lark('start: start "a" | "b"'),
+}
+
+
+def test_hostile_grammars_harm_nobody(model: Model) -> None:
+    engine = engine_of(model, max_rows=16)
+    bystander = SamplingParams(max_tokens=80, temperature=1.0, seed=1, ignore_eos=True)
+    (expected,) = engine.generate([PROMPT], bystander)
+    started = time.process_time()
+    (kept,) = engine.add(PROMPT, bystander)
+    hostile = {
+        name: engine.add(PROMPT, SamplingParams(max_tokens=40, temperature=1.0, seed=2, grammar=grammar))[0]
+        for name, grammar in HOSTILE.items()
+    }
+    run(engine, 60.0)
+    for name, request in hostile.items():
+        assert request.finish_reason in ("stop", "length", "error"), f"{name}: {request.finish_reason}"
+        if request.finish_reason == "error":
+            assert isinstance(request.error, UserError), f"{name}: {request.error!r}"
+    assert kept.output_ids == expected.token_ids, "a hostile grammar changed somebody's tokens"
+    assert time.process_time() - started < 2 * len(HOSTILE)
+    check(engine)
+
+
+def test_a_thousand_grammars_are_forgotten(model: Model) -> None:
+    engine = engine_of(model, grammar_cache_bytes=5_000_000)
+    pool = engine.masks.pool  # type: ignore[attr-defined]
+    for number in range(0, 200, 8):
+        params = [
+            SamplingParams(max_tokens=4, grammar=Grammar.regex(f"x{n}")) for n in range(number, number + 8)
+        ]
+        engine.generate([PROMPT] * 8, params)
+        assert pool.bytes <= 5_000_000 and len(pool.kept) <= 50
+    assert pool.compiled == 200
+
+
+# The kernel.
+
+
+def test_the_kernel_masks_what_torch_masks() -> None:
+    pytest.importorskip("triton")
+    from structured.kernel import forbid, with_kernel
+    from triton_paged_attention.sampler import TritonSampler
+
+    if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
+        pytest.skip("needs Triton's interpreter or a GPU")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    made = torch.Generator().manual_seed(3)
+    for vocab in (257, 32, 4096, 9001):
+        words = torch.randint(-(2**31), 2**31 - 1, (3, -(-vocab // 32)), generator=made, dtype=torch.int32)
+        allowed = Allowed(words.to(device), torch.tensor([0, 2, 4], device=device))
+        for dtype in (torch.float32, torch.bfloat16):
+            logits = torch.randn(6, vocab, generator=made).to(device, dtype)
+            expected = ops.forbid(logits.clone(), allowed.words, allowed.places)
+            forbid(logits, allowed)
+            assert torch.equal(logits, expected), f"{vocab} tokens in {dtype}"
+    assert with_kernel(TritonSampler).forbid is not TritonSampler.forbid
+
+
+@pytest.mark.parametrize("wanted", [None, 1])
+def test_masks_for_some_places_leave_the_others(wanted: int | None) -> None:
+    sampler = Sampler(4, 40, "cpu")
+    for row in range(4):
+        sampler.set_row(row, SamplingParams(logprobs=wanted))
+    logits = torch.arange(40.0).repeat(4, 1)
+    words = torch.zeros(2, 2, dtype=torch.int32)
+    words[:, 0] = 1 << 5
+    before = logits.clone()
+    rows = torch.arange(4)
+    found = sampler.sample(logits, rows, [0, 1, 2, 3], rows * 0, allowed=Allowed(words, torch.tensor([1, 2])))
+    assert found.tokens.tolist() == [39, 5, 5, 39]
+    if wanted is not None:
+        assert torch.equal(logits, before), "log-probabilities need the logits as they were"
 
 
 # Speculation.

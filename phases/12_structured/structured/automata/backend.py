@@ -9,6 +9,7 @@ import numpy as np
 
 from common.errors import UserError
 from common.sampling.grammar import Grammar
+from structured.automata.deadline import within
 from structured.automata.json_schema import rules_of
 from structured.automata.nodes import Alt, Node, literal
 from structured.automata.pushdown import MOST_MASK_BYTES, Machine, MaskMaker, Place
@@ -16,6 +17,9 @@ from structured.automata.regex import parse
 from structured.automata.trie import Trie
 from structured.matcher import Backend, Compiled, Matcher, Words
 from structured.vocabulary import Vocabulary
+
+SECONDS = 1.5
+"""Most time of a thread for one grammar."""
 
 MOST_HEIGHT = 1000
 MOST_STACKS = 64
@@ -32,7 +36,8 @@ class AutomataBackend(Backend):
     def compile(self, grammar: Grammar) -> Compiled:
         """See `Backend.compile`; Lark grammars are refused."""
         try:
-            return AutomataGrammar(Machine(rules_for(grammar), "start"), self)
+            with within(SECONDS):
+                return AutomataGrammar(Machine(rules_for(grammar), "start"), self)
         except UserError as error:
             raise UserError(f"grammar ({grammar}) is refused: {error}") from None
 

@@ -14,12 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import UserError
+from structured.automata.deadline import check
 from structured.automata.nfa import Nfa
 from structured.automata.nodes import Node
 
 MOST_STATES = 4_000
-MOST_WORK = 1_500_000
-"""Visits of states of the nondeterministic automaton: about a second."""
 
 DEAD = -1
 
@@ -46,11 +45,9 @@ def determinize(nfa: Nfa) -> Dfa:
     """Each state is a set of states of `nfa`: all in which it may be after the same text."""
     classes, symbols = symbol_classes(nfa)
     closures: dict[int, frozenset[int]] = {}
-    work = 0
 
     def closure(state: int) -> frozenset[int]:
         """What can be reached without reading anything; only states with edges, or the end, matter."""
-        nonlocal work
         if state not in closures:
             seen, stack = {state}, [state]
             while stack:
@@ -58,21 +55,18 @@ def determinize(nfa: Nfa) -> Dfa:
                     if target not in seen:
                         seen.add(target)
                         stack.append(target)
-            work += len(seen)
             closures[state] = frozenset(s for s in seen if nfa.edges[s] or s == 1)
         return closures[state]
 
     start = closure(0)
     numbers, queue, rows = {start: 0}, [start], list[list[int]]()
     for states in queue:  # which grows
+        check()
         moves: list[set[int]] = [set() for _ in range(len(symbols))]
         for state in states:
             for low, high, target in nfa.edges[state]:
                 reached = closure(target)
                 first, last = classes[low], classes[high]
-                work += (last - first + 1) * len(reached)
-                if work > MOST_WORK:
-                    raise UserError("a grammar takes too long to make deterministic: simplify it")
                 for kind in range(first, last + 1):
                     moves[kind] |= reached
         row = []
@@ -144,6 +138,7 @@ def minimize(dfa: Dfa) -> Dfa:
             group_of[state] = number
     waiting = {min(range(len(groups)), key=lambda number: len(groups[number]))}
     while waiting:
+        check()
         splitter = list(groups[waiting.pop()])
         for into in sources:
             touched: dict[int, set[int]] = {}
@@ -194,6 +189,7 @@ def product(left: Dfa, right: Dfa, keep: Callable[[bool, bool], bool]) -> Dfa:
     numbers, queue, rows = {start: 0}, [start], list[list[int]]()
     tables = [dfa.table.tolist() for dfa in (left, right)]
     for one, other in queue:  # which grows
+        check()
         row = []
         for symbol in range(size):
             pair = (

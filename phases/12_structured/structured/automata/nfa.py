@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from common.errors import UserError
+from structured.automata.deadline import check
 from structured.automata.nodes import (
     Alt,
     Automaton,
@@ -40,6 +41,8 @@ class Nfa:
 
     def state(self) -> int:
         """A new state. Raises `UserError` when there are too many."""
+        if len(self.edges) % 1000 == 0:
+            check()
         if len(self.edges) >= MOST_STATES:
             raise UserError(f"a grammar takes more than {MOST_STATES} states: lower its counts or lengths")
         self.edges.append([])

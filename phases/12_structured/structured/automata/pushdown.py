@@ -64,7 +64,8 @@ class Machine:
         reads = (self.table[:-1] >= 0).any(1)
         self.reads = reads.tolist()
         self.ends = [a and not r and not c for a, r, c in zip(accepting, self.reads, self.calls, strict=True)]
-        self.branches = np.array([a or bool(c) for a, c in zip(accepting, self.calls, strict=True)] + [False])
+        self.calling = np.array([*map(bool, self.calls), False])
+        self.ending = np.array([*accepting, False])
         self.start: Place = frozenset(self.settle((begin,)))
 
     def _prune(self, begin: int) -> None:
@@ -210,7 +211,8 @@ class MaskMaker:
         reached[0] = False
         lowest = len(stack)
         # Where a rule is called or ends inside a token, the rest of the token is read by the stacks there.
-        for node in (reached & machine.branches[states]).nonzero()[0].tolist():
+        branches = machine.calling | machine.ending if below else machine.calling
+        for node in (reached & branches[states]).nonzero()[0].tolist():
             here = (*below, int(states[node]))
             others = machine.settle(here) - {here}
             if machine.accepting[here[-1]] and below:
