@@ -149,7 +149,8 @@ def _refuse_wide_objects(grammar: Grammar) -> None:
 def source_of(grammar: Grammar) -> str:
     """A grammar in the library's own notation."""
     if grammar.kind == "json_schema":
-        return ll.LLMatcher.grammar_from_json_schema(grammar.source, defaults=OPTIONS)  # type: ignore[arg-type]
+        source = {"true": "{}", "false": '{"not": {}}'}.get(grammar.source.strip(), grammar.source)
+        return ll.LLMatcher.grammar_from_json_schema(source, defaults=OPTIONS)  # type: ignore[arg-type]
     if grammar.kind == "regex":
         return ll.LLMatcher.grammar_from_regex(grammar.source)
     return ll.grammar_from("choice" if grammar.kind == "choice" else "grammar", grammar.source)
