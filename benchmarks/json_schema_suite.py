@@ -36,7 +36,7 @@ from benchmarks.plotting import COLOURS, panels, save
 from common.errors import UserError
 from common.paths import cache_home
 from common.sampling.grammar import Grammar
-from structured.feature import backend_named
+from structured.feature import Name, backend_named
 from structured.matcher import Backend, Matcher
 from structured.vocabulary import Vocabulary
 
@@ -199,9 +199,10 @@ def backends() -> dict[str, Backend]:
     """Those that are installed; xgrammar also without this project's check, in both of its modes."""
     words, found = byte_vocabulary(), dict[str, Backend]()
     found["automata (by hand)"] = backend_named("automata")(words)
-    for name in ("llguidance", "xgrammar"):
+    names: tuple[Name, ...] = ("llguidance", "xgrammar")
+    for name in names:
         try:
-            kind: Any = backend_named(name)  # type: ignore[arg-type]
+            kind: Any = backend_named(name)
         except UserError:
             continue
         label = f"{name} {metadata.version(name)}"

@@ -209,21 +209,23 @@ class Bench:
     # Steps.
 
     def steps(self) -> list[Run]:
-        """Steps of the schema sample with and without drafts of what is forced."""
-        most, each = (16, 1) if self.options.quick else (96, 2)
+        """Steps of the schema sample with and without drafts of what is forced, one request at a time."""
+        most, each = (16, 1) if self.options.quick else (64, 2)
         params = [
             SamplingParams(max_tokens=most, temperature=0.8, seed=seed, grammar=Grammar.json_schema(schema))
             for schema in SCHEMAS.values()
             for seed in range(each)
         ]
-        prompts = [[1, 2, 3, 4]] * len(params)
+        prompt = [1, 2, 3, 4]
+        if self.tokenizer is not None:
+            prompt = self.tokenizer.chat([{"role": "user", "content": "Make up an example in compact JSON."}])
+        prompts = [prompt] * len(params)
         runs = []
         tokens: dict[bool, list[list[int]]] = {}
         for jump in (False, True):
-            engine = self.engine(len(params), overlap=False, jump_forward=jump)
+            engine = self.engine(1, overlap=False, jump_forward=jump)
             done = generate(engine, prompts, params)
             tokens[jump] = [completion.token_ids for completion in done]
-            # Of each request alone: together they take as many steps as the longest.
             found = {"steps": float(engine.stats.steps)}
             found["output_tokens"] = float(sum(map(len, tokens[jump])))
             found["forced_tokens"] = float(getattr(engine.scheduler.drafter, "forced", 0))

@@ -40,8 +40,10 @@ class Machine:
     def __init__(self, rules: Mapping[str, Node], start: str) -> None:
         numbers = {name: number for number, name in enumerate(rules)}
         tables: list[np.ndarray[tuple[int, int], np.dtype[np.int32]]] = []
-        firsts, accepting, count = list[int](), list[bool](), 0
-        made = list[Dfa]()
+        firsts: list[int] = []
+        accepting: list[bool] = []
+        count = 0
+        made: list[Dfa] = []
         for node in rules.values():
             dfa = compile(node, numbers)
             made.append(dfa)
