@@ -136,8 +136,7 @@ class Bench:
         def timed(name: str) -> Callable[[int], Sample]:
             return lambda repeat: self.time(engines[name], work.cold(repeat), asked[name])
 
-        repeats = self.options.repeats if self.options.quick else max(5, self.options.repeats)
-        kept = alternate({name: timed(name) for name in asked}, repeats)
+        kept = alternate({name: timed(name) for name in asked}, self.options.repeats)
         facts = {"batch": count}
         return [
             summarize(name, work, samples, model=self.name, dtype=self.options.dtype, options=facts)
