@@ -557,7 +557,7 @@ def test_guesses_of_another_drafter_are_cut_where_the_grammar_says(model: Model,
 def crowd(model: Model, count: int, at_once: int, **options: Any) -> None:
     rng = random.Random(7)
     names = list(SCHEMAS)
-    engine = engine_of(model, max_rows=at_once, step_tokens=96, chunk_tokens=16, **options)
+    engine = engine_of(model, max_rows=at_once, step_tokens=192, chunk_tokens=16, **options)
     params, prompts, chosen = [], [], []
     for number in range(count):
         name = rng.choice(names)
@@ -590,4 +590,4 @@ def test_a_crowd_parses(model: Model, overlap: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", [True, False], ids=["ahead", "speculating"])
 def test_a_thousand_parse(model: Model, overlap: bool) -> None:
-    crowd(model, 1000, 64, overlap=overlap, cache_bytes=blocks(model, 500))
+    crowd(model, 1000, 64, overlap=overlap, cache_bytes=blocks(model, 260))

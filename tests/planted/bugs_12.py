@@ -157,8 +157,8 @@ BUGS = (
         "one-matcher-for-all",
         f"{HERE}/masks.py",
         "            request.constraint = Constraint(compiled.matcher())\n",
-        "            compiled.shared = getattr(compiled, 'shared', None) or compiled.matcher()  # type: ignore\n"
-        "            request.constraint = Constraint(compiled.shared)  # type: ignore\n",
+        "            compiled.one = getattr(compiled, 'one', None) or compiled.matcher()\n"
+        "            request.constraint = Constraint(compiled.one)\n",
         "Lets all requests of a grammar share one place in it.",
     ),
     Bug(
@@ -171,7 +171,8 @@ BUGS = (
     Bug(
         "no-end-to-waiting",
         f"{HERE}/pool.py",
-        "        if self.started is not None and time.monotonic() - self.started > self.seconds:\n            raise",
+        "        if self.started is not None and time.monotonic() - self.started > self.seconds:\n"
+        "            raise",
         "        if False:\n            raise",
         "Waits for a grammar as long as it takes.",
     ),
