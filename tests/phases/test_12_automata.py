@@ -271,6 +271,8 @@ def must_agree(schema: Any, values: list[Any]) -> None:
             ]
             value = {key: value[key] for key in dict.fromkeys((*first, *value))}
         for byte in json.dumps(value, ensure_ascii=False).encode():
+            nested = isinstance(value, (list, dict))
+            assert not (nested and machine.may_end(place)), f"{schema}: {value!r} may end before its end"
             place = machine.step(place, byte)
         assert machine.may_end(place) == validator.is_valid(value), f"{schema}: {value!r}"
 
