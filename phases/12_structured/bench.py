@@ -39,8 +39,10 @@ PHASE, BEFORE = "12_structured", "09_cuda_graphs"
 ONE, FREE = f"{PHASE}+one", f"{PHASE}+no grammar"
 """One request among many has a grammar; or none has."""
 
-ENDLESS = Grammar.json_schema({"type": "array", "items": {"type": "string"}})
-"""Its outputs can be as long as one likes, so that all variants generate equally many tokens."""
+ENDLESS = Grammar.json_schema(
+    {"type": "array", "items": {"type": "string", "maxLength": 20}, "minItems": 500}
+)
+"""Its outputs end after more tokens than are asked for, so that all variants generate equally many."""
 
 PERSON = {
     "type": "object",
@@ -144,8 +146,14 @@ class Bench:
         ]
 
     def sizes(self, count: int) -> dict[str, Any]:
-        """Room for everybody."""
-        return {"max_rows": count, "max_len": 512, "prefix_cache": False}
+        """Room for everybody, and for the other phase's engine beside this one."""
+        tokens = 512 * self.model.config.kv_bytes_per_token(self.options.dtype)
+        return {
+            "max_rows": count,
+            "max_len": 512,
+            "prefix_cache": False,
+            "cache_bytes": max(count, 4) * tokens,
+        }
 
     def engine(self, count: int, **options: Any) -> PagedEngine:
         """This phase's engine with the vocabulary, which a random model has from nowhere else."""
