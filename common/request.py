@@ -31,6 +31,7 @@ class Request:
     priority: read by the priority policy; lower goes first.
     salt: requests share cached prefixes only with requests of the same salt (read by the prefix cache).
     text: made while it is generated, for a request with stop strings.
+    constraint: where it stands in its grammar; the engine's masks put it here and nobody else reads it.
     siblings: completions of the same prompt that wait for this one to compute it (`n > 1`).
     rank: where it stands in line, set by the scheduler's policy; smaller goes first.
     in_flight: scheduled steps that the host has not seen the end of.
@@ -48,6 +49,7 @@ class Request:
     priority: int = 0
     salt: str = ""
     text: TextStream | None = None
+    constraint: object | None = None
     siblings: list[Request] = field(default_factory=list)
     arrival: float = 0.0
     first_token: float | None = None

@@ -8,6 +8,8 @@ from common.errors import UserError, integer, shown
 from common.events import FinishReason
 from common.sampling.params import SamplingParams
 
+NO_GRAMMARS = "grammar is set, but must be None for an engine that masks no tokens: see phase 12"
+
 
 def check_prompt(
     prompt_ids: Sequence[int],
@@ -16,6 +18,7 @@ def check_prompt(
     params: SamplingParams,
     *,
     has_tokenizer: bool = True,
+    has_masks: bool = False,
 ) -> None:
     """Raise `UserError` for a request that no phase can serve; every phase calls this before it computes.
 
@@ -24,6 +27,7 @@ def check_prompt(
     than there is room for; the request then ends with "length" when the context is full (`output_limit`).
 
     has_tokenizer: False for an engine that sees only token ids and so cannot look for stop strings.
+    has_masks: True for an engine that says itself which grammars it takes.
     """
     last = vocab_size - 1
     try:
@@ -50,6 +54,8 @@ def check_prompt(
                 raise UserError(f"{name} holds token id {token}, but ids must be between 0 and {last}")
     if params.stop and not has_tokenizer:
         raise UserError(f"stop is {params.stop!r}, but must be empty for an engine that has no tokenizer")
+    if params.grammar is not None and not has_masks:
+        raise UserError(NO_GRAMMARS)
 
 
 def output_limit(prompt_len: int, params: SamplingParams, max_context: int) -> int:
@@ -72,7 +78,10 @@ def finish_reason(
     A stop token beyond the first `min_tokens` tokens is "stop", even as the last one allowed; so is an
     end-of-sequence token, unless `ignore_eos`. (The sampler masks them before that; the rule is repeated here
     for tokens that did not come from it.) Stop strings need text: see `StopChecker`.
+    Under a grammar an end-of-sequence token stands only where the output may end, so it always ends it.
     """
+    if params.grammar is not None and token in eos_ids:
+        return "stop"
     if output_len > params.min_tokens:
         if token in params.stop_token_ids:
             return "stop"

@@ -41,7 +41,7 @@ app = typer.Typer(
 PHASE_HELP = "1, 01, forward or 01_forward"
 PhaseName = Annotated[str, typer.Argument(metavar="PHASE", help=PHASE_HELP)]
 # What `phases.commands.benches.extras` finds, written down because the help must not wait for it.
-EXTRAS_HELP = "decode_step, gpu_tests, ladder, paged_attention or sampling"
+EXTRAS_HELP = "decode_step, gpu_tests, json_schema_suite, ladder, paged_attention or sampling"
 DeviceName = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:INDEX or mps")]
 DtypeName = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")]
 ConfigFile = Annotated[
@@ -94,6 +94,19 @@ def run(
     top_k: Annotated[int, typer.Option(help="sample among the k most likely tokens; 0: all")] = 0,
     top_p: Annotated[float, typer.Option(help="sample among the most likely tokens up to this share")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="makes sampling repeatable")] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(help="file with a JSON schema that the output obeys, from phase 12 on")
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="regular expression that the output matches")] = None,
+    choice: Annotated[
+        str | None, typer.Option(help="texts between commas, one of which is the output")
+    ] = None,
+    grammar: Annotated[
+        Path | None, typer.Option(help="file with a Lark or GBNF grammar that derives the output")
+    ] = None,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="show each step's mask, and what the model would have said")
+    ] = False,
     device: DeviceName = "auto",
     dtype: DtypeName = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of text")] = False,
@@ -109,9 +122,15 @@ def run(
     """Generate text with one phase."""
     from common.sampling.params import SamplingParams
     from phases.commands import run
+    from phases.commands.grammars import chosen_grammar
 
     params = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        grammar=chosen_grammar(json_schema, regex, choice, grammar),
     )
     return run.run(
         phase,
@@ -124,6 +143,7 @@ def run(
         dtype=dtype,
         as_json=as_json,
         autotune=autotune,
+        trace=trace,
         config=config,
         stats=stats,
         options={name: value for name, value in options.items() if value is not None},

@@ -186,14 +186,19 @@ def truncate(weights: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Ten
     return weights
 
 
-def forbid(logits: Tensor, allowed: Tensor) -> Tensor:
+def forbid(logits: Tensor, allowed: Tensor, places: Tensor | None = None) -> Tensor:
     """Put every token whose bit is not set at minus infinity, in place, and return `logits`.
 
-    logits: float32 [B, V]; allowed: int32 [B, ceil(V / 32)], bit i of word w for token 32 * w + i.
+    logits: float32 [B, V]; allowed: int32 [M, ceil(V / 32)], bit i of word w for token 32 * w + i; places:
+        int64 [M], the rows that are masked; None: all, in order.
     """
     bits = torch.arange(32, dtype=torch.int32, device=logits.device)
     barred = (allowed.unsqueeze(2) >> bits) & 1 == 0  # [B, words, 32]
-    return logits.masked_fill_(barred.flatten(1)[:, : logits.shape[1]], float("-inf"))
+    barred = barred.flatten(1)[:, : logits.shape[1]]  # [M, V]
+    if places is None:
+        return logits.masked_fill_(barred, float("-inf"))
+    logits[places] = logits[places].masked_fill_(barred, float("-inf"))
+    return logits
 
 
 def penalize(

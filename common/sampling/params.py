@@ -20,6 +20,7 @@ from itertools import islice
 from typing import Any, Final, SupportsIndex
 
 from common.errors import UserError, brief, integer, number, shown
+from common.sampling.grammar import Grammar
 
 GREEDY_BELOW: Final = 1e-5
 """Temperatures under this one mean greedy: dividing by them says nothing that the argmax does not."""
@@ -81,6 +82,9 @@ class SamplingParams:
     logit_bias: added to the logits of these token ids. At most `MAX_BIASED_TOKENS` of ids 0 to `MAX_INT`,
         each bias at most `MAX_LOGIT_BIAS` and at least its negative.
     n: completions for each prompt, 1 to `MAX_N`.
+    grammar: the language of the output, for an engine that masks tokens (phase 12). Where the output may end,
+        an end-of-sequence token may be chosen, and nowhere else; where it cannot go on, the end comes before
+        `min_tokens` and in spite of `ignore_eos`. What `max_tokens` or a stop cuts may be incomplete.
     """
 
     max_tokens: int = 128
@@ -99,6 +103,7 @@ class SamplingParams:
     logprobs: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     n: int = 1
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         put = self._put
@@ -128,6 +133,8 @@ class SamplingParams:
             put("logprobs", integer("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS))
         put("logit_bias", _logit_bias(self.logit_bias))
         put("n", integer("n", self.n, low=1, high=MAX_N))
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise UserError(f"grammar is {reprlib.repr(self.grammar)}, but must be a Grammar or None")
 
     def _put(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # the dataclass is frozen for everybody else

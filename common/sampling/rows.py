@@ -303,7 +303,7 @@ class SamplerRows:
     def _edits_of(self, params: SamplingParams, eos_ids: Collection[int]) -> _RowEdits:
         bias = params.logit_bias
         held_back: list[int] = []
-        if params.min_tokens > 0:
+        if params.min_tokens > 0 and params.grammar is None:  # a grammar's mask sees to it
             ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
             # An id that the vocabulary does not have cannot be chosen anyway.
             held_back = sorted(token for token in ids if token < self.vocab_size)

@@ -32,7 +32,7 @@ from common.sampling.rows import (
 
 _LARGEST = torch.finfo(torch.float32).max
 
-__all__ = ["Feature", "HostSampled", "Plan", "Sampled", "Sampler"]
+__all__ = ["Allowed", "Feature", "HostSampled", "Plan", "Sampled", "Sampler"]
 
 
 class Sampled(NamedTuple):
@@ -63,6 +63,18 @@ class Sampled(NamedTuple):
     def to_host(self) -> HostSampled:
         """Start copying to the host, without waiting for it."""
         return HostSampled(self)
+
+
+class Allowed(NamedTuple):
+    """Which tokens may be chosen, for some places of a batch; at the others all may be.
+
+    words: int32 [M, ceil(V / 32)] on the device; bit i of word w says that token 32 * w + i may be chosen. A
+        place without any bit is the caller's defect: it gets some token that is not allowed.
+    places: int64 [M] on the device, ascending.
+    """
+
+    words: Tensor
+    places: Tensor
 
 
 class HostSampled:
@@ -124,7 +136,7 @@ class Sampler(SamplerRows):
         rows_host: Sequence[int],
         steps: Tensor,
         plan: Plan | None = None,
-        allowed: Tensor | None = None,
+        allowed: Tensor | Allowed | None = None,
         drafts: Tensor | None = None,
     ) -> Sampled:
         """Choose the next token of each row and count it for the penalties.
@@ -136,14 +148,14 @@ class Sampler(SamplerRows):
         is chosen with its own step. For the penalties, `drafts` says what stands between the first of these
         places and each of them. Of the tokens chosen those are counted that stand behind right drafts.
 
-        logits: float32 [B, V]; left as they are.
+        logits: float32 [B, V]; left as they are, but where `Allowed` is given and nobody wants
+            log-probabilities: then they are masked in place.
         rows: int64 [B] on the device, the row of the request at each place in the batch.
         rows_host: the same on the host, for the plan.
         steps: int64 [B] on the device, how many tokens each request has generated before this one.
         plan: `plan(rows_host)`; made here if missing.
-        allowed: int32 [B, ceil(V / 32)] on the device; bit i of word w says that token 32 * w + i may be
-            chosen. A place without any bit is the caller's defect: it gets some token that is not allowed.
-            None: every token may be chosen.
+        allowed: `Allowed`, or its words for every place, int32 [B, ceil(V / 32)]. None: every token may be
+            chosen.
         drafts: int64 [B, K] on the device, the tokens guessed before each place, oldest first, then -1. The
             places of one row are neighbours, each with one draft more than the one before it. None: there
             are none; it makes no difference to rows without penalties.
@@ -170,6 +182,12 @@ class Sampler(SamplerRows):
         parts = zip(torch.split(logits, self._at_once), torch.split(tokens, self._at_once), strict=True)
         chosen, ids, values = zip(*[ops.raw_logprobs(*part, top) for part in parts], strict=True)
         return torch.cat(chosen), torch.cat(ids) if top else None, torch.cat(values) if top else None
+
+    def forbid(self, logits: Tensor, allowed: Allowed) -> None:
+        """Put every token that is not allowed at minus infinity, in place; other places are not touched."""
+        for first in range(0, len(allowed.places), self._at_once):
+            part = slice(first, first + self._at_once)
+            ops.forbid(logits, allowed.words[part], allowed.places[part])
 
     def choose(self, logits: Tensor, rows: Tensor, steps: Tensor, plan: Plan) -> Tensor:
         """Return one token for each row of the adjusted `logits [B, V]`: `[B]` int64.
@@ -223,17 +241,21 @@ class Sampler(SamplerRows):
         rows: Tensor,
         steps: Tensor,
         plan: Plan,
-        allowed: Tensor | None,
+        allowed: Tensor | Allowed | None,
         drafts: Tensor | None,
     ) -> Tensor:
         """Return the logits after mask, bias, min_tokens and penalties; a copy where any row needs them."""
         if allowed is None and not plan.features & (Feature.EDITS | Feature.PENALTIES):
             return logits
-        logits = logits.clone()
-        if allowed is not None:
+        edited = bool(plan.features & (Feature.EDITS | Feature.PENALTIES))
+        if edited or plan.wanted is not None or isinstance(allowed, Tensor):
+            logits = logits.clone()
+        if isinstance(allowed, Tensor):
             for first in range(0, len(logits), self._at_once):
                 part = slice(first, first + self._at_once)
                 ops.forbid(logits[part], allowed[part])
+        elif allowed is not None:
+            self.forbid(logits, allowed)
         for places, width in plan.edits:
             at, some = rows[places], logits[places]
             active = steps[places].unsqueeze(1) < self.edit_until[at, :width]  # [B, E]

@@ -17,6 +17,7 @@ from phases.commands.autotune import autotune as search
 from phases.commands.autotune import check_autotune
 from phases.commands.engines import Served, encode, read_prompts, serve
 from phases.commands.fetch import fetch_with_progress
+from phases.commands.grammars import check_grammar, show_trace
 from phases.config import options_from_yaml
 from phases.registry import check_options, load_engine, missing_for, phase_named
 
@@ -38,12 +39,14 @@ def run(
     dtype: str,
     as_json: bool,
     autotune: bool = False,
+    trace: bool = False,
     config: Path | None = None,
     stats: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> int:
     """Generate and print, after a search for kernels if `autotune`.
 
+    trace: show the masks of one prompt's steps instead of its text.
     config, options: of the engine; the second come first.
     stats: also print what came of guesses, from phase 11 on.
 
@@ -57,6 +60,7 @@ def run(
     check_options(phase, given, where)
     if stats and phase.number < SPECULATES:
         raise UserError(f"--stats is for phases from {SPECULATES} on, but the phase is {phase.name}")
+    check_grammar(phase, params, trace, len(prompts))
     if autotune:
         check_autotune(phase, where)
         random = model.startswith("random:")
@@ -73,10 +77,12 @@ def run(
         err.print(
             f"[dim]{phase.name} needs {missing} to be fast; here it may take minutes.[/dim]", soft_wrap=True
         )
-    engine = load_engine(phase, str(folder), device=str(where), dtype=dtype, **given)
+    engine = load_engine(phase, str(folder), device=str(where), dtype=dtype, tokenizer=tokenizer, **given)
     ledger = getattr(engine, "ledger", None)
     if ledger is not None and not as_json:
         err.print(f"[dim]{ledger}[/dim]")
+    if trace:
+        return show_trace(engine, tokenizer, ids[0], params)
     screen = Screen(prompts, quiet=as_json)
     guesses = getattr(getattr(getattr(engine, "scheduler", None), "drafter", None), "stats", None)
     decorate = Tint(guesses) if guesses is not None and out.is_terminal and not out.no_color else untouched

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch.profiler import record_function
 
-from common.errors import integer, text
+from common.errors import UserError, integer, text
 from common.events import (
     Completion,
     FinishReason,
@@ -36,6 +36,9 @@ from continuous.seams import NO_MASKS, Masks
 from continuous.work import Work
 
 log = logging.getLogger(__name__)
+
+WAIT = 0.005
+"""Seconds that an engine sleeps which has nothing to do but to wait for a grammar."""
 
 STEP = "step: "
 """Begins the name of the range around a step in a profile; the rest is "prefill" or "decode"."""
@@ -106,6 +109,7 @@ class Engine:
         self._ids = count()
         self._seeds = random.Random()
         self._inbox: deque[Add | Abort] = deque()
+        self._held: list[list[Request]] = []  # not in line yet: what they need is being made
         self._outputs: list[Output] = []
         self._sinks: dict[Request, deque[Output]] = {}
         self._whole = Uninterrupted()
@@ -154,10 +158,12 @@ class Engine:
     ) -> list[Request]:
         """The `n` requests of one prompt, checked. Raises `UserError` if they can never be served."""
         known_text = self.tokenizer is not None
-        check_prompt(prompt, self.config.vocab_size, self.max_len, params, has_tokenizer=known_text)
+        vocabulary = self.config.vocab_size
+        check_prompt(prompt, vocabulary, self.max_len, params, has_tokenizer=known_text, has_masks=True)
         limit = len(prompt) + output_limit(len(prompt), params, self.max_len)
         requests = [Request(0, list(prompt), len(prompt), limit, params) for _ in range(params.n)]
         self.scheduler.check(requests)
+        self.masks.check(params)
         now = time.perf_counter()
         for sample, request in enumerate(requests):
             request.id, request.arrival = next(self._ids), now
@@ -176,8 +182,25 @@ class Engine:
                 self._enter(command.requests)
             else:
                 self._abort(command.request)
+        if self._held:
+            held, self._held = self._held, []
+            for requests in held:
+                self._enter([request for request in requests if request.finish_reason is None])
 
     def _enter(self, requests: list[Request]) -> None:
+        """Put requests in line, or hold them until they may stand there."""
+        try:
+            ready = all([self.masks.ready(request) for request in requests])
+        except UserError as error:
+            for request in requests:
+                request.error = error
+                self._end(request, "error", time.perf_counter())
+            return
+        if not ready:
+            self._held.append(requests)
+            return
+        if not requests:  # aborted meanwhile
+            return
         if requests[0].limit > requests[0].prompt_len:
             self.scheduler.add(requests)
             return
@@ -193,7 +216,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether a step would have nothing to do and nothing to tell."""
-        return not self._inbox and self.scheduler.idle and not self._outputs
+        return not self._inbox and not self._held and self.scheduler.idle and not self._outputs
 
     # Steps.
 
@@ -205,6 +228,8 @@ class Engine:
         with self._whole:
             self.take_in()
             self.advance()
+            if self._held and self.scheduler.idle and not self._outputs:
+                time.sleep(WAIT)  # nobody else has anything to do either
         return self.drain()
 
     def advance(self) -> None:
@@ -258,6 +283,9 @@ class Engine:
         try:
             allowed = self.masks.fill(step.works) if self.masks.wants(step.works) else None
             pending = self.runner.sample(step, allowed)
+            for request, error in self.masks.take_failed():  # as if they were aborted now
+                request.error = error
+                self._end(request, "error", time.perf_counter())
         except BaseException as error:
             self.fail(step.works, error)
             if not isinstance(error, Exception):
@@ -355,8 +383,11 @@ class Engine:
         Raises:
             UserError: a prompt or its parameters cannot be served; before anything is computed.
         """
-        pairs = zip(prompts, params_per_prompt(prompts, params), strict=True)
-        return self._stream([self._prepare(*pair, index) for index, pair in enumerate(pairs)])
+        pairs = list(zip(prompts, params_per_prompt(prompts, params), strict=True))
+        groups = [self._prepare(*pair, index) for index, pair in enumerate(pairs)]
+        for _, settings in pairs:
+            self.masks.settle(settings)  # this caller has nothing else to do, and wants to be told
+        return self._stream(groups)
 
     def _stream(self, groups: list[list[Request]]) -> Iterator[TokenEvent]:
         mine: deque[Output] = deque()

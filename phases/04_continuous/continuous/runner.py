@@ -14,7 +14,7 @@ from torch import Tensor
 
 from common.events import Logprob
 from common.request import Request
-from common.sampling.sampler import Feature, Sampled, Sampler
+from common.sampling.sampler import Allowed, Feature, Sampled, Sampler
 from continuous.batch import Batch, HostBatch, upload
 from continuous.rows import Rows
 from continuous.work import Work
@@ -148,10 +148,10 @@ class Runner:
         return self.last
 
     @torch.inference_mode()
-    def sample(self, step: Forwarded, allowed: Tensor | None = None) -> Pending:
+    def sample(self, step: Forwarded, allowed: Tensor | Allowed | None = None) -> Pending:
         """The second half: from the last hidden states of every work to its takers' next tokens.
 
-        allowed: `[S, ceil(V / 32)]` int32, see `Sampler.sample`; None: every token may be chosen.
+        allowed: see `Sampler.sample`; None: every token may be chosen.
         """
         batch = step.batch
         rows_host = batch.host.sample_rows.tolist()

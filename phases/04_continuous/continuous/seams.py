@@ -7,7 +7,11 @@ from typing import Protocol
 
 from torch import Tensor
 
+from common.errors import UserError
 from common.request import Request
+from common.rules import NO_GRAMMARS
+from common.sampling.params import SamplingParams
+from common.sampling.sampler import Allowed
 from continuous.work import Work
 
 
@@ -43,14 +47,41 @@ class Drafter(Protocol):
 
 
 class Masks(Protocol):
-    """Says which tokens may be chosen, between the two halves of a step."""
+    """Says which tokens may be chosen, between the two halves of a step.
+
+    A request whose grammar takes time waits outside of the line, so that nobody waits with it.
+    """
+
+    def check(self, params: SamplingParams) -> None:
+        """Begin whatever these settings need. Any thread may call it.
+
+        Raises:
+            UserError: they ask for what there is not.
+        """
+        ...
+
+    def ready(self, request: Request) -> bool:
+        """Whether a request may stand in line; while it may not, ask again at every step.
+
+        Raises:
+            UserError: it never will.
+        """
+        ...
+
+    def settle(self, params: SamplingParams) -> None:
+        """Wait until all that `check` has begun is done. Raises `UserError` if that cannot be used."""
+        ...
 
     def wants(self, works: Sequence[Work]) -> bool:
         """Whether any taker of these works is constrained. If so, `fill` must know every token before."""
         ...
 
-    def fill(self, works: Sequence[Work]) -> Tensor:
-        """`[S, ceil(V / 32)]` int32 on the device, one row a sample of the step; see `Sampler.sample`."""
+    def fill(self, works: Sequence[Work]) -> Tensor | Allowed | None:
+        """What `Sampler.sample` takes for the samples of the step, in order."""
+        ...
+
+    def take_failed(self) -> list[tuple[Request, Exception]]:
+        """Requests whose grammar has failed since the last call, and why."""
         ...
 
 
@@ -69,13 +100,28 @@ class NoDrafts(Drafter):
 class NoMasks:
     """`Masks` for an engine in which every token may be chosen."""
 
+    def check(self, params: SamplingParams) -> None:
+        """Refuse grammars."""
+        if params.grammar is not None:
+            raise UserError(NO_GRAMMARS)
+
+    def ready(self, request: Request) -> bool:
+        """Always."""
+        return True
+
+    def settle(self, params: SamplingParams) -> None:
+        """Nothing to wait for."""
+
     def wants(self, works: Sequence[Work]) -> bool:
         """Never."""
         return False
 
-    def fill(self, works: Sequence[Work]) -> Tensor:
+    def fill(self, works: Sequence[Work]) -> None:
         """Not asked for."""
-        raise NotImplementedError("nothing is masked")
+
+    def take_failed(self) -> list[tuple[Request, Exception]]:
+        """None."""
+        return []
 
 
 NO_DRAFTS = NoDrafts()

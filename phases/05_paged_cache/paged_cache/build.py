@@ -45,16 +45,17 @@ def build(
     linears = next((found for feature in features if (found := feature.linears()) is not None), None)
     loaded = load_model(model, device=device, dtype=dtype, linears=linears)
     parts = Parts(loaded, sizes or PagedSizes(), borrowed=loaded is model)
+    parts.tokenizer = tokenizer
     del model, loaded  # or its old layers would live as long as this call
     for feature in features:
         if feature.name in parts.features:
             raise UserError(f"{feature.name} is given twice")
         parts.features[feature.name] = feature
         feature.install(parts)
-    return make(parts, tokenizer)
+    return make(parts)
 
 
-def make(parts: Parts, tokenizer: Tokenizer | None = None) -> PagedEngine:
+def make(parts: Parts) -> PagedEngine:
     """The engine that these parts make."""
     sizes, loaded = parts.sizes, parts.model
     length = sizes.context(loaded)
@@ -80,7 +81,7 @@ def make(parts: Parts, tokenizer: Tokenizer | None = None) -> PagedEngine:
         loaded.config, ledger.blocks, block_size, device=loaded.device, dtype=loaded.dtype, kv=parts.kv
     )
     runner = parts.runner(loaded, parts.attention(pool), rows, cache, sampler=parts.sampler)
-    engine = parts.engine(scheduler, runner, ledger, tokenizer, masks=parts.masks)
+    engine = parts.engine(scheduler, runner, ledger, parts.tokenizer, masks=parts.masks)
     if parts.rehearse is not None:
         engine.rehearsal_seconds = parts.rehearse(engine)
     for call in parts.finish:

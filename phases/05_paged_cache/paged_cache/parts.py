@@ -17,6 +17,7 @@ import torch
 from common.errors import UserError, integer, number
 from common.options import option
 from common.sampling.sampler import Sampler
+from common.text.tokenizer import Tokenizer
 from continuous.seams import NO_DRAFTS, NO_MASKS, Drafter, Masks
 from continuous.sizes import Sizes
 from forward.loading import Linears
@@ -63,6 +64,7 @@ class Parts:
     reserve: asked after all features are installed how many bytes to leave free.
     rehearse: makes a new engine ready for its first request, and says how many seconds that took.
     finish: called with the new engine, in order.
+    tokenizer: the engine's, if it has one.
     """
 
     model: Model
@@ -80,6 +82,7 @@ class Parts:
     reserve: list[Callable[[Parts], int]] = field(default_factory=list)
     rehearse: Callable[[PagedEngine], float] | None = None
     finish: list[Callable[[PagedEngine], None]] = field(default_factory=list)
+    tokenizer: Tokenizer | None = None
     usual: dict[str, int] = field(default_factory=lambda: {"max_rows": 64, "block_size": 16})
     features: dict[str, Feature] = field(default_factory=dict)
     _brought: dict[str, str] = field(default_factory=dict)

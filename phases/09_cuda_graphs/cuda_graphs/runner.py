@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from common.progress import bar
-from common.sampling.sampler import Feature, HostSampled, Sampled
+from common.sampling.sampler import Allowed, Feature, HostSampled, Sampled
 from continuous.batch import HostBatch, Ints
 from continuous.rows import Rows
 from continuous.runner import Forwarded, Pending
@@ -165,7 +165,7 @@ class GraphRunner(PagedRunner):
             return self._chunk(works, self._chunk_graphs[tokens, requests])
         return super().forward(works, masked=masked)
 
-    def sample(self, step: Forwarded, allowed: Tensor | None = None) -> Pending:
+    def sample(self, step: Forwarded, allowed: Tensor | Allowed | None = None) -> Pending:
         """See `continuous.Runner.sample`; a graph may have done it already."""
         if isinstance(step, Replayed):
             return Pending(step.works, step.sampled, self.agree)

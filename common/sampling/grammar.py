@@ -1,0 +1,127 @@
+"""What an output must look like: a JSON schema, a regular expression, a choice of strings, or a grammar.
+
+A `Grammar` is only the text of it, checked for size. What it means is for the engine that masks with it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal, get_args
+
+from common.errors import UserError, choice, text
+
+Kind = Literal["json_schema", "regex", "choice", "lark"]
+
+MAX_GRAMMAR_CHARACTERS: Final = 1 << 18
+"""Longest source of a grammar; the largest schemas of public collections have some 100,000 characters."""
+
+MAX_CHOICES: Final = 10_000
+MAX_DEPTH: Final = 128
+"""Deepest nesting of brackets in a JSON schema: what reads one recurses."""
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """The language of an output. Construction raises `UserError` for what cannot be one.
+
+    kind: how to read the source: "json_schema" (draft 2020-12), "regex" (the whole output matches), "choice"
+        (a JSON list of strings, one of which is the output), or "lark" (a Lark grammar, or one in the EBNF of
+        GBNF, whose rule `start` or `root` is the output).
+    source: its text.
+
+    Two of the same kind and source are one grammar: an engine compiles it once.
+    """
+
+    kind: Kind
+    source: str
+
+    def __post_init__(self) -> None:
+        choice("a grammar's kind", self.kind, get_args(Kind))
+        text(f"grammar ({self.kind})", self.source[: MAX_GRAMMAR_CHARACTERS + 1])
+        if len(self.source) > MAX_GRAMMAR_CHARACTERS:
+            raise UserError(
+                f"grammar ({self.kind}) has {len(self.source):,} characters, but must have at most "
+                f"{MAX_GRAMMAR_CHARACTERS:,}"
+            )
+        if not self.source:
+            raise UserError(f"grammar ({self.kind}) is empty, but must have at least 1 character")
+        if self.kind == "json_schema":
+            check_depth(self.source)
+            if not isinstance(_read("json_schema", self.source), (dict, bool)):
+                raise UserError("grammar (json_schema) must be a JSON object, true or false")
+        if self.kind == "choice":
+            _check_choices(_read("choice", self.source))
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Grammar:
+        """JSON that a schema allows; the schema as an object or as its text."""
+        return cls("json_schema", schema if isinstance(schema, str) else _dump("json_schema", schema))
+
+    @classmethod
+    def regex(cls, pattern: str) -> Grammar:
+        """Text that matches as a whole."""
+        return cls("regex", pattern)
+
+    @classmethod
+    def choice(cls, strings: Iterable[str]) -> Grammar:
+        """One of these strings."""
+        if isinstance(strings, str):
+            raise UserError(f"choice is {strings!r}, but must be a list of strings")
+        return cls("choice", _dump("choice", list(strings)))
+
+    @classmethod
+    def lark(cls, source: str) -> Grammar:
+        """Text that a Lark or GBNF grammar derives."""
+        return cls("lark", source)
+
+    def loaded(self) -> Any:
+        """The source of a JSON schema or a choice, as Python's values."""
+        return json.loads(self.source)
+
+    def __str__(self) -> str:
+        """The kind and the beginning of the source."""
+        return f"{self.kind} {self.source[:60]!r}{'...' if len(self.source) > 60 else ''}"
+
+
+def check_depth(source: str) -> None:
+    """Raise `UserError` if brackets of a JSON text, those in strings aside, nest deeper than `MAX_DEPTH`."""
+    depth, quoted, escaped = 0, False, False
+    for character in source:
+        if quoted:
+            quoted = escaped or character != '"'
+            escaped = not escaped and character == "\\"
+        elif character == '"':
+            quoted = True
+        elif character in "[{":
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise UserError(f"grammar (json_schema) nests deeper than {MAX_DEPTH} levels")
+        elif character in "]}":
+            depth -= 1
+
+
+def _dump(kind: Kind, value: object) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(f"grammar ({kind}) is not JSON ({error})") from None
+
+
+def _read(kind: Kind, source: str) -> Any:
+    try:
+        return json.loads(source)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"grammar ({kind}) is not JSON ({error})") from None
+
+
+def _check_choices(strings: Any) -> None:
+    if not isinstance(strings, list) or not strings:
+        raise UserError("grammar (choice) must be a list of at least 1 string")
+    if len(strings) > MAX_CHOICES:
+        raise UserError(f"grammar (choice) has {len(strings)} strings, but must have at most {MAX_CHOICES}")
+    for string in strings:
+        text("a string of grammar (choice)", string)
+        if not string:
+            raise UserError("grammar (choice) holds '', but each string must have at least 1 character")

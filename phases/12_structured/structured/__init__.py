@@ -1,0 +1,36 @@
+"""Phase 12: structured output. Tokens that would leave a grammar are masked, so the output always parses."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from common.sampling.grammar import Grammar
+from continuous import llm
+from forward.model import Model
+from paged_cache import PagedEngine
+from speculative import PRESET as BELOW
+from structured.feature import Structured
+
+__all__ = ["LLM", "PRESET", "Grammar", "Structured", "load"]
+
+PRESET = BELOW.plus(on=[Structured])
+
+
+def load(model: str | Path | Model, **options: Any) -> PagedEngine:
+    """This phase's engine for a model's name or a loaded model.
+
+    Args:
+        model: see `forward.load_model`.
+        options: those of the phase before, and the fields of `Structured`. Requests may have a
+            `SamplingParams.grammar` if the engine has a `tokenizer`.
+
+    Raises:
+        UserError: an option is unknown or out of its limits, or features do not go together.
+    """
+    return PRESET.load(model, **options)
+
+
+LLM = partial(llm.LLM, load=load)
+"""Text in, text out; see `continuous.llm.LLM`. Options are those of this phase's `load`."""

@@ -1,0 +1,29 @@
+"""How long the making of an automaton may take: a pattern of ten characters can ask for years."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from common.errors import UserError
+
+_deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Let `check` raise once this thread has worked for so long."""
+    token = _deadline.set(time.thread_time() + seconds)
+    try:
+        yield
+    finally:
+        _deadline.reset(token)
+
+
+def check() -> None:
+    """Raise `UserError` if there is no time left; called in every loop whose length a grammar decides."""
+    if time.thread_time() > _deadline.get():
+        raise UserError("a grammar takes too long to make: simplify it")

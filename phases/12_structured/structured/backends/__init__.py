@@ -1,0 +1,1 @@
+"""Libraries that make masks. Each is imported when an engine first needs it."""

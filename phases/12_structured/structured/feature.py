@@ -1,0 +1,98 @@
+"""Grammars as a feature of an engine."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, Literal, get_args
+
+from common.errors import UserError, choice, integer, number
+from common.options import option
+from common.text.tokenizer import Tokenizer
+from continuous.seams import NO_DRAFTS
+from paged_cache import Feature, Parts
+from structured.drafter import GrammarDrafter
+from structured.masks import GrammarMasks
+from structured.matcher import Backend
+from structured.pool import GrammarPool
+from structured.vocabulary import Vocabulary
+
+Name = Literal["llguidance", "automata", "xgrammar"]
+
+
+@dataclass(frozen=True)
+class Structured(Feature):
+    """Outputs follow a grammar where a request has one."""
+
+    name: ClassVar[str] = "structured"
+    phase: ClassVar[int] = 12
+
+    backend: Name = option("llguidance", "who makes the masks: llguidance, automata (by hand) or xgrammar")
+    jump_forward: bool = option(True, "what a grammar forces is drafted, where steps know the last token")
+    grammar_seconds: float = option(2.0, "most seconds that a grammar may take to compile")
+    grammar_cache_bytes: int = option(256 << 20, "memory for compiled grammars that nobody uses")
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        choice("backend", self.backend, get_args(Name))
+        if not isinstance(self.jump_forward, bool):
+            raise UserError(f"jump_forward is {self.jump_forward!r}, but must be True or False")
+        number("grammar_seconds", self.grammar_seconds, low=0.0, high=600.0, above_low=True)
+        integer("grammar_cache_bytes", self.grammar_cache_bytes, low=0)
+
+    def install(self, parts: Parts) -> None:
+        """Masks, a kernel that applies them, and a drafter that knows what is forced.
+
+        Nothing is imported and no tokenizer prepared before the first grammar comes.
+        """
+        config, tokenizer = parts.model.config, parts.tokenizer
+        refusal = ""
+        if tokenizer is None:
+            refusal = "grammar is set, but must be None for an engine that has no tokenizer"
+        elif not config.eos_token_ids:
+            refusal = "grammar is set, but must be None for a model without an end-of-sequence token"
+        pool = GrammarPool(
+            partial(make_backend, self.backend, tokenizer, config.vocab_size, tuple(config.eos_token_ids)),
+            cache_bytes=self.grammar_cache_bytes,
+            seconds=self.grammar_seconds,
+            threads=2 if (os.cpu_count() or 1) < 8 else 4,
+        )
+        masks = GrammarMasks(
+            pool, config.vocab_size, config.eos_token_ids, parts.model.device, refusal=refusal
+        )
+        parts.bring(self, masks=masks)
+        if "kernels" in parts.features:
+            from structured.kernel import with_kernel
+
+            parts.sampler = with_kernel(parts.sampler)
+        # An engine that runs ahead does not know the last token when it schedules, so it drafts nothing.
+        if parts.drafter is not NO_DRAFTS or (self.jump_forward and "overlap" not in parts.features):
+            parts.drafter = GrammarDrafter(parts.drafter, jump_forward=self.jump_forward)
+
+
+def make_backend(name: Name, tokenizer: Tokenizer | None, size: int, eos: tuple[int, ...]) -> Backend:
+    """A backend for a model's vocabulary. Raises `UserError` if it is not installed."""
+    assert tokenizer is not None, "grammars of an engine without a tokenizer are refused"
+    return backend_named(name)(Vocabulary.of(tokenizer, size, eos))
+
+
+def backend_named(name: Name) -> type[Backend]:
+    """A kind of backend. Raises `UserError` if it is not installed."""
+    try:
+        if name == "automata":
+            from structured.automata.backend import AutomataBackend
+
+            return AutomataBackend
+        if name == "xgrammar":
+            from structured.backends.xgrammar import XGrammarBackend
+
+            return XGrammarBackend
+        from structured.backends.llguidance import GuidanceBackend
+
+        return GuidanceBackend
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"grammars need {error.name}, which is not installed: "
+            "python -m pip install -c constraints.txt -e '.[structured]'"
+        ) from None

@@ -1,0 +1,96 @@
+"""What an engine asks of a grammar. Whoever can answer this is a backend."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.sampling.grammar import Grammar
+from structured.vocabulary import Vocabulary
+
+Words = NDArray[np.int32]
+"""A mask, or several: bit i of word w belongs to token 32 * w + i."""
+
+
+class Matcher(ABC):
+    """Where one output stands in its grammar.
+
+    An end-of-sequence token is allowed where the output may end; after it nothing is asked any more.
+    """
+
+    @abstractmethod
+    def fill(self, words: Words) -> None:
+        """Write the mask of the next token, `[ceil(V / 32)]`."""
+
+    @abstractmethod
+    def advance(self, tokens: Sequence[int]) -> int:
+        """Take tokens up to the first that the grammar does not allow; returns how many."""
+
+    @abstractmethod
+    def rollback(self, count: int) -> None:
+        """Take back the last `count` tokens."""
+
+    @property
+    @abstractmethod
+    def accepting(self) -> bool:
+        """Whether the output may end here."""
+
+    @property
+    def problem(self) -> str:
+        """Why this grammar cannot be followed any further (a limit was hit); empty if it can."""
+        return ""
+
+    def forced(self) -> Sequence[int]:
+        """Tokens that must come next, as far as the grammar leaves no choice; changes nothing."""
+        return ()
+
+    def agrees(self, tokens: Sequence[int]) -> int:
+        """How many of these could come next; changes nothing."""
+        count = self.advance(tokens)
+        self.rollback(count)
+        return count
+
+
+class Compiled(ABC):
+    """A grammar made ready for one vocabulary. Many outputs share it, in any threads.
+
+    bytes: about how much memory it takes.
+    """
+
+    bytes: int
+
+    @abstractmethod
+    def matcher(self) -> Matcher:
+        """A new output's."""
+
+
+class Job(NamedTuple):
+    """Masks to be made: of a matcher's next token into `row`, and after each draft into the rows behind."""
+
+    matcher: Matcher
+    row: int
+    drafts: Sequence[int]
+
+
+class Backend(ABC):
+    """Compiles grammars for a vocabulary and fills masks."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+
+    @abstractmethod
+    def compile(self, grammar: Grammar) -> Compiled:
+        """Make a grammar ready. Raises `UserError` for one that is wrong, too large, or not understood."""
+
+    def fill(self, jobs: Sequence[Job], words: Words) -> None:
+        """Fill the rows of `words [M, ceil(V / 32)]`; every draft is one that its matcher agrees with."""
+        for matcher, row, drafts in jobs:
+            matcher.fill(words[row])
+            for place, draft in enumerate(drafts, start=1):
+                matcher.advance((draft,))
+                matcher.fill(words[row + place])
+            matcher.rollback(len(drafts))

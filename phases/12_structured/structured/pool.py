@@ -1,0 +1,129 @@
+"""Grammars on their way: compiled by threads, once each, and remembered as long as there is room."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from common.errors import UserError
+from common.sampling.grammar import Grammar
+from structured.matcher import Backend, Compiled
+
+REFUSED_BYTES = 1024
+"""What it costs to remember that a grammar was refused."""
+
+
+class Compilation:
+    """One grammar, from the moment somebody asked for it.
+
+    started: `time.monotonic()` when a thread took it up; None: it waits for a thread.
+    """
+
+    def __init__(self, grammar: Grammar, seconds: float) -> None:
+        self.grammar, self.seconds = grammar, seconds
+        self.started: float | None = None
+        self.future: Future[Compiled] = Future()
+        self.bytes = 0
+
+    def get(self) -> Compiled | None:
+        """The compiled grammar; None: not yet.
+
+        Raises:
+            UserError: it is refused, or has taken too long. Its thread is let go on: backends have limits
+                on their work, and nobody waits for it any more.
+        """
+        if self.future.done():
+            return self.future.result()
+        if self.started is not None and time.monotonic() - self.started > self.seconds:
+            raise UserError(
+                f"grammar ({self.grammar}) takes longer to compile than grammar_seconds, {self.seconds:g}"
+            )
+        return None
+
+    def wait(self) -> Compiled:
+        """The compiled grammar, as soon as it is there. Raises `UserError` as `get` does."""
+        while (found := self.get()) is None:
+            try:
+                self.future.exception(timeout=0.05)
+            except TimeoutError:
+                continue
+        return found
+
+
+class GrammarPool:
+    """Compiles grammars in threads and keeps the most recently used.
+
+    Args:
+        make_backend: called once, in the first thread that needs it: a tokenizer takes a while to prepare.
+        cache_bytes: most bytes of compiled grammars that are kept, as far as nobody uses them.
+        seconds: most time for one.
+        threads: how many are compiled at a time.
+    """
+
+    def __init__(
+        self, make_backend: Callable[[], Backend], *, cache_bytes: int, seconds: float, threads: int = 2
+    ) -> None:
+        self._make, self.cache_bytes, self.seconds = make_backend, cache_bytes, seconds
+        self._backend: Backend | None = None
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="grammar")
+        self._lock, self._making = threading.Lock(), threading.Lock()
+        self._known: OrderedDict[Grammar, Compilation] = OrderedDict()
+        self.bytes = 0  # of all that are kept
+        self.compiled = 0  # how often there was something to do
+
+    @property
+    def backend(self) -> Backend:
+        """Who compiles and fills masks; made when it is first needed."""
+        with self._making:
+            if self._backend is None:
+                self._backend = self._make()
+            return self._backend
+
+    def ask(self, grammar: Grammar) -> Compilation:
+        """A grammar's compilation, which begins now if nobody has asked before. Any thread may call this."""
+        with self._lock:
+            found = self._known.get(grammar)
+            if found is not None and not found.future.done() and _late(found):
+                found = None  # its thread may hang for a while yet; whoever asks again has another try
+            if found is None:
+                found = self._known[grammar] = Compilation(grammar, self.seconds)
+                self.compiled += 1
+                self._threads.submit(self._compile, found)
+            self._known.move_to_end(grammar)
+            return found
+
+    def _compile(self, entry: Compilation) -> None:
+        try:
+            backend = self.backend
+            entry.started = time.monotonic()
+            made = backend.compile(entry.grammar)
+            entry.bytes = made.bytes + 2 * len(entry.grammar.source)
+            entry.future.set_result(made)
+        except BaseException as error:
+            if not isinstance(error, UserError):
+                error = UserError(f"grammar ({entry.grammar}) cannot be compiled: {error}")
+            entry.bytes = REFUSED_BYTES + 2 * len(entry.grammar.source)
+            entry.future.set_exception(error)
+        with self._lock:
+            self.bytes += entry.bytes
+            if self._known.get(entry.grammar) is not entry:  # asked again meanwhile, and forgotten
+                self.bytes -= entry.bytes
+            for grammar in list(self._known):
+                if self.bytes <= self.cache_bytes:
+                    break
+                if (oldest := self._known[grammar]).future.done():
+                    del self._known[grammar]
+                    self.bytes -= oldest.bytes
+
+    @property
+    def kept(self) -> list[Grammar]:
+        """The grammars that are remembered, the one to be forgotten next first."""
+        with self._lock:
+            return list(self._known)
+
+
+def _late(entry: Compilation) -> bool:
+    return entry.started is not None and time.monotonic() - entry.started > entry.seconds

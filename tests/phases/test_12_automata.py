@@ -1,0 +1,462 @@
+"""Grammars by hand: patterns against `re`, masks against llguidance, schemas against `jsonschema`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+import time
+from collections import deque
+from fractions import Fraction
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+import forward
+import structured
+from common.errors import UserError
+from common.sampling.grammar import Grammar
+from common.sampling.params import SamplingParams
+from structured.automata.backend import AutomataBackend, rules_for
+from structured.automata.dfa import Dfa, compile, determinize, product
+from structured.automata.json_schema import rules_of
+from structured.automata.nfa import Nfa, utf8
+from structured.automata.nodes import Node
+from structured.automata.numbers import between
+from structured.automata.pushdown import Machine
+from structured.automata.regex import parse, parse_search
+from structured.automata.trie import Trie
+from tests.structured_kit import EOS, SCHEMAS, SIZE, mask, must_validate, tokenizer, vocabulary
+
+pytestmark = pytest.mark.timeout(120)
+
+PATTERNS = [
+    "(ab|c)+d",
+    "a*",
+    "[a-c]{2,4}",
+    "x?y?z?",
+    "(a|b)*abb",
+    "é+|[à-ü]{2}",
+    ".{3}",
+    r"\d+(\.\d+)?",
+    "[^a]b",
+]
+PATTERNS += [
+    "(|a)b",
+    "(a*)*",
+    "a{0}b",
+    "(?:ab)?c",
+    r"\.\d",
+    "(a|ab)(c|bc)",
+    "[\\]x]",
+    "a|",
+]
+
+
+def accepts(dfa: Dfa, text: str) -> bool:
+    state = 0
+    for byte in text.encode():
+        state = int(dfa.table[state, byte])
+        if state < 0:
+            return False
+    return bool(dfa.accepting[state])
+
+
+@pytest.fixture(scope="module")
+def backend() -> AutomataBackend:
+    return AutomataBackend(vocabulary())
+
+
+# Patterns.
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_patterns_match_what_pythons_do(pattern: str) -> None:
+    dfa, large = compile(parse(pattern)), determinize(Nfa(parse(pattern)))
+    for length in range(5):
+        for letters in itertools.product("abcdxyz1.é", repeat=length):
+            text = "".join(letters)
+            expected = bool(re.fullmatch(pattern, text))
+            assert accepts(large, text) == expected, f"{pattern!r} and {text!r}, before it is made small"
+            assert accepts(dfa, text) == expected, f"{pattern!r} and {text!r}"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "states"),
+    [("(a|b)*abb", 4), ("a*", 1), ("(ab|c)+d", 4), ("(a|b)*a(a|b){5}", 64), ("aa|ab|ba|bb", 3)],
+)
+def test_automata_are_as_small_as_can_be(pattern: str, states: int) -> None:
+    assert len(compile(parse(pattern)).table) == states
+
+
+def test_no_two_states_are_alike() -> None:
+    for pattern in PATTERNS:
+        dfa = compile(parse(pattern))
+        seen: dict[Any, int] = {}
+        # With equal rows and ends two states would be one.
+        for state in range(len(dfa.table)):
+            key = dfa.table[state].tobytes(), bool(dfa.accepting[state])
+            assert key not in seen, f"{pattern!r}: states {state} and {seen.get(key)} are the same"
+            seen[key] = state
+
+
+def test_searching_finds_anywhere() -> None:
+    for pattern in ("b", "^b", "b$", "^b$", "a|^b", "^(a|b)$", "^$", ""):
+        dfa = compile(parse_search(pattern, "p"))
+        for length in range(4):
+            for letters in itertools.product("abc", repeat=length):
+                text = "".join(letters)
+                assert accepts(dfa, text) == bool(re.search(pattern, text)), f"{pattern!r} in {text!r}"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "says"),
+    [
+        ("a(", "not closed"), ("a)", "out of place"), ("*a", "out of place"), ("[a", "not closed"),
+        ("[]", "is empty"), ("[b-a]", "a later one"), ("a{3,2}", "is empty"), ("a{5", "must begin a count"),
+        (r"(a)\1", "is not known"), ("(?=a)", r"must begin with '\?:'"), (r"\bword", "is not known"),
+        ("a{9999}", "repeats 9999 times"), ("(" * 99 + ")" * 99, "nest deeper"), (r"\x1", "hexadecimal"),
+        ("a^b", "out of place"), ("a$b", "out of place"),
+    ],
+)  # fmt: skip
+def test_patterns_that_are_refused(pattern: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        parse(pattern)
+
+
+@pytest.mark.parametrize("low", [0, 0x41, 0x7F, 0x80, 0x7FE, 0xD7FF, 0xE001, 0xFFFE, 0x10000, 0x10FFF0])
+def test_every_character_has_one_form(low: int) -> None:
+    for high in (low, low + 1, low + 70, 0x10FFFF):
+        if high > 0x10FFFF:
+            continue
+        forms = list(utf8(((low, high),)))
+        total = sum(int(np.prod([last - first + 1 for first, last in form])) for form in forms)
+        surrogates = max(0, min(high, 0xDFFF) - max(low, 0xD800) + 1)
+        assert total == high - low + 1 - surrogates
+        for code in {low, high, (low + high) // 2} - set(range(0xD800, 0xE000)):
+            raw = chr(code).encode()
+            hits = [
+                form
+                for form in forms
+                if len(form) == len(raw)
+                and all(a <= byte <= b for (a, b), byte in zip(form, raw, strict=True))
+            ]
+            assert len(hits) == 1, f"U+{code:04X} in {low:x}..{high:x}"
+
+
+def test_products() -> None:
+    left, right = compile(parse("[ab]*")), compile(parse(".*b"))
+    both = product(left, right, lambda one, other: one and other)
+    only = product(left, right, lambda one, other: one and not other)
+    for length in range(5):
+        for letters in itertools.product("abc", repeat=length):
+            text = "".join(letters)
+            assert accepts(both, text) == bool(re.fullmatch("[ab]*b", text))
+            assert accepts(only, text) == bool(re.fullmatch("([ab]*a)?", text)), text
+
+
+# Masks.
+
+
+def test_the_trie_holds_every_token() -> None:
+    trie = Trie(vocabulary().tokens)
+    assert int(trie.token_nodes[EOS]) == trie.size, "a token without bytes stands in the trie"
+    for token, text in enumerate(vocabulary().tokens):
+        node, spelled = int(trie.token_nodes[token]), []
+        while text and node:
+            spelled.append(int(trie.bytes[node]))
+            node = int(trie.parents[node])
+        assert bytes(reversed(spelled)) == text, f"token {token}"
+
+
+def must_equal_guidance(pattern: str, backend: AutomataBackend) -> int:
+    """Walk all states of a pattern's automaton, by tokens, and compare the mask of each with llguidance's."""
+    pytest.importorskip("llguidance")
+    from structured.backends.llguidance import GuidanceBackend
+
+    other = GuidanceBackend(vocabulary()).compile(Grammar.regex(pattern))
+    mine = backend.compile(Grammar.regex(pattern))
+    queue, seen = deque([[]]), {mine.matcher().places[-1]}  # type: ignore[attr-defined,var-annotated]
+    while queue:
+        tokens: list[int] = queue.popleft()
+        left, right = mine.matcher(), other.matcher()
+        assert left.advance(tokens) == right.advance(tokens) == len(tokens)
+        found, expected = mask(left), mask(right)
+        said = f"{pattern!r} after {[vocabulary().tokens[t] for t in tokens]}"
+        assert left.accepting == right.accepting, f"{said}: only one may end"
+        if right.forced():  # the library leaves one spelling of what it forces
+            assert set(expected) <= set(found), said
+        else:
+            assert found == expected, f"{said}: {set(found) ^ set(expected)} are in one mask only"
+        for token in found:
+            if token != EOS:
+                after = mine.matcher()
+                after.advance([*tokens, token])
+                if (place := after.places[-1]) not in seen:  # type: ignore[attr-defined]
+                    seen.add(place)
+                    queue.append([*tokens, token])
+    return len(seen)
+
+
+GUIDED = ["(ab|c)+d", "[a-c]{2,4}", "x?y?z?", "(a|b)*abb", "[0-9]+([.][0-9]+)?", "(true|false|null)", "[^a]b"]
+GUIDED += ['"[^"]*"', "é+|[à-ü]{2}", "(in|an|the|ing)*", "[a-z]{3,6}(,[a-z]{1,3})*", ".{2}x", "(a|ab)(c|bc)?"]
+
+
+@pytest.mark.parametrize("pattern", GUIDED)
+def test_masks_are_those_of_llguidance_in_every_state(pattern: str, backend: AutomataBackend) -> None:
+    assert must_equal_guidance(pattern, backend) > 1
+
+
+def test_masks_are_made_once_a_state(backend: AutomataBackend) -> None:
+    grammar: Any = backend.compile(Grammar.json_schema({"type": "array", "items": {"type": "array"}}))
+    matcher = grammar.matcher()
+    for _ in range(2):
+        for token in tokenizer().encode("[[[[[[[["):
+            mask(matcher)
+            matcher.advance([token])
+        matcher = grammar.matcher()
+    first = grammar.masks.made
+    deep = grammar.matcher()
+    for _ in range(40):
+        mask(deep)
+        deep.advance(tokenizer().encode("["))
+    # A deeper stack has the mask of its upper part.
+    assert grammar.masks.made <= first + 8, (first, grammar.masks.made)
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_a_mask_says_exactly_what_can_be_read(name: str, backend: AutomataBackend) -> None:
+    """Token by token, without the trie."""
+    grammar: Any = backend.compile(Grammar.json_schema(SCHEMAS[name]))
+    machine: Machine = grammar.machine
+    rng, matcher = random.Random(3), grammar.matcher()
+    for _ in range(25):
+        place, found = matcher.places[-1], mask(matcher)
+        for token, text in enumerate(vocabulary().tokens):
+            after = place
+            for byte in text:
+                after = machine.step(after, byte)
+            can = bool(after and text) or (token == EOS and machine.may_end(place))
+            assert (token in found) == can, f"{name}: {text!r} at {place}"
+        found = [token for token in found if token != EOS]
+        if not found:
+            break
+        matcher.advance([rng.choice(found)])
+
+
+def test_rollback_returns(backend: AutomataBackend) -> None:
+    matcher = backend.compile(Grammar.json_schema(SCHEMAS["tree"])).matcher()
+    before = mask(matcher)
+    tokens = tokenizer().encode('{"v":1')
+    assert matcher.advance(tokens) == len(tokens)
+    assert matcher.agrees(tokenizer().encode("}x")) == 1
+    matcher.rollback(len(tokens))
+    assert mask(matcher) == before and matcher.advance(tokenizer().encode("x")) == 0
+
+
+# Schemas.
+
+
+def must_agree(schema: Any, values: list[Any]) -> None:
+    machine = Machine(rules_of(schema), "start")
+    validator = jsonschema.Draft202012Validator(schema)
+    for value in values:
+        place = machine.start
+        if isinstance(value, dict) and isinstance(schema, dict):  # keys in the order of the schema
+            first = [
+                key for key in (*schema.get("properties", ()), *schema.get("required", ())) if key in value
+            ]
+            value = {key: value[key] for key in dict.fromkeys((*first, *value))}
+        for byte in json.dumps(value, ensure_ascii=False).encode():
+            nested = isinstance(value, (list, dict))
+            assert not (nested and machine.may_end(place)), f"{schema}: {value!r} may end before its end"
+            place = machine.step(place, byte)
+        assert machine.may_end(place) == validator.is_valid(value), f"{schema}: {value!r}"
+
+
+VALUES: list[Any] = [
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2.5,
+    10**6,
+    "",
+    "a",
+    "ab",
+    "abcde",
+    'é\n"\\',
+    "\x00",
+    [],
+    [1],
+    [1, "a"],
+]
+VALUES += [
+    ["a"] * 4,
+    [[]],
+    {},
+    {"a": 1},
+    {"a": "x", "b": 2},
+    {"b": 2},
+    {"c": None},
+    {"a": 1, "b": 2, "c": [{}]},
+]
+AGREED: list[Any] = [
+    True, {}, {"type": "string", "minLength": 1, "maxLength": 3}, {"type": ["null", "integer"]},
+    {"type": "string", "pattern": "b"}, {"pattern": "^a.*e$", "minLength": 3}, {"minimum": 1, "type": "number"},
+    {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 2.5}, {"type": "number", "maximum": 2.5},
+    {"enum": [1, "a", None, [], {"a": 1}]}, {"const": 2.5}, {"type": "array", "minItems": 1, "maxItems": 2},
+    {"type": "array", "items": {"type": "integer"}}, {"prefixItems": [{"type": "integer"}, {"type": "string"}]},
+    {"type": "array", "prefixItems": [True], "items": False}, {"type": "array", "prefixItems": [{}, {}], "minItems": 2},
+    {"properties": {"a": {"type": "integer"}, "b": {}}, "required": ["b"]}, {"type": "object", "required": ["c"]},
+    {"type": "object", "properties": {"a": {}}, "additionalProperties": {"type": "integer"}},
+    {"type": "object", "properties": {"a": {}, "b": {}}, "additionalProperties": False},
+    {"anyOf": [{"type": "string"}, {"type": "array", "items": {"$ref": "#"}}]}, {"type": "array", "maxItems": 0},
+    {"$ref": "#/$defs/x~1y", "$defs": {"x/y": {"type": "boolean"}}}, {"format": "email"}, {"type": "integer", "title": "n"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", AGREED, ids=lambda schema: json.dumps(schema)[:50])
+def test_schemas_take_what_jsonschema_takes(schema: Any) -> None:
+    must_agree(schema, VALUES)
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_random_walks_validate(name: str, backend: AutomataBackend) -> None:
+    grammar = backend.compile(Grammar.json_schema(SCHEMAS[name]))
+    ended = 0
+    for seed in range(40):
+        rng, matcher, out = random.Random(seed), grammar.matcher(), list[int]()
+        for _ in range(200):
+            found = mask(matcher)
+            assert found, f"{name}: nothing may follow {tokenizer().decode(out)!r}"
+            token = EOS if EOS in found and rng.random() < 0.4 else rng.choice(found)
+            if token == EOS:
+                ended += 1
+                must_validate(tokenizer().decode(out), SCHEMAS[name], f"{name}, walk {seed}")
+                break
+            out.append(token)
+            assert matcher.advance([token]) == 1
+    assert ended > 10
+
+
+def test_bounds_of_numbers() -> None:
+    rng = random.Random(1)
+    spelled = ["-0", "0.0", "-0.0", "0.50", "1.0", "-0.250", "100", "99.9", "0.3", "12", "-1"]
+    for trial in range(25):
+        low = rng.choice([None, "0", "1", "-3", "0.5", "-0.25", "12", "-120", "99.9"])
+        high = rng.choice([None, "0", "3", "-1", "0.75", "150", "1000", "-0.5", "0.3"])
+        least, most = (None if bound is None else Fraction(bound) for bound in (low, high))
+        open_low, open_high, whole = (rng.random() < 0.5 for _ in range(3))
+        dfa = compile(between(least, most, open_low, open_high, whole))
+        for text in [
+            *spelled,
+            *(f"{rng.uniform(-150, 200):.{rng.randrange(1, 3)}f}" for _ in range(40)),
+            low,
+            high,
+        ]:
+            if text is None:
+                continue
+            value = Fraction(text)
+            fits = least is None or (value > least if open_low else value >= least)
+            fits &= most is None or (value < most if open_high else value <= most)
+            fits &= value.denominator == 1 or not whole
+            said = f"trial {trial}: {text} in {low}..{high}, open {open_low} {open_high}, whole {whole}"
+            assert accepts(dfa, text) == fits, said
+
+
+REFUSED: list[tuple[Any, str]] = [
+    ({"properties": {"a/b": {"not": {}}}}, r"#/properties/a~1b/not: not is not known"),
+    ({"items": {"oneOf": []}}, "#/items/oneOf: oneOf"),
+    ({"$ref": "http://x/y"}, r"#/\$ref: 'http://x/y' is no reference"),
+    ({"$ref": "#/$defs/no"}, "points to nothing"),
+    ({"$ref": "#"}, "no output that ever ends"),
+    ({"anyOf": [{"type": "null"}, {"$ref": "#"}]}, "calls itself before it reads"),
+    ({"anyOf": [{"$ref": "#"}]}, "calls itself before it reads|no output that ever ends"),
+    ({"properties": {"a": {"$ref": "#"}}, "required": ["a"], "type": "object"}, "no output that ever ends"),
+    ({"enum": [1], "minimum": 3}, "#/enum: enum beside minimum"),
+    ({"type": "wat"}, "#/type: 'wat' is no type"),
+    ({"minLength": -1}, "#/minLength: -1 is no count"),
+    ({"maxLength": 10**9}, "#/maxLength: 1000000000 is more than"),
+    ({"pattern": "a("}, "#/pattern 'a\\(', character 2"),
+    ({"type": "string", "pattern": 3}, "#/pattern: must be a string"),
+    ({"properties": {"a": 3}}, "#/properties/a: 3 is no schema"),
+    ({"uniqueItems": True}, "#/uniqueItems"),
+    ({"const": 1e300}, "more than 40 digits"),
+    (False, "no output that ever ends"),
+]
+
+
+@pytest.mark.parametrize(("schema", "says"), REFUSED, ids=lambda case: json.dumps(case)[:40])
+def test_schemas_that_are_refused(schema: Any, says: str, backend: AutomataBackend) -> None:
+    with pytest.raises(UserError, match=says):
+        backend.compile(Grammar.json_schema(schema))
+
+
+def nested(depth: int) -> Any:
+    schema: Any = {"type": "null"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+HOSTILE: dict[str, Grammar] = {
+    "counts": Grammar.regex("a{1,999}{1,999}"),
+    "blow-up": Grammar.regex("(a|b)*a(a|b){30}"),
+    "many loops": Grammar.regex("(a*b*c*d*){200}"),
+    "deep groups": Grammar.regex("(" * 5000 + "a" + ")" * 5000),
+    "deep schema": Grammar.json_schema(nested(60)),
+    "long strings": Grammar.json_schema({"type": "string", "maxLength": 500, "pattern": "(a|b)*a(a|b){12}$"}),
+    "wide": Grammar.json_schema(
+        {"type": "object", "properties": {f"k{n}": {"enum": [n]} for n in range(2000)}}
+    ),
+    "choices": Grammar.choice([f"{n:x}" * 4 for n in range(9000)]),
+    "alike": Grammar.json_schema({"anyOf": [{"type": "array", "minItems": n} for n in range(60)]}),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_grammars_end_soon(name: str, backend: AutomataBackend) -> None:
+    started = time.process_time()
+    try:
+        compiled = backend.compile(HOSTILE[name])
+    except UserError as error:
+        assert "\n" not in str(error)
+    else:
+        mask(compiled.matcher())
+        assert compiled.bytes < 200 << 20
+    assert time.process_time() - started < 6, "two seconds on an idle machine"
+
+
+def test_lark_is_for_others(backend: AutomataBackend) -> None:
+    with pytest.raises(UserError, match="know no Lark"):
+        backend.compile(Grammar.lark('start: "a"'))
+    assert isinstance(rules_for(Grammar.choice(["a"]))["start"], Node.__args__)  # type: ignore[attr-defined]
+
+
+# In an engine.
+
+
+def test_the_engine_runs_on_automata() -> None:
+    model = forward.load_model("random:tiny", device="cpu", dtype="float32")
+    engine = structured.load(
+        model, tokenizer=tokenizer(), backend="automata", max_rows=8, max_len=96, step_tokens=96, block_size=4
+    )
+    names = [*SCHEMAS] * 3
+    params = [
+        SamplingParams(max_tokens=70, temperature=1.0, seed=n, grammar=Grammar.json_schema(SCHEMAS[name]))
+        for n, name in enumerate(names)
+    ]
+    stopped = 0
+    for completion, name in zip(engine.generate([[1, 2]] * len(names), params), names, strict=True):
+        text = tokenizer().decode([token for token in completion.token_ids if token != EOS])
+        assert completion.finish_reason in ("stop", "length"), completion
+        if completion.finish_reason == "stop":
+            stopped += 1
+            must_validate(text, SCHEMAS[name], f"{name}, request {completion.index}")
+    assert stopped > len(names) / 2 and model.config.vocab_size == SIZE

@@ -1,0 +1,593 @@
+"""Grammars in an engine: every output parses, whatever else happens to its request."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import cuda_graphs
+import forward
+import structured
+from common.errors import UserError
+from common.events import Completion
+from common.request import Request
+from common.sampling import ops
+from common.sampling.grammar import Grammar
+from common.sampling.params import SamplingParams
+from common.sampling.sampler import Allowed, Sampler
+from forward.model import Model
+from paged_cache import BlockPool, PagedEngine
+from structured.drafter import GrammarDrafter
+from structured.masks import GrammarMasks
+from tests.schedules import check
+from tests.structured_kit import EOS, SCHEMAS, must_validate, tokenizer
+
+pytestmark = pytest.mark.timeout(120)
+pytest.importorskip("llguidance")
+
+SMALL: dict[str, Any] = {"max_rows": 8, "max_len": 96, "step_tokens": 96, "block_size": 4}
+GRAMMARS = {name: Grammar.json_schema(schema) for name, schema in SCHEMAS.items()}
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return forward.load_model("random:tiny", device="cpu", dtype="float32")
+
+
+def engine_of(model: Model, **options: Any) -> PagedEngine:
+    return structured.load(model, tokenizer=tokenizer(), **{**SMALL, **options})
+
+
+@pytest.fixture(scope="module")
+def engine(model: Model) -> PagedEngine:
+    return engine_of(model)
+
+
+def text_of(completion: Completion) -> str:
+    return tokenizer().decode([token for token in completion.token_ids if token != EOS])
+
+
+def must_obey(completion: Completion, name: str) -> None:
+    """A finished output validates; one that was cut says so."""
+    said = f"{name}, prompt {completion.index}, sample {completion.sample}: {text_of(completion)!r}"
+    assert completion.finish_reason in ("stop", "length"), f"{said} ended with {completion.finish_reason}"
+    if completion.finish_reason == "stop":
+        assert completion.token_ids[-1] == EOS, f"{said} stopped without an end-of-sequence token"
+        must_validate(text_of(completion), SCHEMAS[name], said)
+    else:
+        assert EOS not in completion.token_ids, f"{said} goes on after its end"
+
+
+PROMPT = [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize("overlap", [True, False], ids=["ahead", "in turn"])
+def test_greedy_and_sampled_outputs_obey(model: Model, name: str, overlap: bool) -> None:
+    engine = engine_of(model, overlap=overlap)
+    params = [SamplingParams(max_tokens=60, grammar=GRAMMARS[name])]
+    params += [
+        SamplingParams(max_tokens=60, temperature=1.0, seed=s, grammar=GRAMMARS[name]) for s in range(4)
+    ]
+    for completion in engine.generate([PROMPT] * len(params), params):
+        must_obey(completion, name)
+    check(engine)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "pattern"),
+    [
+        (Grammar.regex("(ab|c)+d"), "(ab|c)+d"),
+        (Grammar.choice(["yes", "no", "maybe é"]), "yes|no|maybe é"),
+        (Grammar.lark('start: "x" ("," NUM)*\nNUM: /[0-9]/'), "x(,[0-9])*"),
+        (Grammar.lark('root ::= "a" [0-9]+ "z"'), "a[0-9]+z"),
+    ],
+    ids=["regex", "choice", "lark", "gbnf"],
+)
+def test_other_kinds(engine: PagedEngine, grammar: Grammar, pattern: str) -> None:
+    params = [SamplingParams(max_tokens=80, temperature=1.0, seed=s, grammar=grammar) for s in range(6)]
+    done = engine.generate([PROMPT] * 6, params)
+    assert any(completion.finish_reason == "stop" for completion in done)
+    for completion in done:
+        if completion.finish_reason == "stop":
+            text = text_of(completion)
+            assert re.fullmatch(pattern, text), f"{grammar}: {text!r}"
+
+
+def test_rows_without_a_grammar_are_as_ever(model: Model, engine: PagedEngine) -> None:
+    free = [
+        SamplingParams(max_tokens=12, ignore_eos=True),
+        SamplingParams(max_tokens=12, temperature=0.9, seed=4, ignore_eos=True),
+        SamplingParams(max_tokens=9, temperature=1.0, top_k=9, seed=4, logprobs=2, repetition_penalty=1.2),
+    ]
+    plain = cuda_graphs.load(model, **SMALL).generate([PROMPT] * 3, free)
+    mixed = []
+    for settings in free:
+        mixed += [
+            settings,
+            SamplingParams(max_tokens=20, temperature=1.0, seed=2, grammar=GRAMMARS["person"]),
+        ]
+    found = engine.generate([PROMPT] * 6, mixed)[::2]
+    for left, right in zip(plain, found, strict=True):
+        assert left.token_ids == right.token_ids, "a neighbour's grammar changes tokens"
+        for one, other in zip(left.logprobs or [], right.logprobs or [], strict=True):
+            assert one.chosen == pytest.approx(other.chosen, abs=1e-4)
+
+
+def test_engines_without_grammars_ask_for_nothing(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(model)
+    monkeypatch.setattr(GrammarMasks, "fill", lambda *given: pytest.fail("masks are filled for nobody"))
+    engine.generate([PROMPT], SamplingParams(max_tokens=4))
+    assert engine.masks.pool.compiled == 0  # type: ignore[attr-defined]
+    assert engine.masks.pool._backend is None, "a tokenizer is prepared though nobody asked"  # type: ignore[attr-defined]
+
+
+# Everything else that a request may ask for.
+
+
+def test_logprobs_are_raw(engine: PagedEngine) -> None:
+    ask = SamplingParams(max_tokens=1, logprobs=20)
+    (free,) = engine.generate([PROMPT], ask)
+    (bound,) = engine.generate(
+        [PROMPT], SamplingParams(max_tokens=1, logprobs=20, grammar=Grammar.regex("~x"))
+    )
+    assert free.logprobs and bound.logprobs
+    assert bound.logprobs[0].top == free.logprobs[0].top, "log-probabilities are those of the mask"
+    assert bound.token_ids != free.token_ids
+
+
+def test_penalties_bias_and_truncation_stay_inside(engine: PagedEngine) -> None:
+    digits = [tokenizer().encode(d)[0] for d in "0123456789"]
+    grammar = Grammar.regex("[0-9]{30}")
+    params = [
+        SamplingParams(max_tokens=40, grammar=grammar, repetition_penalty=2.0, presence_penalty=2.0),
+        SamplingParams(
+            max_tokens=40, grammar=grammar, temperature=3.0, top_k=2, top_p=0.5, min_p=0.2, seed=1
+        ),
+        SamplingParams(
+            max_tokens=40, grammar=grammar, logit_bias=dict.fromkeys(digits, -100.0), temperature=1.0
+        ),
+        SamplingParams(
+            max_tokens=40, grammar=grammar, frequency_penalty=2.0, temperature=1.0, logprobs=3, seed=2
+        ),
+    ]
+    for completion in engine.generate([PROMPT] * 4, params):
+        assert re.fullmatch("[0-9]{30}", text_of(completion)), f"{completion.index}: {text_of(completion)!r}"
+        assert completion.finish_reason == "stop"
+
+
+def test_min_tokens_lengthens_as_far_as_the_grammar_goes(engine: PagedEngine) -> None:
+    params = [
+        SamplingParams(max_tokens=40, min_tokens=20, temperature=1.0, grammar=Grammar.regex("x[ab]*")),
+        SamplingParams(max_tokens=40, min_tokens=20, temperature=1.0, grammar=Grammar.regex("x[ab]{3}")),
+        SamplingParams(max_tokens=24, ignore_eos=True, temperature=1.0, grammar=Grammar.regex("x[ab]*")),
+        SamplingParams(max_tokens=24, ignore_eos=True, grammar=Grammar.regex("xab")),
+        SamplingParams(max_tokens=24, min_tokens=9, stop_token_ids=(tokenizer().encode("a")[0],),
+                       grammar=Grammar.regex("xa+b")),
+    ]  # fmt: skip
+    long, short, endless, done, stopped = engine.generate([PROMPT] * 5, params)
+    assert long.finish_reason == "stop" and len(long.token_ids) > 20, "the end came before min_tokens"
+    assert short.finish_reason == "stop" and len(short.token_ids) < 20, "min_tokens beat the grammar's end"
+    assert endless.finish_reason == "length" and len(endless.token_ids) == 24
+    assert done.finish_reason == "stop" and text_of(done) == "xab", "ignore_eos beat the grammar's end"
+    assert stopped.finish_reason == "stop"
+
+
+def test_a_cut_says_so_and_a_stop_string_stops(engine: PagedEngine) -> None:
+    grammar = Grammar.regex("a{50}")
+    (cut,) = engine.generate([PROMPT], SamplingParams(max_tokens=7, grammar=grammar))
+    assert cut.finish_reason == "length" and set(text_of(cut)) == {"a"}
+    (stopped,) = engine.generate([PROMPT], SamplingParams(max_tokens=40, grammar=grammar, stop=("aaaa",)))
+    assert stopped.finish_reason == "stop" and len(text_of(stopped)) < 10
+    (none,) = engine.generate([PROMPT], SamplingParams(max_tokens=0, grammar=grammar))
+    assert none.finish_reason == "length" and none.token_ids == []
+
+
+def test_samples_have_places_of_their_own(engine: PagedEngine) -> None:
+    params = SamplingParams(max_tokens=60, temperature=1.5, seed=1, n=5, grammar=GRAMMARS["person"])
+    done = engine.generate([PROMPT, [9, 9]], params)
+    assert len({text_of(completion) for completion in done}) > 1
+    for completion in done:
+        must_obey(completion, "person")
+    check(engine)
+
+
+def blocks(model: Model, count: int) -> int:
+    return count * BlockPool.bytes_per_block(model.config, 4, model.dtype)
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["ahead", "in turn"])
+def test_preemption_loses_no_place(model: Model, overlap: bool) -> None:
+    roomy, tight = (
+        engine_of(model, overlap=overlap),
+        engine_of(model, overlap=overlap, cache_bytes=blocks(model, 26)),
+    )
+    params = [
+        SamplingParams(max_tokens=40, temperature=1.0, seed=s, grammar=GRAMMARS[name])
+        for s, name in enumerate([*SCHEMAS] * 2)
+    ]
+    prompts = [[s + 1, 2, 3] for s in range(len(params))]
+    left, right = roomy.generate(prompts, params), tight.generate(prompts, params)
+    assert tight.scheduler.preemptions > 0, "nobody was preempted: the test shows nothing"
+    assert [c.token_ids for c in left] == [c.token_ids for c in right]
+    check(tight)
+
+
+def test_an_abort_leaves_the_others_alone(engine: PagedEngine) -> None:
+    params = SamplingParams(max_tokens=30, temperature=1.0, seed=5, grammar=GRAMMARS["person"])
+    (kept,) = engine.add(PROMPT, params)
+    (gone,) = engine.add([9], params)
+    for _ in range(4):
+        engine.step()
+    engine.abort(gone)
+    while not engine.idle:
+        engine.step()
+    (alone,) = engine.generate([PROMPT], params)
+    assert gone.finish_reason == "abort" and kept.output_ids == alone.token_ids
+    check(engine)
+
+
+# A grammar on its way.
+
+
+class Slow:
+    """Holds a backend's compilations back."""
+
+    def __init__(self, engine: PagedEngine, seconds: float) -> None:
+        masks = engine.masks
+        assert isinstance(masks, GrammarMasks)
+        backend = masks.pool.backend
+        compile = backend.compile
+
+        def slowly(grammar: Grammar) -> Any:
+            if "slow" in grammar.source:
+                time.sleep(seconds)
+            return compile(grammar)
+
+        backend.compile = slowly  # type: ignore[method-assign]
+
+
+def run(engine: PagedEngine, seconds: float = 20.0) -> list[Any]:
+    outputs, deadline = [], time.monotonic() + seconds
+    while not engine.idle:
+        outputs += engine.step()
+        assert time.monotonic() < deadline, "a request waits for ever"
+    return outputs
+
+
+def test_a_request_waits_for_its_grammar_and_nobody_else_does(model: Model) -> None:
+    engine = engine_of(model)
+    Slow(engine, 0.5)
+    (waits,) = engine.add(PROMPT, SamplingParams(max_tokens=9, grammar=Grammar.regex("slow")))
+    (quick,) = engine.add(PROMPT, SamplingParams(max_tokens=9, grammar=Grammar.regex("quick")))
+    (free,) = engine.add(PROMPT, SamplingParams(max_tokens=9, ignore_eos=True))
+    started = time.monotonic()
+    while free.finish_reason is None or quick.finish_reason is None:
+        engine.step()
+    assert waits.first_token is None, "the slow grammar was awaited by all"
+    assert time.monotonic() - started < 0.45
+    run(engine)
+    assert waits.finish_reason == "stop" and tokenizer().decode(waits.output_ids[:-1]) == "slow"
+    check(engine)
+
+
+def test_what_takes_too_long_is_refused(model: Model) -> None:
+    engine = engine_of(model, grammar_seconds=0.2)
+    Slow(engine, 1.0)
+    (late,) = engine.add(PROMPT, SamplingParams(max_tokens=9, grammar=Grammar.regex("slow")))
+    (other,) = engine.add(PROMPT, SamplingParams(max_tokens=9, grammar=Grammar.regex("quick")))
+    run(engine)
+    assert late.finish_reason == "error" and "takes longer to compile than grammar_seconds, 0.2" in str(
+        late.error
+    )
+    assert isinstance(late.error, UserError) and other.finish_reason == "stop"
+    with pytest.raises(UserError, match="takes longer"):
+        engine.generate([PROMPT], SamplingParams(grammar=Grammar.regex("slower")))
+    assert engine.idle
+
+
+def test_aborted_while_it_waits(model: Model) -> None:
+    engine = engine_of(model)
+    Slow(engine, 0.3)
+    requests = engine.add(PROMPT, SamplingParams(max_tokens=9, n=3, grammar=Grammar.regex("slow")))
+    engine.step()
+    engine.abort(requests[0])
+    engine.abort(requests[2])
+    run(engine)
+    assert [request.finish_reason for request in requests] == ["abort", "stop", "abort"]
+    check(engine)
+
+
+WRONG = {
+    "a regex": (Grammar.regex("a("), "is refused"),
+    "a type": (Grammar.json_schema({"type": "wat"}), "Invalid type: wat"),
+    "a keyword": (
+        Grammar.json_schema({"type": "object", "unevaluatedProperties": False}),
+        "Unimplemented keys",
+    ),
+    "a reference": (Grammar.json_schema({"$ref": "#/$defs/none"}), "is refused"),
+    "a grammar": (Grammar.lark("start: nothing"), "is refused"),
+}
+
+
+@pytest.mark.parametrize(("grammar", "says"), WRONG.values(), ids=WRONG.keys())
+def test_wrong_grammars(engine: PagedEngine, grammar: Grammar, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        engine.generate([PROMPT, PROMPT], [SamplingParams(grammar=grammar), SamplingParams(max_tokens=2)])
+    (bad,) = engine.add(PROMPT, SamplingParams(grammar=grammar))
+    (good,) = engine.add(PROMPT, SamplingParams(max_tokens=3, ignore_eos=True))
+    run(engine)
+    assert bad.finish_reason == "error" and re.search(says, str(bad.error)), bad.error
+    assert good.finish_reason == "length", "somebody else's grammar ended a request"
+    assert "\n" not in str(bad.error)
+    check(engine)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Grammar.regex(""), "is empty"),
+        (lambda: Grammar.regex("a" * 300_000), "has 300,000 characters"),
+        (lambda: Grammar.json_schema("{"), "is not JSON"),
+        (lambda: Grammar.json_schema([]), "must be a JSON object"),  # type: ignore[arg-type]
+        (lambda: Grammar.json_schema('{"a":' * 200 + "1" + "}" * 200), "nests deeper than 128"),
+        (lambda: Grammar.json_schema({"a": object()}), "is not JSON"),
+        (lambda: Grammar.choice("abc"), "must be a list"),
+        (lambda: Grammar.choice([]), "at least 1 string"),
+        (lambda: Grammar.choice([""]), "at least 1 character"),
+        (lambda: Grammar.choice(["\ud800"]), "UTF-8"),
+        (lambda: Grammar("jsonschema", "{}"), "did you mean 'json_schema'"),  # type: ignore[arg-type]
+        (lambda: SamplingParams(grammar="a+"), "must be a Grammar"),  # type: ignore[arg-type]
+    ],
+)  # fmt: skip
+def test_no_grammars(make: Any, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        make()
+
+
+def test_engines_that_take_none(model: Model) -> None:
+    grammar = SamplingParams(grammar=Grammar.regex("a"))
+    for engine in (forward.load(model), cuda_graphs.load(model, **SMALL)):
+        with pytest.raises(UserError, match="grammar is set, but must be None for an engine that masks no"):
+            list(engine.stream([PROMPT], grammar))
+    without = structured.load(model, **SMALL)
+    with pytest.raises(UserError, match="must be None for an engine that has no tokenizer"):
+        without.add(PROMPT, grammar)
+    with pytest.raises(UserError, match="masks no tokens"):
+        engine_of(model, structured=False).add(PROMPT, grammar)
+
+
+def test_a_grammar_that_fails_midway_ends_its_own_request(model: Model) -> None:
+    for overlap in (True, False):
+        engine = engine_of(model, overlap=overlap)
+        (bad,) = engine.add(PROMPT, SamplingParams(max_tokens=20, min_tokens=15, grammar=Grammar.regex("a+")))
+        (good,) = engine.add(
+            PROMPT, SamplingParams(max_tokens=20, temperature=1.0, grammar=Grammar.regex("b{9}"))
+        )
+        for _ in range(200):
+            engine.step()
+            if len(bad.output_ids) >= 3:
+                break
+        if overlap:  # the matcher has seen the last token already
+            bad.constraint.follow = lambda request: "it is not in the grammar"  # type: ignore[union-attr]
+        else:
+            bad.tokens[-1] = tokenizer().encode("z")[0]  # as if the sampler had gone wrong
+        run(engine)
+        assert bad.finish_reason == "error" and "is not in the grammar" in str(bad.error), bad.error
+        assert good.finish_reason == "stop" and tokenizer().decode(good.output_ids[:-1]) == "b" * 9
+        check(engine)
+
+
+def test_grammars_are_compiled_once_and_forgotten_in_order(model: Model) -> None:
+    engine = engine_of(model, grammar_cache_bytes=350_000)
+    pool = engine.masks.pool  # type: ignore[attr-defined]
+    for pattern in ("a", "b", "a", "a"):
+        engine.generate([PROMPT] * 2, SamplingParams(max_tokens=4, grammar=Grammar.regex(pattern)))
+    assert pool.compiled == 2
+    for pattern in ("c", "d", "e"):
+        engine.generate([PROMPT], SamplingParams(max_tokens=4, grammar=Grammar.regex(pattern)))
+        assert pool.bytes <= 350_000
+    assert [grammar.source for grammar in pool.kept][-1] == "e" and len(pool.kept) == 3
+    engine.generate([PROMPT], SamplingParams(max_tokens=4, grammar=Grammar.regex("a")))
+    assert pool.compiled == 6, "a was used last, and yet it is not compiled again"
+
+
+def test_a_pool_without_room_still_serves(model: Model) -> None:
+    engine = engine_of(model, grammar_cache_bytes=0)
+    requests = [
+        engine.add(PROMPT, SamplingParams(max_tokens=4, grammar=Grammar.regex(c)))[0] for c in "abcabc"
+    ]
+    run(engine)
+    assert [tokenizer().decode(r.output_ids[:-1]) for r in requests] == list("abcabc")
+
+
+def nested(depth: int) -> Any:
+    schema: Any = {"type": "null"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+HOSTILE: dict[str, Grammar] = {
+    "counts": Grammar.regex("a{1,9999}{1,9999}"),
+    "counts of counts": Grammar.regex("(a{1,999}b?){1,999}"),
+    "catastrophic": Grammar.regex("((a+)+|(a|aa)+b|(.*a){25})c"),
+    "blow-up": Grammar.regex("(a|b)*a(a|b){20}"),
+    "deep": Grammar.json_schema(nested(42)),
+    "wide": Grammar.json_schema({"type": "object", "properties": {f"p{n}": True for n in range(7000)}}),
+    "many strings": Grammar.json_schema({"enum": [f"{'x' * 20}{n}" for n in range(8000)]}),
+    "no base": Grammar.json_schema({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
+    "itself": Grammar.json_schema({"$ref": "#"}),
+    "ambiguous": Grammar.lark('start: s\ns: s s | "a" |'),
+    "left": Grammar.lark('start: start "a" | "b"'),
+}
+
+
+def test_hostile_grammars_harm_nobody(model: Model) -> None:
+    engine = engine_of(model, max_rows=16)
+    bystander = SamplingParams(max_tokens=80, temperature=1.0, seed=1, ignore_eos=True)
+    (expected,) = engine.generate([PROMPT], bystander)
+    started = time.process_time()
+    (kept,) = engine.add(PROMPT, bystander)
+    hostile = {
+        name: engine.add(PROMPT, SamplingParams(max_tokens=40, temperature=1.0, seed=2, grammar=grammar))[0]
+        for name, grammar in HOSTILE.items()
+    }
+    run(engine, 60.0)
+    for name, request in hostile.items():
+        assert request.finish_reason in ("stop", "length", "error"), f"{name}: {request.finish_reason}"
+        if request.finish_reason == "error":
+            assert isinstance(request.error, UserError), f"{name}: {request.error!r}"
+    assert kept.output_ids == expected.token_ids, "a hostile grammar changed somebody's tokens"
+    assert time.process_time() - started < 2 * len(HOSTILE)
+    check(engine)
+
+
+def test_a_thousand_grammars_are_forgotten(model: Model) -> None:
+    engine = engine_of(model, grammar_cache_bytes=5_000_000)
+    pool = engine.masks.pool  # type: ignore[attr-defined]
+    for number in range(0, 200, 8):
+        params = [
+            SamplingParams(max_tokens=4, grammar=Grammar.regex(f"x{n}")) for n in range(number, number + 8)
+        ]
+        engine.generate([PROMPT] * 8, params)
+        assert pool.bytes <= 5_000_000 and len(pool.kept) <= 50
+    assert pool.compiled == 200
+
+
+# The kernel.
+
+
+def test_the_kernel_masks_what_torch_masks() -> None:
+    pytest.importorskip("triton")
+    from structured.kernel import forbid, with_kernel
+    from triton_paged_attention.sampler import TritonSampler
+
+    if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
+        pytest.skip("needs Triton's interpreter or a GPU")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    made = torch.Generator().manual_seed(3)
+    for vocab in (257, 32, 4096, 9001):
+        words = torch.randint(-(2**31), 2**31 - 1, (3, -(-vocab // 32)), generator=made, dtype=torch.int32)
+        allowed = Allowed(words.to(device), torch.tensor([0, 2, 4], device=device))
+        for dtype in (torch.float32, torch.bfloat16):
+            logits = torch.randn(6, vocab, generator=made).to(device, dtype)
+            expected = ops.forbid(logits.clone(), allowed.words, allowed.places)
+            forbid(logits, allowed)
+            assert torch.equal(logits, expected), f"{vocab} tokens in {dtype}"
+    assert with_kernel(TritonSampler).forbid is not TritonSampler.forbid
+
+
+@pytest.mark.parametrize("wanted", [None, 1])
+def test_masks_for_some_places_leave_the_others(wanted: int | None) -> None:
+    sampler = Sampler(4, 40, "cpu")
+    for row in range(4):
+        sampler.set_row(row, SamplingParams(logprobs=wanted))
+    logits = torch.arange(40.0).repeat(4, 1)
+    words = torch.zeros(2, 2, dtype=torch.int32)
+    words[:, 0] = 1 << 5
+    before = logits.clone()
+    rows = torch.arange(4)
+    found = sampler.sample(logits, rows, [0, 1, 2, 3], rows * 0, allowed=Allowed(words, torch.tensor([1, 2])))
+    assert found.tokens.tolist() == [39, 5, 5, 39]
+    if wanted is not None:
+        assert torch.equal(logits, before), "log-probabilities need the logits as they were"
+
+
+# Speculation.
+
+
+class Guess:
+    """Drafts a fixed continuation, of which a grammar may refuse the rest."""
+
+    def __init__(self, text: str) -> None:
+        self.ids = tokenizer().encode(text)
+
+    def propose(self, request: Request, most: int) -> Sequence[int]:
+        return self.ids[:most]
+
+
+def test_forced_tokens_save_steps_and_change_nothing(model: Model) -> None:
+    schema = Grammar.json_schema(
+        {
+            "type": "object",
+            "properties": {
+                "thename": {"type": "boolean"},
+                "average": {"type": "null"},
+                "k": {"enum": ["anthering"]},
+            },
+            "required": ["thename", "average", "k"],
+            "additionalProperties": False,
+        }
+    )
+    params = [SamplingParams(max_tokens=60, temperature=1.0, seed=s, grammar=schema) for s in range(5)]
+    with_, without = engine_of(model, overlap=False), engine_of(model, overlap=False, jump_forward=False)
+    left, right = with_.generate([PROMPT] * 5, params), without.generate([PROMPT] * 5, params)
+    assert [c.token_ids for c in left] == [c.token_ids for c in right], "jumping forward changes the text"
+    assert isinstance(with_.scheduler.drafter, GrammarDrafter) and with_.scheduler.drafter.forced > 0
+    assert with_.stats.steps < 0.9 * without.stats.steps, (with_.stats.steps, without.stats.steps)
+    check(with_)
+
+
+@pytest.mark.parametrize("text", ["abab", "ccc", "zzz", "abzz", "d"])
+def test_guesses_of_another_drafter_are_cut_where_the_grammar_says(model: Model, text: str) -> None:
+    params = [
+        SamplingParams(max_tokens=30, temperature=1.0, seed=s, grammar=Grammar.regex("(ab|c){4,9}d"))
+        for s in range(5)
+    ]
+    expected = engine_of(model, overlap=False, jump_forward=False).generate([PROMPT] * 5, params)
+    engine = engine_of(model, overlap=False)
+    engine.scheduler.drafter = GrammarDrafter(Guess(text))
+    found = engine.generate([PROMPT] * 5, params)
+    assert [c.token_ids for c in found] == [c.token_ids for c in expected], "drafts change the text"
+    assert engine.scheduler.drafter.refused > 0
+    check(engine)
+
+
+# Many.
+
+
+def crowd(model: Model, count: int, at_once: int, **options: Any) -> None:
+    rng = random.Random(7)
+    names = list(SCHEMAS)
+    engine = engine_of(model, max_rows=at_once, step_tokens=192, chunk_tokens=16, **options)
+    params, prompts, chosen = [], [], []
+    for number in range(count):
+        name = rng.choice(names)
+        chosen.append(name)
+        params.append(
+            SamplingParams(
+                max_tokens=rng.randrange(20, 80), temperature=1.0, seed=number, grammar=GRAMMARS[name]
+            )
+        )
+        prompts.append([rng.randrange(1, 257) for _ in range(rng.randrange(1, 40))])
+    done = engine.generate(prompts, params)
+    for completion, name in zip(done, chosen, strict=True):
+        assert completion.prompt_ids  # the index names the request
+        if (
+            completion.finish_reason == "length"
+            and len(prompts[completion.index]) + len(completion.token_ids) >= 96
+        ):
+            continue
+        must_obey(completion, name)
+    assert sum(completion.finish_reason == "stop" for completion in done) > count / 2
+    assert engine.scheduler.preemptions > 0 and engine.stats.most_running > at_once // 2
+    check(engine)
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["ahead", "speculating"])
+def test_a_crowd_parses(model: Model, overlap: bool) -> None:
+    crowd(model, 60, 12, overlap=overlap, cache_bytes=blocks(model, 90))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [True, False], ids=["ahead", "speculating"])
+def test_a_thousand_parse(model: Model, overlap: bool) -> None:
+    crowd(model, 1000, 64, overlap=overlap, cache_bytes=blocks(model, 260))

@@ -1,0 +1,133 @@
+"""A tokenizer for the tiny random models, and small things that the tests of phase 12 share."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import jsonschema
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from common.text.detokenizer import _BYTE_OF
+from common.text.tokenizer import Tokenizer
+from structured.matcher import Matcher, Words
+from structured.vocabulary import Vocabulary
+
+SIZE = 257
+"""Of the tiny model's vocabulary."""
+EOS = 0
+WORDS = ['{"', '":', '",', '": "', '", "', "true", "false", "null", "name", "age", "12", "00", "ab", "abc"]
+WORDS += [
+    "[[",
+    "]]",
+    "}}",
+    '"}',
+    "},",
+    "[{",
+    "}]",
+    "é",
+    "éé",
+    "  ",
+    "the",
+    "in",
+    "an",
+    "er",
+    "ing",
+    "-1",
+    "1.",
+]
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    """Byte-level BPE: ASCII, the bytes of two-byte characters, and some words; token 0 ends a text."""
+    byte_of = {value: key for key, value in _BYTE_OF.items()}
+    single = [*range(32, 127), 10, 9, *range(0x80, 0xC0), 0xC3, 0xC2, 0xE2, 0xF0]
+    vocabulary: dict[str, int] = {"<|end|>": EOS}
+    for byte in single:
+        vocabulary[byte_of[byte]] = len(vocabulary)
+    merges: list[tuple[str, str]] = []
+    for word in WORDS:
+        spelled = "".join(byte_of[byte] for byte in word.encode())
+        for end in range(2, len(spelled) + 1):
+            if spelled[:end] not in vocabulary and len(vocabulary) < SIZE:
+                vocabulary[spelled[:end]] = len(vocabulary)
+                merges.append((spelled[: end - 1], spelled[end - 1]))
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|end|>"])
+    folder = Path(mkdtemp(prefix="ladder-kit-"))
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps({"vocab_size": SIZE, "eos_token_id": EOS}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": False}))
+    return Tokenizer(folder)
+
+
+@cache
+def vocabulary() -> Vocabulary:
+    return Vocabulary.of(tokenizer(), SIZE, (EOS,))
+
+
+def bits(words: Words, size: int) -> list[int]:
+    """The tokens that a mask allows."""
+    found: list[int] = np.unpackbits(words.view(np.uint8), bitorder="little")[:size].nonzero()[0].tolist()
+    return found
+
+
+def mask(matcher: Matcher, size: int = SIZE) -> list[int]:
+    """The tokens that may come next."""
+    words = np.zeros(-(-size // 32), np.int32)
+    matcher.fill(words)
+    return bits(words, size)
+
+
+def must_validate(text: str, schema: Any, name: str) -> None:
+    """Fail unless a text is JSON that a schema allows."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise AssertionError(f"{name}: {text!r} is no JSON: {error}") from None
+    errors = list(jsonschema.Draft202012Validator(schema).iter_errors(value))
+    assert not errors, f"{name}: {text!r} breaks its schema: {errors[0].message}"
+
+
+SCHEMAS: dict[str, Any] = {
+    "person": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 12},
+            "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        },
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    },
+    "enum": {"enum": ["red", "green", 7, None, True]},
+    "list": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 4},
+    "tree": {
+        "$ref": "#/$defs/node",
+        "$defs": {
+            "node": {
+                "type": "object",
+                "properties": {
+                    "v": {"enum": [1, 2]},
+                    "kids": {"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 2},
+                },
+                "required": ["v"],
+                "additionalProperties": False,
+            }
+        },
+    },
+    "either": {"anyOf": [{"type": "null"}, {"type": "string", "pattern": "^[a-c]{2,4}$"}]},
+    "optional": {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}, "b": {"type": "null"}, "c": {"const": "x"}},
+        "additionalProperties": False,
+    },
+    "number": {"type": "number", "minimum": -1, "maximum": 2},
+}
