@@ -142,6 +142,48 @@ def write_config(
 
 
 @app.command()
+@without_engine_flags
+def serve(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=f"{MODEL_HELP}, or random:SHAPE")] = "smollm2",
+    host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0: all")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="port to listen on; 0: any that is free")] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(help="key that clients must send; several with commas; or LADDER_API_KEY, unseen by ps"),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="what clients call the model")] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="refuse unknown fields of requests")] = False,
+    access_log: Annotated[str, typer.Option(help="a file for a line of JSON a request, - or none")] = "-",
+    phase: Annotated[str, typer.Option(help=f"whose engine: {PHASE_HELP}")] = "13",
+    device: DeviceName = "auto",
+    dtype: DtypeName = "auto",
+    config: ConfigFile = None,
+    **options: Any,
+) -> int:
+    """Serve a model to OpenAI's clients, with a page to look at."""
+    from common.options import names
+    from phases.commands import serve
+    from serving.http.limits import Limits
+
+    given = {name: value for name, value in options.items() if value is not None}
+    return serve.run(
+        model,
+        phase_name=phase,
+        host=host,
+        port=port,
+        api_key=api_key,
+        name=name,
+        strict=strict,
+        access_log=access_log,
+        device=device,
+        dtype=dtype,
+        config=config,
+        limits={name: given.pop(name) for name in names(Limits) if name in given},
+        options=given,
+    )
+
+
+@app.command()
 def demo(
     model: Annotated[str, typer.Option(help=MODEL_HELP)] = "smollm2",
     device: DeviceName = "auto",
@@ -211,7 +253,7 @@ def plot(
     return benches.plot(phase)
 
 
-WITH_ENGINE_FLAGS = {"run": run, "config": write_config}
+WITH_ENGINE_FLAGS = {"run": run, "config": write_config, "serve": serve}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -225,7 +267,7 @@ def _call(given: Sequence[str]) -> int:
     if named in WITH_ENGINE_FLAGS:
         from phases.commands.flags import add_engine_flags
 
-        add_engine_flags(WITH_ENGINE_FLAGS[named])
+        add_engine_flags(WITH_ENGINE_FLAGS[named], limits=named == "serve")
     try:
         code = app(given, prog_name="ladder", standalone_mode=False)
     except Exception as error:
