@@ -1,7 +1,7 @@
 """The server's ASGI application: routes, keys, limits, and the life of a request for tokens.
 
-Chunks go out as raw ASGI messages. A framework's streaming response costs twice the processor time for each of
-them, and there is one for every token.
+Chunks go out as raw ASGI messages. A framework's streaming response costs twice the processor time for each
+of them, and there is one for every token.
 """
 
 from __future__ import annotations
@@ -228,6 +228,7 @@ class App:
             usage=bool(options and options.include_usage),
             continuous=bool(options and options.continuous_usage_stats),
             ids=bool(request.return_token_ids),
+            logprobs=getattr(request, "logprobs", None) is not None,  # `best_of` needs them for itself
         )
 
     async def _serve(
@@ -267,7 +268,7 @@ class App:
             self._count(exchange, call)
 
     async def _stream(self, exchange: Exchange, call: Call, answer: Answer) -> None:
-        """Send events while they come. Nothing is sent before the first token: errors have a status until then."""
+        """Send events as they come. Nothing is sent before the first token: until then errors have a status."""
         waiting = call.choices
         while True:
             await call.news()

@@ -1,7 +1,7 @@
 """The engine as the API process sees it: completions go in, their tokens come back, and it may die.
 
 Everything here runs in one thread, the event loop's. A completion is a number; whoever submits one gives a
-`Sink` that is called with its tokens, in order, and with its end, exactly once, whatever happens to the engine.
+`Sink` that is called with its tokens, in order, and once with its end, whatever happens to the engine.
 """
 
 from __future__ import annotations
@@ -197,7 +197,12 @@ class EngineClient:
         process = self.process = context.Process(target=worker.main, args=(self.make, address), name="engine")
         process.start()
         ended = loop.create_future()
-        loop.add_reader(process.sentinel, lambda: ended.done() or ended.set_result(None))
+
+        def gone() -> None:
+            if not ended.done():
+                ended.set_result(None)
+
+        loop.add_reader(process.sentinel, gone)
         reading = asyncio.ensure_future(self._read(socket))
         self._heard = time.monotonic()
         try:

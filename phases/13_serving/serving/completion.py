@@ -16,8 +16,8 @@ from serving.messages import Token
 from serving.watching.metrics import Metrics
 
 Trouble = Literal["refused", "error", "died", "deadline", "slow", "left"]
-"""Why a call ends early: the engine refused it, its step failed, the engine died, it took too long, its reader
-took too long, its reader left."""
+"""Why a call ends early: the engine refused it, its step failed, the engine died, it took too long, its
+reader took too long, its reader left."""
 
 
 @dataclass
@@ -142,7 +142,7 @@ class Call:
         self._deadline: asyncio.TimerHandle | None = None
 
     def send(self, *, priority: int, salt: str, seconds: float) -> None:
-        """Hand everything to the engine but the stop strings, which are looked for here. It has so many seconds."""
+        """Hand all to the engine but the stop strings, which are looked for here. It has so many seconds."""
         at = 0
         for order in self.orders:
             mine = self.choices[at : at + order.params.n]

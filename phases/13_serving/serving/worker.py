@@ -229,7 +229,7 @@ class Pipe:
     """A `Channel` over ZeroMQ."""
 
     def __init__(self, address: str) -> None:
-        self._socket = zmq.Context.instance().socket(zmq.PAIR)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         self._socket.connect(address)
 
     def receive(self, seconds: float) -> list[Command]:

@@ -43,7 +43,9 @@ def token_bytes(tokenizer: Tokenizer, token: int) -> bytes:
 class Answer:
     """How one request is answered; subclasses know the shapes of their route.
 
-    usage: whether the last chunk, or each, tells how many tokens were taken.
+    usage, continuous: whether the last chunk, or each, tells how many tokens were taken.
+    ids: whether to send the tokens too.
+    logprobs: whether what is known of them was asked for.
     """
 
     object = ""
@@ -58,9 +60,10 @@ class Answer:
         usage: bool = False,
         continuous: bool = False,
         ids: bool = False,
+        logprobs: bool = True,
     ) -> None:
         self.id, self.model, self.tokenizer = id, model, tokenizer
-        self.usage, self.continuous, self.ids = usage, continuous, ids
+        self.usage, self.continuous, self.ids, self.logprobs = usage, continuous, ids, logprobs
         self.created = int(time.time())
         head = {"id": id, "object": self.chunk_object, "created": self.created, "model": model}
         self._head = b"data: " + _json(head)[:-1] + b',"choices":[{"index":'
@@ -117,10 +120,9 @@ class CompletionAnswer(Answer):
 
     def shape(self, choice: Choice) -> dict[str, Any]:
         """See `Answer`."""
-        wanted = choice.order.params.logprobs is not None and choice.logprobs
         found: dict[str, Any] = {
             "text": choice.order.text + choice.text,
-            "logprobs": self._logprobs(choice, choice.logprobs, 0)[0] if wanted else None,
+            "logprobs": self._logprobs(choice, choice.logprobs, 0)[0] if self.logprobs else None,
             "finish_reason": choice.reason,
         }
         if self.ids:

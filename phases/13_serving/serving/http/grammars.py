@@ -49,7 +49,7 @@ def constraint(request: Generation, limits: Limits) -> tuple[str, Any, str] | No
         found.append((*form, "response_format"))
     if not found:
         return None
-    kind, definition, field = found[0]
+    _, definition, field = found[0]
     if len(found) > 1:
         raise ApiError(
             400, f"{field} and {found[1][2]} both constrain the output, but only one may", param=field

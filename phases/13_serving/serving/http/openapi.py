@@ -45,7 +45,7 @@ def openapi(version: str) -> dict[str, Any]:
         }
         for status in ERRORS
     }
-    kinds = {"application/json": {}, "text/event-stream": {}, "text/plain": {}}
+    kinds: dict[str, Any] = {"application/json": {}, "text/event-stream": {}, "text/plain": {}}
     done = {"200": {"description": "the answer", "content": kinds}}
     unready = {"503": {"description": "not ready", "content": {"application/json": {}}}}
     paths: dict[str, Any] = {

@@ -23,9 +23,9 @@ LONG = 2000
 USUAL_TOKENS = 16
 """`max_tokens` of a completion that does not say; OpenAI's default."""
 _COPIED = (
-    "temperature top_p n seed presence_penalty frequency_penalty top_k min_p repetition_penalty ignore_eos "
-    "min_tokens stop stop_token_ids"
-).split()
+    *("temperature", "top_p", "top_k", "min_p", "n", "seed", "ignore_eos", "min_tokens"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "stop", "stop_token_ids"),
+)
 _RESERVED = {"messages", "add_generation_prompt", "self"}
 T = TypeVar("T")
 

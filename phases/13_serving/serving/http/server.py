@@ -25,6 +25,9 @@ from serving.http.limits import Limits
 log = logging.getLogger(__name__)
 
 TERMINATED = 143
+_CLOSE = b"content-length: 0\r\nconnection: close\r\n\r\n"
+LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\n" + _CLOSE
+LATE = b"HTTP/1.1 408 Request Timeout\r\n" + _CLOSE
 
 
 class Guarded(HttpToolsProtocol):
@@ -79,9 +82,7 @@ class Guarded(HttpToolsProtocol):
     def _count(self, size: int) -> None:
         self._used += size
         if self._used > self.limits.max_header_bytes and not self.transport.is_closing():
-            self.transport.write(
-                b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
-            )
+            self.transport.write(LARGE)
             self.transport.close()
             raise ValueError("too many bytes of headers")  # the parser gives up
 
@@ -119,7 +120,7 @@ class Server(uvicorn.Server):
         protocol = type("Protocol", (Guarded,), {"limits": app.limits})
         super().__init__(
             uvicorn.Config(
-                app,  # type: ignore[arg-type]
+                app,
                 host=host,
                 port=port,
                 http=protocol,

@@ -1,7 +1,7 @@
 """Metrics in Prometheus' text format, under vLLM's names where vLLM has one and under `ladder:` where not.
 
-Names and buckets: https://docs.vllm.ai/en/latest/usage/metrics/, so that its dashboards work. A token costs one
-look-up in a list of twenty buckets. The format:
+Names and buckets are those of https://docs.vllm.ai/en/latest/usage/metrics/, so that its dashboards work. A
+token costs one look-up in a list of twenty buckets. The format:
 https://prometheus.io/docs/instrumenting/exposition_formats/.
 """
 
