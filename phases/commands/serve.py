@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 from collections.abc import Mapping
@@ -24,7 +23,7 @@ from phases.registry import ROWS, check_options, load_engine, missing_for, phase
 from serving.app import App
 from serving.client import EngineClient
 from serving.http.limits import Limits
-from serving.http.server import Server
+from serving.http.server import Server, listen
 from serving.made_up import RANDOM, made_up_tokenizer
 from serving.versions.one_at_a_time import OneAtATime
 
@@ -101,13 +100,12 @@ def _keys(api_key: str | None) -> tuple[str, ...]:
 
 
 def _serve(app: App, host: str, port: int) -> int:
-    server = Server(app, host, port, on_ready=partial(_greet, app, host))
+    listening = listen(host, port)  # before anything slow: the port may be taken
+    server = Server(app, on_ready=partial(_greet, app, host, listening.getsockname()[1]))
     try:
-        uvloop.run(server.serve())
-    except SystemExit:  # uvicorn's way of saying that it cannot listen
-        raise UserError(f"{host}:{port} cannot be listened on: is another server there?") from None
-    except asyncio.CancelledError:
-        pass
+        uvloop.run(server.serve([listening]))
+    finally:
+        listening.close()
     if server.failure is not None:
         if server.failure.wrong_input:
             raise UserError(str(server.failure))
@@ -123,7 +121,7 @@ def _greet(app: App, host: str, port: int) -> None:
         err.print(f"[dim]{ready.ledger}[/dim]")
     shown = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
     url = f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
-    key = " -H 'Authorization: Bearer KEY'" if app._keys else ""
+    key = " -H 'Authorization: Bearer KEY'" if app.keys else ""
     body = f'{{"model": "{app.model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
     out.print(
         f"Ready: {url} (a page to look at), {url}/v1 (for OpenAI's clients)", markup=False, soft_wrap=True

@@ -91,7 +91,7 @@ class App:
         self.draining = False
         self.started = int(time.time())
         self.exchanges: set[Exchange] = set()
-        self._keys = [key.encode() for key in keys]
+        self.keys = [key.encode() for key in keys]
         engine.on_step = self._stepped
         self.routes: dict[str, dict[str, Handler]] = {
             "/v1/completions": {"POST": self._completions},
@@ -152,7 +152,7 @@ class App:
 
     def _check_key(self, exchange: Exchange) -> None:
         """Raise `ApiError` without a key. All keys are compared, each in constant time."""
-        if not self._keys:
+        if not self.keys:
             return
         scheme, _, value = exchange.headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() == b"basic":  # a browser asks for a password, and sends it so
@@ -162,7 +162,7 @@ class App:
                 value = b""
         elif scheme.lower() != b"bearer":
             value = b""
-        if not sum(hmac.compare_digest(value.strip(), key) for key in self._keys):
+        if not sum(hmac.compare_digest(value.strip(), key) for key in self.keys):
             kind = b"Basic" if exchange.path == "/" else b"Bearer"
             exchange.extra.append((b"www-authenticate", kind + b' realm="ladder"'))
             raise ApiError(401, "the key is missing or wrong", code="invalid_api_key")
@@ -268,7 +268,7 @@ class App:
             self._count(exchange, call)
 
     async def _stream(self, exchange: Exchange, call: Call, answer: Answer) -> None:
-        """Send events as they come. Nothing is sent before the first token: until then errors have a status."""
+        """Send events as they come. Before the first token nothing is sent, so that errors have a status."""
         waiting = call.choices
         while True:
             await call.news()

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import resource
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from common.errors import UserError
 from serving.app import App
 from serving.client import CannotStart
 from serving.http.limits import Limits
@@ -25,6 +27,8 @@ from serving.http.limits import Limits
 log = logging.getLogger(__name__)
 
 TERMINATED = 143
+UNREAD_BYTES = 128 << 10
+"""What the system keeps of what a client has not read yet; beyond that the server knows that it is slow."""
 _CLOSE = b"content-length: 0\r\nconnection: close\r\n\r\n"
 LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\n" + _CLOSE
 LATE = b"HTTP/1.1 408 Request Timeout\r\n" + _CLOSE
@@ -43,6 +47,9 @@ class Guarded(HttpToolsProtocol):
         if len(self.connections) > self.limits.max_connections:
             transport.abort()
             return
+        made = transport.get_extra_info("socket")
+        if made is not None:  # or the system keeps megabytes for a reader that does not read
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD_BYTES)
         self._wait_for_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -113,16 +120,12 @@ class Server(uvicorn.Server):
     failure: CannotStart | None = None
     code = 0
 
-    def __init__(
-        self, app: App, host: str, port: int, on_ready: Callable[[int], None] = lambda port: None
-    ) -> None:
+    def __init__(self, app: App, on_ready: Callable[[], None] = lambda: None) -> None:
         self.app, self.on_ready = app, on_ready
         protocol = type("Protocol", (Guarded,), {"limits": app.limits})
         super().__init__(
             uvicorn.Config(
                 app,
-                host=host,
-                port=port,
                 http=protocol,
                 ws="none",
                 loop="uvloop",
@@ -182,15 +185,14 @@ class Server(uvicorn.Server):
                 await engine
 
     async def startup(self, sockets: Any = None) -> None:
-        """Listen, and say where as soon as the engine is there."""
+        """Listen, and say so as soon as the engine is there."""
         await super().startup(sockets)
-        port = self.servers[0].sockets[0].getsockname()[1]
-        self._announced = asyncio.ensure_future(self._announce(port))
+        self._announced = asyncio.ensure_future(self._announce())
 
-    async def _announce(self, port: int) -> None:
+    async def _announce(self) -> None:
         while self.app.engine.state != "ready":
             await asyncio.sleep(0.02)
-        self.on_ready(port)
+        self.on_ready()
 
     def _engine_ended(self, task: asyncio.Future[None]) -> None:
         if not task.cancelled() and isinstance(task.exception(), CannotStart):
@@ -211,6 +213,15 @@ class Server(uvicorn.Server):
                     call.give_up("slow", "the reader is too slow")
                 if late or (call is not None and call.trouble is not None and call.trouble[0] == "slow"):
                     exchange.hang_up()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens there; port 0 is any that is free. Raises `UserError` if that cannot be."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address, family=family, backlog=4096)
+    except OSError as error:
+        raise UserError(f"{host}:{port} cannot be listened on: {error.strerror or error}") from None
 
 
 def _allow_files() -> None:
