@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, cast
 
 from common.events import FinishReason, TextStream
 from common.sampling.params import SamplingParams
@@ -138,7 +138,7 @@ class Call:
         self.choices = [Choice(self, index, order, tokenizer) for index, order in enumerate(samples)]
         self.left = len(self.choices)
         self.first_token: float | None = None
-        self._news = asyncio.Event()
+        self._told, self._waiter = False, cast("asyncio.Future[None] | None", None)
         self._deadline: asyncio.TimerHandle | None = None
 
     def send(self, *, priority: int, salt: str, seconds: float) -> None:
@@ -161,14 +161,14 @@ class Call:
             self.first_token = self.engine.now
         self.left -= ended
         if self.streamed or self.left == 0:
-            self._news.set()
+            self._tell()
 
     def give_up(self, trouble: Trouble, message: str) -> None:
         """End what has not ended: the engine frees it at its next step."""
         if self.trouble is None and (self.left or trouble == "slow"):
             self.trouble = trouble, message
         self.close()
-        self._news.set()
+        self._tell()
 
     def close(self) -> None:
         """Leave nothing behind; harmless after the end."""
@@ -177,9 +177,17 @@ class Call:
         self.engine.abort(choice.number for choice in self.choices if choice.reason is None)
 
     async def news(self) -> None:
-        """Wait until there is something to send, or to say."""
-        await self._news.wait()
-        self._news.clear()
+        """Wait until there is something to send, or to say. Only one may wait."""
+        if not self._told:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        self._told = False
+
+    def _tell(self) -> None:
+        """Half as dear as an `asyncio.Event`, and there is one for every token."""
+        self._told = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     @property
     def prompt_tokens(self) -> int:
