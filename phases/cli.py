@@ -184,6 +184,46 @@ def serve(
 
 
 @app.command()
+def load(
+    url: Annotated[str, typer.Argument(metavar="URL", help="such as http://127.0.0.1:8000")],
+    users: Annotated[
+        str | None, typer.Option(help="so many at a time, each waits for its answer; several with commas")
+    ] = None,
+    rate: Annotated[float | None, typer.Option(help="requests a second, whether answered or not")] = None,
+    workload: Annotated[str, typer.Option(help="what to ask; see benchmarks/workloads.py")] = (
+        "continuous_batching-small"
+    ),
+    requests: Annotated[
+        int | None, typer.Option(help="how many; or all of the workload, or twice the users")
+    ] = None,
+    vocab: Annotated[int, typer.Option(help="token ids of the prompts are below this")] = 10_000,
+    processes: Annotated[int, typer.Option(help="client processes")] = 4,
+    api_key: Annotated[str, typer.Option(help="the server's key")] = "",
+    first_ms: Annotated[float, typer.Option(help="a good request's first token comes within")] = 2000.0,
+    gap_ms: Annotated[float, typer.Option(help="and 99 % of its gaps are below")] = 100.0,
+    json: Annotated[Path | None, typer.Option("--json", help="file for the numbers")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="file for a figure, .svg or .png")] = None,
+) -> int:
+    """Ask a server from many users, and say what they had to wait for."""
+    from phases.commands import load
+
+    return load.run(
+        url,
+        users=users,
+        rate=rate,
+        name=workload,
+        requests=requests,
+        vocab=vocab,
+        processes=processes,
+        key=api_key,
+        first_ms=first_ms,
+        gap_ms=gap_ms,
+        json_path=json,
+        plot_path=plot,
+    )
+
+
+@app.command()
 def demo(
     model: Annotated[str, typer.Option(help=MODEL_HELP)] = "smollm2",
     device: DeviceName = "auto",
