@@ -11,6 +11,7 @@ from typing import Any
 from rich.live import Live
 from rich.table import Table
 
+from benchmarks.server import bodies_of
 from benchmarks.workloads import Workload, workload
 from common.console import err, out
 from common.errors import UserError, integer, number
@@ -97,20 +98,6 @@ def plans(
     if total > len(bodies):
         raise UserError(f"--requests is {total}, but {work.name} has {len(bodies)} arrivals; give --rate")
     return [(work.name, Plan(bodies[:total], total, arrivals=work.arrivals[:total]))]
-
-
-def bodies_of(work: Workload) -> list[dict[str, Any]]:
-    """The requests of a workload: token ids, exact lengths, a seed each."""
-    return [
-        {
-            "prompt": prompt,
-            "max_tokens": params.max_tokens,
-            "temperature": params.temperature,
-            "ignore_eos": True,
-            "seed": params.seed,
-        }
-        for prompt, params in zip(work.prompts, work.params, strict=True)
-    ]
 
 
 def _repeated(bodies: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
