@@ -30,7 +30,8 @@ from serving.app import App
 from serving.client import EngineClient
 from serving.made_up import write_tokenizer
 from serving.messages import Command, Report
-from serving.worker import Worker, ready
+from serving.process import ready
+from serving.worker import Worker
 
 JSON = {"content-type": "application/json"}
 
@@ -140,7 +141,7 @@ class Loopback(EngineClient):
     """
 
     def __init__(self, engine: Engine) -> None:
-        super().__init__(make=lambda: None)
+        super().__init__()
         self.engine = engine
         self.worker = Worker(engine, self)
         self.busy = True
@@ -160,12 +161,10 @@ class Loopback(EngineClient):
         assert isinstance(found, messages.Step)
         self._deal(found)
 
-    def _flush(self) -> None:
-        outbox, self._outbox = self._outbox, []
-        if self.state == "ready":
-            self._arrived += messages.commands(messages.encode(outbox))
-            if self._pumping is None or self._pumping.done():
-                self._pumping = asyncio.ensure_future(self.pump())
+    def transmit(self, data: bytes) -> None:
+        self._arrived += messages.commands(data)
+        if self._pumping is None or self._pumping.done():
+            self._pumping = asyncio.ensure_future(self.pump())
 
     async def pump(self) -> None:
         while self._arrived or not self.engine.idle:

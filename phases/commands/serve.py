@@ -20,8 +20,8 @@ from phases import Phase
 from phases.commands.fetch import fetch_with_progress
 from phases.config import options_from_yaml
 from phases.registry import ROWS, check_options, load_engine, missing_for, phase_named
+from serving.alive import EngineProcess
 from serving.app import App
-from serving.client import EngineClient
 from serving.http.limits import Limits
 from serving.http.server import Server, listen
 from serving.made_up import RANDOM, made_up_tokenizer
@@ -66,7 +66,7 @@ def run(
         source = model if model.startswith(RANDOM) else str(folder)
         make = partial(make_engine, phase, source, str(folder), device, dtype, dict(given))
         app = App(
-            EngineClient(make),
+            EngineProcess(make),
             Tokenizer(folder),
             name or model,
             limits=checked,

@@ -822,7 +822,7 @@ def test_starting_draining_and_restarting_say_so(make):
             asked = await Client(app).request("/v1/completions", {"prompt": "a"}).run()
             assert asked.status == 503 and "retry-after" in asked.headers
             assert (await Client(app).request("/health", b"", "GET").run()).status == 200
-        app.engine.state, app.draining = "ready", True
+        app.engine.state, app.service.draining = "ready", True
         assert (await Client(app).request("/ready", b"", "GET").run()).json() == {"status": "draining"}
         assert (await Client(app).request("/v1/completions", {"prompt": "a"}).run()).status == 503
 

@@ -15,13 +15,12 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError
 from common.text.tokenizer import Tokenizer
 from serving.client import EngineClient
-from serving.completion import Call, Order
-from serving.http.answers import Answer, ChatAnswer, CompletionAnswer, GenerateAnswer, likeliest
-from serving.http.errors import STATUS, ApiError, of_user_error
-from serving.http.exchange import EVENTS, Exchange, Gone, Receive, Scope, Send
+from serving.completion import Call
+from serving.http.answers import Answer, ChatAnswer, CompletionAnswer, GenerateAnswer
+from serving.http.errors import ApiError
+from serving.http.exchange import Exchange, Gone, Receive, Scope, Send
 from serving.http.limits import Limits
 from serving.http.openapi import openapi
 from serving.http.orders import Orders
@@ -36,6 +35,7 @@ from serving.http.schema import (
     decode,
 )
 from serving.messages import Ready, Step
+from serving.service import Service
 from serving.watching.live import Live
 from serving.watching.log import AccessLog
 from serving.watching.metrics import Metrics
@@ -44,7 +44,6 @@ log = logging.getLogger(__name__)
 
 OPEN = ("/health", "/ready")
 """Routes that need no key."""
-RETRY_SECONDS = 1
 PAGE = Path(__file__).parent / "page" / "index.html"
 HTML = [
     (b"content-type", b"text/html; charset=utf-8"),
@@ -66,8 +65,6 @@ class App:
         model: the name that clients know it by.
         keys: of which a client needs one; none: everybody may come in.
         strict: refuse unknown fields, instead of naming them in the header `x-ladder-ignored`.
-
-    draining: no new requests for tokens are taken; those that run go on.
     """
 
     def __init__(
@@ -88,7 +85,7 @@ class App:
         self.log = AccessLog(access_log, self.metrics)
         self.orders = Orders(tokenizer, self.limits)
         self.live = Live(engine)
-        self.draining = False
+        self.service = Service(engine, tokenizer, self.limits, self.metrics)
         self.started = int(time.time())
         self.exchanges: set[Exchange] = set()
         self.keys = [key.encode() for key in keys]
@@ -172,21 +169,27 @@ class App:
     async def _completions(self, exchange: Exchange) -> None:
         request, ready = await self._begin(exchange, CompletionRequest)
         orders = await self.orders.completion(request, ready)
-        await self._serve(exchange, request, orders, self._shape(CompletionAnswer, exchange, request, "cmpl"))
+        await self.service.serve(
+            exchange, request, orders, self._shape(CompletionAnswer, exchange, request, "cmpl")
+        )
 
     async def _chat(self, exchange: Exchange) -> None:
         request, ready = await self._begin(exchange, ChatRequest)
         orders = await self.orders.chat(request, ready)
-        await self._serve(exchange, request, orders, self._shape(ChatAnswer, exchange, request, "chatcmpl"))
+        await self.service.serve(
+            exchange, request, orders, self._shape(ChatAnswer, exchange, request, "chatcmpl")
+        )
 
     async def _generate(self, exchange: Exchange) -> None:
         request, ready = await self._begin(exchange, GenerateRequest)
         orders = await self.orders.completion(request, ready)
-        await self._serve(exchange, request, orders, self._shape(GenerateAnswer, exchange, request, "gen"))
+        await self.service.serve(
+            exchange, request, orders, self._shape(GenerateAnswer, exchange, request, "gen")
+        )
 
     async def _begin(self, exchange: Exchange, kind: type[Body]) -> tuple[Body, Ready]:
         """Read a request; raise `ApiError` if it cannot be taken now, or never."""
-        ready = self._engine_ready()
+        ready = self.service.ready()
         request = await self._read(exchange, kind)
         name = getattr(request, "model", None)
         if name is not None and name != self.model:
@@ -194,19 +197,6 @@ class App:
                 404, f"model is {name!r}, but this is {self.model!r}", param="model", code="model_not_found"
             )
         return request, ready
-
-    def _engine_ready(self) -> Ready:
-        ready = self.engine.ready
-        if self.draining:
-            raise ApiError(503, "the server is shutting down", retry=RETRY_SECONDS, code="draining")
-        if ready is None or self.engine.state != "ready":
-            raise ApiError(
-                503,
-                f"the engine is {self.engine.state}; try again",
-                retry=RETRY_SECONDS,
-                code=self.engine.state,
-            )
-        return ready
 
     async def _read(self, exchange: Exchange, kind: type[Body]) -> Body:
         request, unknown = decode(kind, await exchange.body())
@@ -230,103 +220,6 @@ class App:
             ids=bool(request.return_token_ids),
             logprobs=getattr(request, "logprobs", None) is not None,  # `best_of` needs them for itself
         )
-
-    async def _serve(
-        self, exchange: Exchange, request: Generation, orders: list[Order], answer: Answer
-    ) -> None:
-        """The life of a request for tokens, from its order to its last byte.
-
-        However this function is left, the engine has been told to drop what is not finished.
-        """
-        ready = self._engine_ready()  # it may have changed while the prompt was read
-        call = Call(
-            self.engine,
-            self.metrics,
-            self.tokenizer,
-            orders,
-            streamed=bool(request.stream),
-            most_unsent=self.limits.max_unsent,
-        )
-        self._admit(len(call.choices), request.priority or 0, ready)
-        seconds = self._deadline(request)
-        leaving = asyncio.ensure_future(exchange.gone())
-        leaving.add_done_callback(lambda _: call.give_up("left", "the client has left"))
-        exchange.call = call
-        try:
-            call.send(priority=request.priority or 0, salt=request.cache_salt or "", seconds=seconds)
-            if request.stream:
-                await self._stream(exchange, call, answer)
-            else:
-                while call.left and call.trouble is None:
-                    await call.news()
-                self._raise_trouble(exchange, call)
-                await exchange.json(answer.whole(call, likeliest(call, request.n or 1)))
-        finally:
-            leaving.cancel()
-            call.close()
-            exchange.call = None
-            self._count(exchange, call)
-
-    async def _stream(self, exchange: Exchange, call: Call, answer: Answer) -> None:
-        """Send events as they come. Before the first token nothing is sent, so that errors have a status."""
-        waiting = call.choices
-        while True:
-            await call.news()
-            self._raise_trouble(exchange, call)
-            events = []
-            for choice in waiting:
-                if choice.fresh or choice.reason is not None:
-                    data = answer.chunk(choice, choice.take(), choice.reason is not None)
-                    if data:
-                        events.append(data)
-                    choice.started = True
-            if any(choice.reason is not None for choice in waiting):
-                waiting = [choice for choice in waiting if choice.reason is None]
-            if not events:
-                continue
-            if not exchange.status:
-                await exchange.start(200, EVENTS)
-            if not waiting:
-                events.append(answer.end(call))
-            await exchange.write(b"".join(events), more=bool(waiting))
-            if not waiting:
-                return
-
-    def _raise_trouble(self, exchange: Exchange, call: Call) -> None:
-        if call.trouble is None:
-            return
-        kind, message = call.trouble
-        if kind in ("left", "slow"):
-            raise Gone
-        if kind == "refused":
-            raise of_user_error(UserError(message), Generation.__struct_fields__)
-        raise ApiError(STATUS[kind], message, retry=RETRY_SECONDS if kind == "died" else None, code=kind)
-
-    def _admit(self, more: int, priority: int, ready: Ready) -> None:
-        """Raise `ApiError` where so many more completions are too many."""
-        if priority and ready.policy != "priority":
-            raise ApiError(
-                400,
-                f"priority is {priority}, but must be 0: the server's policy is {ready.policy}",
-                param="priority",
-            )
-        most = min(self.limits.max_requests, ready.max_rows + self.limits.max_queue)
-        if self.engine.in_flight + more > most:
-            raise ApiError(
-                429,
-                f"{self.engine.in_flight} completions are in flight, and the server takes at most {most}",
-                retry=RETRY_SECONDS,
-                code="queue_full",
-            )
-
-    def _deadline(self, request: Generation) -> float:
-        if request.deadline_ms is None:
-            return self.limits.max_seconds
-        if request.deadline_ms < 1:
-            raise ApiError(
-                400, f"deadline_ms is {request.deadline_ms}, but must be at least 1", param="deadline_ms"
-            )
-        return min(request.deadline_ms / 1e3, self.limits.max_seconds)
 
     def _stepped(self, step: Step) -> None:
         self.metrics.stepped(step)
@@ -366,7 +259,7 @@ class App:
         await exchange.json({"status": "alive"})
 
     async def _ready(self, exchange: Exchange) -> None:
-        state = "draining" if self.draining else self.engine.state
+        state = "draining" if self.service.draining else self.engine.state
         await exchange.json({"status": state}, 200 if state == "ready" else 503)
 
     async def _version(self, exchange: Exchange) -> None:
@@ -379,7 +272,7 @@ class App:
             blocks=ready.blocks if ready else 0,
             in_flight=engine.in_flight,
             restarts=engine.restarts,
-            ready=engine.state == "ready" and not self.draining,
+            ready=engine.state == "ready" and not self.service.draining,
         )
         await exchange.answer(
             200, text.encode(), [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
@@ -399,25 +292,6 @@ class App:
             leaving.cancel()
 
     # What is counted and written down.
-
-    def _count(self, exchange: Exchange, call: Call) -> None:
-        metrics, done = self.metrics, time.perf_counter()
-        metrics.prompted += call.prompt_tokens
-        if call.trouble is not None:
-            metrics.troubles[call.trouble[0]] += 1
-        for choice in call.choices:
-            if choice.reason is not None:
-                metrics.finished[choice.reason] += 1
-        metrics.prompt.observe(call.prompt_tokens)
-        metrics.output.observe(call.output_tokens)
-        metrics.whole.observe(done - call.arrived)
-        exchange.facts = {
-            "prompt_tokens": call.prompt_tokens,
-            "output_tokens": call.output_tokens,
-            "trouble": call.trouble[0] if call.trouble else None,
-        }
-        if call.first_token is not None:
-            exchange.facts["first_token_ms"] = round((call.first_token - call.arrived) * 1e3, 3)
 
     def _tell(self, exchange: Exchange) -> None:
         route = exchange.path if exchange.path in self.routes else "other"

@@ -20,8 +20,8 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from common.errors import UserError
+from serving.alive import CannotStart
 from serving.app import App
-from serving.client import CannotStart
 from serving.http.limits import Limits
 
 log = logging.getLogger(__name__)
@@ -153,11 +153,11 @@ class Server(uvicorn.Server):
 
     def drain(self) -> None:
         """The first call lets streams finish, within the grace period; the second does not wait."""
-        if self.app.draining:
+        if self.app.service.draining:
             self.code = TERMINATED
             self.should_exit = self.force_exit = True
             return
-        self.app.draining = True
+        self.app.service.draining = True
         log.warning("draining: %d requests may finish, nothing new is taken", len(self.app.calls))
         self._draining = asyncio.ensure_future(self._drain())
 
