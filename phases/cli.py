@@ -196,6 +196,88 @@ def quantize(
 
 
 @app.command()
+@without_engine_flags
+def serve(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=f"{MODEL_HELP}, or random:SHAPE")] = "smollm2",
+    host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0: all")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="port to listen on; 0: any that is free")] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(help="key that clients must send; several with commas; or LADDER_API_KEY, unseen by ps"),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="what clients call the model")] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="refuse unknown fields of requests")] = False,
+    access_log: Annotated[str, typer.Option(help="a file for a line of JSON a request, - or none")] = "-",
+    phase: Annotated[str, typer.Option(help=f"whose engine: {PHASE_HELP}")] = "13",
+    device: DeviceName = "auto",
+    dtype: DtypeName = "auto",
+    config: ConfigFile = None,
+    **options: Any,
+) -> int:
+    """Serve a model to OpenAI's clients, with a page to look at."""
+    from common.options import names
+    from phases.commands import serve
+    from serving.http.limits import Limits
+
+    given = {name: value for name, value in options.items() if value is not None}
+    return serve.run(
+        model,
+        phase_name=phase,
+        host=host,
+        port=port,
+        api_key=api_key,
+        name=name,
+        strict=strict,
+        access_log=access_log,
+        device=device,
+        dtype=dtype,
+        config=config,
+        limits={name: given.pop(name) for name in names(Limits) if name in given},
+        options=given,
+    )
+
+
+@app.command()
+def load(
+    url: Annotated[str, typer.Argument(metavar="URL", help="such as http://127.0.0.1:8000")],
+    users: Annotated[
+        str | None, typer.Option(help="so many at a time, each waits for its answer; several with commas")
+    ] = None,
+    rate: Annotated[float | None, typer.Option(help="requests a second, whether answered or not")] = None,
+    workload: Annotated[str, typer.Option(help="what to ask; see benchmarks/workloads.py")] = (
+        "continuous_batching-small"
+    ),
+    requests: Annotated[
+        int | None, typer.Option(help="how many; or all of the workload, or twice the users")
+    ] = None,
+    vocab: Annotated[int, typer.Option(help="token ids of the prompts are below this")] = 10_000,
+    processes: Annotated[int, typer.Option(help="client processes")] = 4,
+    api_key: Annotated[str, typer.Option(help="the server's key")] = "",
+    first_ms: Annotated[float, typer.Option(help="a good request's first token comes within")] = 2000.0,
+    gap_ms: Annotated[float, typer.Option(help="and 99 % of its gaps are below")] = 100.0,
+    json: Annotated[Path | None, typer.Option("--json", help="file for the numbers")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="file for a figure, .svg or .png")] = None,
+) -> int:
+    """Ask a server from many users, and say what they had to wait for."""
+    from phases.commands import load
+
+    return load.run(
+        url,
+        users=users,
+        rate=rate,
+        name=workload,
+        requests=requests,
+        vocab=vocab,
+        processes=processes,
+        key=api_key,
+        first_ms=first_ms,
+        gap_ms=gap_ms,
+        json_path=json,
+        plot_path=plot,
+    )
+
+
+@app.command()
 def demo(
     model: Annotated[str, typer.Option(help=MODEL_HELP)] = "smollm2",
     device: DeviceName = "auto",
@@ -265,7 +347,7 @@ def plot(
     return benches.plot(phase)
 
 
-WITH_ENGINE_FLAGS = {"run": run, "config": write_config}
+WITH_ENGINE_FLAGS = {"run": run, "config": write_config, "serve": serve}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -279,7 +361,7 @@ def _call(given: Sequence[str]) -> int:
     if named in WITH_ENGINE_FLAGS:
         from phases.commands.flags import add_engine_flags
 
-        add_engine_flags(WITH_ENGINE_FLAGS[named])
+        add_engine_flags(WITH_ENGINE_FLAGS[named], limits=named == "serve")
     try:
         code = app(given, prog_name="ladder", standalone_mode=False)
     except Exception as error:

@@ -21,7 +21,7 @@ from common.request import Request
 from common.sampling.params import SamplingParams
 from continuous.cache import RowCache
 from continuous.rows import Rows
-from continuous.seams import Drafter
+from continuous.seams import Drafter, NoMasks
 from continuous.work import Work
 from forward.shapes import SHAPES
 from paged_cache.cache import PagedCache
@@ -209,7 +209,7 @@ class FakeDrafter(Drafter):
         return drafts
 
 
-class OddOnly:
+class OddOnly(NoMasks):
     """Lets every request choose odd tokens only, and checks that it knows every token before."""
 
     def __init__(self, vocab: int) -> None:
@@ -220,7 +220,7 @@ class OddOnly:
     def wants(self, works: Sequence[Work]) -> bool:
         return True
 
-    def fill(self, works: Sequence[Work]) -> Tensor:
+    def fill(self, works: Sequence[Work]) -> Tensor:  # type: ignore[override]
         takers = [taker for work in works for taker in work.takers]
         for taker in takers:
             if taker.finish_reason is None:

@@ -134,7 +134,7 @@ class SamplingParams:
         put("logit_bias", _logit_bias(self.logit_bias))
         put("n", integer("n", self.n, low=1, high=MAX_N))
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
-            raise UserError(f"grammar is {reprlib.repr(self.grammar)}, but must be a Grammar or None")
+            raise UserError(f"grammar is {shown(self.grammar)}, but must be a Grammar or None")
 
     def _put(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # the dataclass is frozen for everybody else

@@ -16,12 +16,15 @@ from phases import registry
 Command = Callable[..., int]
 
 
-def add_engine_flags(command: Command) -> None:
-    """Give a command a flag for each option of an engine. What is given arrives in its `**options`."""
+def add_engine_flags(command: Command, *, limits: bool = False) -> None:
+    """Give a command a flag for each option of an engine. What is given arrives in its `**options`.
+
+    limits: and one for each limit of a server.
+    """
     signature = inspect.signature(command)
     flags = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-        for name, annotation in _flags().items()
+        for name, annotation in ((_limits() if limits else {}) | _flags()).items()
         if name not in signature.parameters
     ]
     command.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *flags])  # type: ignore[attr-defined]
@@ -42,6 +45,12 @@ def _flags() -> dict[str, Any]:
         flags[kind.name] = _flag(kind.name, bool, what.split("\n")[0], panel)
         flags |= _of(kind, panel)
     return flags
+
+
+def _limits() -> dict[str, Any]:
+    from serving.http.limits import Limits
+
+    return _of(Limits, "Limits of the server")
 
 
 def _of(kind: type, panel: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from continuous.cache import RowCache
 from continuous.engine import Engine
 from continuous.rows import Rows
 from continuous.scheduler import Scheduler
-from continuous.seams import Drafter, NoMasks
+from continuous.seams import Drafter
 from continuous.work import Work
 from cuda_graphs.engine import RunAhead
 from forward.model import Model
@@ -128,26 +128,6 @@ def test_an_end_in_the_middle_of_accepted_tokens(model: Model, expected: list[li
 
 
 # Two halves, and masks between them.
-
-
-class OddOnly(NoMasks):
-    """Lets every request choose odd tokens only, and checks that it knows every token before."""
-
-    def __init__(self, vocab: int) -> None:
-        words = -(-vocab // 32)
-        self.row = torch.full((1, words), 0xAAAAAAAA - (1 << 32), dtype=torch.int32)
-        self.filled = 0
-
-    def wants(self, works: Sequence[Work]) -> bool:
-        return True
-
-    def fill(self, works: Sequence[Work]) -> Tensor:  # type: ignore[override]
-        takers = [taker for work in works for taker in work.takers]
-        for taker in takers:
-            if taker.finish_reason is None:
-                assert taker.placeholders == 1, "a mask is filled before the last token is known"
-        self.filled += 1
-        return self.row.expand(len(takers), -1)
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])

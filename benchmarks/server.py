@@ -1,0 +1,110 @@
+"""A server to be measured: `ladder serve` in a process of its own, and a workload as requests to it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from types import TracebackType
+from typing import Any
+
+import psutil
+
+from benchmarks.evidence import ROOT
+from benchmarks.measure import Sample
+from benchmarks.workloads import Workload
+from serving.load.loops import Plan, poisson, run
+from serving.load.report import summarize
+from serving.load.user import Target
+
+STARTS_WITHIN = 600.0
+"""Seconds: on a GPU kernels are compiled before the server is ready."""
+
+
+class Server:
+    """`ladder serve MODEL` with these options, as a context. Its errors are shown as they come."""
+
+    def __init__(self, model: str, **options: Any) -> None:
+        flags: list[str] = []
+        for name, value in options.items():
+            flag = "--" + name.replace("_", "-")
+            if isinstance(value, bool):
+                flags.append(flag if value else flag.replace("--", "--no-", 1))
+            else:
+                flags += [flag, str(value)]
+        path = os.pathsep.join([str(ROOT), *map(str, sorted((ROOT / "phases").glob("[0-9]*")))])
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "phases", "serve", model, "--port", "0", "--access-log", "none", *flags],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": path, "COLUMNS": "200"},
+        )
+        self.target = Target("", 0)
+
+    def __enter__(self) -> Server:
+        """Wait until it is ready. Raises `RuntimeError` if it never is."""
+        assert self._process.stdout is not None
+        timer = threading.Timer(STARTS_WITHIN, self._process.kill)
+        timer.start()
+        found = None
+        for line in self._process.stdout:
+            found = re.search(r"Ready: (http://\S+)", line)
+            if found:
+                break
+        timer.cancel()
+        if found is None:
+            raise RuntimeError("the server has not started")
+        self.target = Target.of(found[1])
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End it."""
+        self._process.terminate()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+    @property
+    def api_seconds(self) -> float:
+        """Processor time of the API process so far."""
+        used = psutil.Process(self._process.pid).cpu_times()
+        return float(used.user + used.system)
+
+    def sample(self, work: Workload, *, users: int = 0, rate: float = 0.0, processes: int = 4) -> Sample:
+        """Metrics of a workload: all users at a time, or by the clock at `rate` or at its own arrivals.
+
+        Raises:
+            RuntimeError: a request failed.
+        """
+        bodies = bodies_of(work)
+        arrivals = [] if users else poisson(rate, len(bodies)) if rate else work.arrivals
+        before = self.api_seconds
+        outcomes = run(self.target, Plan(bodies, len(bodies), users, arrivals), processes)
+        used = self.api_seconds - before
+        found = summarize(outcomes)
+        if found["failed"]:
+            raise RuntimeError(next(outcome.error for outcome in outcomes if outcome.error))
+        return found | {"api_cpu_us_per_token": used / found["output_tokens"] * 1e6}
+
+
+def bodies_of(work: Workload) -> list[dict[str, Any]]:
+    """The requests of a workload: token ids, exact lengths, a seed each."""
+    return [
+        {
+            "prompt": prompt,
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "ignore_eos": True,
+            "seed": params.seed,
+        }
+        for prompt, params in zip(work.prompts, work.params, strict=True)
+    ]

@@ -1,0 +1,34 @@
+"""Phase 13: serving. The engine behind the API that every client speaks."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from continuous import llm
+from structured import PRESET as BELOW
+from forward.model import Model
+from paged_cache import PagedEngine
+
+__all__ = ["LLM", "PRESET", "load"]
+
+PRESET = BELOW.plus()
+"""The phase below's: a server changes nothing about an engine."""
+
+
+def load(model: str | Path | Model, **options: Any) -> PagedEngine:
+    """The engine that this phase serves, for a model's name or a loaded model.
+
+    Args:
+        model: see `forward.load_model`.
+        options: those of the phase below.
+
+    Raises:
+        UserError: an option is unknown or out of its limits, or features do not go together.
+    """
+    return PRESET.load(model, **options)
+
+
+LLM = partial(llm.LLM, load=load)
+"""Text in, text out; see `continuous.llm.LLM`. Options are those of this phase's `load`."""

@@ -1,0 +1,154 @@
+"""An engine process that is kept alive: started, listened to, and started again when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import multiprocessing
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from serving import process
+from serving.client import EngineClient
+from serving.messages import Failed, Ready, Stats, Step, Stop, report
+
+log = logging.getLogger(__name__)
+
+LONGEST_PAUSE = 30.0
+"""Seconds between two tries to start an engine that ends at once."""
+QUICK = 60.0
+"""An engine that lived shorter than this did not recover: the pause before the next one doubles."""
+
+
+class CannotStart(Exception):
+    """The first engine could not be made. wrong_input: somebody can correct it, and the message says how."""
+
+    def __init__(self, reason: str, wrong_input: bool) -> None:
+        super().__init__(reason)
+        self.wrong_input = wrong_input
+
+
+class EngineProcess(EngineClient):
+    """An `EngineClient` whose engine is a process of its own.
+
+    Args:
+        make: makes the engine, there; any callable that can be pickled.
+        silence: seconds without a word, while somebody waits for tokens, after which it counts as hanging.
+    """
+
+    def __init__(self, make: Callable[[], Any], *, silence: float = 300.0) -> None:
+        super().__init__()
+        self.make, self.silence = make, silence
+        self.process: Any = None
+        self._socket: zmq.asyncio.Socket | None = None
+        self._stopping = False
+        atexit.register(self._kill)  # it ignores SIGTERM, and Python would wait for it for ever
+
+    def transmit(self, data: bytes) -> None:
+        """See `EngineClient`. That the engine has gone is noticed in `_live`."""
+        if self._socket is not None:
+            with suppress(zmq.ZMQError):
+                self._socket.send(data, zmq.NOBLOCK)
+
+    async def run(self) -> None:
+        """Start the engine, and start it again whenever it ends, until `stop`.
+
+        Raises:
+            CannotStart: the first engine could not be made.
+        """
+        pause = 0.0
+        while not self._stopping:
+            started = time.monotonic()
+            try:
+                failure = await self._live()
+            finally:
+                self._lose()
+            if self._stopping:
+                return
+            if self.ready is None:
+                raise failure or CannotStart("the engine process ended while it started", wrong_input=False)
+            self.state, self.restarts = "restarting", self.restarts + 1
+            pause = min(2 * pause or 0.5, LONGEST_PAUSE) if time.monotonic() - started < QUICK else 0.0
+            log.error("the engine has ended; the next one starts in %.1f s", pause)
+            await asyncio.sleep(pause)
+
+    async def stop(self) -> None:
+        """End the engine for good; whoever still waits is told an error."""
+        self._stopping, self.state = True, "stopped"
+        self._send(Stop())
+        for _ in range(50):
+            if self.process is None or not self.process.is_alive():
+                break
+            await asyncio.sleep(0.1)
+        self._kill()
+
+    async def _live(self) -> CannotStart | None:
+        """One life of an engine process, from its start to its end, by itself or by our hand."""
+        loop = asyncio.get_running_loop()
+        folder = tempfile.mkdtemp(prefix="ladder-")
+        socket = self._socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
+        socket.setsockopt(zmq.SNDHWM, 0)  # what may be in flight has limits of its own
+        socket.setsockopt(zmq.LINGER, 0)
+        address = f"ipc://{folder}/engine"
+        socket.bind(address)
+        context = multiprocessing.get_context("spawn")
+        child = self.process = context.Process(target=process.main, args=(self.make, address), name="engine")
+        child.start()
+        ended = loop.create_future()
+
+        def gone() -> None:
+            if not ended.done():
+                ended.set_result(None)
+
+        loop.add_reader(child.sentinel, gone)
+        reading = asyncio.ensure_future(self._read(socket))
+        self._heard = time.monotonic()
+        try:
+            while True:
+                await asyncio.wait({reading, ended}, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
+                if reading.done():
+                    return reading.result()
+                if ended.done():
+                    return None
+                if self.state == "ready" and self._sinks and time.monotonic() - self._heard > self.silence:
+                    log.error("the engine has said nothing for %.0f s, so it is ended", self.silence)
+                    return None
+        finally:
+            reading.cancel()
+            loop.remove_reader(child.sentinel)
+            self._socket = None
+            self._kill()
+            socket.close()
+            shutil.rmtree(folder, ignore_errors=True)
+
+    async def _read(self, socket: zmq.asyncio.Socket) -> CannotStart | None:
+        """Deal out what the engine says."""
+        while True:
+            message = report(await socket.recv())
+            self._heard, self.now = time.monotonic(), time.perf_counter()
+            match message:
+                case Step():
+                    self._deal(message)
+                case Ready():
+                    self.ready, self.stats = message, Stats(free_blocks=message.blocks)
+                    self.state = "stopped" if self._stopping else "ready"
+                    if self._watch:
+                        self.watch(self._watch)
+                case Failed():
+                    log.error("the engine cannot be made: %s", message.reason)
+                    return CannotStart(message.reason, message.wrong_input)
+
+    def _kill(self) -> None:
+        child, self.process = self.process, None
+        if child is not None:
+            child.kill()
+            child.join()
+            child.close()

@@ -1,0 +1,200 @@
+"""What one HTTP request waits for: its completions, made into text token by token, and the waiting itself."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, cast
+
+from common.events import FinishReason, TextStream
+from common.sampling.params import SamplingParams
+from common.text.tokenizer import Tokenizer
+from serving.client import EngineClient
+from serving.messages import Token
+from serving.watching.metrics import Metrics
+
+Trouble = Literal["refused", "error", "died", "deadline", "slow", "left"]
+"""Why a call ends early: the engine refused it, its step failed, the engine died, it took too long, its
+reader took too long, its reader left."""
+
+
+@dataclass
+class Order:
+    """A prompt as it goes to the engine.
+
+    text: what `echo` repeats; empty unless asked for.
+    """
+
+    prompt: list[int]
+    params: SamplingParams
+    text: str = ""
+
+
+@dataclass
+class Piece:
+    """What one token added, ready to be sent."""
+
+    text: str
+    tokens: list[int]
+    logprobs: list[Token] = field(default_factory=list)
+
+
+class Choice:
+    """One completion: a `Sink` that makes text of tokens and looks for stop strings.
+
+    fresh: pieces that have not been sent.
+    reason: None until it has ended.
+    """
+
+    def __init__(self, call: Call, index: int, order: Order, tokenizer: Tokenizer) -> None:
+        self.call, self.index, self.order = call, index, order
+        self.number = -1
+        self.fresh: list[Piece] = []
+        self.tokens: list[int] = []
+        self.logprobs: list[Token] = []
+        self.reason: str | None = None
+        self.cached = 0
+        self.started, self.offset = False, 0  # whether its first chunk is sent; where its next token begins
+        self.last = call.arrived
+        self._text = TextStream(tokenizer, order.params)
+
+    @property
+    def text(self) -> str:
+        """All of it so far."""
+        return self._text.text
+
+    def token(self, token: int, reason: str | None, logprob: Token | None) -> None:
+        """See `Sink`."""
+        call = self.call
+        ended: FinishReason | None = reason  # type: ignore[assignment]
+        ended, text = self._text.advance(token, ended)
+        self.tokens.append(token)
+        if logprob is not None:
+            logprob.place = token
+            self.logprobs.append(logprob)
+        call.metrics.token(call.engine.now - self.last, first=len(self.tokens) == 1)
+        self.last = call.engine.now
+        if ended is not None:
+            self.reason = ended
+            if reason is None:  # a stop string, which the engine does not look for
+                call.engine.abort([self.number])
+        if call.streamed:
+            self.fresh.append(Piece(text, [token], [] if logprob is None else [logprob]))
+            if len(self.fresh) > call.most_unsent:
+                call.give_up("slow", "the reader is too slow")
+                return
+        call.hear(ended is not None)
+
+    def end(self, reason: str, message: str) -> None:
+        """See `Sink`."""
+        if reason in ("refused", "error", "died"):
+            self.call.give_up(reason, message)  # type: ignore[arg-type]
+            return
+        _, text = self._text.advance(None, "length")
+        if self.call.streamed and text:
+            self.fresh.append(Piece(text, []))
+        self.reason = "length" if reason == "abort" else reason
+        self.call.hear(True)
+
+    def found(self, tokens: int) -> None:
+        """See `Sink`."""
+        self.cached = tokens
+
+    def take(self) -> Piece:
+        """All that is fresh, as one piece."""
+        fresh, self.fresh = self.fresh, []
+        if len(fresh) == 1:
+            return fresh[0]
+        whole = Piece("".join(piece.text for piece in fresh), [])
+        for piece in fresh:
+            whole.tokens += piece.tokens
+            whole.logprobs += piece.logprobs
+        return whole
+
+
+class Call:
+    """The completions of one HTTP request.
+
+    trouble: why it cannot be answered in full, and a sentence about it.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        metrics: Metrics,
+        tokenizer: Tokenizer,
+        orders: Sequence[Order],
+        *,
+        streamed: bool,
+        most_unsent: int,
+    ) -> None:
+        self.engine, self.metrics = engine, metrics
+        self.orders, self.streamed, self.most_unsent = orders, streamed, most_unsent
+        self.arrived = time.perf_counter()
+        self.trouble: tuple[Trouble, str] | None = None
+        samples = [order for order in orders for _ in range(order.params.n)]
+        self.choices = [Choice(self, index, order, tokenizer) for index, order in enumerate(samples)]
+        self.left = len(self.choices)
+        self.first_token: float | None = None
+        self._told, self._waiter = False, cast("asyncio.Future[None] | None", None)
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def send(self, *, priority: int, salt: str, seconds: float) -> None:
+        """Hand all to the engine but the stop strings, which are looked for here. It has so many seconds."""
+        at = 0
+        for order in self.orders:
+            mine = self.choices[at : at + order.params.n]
+            params = replace(order.params, stop=()) if order.params.stop else order.params
+            numbers = self.engine.submit(order.prompt, params, mine, priority=priority, salt=salt)
+            for choice, number in zip(mine, numbers, strict=True):
+                choice.number = number
+            at += order.params.n
+        loop = asyncio.get_running_loop()
+        late = f"the request was not done after {seconds:g} s"
+        self._deadline = loop.call_later(seconds, self.give_up, "deadline", late)
+
+    def hear(self, ended: bool) -> None:
+        """Something has come for one of the completions."""
+        if self.first_token is None:
+            self.first_token = self.engine.now
+        self.left -= ended
+        if self.streamed or self.left == 0:
+            self._tell()
+
+    def give_up(self, trouble: Trouble, message: str) -> None:
+        """End what has not ended: the engine frees it at its next step."""
+        if self.trouble is None and (self.left or trouble == "slow"):
+            self.trouble = trouble, message
+        self.close()
+        self._tell()
+
+    def close(self) -> None:
+        """Leave nothing behind; harmless after the end."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self.engine.abort(choice.number for choice in self.choices if choice.reason is None)
+
+    async def news(self) -> None:
+        """Wait until there is something to send, or to say. Only one may wait."""
+        if not self._told:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        self._told = False
+
+    def _tell(self) -> None:
+        """Half as dear as an `asyncio.Event`, and there is one for every token."""
+        self._told = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(len(order.prompt) for order in self.orders)
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return sum(len(choice.tokens) for choice in self.choices)

@@ -1,0 +1,1 @@
+"""HTTP: what may be asked and how it is answered."""

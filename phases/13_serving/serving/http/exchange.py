@@ -1,0 +1,124 @@
+"""One request and its answer, as raw ASGI messages (https://asgi.readthedocs.io/en/latest/specs/www.html)."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any
+
+import msgspec
+
+from serving.completion import Call
+from serving.http.errors import ApiError
+from serving.http.limits import Limits
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Header = tuple[bytes, bytes]
+
+JSON = (b"content-type", b"application/json")
+EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+EVENTS += [(b"x-accel-buffering", b"no")]  # or nginx would hold the tokens back
+_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class Gone(Exception):
+    """The client has left before its request was complete."""
+
+
+class Exchange:
+    """What came in, and what has gone out so far.
+
+    id: the client's `x-request-id` where it is sane, or one of ours.
+    status: of the answer, 0 before it.
+    call: what is being answered, if that is a request for tokens.
+    sending: when the write that the client has not taken yet began (`time.monotonic()`), or None.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits) -> None:
+        self.scope, self._receive, self._send, self.limits = scope, receive, send, limits
+        self.method, self.path = scope["method"], scope["path"]
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        given = self.headers.get(b"x-request-id", b"").decode("latin-1")
+        self.id = given if _ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+        self.started = time.perf_counter()
+        self.status, self.sent_bytes = 0, 0
+        self.call: Call | None = None
+        self.sending: float | None = None
+        self.extra: list[Header] = []
+        self.facts: dict[str, Any] = {}
+
+    async def body(self) -> bytes:
+        """All of the body.
+
+        Raises:
+            ApiError: 413 if it is too large, before it is read where its length is told; 408 if it is slow;
+                415 if it says that it is no JSON, so that no web page can send one without asking.
+            Gone: nobody waits for the answer.
+        """
+        kind = self.headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+        if kind != b"application/json":
+            raise ApiError(415, "the content-type must be application/json", close=True)
+        most = self.limits.max_body_bytes
+        length = self.headers.get(b"content-length", b"0")
+        large = ApiError(413, f"the body has more than {most:,} bytes, which is the limit", close=True)
+        if length.isdigit() and int(length[:20]) > most:
+            raise large
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self.limits.body_seconds):
+                while True:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise Gone
+                    body += message.get("body", b"")
+                    if len(body) > most:
+                        raise large
+                    if not message.get("more_body"):
+                        return bytes(body)
+        except TimeoutError:
+            seconds = self.limits.body_seconds
+            raise ApiError(408, f"the body was not here after {seconds:g} s", close=True) from None
+
+    async def gone(self) -> None:
+        """Return when the client has left. Call it when the body has been read."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def start(self, status: int, headers: Iterable[Header]) -> None:
+        """Send the status and headers."""
+        self.status = status
+        every = [*headers, *self.extra, (b"x-request-id", self.id.encode())]
+        await self._send({"type": "http.response.start", "status": status, "headers": every})
+
+    async def write(self, data: bytes, more: bool = True) -> None:
+        """Send a part of the body. It waits for a client that is slow to read; see `sending`."""
+        self.sending = time.monotonic()
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        self.sending, self.sent_bytes = None, self.sent_bytes + len(data)
+
+    async def answer(self, status: int, body: bytes, headers: Iterable[Header] = (JSON,)) -> None:
+        """Send a whole answer."""
+        await self.start(status, [*headers, (b"content-length", str(len(body)).encode())])
+        await self.write(b"" if self.method == "HEAD" else body, more=False)
+
+    async def json(self, value: Any, status: int = 200, headers: Iterable[Header] = ()) -> None:
+        """Send a whole answer of JSON."""
+        await self.answer(status, msgspec.json.encode(value), [JSON, *headers])
+
+    async def fail(self, error: ApiError) -> None:
+        """Send an error: as the answer, or as the last event of a stream that has begun."""
+        if not self.status:
+            await self.json(error.body, error.status, error.headers)
+        else:
+            await self.write(b"data: " + msgspec.json.encode(error.body) + b"\n\n", more=False)
+
+    def hang_up(self) -> None:
+        """Close the connection at once and forget what the client has not read."""
+        abort = self.scope.get("state", {}).get("abort")
+        if abort is not None:
+            abort()

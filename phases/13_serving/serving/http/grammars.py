@@ -1,0 +1,107 @@
+"""Constrained output: the fields that ask for it, and what they become in `SamplingParams`.
+
+Phase 12 brings `SamplingParams.grammar`. Where it is missing these fields are refused: an answer that only
+looks as if it had been constrained is worse than none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import msgspec
+
+from common.sampling.params import SamplingParams
+from serving.http.errors import ApiError
+from serving.http.limits import Limits
+from serving.http.schema import ChatRequest, Generation
+
+AVAILABLE = any(field.name == "grammar" for field in fields(SamplingParams))
+"""Whether this checkout's engines know grammars."""
+GUIDED = {
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+STRUCTURED = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+
+
+def constraint(request: Generation, limits: Limits) -> tuple[str, Any, str] | None:
+    """What the output must be: a kind (`json_object`, `json_schema`, `regex`, `choice`, `grammar`), its
+    definition, and the field that asked; or None.
+
+    Raises:
+        ApiError: it is asked for twice, in no known form, too large, or of an engine that cannot.
+    """
+    found = [
+        (kind, getattr(request, field), field)
+        for field, kind in GUIDED.items()
+        if getattr(request, field) is not None
+    ]
+    for name, value in (request.structured_outputs or {}).items():
+        if name not in STRUCTURED:
+            raise ApiError(400, f"structured_outputs has {name!r}, but may have {', '.join(STRUCTURED)}")
+        if value is not None:
+            found.append((STRUCTURED[name], value, "structured_outputs"))
+    form = _of_format(request.response_format)
+    if form is not None:
+        found.append((*form, "response_format"))
+    if not found:
+        return None
+    _, definition, field = found[0]
+    if len(found) > 1:
+        raise ApiError(
+            400, f"{field} and {found[1][2]} both constrain the output, but only one may", param=field
+        )
+    size = len(msgspec.json.encode(definition))
+    if size > limits.max_schema_bytes:
+        raise ApiError(
+            400, f"{field} has {size:,} bytes, but may have {limits.max_schema_bytes:,}", param=field
+        )
+    if not AVAILABLE:
+        raise ApiError(
+            400, f"{field} asks for constrained output, which this engine does not have", param=field
+        )
+    return found[0]
+
+
+def _of_format(form: dict[str, Any] | None) -> tuple[str, Any] | None:
+    """OpenAI's `response_format`, and the flat one with the schema beside the type."""
+    if form is None:
+        return None
+    kind = form.get("type")
+    if kind == "text":
+        return None
+    nested = form.get("json_schema")
+    schema = (
+        form.get("schema") if nested is None else nested.get("schema") if isinstance(nested, dict) else None
+    )
+    if kind == "json_object" and schema is None:
+        return "json_object", {}
+    if kind in ("json_schema", "json_object") and isinstance(schema, dict):
+        return "json_schema", schema
+    raise ApiError(
+        400,
+        "response_format must be of type text, json_object, or json_schema with a schema",
+        param="response_format",
+    )
+
+
+def check_tools(request: ChatRequest) -> None:
+    """Tools need constrained arguments, so they come with the grammars. Raises `ApiError`."""
+    for field in ("functions", "function_call"):
+        if getattr(request, field) is not None:
+            raise ApiError(400, f"{field} is no longer part of the API: use tools", param=field)
+    if request.tools and request.tool_choice != "none":
+        raise ApiError(
+            400, "tools are not available from this engine; tool_choice may be 'none'", param="tools"
+        )
+
+
+def settings(found: tuple[str, Any, str] | None) -> dict[str, Any]:
+    """What of it goes into `SamplingParams`."""
+    if found is None:
+        return {}
+    kind, definition, _ = found
+    return {"grammar": {kind: definition}}

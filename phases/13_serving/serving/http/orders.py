@@ -1,0 +1,204 @@
+"""From a request to what the engine is asked for: prompts as token ids, and sampling parameters."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from common.errors import UserError
+from common.rules import check_prompt
+from common.sampling.params import MAX_INT, SamplingParams
+from common.text.tokenizer import Tokenizer
+from serving.completion import Order
+from serving.http import grammars
+from serving.http.errors import ApiError, of_user_error
+from serving.http.limits import Limits
+from serving.http.schema import ChatRequest, CompletionRequest, GenerateRequest, Generation, TokenizeRequest
+from serving.messages import Ready
+
+LONG = 2000
+"""Characters of a text above which it is tokenized by a thread: 10 KB take a millisecond, and others wait."""
+USUAL_TOKENS = 16
+"""`max_tokens` of a completion that does not say; OpenAI's default."""
+_COPIED = (
+    *("temperature", "top_p", "top_k", "min_p", "n", "seed", "ignore_eos", "min_tokens"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "stop", "stop_token_ids"),
+)
+_RESERVED = {"messages", "add_generation_prompt", "self"}
+T = TypeVar("T")
+
+
+class Orders:
+    """Makes orders for one model."""
+
+    def __init__(self, tokenizer: Tokenizer, limits: Limits) -> None:
+        self.tokenizer, self.limits = tokenizer, limits
+        self._threads = ThreadPoolExecutor(2, "tokenize")
+
+    async def completion(self, request: CompletionRequest | GenerateRequest, ready: Ready) -> list[Order]:
+        """One order a prompt. Raises `ApiError`."""
+        prompts = _prompts(request.prompt)
+        if len(prompts) > self.limits.max_prompts:
+            raise _most("prompt", len(prompts), self.limits.max_prompts, "prompts")
+        more: dict[str, Any] = {}
+        echo = False
+        if isinstance(request, CompletionRequest):
+            echo = bool(request.echo)
+            if request.suffix:
+                raise ApiError(400, "suffix is not supported, so it must be empty", param="suffix")
+            if echo and request.logprobs is not None:
+                raise ApiError(400, "echo cannot be had with logprobs: a prompt has none here", param="echo")
+            more["logprobs"] = request.logprobs
+            more |= _best_of(request)
+        orders = []
+        for prompt in prompts:
+            ids = await self.encode(prompt) if isinstance(prompt, str) else prompt
+            text = ""
+            if echo:
+                text = prompt if isinstance(prompt, str) else self.decode(ids, ready)
+            orders.append(self._order(request, ids, ready, more, USUAL_TOKENS, text))
+        return self._checked(orders)
+
+    async def chat(self, request: ChatRequest, ready: Ready) -> list[Order]:
+        """One order. Raises `ApiError`."""
+        grammars.check_tools(request)
+        if request.chat_template is not None:
+            raise ApiError(
+                400, "chat_template is not taken from clients: the model's is used", param="chat_template"
+            )
+        variables = request.chat_template_kwargs or {}
+        if _RESERVED & variables.keys():
+            name = min(_RESERVED & variables.keys())
+            raise ApiError(400, f"chat_template_kwargs may not hold {name!r}", param="chat_template_kwargs")
+        ids = await self.chat_ids(request.messages, request.add_generation_prompt, variables)
+        most = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+        more: dict[str, Any] = {"max_tokens": most}
+        if request.logprobs:
+            more["logprobs"] = request.top_logprobs or 0
+        elif request.top_logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+        return self._checked([self._order(request, ids, ready, more, None, "")])
+
+    async def chat_ids(
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool, variables: dict[str, Any]
+    ) -> list[int]:
+        """The token ids of a conversation. Raises `ApiError`."""
+        size = sum(len(str(message.get("content", ""))) for message in messages)
+        return await self._make(
+            size, lambda: self.tokenizer.chat(messages, add_generation_prompt, **variables), "messages"
+        )
+
+    async def encode(self, text: str) -> list[int]:
+        """The token ids of a text. Raises `ApiError`."""
+        return await self._make(len(text), lambda: self.tokenizer.encode(text), "prompt")
+
+    async def tokenize(self, request: TokenizeRequest) -> list[int]:
+        """The token ids of either. Raises `ApiError`."""
+        if (request.prompt is None) == (request.messages is None):
+            raise ApiError(400, "exactly one of prompt and messages must be given", param="prompt")
+        if request.prompt is not None:
+            return await self.encode(request.prompt)
+        return await self.chat_ids(request.messages or [], request.add_generation_prompt, {})
+
+    def decode(self, ids: list[int], ready: Ready) -> str:
+        """The text of token ids. Raises `ApiError`."""
+        for token in ids:
+            if not 0 <= token < ready.vocab_size:
+                raise ApiError(
+                    400, f"token id {token} must be between 0 and {ready.vocab_size - 1}", param="tokens"
+                )
+        return self.tokenizer.decode(ids)
+
+    async def _make(self, size: int, make: Callable[[], T], param: str) -> T:
+        """Run it here if it is short, in a thread otherwise."""
+        try:
+            if size <= LONG:
+                return make()
+            return await asyncio.get_running_loop().run_in_executor(self._threads, make)
+        except UserError as error:
+            raise ApiError(400, str(error), param=param) from None
+
+    def _order(
+        self,
+        request: Generation,
+        ids: list[int],
+        ready: Ready,
+        more: dict[str, Any],
+        usual: int | None,
+        text: str,
+    ) -> Order:
+        given = {name: getattr(request, name) for name in _COPIED}
+        given |= {"max_tokens": request.max_tokens, "temperature": given["temperature"], **more}
+        given = {name: value for name, value in given.items() if value is not None}
+        given.setdefault("temperature", 1.0)
+        if "max_tokens" not in given:
+            given["max_tokens"] = self._room(ids, ready) if usual is None else usual
+            given["max_tokens"] = max(given["max_tokens"], given.get("min_tokens", 0) or 0)
+        given["logit_bias"] = self._bias(request)
+        given |= grammars.settings(grammars.constraint(request, self.limits))
+        if len(request.stop or "") > self.limits.max_stops and isinstance(request.stop, list):
+            raise _most("stop", len(request.stop), self.limits.max_stops, "strings")
+        names = frozenset({*_COPIED, "max_tokens", "logprobs", "logit_bias", "prompt"})
+        try:
+            params = SamplingParams(**given)
+            check_prompt(ids, ready.vocab_size, ready.max_len, params)
+        except UserError as error:
+            raise of_user_error(error, names) from None
+        return Order(ids, params, text)
+
+    def _room(self, ids: list[int], ready: Ready) -> int:
+        """Tokens that a request which does not say may generate: what the context and the cache can hold."""
+        cache = ready.blocks * ready.block_size + 1 if ready.blocks else MAX_INT
+        return max(1, min(ready.max_len, cache) - len(ids))
+
+    def _bias(self, request: Generation) -> dict[int, float]:
+        given = request.logit_bias or {}
+        if len(given) > self.limits.max_bias:
+            raise _most("logit_bias", len(given), self.limits.max_bias, "entries")
+        for key in given:
+            if not (key.isascii() and key.isdecimal() and len(key) < 12):
+                raise ApiError(
+                    400, f"logit_bias has the key {key[:20]!r}, but keys are token ids", param="logit_bias"
+                )
+        return {int(key): bias for key, bias in given.items()}
+
+    def _checked(self, orders: list[Order]) -> list[Order]:
+        """Refuse what is too much together."""
+        choices = sum(order.params.n for order in orders)
+        if choices > self.limits.max_choices:
+            raise _most("n", choices, self.limits.max_choices, "completions in all")
+        return orders
+
+
+def _prompts(given: str | list[str | int | list[int]] | list[int]) -> list[str | list[int]]:
+    """The prompts of a request: a text, token ids, or a list of these. Raises `ApiError`."""
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise ApiError(400, "prompt is empty, but must have at least 1 token", param="prompt")
+    kinds = {type(item) for item in given}
+    if kinds == {int}:
+        return [given]  # type: ignore[list-item]
+    if kinds in ({str}, {list}):
+        return given  # type: ignore[return-value]
+    raise ApiError(
+        400, "prompt is a mixed list, but must hold only texts, only token ids, or only lists", param="prompt"
+    )
+
+
+def _best_of(request: CompletionRequest) -> dict[str, Any]:
+    """`best_of` completions are generated, and the `n` most likely ones returned."""
+    best, n = request.best_of, request.n or 1
+    if best is None or best == n:
+        return {}
+    if best < n:
+        raise ApiError(400, f"best_of is {best}, but must be at least n, {n}", param="best_of")
+    if request.stream:
+        raise ApiError(400, "best_of cannot be streamed: which are best is known at the end", param="best_of")
+    return {"n": best, "logprobs": request.logprobs or 0}
+
+
+def _most(field: str, count: int, most: int, what: str) -> ApiError:
+    return ApiError(400, f"{field} has {count} {what}, but may have at most {most}", param=field)

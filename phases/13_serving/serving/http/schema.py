@@ -1,0 +1,151 @@
+"""The requests' fields, with OpenAI's names and meanings, and vLLM's where OpenAI has none.
+
+https://platform.openai.com/docs/api-reference and
+https://docs.vllm.ai/en/latest/serving/openai_compatible_server/. Types are checked here, values where they
+mean something: `SamplingParams`, `Limits`, the engine.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from serving.http.errors import ApiError
+
+
+class StreamOptions(Struct):
+    """include_usage: one more chunk with the usage. continuous_usage_stats: the usage in every chunk."""
+
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+
+
+class Generation(Struct, kw_only=True):
+    """What all requests for tokens have. None is the same as a field that is not there."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    logit_bias: dict[str, float] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+
+    # vLLM's
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    return_token_ids: bool | None = False
+    guided_json: dict[str, Any] | str | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+
+    # ours
+    deadline_ms: int | None = None
+
+    # taken, and without a meaning here
+    user: Any = None
+    store: Any = None
+    metadata: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+
+
+class CompletionRequest(Generation, kw_only=True):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[str | int | list[int]]
+    echo: bool | None = False
+    logprobs: int | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+
+class GenerateRequest(Generation, kw_only=True):
+    """`POST /generate`: one prompt, one text."""
+
+    prompt: str | list[int]
+
+
+class ChatRequest(Generation, kw_only=True):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    functions: Any = None
+    function_call: Any = None
+    add_generation_prompt: bool = True
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    # taken, and without a meaning here
+    parallel_tool_calls: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    modalities: Any = None
+
+
+class TokenizeRequest(Struct, kw_only=True):
+    """`POST /tokenize`: a text or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    return_token_strs: bool | None = False
+
+
+class DetokenizeRequest(Struct, kw_only=True):
+    """`POST /detokenize`."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+Body = TypeVar("Body", bound=Struct)
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_decoders: dict[type, msgspec.json.Decoder[Any]] = {}
+
+
+def decode(kind: type[Body], body: bytes) -> tuple[Body, list[str]]:
+    """Read a request; also returns the names of the fields that it has and `kind` has not.
+
+    Raises:
+        ApiError: it is no JSON, or a field has the wrong type.
+    """
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        decoder = _decoders[kind] = msgspec.json.Decoder(kind)
+    try:
+        given = _fields.decode(body)
+        request: Body = decoder.decode(body)
+    except msgspec.ValidationError as error:
+        where = re.search(r"at `\$\.(\w+)", str(error)) or re.search(r"required field `(\w+)`", str(error))
+        raise ApiError(400, f"the body does not fit: {error}", param=where[1] if where else None) from None
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"the body is no JSON: {error}") from None
+    return request, sorted(given.keys() - set(kind.__struct_fields__))

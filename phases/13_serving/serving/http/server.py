@@ -1,0 +1,232 @@
+"""The HTTP server around the application: uvicorn with httptools, with what it leaves to others.
+
+It adds limits on headers and connections, a hand on the connection of a slow reader, and a shutdown in which
+streams may finish while `/ready` already says no.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import resource
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from common.errors import UserError
+from serving.alive import CannotStart
+from serving.app import App
+from serving.http.limits import Limits
+
+log = logging.getLogger(__name__)
+
+TERMINATED = 143
+UNREAD_BYTES = 128 << 10
+"""What the system keeps of what a client has not read yet; beyond that the server knows that it is slow."""
+_CLOSE = b"content-length: 0\r\nconnection: close\r\n\r\n"
+LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\n" + _CLOSE
+LATE = b"HTTP/1.1 408 Request Timeout\r\n" + _CLOSE
+
+
+class Guarded(HttpToolsProtocol):
+    """A connection whose headers have a limit and a time in which they must arrive."""
+
+    limits = Limits()
+    _used = 0
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Refuse connections beyond the limit: each costs memory, whether it says anything or not."""
+        super().connection_made(transport)
+        if len(self.connections) > self.limits.max_connections:
+            transport.abort()
+            return
+        made = transport.get_extra_info("socket")
+        if made is not None:  # or the system keeps megabytes for a reader that does not read
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD_BYTES)
+        self._wait_for_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the clock."""
+        self._stop_clock()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        """A request begins: count its bytes from here, and let the application hang up."""
+        super().on_message_begin()
+        self._used = 0
+        self.scope["state"]["abort"] = self.transport.abort
+        if self._timer is None:
+            self._wait_for_headers()
+
+    def on_url(self, url: bytes) -> None:
+        """Count."""
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Count."""
+        self._count(len(name) + len(value) + 4)
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """They are here."""
+        self._stop_clock()
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        """Feed the parser, but not what a client goes on sending after it has been refused."""
+        if self.transport.is_closing():
+            return
+        super().data_received(data)
+
+    def _count(self, size: int) -> None:
+        self._used += size
+        if self._used > self.limits.max_header_bytes and not self.transport.is_closing():
+            self.transport.write(LARGE)
+            self.transport.close()
+            raise ValueError("too many bytes of headers")  # the parser gives up
+
+    def _wait_for_headers(self) -> None:
+        self._timer = self.loop.call_later(self.limits.body_seconds, self._late)
+
+    def _late(self) -> None:
+        self._timer = None
+        if not self.transport.is_closing():
+            self.transport.write(
+                b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+            )
+            self.transport.close()
+
+    def _stop_clock(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class Server(uvicorn.Server):
+    """Ends in two steps: first nothing new is taken and streams may finish, then the connections go.
+
+    failure: why the engine could not be started, if it could not.
+    code: that the process should end with.
+    """
+
+    failure: CannotStart | None = None
+    code = 0
+
+    def __init__(self, app: App, on_ready: Callable[[], None] = lambda: None) -> None:
+        self.app, self.on_ready = app, on_ready
+        protocol = type("Protocol", (Guarded,), {"limits": app.limits})
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=protocol,
+                ws="none",
+                loop="uvloop",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=2,
+                backlog=4096,
+            )
+        )
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """SIGTERM and SIGINT drain; the second one ends at once."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.drain)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    def drain(self) -> None:
+        """The first call lets streams finish, within the grace period; the second does not wait."""
+        if self.app.service.draining:
+            self.code = TERMINATED
+            self.should_exit = self.force_exit = True
+            return
+        self.app.service.draining = True
+        log.warning("draining: %d requests may finish, nothing new is taken", len(self.app.calls))
+        self._draining = asyncio.ensure_future(self._drain())
+
+    async def _drain(self) -> None:
+        end = time.monotonic() + self.app.limits.grace_seconds
+        while self.app.calls and time.monotonic() < end and not self.should_exit:
+            await asyncio.sleep(0.05)
+        for call in self.app.calls:
+            call.give_up("died", "the server is shutting down")
+        self.should_exit = True
+
+    async def serve(self, sockets: Any = None) -> None:
+        """Run until a signal, or until the engine cannot be started."""
+        _allow_files()
+        engine = asyncio.ensure_future(self.app.engine.run())
+        engine.add_done_callback(self._engine_ended)
+        janitor = asyncio.ensure_future(self._sweep())
+        try:
+            await super().serve(sockets)
+        finally:
+            janitor.cancel()
+            await self.app.engine.stop()
+            engine.cancel()
+            with contextlib.suppress(asyncio.CancelledError, CannotStart):
+                await engine
+
+    async def startup(self, sockets: Any = None) -> None:
+        """Listen, and say so as soon as the engine is there."""
+        await super().startup(sockets)
+        self._announced = asyncio.ensure_future(self._announce())
+
+    async def _announce(self) -> None:
+        while self.app.engine.state != "ready":
+            await asyncio.sleep(0.02)
+        self.on_ready()
+
+    def _engine_ended(self, task: asyncio.Future[None]) -> None:
+        if not task.cancelled() and isinstance(task.exception(), CannotStart):
+            self.failure = task.exception()  # type: ignore[assignment]
+            self.should_exit = True
+        elif not task.cancelled() and task.exception() is not None:
+            log.error("the engine is no longer kept alive", exc_info=task.exception())
+            self.code, self.should_exit = 1, True
+
+    async def _sweep(self) -> None:
+        """Hang up on readers that do not take what was written for them."""
+        while True:
+            await asyncio.sleep(min(1.0, self.app.limits.slow_seconds / 4))
+            oldest = time.monotonic() - self.app.limits.slow_seconds
+            for exchange in list(self.app.exchanges):
+                call, late = exchange.call, exchange.sending is not None and exchange.sending < oldest
+                if call is not None and late:
+                    call.give_up("slow", "the reader is too slow")
+                if late or (call is not None and call.trouble is not None and call.trouble[0] == "slow"):
+                    exchange.hang_up()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens there; port 0 is any that is free. Raises `UserError` if that cannot be."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address, family=family, backlog=4096)
+    except OSError as error:
+        raise UserError(f"{host}:{port} cannot be listened on: {error.strerror or error}") from None
+
+
+def _allow_files() -> None:
+    """A connection is an open file: take as many as the system lets this process have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

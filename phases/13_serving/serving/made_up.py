@@ -1,0 +1,61 @@
+"""A tokenizer for a model of random weights, so that it can be served like any other.
+
+What such a model says is noise, but it has to be noise with the right amount of text: every byte is a token,
+and the other tokens are made-up words.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+
+from common.errors import UserError
+from forward.shapes import SHAPES
+
+RANDOM = "random:"
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+_SYLLABLES = [first + second for first in "bdfgklmnprstvz" for second in "aeiou"]
+
+
+def made_up_tokenizer(model: str) -> Path:
+    """A new folder with a tokenizer for `random:SHAPE`. Raises `UserError` if there is no such shape."""
+    shape = SHAPES.get(model.removeprefix(RANDOM))
+    if shape is None:
+        raise UserError(f"model is {model!r}, but the random shapes are {', '.join(SHAPES)}")
+    folder = Path(tempfile.mkdtemp(prefix="ladder-tokenizer-"))
+    write_tokenizer(folder, shape.vocab_size, shape.eos_token_ids)
+    return folder
+
+
+def write_tokenizer(folder: Path, vocab_size: int, eos: tuple[int, ...]) -> None:
+    """Write the files that `common.text.Tokenizer` reads. The vocabulary has room for all 256 bytes."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = {index: f"<end{place or ''}>" for place, index in enumerate(eos)}
+    rng, seen, vocab = random.Random(0), set(letters), dict[str, int]()
+    for index in range(vocab_size):
+        if index in special:
+            vocab[special[index]] = index
+        elif letters:
+            vocab[letters.pop(0)] = index
+        else:
+            word = ""
+            while not word or word in seen:
+                word = "Ġ" + "".join(rng.choice(_SYLLABLES) for _ in range(rng.randint(1, 4)))
+            seen.add(word)
+            vocab[word] = index
+    made = Tokenizer(BPE(vocab=vocab, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(text, special=True) for text in special.values()])
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps({"vocab_size": vocab_size, "eos_token_id": list(eos)}))
+    settings = {"chat_template": TEMPLATE, "add_bos_token": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -1,0 +1,138 @@
+"""What the two processes say to each other: one message a step each way, token ids only.
+
+The API process speaks HTTP and text, the engine process token ids. Structs travel as arrays in MessagePack,
+without their fields' names: a step of 256 tokens is some two kilobytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import Struct, field
+
+from common.sampling.params import SamplingParams
+
+NO_TOKEN = -1
+
+
+class Add(Struct, array_like=True, tag="add"):
+    """Put the `params.n` completions of a prompt in line, under the numbers `first .. first + n - 1`."""
+
+    first: int
+    prompt: list[int]
+    params: SamplingParams
+    priority: int = 0
+    salt: str = ""
+
+
+class Abort(Struct, array_like=True, tag="abort"):
+    """End these completions; nobody wants them any more. Unknown numbers have ended already."""
+
+    numbers: list[int]
+
+
+class Watch(Struct, array_like=True, tag="watch"):
+    """Send pictures of the engine, at most one in `seconds`; 0: no more."""
+
+    seconds: float
+
+
+class Stop(Struct, array_like=True, tag="stop"):
+    """End the process."""
+
+
+Command = Add | Abort | Watch | Stop
+
+
+class Ready(Struct, array_like=True, tag="ready"):
+    """The engine is made. The rest is what the API process wants to know about it."""
+
+    max_len: int
+    vocab_size: int
+    max_rows: int
+    blocks: int
+    block_size: int
+    policy: str
+    ledger: str = ""
+    seconds: float = 0.0
+
+
+class Failed(Struct, array_like=True, tag="failed"):
+    """The engine cannot be made. wrong_input: somebody can correct it, and `reason` says how."""
+
+    reason: str
+    wrong_input: bool
+
+
+class Stats(Struct, array_like=True):
+    """The engine after a step; counts are since it was made."""
+
+    steps: int = 0
+    running: int = 0
+    free_blocks: int = 0
+    preemptions: int = 0
+    computed_tokens: int = 0
+    lookup_tokens: int = 0
+    hit_tokens: int = 0
+    step_tokens: int = 0
+    step_seconds: float = 0.0
+
+
+class Token(Struct, array_like=True):
+    """Log-probabilities of one token: its place in `Step.tokens`, its own, and the most likely others."""
+
+    place: int
+    chosen: float
+    top: list[tuple[int, float]]
+
+
+class End(Struct, array_like=True):
+    """A completion has ended.
+
+    reason: "stop" or "length"; "abort" if it was; "refused" or "error", and why is the `message`.
+    place: of its last token in `Step.tokens`, or `NO_TOKEN` where it ended without one.
+    """
+
+    number: int
+    reason: str
+    message: str = ""
+    place: int = NO_TOKEN
+
+
+class Step(Struct, array_like=True, tag="step"):
+    """What came of a step: token `tokens[i]` for completion `numbers[i]`, and who has ended.
+
+    cached: completions that have entered, and how many tokens of their prompts were found in the cache.
+    picture: of the engine, for those who watch.
+    """
+
+    numbers: list[int]
+    tokens: list[int]
+    ends: list[End]
+    stats: Stats
+    logprobs: list[Token] = field(default_factory=list)
+    cached: list[tuple[int, int]] = field(default_factory=list)
+    picture: dict[str, Any] | None = None
+
+
+Report = Ready | Failed | Step
+
+_encoder = msgspec.msgpack.Encoder()
+_commands = msgspec.msgpack.Decoder(list[Command])
+_report = msgspec.msgpack.Decoder(Report)
+
+
+def encode(message: list[Command] | Report) -> bytes:
+    """The bytes of a message of either side."""
+    return _encoder.encode(message)
+
+
+def commands(data: bytes) -> list[Command]:
+    """Read what the API process has sent."""
+    return _commands.decode(data)
+
+
+def report(data: bytes) -> Report:
+    """Read what the engine process has sent."""
+    return _report.decode(data)

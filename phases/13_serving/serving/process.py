@@ -1,0 +1,100 @@
+"""The engine's process around its loop: how it is started, how it hears and speaks, and when it ends."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from typing import Any
+
+import zmq
+
+from common.errors import UserError
+from paged_cache import PagedEngine
+from serving.messages import Command, Failed, Ready, Report, commands, encode
+from serving.worker import Served, Worker
+
+
+def ready(engine: Served, vocab_size: int, seconds: float) -> Ready:
+    """What the API process learns about an engine."""
+    if not isinstance(engine, PagedEngine):
+        return Ready(engine.max_len, vocab_size, 1, 0, 0, "fcfs", "", seconds)
+    policy = getattr(engine.scheduler.policy, "__name__", "")
+    cache = engine.cache
+    return Ready(
+        engine.max_len,
+        vocab_size,
+        engine.scheduler.rows.count,
+        cache.allocator.count,
+        cache.block_size,
+        policy,
+        str(engine.ledger),
+        seconds,
+    )
+
+
+class Pipe:
+    """A `Channel` over ZeroMQ."""
+
+    def __init__(self, address: str) -> None:
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+        self._socket.connect(address)
+
+    def receive(self, seconds: float) -> list[Command]:
+        """See `Channel`."""
+        found: list[Command] = []
+        if seconds and not self._socket.poll(int(seconds * 1e3)):
+            return found
+        while True:
+            try:
+                found += commands(self._socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return found
+
+    def send(self, report: Report) -> None:
+        """See `Channel`."""
+        self._socket.send(encode(report))
+
+
+def main(make: Callable[[], Any], address: str) -> None:
+    """The whole life of the engine process.
+
+    Args:
+        make: makes the engine; any callable that can be pickled.
+        address: where the API process listens.
+    """
+    # Signals of the terminal or of systemd go to the whole group: the API process decides what they mean.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    pipe = Pipe(address)
+    started = time.perf_counter()
+    try:
+        engine = make()
+    except UserError as error:
+        pipe.send(Failed(str(error), wrong_input=True))
+        return
+    except BaseException as error:
+        pipe.send(Failed(f"{type(error).__name__}: {error}", wrong_input=False))
+        raise
+    gc.collect()
+    gc.freeze()  # the model and its modules are here to stay: no collection looks at them again
+    pipe.send(ready(engine, engine.config.vocab_size, time.perf_counter() - started))
+    try:
+        Worker(engine, pipe).run()
+    finally:
+        sys.stderr.flush()
+
+
+def _die_with_parent() -> None:
+    """An engine whose API process was killed has nobody to talk to."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)

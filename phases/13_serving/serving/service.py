@@ -1,0 +1,161 @@
+"""The life of a request for tokens, from its order to its last byte."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from common.errors import UserError
+from common.text.tokenizer import Tokenizer
+from serving.client import EngineClient
+from serving.completion import Call, Order
+from serving.http.answers import Answer, likeliest
+from serving.http.errors import STATUS, ApiError, of_user_error
+from serving.http.exchange import EVENTS, Exchange, Gone
+from serving.http.limits import Limits
+from serving.http.schema import Generation
+from serving.messages import Ready
+from serving.watching.metrics import Metrics
+
+RETRY_SECONDS = 1
+
+
+class Service:
+    """Serves requests for tokens.
+
+    draining: no new ones are taken; those that run go on.
+    """
+
+    def __init__(self, engine: EngineClient, tokenizer: Tokenizer, limits: Limits, metrics: Metrics) -> None:
+        self.engine, self.tokenizer, self.limits, self.metrics = engine, tokenizer, limits, metrics
+        self.draining = False
+
+    def ready(self) -> Ready:
+        """What the engine is, if it takes requests now. Raises `ApiError` if not."""
+        ready = self.engine.ready
+        if self.draining:
+            raise ApiError(503, "the server is shutting down", retry=RETRY_SECONDS, code="draining")
+        if ready is None or self.engine.state != "ready":
+            raise ApiError(
+                503,
+                f"the engine is {self.engine.state}; try again",
+                retry=RETRY_SECONDS,
+                code=self.engine.state,
+            )
+        return ready
+
+    async def serve(
+        self, exchange: Exchange, request: Generation, orders: list[Order], answer: Answer
+    ) -> None:
+        """The life of a request for tokens, from its order to its last byte.
+
+        However this function is left, the engine has been told to drop what is not finished.
+        """
+        ready = self.ready()  # it may have changed while the prompt was read
+        call = Call(
+            self.engine,
+            self.metrics,
+            self.tokenizer,
+            orders,
+            streamed=bool(request.stream),
+            most_unsent=self.limits.max_unsent,
+        )
+        self._admit(len(call.choices), request.priority or 0, ready)
+        seconds = self._deadline(request)
+        leaving = asyncio.ensure_future(exchange.gone())
+        leaving.add_done_callback(lambda _: call.give_up("left", "the client has left"))
+        exchange.call = call
+        try:
+            call.send(priority=request.priority or 0, salt=request.cache_salt or "", seconds=seconds)
+            if request.stream:
+                await self._stream(exchange, call, answer)
+            else:
+                while call.left and call.trouble is None:
+                    await call.news()
+                self._raise_trouble(exchange, call)
+                await exchange.json(answer.whole(call, likeliest(call, request.n or 1)))
+        finally:
+            leaving.cancel()
+            call.close()
+            exchange.call = None
+            self._count(exchange, call)
+
+    async def _stream(self, exchange: Exchange, call: Call, answer: Answer) -> None:
+        """Send events as they come. Before the first token nothing is sent, so that errors have a status."""
+        waiting = call.choices
+        while True:
+            await call.news()
+            self._raise_trouble(exchange, call)
+            events = []
+            for choice in waiting:
+                if choice.fresh or choice.reason is not None:
+                    data = answer.chunk(choice, choice.take(), choice.reason is not None)
+                    if data:
+                        events.append(data)
+                    choice.started = True
+            if any(choice.reason is not None for choice in waiting):
+                waiting = [choice for choice in waiting if choice.reason is None]
+            if not events:
+                continue
+            if not exchange.status:
+                await exchange.start(200, EVENTS)
+            if not waiting:
+                events.append(answer.end(call))
+            await exchange.write(b"".join(events), more=bool(waiting))
+            if not waiting:
+                return
+
+    def _raise_trouble(self, exchange: Exchange, call: Call) -> None:
+        if call.trouble is None:
+            return
+        kind, message = call.trouble
+        if kind in ("left", "slow"):
+            raise Gone
+        if kind == "refused":
+            raise of_user_error(UserError(message), Generation.__struct_fields__)
+        raise ApiError(STATUS[kind], message, retry=RETRY_SECONDS if kind == "died" else None, code=kind)
+
+    def _admit(self, more: int, priority: int, ready: Ready) -> None:
+        """Raise `ApiError` where so many more completions are too many."""
+        if priority and ready.policy != "priority":
+            raise ApiError(
+                400,
+                f"priority is {priority}, but must be 0: the server's policy is {ready.policy}",
+                param="priority",
+            )
+        most = min(self.limits.max_requests, ready.max_rows + self.limits.max_queue)
+        if self.engine.in_flight + more > most:
+            raise ApiError(
+                429,
+                f"{self.engine.in_flight} completions are in flight, and the server takes at most {most}",
+                retry=RETRY_SECONDS,
+                code="queue_full",
+            )
+
+    def _deadline(self, request: Generation) -> float:
+        if request.deadline_ms is None:
+            return self.limits.max_seconds
+        if request.deadline_ms < 1:
+            raise ApiError(
+                400, f"deadline_ms is {request.deadline_ms}, but must be at least 1", param="deadline_ms"
+            )
+        return min(request.deadline_ms / 1e3, self.limits.max_seconds)
+
+    def _count(self, exchange: Exchange, call: Call) -> None:
+        metrics, done = self.metrics, time.perf_counter()
+        metrics.prompted += call.prompt_tokens
+        if call.trouble is not None:
+            metrics.troubles[call.trouble[0]] += 1
+        for choice in call.choices:
+            if choice.reason is not None:
+                metrics.finished[choice.reason] += 1
+        metrics.prompt.observe(call.prompt_tokens)
+        metrics.output.observe(call.output_tokens)
+        metrics.whole.observe(done - call.arrived)
+        exchange.facts = {
+            "prompt_tokens": call.prompt_tokens,
+            "output_tokens": call.output_tokens,
+            "trouble": call.trouble[0] if call.trouble else None,
+        }
+        if call.first_token is not None:
+            exchange.facts["first_token_ms"] = round((call.first_token - call.arrived) * 1e3, 3)

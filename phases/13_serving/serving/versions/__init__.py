@@ -1,0 +1,1 @@
+"""Other engines behind the same server."""

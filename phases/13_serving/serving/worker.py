@@ -1,0 +1,191 @@
+"""The engine process: it takes in what was sent, runs a step, and sends back what came of it.
+
+The loop never waits while there is something to compute, and it waits for nothing
+else when there is not. The API process may be busy, slow or gone; no request of one client can stop it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from common.errors import UserError
+from common.request import Request
+from common.sampling.params import SamplingParams
+from continuous.engine import Output
+from paged_cache import PagedEngine
+from serving.messages import (
+    NO_TOKEN,
+    Abort,
+    Add,
+    Command,
+    End,
+    Report,
+    Stats,
+    Step,
+    Stop,
+    Token,
+    Watch,
+)
+from serving.watching.picture import picture
+
+log = logging.getLogger(__name__)
+
+IDLE_SECONDS = 1.0
+"""How long an idle engine sleeps at most before it looks around."""
+FAILED = "the step that computed this request failed; the server's log says why"
+
+
+class Served(Protocol):
+    """What the loop needs of an engine: `continuous.Engine` is one."""
+
+    max_len: int
+
+    @property
+    def idle(self) -> bool:
+        """Whether a step would have nothing to do."""
+        ...
+
+    def add(
+        self, prompt: Sequence[int], params: SamplingParams, *, index: int, priority: int, salt: str
+    ) -> list[Request]:
+        """See `Engine.add`."""
+        ...
+
+    def abort(self, request: Request) -> None:
+        """See `Engine.abort`."""
+        ...
+
+    def step(self) -> list[Output]:
+        """See `Engine.step`."""
+        ...
+
+
+class Channel(Protocol):
+    """The other process, as the loop sees it."""
+
+    def receive(self, seconds: float) -> list[Command]:
+        """All commands that have come; waits for the first at most so long."""
+        ...
+
+    def send(self, report: Report) -> None:
+        """Hand over a report."""
+        ...
+
+
+class Worker:
+    """One engine and the loop around it.
+
+    live: completions that have not ended, by their numbers.
+    """
+
+    def __init__(self, engine: Served, channel: Channel) -> None:
+        self.engine, self.channel = engine, channel
+        self.live: dict[int, Request] = {}
+        self._fresh: set[int] = set()
+        self._ends: list[End] = []
+        self._steps = 0
+        self._watch, self._drawn = 0.0, 0.0
+        self._stopped = False
+
+    def run(self) -> None:
+        """Until `Stop`."""
+        while not self._stopped:
+            self.turn()
+
+    def turn(self) -> None:
+        """Take in all commands there are, and run a step if there is anything to do."""
+        for command in self.channel.receive(IDLE_SECONDS if self.engine.idle else 0.0):
+            self.obey(command)
+        if self._stopped:
+            return
+        started = time.perf_counter()
+        busy = not self.engine.idle
+        outputs = self.engine.step() if busy else []
+        self._steps += busy
+        if busy or self._ends or self._due(started):
+            self.channel.send(self._report(outputs, time.perf_counter() - started, started))
+
+    def obey(self, command: Command) -> None:
+        """Carry out one command. What is wrong with a request is told to its sender and harms nobody else."""
+        match command:
+            case Add():
+                self._add(command)
+            case Abort():
+                for number in command.numbers:
+                    request = self.live.get(number)
+                    if request is not None:
+                        self.engine.abort(request)
+            case Watch():
+                self._watch, self._drawn = command.seconds, 0.0
+            case Stop():
+                self._stopped = True
+
+    def _add(self, command: Add) -> None:
+        numbers = range(command.first, command.first + command.params.n)
+        try:
+            requests = self.engine.add(
+                command.prompt,
+                command.params,
+                index=command.first,
+                priority=command.priority,
+                salt=command.salt,
+            )
+        except UserError as error:
+            self._ends += [End(number, "refused", str(error)) for number in numbers]
+        except Exception as error:
+            log.error("request %d cannot be added", command.first, exc_info=error)
+            self._ends += [End(number, "error", FAILED) for number in numbers]
+        else:
+            self.live.update(zip(numbers, requests, strict=True))
+            self._fresh.update(numbers)
+
+    def _report(self, outputs: list[Output], seconds: float, now: float) -> Step:
+        step = Step([], [], self._ends, self._stats(seconds))
+        self._ends = []
+        for request, token, reason, _, logprob, _ in outputs:
+            number, place = request.index + request.sample, NO_TOKEN
+            if token is not None:
+                place = len(step.tokens)
+                if logprob is not None:
+                    step.logprobs.append(Token(place, logprob.chosen, list(logprob.top)))
+                step.numbers.append(number)
+                step.tokens.append(token)
+                if number in self._fresh:
+                    self._fresh.discard(number)
+                    if request.cached_tokens:
+                        step.cached.append((number, request.cached_tokens))
+            if reason is not None:
+                step.ends.append(End(number, reason, FAILED if reason == "error" else "", place))
+                self.live.pop(number, None)
+                self._fresh.discard(number)
+        if self._due(now):
+            self._drawn = now
+            step.picture = picture(self.engine)
+        return step
+
+    def _due(self, now: float) -> bool:
+        """Whether somebody watches who has not got a picture for long enough."""
+        return self._watch > 0.0 and now - self._drawn >= self._watch
+
+    def _stats(self, seconds: float) -> Stats:
+        engine = self.engine
+        if not isinstance(engine, PagedEngine):
+            return Stats(self._steps, len(self.live), step_seconds=seconds)
+        computed, found = engine.stats.computed_tokens, getattr(engine.cache, "stats", None)
+        step_tokens, self._computed = computed - self._computed, computed
+        return Stats(
+            self._steps,
+            len(engine.scheduler.running),
+            engine.cache.free,
+            engine.scheduler.preemptions,
+            computed,
+            found.lookup_tokens if found else 0,
+            found.hit_tokens if found else 0,
+            step_tokens,
+            seconds,
+        )
+
+    _computed = 0

@@ -1,0 +1,445 @@
+"""Phase 13 as it runs: two processes, real sockets, the official client, faults and hostile neighbours."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import psutil
+import pytest
+
+import cuda_graphs
+from common.sampling.params import SamplingParams
+from forward.loading import load_model
+from tests.servers import Running, wait_until
+
+openai = pytest.importorskip("openai")
+
+SMALL = ("--max-rows", "8", "--cache-bytes", "3000000", "--step-tokens", "256", "--access-log", "none")
+LIMITS = ("--slow-seconds", "1", "--body-seconds", "1", "--max-body-bytes", "100000", "--max-unsent", "200")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with Running(*SMALL, *LIMITS) as running:
+        yield running
+        running.settle()
+
+
+@pytest.fixture
+def client(server: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def opened(server: Running, receive_buffer: int = 0) -> socket.socket:
+    """A connection, with a small buffer for what is not read."""
+    made = socket.socket()
+    made.settimeout(30)
+    if receive_buffer:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    made.connect(("127.0.0.1", server.port))
+    return made
+
+
+def request(body: object, path: str = "/v1/completions", more: str = "") -> bytes:
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n{more}"
+    return head.encode() + f"content-length: {len(data)}\r\n\r\n".encode() + data
+
+
+def everything(connection: socket.socket) -> bytes:
+    """What comes until the server closes."""
+    found = b""
+    try:
+        while data := connection.recv(65536):
+            found += data
+    except ConnectionError:
+        pass
+    return found
+
+
+# The official client.
+
+
+def test_completions_of_the_official_client(server, client):
+    whole = client.completions.create(
+        model="random:tiny", prompt="abc", max_tokens=8, temperature=0, logprobs=2, n=2
+    )
+    assert len(whole.choices) == 2 and whole.choices[0].text == whole.choices[1].text
+    assert whole.usage.completion_tokens >= 2 and len(whole.choices[0].logprobs.tokens) >= 1
+    stream = client.completions.create(
+        model="random:tiny",
+        prompt="abc",
+        max_tokens=8,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole.choices[0].text
+    assert chunks[-1].usage.prompt_tokens == 3
+
+
+def test_chats_of_the_official_client(server, client):
+    messages = [
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+    ]
+    more = {"model": "random:tiny", "messages": messages, "max_completion_tokens": 12, "seed": 5}
+    whole = client.chat.completions.create(
+        **more, logprobs=True, top_logprobs=2, extra_body={"ignore_eos": True}
+    )
+    assert whole.choices[0].finish_reason == "length" and len(whole.choices[0].logprobs.content) == 12
+    stream = client.chat.completions.create(**more, stream=True, extra_body={"ignore_eos": True})
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    assert text == whole.choices[0].message.content
+    assert [model.id for model in client.models.list()] == ["random:tiny"]
+
+
+def test_the_official_clients_errors(server, client):
+    with pytest.raises(openai.BadRequestError, match="temperature is 200"):
+        client.completions.create(model="random:tiny", prompt="a", temperature=200)
+    with pytest.raises(openai.NotFoundError, match="another"):
+        client.completions.create(model="another", prompt="a")
+    with pytest.raises(openai.APIError):  # an error in the middle of a stream
+        body = {"ignore_eos": True, "deadline_ms": 150}
+        for _ in client.completions.create(
+            model="random:tiny", prompt="a", max_tokens=1000, stream=True, extra_body=body
+        ):
+            pass
+
+
+def test_the_official_asynchronous_client_and_one_that_leaves(server):
+    async def test() -> None:
+        client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+        async def one(number: int) -> int:
+            stream = await client.completions.create(
+                model="random:tiny",
+                prompt=f"{number}",
+                max_tokens=30,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+            count = 0
+            async for _ in stream:
+                count += 1
+                if number % 3 == 0 and count == 2:
+                    await stream.close()
+                    break
+            return count
+
+        counts = await asyncio.gather(*(one(number) for number in range(24)))
+        assert all(count == 2 for count in counts[::3]) and min(counts[1::3]) > 2
+        await client.close()
+
+    asyncio.run(test())
+    server.settle()
+
+
+def test_litellm(server):
+    litellm = pytest.importorskip("litellm")
+    done = litellm.text_completion(
+        model="text-completion-openai/random:tiny",
+        prompt="abc",
+        api_base=f"{server.url}/v1",
+        api_key="none",
+        max_tokens=4,
+    )
+    assert done.usage.completion_tokens >= 1
+
+
+# The same tokens as phase 09, whatever happens beside them.
+
+
+def test_tokens_are_phase_09s_under_load(server):
+    """32 requests at a time, and as many neighbours that leave, err or read slowly."""
+    model = load_model("random:tiny", device="cpu", dtype="float32")
+    prompts = [[1 + (n * 7 + k * k) % 250 for k in range(1 + n * 5 % 60)] for n in range(32)]
+    each = [
+        SamplingParams(max_tokens=24, ignore_eos=True, temperature=1.0 if n % 2 else 0.0, seed=n)
+        for n in range(32)
+    ]
+    engine = cuda_graphs.load(model, max_rows=8, step_tokens=256, cache_bytes=3_000_000)
+    oracle = [completion.token_ids for completion in engine.generate(prompts, each)]
+    stop = threading.Event()
+
+    def neighbour(number: int) -> None:
+        while not stop.is_set():
+            with opened(server, 4096) as connection:
+                kind = number % 4
+                body = {"prompt": "neighbour " * 9, "max_tokens": 200, "stream": True, "ignore_eos": True}
+                if kind == 0:
+                    connection.sendall(request(body))
+                    connection.recv(100)
+                elif kind == 1:
+                    connection.sendall(request(body | {"temperature": -1}))
+                    connection.recv(1000)
+                elif kind == 2:
+                    connection.sendall(request(body)[:-5])
+                else:
+                    connection.sendall(request(body | {"max_tokens": 3}))
+                    connection.recv(1000)
+                time.sleep(0.01)
+
+    def ask(number: int) -> list[int]:
+        params = each[number]
+        body = {
+            "prompt": prompts[number],
+            "max_tokens": 24,
+            "ignore_eos": True,
+            "temperature": params.temperature,
+        }
+        body |= {"seed": number, "return_token_ids": True}
+        status, _, found = server.post("/v1/completions", body)
+        assert status == 200, found
+        return found["choices"][0]["token_ids"]
+
+    neighbours = [threading.Thread(target=neighbour, args=(number,)) for number in range(8)]
+    for thread in neighbours:
+        thread.start()
+    try:
+        with ThreadPoolExecutor(16) as pool:
+            got = list(pool.map(ask, range(32)))
+    finally:
+        stop.set()
+        for thread in neighbours:
+            thread.join()
+    wrong = [number for number in range(32) if got[number] != oracle[number]]
+    assert not wrong, f"requests {wrong} have other tokens than in phase 09"
+    server.settle()
+
+
+# Hostile and slow neighbours.
+
+
+def test_a_body_of_100_mb_is_refused_before_it_is_sent(server):
+    with opened(server) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
+        connection.sendall(b"content-length: 100000000\r\n\r\n")
+        assert everything(connection).startswith(b"HTTP/1.1 413")
+    with opened(server) as connection:  # without a length: in chunks
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        connection.sendall(head + b"transfer-encoding: chunked\r\n\r\n")
+        sent = 0
+        try:
+            for _ in range(1600):
+                connection.sendall(b"10000\r\n" + b"x" * 65536 + b"\r\n")
+                sent += 65536
+        except OSError:
+            pass
+        assert sent < 20_000_000, "100 MB were taken in chunks"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\n" + b"".join(b"x-%d: y\r\n" % n for n in range(20_000)) + b"\r\n",
+        b"GET / HTTP/1.1\r\nx: " + b"y" * 1_000_000 + b"\r\n\r\n",
+        b"GET /" + b"a" * 1_000_000 + b" HTTP/1.1\r\n\r\n",
+        b"\x16\x03\x01 no HTTP at all\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n",
+        b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\nhello",
+    ],
+    ids=[
+        "many headers",
+        "a long header",
+        "a long address",
+        "no HTTP",
+        "a version",
+        "a length",
+        "two lengths",
+    ],
+)
+def test_floods_and_nonsense(server, data):
+    with opened(server) as connection:
+        with suppress(OSError):
+            connection.sendall(data)
+        answer = everything(connection)
+    assert not answer or answer.startswith(b"HTTP/1.1 4"), answer[:100]
+    assert server.get("/health")[0] == 200
+
+
+def test_slow_headers_and_slow_bodies_are_ended(server):
+    with opened(server) as silent, opened(server) as slow, opened(server) as body:
+        slow.sendall(b"GET /health HTTP/1.1\r\nhost:")
+        body.sendall(request({"prompt": "a"})[:-3])
+        assert everything(silent).startswith(b"HTTP/1.1 408")
+        assert everything(slow).startswith(b"HTTP/1.1 408")
+        assert b" 408 " in everything(body)[:20]
+
+
+def test_pipelined_requests_are_answered_in_order(server):
+    with opened(server) as connection:
+        one = request({"prompt": "a", "max_tokens": 2}, more="x-request-id: first\r\n")
+        connection.sendall(
+            one + b"GET /version HTTP/1.1\r\nhost: x\r\nx-request-id: second\r\nconnection: close\r\n\r\n"
+        )
+        answer = everything(connection)
+    assert answer.index(b"first") < answer.index(b"second") and answer.count(b"HTTP/1.1 200") == 2
+
+
+def test_a_reader_that_does_not_read_is_dropped(server):
+    """Nobody else waits for it, its buffer is bounded, and its blocks come back."""
+    before = server.metric("ladder:troubles_total")
+    body = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True, "stream": True, "logprobs": 20, "n": 4}
+    slow = [opened(server, 2048) for _ in range(3)]
+    for connection in slow:
+        connection.sendall(request(body))
+    assert server.post("/v1/completions", {"prompt": "b", "max_tokens": 5})[0] == 200
+    wait_until(
+        lambda: server.metric("ladder:troubles_total") >= before + 3, "slow readers are not dropped", 60
+    )
+    server.settle()
+    for connection in slow:
+        connection.close()
+
+
+def test_a_thousand_idle_connections(server):
+    idle = [opened(server) for _ in range(1000)]
+    started = time.monotonic()
+    assert server.post("/v1/completions", {"prompt": "b", "max_tokens": 5})[0] == 200
+    assert time.monotonic() - started < 10
+    for connection in idle:
+        connection.close()
+
+
+def test_who_leaves_frees_the_blocks(server):
+    for number in range(40):
+        with opened(server) as connection:
+            body = {
+                "prompt": "leaving " * 10,
+                "max_tokens": 900,
+                "ignore_eos": True,
+                "stream": number % 2 == 0,
+            }
+            connection.sendall(request(body))
+            if number % 4 == 0:
+                connection.recv(200)
+    server.settle()
+    assert server.get("/ready")[0] == 200
+
+
+def test_memory_of_the_server_does_not_grow(server):
+    process = psutil.Process(server.process.pid)
+
+    def some(count: int) -> None:
+        with ThreadPoolExecutor(8) as pool:
+            body = {"prompt": "m"}
+            list(
+                pool.map(lambda n: server.post("/v1/completions", body | {"max_tokens": n % 5}), range(count))
+            )
+
+    some(300)
+    before = process.memory_info().rss
+    some(600)
+    assert process.memory_info().rss < before * 1.02
+
+
+# The engine's death, and the server's.
+
+
+def engine_of(server: Running) -> psutil.Process:
+    """The engine process: the child that has loaded the model."""
+    children = psutil.Process(server.process.pid).children()
+    return max(children, key=lambda child: child.memory_info().rss)
+
+
+def test_the_engine_is_killed_with_64_in_flight_and_the_server_lives(server):
+    body = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True}
+
+    def ask(number: int) -> tuple[int, str]:
+        with opened(server) as connection:
+            connection.sendall(request(body | {"stream": number % 2 == 0}, more="connection: close\r\n"))
+            answer = everything(connection).decode()
+            return int(answer.split(" ")[1]), answer
+
+    with ThreadPoolExecutor(64) as pool:
+        asked = [pool.submit(ask, number) for number in range(64)]
+        wait_until(lambda: server.metric("vllm:num_requests_running") == 8, "nobody runs")
+        wait_until(lambda: server.metric("vllm:num_requests_waiting") == 56, "nobody waits")
+        engine_of(server).kill()
+        answers = [one.result(timeout=30) for one in asked]
+    assert all('"code":"died"' in answer for _, answer in answers), "somebody was not told"
+    assert {status for status, _ in answers} <= {200, 503}
+    assert server.get("/ready")[0] == 503 and server.get("/health")[0] == 200
+    status, headers, found = server.post("/v1/completions", {"prompt": "a"})
+    assert (status, found["error"]["code"]) == (503, "restarting") and headers["retry-after"]
+    wait_until(lambda: server.get("/ready")[0] == 200, "the engine is not started again", 60)
+    assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 2})[0] == 200
+    assert server.metric("ladder:engine_restarts_total") == 1
+
+
+def streaming(server: Running, tokens: int) -> socket.socket:
+    connection = opened(server)
+    connection.sendall(request({"prompt": "a", "max_tokens": tokens, "ignore_eos": True, "stream": True}))
+    connection.recv(100)
+    return connection
+
+
+@pytest.mark.slow
+def test_sigterm_lets_streams_finish():
+    with Running(*SMALL) as server:
+        stream, later = streaming(server, 900), opened(server)
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: server.get("/ready")[0] == 503, "it is still ready")
+        assert server.post("/v1/completions", {"prompt": "a"})[0] == 503
+        assert b"[DONE]" in everything(stream), "a stream was cut off"
+        assert server.process.wait(15) == 0
+        later.close()
+
+
+@pytest.mark.slow
+def test_a_second_sigterm_does_not_wait():
+    with Running(*SMALL) as server:
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        stream = streaming(server, 1000)
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.05)
+        started = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        server.process.wait(10)
+        assert time.monotonic() - started < 8
+        wait_until(lambda: not any(child.is_running() for child in children), "a process is left behind")
+        stream.close()
+
+
+@pytest.mark.slow
+def test_the_engine_does_not_outlive_a_server_that_is_killed():
+    with Running(*SMALL) as server:
+        engine = engine_of(server)
+        server.process.kill()
+        server.process.wait()
+        wait_until(lambda: not engine.is_running() or engine.status() == "zombie", "the engine lives on", 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--policy", "best"], "policy is 'best'"),
+        (["--max-rows", "0"], "max_rows is 0"),
+        (["--max-queue", "0"], "max_queue is 0"),
+        (["--port", "70000"], "port is 70000"),
+        (["--max-len", "5000"], "max_len is 5000"),
+        (["--access-log", "/nothing/here"], "cannot be written"),
+        (["--api-key", ""], "--api-key is empty"),
+    ],
+)
+def test_a_server_that_cannot_start_says_why(arguments, words):
+    with pytest.raises(AssertionError) as said, Running(*arguments):
+        pass
+    assert words in str(said.value) and "Traceback" not in str(said.value)
+
+
+def test_no_two_servers_on_one_port(server):
+    with pytest.raises(AssertionError, match="cannot be listened on"), Running("--port", str(server.port)):
+        pass

@@ -1,0 +1,947 @@
+"""Phase 13 in one process: messages, the engine's loop, requests, streams, and every way to leave."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import gc
+import json
+import os
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+import cuda_graphs
+from common.events import TextStream
+from common.sampling.params import SamplingParams
+from common.text.tokenizer import Tokenizer
+from forward.loading import random_model
+from forward.model import Model
+from forward.shapes import SHAPES
+from paged_cache import PagedEngine
+from serving import load, messages
+from serving.app import App
+from serving.http.limits import Limits
+from serving.messages import Abort, Add, Step
+from serving.worker import Worker
+from tests.equivalence.engines import blocks
+from tests.servers import Asked, Client, Loopback, asynchronously, tokenizer_for
+
+PROMPTS = ["hello", "a longer prompt, of some twenty tokens", "x", "one more, and the last of them all " * 4]
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return random_model(SHAPES["tiny"], device="cpu", dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return tokenizer_for(tmp_path_factory.mktemp("tokenizer"), 257)
+
+
+@pytest.fixture
+def engine(model: Model) -> PagedEngine:
+    return load(model, max_rows=8, cache_bytes=blocks(model, 200), step_tokens=256)
+
+
+@pytest.fixture
+def make(engine: PagedEngine, tokenizer: Tokenizer) -> Callable[..., App]:
+    return lambda **options: App(Loopback(engine), tokenizer, "tiny", **options)
+
+
+def leaks(engine: PagedEngine) -> str:
+    """What an idle engine should not have, or nothing."""
+    engine.check_integrity()
+    if not engine.scheduler.idle:
+        return "requests are left"
+    return "" if engine.cache.free == engine.cache.allocator.count else "blocks are left"
+
+
+def texts(model: Model, tokenizer: Tokenizer, prompts: list[str], params: SamplingParams) -> list[str]:
+    """What phase 09 says, as text."""
+    done = cuda_graphs.load(model, tokenizer=tokenizer, max_rows=8, step_tokens=256).generate(
+        [tokenizer.encode(p) for p in prompts], params
+    )
+    found = []
+    for completion in done:
+        stream = TextStream(tokenizer, params)
+        last = len(completion.token_ids) - 1
+        for place, token in enumerate(completion.token_ids):
+            stream.advance(token, completion.finish_reason if place == last else None)
+        found.append(stream.text)
+    return found
+
+
+# Messages.
+
+
+def test_messages_come_out_as_they_went_in():
+    params = SamplingParams(max_tokens=3, logit_bias={5: -1.5}, seed=2**64 - 1, stop_token_ids=(1, 2), n=2)
+    commands = [Add(7, [1, 2, 3], params, 5, "salt"), Abort([7, 8]), messages.Watch(0.1), messages.Stop()]
+    assert messages.commands(messages.encode(commands)) == commands
+    step = Step(
+        [1, 2],
+        [30, 40],
+        [messages.End(2, "stop", "", 1)],
+        messages.Stats(steps=4),
+        [messages.Token(0, -1.5, [(3, -0.5)])],
+    )
+    assert messages.report(messages.encode(step)) == step
+
+
+# The loop.
+
+
+class Channel:
+    """Commands to be read, and the steps that were sent."""
+
+    def __init__(self) -> None:
+        self.commands: list[Any] = []
+        self.steps: list[Any] = []
+
+    def receive(self, seconds: float) -> list[Any]:
+        commands, self.commands = self.commands, []
+        return commands
+
+    def send(self, report: Any) -> None:
+        self.steps.append(report)
+
+
+def free_after(worker: Worker, channel: Channel, engine: PagedEngine, number: int, steps: int) -> bool:
+    """Whether a completion has nothing left so many steps after it was aborted."""
+    request = worker.live[number]
+    channel.commands.append(Abort([number]))
+    for _ in range(steps):
+        worker.turn()
+    return request.row < 0 and request not in engine.scheduler.running and number not in worker.live
+
+
+@pytest.mark.parametrize(
+    "state", ["queued", "prefilling", "decoding", "preempted", "samples in line", "samples"]
+)
+def test_whoever_leaves_has_nothing_after_two_steps(model, state):
+    tight = state == "preempted"
+    engine = load(
+        model, max_rows=2, step_tokens=64, chunk_tokens=16, cache_bytes=blocks(model, 24 if tight else 200)
+    )
+    channel = Channel()
+    worker = Worker(engine, channel)
+    prompt = [1 + n % 200 for n in range(100)]
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
+    channel.commands = [Add(0, prompt, params), Add(1, prompt[::-1], params), Add(2, prompt, params)]
+    number = {"queued": 2, "prefilling": 0, "decoding": 1, "preempted": 1}.get(state, 10)
+    turns = {"queued": 3, "prefilling": 1, "decoding": 12}.get(state, 3)
+    if state.startswith("samples"):
+        channel.commands = [Add(10, prompt, replace(params, n=2))]
+        turns = 1 if state == "samples in line" else 12
+    for _ in range(turns):
+        worker.turn()
+    if tight:
+        while not worker.live[1].preemptions:
+            worker.turn()
+    request = worker.live[number]
+    as_told = {
+        "queued": request.row < 0,
+        "prefilling": request.prefilling and request.row >= 0,
+        "decoding": request.row >= 0 and len(request.tokens) > request.prompt_len,
+        "preempted": request.preemptions > 0,
+        "samples in line": bool(request.siblings),
+        "samples": not request.siblings,
+    }[state]
+    assert as_told, f"the request is not {state}, so nothing would be tested"
+    assert free_after(worker, channel, engine, number, 2), (
+        f"a request that left while {state} still holds something"
+    )
+    others = list(worker.live)
+    channel.commands.append(Abort(others))
+    for _ in range(3):
+        worker.turn()
+    assert leaks(engine) == ""
+
+
+def test_a_request_that_cannot_be_served_is_refused_and_no_other(model):
+    engine, channel = load(model, max_rows=2, cache_bytes=blocks(model, 8)), Channel()
+    worker = Worker(engine, channel)
+    good, bad = SamplingParams(max_tokens=4, ignore_eos=True), SamplingParams(max_tokens=900, ignore_eos=True)
+    channel.commands = [Add(0, [5, 6], good), Add(1, [5] * 100, bad), Add(2, [7], good)]
+    while not channel.steps or worker.live:
+        worker.turn()
+    ends = {end.number: end for step in channel.steps for end in step.ends}
+    assert ends[1].reason == "refused" and "cache" in ends[1].message
+    assert [ends[0].reason, ends[2].reason] == ["length", "length"]
+    assert leaks(engine) == ""
+
+
+def test_a_step_that_fails_ends_its_own_requests(model, monkeypatch):
+    engine, channel = load(model, max_rows=2), Channel()
+    worker = Worker(engine, channel)
+    channel.commands = [Add(0, [5, 6], SamplingParams(max_tokens=9, ignore_eos=True))]
+    worker.turn()
+    failing, forward = [True], engine.runner.forward
+
+    def broken(*args: Any, **more: Any) -> Any:
+        if failing.pop() if failing else False:
+            raise RuntimeError("the device is gone")
+        return forward(*args, **more)
+
+    monkeypatch.setattr(engine.runner, "forward", broken)
+    for _ in range(4):
+        worker.turn()
+    (end,) = [end for step in channel.steps for end in step.ends]
+    assert (end.number, end.reason) == (0, "error") and "device" not in end.message, (
+        "an inner word has got out"
+    )
+    channel.commands = [Add(1, [5, 6], SamplingParams(max_tokens=2, ignore_eos=True))]
+    for _ in range(6):
+        worker.turn()
+    assert {end.number for step in channel.steps for end in step.ends} == {0, 1}
+    assert leaks(engine) == ""
+
+
+# Tokens and text.
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [{"temperature": 0}, {"temperature": 1, "seed": 11}, {"temperature": 0, "stop": ["a", "\x10"]}],
+)
+def test_the_text_is_that_of_phase_09(make, model, tokenizer, stream, settings):
+    async def test() -> None:
+        app = make()
+        body = {"max_tokens": 24, "stream": stream, **settings}
+        asked = [Client(app).request("/v1/completions", {"prompt": prompt, **body}) for prompt in PROMPTS]
+        await asyncio.gather(*(one.run() for one in asked))
+        if stream:
+            got = ["".join(e["choices"][0]["text"] for e in one.events() if e != "[DONE]") for one in asked]
+        else:
+            got = [one.json()["choices"][0]["text"] for one in asked]
+        params = SamplingParams(max_tokens=24, **settings)
+        for prompt, text, oracle in zip(PROMPTS, got, texts(model, tokenizer, PROMPTS, params), strict=True):
+            assert text == oracle, f"prompt {prompt[:20]!r} was answered differently from phase 09"
+        assert leaks(app.engine.engine) == ""
+
+    asynchronously(test)
+
+
+def test_nobody_elses_tokens_change_while_others_come_and_go(make, model, tokenizer):
+    """Sixteen requests are watched; sixty others leave at any moment, fail, or end early."""
+
+    async def test() -> None:
+        app, rng = make(), random.Random(3)
+        client = Client(app)
+        prompts = [f"{n} " * (1 + n * 3 % 40) for n in range(16)]
+        body = {"max_tokens": 20, "temperature": 0, "ignore_eos": True}
+        watched = [
+            client.request("/v1/completions", {"prompt": p, "stream": n % 2 == 0, **body})
+            for n, p in enumerate(prompts)
+        ]
+        others = []
+        for number in range(60):
+            more = {
+                "prompt": "other " * rng.randint(1, 30),
+                "max_tokens": rng.randint(1, 60),
+                "stream": True,
+                "seed": number,
+            }
+            other = client.request("/v1/completions", more | ({"stop": ["e"]} if number % 5 == 0 else {}))
+            other.leave_after = rng.randint(1, 20)
+            others.append(other)
+        tasks = [asyncio.ensure_future(one.run()) for one in watched + others]
+        rng.shuffle(tasks)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        for other in others[:10]:
+            other.leave()
+        await asyncio.gather(*tasks)
+        oracle = texts(model, tokenizer, prompts, SamplingParams(max_tokens=20, ignore_eos=True))
+        for one, prompt, text in zip(watched, prompts, oracle, strict=True):
+            got = (
+                "".join(e["choices"][0]["text"] for e in one.events() if e != "[DONE]")
+                if one.headers["content-type"].startswith("text/event")
+                else one.json()["choices"][0]["text"]
+            )
+            assert got == text, f"prompt {prompt[:12]!r} was answered differently from phase 09"
+        await settle(app)
+
+    asynchronously(test)
+
+
+async def settle(app: App) -> None:
+    """Let the engine take in what was aborted; then nothing may be left of anybody."""
+    for _ in range(4):
+        await asyncio.sleep(0)
+    while not app.engine.engine.idle:
+        await asyncio.sleep(0)
+    assert app.engine.in_flight == 0, "completions are in flight though nobody waits for them"
+    assert not app.exchanges, "exchanges are left"
+    assert leaks(app.engine.engine) == ""
+
+
+def test_samples_echo_usage_and_ids(make):
+    async def test() -> None:
+        app = make()
+        body = {
+            "prompt": ["abc", "de"],
+            "n": 2,
+            "max_tokens": 3,
+            "echo": True,
+            "seed": 4,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        status, found = await Client(app).post("/v1/completions", body)
+        assert status == 200
+        choices = found["choices"]
+        assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+        assert [choice["text"][:2] for choice in choices] == ["ab", "ab", "de", "de"]
+        assert len({tuple(choice["token_ids"]) for choice in choices[:2]}) == 2, "both samples are the same"
+        assert found["usage"]["prompt_tokens"] == 5 and found["usage"]["completion_tokens"] == 12
+        again = (
+            await Client(app).post(
+                "/v1/completions",
+                {"prompt": "abc", "seed": 5, "max_tokens": 3, "ignore_eos": True, "return_token_ids": True},
+            )
+        )[1]
+        assert again["choices"][0]["token_ids"] == choices[1]["token_ids"], (
+            "sample 1 has not the seed of sample 0 plus 1"
+        )
+
+    asynchronously(test)
+
+
+def test_best_of_returns_the_likeliest(make):
+    async def test() -> None:
+        app = make()
+        body = {"prompt": "abc", "max_tokens": 4, "seed": 1, "ignore_eos": True, "return_token_ids": True}
+        everything = (await Client(app).post("/v1/completions", body | {"n": 6, "logprobs": 0}))[1]["choices"]
+        best = (await Client(app).post("/v1/completions", body | {"n": 2, "best_of": 6}))[1]
+        order = sorted(everything, key=lambda c: sum(c["logprobs"]["token_logprobs"]), reverse=True)
+        assert [c["token_ids"] for c in best["choices"]] == [c["token_ids"] for c in order[:2]]
+        assert best["choices"][0]["logprobs"] is None, "logprobs that nobody asked for"
+        assert best["usage"]["completion_tokens"] == 24
+
+    asynchronously(test)
+
+
+def test_chunks_put_together_are_the_whole(make):
+    async def test() -> None:
+        app = make()
+        messages_ = [{"role": "user", "content": "hi"}]
+        body = {
+            "messages": messages_,
+            "max_tokens": 12,
+            "seed": 3,
+            "logprobs": True,
+            "top_logprobs": 3,
+            "n": 2,
+            "ignore_eos": True,
+        }
+        whole = (await Client(app).post("/v1/chat/completions", body))[1]
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        asked = (
+            await Client(app)
+            .request("/v1/chat/completions", body | {"stream": True, "stream_options": options})
+            .run()
+        )
+        events = asked.events()
+        assert events[-1] == "[DONE]" and events[-2]["choices"] == []
+        assert events[-2]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] == 24
+        assert all("usage" in event for event in events[:-1])
+        for choice in whole["choices"]:
+            mine = [e["choices"][0] for e in events[:-2] if e["choices"][0]["index"] == choice["index"]]
+            assert (
+                mine[0]["delta"]["role"] == "assistant"
+                and mine[-1]["finish_reason"] == choice["finish_reason"]
+            )
+            assert "".join(c["delta"].get("content", "") for c in mine) == choice["message"]["content"]
+            logprobs = [entry for c in mine if c["logprobs"] for entry in c["logprobs"]["content"]]
+            for one, other in zip(logprobs, choice["logprobs"]["content"], strict=True):
+                assert one["bytes"] == other["bytes"]
+                assert one["logprob"] == pytest.approx(other["logprob"], abs=1e-3)
+            assert len(logprobs[0]["top_logprobs"]) == 3
+
+    asynchronously(test)
+
+
+def test_a_stop_string_ends_the_request_in_the_engine_too(make, model, tokenizer):
+    async def test() -> None:
+        app = make()
+        free = texts(model, tokenizer, ["hello"], SamplingParams(max_tokens=60, ignore_eos=True))[0]
+        stop = free[20:23]
+        body = {"prompt": "hello", "temperature": 0, "ignore_eos": True, "max_tokens": 60, "stop": [stop]}
+        found = (await Client(app).post("/v1/completions", body))[1]
+        assert found["choices"][0]["text"] == free[: free.index(stop)]
+        assert found["choices"][0]["finish_reason"] == "stop"
+        assert found["usage"]["completion_tokens"] < 60
+        await settle(app)
+        assert app.engine.engine.stats.computed_tokens < 40, "the engine went on after the stop string"
+
+    asynchronously(test)
+
+
+# Requests that are refused.
+
+REFUSED: dict[str, tuple[Any, int, str | None, str]] = {
+    "no JSON": (b"{", 400, None, "JSON"),
+    "no UTF-8": (b'{"prompt": "\xff"}', 400, None, "JSON"),
+    "half a surrogate": (b'{"prompt": "\\ud800"}', 400, None, ""),
+    "an array": (b"[]", 400, None, "object"),
+    "nested too deeply": (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400, None, "deep"),
+    "no prompt": ({}, 400, "prompt", "prompt"),
+    "empty prompt": ({"prompt": ""}, 400, None, "at least 1 token"),
+    "no prompts": ({"prompt": []}, 400, "prompt", "at least 1"),
+    "mixed prompts": ({"prompt": ["a", 1]}, 400, "prompt", "mixed"),
+    "long prompt": ({"prompt": "x" * 1024}, 400, None, "1023"),
+    "token out of range": ({"prompt": [1, 257]}, 400, None, "between 0 and 256"),
+    "negative token": ({"prompt": [-1]}, 400, None, "between 0 and 256"),
+    "token of a hundred digits": (b'{"prompt": [' + b"9" * 100 + b"]}", 400, None, ""),
+    "temperature": ({"prompt": "a", "temperature": -1}, 400, "temperature", "between 0"),
+    "temperature as text": ({"prompt": "a", "temperature": "hot"}, 400, "temperature", "float"),
+    "infinity": (b'{"prompt": "a", "temperature": 1e999}', 400, "temperature", "range"),
+    "n": ({"prompt": "a", "n": 0}, 400, "n", "between 1"),
+    "more samples than rows": ({"prompt": "a", "n": 9}, 400, "n", "max_rows, 8"),
+    "too many samples": ({"prompt": ["a"] * 100, "n": 3}, 400, "n", "at most 256"),
+    "too many prompts": ({"prompt": ["a"] * 257}, 400, "prompt", "at most 256"),
+    "too many stops": ({"prompt": "a", "stop": ["x"] * 17}, 400, "stop", "at most 16"),
+    "empty stop": ({"prompt": "a", "stop": ""}, 400, "stop", "at least 1 character"),
+    "bias beyond": ({"prompt": "a", "logit_bias": {"5": 101}}, 400, "logit_bias", "100"),
+    "bias of a word": ({"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias", "token ids"),
+    "bias of no token": ({"prompt": "a", "logit_bias": {"300": 1}}, 400, "logit_bias", "256"),
+    "too much bias": (
+        {"prompt": "a", "logit_bias": {str(n): 1 for n in range(301)}},
+        400,
+        "logit_bias",
+        "at most 300",
+    ),
+    "logprobs": ({"prompt": "a", "logprobs": 21}, 400, "logprobs", "20"),
+    "seed": ({"prompt": "a", "seed": 2**70}, 400, "seed", "between"),
+    "best_of": ({"prompt": "a", "n": 2, "best_of": 1}, 400, "best_of", "at least n"),
+    "best_of streamed": ({"prompt": "a", "best_of": 2, "stream": True}, 400, "best_of", "stream"),
+    "suffix": ({"prompt": "a", "suffix": "b"}, 400, "suffix", "empty"),
+    "echo with logprobs": ({"prompt": "a", "echo": True, "logprobs": 1}, 400, "echo", "logprobs"),
+    "options without stream": ({"prompt": "a", "stream_options": {}}, 400, "stream_options", "stream"),
+    "another model": ({"prompt": "a", "model": "gpt-9"}, 404, "model", "'tiny'"),
+    "priority": ({"prompt": "a", "priority": 1}, 400, "priority", "fcfs"),
+    "deadline": ({"prompt": "a", "deadline_ms": 0}, 400, "deadline_ms", "at least 1"),
+    "grammar": ({"prompt": "a", "guided_regex": "a+"}, 400, "guided_regex", "constrained"),
+    "two grammars": (
+        {"prompt": "a", "guided_regex": "a+", "guided_choice": ["a"]},
+        400,
+        "guided_regex",
+        "only one",
+    ),
+    "large schema": ({"prompt": "a", "guided_json": {"title": "x" * 70_000}}, 400, "guided_json", "65,536"),
+    "strange format": (
+        {"prompt": "a", "response_format": {"type": "xml"}},
+        400,
+        "response_format",
+        "json_schema",
+    ),
+    "min above max": (
+        {"prompt": "a", "max_tokens": 2, "min_tokens": 3},
+        400,
+        "min_tokens",
+        "at most max_tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_wrong_is_named(make, what):
+    body, status, param, words = REFUSED[what]
+
+    async def test() -> None:
+        app = make()
+        got, found = await Client(app).post("/v1/completions", body)
+        error = found["error"]
+        assert (got, error["param"]) == (status, param), error
+        assert words in error["message"] and "Traceback" not in error["message"], error
+        assert set(error) == {"message", "type", "param", "code"}
+        await settle(app)
+
+    asynchronously(test)
+
+
+CHAT_REFUSED: dict[str, tuple[dict[str, Any], str | None]] = {
+    "no messages": ({"messages": []}, "messages"),
+    "no role": ({"messages": [{"content": "x"}]}, "messages"),
+    "an image": (
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}],
+                }
+            ]
+        },
+        "messages",
+    ),
+    "a template": (
+        {"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ 7*7 }}"},
+        "chat_template",
+    ),
+    "a reserved variable": (
+        {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"messages": []}},
+        "chat_template_kwargs",
+    ),
+    "top without logprobs": (
+        {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2},
+        "top_logprobs",
+    ),
+    "too many top": (
+        {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 21},
+        "logprobs",
+    ),
+    "functions": ({"messages": [{"role": "user", "content": "x"}], "functions": []}, "functions"),
+}
+
+
+@pytest.mark.parametrize("what", CHAT_REFUSED)
+def test_what_is_wrong_with_a_chat_is_named(make, what):
+    body, param = CHAT_REFUSED[what]
+
+    async def test() -> None:
+        status, found = await Client(make()).post("/v1/chat/completions", body)
+        assert (status, found["error"]["param"]) == (400, param), found
+
+    asynchronously(test)
+
+
+def test_a_template_of_a_client_is_text_like_any_other(make, tokenizer):
+    """What stands in a message is never run."""
+
+    async def test() -> None:
+        body = {"messages": [{"role": "user", "content": "{{ 7 * 7 }}{% raw %}"}]}
+        ids = (await Client(make()).post("/tokenize", body))[1]["tokens"]
+        assert "{{ 7 * 7 }}" in tokenizer.decode(ids)
+
+    asynchronously(test)
+
+
+def test_unknown_fields_are_named_or_refused(make):
+    async def test() -> None:
+        body = {"prompt": "a", "max_tokens": 1, "temprature": 0, "mirostat": 2, "user": "me"}
+        asked = await Client(make()).request("/v1/completions", body).run()
+        assert asked.status == 200 and asked.headers["x-ladder-ignored"] == "mirostat, temprature"
+        nasty = (
+            await Client(make())
+            .request("/v1/completions", {"prompt": "a", "max_tokens": 1, "a\r\nx: y\u00e9": 1})
+            .run()
+        )
+        assert "\r" not in nasty.headers["x-ladder-ignored"] and "\n" not in nasty.headers["x-ladder-ignored"]
+        status, found = await Client(make(strict=True)).post("/v1/completions", body)
+        assert status == 400 and found["error"]["param"] == "mirostat"
+
+    asynchronously(test)
+
+
+def test_keys(make):
+    async def test() -> None:
+        app = make(keys=("secret", "other"))
+        for path, method in [
+            ("/v1/models", "GET"),
+            ("/metrics", "GET"),
+            ("/", "GET"),
+            ("/events", "GET"),
+            ("/nothing", "GET"),
+            ("/v1/completions", "POST"),
+        ]:
+            for headers in (
+                {},
+                {"authorization": "Bearer wrong"},
+                {"authorization": "Bearer "},
+                {"authorization": "Basic !"},
+                {"authorization": "secret"},
+                {"authorization": "Bearer sécret"},
+            ):
+                asked = await Client(app).request(path, b"", method, headers).run()
+                assert asked.status == 401, f"{path} is open to {headers}"
+        for key in ("secret", "other"):
+            assert (
+                await Client(app).request("/v1/models", b"", "GET", {"authorization": f"Bearer {key}"}).run()
+            ).status == 200
+        basic = base64.b64encode(b"anybody:secret").decode()
+        assert (
+            await Client(app).request("/", b"", "GET", {"authorization": f"Basic {basic}"}).run()
+        ).status == 200
+        assert (await Client(app).request("/health", b"", "GET").run()).status == 200
+        assert (await Client(app).request("/ready", b"", "GET").run()).status == 200
+
+    asynchronously(test)
+
+
+def test_routes_and_methods(make):
+    async def test() -> None:
+        app = make()
+        assert (await Client(app).request("/nothing", b"", "GET").run()).status == 404
+        wrong = await Client(app).request("/v1/completions", b"", "GET").run()
+        assert (wrong.status, wrong.headers["allow"]) == (405, "POST")
+        assert (await Client(app).request("/v1/models/tiny", b"", "GET").run()).status == 200
+        assert (await Client(app).request("/v1/models/other", b"", "GET").run()).status == 404
+        head = await Client(app).request("/health", b"", "HEAD").run()
+        assert head.status == 200 and head.chunks == [b""]
+        form = (
+            await Client(app).request("/v1/completions", b"{}", headers={"content-type": "text/plain"}).run()
+        )
+        assert form.status == 415
+        assert form.headers["x-request-id"].startswith("req-")
+        mine = await Client(app).request("/version", b"", "GET", {"x-request-id": "abc"}).run()
+        assert mine.headers["x-request-id"] == "abc"
+        bad = await Client(app).request("/version", b"", "GET", {"x-request-id": "a b"}).run()
+        assert bad.headers["x-request-id"] != "a b"
+
+    asynchronously(test)
+
+
+def test_large_and_slow_bodies(make):
+    async def test() -> None:
+        app = make(limits=Limits(max_body_bytes=1000, body_seconds=0.05))
+        told = (
+            await Client(app).request("/v1/completions", b"", headers={"content-length": "100000000"}).run()
+        )
+        assert told.status == 413 and told._body is not None, (
+            "a body was read that is too large by its own account"
+        )
+        untold = await Client(app).request("/v1/completions", b"x" * 1001).run()
+        assert untold.status == 413
+        slow = Client(app).request("/v1/completions", b"{")
+        slow._body = None
+        await slow.run()
+        assert slow.status == 408
+        gone = Client(app).request("/v1/completions", b"{")
+        gone._body = None
+        gone.leave()
+        await gone.run()
+        assert gone.status == 0
+        await settle(app)
+
+    asynchronously(test)
+
+
+def test_a_full_queue_says_when_to_come_again(make):
+    async def test() -> None:
+        app = make(limits=Limits(max_queue=2))
+        body = {"prompt": "a", "max_tokens": 100, "ignore_eos": True, "stream": True}
+        asked = [Client(app).request("/v1/completions", body) for _ in range(12)]
+        tasks = [asyncio.ensure_future(one.run()) for one in asked]
+        await asyncio.gather(*tasks)
+        statuses = [one.status for one in asked]
+        assert statuses.count(200) == 10 and statuses.count(429) == 2, statuses
+        (full, *_) = [one for one in asked if one.status == 429]
+        assert int(full.headers["retry-after"]) >= 1 and full.json()["error"]["type"] == "rate_limit_error"
+
+    asynchronously(test)
+
+
+# Leaving.
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_deadlines(make, stream):
+    async def test() -> None:
+        app = make()
+        body = {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "stream": stream, "deadline_ms": 60}
+        asked = await Client(app).request("/v1/completions", body).run()
+        if stream and asked.status == 200:
+            assert asked.events()[-1]["error"]["code"] == "deadline", (
+                "a stream past its deadline has no error"
+            )
+        else:
+            assert asked.status == 504 and asked.json()["error"]["code"] == "deadline"
+        await settle(app)
+
+    asynchronously(test)
+
+
+def test_a_slow_reader_is_dropped_and_others_are_not(make, model, tokenizer):
+    async def test() -> None:
+        app = make(limits=Limits(max_unsent=20))
+        body = {"prompt": "hello", "max_tokens": 200, "ignore_eos": True, "stream": True, "temperature": 0}
+        slow, fast = (Client(app).request("/v1/completions", body) for _ in range(2))
+        slow.reads.clear()
+        tasks = [asyncio.ensure_future(one.run()) for one in (slow, fast)]
+        await tasks[1]
+        text = "".join(e["choices"][0]["text"] for e in fast.events() if e != "[DONE]")
+        assert text == texts(model, tokenizer, ["hello"], SamplingParams(max_tokens=200, ignore_eos=True))[0]
+        (call,) = app.calls
+        assert call.trouble is not None and call.trouble[0] == "slow"
+        assert len(slow.chunks) == 1 and sum(len(c.fresh) for c in call.choices) <= 21, (
+            "its buffer has no bound"
+        )
+        slow.leave()  # what the server's sweep does
+        await tasks[0]
+        await settle(app)
+        assert app.metrics.troubles["slow"] == 1
+
+    asynchronously(test)
+
+
+@pytest.mark.parametrize("rounds", [8, pytest.param(100, marks=pytest.mark.slow)])
+def test_thousands_who_leave(make, rounds):
+    """At every moment of a request's life, a hundred at a time; blocks come back, memory does not grow."""
+
+    async def test() -> None:
+        app, rng = make(), random.Random(1)
+        process = psutil.Process(os.getpid())
+
+        async def some(count: int) -> None:
+            asked: list[Asked] = []
+            for _ in range(count):
+                body = {"prompt": "abc" * rng.randint(1, 9), "max_tokens": 50, "stream": rng.random() < 0.5}
+                one = Client(app).request("/v1/completions", body)
+                asked.append(one)
+            tasks = [asyncio.ensure_future(one.run()) for one in asked]
+            for one in asked:
+                for _ in range(rng.randint(0, 1)):
+                    await asyncio.sleep(0)
+                one.leave()
+            await asyncio.gather(*tasks)
+            await settle(app)
+
+        for _ in range(rounds // 4):
+            await some(100)
+        gc.collect()
+        before = process.memory_info().rss
+        for _ in range(rounds - rounds // 4):
+            await some(100)
+        gc.collect()
+        grown = process.memory_info().rss / before - 1
+        assert grown < 0.01, f"memory has grown by {grown:.1%} over {75 * rounds} requests that were left"
+        assert app.metrics.troubles["left"] > 50 * rounds
+
+    asynchronously(test, 280.0)
+
+
+def awaits_of(app: App, body: dict[str, Any]) -> int:
+    """How often a request waits, from beginning to end."""
+    count = 0
+
+    async def test() -> None:
+        nonlocal count
+        asked = Client(app).request("/v1/completions", body)
+        step = asked.run().__await__()
+        task = asyncio.ensure_future(_counted(step))
+        count = await task
+
+    asynchronously(test)
+    return count
+
+
+async def _counted(step: Any) -> int:
+    """Drive a coroutine by hand and count how often it hands over to the event loop."""
+    count = 0
+
+    class Counting:
+        def __await__(self) -> Any:
+            nonlocal count
+            value = None
+            while True:
+                try:
+                    waited = step.send(value)
+                except StopIteration:
+                    return None
+                count += 1
+                value = yield waited
+
+    await Counting()
+    return count
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_cancelled_at_every_await(make, stream):
+    """A request is cancelled at its first wait, at its second, and so on: nothing is ever left."""
+    body = {"prompt": "abcdef", "max_tokens": 8, "ignore_eos": True, "stream": stream}
+    app = make()
+    waits = awaits_of(app, body)
+    assert waits >= (8 if stream else 1), f"a request waits only {waits} times, so little would be tested"
+
+    async def cancelled(at: int) -> None:
+        async def test() -> None:
+            asked, count = Client(app).request("/v1/completions", body), 0
+            step = asked.run().__await__()
+
+            class Cancelling:
+                def __await__(self) -> Any:
+                    nonlocal count
+                    value = None
+                    while True:
+                        try:
+                            waited = step.send(value)
+                        except StopIteration:
+                            return
+                        if count == at:
+                            if asyncio.isfuture(waited):
+                                waited.cancel()
+                            step.throw(asyncio.CancelledError)
+                        count += 1
+                        value = yield waited
+
+            with pytest.raises((asyncio.CancelledError, StopIteration, RuntimeError)):
+                await Cancelling()
+            await settle(app)
+
+        await test()
+
+    for at in range(waits):
+        asynchronously(lambda at=at: cancelled(at))
+
+
+def test_engine_death_is_told_to_everybody(make):
+    async def test() -> None:
+        app = make()
+        body = {"prompt": "a", "max_tokens": 500, "ignore_eos": True}
+        asked = [Client(app).request("/v1/completions", body | {"stream": n % 2 == 0}) for n in range(16)]
+        tasks = [asyncio.ensure_future(one.run()) for one in asked]
+        while not any(one.chunks for one in asked):
+            await asyncio.sleep(0)
+        app.engine.die()
+        await asyncio.gather(*tasks)
+        for one in asked:
+            error = one.events()[-1] if one.headers["content-type"].startswith("text/event") else one.json()
+            assert error["error"]["code"] == "died", error
+            assert one.status in (200, 503) and one.complete
+        assert (await Client(app).post("/v1/completions", {"prompt": "a", "max_tokens": 1}))[0] == 200
+        await settle(app)
+
+    asynchronously(test)
+
+
+def test_starting_draining_and_restarting_say_so(make):
+    async def test() -> None:
+        app = make()
+        for state in ("starting", "restarting"):
+            app.engine.state = state
+            assert (await Client(app).request("/ready", b"", "GET").run()).status == 503
+            asked = await Client(app).request("/v1/completions", {"prompt": "a"}).run()
+            assert asked.status == 503 and "retry-after" in asked.headers
+            assert (await Client(app).request("/health", b"", "GET").run()).status == 200
+        app.engine.state, app.service.draining = "ready", True
+        assert (await Client(app).request("/ready", b"", "GET").run()).json() == {"status": "draining"}
+        assert (await Client(app).request("/v1/completions", {"prompt": "a"}).run()).status == 503
+
+    asynchronously(test)
+
+
+def test_salts_part_the_prefix_cache_and_usage_tells_what_was_found(make):
+    async def test() -> None:
+        app = make()
+        body = {"prompt": "the same beginning of three blocks at the least, " * 2, "max_tokens": 1}
+
+        async def found(**more: Any) -> int:
+            answer = (await Client(app).post("/v1/completions", body | more))[1]
+            return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+        assert await found(cache_salt="a") == 0
+        assert await found(cache_salt="a") >= 48
+        assert await found(cache_salt="b") == 0
+
+    asynchronously(test)
+
+
+def test_the_log_survives_a_full_disk(make, tmp_path, monkeypatch):
+    async def test() -> None:
+        path = tmp_path / "access.log"
+        app = make(access_log=str(path))
+        await Client(app).post("/v1/completions", {"prompt": "a", "max_tokens": 2}, x_request_id="mine")
+        (line,) = path.read_text().splitlines()
+        entry = json.loads(line)
+        assert entry["id"] == "mine" and entry["status"] == 200 and entry["output_tokens"] >= 1
+
+        def full(text: str) -> int:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(
+            app.log, "_file", type("Full", (), {"write": staticmethod(full), "flush": lambda self: None})()
+        )
+        assert (await Client(app).post("/v1/completions", {"prompt": "a", "max_tokens": 1}))[0] == 200
+        assert app.metrics.lost_log_lines == 1
+
+    asynchronously(test)
+
+
+def test_metrics_are_what_happened(make):
+    parser = pytest.importorskip("prometheus_client.parser")
+
+    async def test() -> None:
+        app = make()
+        for number in range(3):
+            await Client(app).post(
+                "/v1/completions", {"prompt": "abcd", "max_tokens": 5, "ignore_eos": True, "seed": number}
+            )
+        asked = await Client(app).request("/metrics", b"", "GET").run()
+        text = b"".join(asked.chunks).decode()
+        found: dict[str, float] = {}
+        for family in parser.text_string_to_metric_families(text):
+            for sample in family.samples:
+                found[sample.name] = found.get(sample.name, 0.0) + sample.value
+        assert found["vllm:generation_tokens_total"] == 15
+        assert found["vllm:prompt_tokens_total"] == 12
+        assert found["vllm:time_to_first_token_seconds_count"] == 3
+        assert found["vllm:inter_token_latency_seconds_count"] == 12
+        assert found["vllm:request_success_total"] == 3
+        assert found["vllm:num_requests_running"] == 0 and found["vllm:kv_cache_usage_perc"] == 0
+        assert found["ladder:steps_total"] == app.engine.worker._steps
+
+    asynchronously(test)
+
+
+def test_tokenize_and_back(make):
+    async def test() -> None:
+        app = make()
+        found = (await Client(app).post("/tokenize", {"prompt": "héllo", "return_token_strs": True}))[1]
+        assert found["count"] == 6 == len(found["tokens"]) == len(found["token_strs"])
+        assert (await Client(app).post("/detokenize", {"tokens": found["tokens"]}))[1] == {"prompt": "héllo"}
+        assert (await Client(app).post("/detokenize", {"tokens": [999]}))[0] == 400
+        assert (await Client(app).post("/tokenize", {}))[0] == 400
+        long = (await Client(app).post("/tokenize", {"prompt": "x" * 5000}))[1]
+        assert long["count"] == 5000
+
+    asynchronously(test)
+
+
+def test_the_simplest_client(make):
+    async def test() -> None:
+        app = make()
+        body = {"prompt": "abc", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+        whole = (await Client(app).post("/generate", body))[1]
+        asked = await Client(app).request("/generate", body | {"stream": True}).run()
+        assert "".join(event["text"] for event in asked.events()[:-1]) == whole["text"]
+        assert whole["finish_reason"] == asked.events()[-2]["finish_reason"] == "length"
+
+    asynchronously(test)
+
+
+def test_watching(make):
+    """Events come while somebody looks, at most ten a second, and stop when nobody does."""
+
+    async def test() -> None:
+        app = make()
+        watcher = Client(app).request("/events", b"", "GET")
+        task = asyncio.ensure_future(watcher.run())
+        await asyncio.sleep(0.05)
+        body = {"prompt": "abc", "max_tokens": 300, "ignore_eos": True}
+        await Client(app).post("/v1/completions", body)
+        await asyncio.sleep(0.25)
+        started = len(watcher.chunks)
+        await asyncio.sleep(0.5)
+        assert len(watcher.chunks) - started <= 6
+        events = watcher.events()
+        steps = [step for event in events for step in event["steps"]]
+        assert len(steps) == len({step[0] for step in steps}) > 100, "steps are missing or told twice"
+        assert any(event["picture"] and event["picture"]["rows"] for event in events), (
+            "nobody was seen to run"
+        )
+        watcher.leave()
+        await task
+        assert app.live.watchers == 0
+        await settle(app)
+        assert app.engine.worker._watch == 0.0
+
+    asynchronously(test)
