@@ -64,7 +64,7 @@ class Machine:
         self._prune(begin)
         self._refuse_left_recursion(firsts, list(rules))
         reads = (self.table[:-1] >= 0).any(1)
-        self.reads: list[bool] = [bool(one) for one in reads]
+        self.reads: list[bool] = np.asarray(reads).tolist()
         self.ends = [a and not r and not c for a, r, c in zip(accepting, self.reads, self.calls, strict=True)]
         self.calling = np.array([*map(bool, self.calls), False])
         self.ending = np.array([*accepting, False])
