@@ -119,11 +119,17 @@ def choose(phase: Phase, options: Mapping[str, Any], device: torch.device) -> Ch
     for name in options:
         if name not in first:
             raise UserError(unknown(name, list(first)))
-        if first[name] > phase.number:
+        if first[name] > phase.number and not _asks_for_nothing(name, options):
             raise UserError(_later(name, first[name], phase))
+    options = {name: value for name, value in options.items() if first[name] <= phase.number}
     more = [kind for kind in features().values() if kind.phase <= phase.number]
     chosen: Chosen = import_phase(phase).PRESET.choose(options, device, more)
     return chosen
+
+
+def _asks_for_nothing(name: str, options: Mapping[str, Any]) -> bool:
+    """Whether an option switches a whole feature off, as a file does that has a line for each."""
+    return name in features() and options[name] is False
 
 
 def check_options(phase: Phase, options: Mapping[str, Any], device: torch.device) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from common.request import Request
 from continuous.seams import NO_DRAFTS, Drafter
+from continuous.work import Work
 from structured.masks import Constraint
 
 
@@ -28,6 +29,27 @@ class GrammarDrafter:
     def __init__(self, inner: Drafter = NO_DRAFTS, *, jump_forward: bool = True) -> None:
         self.inner, self.jump_forward = inner, jump_forward
         self.forced = self.refused = 0
+
+    @property
+    def waits(self) -> bool:
+        """As the other drafter: forced tokens alone are not worth waiting for."""
+        return bool(getattr(self.inner, "waits", False))
+
+    def begin(self, running: Sequence[Request]) -> bool:
+        """Whether anybody is to be asked in the next step."""
+        begin = getattr(self.inner, "begin", None)
+        asked = self.inner is not NO_DRAFTS if begin is None else bool(begin(running))
+        return asked or self.jump_forward
+
+    def landed(self, work: Work, accepted: int) -> None:
+        """For the other drafter, if it wants to know."""
+        if (landed := getattr(self.inner, "landed", None)) is not None:
+            landed(work, accepted)
+
+    def leave(self, request: Request) -> None:
+        """For the other drafter, if it wants to know."""
+        if (leave := getattr(self.inner, "leave", None)) is not None:
+            leave(request)
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
         """Forced tokens, or else as much of the other drafter's guess as the grammar takes."""
