@@ -370,6 +370,22 @@ def test_bounds_of_numbers() -> None:
             assert accepts(dfa, text) == fits, said
 
 
+def test_keys_that_have_a_schema_come_once() -> None:
+    """Behind the first, a second `a` would count, and it is any value."""
+    machine = Machine(
+        rules_of({"type": "object", "properties": {"a": {"type": "integer"}, "b": True}}), "start"
+    )
+    for text, fits in (
+        ('{"a": 1, "b": 2}', True),
+        ('{"a": 1, "a": "x"}', False),
+        ('{"c": 1, "a": "x"}', False),
+    ):
+        place = machine.start
+        for byte in text.encode():
+            place = machine.step(place, byte)
+        assert machine.may_end(place) == fits, text
+
+
 REFUSED: list[tuple[Any, str]] = [
     ({"properties": {"a/b": {"not": {}}}}, r"#/properties/a~1b/not: not is not known"),
     ({"items": {"oneOf": []}}, "#/items/oneOf: oneOf"),

@@ -501,6 +501,53 @@ def test_masks_for_some_places_leave_the_others(wanted: int | None) -> None:
         assert torch.equal(logits, before), "log-probabilities need the logits as they were"
 
 
+def obey_beside_free_rows(model: Model, **options: Any) -> None:
+    engine = engine_of(model, **options)
+    names = list(SCHEMAS)
+    bound = [
+        SamplingParams(max_tokens=40, temperature=1.0, seed=n, grammar=GRAMMARS[m])
+        for n, m in enumerate(names)
+    ]
+    free = [SamplingParams(max_tokens=20, ignore_eos=True)] * 2
+    done = engine.generate([PROMPT] * (len(bound) + 2), [*free, *bound])
+    alone = engine.generate([PROMPT] * 2, free)
+    assert [c.token_ids for c in done[:2]] == [c.token_ids for c in alone], (
+        "a neighbour's grammar changes tokens"
+    )
+    for completion, name in zip(done[2:], names, strict=True):
+        must_obey(completion, name)
+    check(engine)
+
+
+def test_masks_behind_kernels_and_graphs(model: Model) -> None:
+    """Steps are replayed up to the hidden states, and sampled under masks by the kernel."""
+    pytest.importorskip("triton")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("needs Triton's interpreter")
+    engine = engine_of(model, kernels=True, graphs=True, graph_rows=2, graph_tokens=0, max_rows=2)
+    params = [
+        SamplingParams(max_tokens=6, ignore_eos=True),
+        SamplingParams(max_tokens=6, temperature=1.0, seed=1, grammar=Grammar.regex("(ab|c){2}d")),
+    ]
+    free, bound = engine.generate([PROMPT] * 2, params)
+    assert re.fullmatch("(ab|c){2}d", text_of(bound)) or bound.finish_reason == "length", text_of(bound)
+    (alone,) = engine.generate([PROMPT], params[0])
+    assert alone.token_ids == free.token_ids, "a neighbour's grammar changes tokens"
+    assert engine.runner.replays > 0  # type: ignore[attr-defined]
+    check(engine)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("overlap", [True, False], ids=["ahead", "in turn"])
+def test_on_a_gpu(overlap: bool) -> None:
+    model = forward.load_model("random:tiny", device="cuda", dtype="float32")
+    obey_beside_free_rows(model, overlap=overlap, kernels=True, graphs=True, max_rows=16, cache_bytes=1 << 22)
+
+
+def test_beside_free_rows(model: Model) -> None:
+    obey_beside_free_rows(model, max_rows=16)
+
+
 # Speculation.
 
 

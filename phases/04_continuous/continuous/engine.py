@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
@@ -33,6 +32,7 @@ from common.text.tokenizer import Tokenizer
 from continuous.runner import Forwarded, Pending, RequestError, Runner, Token
 from continuous.scheduler import Scheduler
 from continuous.seams import NO_MASKS, Masks
+from continuous.stats import Stats as Stats
 from continuous.work import Work
 
 log = logging.getLogger(__name__)
@@ -53,20 +53,6 @@ class Output(NamedTuple):
     time: float
     logprob: Logprob | None = None
     text: str | None = None
-
-
-@dataclass
-class Stats:
-    """What the engine has done. A step that computes more than a token for anybody is a prefill step."""
-
-    steps: int = 0
-    decode_steps: int = 0
-    computed_tokens: int = 0
-    prefill_tokens: int = 0
-    prefill_seconds: float = 0.0
-    decode_tokens: int = 0
-    decode_seconds: float = 0.0
-    most_running: int = 0
 
 
 class Add(NamedTuple):
@@ -258,7 +244,7 @@ class Engine:
         if not works:
             return None
         started = time.perf_counter()
-        self._count(works)
+        self.stats.begin(works, len(self.scheduler.running))
         while works:
             try:
                 step = self.runner.forward(works, masked=self.masks.wants(works))
@@ -418,19 +404,5 @@ class Engine:
         """Generate for all prompts and wait for the last; completions in (prompt, sample) order."""
         return generate(self, prompts, params)
 
-    def _count(self, works: Sequence[Work]) -> None:
-        stats = self.stats
-        tokens = sum(work.count for work in works)
-        stats.steps += 1
-        stats.decode_steps += tokens == len(works)
-        stats.computed_tokens += tokens
-        stats.most_running = max(stats.most_running, len(self.scheduler.running))
-
     def _clock(self, pending: Pending, now: float) -> None:
-        tokens = sum(work.count for work in pending.works)
-        if tokens > len(pending.works):
-            self.stats.prefill_tokens += tokens
-            self.stats.prefill_seconds += now - pending.started
-        else:
-            self.stats.decode_tokens += tokens
-            self.stats.decode_seconds += now - pending.started
+        self.stats.end(pending.works, now - pending.started)
