@@ -122,6 +122,7 @@ class Bench:
         if self.name != MODELS[0]:
             return []
         work = workload("offline-256").first(8) if self.options.quick else workload("offline-256")
+        work = replace(work, name=f"{work.name} after a start")
         engine = self.engine(PHASE)
         return [
             self.single(PHASE, work, self.generation(engine, work, number), options={"run": number})
