@@ -31,6 +31,8 @@ from cuda_graphs.runner import GraphRunner
 from forward.model import Model
 from forward.models.llama import Llama
 from paged_cache import PagedEngine, PagedSizes, Parts
+from phases.cli import main
+from phases.commands.run import Tint
 from prefix_cache import PrefixCache, RadixIndex
 from speculative import draft_model, head, ngram, rejection, suffix
 from speculative.control import CREDIT, Control, Cost, Rate
@@ -536,6 +538,33 @@ def test_stats_by_position_and_marks(model: Model) -> None:
     assert stats.marks == {(3, 1): {5, 6}}, (
         "the first draft of token 8's step is token 9, place 5 of the output"
     )
+
+
+def test_accepted_tokens_are_tinted() -> None:
+    stats = SpeculationStats()
+    tint = Tint(stats)
+    request = Request(0, list(range(9)), 4, 99, SamplingParams())
+    stats.count(Work(request, 0, 8, 3, (1, 2), (request,)), 1)
+    shown = [tint("x", 0, place) for place in (4, 5, 6)]
+    assert shown == ["x", "\x1b[32mx\x1b[0m", "x"], "place 5 was guessed and accepted, and no other"
+    assert tint("x", 1, 5) == "x", "another prompt's token"
+
+
+def test_stats_for_people() -> None:
+    stats = SpeculationStats()
+    assert stats.lines() == ["speculation: nothing was drafted"]
+    request = Request(0, list(range(9)), 4, 99, SamplingParams())
+    stats.count(Work(request, 0, 8, 3, (1, 2), (request,)), 1)
+    first, one, two = stats.lines()
+    assert first == "speculation: 2 drafts in 1 steps, 50% accepted, 2.00 tokens a step"
+    assert "draft  1: 100% of 1" in one and "draft  2:   0% of 1" in two
+
+
+def test_stats_are_for_phases_that_guess(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "09", "--stats", "--device", "cpu"])
+    assert ended.value.code == 2
+    assert "--stats is for phases from 11 on, but the phase is 09_cuda_graphs" in capsys.readouterr().err
 
 
 # Options.
