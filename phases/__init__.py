@@ -88,7 +88,7 @@ LADDER: tuple[Phase, ...] = (
         11,
         "speculative",
         "Speculative decoding",
-        "the next tokens are guessed cheaply and checked in one step; the text stays the same",
+        "tokens are guessed ahead and checked in one step; the text stays the same",
     ),
     Phase(
         12,

@@ -253,7 +253,7 @@ def _agreement(evidence: Evidence, axes: Axes) -> None:
     best = [run.median("optimum") for run in runs]
     promised = [value / (2 - value) for value in best]
     axes.plot(best, best, color=GREY, label="optimum: classical rejection")
-    axes.plot(best, promised, color=GREY, linestyle=":", label="promised by any draft-free coupling")
+    axes.plot(best, promised, color=GREY, linestyle=":", label="the most such a rule can promise")
     for place, (metric, label) in enumerate((("coupled", "the same noise"), ("greedy", "greedy drafts"))):
         values = [run.median(metric) for run in runs]
         axes.plot(best, values, "o-", color=COLOURS[place], label=label)

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -25,6 +26,7 @@ from common.errors import UserError
 from common.models.config import ModelConfig
 from common.request import Request
 from common.sampling.sampler import HostSampled
+from continuous.batch import upload
 from continuous.engine import Engine
 from continuous.runner import Forwarded
 from continuous.work import Work
@@ -277,9 +279,10 @@ class HeadSource(DraftModel):
             self._waiting[work.request] = own[work.count :]
         features = torch.cat(parts)
         self.head.feed(features)
+        ends = np.cumsum([work.count for work in works]) - 1
+        at = upload(features.device, {"ends": ends})["ends"]  # before the step, or the copy would wait for it
         step = self.runner.forward(works)
-        ends = torch.tensor([work.count for work in works], device=features.device).cumsum(0) - 1
-        out = step.hidden[ends]
+        out = step.hidden[at]
         for place, work in enumerate(works):
             if work.takers:
                 self._waiting[work.request] = out[place : place + 1]
