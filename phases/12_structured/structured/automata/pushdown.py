@@ -63,8 +63,7 @@ class Machine:
         begin = firsts[numbers[start]]
         self._prune(begin)
         self._refuse_left_recursion(firsts, list(rules))
-        reads = (self.table[:-1] >= 0).any(1)
-        self.reads = reads.tolist()
+        self.reads: list[bool] = [bool(row.max() >= 0) for row in self.table[:-1]]
         self.ends = [a and not r and not c for a, r, c in zip(accepting, self.reads, self.calls, strict=True)]
         self.calling = np.array([*map(bool, self.calls), False])
         self.ending = np.array([*accepting, False])
