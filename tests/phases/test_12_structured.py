@@ -22,6 +22,7 @@ from common.sampling import ops
 from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import Allowed, Sampler
+from continuous.work import Work
 from forward.model import Model
 from paged_cache import BlockPool, PagedEngine
 from structured.drafter import GrammarDrafter
@@ -163,7 +164,17 @@ def test_penalties_bias_and_truncation_stay_inside(engine: PagedEngine) -> None:
         assert completion.finish_reason == "stop"
 
 
-def test_min_tokens_lengthens_as_far_as_the_grammar_goes(engine: PagedEngine) -> None:
+def test_min_tokens_lengthens_as_far_as_the_grammar_goes(
+    engine: PagedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill = engine.masks.fill
+
+    def filled(works: Sequence[Work]) -> Any:
+        allowed = fill(works)
+        assert allowed is None or allowed.words.any(1).all(), "a mask allows nothing at all"  # type: ignore[union-attr]
+        return allowed
+
+    monkeypatch.setattr(engine.masks, "fill", filled)
     params = [
         SamplingParams(max_tokens=40, min_tokens=20, temperature=1.0, grammar=Grammar.regex("x[ab]*")),
         SamplingParams(max_tokens=40, min_tokens=20, temperature=1.0, grammar=Grammar.regex("x[ab]{3}")),
