@@ -120,7 +120,7 @@ class Bench:
 
     def throughput(self) -> list[Run]:
         """All rows constrained, one of them, none of them, and the phase before, at equal lengths."""
-        count, prompt, output = (16, 32, 32) if self.on_cpu else (256, 128, 256)
+        count, prompt, output = (16, 16, 24) if self.on_cpu else (256, 128, 256)
         if self.options.quick:
             count, prompt, output = min(count, 4), 8, 8
         work = uniform(f"constrained-{count}x{prompt}+{output}", count, prompt, output)
@@ -217,7 +217,7 @@ class Bench:
 
     def steps(self) -> list[Run]:
         """Steps of the schema sample with and without drafts of what is forced, one request at a time."""
-        most, each = (16, 1) if self.options.quick else (64, 2)
+        most, each = (16, 1) if self.options.quick else (48, 1)
         params = [
             SamplingParams(max_tokens=most, temperature=0.8, seed=seed, grammar=Grammar.json_schema(schema))
             for schema in SCHEMAS.values()

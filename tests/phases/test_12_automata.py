@@ -20,6 +20,7 @@ import structured
 from common.errors import UserError
 from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
+from phases import ROOT
 from structured.automata.backend import AutomataBackend, rules_for
 from structured.automata.dfa import Dfa, compile, determinize, product
 from structured.automata.json_schema import rules_of
@@ -159,6 +160,15 @@ def test_products() -> None:
 
 
 # Masks.
+
+
+def test_the_lesson_shows_the_code_as_it_is() -> None:
+    lesson = (ROOT / "phases" / "12_structured" / "README.md").read_text(encoding="utf-8")
+    source = (ROOT / "phases/12_structured/structured/automata/trie.py").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"The walk:\n\n```python\n(.*?)```", lesson, re.S)
+    lines = [line.strip() for line in source.splitlines()]
+    for line in shown.strip().splitlines():
+        assert line.strip() in lines, f"the lesson shows {line!r}, which is not in trie.py"
 
 
 def test_the_trie_holds_every_token() -> None:
