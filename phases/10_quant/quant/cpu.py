@@ -15,6 +15,8 @@ The packed routines are fast for bfloat16 inputs only: in float32 they are slowe
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -39,8 +41,7 @@ def int8_product(x: Tensor, data: Tensor, scale: Tensor) -> Tensor:
     """`x [M, K]` times int8 `data [N, K]`, channels by `scale [N]` float32 -> `[M, N]` in `x`'s dtype."""
     if len(x) <= FEW:
         # The scale afterwards: the routine would round it to bfloat16 first.
-        ones = torch.ones(len(data), dtype=torch.bfloat16)
-        out = torch._weight_int8pack_mm(x.bfloat16(), data, ones).float().mul_(scale)
+        out = torch._weight_int8pack_mm(x.bfloat16(), data, _ones(len(data))).float().mul_(scale)
     elif len(x) <= SOME:
         numbers, steps = _two_parts(x)
         sums = torch._int_mm(numbers, data.t()).float()  # [2 M, N], exact
@@ -48,6 +49,11 @@ def int8_product(x: Tensor, data: Tensor, scale: Tensor) -> Tensor:
     else:
         out = F.linear(x.bfloat16(), data.bfloat16()).float().mul_(scale)  # int8 is exact in bfloat16
     return out.to(x.dtype)
+
+
+@cache
+def _ones(n: int) -> Tensor:
+    return torch.ones(n, dtype=torch.bfloat16)
 
 
 def _two_parts(x: Tensor) -> tuple[Tensor, Tensor]:
