@@ -1,7 +1,7 @@
 """Phase 10 against phase 09: fewer bits, how much faster, and what they cost in quality.
 
-Speed is measured on workloads, quality on the first part of the text beside `benchmarks/texts/README.md`. GPTQ
-and AWQ are calibrated on its end.
+Speed is measured on workloads, quality on the first part of the text that `benchmarks/texts/README.md` names.
+GPTQ and AWQ are calibrated on its end.
 """
 
 from __future__ import annotations
