@@ -75,6 +75,31 @@ def w8a8_product(x: Tensor, data: Tensor, scale: Tensor) -> Tensor:
     return torch._int_mm(numbers, data.t()).float().mul_(steps).mul_(scale).to(x.dtype)
 
 
+def fp8_product(x: Tensor, data: Tensor, scale: Tensor, rounds: bool) -> Tensor:
+    """`x [M, K]` times FP8 `data [N, K]`, scales `[N]` or `[1]` -> `[M, N]` in `x`'s dtype.
+
+    No routine reads FP8 on a CPU: the weight is written out as bfloat16, which holds it exactly, at each call.
+
+    rounds: the input is rounded to FP8, token by token.
+    """
+    if not rounds:
+        return F.linear(x.bfloat16(), e4m3_to_bfloat16(data)).float().mul_(scale).to(x.dtype)
+    numbers, steps = quantize_tokens(x, "fp8")
+    out = F.linear(numbers.bfloat16(), e4m3_to_bfloat16(data)).float()
+    return out.mul_(steps).mul_(scale).to(x.dtype)
+
+
+def e4m3_to_bfloat16(data: Tensor) -> Tensor:
+    """The same numbers, in a fifth of the time of `Tensor.to`, which converts them one by one.
+
+    Sign to sign, and the seven bits of exponent and fraction four places up: that is the number over 2^120,
+    since the exponents' zeros are 7 and 127.
+    """
+    bits = data.view(torch.int8).to(torch.int16)  # the sign is in the highest bit already
+    rest = (bits << 4).bitwise_and_(0x7F0)
+    return bits.bitwise_and_(-0x8000).bitwise_or_(rest).view(torch.bfloat16).mul_(2.0**120)
+
+
 def tiles_fit(scheme: Scheme, n: int) -> bool:
     """Whether the four-bit routine can read weights of a scheme with `n` outputs."""
     return scheme.weights == "int4" and scheme.group in _GROUPS and n % _OUTPUTS == 0
