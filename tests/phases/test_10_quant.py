@@ -686,6 +686,23 @@ def test_the_command_writes_a_checkpoint(folders: dict[str, Path], tmp_path: Pat
     assert len(list(engine.stream([[1, 2]], PARAMS[:1]))) == 6
 
 
+def test_the_command_writes_scales_of_keys_and_values(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = load_model(str(folders["llama"]), device="cpu", dtype="float32")
+    scales = head_scales(model, [list(range(1, 60))], "int8")
+    quantize_model(model, SCHEMES["int8"])
+    export(model, folders["llama"], tmp_path / "out", ("int8", scales))
+    engine = quant.load(str(tmp_path / "out"), device="cpu", **SMALL)
+    for layer, cache in enumerate(engine.runner.attention.pool.layers):
+        assert cache.k.dtype == torch.int8 and cache.k_scale is not None and cache.v_scale is not None
+        largest = scales[layer].amax(-1)
+        assert cache.k_scale.tolist() == pytest.approx([float(largest[0])] * 2)
+        assert cache.v_scale.tolist() == pytest.approx([float(largest[1])] * 2)
+    fresh = quant.load(str(tmp_path / "out"), device="cpu", kv_cache="fp8", **SMALL)
+    assert fresh.runner.attention.pool.data.dtype == torch.float8_e4m3fn, (
+        "another kind than the file's is made"
+    )
+
+
 COMMANDS: dict[str, tuple[list[str], str]] = {
     "a scheme": (["--scheme", "int3"], "scheme is 'int3', but must be one of"),
     "a method": (["--method", "hqq"], "method is 'hqq', but must be one of rtn, gptq, awq"),
@@ -694,6 +711,7 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
         ["--method", "gptq", "--calibration", "nowhere.txt"],
         "--calibration nowhere.txt cannot be read",
     ),
+    "keys": (["--kv-cache", "int4"], "kv_cache is 'int4', but must be one of none, fp8, int8"),
     "no pieces": (["--method", "gptq", "--pieces", "0"], "pieces is 0, but must be between 1 and"),
 }
 
