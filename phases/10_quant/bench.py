@@ -30,8 +30,10 @@ from forward.surgery import clone
 from paged_cache import PagedEngine
 from phases import ROOT
 from quant.calibrate import samples
+from quant.feature import HEADS
 from quant.formats import SCHEMES
 from quant.kv import KV_DTYPES, kv_format
+from quant.loading import Quantize
 from quant.methods import quantize_model
 from quant.quality import StoredAttention, compare
 
@@ -150,7 +152,8 @@ def quality(options: BenchOptions) -> list[Run]:
         print(f"{name}: {way}", flush=True)
         model, wanted = clone(reference), SCHEMES[scheme]
         quantize_model(model, wanted.with_group(group) if group else wanted, method, texts)  # type: ignore[arg-type]
-        others[way] = (model, RecomputeAttention())
+        head = SCHEMES[HEADS.get(scheme, scheme)]  # as the engine has it whose speed is measured
+        others[way] = (Quantize(None, head).finish(model), RecomputeAttention())
     for kind in KV_DTYPES:
         others[f"keys {kind}"] = (reference, StoredAttention(kv_format(reference, kind)))
     runs = []
@@ -176,12 +179,13 @@ def draw(evidence: Evidence, out: Path) -> None:
     works = list(dict.fromkeys(run.workload for run in evidence.runs if "output_tokens_per_s" in run.metrics))
     speeds = [(model, work) for model in models(evidence) for work in works if _speed(evidence, model, work)]
     tests = [model for model in models(evidence) if _quality(evidence, model)]
-    figure, axes = panels(len(speeds) + len(tests), rows=2)
+    traded = _traded(evidence)
+    figure, axes = panels(len(speeds) + len(tests) + bool(traded), rows=2)
     for place, (model, work) in zip(axes, speeds, strict=False):
         metric = "prompt_tokens_per_s" if work.startswith("pr") else "output_tokens_per_s"
         bars(_speed(evidence, model, work), metric, axes=place, gain=False, colour=colour, label=label)
         place.set_title(f"{model}: {work}")
-    for place, model in zip(axes[len(speeds) :], tests, strict=True):
+    for place, model in zip(axes[len(speeds) :], tests, strict=False):
         found = _quality(evidence, model)
         for row, run in enumerate(found):
             place.barh(row, run.median("kl"), height=0.62, color=colour(run), alpha=0.9)
@@ -193,7 +197,31 @@ def draw(evidence: Evidence, out: Path) -> None:
         place.set_xlim(right=place.get_xlim()[1] * 30)
         place.set_xlabel("KL divergence to float32 (nats a token)")
         place.set_title(f"{model}: {number(found[0].options['tokens'])} tokens")
+    if traded:
+        for name, speed, kl in traded:
+            axes[-1].plot(speed, kl, "o", color=COLOURS[1 if "int4" in name else 0])
+            axes[-1].annotate(f" {name}", (speed, kl), fontsize=7)
+        axes[-1].set_yscale("log")
+        axes[-1].margins(x=0.25)
+        axes[-1].set_xlabel("output tokens per second, one request")
+        axes[-1].set_ylabel("KL divergence")
+        axes[-1].set_title("quality against speed")
     save(figure, out, evidence)
+
+
+def _traded(evidence: Evidence) -> list[tuple[str, float, float]]:
+    """Name, tokens a second of one request, and divergence, of each way that has both."""
+    speeds = {
+        label(run): run.median("output_tokens_per_s")
+        for run in evidence.find(batch=1)
+        if run.workload.startswith("decode")
+    }
+    found = []
+    for run in _quality(evidence, "smollm2"):
+        scheme = WAYS.get(label(run), ("", "", 0))[0]
+        if scheme in speeds and "/" not in label(run):
+            found.append((label(run), speeds[scheme], run.median("kl")))
+    return found
 
 
 def models(evidence: Evidence) -> list[str]:

@@ -56,8 +56,8 @@ def export(model: Model, source: Path, folder: Path, kv: tuple[str, Tensor] | No
         model: as `methods.quantize_model` leaves it.
         source: the checkpoint that it was loaded from: configuration and tokenizer are copied.
         folder: must not exist or be empty. It appears when all of it is written.
-        kv: what keys and values are to be kept in, fp8 or int8, and scales of heads `[L, 2, KH]`. The file has
-            one scale for all heads of a layer: the largest.
+        kv: what keys and values are to be kept in, fp8 or int8, and scales of heads `[L, 2, KH]`. A file has
+            one for all heads of a layer: the largest.
 
     Raises:
         UserError: it cannot be written.
