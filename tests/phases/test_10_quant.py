@@ -546,9 +546,9 @@ def loss(weight: Tensor, found: Tensor, x: Tensor) -> float:
     return float(((x @ (found - weight).t()) ** 2).mean())
 
 
-@pytest.mark.parametrize("zeros", [False, True])
-def test_gptq_loses_less_than_rounding_to_nearest(zeros: bool) -> None:
-    weight, x, hessian = problem()
+@pytest.mark.parametrize(("zeros", "k"), [(False, 128), (True, 128), (False, 384)])
+def test_gptq_loses_less_than_rounding_to_nearest(zeros: bool, k: int) -> None:
+    weight, x, hessian = problem(k=k)
     scheme = quant.Scheme("x", "int4", "group", group=32, zeros=zeros)
     nearest = loss(weight, rtn.quantize(weight, scheme).dequantize(), x)
     kept = weight.clone(), hessian.clone()
@@ -556,6 +556,18 @@ def test_gptq_loses_less_than_rounding_to_nearest(zeros: bool) -> None:
     assert torch.equal(weight, kept[0]) and torch.equal(hessian, kept[1]), "its inputs were changed"
     got = loss(weight, found.dequantize(), x)
     assert got < nearest / 2, f"GPTQ loses {got:.4f}, rounding to nearest {nearest:.4f}"
+    if k > gptq.COLUMNS:
+        within = loss(weight, blockwise(weight, hessian, scheme), x)
+        assert got < within, f"errors beyond a block of columns are not passed on: {got:.4f}, {within:.4f}"
+
+
+def blockwise(weight: Tensor, hessian: Tensor, scheme: Any) -> Tensor:
+    """GPTQ whose blocks of columns know nothing of each other."""
+    order = hessian.diagonal().argsort(descending=True)
+    apart = torch.zeros_like(hessian)
+    for members in order.split(gptq.COLUMNS):
+        apart[members[:, None], members] = hessian[members[:, None], members]
+    return gptq.quantize(weight, apart, scheme).dequantize()
 
 
 def test_gptq_without_correlations_is_rounding() -> None:
