@@ -46,6 +46,11 @@ PARAMS = [
 IDS = torch.arange(1, 40)
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
 def logits(model: Model, ids: Tensor = IDS) -> Tensor:
     with torch.no_grad():
         return model.logits(model(ids, torch.arange(len(ids)), RecomputeAttention()))
