@@ -177,6 +177,9 @@ def quantize(
     group_size: Annotated[int, typer.Option(help="inputs that share a scale in int4")] = 128,
     pieces: Annotated[int, typer.Option(help="pieces of the text that are read, from its end")] = 32,
     length: Annotated[int, typer.Option(help="tokens in a piece")] = 512,
+    kv_cache: Annotated[
+        str, typer.Option(help="scales for keys and values too: none, fp8 or int8, from the same text")
+    ] = "none",
     device: DeviceName = "auto",
 ) -> int:
     """Write a model's checkpoint anew in 8 or 4 bits, as compressed-tensors."""
@@ -191,6 +194,7 @@ def quantize(
         group_size=group_size,
         pieces=pieces,
         length=length,
+        kv_cache=kv_cache,
         device=device,
     )
 

@@ -42,6 +42,7 @@ WHY = {
     "07_chunked_prefill": "Long prompts are cut into chunks, so that nobody waits for one.",
     "08_prefix_cache": "Prompts that begin alike are computed once.",
     "09_cuda_graphs": "The next step is scheduled while this one runs. With CUDA, a step is one launch.",
+    "10_quant": "Weights and keys may have 8 or 4 bits. Without an option this is phase 09.",
 }
 
 

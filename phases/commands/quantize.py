@@ -15,6 +15,7 @@ from phases.commands.fetch import fetch_with_progress
 from quant.calibrate import blocks_of, samples
 from quant.export import check_source, export
 from quant.formats import GROUPS, SCHEMES
+from quant.kv import KV_DTYPES, head_scales
 from quant.methods import METHODS, quantize_model
 
 TEXT = ROOT / "benchmarks" / "texts" / "news_from_nowhere.txt"
@@ -32,6 +33,7 @@ def run(
     group_size: int,
     pieces: int,
     length: int,
+    kv_cache: str,
     device: str,
 ) -> int:
     """Quantize `model` and write it to `folder`; then say what it takes."""
@@ -44,19 +46,21 @@ def run(
                 f"group_size is {group_size}, but must be one of {', '.join(map(str, sorted(GROUPS)))}"
             )
         wanted = wanted.with_group(group_size)
+    choice("kv_cache", kv_cache, ["none", *KV_DTYPES])
     integer("pieces", pieces, low=1, high=1 << 16)
     integer("length", length, low=16, high=1 << 16)
     where = pick_device(device)
-    text = None if method == "rtn" else _read(calibration or TEXT)
+    text = None if method == "rtn" and kv_cache == "none" else _read(calibration or TEXT)
     source = fetch_with_progress(model)
     check_source(source)
     loaded = load_model(str(source), device=str(where), dtype="float32")
     tokens = [] if text is None else Tokenizer(source).encode(text)
     texts = [] if text is None else samples(tokens, pieces, min(length, loaded.max_len))
     before = loaded.weight_bytes
+    kv = None if kv_cache == "none" else (kv_cache, head_scales(loaded, texts, kv_cache))
     with bar(f"{model} to {scheme} by {method}", len(blocks_of(loaded))) as part:
         quantize_model(loaded, wanted, method, texts, part)  # type: ignore[arg-type]
-    export(loaded, source, folder)
+    export(loaded, source, folder, kv)
     err.print(f"weights: {before / 1e6:,.0f} MB in float32, now {loaded.weight_bytes / 1e6:,.0f} MB")
     out.out(str(folder), highlight=False)
     return 0

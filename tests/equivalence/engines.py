@@ -13,6 +13,7 @@ import forward
 import kv_cache
 import paged_cache
 import prefix_cache
+import quant
 import speculative
 from common.events import Streams
 from continuous.engine import Engine
@@ -62,6 +63,7 @@ ENGINES: dict[str, Callable[[Model], Engine]] = {
     "08 radix overlapped": lambda model: overlapped(tight(prefix_cache.load, step_tokens=50)(model)),
     "09 overlap": lambda model: cuda_graphs.load(model, max_rows=8, step_tokens=64),
     "09 overlap preempting": tight(cuda_graphs.load, step_tokens=50),
+    "10 quant": lambda model: quant.load(model, max_rows=8, step_tokens=64),
     "11 ngram": lambda model: speculative.load(model, max_rows=8, step_tokens=64),
     "11 suffix always": lambda model: speculative.load(
         model, max_rows=8, step_tokens=64, drafter="suffix", draft_adaptive=False

@@ -36,6 +36,11 @@ STEP = {"fp8": 1 / 16, "int8": 1 / 127, "int4": 1 / 7}
 """The largest rounding error, as a share of the largest number that shares the scale, from above."""
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
 def matrix(n: int, k: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(n, k, generator=generator)
@@ -90,7 +95,7 @@ def test_a_row_of_zeros_stays_one(name: str) -> None:
 
 def test_the_lesson_by_hand() -> None:
     """The small matrix of the lesson: one scale for all, one a row, one a group of two."""
-    weight = torch.tensor([[0.1, -0.2, 0.3, 8.0], [0.05, 0.1, -0.1, 0.2]])
+    weight = torch.tensor([[0.1, -0.2, 0.3, 8.0], [0.05, 0.11, -0.11, 0.2]])
     tensor = weight.abs().max() / 7
     assert ((weight / tensor).round() * tensor)[0].tolist() == pytest.approx([0, 0, 0, 8.0])
     rows = weight.abs().amax(1, keepdim=True) / 7
@@ -486,7 +491,7 @@ def test_a_product_is_that_of_the_weights_it_stands_for(name: str, tokens: int, 
     assert got.shape == want.shape and got.dtype == x.dtype
     # Some routines round inputs, and offsets of groups, to bfloat16.
     worst = float((got - want).abs().max() / want.abs().max())
-    assert worst < 1e-2, f"{name}, {tokens} tokens: off by {worst:.1e} of the largest output"
+    assert worst < 1.5e-2, f"{name}, {tokens} tokens: off by {worst:.1e} of the largest output"
     assert torch.equal(layer.exact(x), want), f"{name}: the weight is another one in its fastest form"
 
 
@@ -499,6 +504,13 @@ def test_sixteen_bits_of_an_input_go_through_two_products() -> None:
     assert torch.equal(cpu.int8_product(x, layer.data, layer.scale), alone), (
         "neighbours change a token's result"
     )
+
+
+def test_every_fp8_number_is_itself_in_bfloat16() -> None:
+    numbers = torch.arange(256, dtype=torch.uint8)
+    numbers = numbers[(numbers & 127) != 127].view(torch.float8_e4m3fn)  # without NaN
+    found = cpu.e4m3_to_bfloat16(numbers)
+    assert torch.equal(found.float(), numbers.float()), "a number has changed"
 
 
 def test_four_bits_take_no_second_copy() -> None:

@@ -46,6 +46,11 @@ PARAMS = [
 IDS = torch.arange(1, 40)
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
 def logits(model: Model, ids: Tensor = IDS) -> Tensor:
     with torch.no_grad():
         return model.logits(model(ids, torch.arange(len(ids)), RecomputeAttention()))
@@ -546,9 +551,9 @@ def loss(weight: Tensor, found: Tensor, x: Tensor) -> float:
     return float(((x @ (found - weight).t()) ** 2).mean())
 
 
-@pytest.mark.parametrize("zeros", [False, True])
-def test_gptq_loses_less_than_rounding_to_nearest(zeros: bool) -> None:
-    weight, x, hessian = problem()
+@pytest.mark.parametrize(("zeros", "k"), [(False, 128), (True, 128), (False, 384)])
+def test_gptq_loses_less_than_rounding_to_nearest(zeros: bool, k: int) -> None:
+    weight, x, hessian = problem(k=k)
     scheme = quant.Scheme("x", "int4", "group", group=32, zeros=zeros)
     nearest = loss(weight, rtn.quantize(weight, scheme).dequantize(), x)
     kept = weight.clone(), hessian.clone()
@@ -556,6 +561,18 @@ def test_gptq_loses_less_than_rounding_to_nearest(zeros: bool) -> None:
     assert torch.equal(weight, kept[0]) and torch.equal(hessian, kept[1]), "its inputs were changed"
     got = loss(weight, found.dequantize(), x)
     assert got < nearest / 2, f"GPTQ loses {got:.4f}, rounding to nearest {nearest:.4f}"
+    if k > gptq.COLUMNS:
+        within = loss(weight, blockwise(weight, hessian, scheme), x)
+        assert got < within, f"errors beyond a block of columns are not passed on: {got:.4f}, {within:.4f}"
+
+
+def blockwise(weight: Tensor, hessian: Tensor, scheme: Any) -> Tensor:
+    """GPTQ whose blocks of columns know nothing of each other."""
+    order = hessian.diagonal().argsort(descending=True)
+    apart = torch.zeros_like(hessian)
+    for members in order.split(gptq.COLUMNS):
+        apart[members[:, None], members] = hessian[members[:, None], members]
+    return gptq.quantize(weight, apart, scheme).dequantize()
 
 
 def test_gptq_without_correlations_is_rounding() -> None:
@@ -686,6 +703,23 @@ def test_the_command_writes_a_checkpoint(folders: dict[str, Path], tmp_path: Pat
     assert len(list(engine.stream([[1, 2]], PARAMS[:1]))) == 6
 
 
+def test_the_command_writes_scales_of_keys_and_values(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = load_model(str(folders["llama"]), device="cpu", dtype="float32")
+    scales = head_scales(model, [list(range(1, 60))], "int8")
+    quantize_model(model, SCHEMES["int8"])
+    export(model, folders["llama"], tmp_path / "out", ("int8", scales))
+    engine = quant.load(str(tmp_path / "out"), device="cpu", **SMALL)
+    for layer, cache in enumerate(engine.runner.attention.pool.layers):
+        assert cache.k.dtype == torch.int8 and cache.k_scale is not None and cache.v_scale is not None
+        largest = scales[layer].amax(-1)
+        assert cache.k_scale.tolist() == pytest.approx([float(largest[0])] * 2)
+        assert cache.v_scale.tolist() == pytest.approx([float(largest[1])] * 2)
+    fresh = quant.load(str(tmp_path / "out"), device="cpu", kv_cache="fp8", **SMALL)
+    assert fresh.runner.attention.pool.data.dtype == torch.float8_e4m3fn, (
+        "another kind than the file's is made"
+    )
+
+
 COMMANDS: dict[str, tuple[list[str], str]] = {
     "a scheme": (["--scheme", "int3"], "scheme is 'int3', but must be one of"),
     "a method": (["--method", "hqq"], "method is 'hqq', but must be one of rtn, gptq, awq"),
@@ -694,6 +728,7 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
         ["--method", "gptq", "--calibration", "nowhere.txt"],
         "--calibration nowhere.txt cannot be read",
     ),
+    "keys": (["--kv-cache", "int4"], "kv_cache is 'int4', but must be one of none, fp8, int8"),
     "no pieces": (["--method", "gptq", "--pieces", "0"], "pieces is 0, but must be between 1 and"),
 }
 

@@ -19,13 +19,14 @@ import forward
 import kv_cache
 import paged_cache
 import prefix_cache
+import quant
 from common.errors import UserError
 from common.events import generate
 from common.sampling.params import SamplingParams
 from forward.model import Model
 
 ALL = (forward, kv_cache, batching, continuous, paged_cache, prefix_cache, cuda_graphs)
-PHASES = (continuous, paged_cache, chunked_prefill, prefix_cache, cuda_graphs)
+PHASES = (continuous, paged_cache, chunked_prefill, prefix_cache, cuda_graphs, quant)
 each_phase = pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.__name__)
 
 

@@ -15,6 +15,8 @@ The packed routines are fast for bfloat16 inputs only: in float32 they are slowe
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -39,8 +41,7 @@ def int8_product(x: Tensor, data: Tensor, scale: Tensor) -> Tensor:
     """`x [M, K]` times int8 `data [N, K]`, channels by `scale [N]` float32 -> `[M, N]` in `x`'s dtype."""
     if len(x) <= FEW:
         # The scale afterwards: the routine would round it to bfloat16 first.
-        ones = torch.ones(len(data), dtype=torch.bfloat16)
-        out = torch._weight_int8pack_mm(x.bfloat16(), data, ones).float().mul_(scale)
+        out = torch._weight_int8pack_mm(x.bfloat16(), data, _ones(len(data))).float().mul_(scale)
     elif len(x) <= SOME:
         numbers, steps = _two_parts(x)
         sums = torch._int_mm(numbers, data.t()).float()  # [2 M, N], exact
@@ -48,6 +49,11 @@ def int8_product(x: Tensor, data: Tensor, scale: Tensor) -> Tensor:
     else:
         out = F.linear(x.bfloat16(), data.bfloat16()).float().mul_(scale)  # int8 is exact in bfloat16
     return out.to(x.dtype)
+
+
+@cache
+def _ones(n: int) -> Tensor:
+    return torch.ones(n, dtype=torch.bfloat16)
 
 
 def _two_parts(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,6 +73,31 @@ def w8a8_product(x: Tensor, data: Tensor, scale: Tensor) -> Tensor:
     """The same with the input rounded to int8, token by token: one product of integers."""
     numbers, steps = quantize_tokens(x, "int8")
     return torch._int_mm(numbers, data.t()).float().mul_(steps).mul_(scale).to(x.dtype)
+
+
+def fp8_product(x: Tensor, data: Tensor, scale: Tensor, rounds: bool) -> Tensor:
+    """`x [M, K]` times FP8 `data [N, K]`, scales `[N]` or `[1]` -> `[M, N]` in `x`'s dtype.
+
+    No routine reads FP8 on a CPU: at each call the weight is written out as bfloat16, which holds it exactly.
+
+    rounds: the input is rounded to FP8, token by token.
+    """
+    if not rounds:
+        return F.linear(x.bfloat16(), e4m3_to_bfloat16(data)).float().mul_(scale).to(x.dtype)
+    numbers, steps = quantize_tokens(x, "fp8")
+    out = F.linear(numbers.bfloat16(), e4m3_to_bfloat16(data)).float()
+    return out.mul_(steps).mul_(scale).to(x.dtype)
+
+
+def e4m3_to_bfloat16(data: Tensor) -> Tensor:
+    """The same numbers, in a fifth of the time of `Tensor.to`, which converts them one by one.
+
+    Sign to sign, and the seven bits of exponent and fraction four places up: that is the number over 2^120,
+    since the exponents' zeros are 7 and 127.
+    """
+    bits = data.view(torch.int8).to(torch.int16)  # the sign is in the highest bit already
+    rest = (bits << 4).bitwise_and_(0x7F0)
+    return bits.bitwise_and_(-0x8000).bitwise_or_(rest).view(torch.bfloat16).mul_(2.0**120)
 
 
 def tiles_fit(scheme: Scheme, n: int) -> bool:

@@ -49,13 +49,15 @@ def check_source(folder: Path) -> None:
             raise UserError(f"{folder} is quantized already: its config.json has a {name}")
 
 
-def export(model: Model, source: Path, folder: Path) -> None:
+def export(model: Model, source: Path, folder: Path, kv: tuple[str, Tensor] | None = None) -> None:
     """Write a model whose layers are quantized in one way.
 
     Args:
         model: as `methods.quantize_model` leaves it.
         source: the checkpoint that it was loaded from: configuration and tokenizer are copied.
         folder: must not exist or be empty. It appears when all of it is written.
+        kv: what keys and values are to be kept in, fp8 or int8, and scales of heads `[L, 2, KH]`. A file has
+            one for all heads of a layer: the largest.
 
     Raises:
         UserError: it cannot be written.
@@ -72,8 +74,12 @@ def export(model: Model, source: Path, folder: Path) -> None:
         raw = read_object(source / "config.json")
         dtype = pick_dtype(str(raw.get("dtype") or raw.get("torch_dtype") or "float32"))
         config = raw | {"quantization_config": configuration(model)}
+        found = tensors(model, dtype)
+        if kv is not None:
+            config["quantization_config"]["kv_cache_scheme"] = _kv_scheme(kv[0])
+            found |= kv_tensors(kv[1])
         (work / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        _write(tensors(model, dtype), work)
+        _write(found, work)
         if folder.exists():
             folder.rmdir()
         work.rename(folder)
@@ -172,6 +178,20 @@ def configuration(model: Model) -> dict[str, Any]:
         "kv_cache_scheme": None,
         "config_groups": groups,
     }
+
+
+def kv_tensors(scales: Tensor) -> dict[str, Tensor]:
+    """Scales of heads `[L, 2, KH]` as a checkpoint has them: one for a layer's keys, one for its values."""
+    return {
+        f"model.layers.{layer}.self_attn.{side}_scale": pair[place].amax().reshape(1).cpu()
+        for layer, pair in enumerate(scales)
+        for place, side in enumerate("kv")
+    }
+
+
+def _kv_scheme(kind: str) -> dict[str, Any]:
+    number = "float" if kind == "fp8" else "int"
+    return {"num_bits": 8, "type": number, "symmetric": True, "strategy": "tensor", "dynamic": False}
 
 
 def _format(scheme: Scheme) -> str:

@@ -72,6 +72,8 @@ class QuantLinear(nn.Module):
         """`[M, K]` -> `[M, N]` by what PyTorch has for this scheme, or None."""
         if self.tiles is not None and self.scale_zero is not None:
             return cpu.int4_product(x, self.tiles, self.scheme.group, self.scale_zero)
+        if self.scheme.weights == "fp8" and self.scheme.scales != "block":
+            return cpu.fp8_product(x, self.data, self.scale, self.scheme.activations is not None)
         if self.scheme.weights != "int8":
             return None
         if self.scheme.activations == "int8":

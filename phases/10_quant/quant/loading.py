@@ -33,7 +33,7 @@ class StoredLinear(nn.Module):
     def understood(self, name: str) -> QuantLinear:
         """The layer that this stands for."""
         weight = self.layout.read({key: self.get_buffer(key) for key in self.expected}, self.shape, name)
-        return QuantLinear(weight, self.bias)
+        return QuantLinear(weight.check(name), self.bias)
 
 
 class Quantize:
