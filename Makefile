@@ -11,7 +11,7 @@ JOBS   ?= 2
 PYTEST := OMP_NUM_THREADS=1 MPLBACKEND=Agg $(PY) -m pytest -n $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-gpu lint format mypy weights bench figures notebooks clean
+.PHONY: help setup demo serve test test-fast test-gpu lint format mypy weights bench figures notebooks clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | \
@@ -27,8 +27,11 @@ $(STAMP): pyproject.toml constraints.txt
 
 setup: $(STAMP) ## create .venv and install everything at the pinned versions
 
-demo: setup ## a real model answers through every phase; ends with a table of speeds
+demo: setup ## a real model answers through every phase, then over HTTP; ends with a table of speeds
 	@$(LADDER) demo
+
+serve: setup ## serve the demo's model at http://127.0.0.1:8000, with a page to look at
+	@$(LADDER) serve smollm2
 
 test: setup lint weights ## linters, every test and every notebook: what CI runs
 	LADDER_REQUIRE_WEIGHTS=1 $(PYTEST) --nbval --nbval-current-env tests $(wildcard notebooks)

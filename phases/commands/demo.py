@@ -16,6 +16,7 @@ from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from forward.loading import load_model
 from phases import PHASES, Phase
+from phases.commands import demo_server
 from phases.commands.engines import Served, encode, serve
 from phases.commands.fetch import fetch_with_progress
 from phases.registry import load_engine, missing_for
@@ -89,7 +90,7 @@ def run(model: str, device: str, dtype: str) -> int:
         del engine
         gc.collect()  # the next engine may want the memory of this one's cache
     _summary(rungs, where)
-    return 0
+    return demo_server.run(model, str(where), dtype)
 
 
 class _Answers:

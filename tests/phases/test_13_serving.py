@@ -644,6 +644,25 @@ def test_a_full_queue_says_when_to_come_again(make):
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_who_leaves_is_let_go(make, stream):
+    async def test() -> None:
+        app = make()
+        body = {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "stream": stream}
+        asked = Client(app).request("/v1/completions", body)
+        task = asyncio.ensure_future(asked.run())
+        while not app.engine.engine.scheduler.running:
+            await asyncio.sleep(0)
+        asked.leave()
+        await task
+        await settle(app)
+        steps = app.engine.engine.stats.steps
+        assert steps < 60, f"a request whose client had left was computed for {steps} steps"
+        assert app.metrics.troubles["left"] == 1
+
+    asynchronously(test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_deadlines(make, stream):
     async def test() -> None:
         app = make()

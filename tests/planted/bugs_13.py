@@ -1,0 +1,141 @@
+"""Mistakes in phase 13, serving. The first is planted on every run of the test suite."""
+
+from tests.planted.planting import Bug
+
+SERVING = "phases/13_serving/serving/"
+
+BUGS = (
+    Bug(
+        "abort-of-the-first-only",
+        SERVING + "worker.py",
+        "                for number in command.numbers:\n",
+        "                for number in command.numbers[:1]:\n",
+        "Ends one of several completions that are no longer wanted.",
+    ),
+    Bug(
+        "refusal-kills-the-loop",
+        SERVING + "worker.py",
+        "        except UserError as error:\n            self._ends",
+        "        except ZeroDivisionError as error:\n            self._ends",
+        "Takes a request that cannot be served for a step that failed.",
+    ),
+    Bug(
+        "leavers-stay",
+        SERVING + "service.py",
+        '        leaving.add_done_callback(lambda _: call.give_up("left", "the client has left"))\n',
+        "",
+        "Never notices that the client has gone.",
+    ),
+    Bug(
+        "cancelled-stay",
+        SERVING + "service.py",
+        "            leaving.cancel()\n            call.close()\n",
+        "",
+        "Leaves the engine at work when the request's task is cancelled.",
+    ),
+    Bug(
+        "abort-not-sent",
+        SERVING + "client.py",
+        "        if mine:\n            self._send(Abort(mine))",
+        "        if not mine:\n            self._send(Abort(mine))",
+        "Forgets its own sink and does not tell the engine.",
+    ),
+    Bug(
+        "stop-only-in-the-text",
+        SERVING + "completion.py",
+        "                call.engine.abort([self.number])\n",
+        "                pass\n",
+        "Cuts the text at a stop string and lets the engine go on.",
+    ),
+    Bug(
+        "end-token-shown",
+        SERVING + "completion.py",
+        "        ended, text = self._text.advance(token, ended)\n",
+        "        _, text = self._text.advance(token, None)\n",
+        "Makes text of a token without knowing that it is the last.",
+    ),
+    Bug(
+        "unbounded-buffer",
+        SERVING + "completion.py",
+        "            if len(self.fresh) > call.most_unsent:\n",
+        "            if False:\n",
+        "Keeps everything for a reader that does not read.",
+    ),
+    Bug(
+        "queue-without-end",
+        SERVING + "service.py",
+        "        if self.engine.in_flight + more > most:\n",
+        "        if more > most:\n",
+        "Counts the newcomer, and not those who wait already.",
+    ),
+    Bug(
+        "body-read-before-it-is-weighed",
+        SERVING + "http/exchange.py",
+        "        if length.isdigit() and int(length[:20]) > most:\n            raise large\n",
+        "",
+        "Reads a body that is too large by its own account.",
+    ),
+    Bug(
+        "body-without-limit",
+        SERVING + "http/exchange.py",
+        "                    if len(body) > most:\n                        raise large\n",
+        "",
+        "Believes the length that a client tells.",
+    ),
+    Bug(
+        "any-key",
+        SERVING + "app.py",
+        "        if not sum(hmac.compare_digest(value.strip(), key) for key in self.keys):\n",
+        "        if not value.strip():\n",
+        "Lets everybody in who has a key, whichever.",
+    ),
+    Bug(
+        "metrics-open",
+        SERVING + "app.py",
+        'OPEN = ("/health", "/ready")',
+        'OPEN = ("/health", "/ready", "/metrics")',
+        "Shows the metrics to those without a key.",
+    ),
+    Bug(
+        "draining-takes-more",
+        SERVING + "service.py",
+        "        if self.draining:\n",
+        "        if self.draining and ready is None:\n",
+        "Goes on taking requests while it shuts down.",
+    ),
+    Bug(
+        "death-is-silent",
+        SERVING + "client.py",
+        "        for sink in lost:\n",
+        "        for sink in lost[:0]:\n",
+        "Leaves those waiting whose engine has died.",
+    ),
+    Bug(
+        "one-salt-for-all",
+        SERVING + "service.py",
+        'salt=request.cache_salt or ""',
+        'salt=""',
+        "Lets tenants look into each other's prefixes.",
+    ),
+    Bug(
+        "second-prompt-is-the-first",
+        SERVING + "completion.py",
+        "            at += order.params.n\n",
+        "",
+        "Gives every prompt's tokens to the first prompt's completions.",
+    ),
+    Bug(
+        "usage-counts-samples",
+        SERVING + "completion.py",
+        "        return sum(len(order.prompt) for order in self.orders)",
+        "        return sum(len(choice.order.prompt) for choice in self.choices)",
+        "Counts a prompt once for each of its samples.",
+    ),
+    Bug(
+        "watched-for-ever",
+        SERVING + "watching/live.py",
+        "            if not self.watchers:\n                self.engine.watch(0.0)",
+        "            if self.watchers:\n                self.engine.watch(0.0)",
+        "Draws pictures when nobody looks any more.",
+    ),
+)
