@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from continuous import llm
-from structured import PRESET as BELOW
 from forward.model import Model
 from paged_cache import PagedEngine
+from structured import PRESET as BELOW
 
 __all__ = ["LLM", "PRESET", "load"]
 
