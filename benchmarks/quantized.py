@@ -1,4 +1,4 @@
-"""Engines with weights, keys and values of fewer bits on a GPU, beside the same engine in half precision.
+"""Engines with weights, keys and values of fewer bits on a GPU.
 
 Each engine fills a good part of the GPU's memory, so they follow one after the other, not in turns.
 """
@@ -23,20 +23,18 @@ from benchmarks.workloads import Item, Workload, workload
 from common.errors import UserError
 from paged_cache import PagedEngine
 
-NAME, PLAIN = "quantized", "09_cuda_graphs"
+NAME = "quantized"
 FP8: Mapping[str, Any] = {"quantization": "fp8"}
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
-    PLAIN: {},
     "10_quant, fp8": FP8,
     "10_quant, fp8 and fp8 keys": {**FP8, "kv_cache": "fp8"},
-    "10_quant, fp8 keys": {"kv_cache": "fp8"},
     "10_quant, int4": {"quantization": "int4"},
 }
+"""Phase 09's own evidence has the same workloads in half precision."""
 MODELS = ("random:qwen3-0.6b", "random:qwen3-8b")
 WORKLOADS = ("single-512", "offline-256", "prefill-64x1024")
 ONLY: Mapping[str, Sequence[str]] = {
-    "10_quant, fp8 keys": ("offline-256",),
-    "10_quant, fp8 and fp8 keys": ("offline-256", "single-512"),
+    "10_quant, fp8 and fp8 keys": ("offline-256",),
     "10_quant, int4": ("single-512",),
 }
 """Where a variant is measured, if not everywhere."""
@@ -50,7 +48,6 @@ PEERS: Sequence[tuple[str, str, str, float]] = (
     ("qwen3-0.6b", "fp8", "offline-256", 22_911),
     ("qwen3-0.6b", "fp8", "single-512", 719),
     ("qwen3-0.6b", "fp8", "prefill-64x1024", 521_000),
-    ("qwen3-0.6b", "fp8 keys", "offline-256", 24_373),
 )
 """vLLM 0.24.0 on one NVIDIA H200 with random weights, measured once, on 2026-11-21."""
 
@@ -127,7 +124,7 @@ def peers(options: BenchOptions) -> list[Run]:
 
 
 def draw(evidence: Evidence, out: Path) -> None:
-    """The workloads of every model: plain, each format, and another engine's."""
+    """The workloads of every model: each format, and another engine's."""
     models = list(dict.fromkeys(run.model for run in evidence.runs))
     shown = [
         (model, name) for model in models for name in WORKLOADS if evidence.find(model=model, workload=name)
