@@ -493,6 +493,29 @@ def test_where_a_draft_costs_as_much_as_a_token_nobody_guesses() -> None:
     assert simulate(0.7, 1.0, 1.0, 0.0, 1) < 1.03
 
 
+def test_real_steps_are_accounted_for_where_they_belong(model: Model) -> None:
+    """With the clock of a device that takes a second a step, and 0.1 more for each draft: overlap and all."""
+    engine = scripted(model, [], "always wrong")
+    assert isinstance(engine, RunAhead)
+    speculator = engine.scheduler.drafter
+    assert isinstance(speculator, Speculator)
+    speculator.control, clock = Control(4), Clock()
+    speculator.clock, speculator._on = clock, False
+    collect = engine.collect
+
+    def timed(pending: Any) -> None:
+        clock.now += 1.0 + 0.1 * sum(len(work.drafts) for work in pending.works)
+        collect(pending)
+
+    engine.collect = timed  # type: ignore[method-assign]
+    engine.generate([[1, 2, 3]], SamplingParams(max_tokens=90, ignore_eos=True))
+    assert list(speculator.control.costs) == [1], "the steps of one request are booked for more"
+    cost = speculator.control.costs[1]
+    assert cost.plain == pytest.approx(1.0), "steps without drafts take a second"
+    assert cost.slope(1) == pytest.approx(0.1) and speculator.stats.steps > 0
+    assert clock.now < 1.04 * 91, "guessing in vain has cost more than it may"
+
+
 def test_a_cost_table_learns_slopes_and_ignores_interruptions() -> None:
     cost = Cost()
     for seconds in (1.0, 1.0, 30.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0):
