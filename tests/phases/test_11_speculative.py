@@ -44,7 +44,7 @@ from speculative.stats import SpeculationStats
 from speculative.suffix import BREAK, SuffixAutomaton, Suffixes
 from speculative.training import text, unroll
 from speculative.training.text import Talk
-from tests.equivalence.compare import assert_all_same
+from tests.equivalence.compare import assert_all_same, next_logits
 from tests.fakes import FakeDrafter
 from tests.schedules import check, fake_engine, play_seeds
 
@@ -689,6 +689,33 @@ def test_the_model_itself_as_its_drafter_is_always_right(model: Model) -> None:
     stats = engine.scheduler.drafter.stats  # type: ignore[attr-defined]
     assert stats.acceptance == 1.0, stats.lines()
     clean_drafts(source)
+
+
+@torch.inference_mode()
+def test_a_draft_model_drafts_what_it_would_say_to_the_whole_text(model: Model) -> None:
+    """Whatever was right or wrong before: the oracle recomputes the small model's text from nothing."""
+    small = small_model(model, 0.1)
+    engine, source = with_draft_model(model, small)
+    guess, seen = source.guess, 0
+
+    def checked(requests: Sequence[Request], lengths: Sequence[int]) -> list[tuple[int, ...]]:
+        nonlocal seen
+        found = guess(requests, lengths)
+        for request, drafts in zip(requests, found, strict=True):
+            tokens = list(request.tokens)
+            for place, draft in enumerate(drafts):
+                right = int(next_logits(small, tokens).argmax())
+                assert draft == right, (
+                    f"request {request.id}: draft {place} behind {len(request.tokens)} tokens"
+                )
+                tokens.append(draft)
+                seen += 1
+        return found
+
+    source.guess = checked  # type: ignore[method-assign]
+    engine.generate([[1, 2, 3], [5] * 20, list(range(60))], SamplingParams(max_tokens=12, ignore_eos=True))
+    stats = engine.scheduler.drafter.stats  # type: ignore[attr-defined]
+    assert seen > 20 and 0 < sum(stats.accepted) < sum(stats.drafted), "all drafts were right, or none"
 
 
 def test_a_draft_model_without_room_drafts_for_fewer(model: Model, truth: list[Completion]) -> None:
