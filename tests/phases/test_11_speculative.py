@@ -44,7 +44,7 @@ from speculative.stats import SpeculationStats
 from speculative.suffix import BREAK, SuffixAutomaton, Suffixes
 from speculative.training import text, unroll
 from speculative.training.text import Talk
-from tests.equivalence.compare import assert_all_same
+from tests.equivalence.compare import assert_all_same, next_logits
 from tests.fakes import FakeDrafter
 from tests.schedules import check, fake_engine, play_seeds
 
@@ -493,6 +493,29 @@ def test_where_a_draft_costs_as_much_as_a_token_nobody_guesses() -> None:
     assert simulate(0.7, 1.0, 1.0, 0.0, 1) < 1.03
 
 
+def test_real_steps_are_accounted_for_where_they_belong(model: Model) -> None:
+    """With the clock of a device that takes a second a step, and 0.1 more for each draft: overlap and all."""
+    engine = scripted(model, [], "always wrong")
+    assert isinstance(engine, RunAhead)
+    speculator = engine.scheduler.drafter
+    assert isinstance(speculator, Speculator)
+    speculator.control, clock = Control(4), Clock()
+    speculator.clock, speculator._on = clock, False
+    collect = engine.collect
+
+    def timed(pending: Any) -> None:
+        clock.now += 1.0 + 0.1 * sum(len(work.drafts) for work in pending.works)
+        collect(pending)
+
+    engine.collect = timed  # type: ignore[method-assign]
+    engine.generate([[1, 2, 3]], SamplingParams(max_tokens=90, ignore_eos=True))
+    assert list(speculator.control.costs) == [1], "the steps of one request are booked for more"
+    cost = speculator.control.costs[1]
+    assert cost.plain == pytest.approx(1.0), "steps without drafts take a second"
+    assert cost.slope(1) == pytest.approx(0.1) and speculator.stats.steps > 0
+    assert clock.now < 1.04 * 91, "guessing in vain has cost more than it may"
+
+
 def test_a_cost_table_learns_slopes_and_ignores_interruptions() -> None:
     cost = Cost()
     for seconds in (1.0, 1.0, 30.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0):
@@ -666,6 +689,33 @@ def test_the_model_itself_as_its_drafter_is_always_right(model: Model) -> None:
     stats = engine.scheduler.drafter.stats  # type: ignore[attr-defined]
     assert stats.acceptance == 1.0, stats.lines()
     clean_drafts(source)
+
+
+@torch.inference_mode()
+def test_a_draft_model_drafts_what_it_would_say_to_the_whole_text(model: Model) -> None:
+    """Whatever was right or wrong before: the oracle recomputes the small model's text from nothing."""
+    small = small_model(model, 0.1)
+    engine, source = with_draft_model(model, small)
+    guess, seen = source.guess, 0
+
+    def checked(requests: Sequence[Request], lengths: Sequence[int]) -> list[tuple[int, ...]]:
+        nonlocal seen
+        found = guess(requests, lengths)
+        for request, drafts in zip(requests, found, strict=True):
+            tokens = list(request.tokens)
+            for place, draft in enumerate(drafts):
+                right = int(next_logits(small, tokens).argmax())
+                assert draft == right, (
+                    f"request {request.id}: draft {place} behind {len(request.tokens)} tokens"
+                )
+                tokens.append(draft)
+                seen += 1
+        return found
+
+    source.guess = checked  # type: ignore[method-assign]
+    engine.generate([[1, 2, 3], [5] * 20, list(range(60))], SamplingParams(max_tokens=12, ignore_eos=True))
+    stats = engine.scheduler.drafter.stats  # type: ignore[attr-defined]
+    assert seen > 20 and 0 < sum(stats.accepted) < sum(stats.drafted), "all drafts were right, or none"
 
 
 def test_a_draft_model_without_room_drafts_for_fewer(model: Model, truth: list[Completion]) -> None:

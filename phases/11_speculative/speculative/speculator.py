@@ -52,6 +52,7 @@ class Speculator(Drafter):
         self._engine: Engine | None = None
         self._guesses: dict[Request, Sequence[int]] = {}
         self._on = not control.adaptive
+        self._steady = True  # the first step after a switch overlaps with the one before, or with none
         self._began: float | None = None
         self._steps = self._decode_steps = 0
         # What has landed since the step began: requests, drafts, tokens, and whether prompts were in it.
@@ -78,7 +79,8 @@ class Speculator(Drafter):
         if not rows:
             self._began = None
             return False
-        self._on = self.control.decide(rows)
+        before, self._on = self._on, self.control.decide(rows)
+        self._steady = before == self._on
         if not self._on:
             return False
         requests, lengths = [], []
@@ -130,7 +132,7 @@ class Speculator(Drafter):
             return
         steps, decodes = engine.stats.steps - self._steps, engine.stats.decode_steps - self._decode_steps
         self._steps, self._decode_steps = engine.stats.steps, engine.stats.decode_steps
-        if began is None or steps != 1:
+        if began is None or steps != 1 or not self._steady:
             return
         if self._on and rows and not prompts:
             cost = self.control.cost(rows)
