@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -109,6 +110,7 @@ class Bench:
         self.options, self.name, self.model = options, options.model or "", load_target(options)
         self.on_cpu = options.device.type != "cuda"
         self.tokenizer: Tokenizer | None = None
+        self.backend: Name = "llguidance" if find_spec("llguidance") else "automata"
         if self.name.startswith("random:"):
             self.vocabulary = made_up(self.model)
         else:
@@ -138,8 +140,15 @@ class Bench:
         def timed(name: str) -> Callable[[int], Sample]:
             return lambda repeat: self.time(engines[name], work.cold(repeat), asked[name])
 
-        kept = alternate({name: timed(name) for name in asked}, self.options.repeats)
-        facts = {"batch": count}
+        for name, params in asked.items():  # a short warm-up of each instead of a whole run
+            self.time(
+                engines[name],
+                uniform("warm-up", count, prompt, 2),
+                [replace(p, max_tokens=2) for p in params],
+            )
+        idle = {name: lambda: None for name in asked}
+        kept = alternate({name: timed(name) for name in asked}, self.options.repeats, warm=idle)
+        facts = {"batch": count, "masks by": self.backend}
         return [
             summarize(name, work, samples, model=self.name, dtype=self.options.dtype, options=facts)
             for name, samples in kept.items()
@@ -160,7 +169,7 @@ class Bench:
         engine = structured.load(self.model, **self.sizes(count), **options)
         config = self.model.config
         pool = GrammarPool(
-            lambda: backend_named("llguidance")(self.vocabulary), cache_bytes=1 << 28, seconds=60.0
+            lambda: backend_named(self.backend)(self.vocabulary), cache_bytes=1 << 28, seconds=60.0
         )
         eos = self.vocabulary.eos
         engine.masks = GrammarMasks(pool, config.vocab_size, eos, self.model.device)
