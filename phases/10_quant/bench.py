@@ -48,6 +48,7 @@ PIECES, LENGTH = 16, 512
 WAYS: dict[str, tuple[str, str, int]] = {
     "fp8": ("fp8", "rtn", 0),
     "fp8-block": ("fp8-block", "rtn", 0),
+    "fp8 gptq": ("fp8", "gptq", 0),
     "int8": ("int8", "rtn", 0),
     "w8a8": ("w8a8", "rtn", 0),
     "int4": ("int4", "rtn", 128),

@@ -566,6 +566,16 @@ def test_gptq_loses_less_than_rounding_to_nearest(zeros: bool, k: int) -> None:
         assert got < within, f"errors beyond a block of columns are not passed on: {got:.4f}, {within:.4f}"
 
 
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+def test_gptq_of_eight_bits(name: str) -> None:
+    weight, x, hessian = problem(k=256)
+    scheme = SCHEMES[name]
+    nearest = loss(weight, rtn.quantize(weight, scheme).dequantize(), x)
+    found = gptq.quantize(weight, hessian, scheme).check("w")
+    got = loss(weight, found.dequantize(), x)
+    assert got < nearest / 2, f"{name}: GPTQ loses {got:.5f}, rounding to nearest {nearest:.5f}"
+
+
 def blockwise(weight: Tensor, hessian: Tensor, scheme: Any) -> Tensor:
     """GPTQ whose blocks of columns know nothing of each other."""
     order = hessian.diagonal().argsort(descending=True)
@@ -661,7 +671,8 @@ def test_a_block_sees_what_the_quantized_blocks_below_let_through(tiny: Model) -
 
 
 WRONG: dict[str, tuple[str, str, list[list[int]], str]] = {
-    "nothing to choose": ("fp8", "gptq", [[1]], "method is 'gptq', but fp8 has nothing to gain by it"),
+    "nothing to choose": ("fp8-block", "gptq", [[1]], "method is 'gptq', which does not go with fp8-block"),
+    "eight bits": ("fp8", "awq", [[1]], "method is 'awq', which does not go with fp8"),
     "no text": ("int4", "awq", [], "method is 'awq', which needs a calibration text"),
 }
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quant.formats import Scheme
-from quant.rtn import group_scales, to_nibbles
+from quant import rtn
+from quant.formats import DTYPES, Scheme
+from quant.rtn import group_scales, to_eight_bits, to_nibbles
 from quant.weights import MIDDLE, QuantizedWeight, pack_nibbles
 
 DAMPING = 0.01
@@ -20,7 +21,7 @@ SHRINKS = tuple(1 - step / 40 for step in range(13))
 def quantize(
     weight: Tensor, hessian: Tensor, scheme: Scheme, scale_dtype: torch.dtype = torch.float32
 ) -> QuantizedWeight:
-    """A layer's weight in four bits, with the least error in what it makes of the inputs it was shown.
+    """A layer's weight in few bits, with the least error in what it makes of the inputs it was shown.
 
     Inputs are rounded in the order of their size, the largest first, while most others are left to make up
     for them ("act-order"). Scales are those of the groups as they lie, chosen before: so the file needs no
@@ -29,20 +30,24 @@ def quantize(
     Args:
         weight: `[N, K]`.
         hessian: `[K, K]` float32, see `calibrate`.
-        scheme: int4.
-        scale_dtype: of the scales.
+        scheme: int4, or eight bits with a scale for each channel.
+        scale_dtype: of the scales of groups.
     """
     weight, hessian = weight.float().clone(), hessian.clone()
     diagonal = hessian.diagonal()
     unseen = diagonal == 0
     diagonal[unseen] = 1
     weight[:, unseen] = 0
-    scale, zero = search_scales(weight, diagonal, scheme, scale_dtype)
+    kind, four = scheme.weights, scheme.weights == "int4"
+    if four:
+        scale, zero = search_scales(weight, diagonal, scheme, scale_dtype)
+    else:
+        scale, zero = rtn.quantize(weight, scheme).scale[:, None], None  # one group
     order = diagonal.argsort(descending=True)
-    groups = torch.arange(len(order), device=order.device)[order] // scheme.group
+    groups = order // (scheme.group or len(order))
     inverse = _inverse(hessian[order][:, order])
     columns = weight[:, order].contiguous()
-    numbers = torch.empty_like(columns, dtype=torch.uint8)
+    numbers = torch.empty_like(columns, dtype=DTYPES[scheme.weights])
     for begin in range(0, len(order), COLUMNS):
         end = min(begin + COLUMNS, len(order))
         block, own = columns[:, begin:end], inverse[begin:end, begin:end]
@@ -51,15 +56,23 @@ def quantize(
             group, column = groups[begin + at], block[:, at]
             step = scale[:, group].float()
             middle = None if zero is None else zero[:, group]
-            chosen = to_nibbles(column, step, middle)
+            chosen = to_nibbles(column, step, middle) if four else to_eight_bits(column / step, kind)
             numbers[:, begin + at] = chosen
-            rounded = (chosen.float() - (MIDDLE if middle is None else middle.float())) * step
+            rounded = (chosen.float() - offset(middle, four)) * step
             errors[:, at] = (column - rounded) / own[at, at]
             block[:, at:].addr_(errors[:, at], own[at, at:], alpha=-1)
         columns[:, end:].addmm_(errors, inverse[begin:end, end:], alpha=-1)
-    found = torch.empty_like(numbers)
-    found[:, order] = numbers
-    return QuantizedWeight(scheme, pack_nibbles(found), scale, zero)
+    found = numbers[:, order.argsort()]
+    if four:
+        return QuantizedWeight(scheme, pack_nibbles(found), scale, zero)
+    return QuantizedWeight(scheme, found, scale[:, 0])
+
+
+def offset(middle: Tensor | None, four: bool) -> Tensor | float:
+    """What is taken from a number before it is scaled."""
+    if middle is not None:
+        return middle.float()
+    return float(MIDDLE) if four else 0.0
 
 
 def _inverse(hessian: Tensor) -> Tensor:

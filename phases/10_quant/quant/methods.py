@@ -50,8 +50,8 @@ def quantize_model(
             progress(name)
             _each(name, block, scheme, lambda layer, own, _: rtn.quantize(layer.weight, own, HALF), {})
         return
-    if scheme.weights != "int4":
-        raise UserError(f"method is {method!r}, but {scheme.name} has nothing to gain by it: use rtn")
+    if scheme.weights != "int4" and (method == "awq" or scheme.scales != "channel"):
+        raise UserError(f"method is {method!r}, which does not go with {scheme.name}: use rtn")
     if not texts:
         raise UserError(f"method is {method!r}, which needs a calibration text")
     change = _gptq if method == "gptq" else _awq
