@@ -15,9 +15,9 @@ import psutil
 from benchmarks.evidence import ROOT
 from benchmarks.measure import Sample
 from benchmarks.workloads import Workload
-from serving.load.loops import Plan, poisson, run
-from serving.load.report import summarize
-from serving.load.user import Target
+from serving.loadtest.loops import Plan, poisson, run
+from serving.loadtest.report import summarize
+from serving.loadtest.user import Target
 
 STARTS_WITHIN = 600.0
 """Seconds: on a GPU kernels are compiled before the server is ready."""

@@ -16,10 +16,10 @@ from benchmarks.workloads import Workload, workload
 from common.console import err, out
 from common.errors import UserError, integer, number
 from common.files import whole
-from serving.load.loops import Plan, poisson
-from serving.load.loops import run as ask_all
-from serving.load.report import Goal, summarize
-from serving.load.user import Outcome, Target
+from serving.loadtest.loops import Plan, poisson
+from serving.loadtest.loops import run as ask_all
+from serving.loadtest.report import Goal, summarize
+from serving.loadtest.user import Outcome, Target
 
 COLUMNS = {
     "output_tokens_per_s": "tokens/s",

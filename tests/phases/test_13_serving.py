@@ -804,6 +804,7 @@ def test_cancelled_at_every_await(make, stream):
 
             with pytest.raises((asyncio.CancelledError, StopIteration, RuntimeError)):
                 await Cancelling()
+            assert app.engine.in_flight == 0, f"cancelled at wait {at}, and the engine goes on"
             await settle(app)
 
         await test()

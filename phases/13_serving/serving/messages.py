@@ -1,7 +1,7 @@
 """What the two processes say to each other: one message a step each way, token ids only.
 
 The API process speaks HTTP and text, the engine process token ids. Structs travel as arrays in MessagePack,
-without their fields' names: a step of 256 tokens is some two kilobytes.
+without their fields' names: a step of 256 tokens is little more than a kilobyte.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from serving.load.user import Outcome
+from serving.loadtest.user import Outcome
 
 PERCENTILES = (50, 95, 99)
 

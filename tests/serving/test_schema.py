@@ -1,0 +1,61 @@
+"""Random requests from the OpenAPI document: no 5xx, no hang, no leak; `LADDER_SCHEMA_CASES` of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.servers import Running
+
+schemathesis = pytest.importorskip("schemathesis")
+hypothesis = pytest.importorskip("hypothesis")
+
+CASES = int(os.environ.get("LADDER_SCHEMA_CASES", "1000"))
+POSTS = ("/v1/completions", "/v1/chat/completions", "/generate", "/tokenize", "/detokenize")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    limits = ("--max-seconds", "5", "--body-seconds", "2", "--max-requests", "64", "--access-log", "none")
+    with Running("--max-rows", "8", *limits) as running:
+        yield running
+        running.settle()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("path", POSTS)
+def test_no_request_breaks_the_server(server, path):
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    operation = schema[path]["POST"]
+    strategy = operation.as_strategy() | operation.as_strategy(
+        generation_mode=schemathesis.GenerationMode.NEGATIVE
+    )
+
+    @hypothesis.settings(
+        max_examples=max(1, CASES // len(POSTS)),
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(case=strategy)
+    def never_fails(case):
+        answer = case.call(timeout=20)
+        assert answer.status_code < 500 or answer.status_code == 504, (
+            f"{answer.status_code}: {answer.text[:300]}"
+        )
+        if answer.status_code >= 400:
+            assert set(answer.json()["error"]) == {"message", "type", "param", "code"}, answer.text[:300]
+
+    never_fails()
+    assert server.get("/ready")[0] == 200
+
+
+def test_the_document_names_every_route(server):
+    found = server.get("/openapi.json")[2]
+    assert {*POSTS, "/v1/models", "/metrics", "/ready"} <= set(found["paths"])
+    fields = found["components"]["schemas"]["ChatRequest"]["properties"]
+    assert {"messages", "logit_bias", "response_format", "tools", "deadline_ms", "min_p"} <= set(fields)
