@@ -13,6 +13,7 @@ import forward
 import kv_cache
 import paged_cache
 import prefix_cache
+import structured
 from common.events import Streams
 from continuous.engine import Engine
 from cuda_graphs.engine import RunAhead
@@ -61,5 +62,6 @@ ENGINES: dict[str, Callable[[Model], Engine]] = {
     "08 radix overlapped": lambda model: overlapped(tight(prefix_cache.load, step_tokens=50)(model)),
     "09 overlap": lambda model: cuda_graphs.load(model, max_rows=8, step_tokens=64),
     "09 overlap preempting": tight(cuda_graphs.load, step_tokens=50),
+    "12 structured": lambda model: structured.load(model, max_rows=8, step_tokens=64),
 }
 """Engines with `add`, `step` and `abort`."""
