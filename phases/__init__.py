@@ -94,7 +94,7 @@ LADDER: tuple[Phase, ...] = (
         12,
         "structured",
         "Structured output",
-        "tokens that would leave a grammar are masked, so the output always parses",
+        "tokens that leave the grammar are masked: it always parses",
     ),
     Phase(13, "serving", "Serving", "the engine behind the API that every client speaks"),
 )

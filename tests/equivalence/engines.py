@@ -15,6 +15,7 @@ import paged_cache
 import prefix_cache
 import quant
 import speculative
+import structured
 from common.events import Streams
 from continuous.engine import Engine
 from cuda_graphs.engine import RunAhead
@@ -69,5 +70,6 @@ ENGINES: dict[str, Callable[[Model], Engine]] = {
         model, max_rows=8, step_tokens=64, drafter="suffix", draft_adaptive=False
     ),
     "11 ngram preempting": tight(speculative.load, step_tokens=50, draft_adaptive=False),
+    "12 structured": lambda model: structured.load(model, max_rows=8, step_tokens=64),
 }
 """Engines with `add`, `step` and `abort`."""
