@@ -713,7 +713,9 @@ def test_a_draft_model_drafts_what_it_would_say_to_the_whole_text(model: Model) 
         return found
 
     source.guess = checked  # type: ignore[method-assign]
-    engine.generate([[1, 2, 3], [5] * 20, list(range(60))], SamplingParams(max_tokens=12, ignore_eos=True))
+    rng = random.Random(1)  # with pauses, in which tokens come that nobody has guessed
+    engine.scheduler.drafter.control.decide = lambda rows: rng.random() < 0.5  # type: ignore[attr-defined]
+    engine.generate([[1, 2, 3], [5] * 20, list(range(60))], SamplingParams(max_tokens=24, ignore_eos=True))
     stats = engine.scheduler.drafter.stats  # type: ignore[attr-defined]
     assert seen > 20 and 0 < sum(stats.accepted) < sum(stats.drafted), "all drafts were right, or none"
 
