@@ -175,13 +175,14 @@ def test_min_tokens_lengthens_as_far_as_the_grammar_goes(
         return allowed
 
     monkeypatch.setattr(engine.masks, "fill", filled)
+    regex = Grammar.regex
     params = [
-        SamplingParams(max_tokens=40, min_tokens=20, temperature=1.0, seed=3, grammar=Grammar.regex("x[ab]*")),
-        SamplingParams(max_tokens=40, min_tokens=20, temperature=1.0, seed=3, grammar=Grammar.regex("x[ab]{3}")),
-        SamplingParams(max_tokens=24, ignore_eos=True, temperature=1.0, seed=3, grammar=Grammar.regex("x[ab]*")),
-        SamplingParams(max_tokens=24, ignore_eos=True, grammar=Grammar.regex("xab")),
+        SamplingParams(max_tokens=40, min_tokens=20, temperature=1.0, seed=3, grammar=regex("x[ab]*")),
+        SamplingParams(max_tokens=40, min_tokens=20, temperature=1.0, seed=3, grammar=regex("x[ab]{3}")),
+        SamplingParams(max_tokens=24, ignore_eos=True, temperature=1.0, seed=3, grammar=regex("x[ab]*")),
+        SamplingParams(max_tokens=24, ignore_eos=True, grammar=regex("xab")),
         SamplingParams(max_tokens=24, min_tokens=9, stop_token_ids=(tokenizer().encode("a")[0],),
-                       grammar=Grammar.regex("xa+b")),
+                       grammar=regex("xa+b")),
     ]  # fmt: skip
     long, short, endless, done, stopped = engine.generate([PROMPT] * 5, params)
     assert long.finish_reason == "stop" and len(long.token_ids) > 20, "the end came before min_tokens"

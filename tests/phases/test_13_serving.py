@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import cuda_graphs
+import kv_cache
 from common.events import TextStream
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
@@ -28,6 +29,7 @@ from serving import load, messages
 from serving.app import App
 from serving.http.limits import Limits
 from serving.messages import Abort, Add, Step
+from serving.versions.one_at_a_time import OneAtATime
 from serving.worker import Worker
 from tests.equivalence.engines import blocks
 from tests.servers import Asked, Client, Loopback, asynchronously, tokenizer_for
@@ -965,3 +967,23 @@ def test_watching(make):
         assert app.engine.worker._watch == 0.0
 
     asynchronously(test)
+
+
+def test_an_early_phase_behind_the_same_loop(model):
+    """Phase 02 serves one after the other: the same tokens, and whoever leaves makes room for the next."""
+    channel = Channel()
+    worker = Worker(OneAtATime(kv_cache.load(model)), channel)
+    params = SamplingParams(max_tokens=5, ignore_eos=True, temperature=1.0, seed=3)
+    channel.commands = [Add(0, [5, 6, 7], replace(params, n=2)), Add(2, [8], params), Add(3, [9, 10], params)]
+    worker.turn()
+    channel.commands = [Abort([1, 2])]
+    while worker.live:
+        worker.turn()
+    got: dict[int, list[int]] = {}
+    for step in channel.steps:
+        for number, token in zip(step.numbers, step.tokens, strict=True):
+            got.setdefault(number, []).append(token)
+    oracle = cuda_graphs.load(model, max_rows=4).generate([[5, 6, 7], [9, 10]], params)
+    assert got == {0: oracle[0].token_ids, 3: oracle[1].token_ids}
+    ends = {end.number: end.reason for step in channel.steps for end in step.ends}
+    assert ends == {0: "length", 1: "abort", 2: "abort", 3: "length"}

@@ -88,7 +88,8 @@ class EngineProcess(EngineClient):
             if self.process is None or not self.process.is_alive():
                 break
             await asyncio.sleep(0.1)
-        self._kill()
+        if self.process is not None:
+            self.process.kill()  # `_live` sees it and tidies up
 
     async def _live(self) -> CannotStart | None:
         """One life of an engine process, from its start to its end, by itself or by our hand."""
@@ -102,13 +103,14 @@ class EngineProcess(EngineClient):
         context = multiprocessing.get_context("spawn")
         child = self.process = context.Process(target=process.main, args=(self.make, address), name="engine")
         child.start()
+        sentinel = child.sentinel
         ended = loop.create_future()
 
         def gone() -> None:
             if not ended.done():
                 ended.set_result(None)
 
-        loop.add_reader(child.sentinel, gone)
+        loop.add_reader(sentinel, gone)
         reading = asyncio.ensure_future(self._read(socket))
         self._heard = time.monotonic()
         try:
@@ -123,7 +125,7 @@ class EngineProcess(EngineClient):
                     return None
         finally:
             reading.cancel()
-            loop.remove_reader(child.sentinel)
+            loop.remove_reader(sentinel)
             self._socket = None
             self._kill()
             socket.close()
