@@ -824,7 +824,8 @@ def test_engine_death_is_told_to_everybody(make):
         while not any(one.chunks for one in asked):
             await asyncio.sleep(0)
         app.engine.die()
-        await asyncio.gather(*tasks)
+        _, waiting = await asyncio.wait(tasks, timeout=5)
+        assert not waiting, f"{len(waiting)} requests were not told that their engine has died"
         for one in asked:
             error = one.events()[-1] if one.headers["content-type"].startswith("text/event") else one.json()
             assert error["error"]["code"] == "died", error

@@ -388,12 +388,14 @@ def streaming(server: Running, tokens: int) -> socket.socket:
 @pytest.mark.slow
 def test_sigterm_lets_streams_finish():
     with Running(*SMALL) as server:
-        stream, later = streaming(server, 900), opened(server)
+        stream, later, watcher = streaming(server, 900), opened(server), opened(server)
+        watcher.sendall(b"GET /events HTTP/1.1\r\nhost: x\r\n\r\n")
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: server.get("/ready")[0] == 503, "it is still ready")
         assert server.post("/v1/completions", {"prompt": "a"})[0] == 503
         assert b"[DONE]" in everything(stream), "a stream was cut off"
         assert server.process.wait(15) == 0
+        assert everything(watcher).endswith(b"0\r\n\r\n"), "who watches is not told that the server ends"
         later.close()
 
 

@@ -21,11 +21,14 @@ QUIET = 10.0
 
 
 class Live:
-    """Keeps the last steps, and the last picture of the engine, for those who watch."""
+    """Keeps the last steps, and the last picture of the engine, for those who watch.
+
+    closing: the server ends, so streams of events do.
+    """
 
     def __init__(self, engine: EngineClient) -> None:
         self.engine = engine
-        self.watchers = 0
+        self.watchers, self.closing = 0, False
         self.picture: dict[str, Any] | None = None
         self._steps: deque[tuple[int, float, int, int]] = deque(maxlen=512)
 
@@ -67,7 +70,7 @@ class Live:
         try:
             await exchange.start(200, EVENTS)
             last, quiet, seen = b"", 0.0, 0
-            while not leaving.done() and self.engine.state != "stopped":
+            while not leaving.done() and not self.closing:
                 event = self.event(seen)
                 data = msgspec.json.encode(event)
                 if data != last or quiet >= QUIET:
