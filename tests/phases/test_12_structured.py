@@ -175,12 +175,12 @@ def test_min_tokens_lengthens_as_far_as_the_grammar_goes(
         return allowed
 
     monkeypatch.setattr(engine.masks, "fill", filled)
-    regex = Grammar.regex
+    star, three = Grammar.regex("x[ab]*"), Grammar.regex("x[ab]{3}")
     params = [
-        SamplingParams(max_tokens=40, min_tokens=20, temperature=1.0, seed=3, grammar=regex("x[ab]*")),
-        SamplingParams(max_tokens=40, min_tokens=20, temperature=1.0, seed=3, grammar=regex("x[ab]{3}")),
-        SamplingParams(max_tokens=24, ignore_eos=True, temperature=1.0, seed=3, grammar=regex("x[ab]*")),
-        SamplingParams(max_tokens=24, ignore_eos=True, grammar=regex("xab")),
+        SamplingParams(max_tokens=40, min_tokens=20, temperature=1, seed=3, grammar=star),
+        SamplingParams(max_tokens=40, min_tokens=20, temperature=1, seed=3, grammar=three),
+        SamplingParams(max_tokens=24, ignore_eos=True, temperature=1, seed=3, grammar=star),
+        SamplingParams(max_tokens=24, ignore_eos=True, grammar=Grammar.regex("xab")),
         SamplingParams(max_tokens=24, min_tokens=9, stop_token_ids=(tokenizer().encode("a")[0],),
                        grammar=regex("xa+b")),
     ]  # fmt: skip

@@ -158,7 +158,7 @@ class Worker:
                     if request.cached_tokens:
                         step.cached.append((number, request.cached_tokens))
             if reason is not None:
-                step.ends.append(End(number, reason, FAILED if reason == "error" else "", place))
+                step.ends.append(_end(number, reason, request.error, place))
                 self.live.pop(number, None)
                 self._fresh.discard(number)
         if self._due(now):
@@ -189,3 +189,12 @@ class Worker:
         )
 
     _computed = 0
+
+
+def _end(number: int, reason: str, error: BaseException | None, place: int) -> End:
+    """How a completion ended. What is wrong with a request itself, as its grammar, is told to its sender."""
+    if reason != "error":
+        return End(number, reason, "", place)
+    if isinstance(error, UserError):
+        return End(number, "refused", str(error), place)
+    return End(number, reason, FAILED, place)

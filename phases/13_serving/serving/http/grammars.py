@@ -1,23 +1,20 @@
-"""Constrained output: the fields that ask for it, and what they become in `SamplingParams`.
+"""Constrained output: the fields that ask for it, and the `Grammar` of phase 12 that they become.
 
-Phase 12 brings `SamplingParams.grammar`. Where it is missing these fields are refused: an answer that only
-looks as if it had been constrained is worse than none.
+An engine without grammars refuses them when the request reaches it.
 """
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 import msgspec
 
-from common.sampling.params import SamplingParams
+from common.errors import UserError
+from common.sampling.grammar import Grammar
 from serving.http.errors import ApiError
 from serving.http.limits import Limits
 from serving.http.schema import ChatRequest, Generation
 
-AVAILABLE = any(field.name == "grammar" for field in fields(SamplingParams))
-"""Whether this checkout's engines know grammars."""
 GUIDED = {
     "guided_json": "json_schema",
     "guided_regex": "regex",
@@ -32,7 +29,7 @@ def constraint(request: Generation, limits: Limits) -> tuple[str, Any, str] | No
     definition, and the field that asked; or None.
 
     Raises:
-        ApiError: it is asked for twice, in no known form, too large, or of an engine that cannot.
+        ApiError: it is asked for twice, in no known form, or too large.
     """
     found = [
         (kind, getattr(request, field), field)
@@ -58,10 +55,6 @@ def constraint(request: Generation, limits: Limits) -> tuple[str, Any, str] | No
     if size > limits.max_schema_bytes:
         raise ApiError(
             400, f"{field} has {size:,} bytes, but may have {limits.max_schema_bytes:,}", param=field
-        )
-    if not AVAILABLE:
-        raise ApiError(
-            400, f"{field} asks for constrained output, which this engine does not have", param=field
         )
     return found[0]
 
@@ -100,8 +93,18 @@ def check_tools(request: ChatRequest) -> None:
 
 
 def settings(found: tuple[str, Any, str] | None) -> dict[str, Any]:
-    """What of it goes into `SamplingParams`."""
+    """What of it goes into `SamplingParams`. Raises `ApiError` if it is no grammar."""
     if found is None:
         return {}
-    kind, definition, _ = found
-    return {"grammar": {kind: definition}}
+    kind, definition, field = found
+    make = {
+        "json_object": lambda _: Grammar.json_schema({"type": "object"}),
+        "json_schema": Grammar.json_schema,
+        "regex": Grammar.regex,
+        "choice": Grammar.choice,
+        "grammar": Grammar.lark,
+    }[kind]
+    try:
+        return {"grammar": make(definition)}
+    except UserError as error:
+        raise ApiError(400, f"{field}: {error}", param=field) from None

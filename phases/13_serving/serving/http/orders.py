@@ -143,7 +143,7 @@ class Orders:
         names = frozenset({*_COPIED, "max_tokens", "logprobs", "logit_bias", "prompt"})
         try:
             params = SamplingParams(**given)
-            check_prompt(ids, ready.vocab_size, ready.max_len, params)
+            check_prompt(ids, ready.vocab_size, ready.max_len, params, has_masks=True)
         except UserError as error:
             raise of_user_error(error, names) from None
         return Order(ids, params, text)
