@@ -182,7 +182,7 @@ def test_min_tokens_lengthens_as_far_as_the_grammar_goes(
         SamplingParams(max_tokens=24, ignore_eos=True, temperature=1, seed=3, grammar=star),
         SamplingParams(max_tokens=24, ignore_eos=True, grammar=Grammar.regex("xab")),
         SamplingParams(max_tokens=24, min_tokens=9, stop_token_ids=(tokenizer().encode("a")[0],),
-                       grammar=regex("xa+b")),
+                       grammar=Grammar.regex("xa+b")),
     ]  # fmt: skip
     long, short, endless, done, stopped = engine.generate([PROMPT] * 5, params)
     assert long.finish_reason == "stop" and len(long.token_ids) > 20, "the end came before min_tokens"
