@@ -6,9 +6,10 @@ Each engine fills a good part of the GPU's memory, so they follow one after the 
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,8 @@ def measure(options: BenchOptions, variant: str) -> list[Run]:
         if options.quick:
             items = tuple(Item(item.prompt, min(item.max_tokens, 8)) for item in work.items[:8])
             work = replace(work, name=f"{name}[:8]", items=items)
-        kept = alternate({variant: partial(sample, engine, work, options)}, options.repeats, log=print)
+        shift = count(1)  # the engine's prefix cache lives on: no run may have tokens that one before had
+        kept = alternate({variant: partial(sample, engine, work, options, shift)}, options.repeats, log=print)
         given = dict(VARIANTS[variant])
         runs.append(
             summarize(variant, work, kept[variant], model=options.model, dtype=options.dtype, options=given)
@@ -94,9 +96,11 @@ def measure(options: BenchOptions, variant: str) -> list[Run]:
     return runs
 
 
-def sample(engine: PagedEngine, work: Workload, options: BenchOptions, repeat: int) -> Sample:
+def sample(
+    engine: PagedEngine, work: Workload, options: BenchOptions, shift: Iterator[int], repeat: int
+) -> Sample:
     """One run of a workload, with tokens that no run before had."""
-    return time_generation(engine, work.cold(repeat + 1), options.device)
+    return time_generation(engine, work.cold(next(shift)), options.device)
 
 
 def _token_bytes(options: BenchOptions, variant: str) -> int:

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from common.events import Params, TokenEvent, params_per_prompt
+from common.events import Params, TextStream, TokenEvent, params_per_prompt
 from common.rules import check_prompt, finish_reason, output_limit
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import Sampled, Sampler
-from common.text.stop_checker import StopChecker
 from common.text.tokenizer import Tokenizer
 from forward.attention import RecomputeAttention
 from forward.model import Model
@@ -64,16 +63,17 @@ class Generator:
             return
         self.begin(len(prompt), limit)
         self.sampler.set_row(0, params, prompt, eos_ids=eos, sample=sample)
-        stop = StopChecker(self.tokenizer, params) if self.tokenizer and params.stop else None
+        text = TextStream(self.tokenizer, params) if self.tokenizer and params.stop else None
         reason = None
         while reason is None:
             sampled = self._next(tokens, len(tokens) - len(prompt))
             token = int(sampled.tokens[0])  # the host waits for the device here, once a token
             tokens.append(token)
             reason = finish_reason(token, len(tokens) - len(prompt), params, eos, limit)
-            if stop is not None and stop.push(token):
-                reason = "stop"
-            yield TokenEvent(index, token, reason, time.perf_counter(), sampled.logprob(0), sample)
+            piece = None
+            if text is not None:
+                reason, piece = text.advance(token, reason)
+            yield TokenEvent(index, token, reason, time.perf_counter(), sampled.logprob(0), sample, piece)
 
     @torch.inference_mode()  # not around the loop: a generator would leave it switched on for its consumer
     def _next(self, tokens: list[int], step: int) -> Sampled:

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from batching.attention import PaddedAttention
 from common.errors import UserError
-from common.events import FinishReason, Params, TokenEvent, params_per_prompt
+from common.events import FinishReason, Params, TextStream, TokenEvent, params_per_prompt
 from common.rules import check_prompt, finish_reason, output_limit
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import Sampled, Sampler
-from common.text.stop_checker import StopChecker
 from common.text.tokenizer import Tokenizer
 from forward.model import Model
 from kv_cache.cache import KVCache
@@ -52,7 +51,7 @@ class Row:
     prompt: list[int]
     params: SamplingParams
     limit: int
-    stop: StopChecker | None
+    text: TextStream | None
     output: list[int] = field(default_factory=list)
     reason: FinishReason | None = None
 
@@ -98,8 +97,8 @@ class BatchGenerator:
                 if limit == 0:
                     yield TokenEvent(index, None, "length", time.perf_counter(), sample=sample)
                     continue
-                stop = StopChecker(self.tokenizer, params) if self.tokenizer and params.stop else None
-                rows.append(Row(index, sample, prompt, params, limit, stop))
+                text = TextStream(self.tokenizer, params) if self.tokenizer and params.stop else None
+                rows.append(Row(index, sample, prompt, params, limit, text))
         for first in range(0, len(rows), self.batch_size):
             yield from self._batch(rows[first : first + self.batch_size])
 
@@ -132,8 +131,9 @@ class BatchGenerator:
             tokens, now, step = sampled.tokens.tolist(), time.perf_counter(), step + 1  # the only wait
             for place, (row, token) in enumerate(zip(active, tokens, strict=True)):
                 if row.reason is None:
-                    self._append(row, token)
-                    yield TokenEvent(row.index, token, row.reason, now, sampled.logprob(place), row.sample)
+                    piece = self._append(row, token)
+                    logprob = sampled.logprob(place)
+                    yield TokenEvent(row.index, token, row.reason, now, logprob, row.sample, piece)
             ids = sampled.tokens.unsqueeze(1)  # [B, 1], never leaves the device
             live = [place for place, row in enumerate(active) if row.reason is None]
             if not live:
@@ -145,13 +145,16 @@ class BatchGenerator:
                 ids = ids[kept]
             self.waste.finished += len(active) - len(live)
 
-    def _append(self, row: Row, token: int) -> None:
+    def _append(self, row: Row, token: int) -> str | None:
+        """Take a token; returns the text that it adds, if stop strings are looked for in it."""
         row.output.append(token)
         row.reason = finish_reason(
             token, len(row.output), row.params, self.model.config.eos_token_ids, row.limit
         )
-        if row.stop is not None and row.stop.push(token):
-            row.reason = "stop"
+        if row.text is None:
+            return None
+        row.reason, piece = row.text.advance(token, row.reason)
+        return piece
 
     @torch.inference_mode()  # not around the loop: a generator would leave it switched on for its consumer
     def _step(self, ids: Tensor, attention: PaddedAttention, places: list[int], step: int) -> Sampled:

@@ -14,13 +14,15 @@ What it adds to version 3:
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from paged_cache.pool import LayerCache
-from triton_paged_attention.pairs import attend_pairs
+from triton_paged_attention.pairs import LEAST_TILE, attend_pairs
 from triton_paged_attention.tiles import attend, combine
 from triton_paged_attention.tma import describe
 from triton_paged_attention.tuning.tables import DECODE, DecodeConfig, DecodeKey
@@ -162,12 +164,14 @@ def paged_decode(
         return out
     queries = triton.next_power_of_2(max_queries)
     config = config or DECODE.lookup(DecodeKey(items * kv_heads, d_pad, cache.k.element_size()), q.device)
+    if cache.paired:
+        config = replace(config, block_n=max(config.block_n, LEAST_TILE), tma=False)
     if config.splits > 1:
         rows = items * kv_heads * config.splits * queries * group
         workspace = workspace or Workspace(rows, d_pad, q.device)
         assert workspace.rows >= rows, f"the workspace has {workspace.rows} rows, but {rows} are needed"
     numbers = (cache.k, cache.v.view(torch.int16) if cache.paired else cache.v)
-    k_arg, v_arg = (describe(c, config.block_n) if config.tma and not cache.paired else c for c in numbers)
+    k_arg, v_arg = (describe(c, config.block_n) if config.tma else c for c in numbers)
     decode_kernel[(kv_heads, config.splits, items)](
         out, q, k_arg, v_arg, block_tables, context_lens,
         context_lens if query_starts is None else query_starts,  # any pointer where there is nothing to read

@@ -13,6 +13,9 @@ import triton.language as tl
 
 from triton_paged_attention.tiles import hide, lookup, raw_scores, unit
 
+LEAST_TILE = 32
+"""Tokens of a tile, at least: a matrix unit takes 16 keys at a time, and even and odd ones are apart."""
+
 EVEN = tl.constexpr(
     "{.reg .b32 t; .reg .b16 h, z; prmt.b32 t, $1, 0, 0x4420; mov.b32 {h, z}, t; cvt.rn.f16x2.e4m3x2 $0, h;}"
 )

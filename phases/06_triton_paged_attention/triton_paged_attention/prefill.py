@@ -12,6 +12,7 @@ the diagonal pay for one, and keys after the diagonal are never touched (early e
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paged_cache.pool import LayerCache
-from triton_paged_attention.pairs import attend_pairs
+from triton_paged_attention.pairs import LEAST_TILE, attend_pairs
 from triton_paged_attention.tiles import attend
 from triton_paged_attention.tma import describe
 from triton_paged_attention.tuning.tables import PREFILL, PrefillConfig, PrefillKey
@@ -149,9 +150,11 @@ def paged_prefill(
     out = torch.empty_like(q) if out is None else out
     if len(tiles) == 0:
         return out
+    if cache.paired:
+        config = replace(config, block_n=max(config.block_n, LEAST_TILE), tma=False)
     tma = config.tma and block_size % config.block_n == 0 and d == d_pad and cache.k.stride(2) == d
     numbers = (cache.k, cache.v.view(torch.int16) if cache.paired else cache.v)
-    k_arg, v_arg = (describe(c, config.block_n) if tma and not cache.paired else c for c in numbers)
+    k_arg, v_arg = (describe(c, config.block_n) if tma else c for c in numbers)
     options = {"maxnreg": config.maxnreg} if config.maxnreg and q.is_cuda else {}
     prefill_kernel[(len(tiles), kv_heads)](
         out, q, k_arg, v_arg, block_tables, tiles,
