@@ -16,7 +16,7 @@ from benchmarks.evidence import Metric, Run, collect, results
 from common.events import TokenEvent
 from phases import LADDER, PHASES, ROOT, find_phase, registry
 from phases.cli import main
-from phases.commands import benches, demo, doctor, engines
+from phases.commands import benches, demo, demo_server, doctor, engines
 from phases.commands.engines import serve
 from phases.registry import missing_for
 
@@ -86,7 +86,8 @@ def test_benchmarks_that_are_not_of_a_phase_are_named(cli, command):
     assert err == f"error: phase is 'nope', but it must be one of {', '.join(known)}\n"
     assert "gpu_tests" not in cli("run", "nope")[2]
     _, out, _ = cli(command, "--help")
-    assert all(name in out for name in benches.extras())
+    joined = "".join(out.replace("│", " ").split())  # long names are cut at the end of a line
+    assert all(name in joined for name in benches.extras())
 
 
 @pytest.mark.parametrize("content", [b"", b"\n  \n", b"\xff\xfe\x00"])
@@ -243,7 +244,7 @@ def test_options_of_the_engine_reach_it_and_its_ledger_is_shown(cli, monkeypatch
     arguments += ["--max-rows", "3", "--max-len", "99", "--step-tokens", "64", "--policy", "priority"]
     code, _, err = cli("run", "5", "--device", "cpu", *arguments)
     assert code == 0 and "cache 7 blocks" in err
-    del asked["device"], asked["dtype"]
+    del asked["device"], asked["dtype"], asked["tokenizer"]
     assert asked == {
         "block_size": 8,
         "cache_bytes": 50_000,
@@ -405,5 +406,6 @@ def test_demo_answers_and_ends_with_a_table(cli, monkeypatch, smollm2_folder):
     assert code == 0
     assert "The capital of France is Paris." in out
     table = out[out.rindex("tokens/s") :]
-    assert all(phase.name in table for phase in PHASES if not phase.needs)
+    rungs = [phase for phase in PHASES if not phase.needs and phase.number != demo_server.SERVING]
+    assert all(phase.name in table for phase in rungs)
     assert "Every phase gave the same answers" in table

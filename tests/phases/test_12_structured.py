@@ -22,6 +22,7 @@ from common.sampling import ops
 from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import Allowed, Sampler
+from continuous.seams import Drafter
 from continuous.work import Work
 from forward.model import Model
 from paged_cache import BlockPool, PagedEngine
@@ -564,7 +565,7 @@ def test_beside_free_rows(model: Model) -> None:
 # Speculation.
 
 
-class Guess:
+class Guess(Drafter):
     """Drafts a fixed continuation, of which a grammar may refuse the rest."""
 
     def __init__(self, text: str) -> None:

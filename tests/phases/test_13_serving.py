@@ -49,7 +49,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture
 def engine(model: Model) -> PagedEngine:
-    return load(model, max_rows=8, cache_bytes=blocks(model, 200), step_tokens=256)
+    return load(model, max_rows=8, cache_bytes=blocks(model, 200), step_tokens=256, speculate=False)
 
 
 @pytest.fixture

@@ -138,15 +138,15 @@ BUGS = (
     Bug(
         "graph-with-old-tables",
         RUNNER,
-        "        self.tables.update(rows, int(at.max()) // self.cache.block_size + 1)\n",
+        "        self.tables.update(rows, (int(at.max()) + steps - 1) // self.cache.block_size + 1)\n",
         "",
         "Replays a decode with the tables of some step before.",
     ),
     Bug(
         "last-block-not-sent",
         RUNNER,
-        "self.tables.update(rows, int(at.max()) // self.cache.block_size + 1)",
-        "self.tables.update(rows, -(-int(at.max()) // self.cache.block_size))",
+        "self.tables.update(rows, (int(at.max()) + steps - 1) // self.cache.block_size + 1)",
+        "self.tables.update(rows, -(-(int(at.max()) + steps - 1) // self.cache.block_size))",
         "Sends one block too few when a token is the first of its block.",
     ),
     Bug(
@@ -159,8 +159,8 @@ BUGS = (
     Bug(
         "copies-forgotten",
         RUNNER,
-        "        self.refresh(works)\n        count = len(works)\n",
-        "        count = len(works)\n",
+        "        self.refresh(works)\n        count, rows = len(works), self._stage(works, size)\n",
+        "        count, rows = len(works), self._stage(works, size)\n",
         "Replays a decode before the copies and settings that it depends on are made.",
     ),
     Bug(
@@ -215,8 +215,8 @@ BUGS = (
     Bug(
         "cap-forgotten",
         DECODE,
-        "logits = on.model.logits(hidden) if capped else on.model.lm_head(hidden)",
-        "logits = on.model.lm_head(hidden)",
+        "logits = on.model.logits(self.hidden) if capped else on.model.lm_head(self.hidden)",
+        "logits = on.model.lm_head(self.hidden)",
         "Leaves out the soft cap of the logits inside graphs.",
     ),
     Bug(

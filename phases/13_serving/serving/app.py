@@ -204,7 +204,7 @@ class App:
             raise ApiError(400, f"{unknown[0][:100]!r} is no field of this request", param=unknown[0][:100])
         if unknown:
             names = ", ".join(name[:100] for name in unknown[:16]).encode("ascii", "replace")
-            exchange.extra.append((b"x-ladder-ignored", bytes(b if b >= 32 else 63 for b in names)))
+            exchange.extra.append((b"x-ladder-ignored", bytes(b if 32 <= b < 127 else 63 for b in names)))
         return request
 
     def _shape(self, kind: type[Answer], exchange: Exchange, request: Generation, prefix: str) -> Answer:

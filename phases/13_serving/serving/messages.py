@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct, field
 
+from common.errors import UserError
 from common.sampling.params import SamplingParams
 
 NO_TOKEN = -1
@@ -98,6 +99,18 @@ class End(Struct, array_like=True):
     reason: str
     message: str = ""
     place: int = NO_TOKEN
+
+
+FAILED = "the step that computed this request failed; the server's log says why"
+
+
+def ending(number: int, reason: str, error: BaseException | None, place: int) -> End:
+    """How a completion ended. What is wrong with a request itself, as its grammar, is told to its sender."""
+    if reason != "error":
+        return End(number, reason, "", place)
+    if isinstance(error, UserError):
+        return End(number, "refused", str(error), place)
+    return End(number, reason, FAILED, place)
 
 
 class Step(Struct, array_like=True, tag="step"):

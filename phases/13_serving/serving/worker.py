@@ -1,7 +1,6 @@
 """The engine process: it takes in what was sent, runs a step, and sends back what came of it.
 
-The loop never waits while there is something to compute, and it waits for nothing
-else when there is not. The API process may be busy, slow or gone; no request of one client can stop it.
+The loop never waits while there is something to compute, and no client can stop it.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from common.sampling.params import SamplingParams
 from continuous.engine import Output
 from paged_cache import PagedEngine
 from serving.messages import (
+    FAILED,
     NO_TOKEN,
     Abort,
     Add,
@@ -28,6 +28,7 @@ from serving.messages import (
     Stop,
     Token,
     Watch,
+    ending,
 )
 from serving.watching.picture import picture
 
@@ -35,7 +36,6 @@ log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 1.0
 """How long an idle engine sleeps at most before it looks around."""
-FAILED = "the step that computed this request failed; the server's log says why"
 
 
 class Served(Protocol):
@@ -158,7 +158,7 @@ class Worker:
                     if request.cached_tokens:
                         step.cached.append((number, request.cached_tokens))
             if reason is not None:
-                step.ends.append(_end(number, reason, request.error, place))
+                step.ends.append(ending(number, reason, request.error, place))
                 self.live.pop(number, None)
                 self._fresh.discard(number)
         if self._due(now):
@@ -189,12 +189,3 @@ class Worker:
         )
 
     _computed = 0
-
-
-def _end(number: int, reason: str, error: BaseException | None, place: int) -> End:
-    """How a completion ended. What is wrong with a request itself, as its grammar, is told to its sender."""
-    if reason != "error":
-        return End(number, reason, "", place)
-    if isinstance(error, UserError):
-        return End(number, "refused", str(error), place)
-    return End(number, reason, FAILED, place)
