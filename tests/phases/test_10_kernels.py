@@ -12,9 +12,11 @@ from torch import Tensor, nn
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import quant
 from cuda_graphs.latency.lone import Parts
 from cuda_graphs.latency.tables import LoneConfig
 from forward.attention import LayerSpec
+from forward.loading import load_model
 from paged_cache.pool import LayerCache
 from quant.activations import quantize_tokens, rounded
 from quant.formats import FP8, FP8_BLOCK, INT4, INT8, W8A8, Scheme
@@ -269,3 +271,12 @@ def test_the_output_projection_combines_splits(scheme: Scheme, d: int, rng: torc
 
 def layer_of_kept(layer: KernelLinear) -> QuantLinear:
     return QuantLinear(layer.quantized(), layer.bias)
+
+
+def test_the_ledger_knows_of_unpacked_weights() -> None:
+    model = load_model("random:tiny", device=DEVICE, dtype="float32")
+    options = {"kernels": True, "graphs": False, "rehearsal": False, "cache_bytes": 1 << 20, "max_len": 64}
+    engines = [quant.load(model, quantization=scheme, **options) for scheme in ("fp8", "int8")]
+    largest = model.config.vocab_size * model.config.hidden_size * 4  # the head, in float32
+    more = engines[1].ledger.reserved - engines[0].ledger.reserved
+    assert more == largest, f"{more} bytes are left free for weights of one byte, which need {largest}"

@@ -41,6 +41,12 @@ def by_kernels(old: QuantFusedLinear, kind: type[KernelLinear] = KernelLinear) -
     return kind(old.linear) if kind.takes(old.linear) else old
 
 
+def unpacked_bytes(model: Model) -> int:
+    """Bytes of the largest weight that is unpacked as a whole where it meets many tokens."""
+    layers = [layer for layer in model.modules() if isinstance(layer, KernelLinear) and not layer.eight]
+    return max((layer.shape[0] * layer.shape[1] * model.dtype.itemsize for layer in layers), default=0)
+
+
 def eight_bits(block: FusedBlock) -> Activations | None:
     """What a block's inputs are rounded to, if all its projections are products of eight bits."""
     attend, mlp = block.self_attn, block.mlp
