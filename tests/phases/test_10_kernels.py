@@ -43,7 +43,7 @@ ZEROS = Scheme("int4-zeros", "int4", "group", group=128, zeros=True)
 ZEROS_32 = Scheme("int4-zeros", "int4", "group", group=32, zeros=True)
 SCHEMES = [FP8, FP8_BLOCK, INT8, W8A8, INT4, INT4_64, INT4_32, ZEROS, ZEROS_32]
 named = pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: f"{s.name}-{s.group}")
-pytestmark = pytest.mark.usefixtures("poison")
+pytestmark = [pytest.mark.usefixtures("poison"), pytest.mark.slow]  # a minute in the interpreter
 
 
 @pytest.fixture

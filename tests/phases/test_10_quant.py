@@ -446,6 +446,7 @@ SUBSETS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv", ["none", "fp8", "int8"])
 @pytest.mark.parametrize("scheme", [None, "fp8", "int8", "w8a8", "int4"])
 def test_every_way_gives_the_same_tokens(

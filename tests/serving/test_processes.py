@@ -20,6 +20,8 @@ from common.sampling.params import SamplingParams
 from forward.loading import load_model
 from tests.servers import Running, wait_until
 
+pytestmark = pytest.mark.slow  # real processes
+
 openai = pytest.importorskip("openai")
 
 SMALL = ("--max-rows", "8", "--cache-bytes", "3000000", "--step-tokens", "256", "--access-log", "none")

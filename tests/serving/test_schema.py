@@ -9,6 +9,8 @@ import pytest
 
 from tests.servers import Running
 
+pytestmark = pytest.mark.slow  # real processes
+
 schemathesis = pytest.importorskip("schemathesis")
 hypothesis = pytest.importorskip("hypothesis")
 
