@@ -105,15 +105,23 @@ def reset_peak_memory(device: torch.device | str) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """The maker's name of the GPU, or of the processor."""
+    """The maker's name of the GPU, or of the processor.
+
+    A virtual machine's processor often hides its generation behind a bare "AMD EPYC", so its family and model
+    are told as well.
+    """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         text = ""
-    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return match.group(1).strip() if match else platform.processor() or platform.machine()
+    fields = dict(re.findall(r"^(model name|cpu family|model)\s*:\s*(.+?)\s*$", text, re.MULTILINE))
+    if "model name" not in fields:
+        return platform.processor() or platform.machine()
+    if {"cpu family", "model"} <= set(fields) and not re.search(r"\d{3}", fields["model name"]):
+        return f"{fields['model name']}, family {fields['cpu family']}, model {fields['model']}"
+    return fields["model name"]
 
 
 def device_folder(device: str, name: str) -> str:

@@ -34,6 +34,18 @@ class Logprob(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()
 
 
+class PromptLogprob(NamedTuple):
+    """Log-probabilities at one position of a prompt, given what stands before it.
+
+    chosen, top: as in `Logprob`, of the prompt's own token.
+    rank: how many tokens are at least as likely; 1: it is the most likely one.
+    """
+
+    chosen: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
 class TokenEvent(NamedTuple):
     """One token of one request, or the end of a request.
 
@@ -123,9 +135,11 @@ class TextStream:
     The end-of-sequence or stop token that ended it is left out, and so is a stop string with what follows it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
-        """Begin with an empty text."""
-        self._checker = StopChecker(tokenizer, params)
+    def __init__(
+        self, tokenizer: Tokenizer, params: SamplingParams, shown: frozenset[int] = frozenset()
+    ) -> None:
+        """Begin with an empty text. shown: special tokens that belong to it."""
+        self._checker = StopChecker(tokenizer, params, shown)
         self._shown: list[str] = []
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from common.events import FinishReason, TextStream
+from common.events import FinishReason, PromptLogprob, TextStream
 from common.sampling.params import SamplingParams
 
 NO_ROW = -1
@@ -35,6 +35,8 @@ class Request:
     siblings: completions of the same prompt that wait for this one to compute it (`n > 1`).
     rank: where it stands in line, set by the scheduler's policy; smaller goes first.
     in_flight: scheduled steps that the host has not seen the end of.
+    prompt_logprobs: of each token of the prompt, for who asks; None: not yet, or the first, or not asked for.
+        Of several samples that share their prompt only the first has them.
     cached_tokens: tokens that its last admission found in the prefix cache and did not compute.
     """
 
@@ -61,6 +63,7 @@ class Request:
     in_flight: int = 0
     preemptions: int = 0
     cached_tokens: int = 0
+    prompt_logprobs: list[PromptLogprob | None] | None = None
     finish_reason: FinishReason | None = None
     error: BaseException | None = None
 

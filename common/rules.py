@@ -18,7 +18,7 @@ def check_prompt(
     params: SamplingParams,
     *,
     has_tokenizer: bool = True,
-    has_masks: bool = False,
+    continuous: bool = False,
 ) -> None:
     """Raise `UserError` for a request that no phase can serve; every phase calls this before it computes.
 
@@ -27,7 +27,8 @@ def check_prompt(
     than there is room for; the request then ends with "length" when the context is full (`output_limit`).
 
     has_tokenizer: False for an engine that sees only token ids and so cannot look for stop strings.
-    has_masks: True for an engine that says itself which grammars it takes.
+    continuous: True for the engine of phase 04 and later, which says itself which grammars it takes, and can
+        tell the log-probabilities of prompts.
     """
     last = vocab_size - 1
     try:
@@ -54,8 +55,10 @@ def check_prompt(
                 raise UserError(f"{name} holds token id {token}, but ids must be between 0 and {last}")
     if params.stop and not has_tokenizer:
         raise UserError(f"stop is {params.stop!r}, but must be empty for an engine that has no tokenizer")
-    if params.grammar is not None and not has_masks:
+    if params.grammar is not None and not continuous:
         raise UserError(NO_GRAMMARS)
+    if params.prompt_logprobs is not None and not continuous:
+        raise UserError("prompt_logprobs is set, but must be None for an engine without them: see phase 04")
 
 
 def output_limit(prompt_len: int, params: SamplingParams, max_context: int) -> int:

@@ -49,6 +49,7 @@ def load_weights(
     transform: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
     tied: Mapping[str, str] | None = None,
     place: Callable[[nn.Module, str, Tensor], None] | None = None,
+    read: Callable[[str, Any, str], Tensor] | None = None,
 ) -> None:
     """Replace every parameter and persistent buffer of `model` by the checkpoint's tensor of that name.
 
@@ -70,6 +71,8 @@ def load_weights(
             never missing, and a copy of it in the checkpoint is ignored.
         place: puts a finished tensor where the model's name says, in the place of `assign`. Who replaces
             layers while they are loaded never has two copies of them all.
+        read: given the model's name, an open file and the file's name, reads what is wanted of that tensor,
+            which may be a part of it, and does in the place of `transform` what that does.
 
     Raises:
         UserError: there is no checkpoint, a file is damaged, or tensors are missing, unexpected or misshapen.
@@ -88,7 +91,8 @@ def load_weights(
                 stored[name] = file
         sources = _match(folder, stored, expected, rename, transform, tied)
         for target, source in sources.items():
-            tensor = transform(target, stored[source].get_tensor(source))
+            file = stored[source]
+            tensor = read(target, file, source) if read else transform(target, file.get_tensor(source))
             tensor = tensor.reshape(tensor.shape or (1,))  # one number by itself is a vector of one
             # Copied even where nothing is converted: a view would keep the file mapped while the model lives.
             wanted = expected[target]

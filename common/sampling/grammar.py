@@ -6,6 +6,7 @@ A `Grammar` is only the text of it, checked for size. What it means is for the e
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
@@ -20,6 +21,9 @@ MAX_GRAMMAR_CHARACTERS: Final = 1 << 18
 MAX_CHOICES: Final = 10_000
 MAX_DEPTH: Final = 128
 """Deepest nesting of brackets in a JSON schema: what reads one recurses."""
+
+_OTHERS: Final = re.compile(r'(?:"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|[^\[{\]}"]++)++', re.DOTALL)
+"""All but brackets; those in strings go with their strings."""
 
 
 @dataclass(frozen=True)
@@ -87,19 +91,11 @@ class Grammar:
 
 def check_depth(source: str) -> None:
     """Raise `UserError` if brackets of a JSON text, those in strings aside, nest deeper than `MAX_DEPTH`."""
-    depth, quoted, escaped = 0, False, False
-    for character in source:
-        if quoted:
-            quoted = escaped or character != '"'
-            escaped = not escaped and character == "\\"
-        elif character == '"':
-            quoted = True
-        elif character in "[{":
-            depth += 1
-            if depth > MAX_DEPTH:
-                raise UserError(f"grammar (json_schema) nests deeper than {MAX_DEPTH} levels")
-        elif character in "]}":
-            depth -= 1
+    depth = 0
+    for bracket in _OTHERS.sub("", source):
+        depth += 1 if bracket in "[{" else -1
+        if depth > MAX_DEPTH:
+            raise UserError(f"grammar (json_schema) nests deeper than {MAX_DEPTH} levels")
 
 
 def _dump(kind: Kind, value: object) -> str:

@@ -85,8 +85,8 @@ class HostSampled:
         tokens, logprobs, ids, values, wanted = sampled
         self._arrived: torch.Event | None = None
         if tokens.is_cuda:
-            tokens = _pinned_copy(tokens)
-            logprobs, ids, values = (None if t is None else _pinned_copy(t) for t in (logprobs, ids, values))
+            tokens = pinned_copy(tokens)
+            logprobs, ids, values = (None if t is None else pinned_copy(t) for t in (logprobs, ids, values))
             self._arrived = torch.cuda.current_stream(sampled.tokens.device).record_event()
         self._sampled = Sampled(tokens, logprobs, ids, values, wanted)
 
@@ -100,7 +100,8 @@ class HostSampled:
         return [(token, sampled.logprob(place)) for place, token in enumerate(tokens)]
 
 
-def _pinned_copy(tensor: Tensor) -> Tensor:
+def pinned_copy(tensor: Tensor) -> Tensor:
+    """A copy on the host that the device's queue will fill."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
 
@@ -222,11 +223,7 @@ class Sampler(SamplerRows):
         (which a plan for any rows brings here), and logits that are NaN or infinite.
         """
         floats, ints = self.floats[rows], self.ints[rows]
-        # Where a logit is NaN it alone shall stay NaN.
-        largest = logits.amax(1, keepdim=True).nan_to_num_(_LARGEST, math.inf, -math.inf)  # [B, 1]
-        # Subtract first: then a small temperature scales differences, all at most 0, and nothing overflows.
-        # The reciprocal of temperature 0 is infinite: the largest becomes NaN, and the others' weights 0.
-        weights = (logits - largest).mul_(floats[:, TEMPERATURE, None].reciprocal()).exp_()  # [B, V]
+        weights = self.weights(logits, logits.amax(1, keepdim=True), rows)
         if Feature.MIN_P in features:
             weights = torch.where(weights < floats[:, MIN_P, None], 0.0, weights)
         if features & RADIX:
@@ -234,6 +231,14 @@ class Sampler(SamplerRows):
             top_p = ints[:, TOP_P, None] if Feature.TOP_P in features else None
             weights = ops.truncate(weights, top_k, top_p)
         return weights
+
+    def weights(self, logits: Tensor, largest: Tensor, rows: Tensor) -> Tensor:
+        """Return `weigh` without truncation, given the `largest` logits `[B, 1]`."""
+        # Where a logit is NaN it alone shall stay NaN.
+        largest = largest.nan_to_num(_LARGEST, math.inf, -math.inf)
+        # Subtract first: then a small temperature scales differences, all at most 0, and nothing overflows.
+        # The reciprocal of temperature 0 is infinite: the largest becomes NaN, and the others' weights 0.
+        return (logits - largest).mul_(self.floats[rows, TEMPERATURE, None].reciprocal()).exp_()  # [B, V]
 
     def _adjust(
         self,

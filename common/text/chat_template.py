@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import nodes
+from jinja2 import meta, nodes
 
 from common.errors import UserError, text
 from common.text.template_sandbox import TemplateSandbox
@@ -22,7 +22,11 @@ _SANDBOX = TemplateSandbox()
 
 
 class ChatTemplate:
-    """A compiled template."""
+    """A compiled template.
+
+    source: its text.
+    variables: what it asks for by name, such as `messages` or `tools`.
+    """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Compile `source`, which may refer to the names in `special_tokens` (`bos_token`, `eos_token`, ...).
@@ -30,10 +34,11 @@ class ChatTemplate:
         Raises:
             UserError: it is not a Jinja template, or exceeds a limit of the sandbox.
         """
-        self._special_tokens = dict(special_tokens)
+        self.source, self._special_tokens = source, dict(special_tokens)
         try:
             self._template = _SANDBOX.load(source)
             tree = _SANDBOX.parse(source)
+            self.variables = frozenset(meta.find_undeclared_variables(tree))
         except Exception as error:  # Jinja's, and Python's own for code that is nested too deeply
             raise UserError(f"the model's chat template is not valid ({_told(error)})") from error
         named = {node.attr for node in tree.find_all(nodes.Getattr)}

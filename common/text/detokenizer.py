@@ -74,10 +74,12 @@ class Detokenizer:
     the text, whether a space stands between two) is decoded beside the one before it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
-        """Begin an empty text."""
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, shown: frozenset[int] = frozenset()
+    ) -> None:
+        """Begin an empty text. shown: special tokens that belong to it all the same."""
         self._backend, self._bytes = tokenizer.backend, tokenizer.token_bytes
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._skipped = tokenizer.special_ids - shown if skip_special_tokens else frozenset[int]()
         errors = _EACH_BYTE if self._bytes.byte_fallback else "replace"
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors)
         self._last: int | None = None

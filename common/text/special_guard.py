@@ -55,7 +55,10 @@ class SpecialGuard:
         if isinstance(value, str):
             return self._hide(value, whole)
         if isinstance(value, Mapping):
-            return {key: self.hide(item, whole=whole or key == "role") for key, item in value.items()}
+            return {
+                self.hide(key, whole=True): self.hide(item, whole=whole or key == "role")
+                for key, item in value.items()
+            }
         if isinstance(value, (list, tuple)):
             return type(value)(self.hide(item, whole=whole) for item in value)
         return value

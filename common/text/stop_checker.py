@@ -25,12 +25,14 @@ class StopChecker:
         stopped: whether a stop string has been completed.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
-        """Begin with an empty text."""
+    def __init__(
+        self, tokenizer: Tokenizer, params: SamplingParams, shown: frozenset[int] = frozenset()
+    ) -> None:
+        """Begin with an empty text; `shown` is `Detokenizer`'s."""
         self.held, self.stopped = "", False
         self._known: list[str] = []
         self._taken = 0  # pieces of `_known` that `take` has given out
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer, shown=shown)
         self._strings = StopStrings(params.stop) if params.stop else None
         self._state, self._exempt = 0, params.min_tokens
 

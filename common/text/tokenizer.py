@@ -85,12 +85,12 @@ class Tokenizer:
         Args:
             messages: dictionaries with `role` and `content`.
             add_generation_prompt: whether to end with the words that open the assistant's turn.
-            variables: passed on to the template, such as `enable_thinking=False`.
+            variables: passed on to the template, such as `tools` or `enable_thinking=False`.
 
         Raises:
             UserError: the model has no chat template, or the template does not take these messages.
         """
-        template, guard = self.chat_template, self._guard
+        template, guard = self.tool_template if variables.get("tools") else self.chat_template, self._guard
         conversation = template.conversation(messages)
         guarded = guard.hide([conversation, variables])
         if guarded == [conversation, variables]:
@@ -123,8 +123,17 @@ class Tokenizer:
         Raises:
             UserError: the model has none, as a model that was only pretrained.
         """
-        source = self._chat_template_source
-        if source is None:
+        return self._template("default")
+
+    @cached_property
+    def tool_template(self) -> ChatTemplate:
+        """The chat template for conversations with tools, where the model has one of its own for them."""
+        return self._template("tool_use") if "tool_use" in self._chat_templates else self.chat_template
+
+    def _template(self, name: str) -> ChatTemplate:
+        sources = self._chat_templates
+        source = sources.get(name, sources.get("default"))
+        if not isinstance(source, str):
             raise UserError(
                 f"the model in {self.folder} has no chat template: give it plain text to continue"
             )
@@ -132,22 +141,23 @@ class Tokenizer:
         return ChatTemplate(source, {key: value for key, value in special.items() if value is not None})
 
     @cached_property
-    def _chat_template_source(self) -> str | None:
+    def _chat_templates(self) -> dict[str, Any]:
+        """By name; one that is alone is `default`."""
         path = self.folder / "chat_template.jinja"
         if path.is_file():
             if path.stat().st_size > 4 * SOURCE_CHARACTERS:  # before reading what may be gigabytes
                 raise UserError(f"{path} has {path.stat().st_size:,} bytes, too many for a chat template")
             try:
-                return path.read_text(encoding="utf-8")
+                return {"default": path.read_text(encoding="utf-8")}
             except (ValueError, OSError) as error:
                 raise UserError(f"{path} cannot be read as UTF-8 ({error})") from None
         source = self._config.get("chat_template")
         if source is None:
             source = _read_json(self.folder / "chat_template.json").get("chat_template")
         if isinstance(source, list):  # several by name, of which `default` is for conversations without tools
-            named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-            source = named.get("default")
-        return source if isinstance(source, str) else None
+            entries = [entry for entry in source if isinstance(entry, dict)]
+            return {str(entry.get("name")): entry.get("template") for entry in entries}
+        return {"default": source}
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         with _named("the text"):
