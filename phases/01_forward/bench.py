@@ -64,8 +64,13 @@ def run(options: BenchOptions) -> Evidence:
 
 def draw(evidence: Evidence, out: Path) -> None:
     """The mean rate against the number of generated tokens, a line a model."""
-    figure, axes = lines(
-        evidence.find(PHASE), x="generated", metric="output_tokens_per_s", by=lambda run: run.model
-    )
-    axes.set_title("Recomputing everything: every token makes the next one slower")
+    runs = evidence.find(PHASE)
+    metric = "output_tokens_per_s"
+    figure, axes = lines(runs, x="generated", metric=metric, by=lambda run: run.model, phase=PHASE)
+    axes.set_xlabel("tokens generated")
+    of = {model: evidence.find(PHASE, model=model) for model in dict.fromkeys(run.model for run in runs)}
+    left = {model: found[-1].median(metric) / found[0].median(metric) for model, found in of.items()}
+    first, last = runs[0].options["generated"], runs[-1].options["generated"]
+    shares = ", ".join(f"{share:.0%} ({model})" for model, share in left.items())
+    axes.set_title(f"After {last} tokens, the rate that was left of that after {first}: {shares}")
     save(figure, out, evidence)

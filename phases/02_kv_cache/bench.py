@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 import forward
 import kv_cache
@@ -19,9 +20,14 @@ from benchmarks.workloads import Workload, uniform
 from common.events import generate
 from common.models.hub import model_folder
 from common.sampling.params import SamplingParams
+from forward import Model
+from forward.cpu_linear import FlippedLinear
+from forward.surgery import clone
 from kv_cache import KVCache
 
 PHASE, BEFORE = "02_kv_cache", "01_forward"
+PLAIN = f"{PHASE}, PyTorch's product"
+"""With `nn.Linear` as PyTorch computes it, as `transformers` does; see `forward/cpu_linear.py`."""
 GENERATED = (200, 500, 1000)
 PROMPTS = (64, 256, 512)
 
@@ -32,10 +38,12 @@ def run(options: BenchOptions) -> Evidence:
     for target in targets(options, published=True):
         bench = Bench(target)
         runs += bench.main() + bench.longer_prompts()
-        # The naive loop computes half a million tokens for its first thousand: in float32 that is a quarter
-        # of an hour on two cores, in bfloat16 (for both phases) a few minutes.
-        on_cpu = options.device.type == "cpu"
-        runs += Bench(replace(target, dtype=torch.bfloat16) if on_cpu else target).longer_outputs()
+        # The naive loop computes 130,000 tokens for its first 500, and half a million for its first thousand.
+        # On two cores these are minutes in bfloat16, which both phases take then, and a quarter of an hour.
+        if options.device.type == "cpu":
+            bench = Bench(replace(target, dtype=torch.bfloat16))
+            runs += bench.main(naive=False)
+        runs += bench.longer_outputs()
     return collect(PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json())
 
 
@@ -43,22 +51,24 @@ class Bench:
     """The two engines over one model, and how they are measured."""
 
     def __init__(self, options: BenchOptions) -> None:
-        model = load_target(options)
+        self.model = model = load_target(options)
         self.options, self.name, self.config = options, options.model or "", model.config
         self.engines = {BEFORE: forward.load(model), PHASE: kv_cache.load(model)}
         self.top = ceilings(options.device, options.dtype)
 
-    def main(self) -> list[Run]:
+    def main(self, naive: bool = True) -> list[Run]:
         """256 generated tokens. The naive loop takes minutes on a CPU: one sample of it is enough there."""
         work = uniform("generate-256", 1, 64, 32 if self.options.quick else 256)
         device, once = self.options.device, self.options.device.type == "cpu"
         short = uniform(work.name, 1, 64, 4)
         slow = alternate(
-            {BEFORE: lambda _: time_generation(self.engines[BEFORE], work, device)},
+            {BEFORE: lambda _: time_generation(self.engines[BEFORE], work, device)} if naive else {},
             repeats=1 if once else self.options.repeats,
             warm={BEFORE: lambda: time_generation(self.engines[BEFORE], short, device)},
         )
         contenders = {PHASE: timer(self.engines[PHASE], work, device)}
+        if any(isinstance(module, FlippedLinear) for module in self.model.modules()):
+            contenders[PLAIN] = timer(kv_cache.load(unflipped(self.model)), work, device)
         if transformers_version() and not self.name.startswith("random:"):
             peer = Transformers(model_folder(self.name), device=device, dtype=self.options.dtype)
             contenders[transformers_version()] = lambda repeat: peer.measure(work.cold(repeat))
@@ -68,11 +78,13 @@ class Bench:
         ]
 
     def longer_outputs(self) -> list[Run]:
-        """Rates up to 200, 500 and 1,000 tokens, all three from one generation."""
-        points = (8, 16, 32) if self.options.quick else GENERATED
-        work = uniform(f"generate-{points[-1]}", 1, 16, points[-1])
+        """Rates up to 200, 500 and 1,000 tokens, all from one generation; on a CPU the loop ends at 500."""
+        all_points = (8, 16, 32) if self.options.quick else GENERATED
         runs = []
         for variant, engine in self.engines.items():
+            slow = variant == BEFORE and self.options.device.type == "cpu"
+            points = all_points[:-1] if slow else all_points
+            work = uniform(f"generate-{all_points[-1]}", 1, 16, points[-1])
             generate(engine, work.prompts, SamplingParams(max_tokens=4, ignore_eos=True))  # warm up
             with Watch() as watch:
                 (done,) = generate(engine, work.prompts, work.params)
@@ -104,7 +116,7 @@ class Bench:
 
     def summarize(self, variant: str, work: Workload, samples: Samples, cached: bool, **options: int) -> Run:
         """Evidence of one variant; its roofline is that of the work its algorithm has to do."""
-        if variant == PHASE:
+        if variant in (PHASE, PLAIN):
             columns = work.prompt_lens[0] + work.output_lens[0] - 1
             for sample in samples.kept:
                 size = KVCache.bytes_needed(self.config, 1, columns, self.options.dtype)
@@ -123,6 +135,15 @@ class Bench:
         )
 
 
+def unflipped(model: Model) -> Model:
+    """The same weights, multiplied as PyTorch would."""
+    plain = clone(model)
+    for module in plain.modules():
+        if isinstance(module, FlippedLinear):
+            module.__class__ = nn.Linear  # type: ignore[assignment]
+    return plain
+
+
 def draw(evidence: Evidence, out: Path) -> None:
     """The mean rate of both phases against the number of generated tokens, a panel a model."""
     models = list(dict.fromkeys(run.model for run in evidence.runs))
@@ -130,5 +151,13 @@ def draw(evidence: Evidence, out: Path) -> None:
     for axes, model in zip(panel, models, strict=True):
         runs = [run for run in evidence.find(model=model) if "generated" in run.options]
         lines(runs, x="generated", metric="output_tokens_per_s", axes=axes)
-        axes.set_title(f"{model}, one request")
+        axes.set_xlabel("tokens generated")
+        last = max(run.options["generated"] for run in runs if run.variant == BEFORE)
+        new, old = (
+            evidence.one(name, model=model, generated=last).median("output_tokens_per_s")
+            for name in (PHASE, BEFORE)
+        )
+        axes.set_title(
+            f"{model} in {runs[0].dtype}: {new / old:.2g} times phase 01's rate after {last:,} tokens"
+        )
     save(figure, out, evidence)

@@ -106,8 +106,14 @@ def draw(evidence: Evidence, out: Path) -> None:
     figure, panel = panels(len(models))
     for axes, model in zip(panel, models, strict=True):
         runs = [run for run in evidence.find(PHASE, model=model) if "requests" in run.options]
-        lines(runs, x="requests", metric="output_tokens_per_s", axes=axes, log_x=True, roofline=True)
+        lines(
+            runs, x="requests", metric="output_tokens_per_s", axes=axes, log_x=True, log_y=True, roofline=True
+        )
         (alone,) = [run for run in evidence.find(BEFORE, model=model) if "requests" in run.options]
         reference_line(axes, alone.median("output_tokens_per_s"), "one by one (phase 02)")
-        axes.set_title(f"{model}: one pass over the weights for all")
+        most = max(runs, key=lambda run: run.options["requests"])
+        gain = most.median("output_tokens_per_s") / alone.median("output_tokens_per_s")
+        axes.set_title(
+            f"{model}: {most.options['requests']} requests in a batch, {gain:.0f} times the tokens"
+        )
     save(figure, out, evidence)

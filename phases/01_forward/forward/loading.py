@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from common.device import pick_device, pick_dtype
 from common.errors import UserError
-from common.models.checkpoint import load_weights
+from common.models.checkpoint import assign, load_weights
 from common.models.config import ModelConfig
 from common.models.fields import shown
 from common.models.hub import model_folder
@@ -72,15 +73,11 @@ def load_model(
         model = random_model(SHAPES[shape], device=where, dtype=kind, seed=seed)
         return model if linears is None else linears.finish(model)
     folder = model_folder(name)
-    model = _skeleton(ModelConfig.from_folder(folder))
+    model = skeleton(ModelConfig.from_folder(folder))
     if linears is not None:
         linears.expect(model)
-    elif model.config.quantization is not None:
-        method = shown(model.config.quantization["quant_method"])
-        raise UserError(
-            f"{folder}/config.json: quantization_config names the method {method}, but plain weights are all "
-            "that phases before 10 read"
-        )
+    else:
+        refuse_quantized(model.config, folder)
     load_weights(
         model,
         folder,
@@ -91,7 +88,17 @@ def load_model(
         tied=model.TIED if model.config.tie_word_embeddings else {},
         place=None if linears is None else linears.place,
     )
-    return _finish(model if linears is None else linears.finish(model), where)
+    return finish(model if linears is None else linears.finish(model), where)
+
+
+def refuse_quantized(config: ModelConfig, folder: Path) -> None:
+    """Raise `UserError` for a checkpoint of few bits, where nobody knows how to read these."""
+    if config.quantization is not None:
+        method = shown(config.quantization["quant_method"])
+        raise UserError(
+            f"{folder}/config.json: quantization_config names the method {method}, but plain weights are all "
+            "that phases before 10 read"
+        )
 
 
 def random_model(
@@ -99,29 +106,38 @@ def random_model(
 ) -> Model:
     """A model of random weights: matrices of variance 1 / inputs keep activations near size 1."""
     where = torch.device(device)
-    model = _skeleton(config)
-    generator = torch.Generator(where).manual_seed(seed)
-    for module in model.modules():
+    model = skeleton(config)
+    for name, value in random_tensors(model, where, dtype, seed):
+        assign(model, name, value)
+    model.tie_weights()
+    return finish(model, where)
+
+
+def random_tensors(
+    model: Model, device: torch.device, dtype: torch.dtype, seed: int
+) -> Iterator[tuple[str, Tensor]]:
+    """Each parameter's name and its random value, one after the other; the model's own stay as they are."""
+    generator = torch.Generator(device).manual_seed(seed)
+    for path, module in list(model.named_modules()):
         for name, parameter in list(module.named_parameters(recurse=False)):
             shape = parameter.shape
+            value = torch.empty(shape, device=device, dtype=dtype)
             if isinstance(module, nn.Embedding | nn.Linear):
                 scale = 0.02 if isinstance(module, nn.Embedding) else shape[-1] ** -0.5
-                value = torch.empty(shape, device=where, dtype=dtype).normal_(0.0, scale, generator=generator)
+                value.normal_(0.0, scale, generator=generator)
             else:  # a norm: no change, which Gemma stores as 0
-                one = name == "weight" and config.family != "gemma3"
-                value = torch.full(shape, float(one), device=where, dtype=dtype)
-            setattr(module, name, nn.Parameter(value, requires_grad=False))
-    model.tie_weights()
-    return _finish(model, where)
+                value.fill_(float(name == "weight" and model.config.family != "gemma3"))
+            yield f"{path}.{name}", value
 
 
-def _skeleton(config: ModelConfig) -> Model:
+def skeleton(config: ModelConfig) -> Model:
     """The modules with shapes and no memory, so that every weight is allocated once, where it belongs."""
     with torch.device("meta"):
         return FAMILIES[config.family](config)
 
 
-def _finish(model: Model, device: torch.device) -> Model:
+def finish(model: Model, device: torch.device) -> Model:
+    """A model whose weights are all in place, ready for inference on a device."""
     if device.type == "cpu" and model.dtype == torch.float32 and flipping_pays():
         flip_linears(model)
     # The weights are in place: this moves only the small tables that are computed, not loaded.
