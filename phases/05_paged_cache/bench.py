@@ -337,14 +337,26 @@ def draw(evidence: Evidence, out: Path) -> None:
     figure, (flight, attention, memory) = panels(3)
     runs = evidence.find(same="bytes")
     lines(runs, x="max_len", metric="requests_in_flight", axes=flight, log_x=True)
-    flight.set_title("The same bytes of cache")
     flight.set_xlabel("longest request accepted (tokens)")
+    old, new = (
+        evidence.one(name, same="bytes", max_len=max(run.options["max_len"] for run in runs))
+        for name in (BEFORE, PHASE)
+    )
+    new_rows, old_rows = new.median("requests_in_flight"), old.median("requests_in_flight")
+    flight.set_title(f"In the same bytes {new_rows:.0f} requests instead of {old_rows:.0f}")
     alone = evidence.find(workload="paged-decode-attention")
     batch = max(run.options["batch"] for run in alone)
-    lines(
-        [r for r in alone if r.options["batch"] == batch], x="context", metric="attention_us", axes=attention
+    alone = [run for run in alone if run.options["batch"] == batch]
+    lines(alone, x="context", metric="attention_us", axes=attention, log_x=True, log_y=True)
+    slower = [
+        evidence.one(PHASE, run.workload, **run.options).median("attention_us") / run.median("attention_us")
+        for run in alone
+        if run.variant == BEFORE
+    ]
+    attention.set_title(
+        f"Gathering blocks: a layer's attention takes {min(slower):.1f} to {max(slower):.1f} times"
     )
-    attention.set_title(f"A layer's attention, {batch} decodes")
+    attention.set_xlabel(f"context of {batch} decodes")
     attention.set_ylabel("µs")
     lines(
         evidence.find(same="requests"),
@@ -354,7 +366,9 @@ def draw(evidence: Evidence, out: Path) -> None:
         log_x=True,
         log_y=True,
     )
-    memory.set_title("Memory held")
+    most = max(MEMORY_BATCHES)
+    held = {name: evidence.one(name, requests=most).median("kv_cache_bytes") for name in (BEFORE, PHASE)}
+    memory.set_title(f"{most} requests hold {held[BEFORE] / held[PHASE]:.1f} times fewer bytes in blocks")
     memory.set_ylim(bottom=0.004)  # room for the legend below the lines
     memory.legend(loc="lower right")
     save(figure, out, evidence)

@@ -5,15 +5,19 @@ The kernels by themselves are measured by `benchmarks/kernels/paged_attention.py
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 import paged_cache
 import triton_paged_attention
 from benchmarks.evidence import BenchOptions, Evidence, Run, collect
 from benchmarks.measure import Sample, alternate, time_generation
-from benchmarks.plotting import COLOURS, GREY, bars, panels, save
+from benchmarks.plotting import ROOFLINE, bars, colours, panels, save
 from benchmarks.roofline import ceilings, summarize_generation
 from benchmarks.targets import load_target, targets
 from benchmarks.workloads import uniform
@@ -85,23 +89,41 @@ def load(variant: str, model: Model, **options: Any) -> PagedEngine:
 
 
 def draw(evidence: Evidence, out: Path) -> None:
-    """Output tokens per second of every variant."""
+    """Both phases; and what is lost when torch computes one kind of operator."""
     models = list(dict.fromkeys(run.model for run in evidence.runs))
-    figure, panel = panels(len(models))
-    for axes, model in zip(panel, models, strict=True):
+    figure, panel = panels(2 * len(models), rows=len(models), height=2.8)
+    for place, model in enumerate(models):
+        both, losses = panel[2 * place : 2 * place + 2]
         found = evidence.find(model=model)
-        bars(found, "output_tokens_per_s", axes=axes, gain=False, label=label, colour=colour)
-        axes.set_title(f"{model}: {evidence.runs[0].workload}")
+        old, new = (evidence.one(name, model=model) for name in (BEFORE, PHASE))
+        metric = "output_tokens_per_s"
+        bars([old, new], metric, axes=both, gain=False)
+        gain = new.median(metric) / old.median(metric)
+        both.set_title(f"{model}, {new.workload}: {gain:.1f} times the tokens")
+        _losses(losses, new, [run for run in found if run not in (old, new)], metric)
     save(figure, out, evidence)
 
 
-def label(run: Run) -> str:
-    """A variant's name, short."""
-    return run.variant.removeprefix(f"{PHASE}, ")
-
-
-def colour(run: Run) -> str:
-    """This phase, its variants, and the phase before."""
-    if run.variant == PHASE:
-        return COLOURS[0]
-    return GREY if run.variant == BEFORE else COLOURS[5]
+def _losses(axes: Axes, full: Run, less: Sequence[Run], metric: str) -> None:
+    """The change against all kernels, a bar for each kind that is left to torch, the dearest first."""
+    base = full.median(metric)
+    ordered = sorted(less, key=lambda run: run.median(metric))
+    for row, run in enumerate(ordered):
+        change = run.median(metric) / base - 1
+        samples = [sample / base - 1 for sample in run.metrics[metric].samples]
+        axes.barh(row, change, height=0.62, color=colours([PHASE, run.variant])[run.variant])
+        axes.plot(samples, [row] * len(samples), ".", color="#202020", markersize=3.5)
+        axes.annotate(
+            f"{change:+.0%}", (max(0.0, *samples), row), (5, 0), textcoords="offset points", va="center",
+            fontsize=8,
+        )  # fmt: skip
+    names = [run.variant.removeprefix(f"{PHASE}, ").removesuffix(" by torch") for run in ordered]
+    axes.axvline(0, color=ROOFLINE, linewidth=1.0)
+    axes.margins(x=0.2)
+    axes.set_yticks(range(len(names)), [name.replace("_", ", ") for name in names])
+    axes.invert_yaxis()
+    axes.xaxis.set_major_locator(MaxNLocator(4))
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.grid(visible=False, axis="y")
+    axes.set_xlabel("change of the rate against all kernels")
+    axes.set_title("What is lost when torch computes it")

@@ -13,7 +13,8 @@ from common.text.tokenizer import Tokenizer
 from continuous import llm
 from continuous.attention import RowAttention
 from continuous.cache import RowCache, RowStore
-from continuous.engine import Engine, Output, Stats
+from continuous.engine import Engine, Stats
+from continuous.messages import Output
 from continuous.policies import POLICIES
 from continuous.rows import Rows
 from continuous.runner import Pending, Runner

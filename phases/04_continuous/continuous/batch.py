@@ -51,7 +51,7 @@ class HostBatch:
     @classmethod
     def of(cls, works: Sequence[Work], prompt_lens: Ints) -> HostBatch:
         """Lay out the works of one step, in order. `prompt_lens [R]` is by row."""
-        _, row, start, count, drafts, takers = zip(*works, strict=True)
+        _, row, start, count, drafts, takers, _ = zip(*works, strict=True)
         rows, starts, lens = (np.array(column, np.int64) for column in (row, start, count))
         ends = np.cumsum(lens)
         query_starts = np.concatenate((ZERO, ends))

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
-from typing import NamedTuple
 
 from torch.profiler import record_function
 
@@ -17,7 +16,6 @@ from common.errors import UserError, integer, text
 from common.events import (
     Completion,
     FinishReason,
-    Logprob,
     Params,
     TextStream,
     TokenEvent,
@@ -29,6 +27,7 @@ from common.request import Request
 from common.rules import check_prompt, finish_reason, output_limit
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
+from continuous.messages import Abort, Add, Output
 from continuous.runner import Forwarded, Pending, RequestError, Runner, Token
 from continuous.scheduler import Scheduler
 from continuous.seams import NO_MASKS, Masks
@@ -42,29 +41,6 @@ WAIT = 0.005
 
 STEP = "step: "
 """Begins the name of the range around a step in a profile; the rest is "prefill" or "decode"."""
-
-
-class Output(NamedTuple):
-    """One token of one request, or its end; the fields are those of `TokenEvent`."""
-
-    request: Request
-    token_id: int | None
-    finish_reason: FinishReason | None
-    time: float
-    logprob: Logprob | None = None
-    text: str | None = None
-
-
-class Add(NamedTuple):
-    """A command: put the samples of one prompt in line."""
-
-    requests: list[Request]
-
-
-class Abort(NamedTuple):
-    """A command: end a request."""
-
-    request: Request
 
 
 class Engine:
@@ -145,8 +121,9 @@ class Engine:
         """The `n` requests of one prompt, checked. Raises `UserError` if they can never be served."""
         known_text = self.tokenizer is not None
         vocabulary = self.config.vocab_size
-        check_prompt(prompt, vocabulary, self.max_len, params, has_tokenizer=known_text, has_masks=True)
-        limit = len(prompt) + output_limit(len(prompt), params, self.max_len)
+        check_prompt(prompt, vocabulary, self.max_len, params, has_tokenizer=known_text, continuous=True)
+        least = 0 if params.prompt_logprobs is None else 1  # or the prompt would not be computed
+        limit = len(prompt) + max(least, output_limit(len(prompt), params, self.max_len))
         requests = [Request(0, list(prompt), len(prompt), limit, params) for _ in range(params.n)]
         self.scheduler.check(requests)
         self.masks.check(params)
@@ -218,9 +195,13 @@ class Engine:
                 time.sleep(WAIT)  # nobody else has anything to do either
         return self.drain()
 
+    def schedule(self) -> list[Work]:
+        """Decide the next step."""
+        return self.scheduler.schedule()
+
     def advance(self) -> None:
         """Schedule a step, compute it, and wait for it."""
-        works = self.scheduler.schedule()
+        works = self.schedule()
         if not works and not self.scheduler.idle:
             raise AssertionError("requests are left, but the scheduler finds nothing to do")
         with self.marked(works):
@@ -269,6 +250,7 @@ class Engine:
         try:
             allowed = self.masks.fill(step.works) if self.masks.wants(step.works) else None
             pending = self.runner.sample(step, allowed)
+            pending.prompts = self.runner.read_prompts(step)
             for request, error in self.masks.take_failed():  # as if they were aborted now
                 request.error = error
                 self._end(request, "error", time.perf_counter())
@@ -284,6 +266,8 @@ class Engine:
         """Wait for a step and deal out its tokens; a step that failed ends its own requests and no others."""
         try:
             results = pending.get()
+            for part in pending.prompts:
+                part.land()
         except BaseException as error:
             self.fail(pending.works, error)
             if not isinstance(error, Exception):
@@ -302,6 +286,9 @@ class Engine:
                     if self._receive(request, tokens, now):
                         ended.append(request)
                     accepted = len(request.tokens) - known - 1
+                    if work.certain and request.finish_reason is None and accepted < len(work.drafts):
+                        request.error = RuntimeError("a token that was certain to come did not")
+                        self._end(request, "error", now)
             self.scheduler.land(work, accepted=accepted if work.drafts else 0)
             for request in ended:
                 self.scheduler.leave(request)
@@ -311,6 +298,10 @@ class Engine:
     def _receive(self, request: Request, tokens: Sequence[Token], now: float) -> bool:
         """Append what was sampled for a request, up to its end; returns whether that was reached."""
         for token, logprob in tokens:
+            if not request.params.max_tokens:  # only its prompt was wanted
+                self._outputs.append(Output(request, None, "length", now))
+                request.finish_reason, request.finished = "length", now
+                return True
             request.tokens.append(token)
             if request.first_token is None:
                 request.first_token = now

@@ -16,6 +16,7 @@ from common.events import Logprob
 from common.request import Request
 from common.sampling.sampler import Allowed, Feature, Sampled, Sampler
 from continuous.batch import Batch, HostBatch, upload
+from continuous.prompt_logprobs import PromptPart, PromptReader
 from continuous.rows import Rows
 from continuous.work import Work
 from forward.attention import LayerSpec
@@ -56,10 +57,12 @@ class Pending:
 
     works: those of the step that the results belong to, in order.
     started: `time.perf_counter()` when the engine began the step.
+    prompts: what it tells of prompts, for those who asked.
     """
 
     def __init__(self, works: Sequence[Work], sampled: Sampled | None, agree: Agree | None = None) -> None:
         self.works, self.started, self.agree = works, 0.0, agree or agreeing
+        self.prompts: Sequence[PromptPart] = ()
         self._arriving = None if sampled is None else sampled.to_host()  # starts the copy, does not wait
 
     def get(self) -> list[list[Token]]:
@@ -127,6 +130,7 @@ class Runner:
         self.model, self.attention, self.rows = model, attention, rows
         self.sampler = sampler(rows.count, model.config.vocab_size, model.device)
         self.agree: Agree = agreeing
+        self.prompts = PromptReader()
 
     def run(self, works: Sequence[Work]) -> Pending:
         """Start one step. It returns when everything is handed to the device, not when it is done."""
@@ -165,6 +169,10 @@ class Runner:
         )
         self.rows.tokens[batch.sample_rows, batch.sample_positions] = sampled.tokens
         return Pending(step.works, sampled, self.agree)
+
+    def read_prompts(self, step: Forwarded) -> list[PromptPart]:
+        """What a step tells of the prompts of those who asked; before the next `forward`."""
+        return self.prompts.read(step.works, step.hidden, self.model.logits, self.rows.count)
 
     def _drafts(self, works: Sequence[Work]) -> Tensor | None:
         """`[S, K]` for `Sampler.sample`: the drafts before each sample; None if there are none at all."""
@@ -205,7 +213,8 @@ class Runner:
             self.rows.tokens[moved["rows"], moved["positions"]] = moved["tokens"]
 
     def set_row(self, request: Request) -> None:
-        """Tell the sampler how the request in a row wants its tokens chosen."""
+        """Tell the sampler how the request in a row wants its tokens chosen, and see what else it wants."""
+        self.prompts.watch(request)
         self.sampler.set_row(
             request.row,
             request.params,

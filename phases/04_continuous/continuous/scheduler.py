@@ -138,11 +138,11 @@ class Scheduler:
         return budget
 
     def _drafts(self, request: Request, end: int, budget: int) -> tuple[int, ...]:
-        """Guesses for a request that computes its newest token, which must be known, in this step.
-
-        Not for one whose siblings fork here: each of them will go on in its own way.
+        """Guesses behind the newest token, which this step computes. None where siblings fork: each of them
+        will go on in its own way.
         """
-        if end != len(request.tokens) or request.prefilling or request.siblings:
+        newest = len(request.tokens) + (request.placeholders if self.drafter.looks_ahead else 0)
+        if end != newest or request.prefilling or request.siblings:
             return ()
         most = min(budget, request.limit - end - 1)  # one token is sampled in any case
         return tuple(self.drafter.propose(request, most)) if most > 0 else ()
@@ -155,10 +155,11 @@ class Scheduler:
             request.in_flight += 1
             return Work(request, request.row, start, count)
         takers = self.fork(request) if request.siblings else (request,)
+        certain = bool(drafts and request.placeholders)
         for taker in takers:
             taker.in_flight += 1
-            taker.placeholders += 1
-        return Work(request, request.row, start, count + len(drafts), drafts, takers)
+            taker.placeholders += len(drafts) + 1 if certain else 1
+        return Work(request, request.row, start, count + len(drafts), drafts, takers, certain)
 
     # Hooks.
 
@@ -220,12 +221,12 @@ class Scheduler:
         end = work.start + work.count - len(work.drafts) + accepted
         for request in work.takers or (work.request,):
             request.in_flight -= 1
-            request.placeholders -= bool(work.takers)
+            request.placeholders -= work.placeholders
             if computed and request.row >= 0:  # not finished, aborted or preempted meanwhile
-                if work.drafts:
+                if work.drafts and not work.certain:
                     request.num_computed_tokens = end
                 self.cache.commit(request, end)
-        if computed and self.drafter.waits:
+        if computed and (work.drafts or self.drafter.waits):
             self.drafter.landed(work, accepted)
 
     def leave(self, request: Request) -> None:

@@ -22,10 +22,17 @@ class Drafter(Protocol):
 
     waits: whether every token must be known before a step is scheduled. While it is, steps do not overlap,
         and `landed` is told what became of each work.
+    looks_ahead: whether it may also be asked about a request whose newest token is still on its way
+        (`Request.placeholders`). Its drafts then follow that token, and must be certain.
     """
 
     @property
     def waits(self) -> bool:
+        """See above."""
+        return False
+
+    @property
+    def looks_ahead(self) -> bool:
         """See above."""
         return False
 
@@ -34,11 +41,14 @@ class Drafter(Protocol):
         return True
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
-        """At most `most` token ids that may follow `request.tokens`; none is always right."""
+        """At most `most` token ids that may follow what the request has; none is always right."""
         ...
 
     def landed(self, work: Work, accepted: int) -> None:
-        """A step has ended well for a work, and `accepted` of its drafts were right."""
+        """A step has ended well for a work, and `accepted` of its drafts were right.
+
+        Called for works with drafts, and while the drafter `waits` for all.
+        """
         return None
 
     def leave(self, request: Request) -> None:
@@ -74,6 +84,10 @@ class Masks(Protocol):
 
     def wants(self, works: Sequence[Work]) -> bool:
         """Whether any taker of these works is constrained. If so, `fill` must know every token before."""
+        ...
+
+    def begin(self, works: Sequence[Work]) -> None:
+        """Begin what `fill` will be asked for, now that every token before is known. No need to call it."""
         ...
 
     def fill(self, works: Sequence[Work]) -> Tensor | Allowed | None:
@@ -115,6 +129,9 @@ class NoMasks:
     def wants(self, works: Sequence[Work]) -> bool:
         """Never."""
         return False
+
+    def begin(self, works: Sequence[Work]) -> None:
+        """Not asked for."""
 
     def fill(self, works: Sequence[Work]) -> None:
         """Not asked for."""

@@ -12,6 +12,7 @@ class Work(NamedTuple):
 
     start, count: which tokens to compute, `start .. start + count - 1`, in row `row`.
     drafts: guessed tokens among them, at the end; only a work with one taker has any.
+    certain: whether these drafts cannot be wrong, so that the next step may be scheduled behind them.
     takers: who takes what is sampled from the last one's logits: nobody in the middle of a prompt, then the
         request itself, and after a shared prompt its siblings too.
     """
@@ -22,3 +23,9 @@ class Work(NamedTuple):
     count: int  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
     drafts: tuple[int, ...] = ()
     takers: tuple[Request, ...] = ()
+    certain: bool = False
+
+    @property
+    def placeholders(self) -> int:
+        """Tokens that each taker will have got when this has landed, as far as one can count on them."""
+        return len(self.drafts) + 1 if self.certain else bool(self.takers)

@@ -14,7 +14,7 @@ from paged_cache.build import Preset, build
 from paged_cache.cache import PagedCache
 from paged_cache.engine import PagedEngine
 from paged_cache.memory import Ledger
-from paged_cache.parts import Feature, PagedSizes, Parts
+from paged_cache.parts import Feature, Loader, PagedSizes, Parts, Recipe
 from paged_cache.pool import BlockPool, KVFormat, LayerCache
 from paged_cache.runner import PagedRunner
 from paged_cache.scheduler import PagedScheduler
@@ -28,6 +28,7 @@ __all__ = [
     "KVFormat",
     "LayerCache",
     "Ledger",
+    "Loader",
     "PagedAttention",
     "PagedBatch",
     "PagedCache",
@@ -37,6 +38,7 @@ __all__ = [
     "PagedSizes",
     "Parts",
     "Preset",
+    "Recipe",
     "TorchPagedAttention",
     "build",
     "load",

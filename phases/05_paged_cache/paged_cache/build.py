@@ -19,7 +19,7 @@ from forward.loading import load_model
 from forward.model import Model
 from paged_cache.engine import PagedEngine
 from paged_cache.memory import plan_cache
-from paged_cache.parts import Feature, PagedSizes, Parts
+from paged_cache.parts import Feature, Loader, PagedSizes, Parts, Recipe
 from paged_cache.pool import BlockPool
 
 
@@ -42,11 +42,18 @@ def build(
         UserError: features that do not go together, or sizes that do not fit.
     """
     features = sorted(features, key=lambda feature: feature.phase)
-    linears = next((found for feature in features if (found := feature.linears()) is not None), None)
-    loaded = load_model(model, device=device, dtype=dtype, linears=linears)
-    parts = Parts(loaded, sizes or PagedSizes(), borrowed=loaded is model)
+    recipe = Recipe(model, sizes or PagedSizes(), tuple(features), device, dtype, tokenizer)
+    for feature in features:
+        if (engine := feature.make(recipe)) is not None:
+            return engine
+    load: Loader = next(
+        (found for feature in features if (found := feature.loader()) is not None), load_model
+    )
+    linears = next((given for feature in features if (given := feature.linears()) is not None), None)
+    loaded = load(model, device=device, dtype=dtype, linears=linears)
+    parts = Parts(loaded, recipe.sizes, borrowed=loaded is model)
     parts.tokenizer = tokenizer
-    del model, loaded  # or its old layers would live as long as this call
+    del model, loaded, recipe  # or its old layers would live as long as this call
     for feature in features:
         if feature.name in parts.features:
             raise UserError(f"{feature.name} is given twice")
@@ -73,6 +80,8 @@ def make(parts: Parts) -> PagedEngine:
         gpu_memory_utilization=sizes.gpu_memory_utilization,
         reserved=sum(ask(parts) for ask in parts.reserve),
     )
+    if parts.agree is not None:
+        ledger = parts.agree(ledger)
     rows = Rows(max_rows, length, loaded.device)
     cache = parts.cache(max_rows, length, ledger.blocks, block_size)
     scheduler = parts.scheduler(rows, cache, step_tokens=step_tokens, policy=POLICIES[sizes.policy])
@@ -82,10 +91,10 @@ def make(parts: Parts) -> PagedEngine:
     )
     runner = parts.runner(loaded, parts.attention(pool), rows, cache, sampler=parts.sampler)
     engine = parts.engine(scheduler, runner, ledger, parts.tokenizer, masks=parts.masks)
-    if parts.rehearse is not None:
-        engine.rehearsal_seconds = parts.rehearse(engine)
     for call in parts.finish:
         call(engine)
+    if parts.rehearse is not None:  # what is rehearsed is complete
+        engine.rehearsal_seconds = parts.rehearse(engine)
     return engine
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 
 from common.text.tokenizer import Tokenizer
-from continuous.engine import Engine, Output
+from continuous.engine import Engine
+from continuous.messages import Output
 from continuous.seams import NO_MASKS, Masks
 from paged_cache.memory import Ledger
 from paged_cache.runner import PagedRunner

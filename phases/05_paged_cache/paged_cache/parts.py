@@ -10,7 +10,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -26,6 +27,7 @@ from forward.surgery import clone
 from paged_cache.attention import PagedAttention, TorchPagedAttention
 from paged_cache.cache import PagedCache
 from paged_cache.engine import PagedEngine
+from paged_cache.memory import Ledger
 from paged_cache.pool import BlockPool, KVFormat
 from paged_cache.runner import PagedRunner
 from paged_cache.scheduler import PagedScheduler
@@ -62,6 +64,7 @@ class Parts:
     cache, scheduler, attention, sampler, runner, engine: what `build` calls to make each of them.
     drafter, masks: objects that take part in steps.
     reserve: asked after all features are installed how many bytes to leave free.
+    agree: has the last word on the memory plan.
     rehearse: makes a new engine ready for its first request, and says how many seconds that took.
     finish: called with the new engine, in order.
     tokenizer: the engine's, if it has one.
@@ -80,6 +83,7 @@ class Parts:
     drafter: Drafter = NO_DRAFTS
     masks: Masks = NO_MASKS
     reserve: list[Callable[[Parts], int]] = field(default_factory=list)
+    agree: Callable[[Ledger], Ledger] | None = None
     rehearse: Callable[[PagedEngine], float] | None = None
     finish: list[Callable[[PagedEngine], None]] = field(default_factory=list)
     tokenizer: Tokenizer | None = None
@@ -113,6 +117,28 @@ class Parts:
         return int(self.usual[name] if asked is None else asked)
 
 
+class Loader(Protocol):
+    """`forward.load_model`, or what takes its place."""
+
+    def __call__(
+        self, name: str | Path | Model, *, device: str, dtype: str, linears: Linears | None
+    ) -> Model:
+        """See `forward.load_model`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that `build` is given; its features are in the order of their phases."""
+
+    model: str | Path | Model
+    sizes: PagedSizes
+    features: tuple[Feature, ...]
+    device: str
+    dtype: str
+    tokenizer: Tokenizer | None
+
+
 class Feature(ABC):
     """One optimization. Subclasses are frozen dataclasses of options; construction checks these.
 
@@ -128,6 +154,14 @@ class Feature(ABC):
 
     def linears(self) -> Linears | None:
         """A say in how linear layers keep their weights while the model is loaded, before any `install`."""
+        return None
+
+    def make(self, recipe: Recipe) -> PagedEngine | None:
+        """The whole engine, for a feature that does not only change one but makes it; others say None."""
+        return None
+
+    def loader(self) -> Loader | None:
+        """Who loads the model in the place of `forward.load_model`, if anybody does."""
         return None
 
     @abstractmethod

@@ -60,6 +60,11 @@ class TritonPagedAttention(PagedAttention):
         """
         return self.prefill == self.decode == "triton"
 
+    @property
+    def most_queries(self) -> int:
+        """New tokens of a request with which it still goes through the decode kernel."""
+        return self._most_queries
+
     def plan(self) -> None:
         """Sort the requests into the two kinds, and cut the longer ones into query tiles."""
         host = self.batch.host

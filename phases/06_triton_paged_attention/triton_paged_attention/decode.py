@@ -165,7 +165,10 @@ def paged_decode(
     queries = triton.next_power_of_2(max_queries)
     config = config or DECODE.lookup(DecodeKey(items * kv_heads, d_pad, cache.k.element_size()), q.device)
     if cache.paired:
-        config = replace(config, block_n=max(config.block_n, LEAST_TILE), tma=False)
+        # Half the bytes: tiles of twice the tokens, where a tile then still lies in one block.
+        block_n = max(config.block_n, LEAST_TILE)
+        block_n *= 1 if block_size % (2 * block_n) else 2
+        config = replace(config, block_n=block_n, tma=False)
     if config.splits > 1:
         rows = items * kv_heads * config.splits * queries * group
         workspace = workspace or Workspace(rows, d_pad, q.device)

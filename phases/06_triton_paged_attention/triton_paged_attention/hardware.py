@@ -6,8 +6,8 @@ from functools import cache
 
 import torch
 
-AMPERE, HOPPER = (8, 0), (9, 0)
-"""Compute capabilities."""
+TURING, AMPERE, ADA, HOPPER = (7, 5), (8, 0), (8, 9), (9, 0)
+"""Compute capabilities: products of whole numbers in eight bits begin with Turing, of e4m3 with Ada."""
 
 
 @cache

@@ -59,14 +59,24 @@ def attend_pairs(
     for start in range(low, high, BLOCK_N):
         next_block = lookup(table, start + BLOCK_N, high, pair, P, BLOCK_N)
         key = start + pair
-        place = start % P + pair if P % BLOCK_N == 0 else key % P
-        column = kv_head * head_stride + d[None, :]
-        at = (block.to(tl.int64) * block_stride + place * slot_stride)[:, None] + column
-        at_v = (block.to(tl.int64) * (block_stride // 2) + place // 2 * slot_stride)[:, None] + column
         first = (key < high)[:, None] & inside
-        keys = tl.load(k_cache + at, mask=first, other=0.0)
-        next_keys = tl.load(k_cache + at + slot_stride, mask=(key + 1 < high)[:, None] & inside, other=0.0)
-        words = tl.load(v_cache + at_v, mask=first, other=0)
+        if P % BLOCK_N == 0:
+            # One block: its address is one number, and places in it are small ones.
+            base = block.to(tl.int64) * block_stride + start % P * slot_stride + kv_head * head_stride
+            base_v = base - (block.to(tl.int64) * block_stride + start % P * slot_stride) // 2
+            at = pair[:, None] * slot_stride + d[None, :]
+            at_v = (pair // 2)[:, None] * slot_stride + d[None, :]
+        else:
+            base = kv_head.to(tl.int64) * head_stride
+            base_v = base
+            at = (block.to(tl.int64) * block_stride + key % P * slot_stride)[:, None] + d[None, :]
+            at_v = (block.to(tl.int64) * (block_stride // 2) + key % P // 2 * slot_stride)[:, None] + d[
+                None, :
+            ]
+        keys = tl.load(k_cache + base + at, mask=first, other=0.0)
+        odd_keys = k_cache + base + slot_stride
+        next_keys = tl.load(odd_keys + at, mask=(key + 1 < high)[:, None] & inside, other=0.0)
+        words = tl.load(v_cache + base_v + at_v, mask=first, other=0)
         even = raw_scores(query, keys.to(WIDE), scale, soft_cap, SOFT_CAP)
         odd = raw_scores(query, next_keys.to(WIDE), scale, soft_cap, SOFT_CAP)
         if MASK == "all":
@@ -79,12 +89,10 @@ def attend_pairs(
         p_odd = tl.exp2(odd * factor - new_m[:, None])
         total = total * shrink + tl.sum(p_even + p_odd, axis=1)
         acc = acc * shrink[:, None]
-        # The last pair may have no odd token: what lies there has weight 0, but must be a number.
-        odd_values = byte_of(words, True, WIDE, ASM)
-        if MASK == "all":
-            odd_values = tl.where((key + 1 < high)[:, None], odd_values, 0.0)
+        # The last pair may have no odd token. What lies there has weight 0 and is a number, for none but
+        # numbers are ever stored (see `kv_store.encode`). Hiding it would cost a trip through shared memory.
         acc = tl.dot(p_even.to(WIDE), byte_of(words, False, WIDE, ASM), acc, input_precision="ieee")
-        acc = tl.dot(p_odd.to(WIDE), odd_values, acc, input_precision="ieee")
+        acc = tl.dot(p_odd.to(WIDE), byte_of(words, True, WIDE, ASM), acc, input_precision="ieee")
         m = new_m
         block = next_block
     return m, total, acc

@@ -12,6 +12,7 @@ are the same but where two of them are closer than that.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -102,13 +103,15 @@ def winner_kernel(tokens, best, ids, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.conste
 
 @triton.jit
 def race_kernel(
-    best, races, ids, logits, rows, steps, floats, ints, row_stride, float_stride, int_stride,
+    best, races, ids, logits, rows, steps, floats, ints, row_stride, float_stride, int_stride, first,
     V: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """One program per row and chunk: its largest logit, its winner, and the winner's -E / weight.
 
     A weight is exp((logit - largest of the chunk) / temperature), so it never overflows and needs no other
     chunk. In a greedy row, or where the chunk's largest is not finite, the winner is the largest itself.
+
+    first: the token id of the first column; the ids of the winners are columns.
     """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = chunk * BLOCK + tl.arange(0, BLOCK)
@@ -119,7 +122,7 @@ def race_kernel(
     race = -float("inf")
     if (hot > 0) & (tl.abs(largest) < _INF):
         lower, upper = random_words(tl.load(ints + settings * int_stride + _KEY), tl.load(steps + row))
-        noise = negative_exponentials(lower, upper, column, NATIVE)
+        noise = negative_exponentials(lower, upper, first + column, NATIVE)
         races_here = noise * tl.exp2((largest - x) * (_LOG2_E / hot))  # no NaN: a logit is finite or -inf
         race = tl.max(races_here, axis=0)
         at = tl.min(tl.where(races_here == race, column, _LAST), axis=0)
@@ -158,18 +161,20 @@ def _cut(batch: int, vocab: int) -> dict[str, int]:
     return {"BLOCK": block, "CHUNKS": triton.cdiv(vocab, block)}
 
 
+class Winners(NamedTuple):
+    """Each row's chunks' best, `[B, CHUNKS]`: largest logit, its winner's -E / weight, the winner's column.
+
+    races: None where nothing is drawn.
+    """
+
+    best: Tensor
+    races: Tensor | None
+    ids: Tensor
+
+
 def argmax_rows(logits: Tensor) -> Tensor:
     """`[B, V]` -> `[B]` int64, as `logits.argmax(1)`: of equals the first, and NaN counts as the largest."""
-    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    if len(logits):
-        logits, (batch, vocab) = _dense(logits), logits.shape
-        cut = _cut(batch, vocab)
-        chunks = cut["CHUNKS"]
-        best, ids = _per_chunk(logits, chunks, torch.float32), _per_chunk(logits, chunks, torch.int32)
-        best_kernel[(batch, chunks)](best, ids, logits, logits.stride(0), V=vocab, **cut)
-        pad = triton.next_power_of_2(chunks)
-        winner_kernel[(batch,)](tokens, best, ids, CHUNKS=chunks, CHUNKS_PAD=pad, num_warps=1)
-    return tokens
+    return winner(best_of_chunks(logits))
 
 
 def draw_rows(
@@ -183,19 +188,54 @@ def draw_rows(
 
     A row whose temperature is 0, or whose largest logit is not finite, gets its argmax.
     """
-    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    if len(logits):
-        logits, (batch, vocab) = _dense(logits), logits.shape
-        cut = _cut(batch, vocab)
-        chunks = cut["CHUNKS"]
-        best, races = (_per_chunk(logits, chunks, torch.float32) for _ in range(2))
-        ids = _per_chunk(logits, chunks, torch.int32)
+    return drawn(race_of_chunks(logits, rows, steps, floats, ints), rows, floats)
+
+
+def best_of_chunks(logits: Tensor) -> Winners:
+    """The first half of `argmax_rows`."""
+    logits, (batch, vocab) = _dense(logits), logits.shape
+    cut = _cut(batch, vocab)
+    chunks = cut["CHUNKS"]
+    best, ids = _per_chunk(logits, chunks, torch.float32), _per_chunk(logits, chunks, torch.int32)
+    if batch:
+        best_kernel[(batch, chunks)](best, ids, logits, logits.stride(0), V=vocab, **cut)
+    return Winners(best, None, ids)
+
+
+def winner(found: Winners) -> Tensor:
+    """The second half of `argmax_rows`."""
+    batch, chunks = found.ids.shape
+    tokens = torch.empty(batch, dtype=torch.int64, device=found.ids.device)
+    if batch:
+        pad = triton.next_power_of_2(chunks)
+        winner_kernel[(batch,)](tokens, found.best, found.ids, CHUNKS=chunks, CHUNKS_PAD=pad, num_warps=1)
+    return tokens
+
+
+def race_of_chunks(
+    logits: Tensor, rows: Tensor, steps: Tensor, floats: Tensor, ints: Tensor, first: int = 0
+) -> Winners:
+    """The first half of `draw_rows`. first: the token id of the first column."""
+    logits, (batch, vocab) = _dense(logits), logits.shape
+    cut = _cut(batch, vocab)
+    chunks = cut["CHUNKS"]
+    best, races = (_per_chunk(logits, chunks, torch.float32) for _ in range(2))
+    ids = _per_chunk(logits, chunks, torch.int32)
+    if batch:
         race_kernel[(batch, chunks)](
             best, races, ids, logits, rows, steps, floats, ints,
-            logits.stride(0), floats.stride(0), ints.stride(0), V=vocab, NATIVE=logits.is_cuda, **cut,
+            logits.stride(0), floats.stride(0), ints.stride(0), first, V=vocab, NATIVE=logits.is_cuda, **cut,
         )  # fmt: skip
+    return Winners(best, races, ids)
+
+
+def drawn(found: Winners, rows: Tensor, floats: Tensor) -> Tensor:
+    """The second half of `draw_rows`."""
+    batch, chunks = found.ids.shape
+    tokens = torch.empty(batch, dtype=torch.int64, device=found.ids.device)
+    if batch:
         finish_kernel[(batch,)](
-            tokens, best, races, ids, rows, floats, floats.stride(0),
+            tokens, found.best, found.races, found.ids, rows, floats, floats.stride(0),
             CHUNKS=chunks, CHUNKS_PAD=triton.next_power_of_2(chunks), num_warps=1,
         )  # fmt: skip
     return tokens
