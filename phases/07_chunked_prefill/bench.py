@@ -10,14 +10,23 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import NullFormatter
 
 import chunked_prefill
 import paged_cache
 from benchmarks.evidence import BenchOptions, Evidence, Run, collect
 from benchmarks.measure import Sample, Samples, alternate, percentiles, summarize
-from benchmarks.plotting import COLOURS, MARKERS, number, panels, reference_line, save
+from benchmarks.plotting import (
+    MARKERS,
+    colours,
+    log_axis,
+    panels,
+    reference_line,
+    save,
+    tick,
+)
 from benchmarks.replay import time_replay
 from benchmarks.roofline import ceilings, summarize_generation
 from benchmarks.targets import load_target, targets
@@ -28,6 +37,8 @@ from paged_cache import PagedEngine
 PHASE, BEFORE = "07_chunked_prefill", "05_paged_cache"
 BUDGET = 128
 """The budget of the comparison with phase 05."""
+SHARES = (1, 5, 10, 25, 50, 75, 80, 85, 90, 92, 94, 95, 96, 97, 98, 99)
+"""Percentiles of the gaps that the picture of their distribution is drawn from."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +88,12 @@ def stalled_fraction(completions: list[Completion]) -> float:
     """The share of gaps between tokens that lasted more than twice as long as the median gap."""
     gaps = [gap for completion in completions for gap in completion.itl_ms]
     return sum(gap > 2 * median(gaps) for gap in gaps) / len(gaps)
+
+
+def gap_quantiles(completions: list[Completion]) -> Sample:
+    """All gaps between tokens as `itl_ms_p1` to `itl_ms_p99`: two percentiles hide what lies between them."""
+    gaps = [gap for completion in completions for gap in completion.itl_ms]
+    return {f"itl_ms_p{share}": float(np.percentile(gaps, share)) for share in SHARES}
 
 
 class Bench:
@@ -189,7 +206,8 @@ class Bench:
 
             sample, ended = time_replay(engine, work.cold(repeat), self.options.device, due)
             waits = [completion.ttft_ms or 0.0 for completion in ended[size.decodes :]]
-            return {**sample, **percentiles("ttft_ms", waits), "stalled_fraction": stalled_fraction(ended)}
+            gaps = {**gap_quantiles(ended), "stalled_fraction": stalled_fraction(ended)}
+            return {**sample, **percentiles("ttft_ms", waits), **gaps}
 
         return timed
 
@@ -214,9 +232,10 @@ class Bench:
 
 
 def draw(evidence: Evidence, out: Path) -> None:
-    """Left: the budget moves waiting from the decodes to the prompts. Right: policies share it out."""
-    figure, (left, right) = panels(2, height=3.6)
+    """The budget moves waiting from the decodes to the prompts; all gaps; policies share it out."""
+    figure, (left, middle, right) = panels(3, height=3.6)
     _sweep(evidence, left)
+    _gaps(evidence, middle)
     _fairness(evidence, right)
     save(figure, out, evidence)
 
@@ -227,34 +246,63 @@ def _sweep(evidence: Evidence, axes: Axes) -> None:
         key=lambda run: run.options["budget"],
     )
     budgets = [run.options["budget"] for run in runs]
-    shown = {"itl_ms_p50": "gap, median", "itl_ms_p99": "gap, p99", "ttft_ms_p50": "first token, median"}
+    names = {"itl_ms_p99": "gap, p99", "itl_ms_p50": "gap, median", "ttft_ms_p50": "first token, median"}
+    shown = colours(names, PHASE)
     before = evidence.one(BEFORE, runs[0].workload)
-    for place, (metric, label) in enumerate(shown.items()):
+    for (metric, label), marker in zip(names.items(), MARKERS, strict=False):
         values = [run.median(metric) for run in runs]
-        axes.plot(budgets, values, color=COLOURS[place], marker=MARKERS[place], label=label)
+        axes.plot(budgets, values, color=shown[metric], marker=marker, label=label)
     reference_line(axes, before.median("itl_ms_p99"), "phase 05: gap, p99")
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(budgets, [number(budget) for budget in budgets])
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    log_axis(axes)
+    axes.set_xticks(budgets, [tick(budget) for budget in budgets])
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("budget, tokens a step")
     axes.set_ylabel("milliseconds")
-    axes.set_title("Long prompts among decodes")
+    axes.set_title("A larger budget: longer p99 gaps, earlier first tokens")
+    axes.legend()
+
+
+def _gaps(evidence: Evidence, axes: Axes) -> None:
+    """Their distribution: which share of all gaps is longer than so many milliseconds."""
+    work = evidence.one(BEFORE, evidence.runs[0].workload)
+    swept = [run for run in evidence.find(PHASE, work.workload) if "budget" in run.options]
+    runs = {BEFORE: work} | {f"budget {run.options['budget']}": run for run in swept}
+    shown = colours(runs, PHASE)
+    for (label, run), marker in zip(runs.items(), MARKERS, strict=False):
+        known = sorted(
+            (float(metric.removeprefix("itl_ms_p")), run.median(metric))
+            for metric in run.metrics
+            if metric.startswith("itl_ms_p")
+        )
+        axes.plot(
+            [value for _, value in known], [100 - share for share, _ in known], color=shown[label],
+            marker=marker, markersize=3.5, label=label,
+        )  # fmt: skip
+    log_axis(axes, vertical=False)
+    log_axis(axes)
+    axes.set_xlabel("milliseconds")
+    axes.set_ylabel("share of gaps that are longer (%)")
+    axes.set_title("Gaps: few that are very long, or more that are less long")
     axes.legend()
 
 
 def _fairness(evidence: Evidence, axes: Axes) -> None:
     runs = [run for run in evidence.runs if "policy" in run.options]
-    for place, run in enumerate(runs):
-        label = run.options["policy"]
-        if "at_budget" in run.options:
-            label += f" (budget {run.options['at_budget']})"
+    names = {run.options["policy"]: run for run in runs}
+    shown = colours((name for name, run in names.items() if run.variant == PHASE), PHASE)
+    shown |= colours([BEFORE])
+    for (name, run), marker in zip(names.items(), MARKERS, strict=False):
+        label = name + (f" (budget {run.options['at_budget']})" if "at_budget" in run.options else "")
         at = (run.median("ttft_ms_p50"), run.median("itl_ms_p99"))
-        axes.plot(*at, MARKERS[place], color=COLOURS[place], label=label, markersize=8)
-    axes.set_xlim(left=0)
-    axes.set_ylim(0, 1.5 * max(run.median("itl_ms_p99") for run in runs))  # room for the legend
+        axes.plot(
+            *at, marker, color=shown[name if run.variant == PHASE else BEFORE], label=label, markersize=8
+        )
+    low = min(run.median("itl_ms_p99") for run in runs)
+    axes.set_ylim(0.7 * low, 5 * max(run.median("itl_ms_p99") for run in runs))  # room for the legend
+    log_axis(axes, vertical=False)
+    log_axis(axes)
     axes.set_xlabel("time to first token of the prompts, median (ms)")
     axes.set_ylabel("gap of all, p99 (ms)")
-    axes.set_title("Who waits, by policy")
-    axes.legend()
+    axes.set_title("Who waits, by policy: best is below on the left")
+    axes.legend(loc="upper left")

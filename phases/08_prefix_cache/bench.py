@@ -16,7 +16,7 @@ import chunked_prefill
 import prefix_cache
 from benchmarks.evidence import BenchOptions, Evidence, Run, collect
 from benchmarks.measure import Sample, Samples, alternate, summarize
-from benchmarks.plotting import COLOURS, lines, number, panels, save
+from benchmarks.plotting import colours, lines, log_axis, number, panels, save
 from benchmarks.replay import time_replay
 from benchmarks.roofline import ceilings, summarize_generation
 from benchmarks.targets import load_target, targets
@@ -265,32 +265,54 @@ def draw(evidence: Evidence, out: Path) -> None:
     full = [run for run in evidence.runs if run.options.get("known_share") == 1.0]
     kinds = {PHASE: "radix tree", HASH: "hash chain"}
     lines(
-        full, x="index_blocks", metric="lookup_us", axes=right, by=lambda run: kinds[run.variant], log_x=True
+        full,
+        x="index_blocks",
+        metric="lookup_us",
+        axes=right,
+        by=lambda run: kinds[run.variant],
+        log_x=True,
+        log_y=True,
+        phase=PHASE,
     )
     right.set_xlabel("blocks in the index")
     right.set_ylabel(f"look-up of {SEQUENCE} known blocks (µs)")
-    right.set_title("Radix tree against hash chain")
+    tree, chain = ([run.median("lookup_us") for run in full if run.variant == name] for name in kinds)
+    times = [slow / fast for fast, slow in zip(tree, chain, strict=True)]
+    right.set_title(
+        f"A look-up in the tree: {min(times):.0f} to {max(times):.0f} times faster than in the chain"
+    )
     save(figure, out, evidence)
 
 
 def _first_tokens(evidence: Evidence, axes: Axes) -> None:
     names = list(dict.fromkeys(run.workload for run in evidence.find(BEFORE)))
     names = [name for name in names if "unshared" not in name]
+    shown = colours((BEFORE, PHASE))
     for place, variant in enumerate((BEFORE, PHASE)):
         for row, name in enumerate(names):
             found = evidence.one(variant, name)
             value = found.median("ttft_ms_p50")
             at = row + 0.38 * place - 0.19
             label = variant if row == 0 else None
-            axes.barh(at, value, height=0.36, color=COLOURS[place], label=label)
+            axes.barh(at, value, height=0.36, color=shown[variant], label=label)
             text = number(value)
             if variant == PHASE:
                 text += f"  ({found.median('cache_hit_fraction'):.0%} found)"
             axes.annotate(text, (value, at), (4, 0), textcoords="offset points", va="center", fontsize=8)
     axes.set_yticks(range(len(names)), [name.replace(" ", "\n") for name in names])
     axes.invert_yaxis()
-    axes.margins(x=0.35)
+    log_axis(axes, vertical=False)
+    low, high = axes.get_xlim()
+    axes.set_xlim(low / 2, high * 6)
     axes.set_xlabel("time to first token, median (ms)")
-    axes.set_title("What is found need not be computed")
+    least = min(
+        (
+            evidence.one(PHASE, name).median("ttft_ms_p50")
+            / evidence.one(BEFORE, name).median("ttft_ms_p50"),
+            name,
+        )
+        for name in names
+    )
+    axes.set_title(f"What is found need not be computed: {1 / least[0]:.1f} times sooner in {least[1]}")
     axes.grid(visible=False, axis="y")
-    axes.legend(loc="lower right")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)

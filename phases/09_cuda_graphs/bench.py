@@ -15,14 +15,13 @@ from statistics import median
 from typing import Any
 
 import torch
-from matplotlib.ticker import MaxNLocator
 
 import cuda_graphs
 import prefix_cache
 from benchmarks.compiled import Compiled
 from benchmarks.evidence import BenchOptions, Evidence, Metric, Run, collect
 from benchmarks.measure import Sample, Samples, alternate, summarize, time_generation
-from benchmarks.plotting import COLOURS, GREY, bars, panels, save
+from benchmarks.plotting import bars, measured_once, panels, save, times
 from benchmarks.replay import time_replay
 from benchmarks.roofline import ceilings, summarize_generation
 from benchmarks.targets import load_target
@@ -36,9 +35,9 @@ from paged_cache import PagedEngine, PagedRunner, PagedSizes, build
 from prefix_cache import Prefix
 from triton_paged_attention.sampler import TritonSampler
 
-PHASE, BEFORE = "09_cuda_graphs", "08_prefix_cache"
+PHASE, BEFORE = "09_cuda_graphs", "08_prefix_cache, kernels of 06"
 NO_OVERLAP, NO_GRAPHS = f"{PHASE}, no overlap", f"{PHASE}, no graphs"
-COMPILED, TORCH = f"{PHASE}, torch.compile", f"{BEFORE}, torch attention"
+COMPILED, TORCH = f"{PHASE}, torch.compile", "08_prefix_cache"
 VARIANTS = {BEFORE: (False, False), NO_GRAPHS: (False, True), NO_OVERLAP: (True, False), PHASE: (True, True)}
 """Graphs, overlap."""
 MODELS = ("random:qwen3-0.6b", "random:qwen3-8b")
@@ -47,7 +46,6 @@ CACHE_TOKENS = 300_000
 PEERS: Sequence[tuple[str, str, str, str, float]] = (
     ("qwen3-0.6b", "offline-256", "nano-vLLM bb823b3", "output_tokens_per_s", 21_580),
     ("qwen3-0.6b", "offline-256", "vLLM 0.24.0", "output_tokens_per_s", 23_693),
-    ("qwen3-0.6b", "single-512", "transformers 5.17.0", "output_tokens_per_s", 17),
     ("qwen3-0.6b", "single-512", "nano-vLLM bb823b3", "output_tokens_per_s", 500),
     ("qwen3-0.6b", "single-512", "vLLM 0.24.0", "output_tokens_per_s", 604),
     ("qwen3-0.6b", "prefill-64x1024", "nano-vLLM bb823b3", "prompt_tokens_per_s", 381_000),
@@ -313,24 +311,19 @@ def draw(evidence: Evidence, out: Path) -> None:
     models = list(dict.fromkeys(run.model for run in evidence.runs))
     names = ("single-512", "offline-256", "prefill-64x1024")
     shown = [(model, name) for model in models for name in names if evidence.find(model=model, workload=name)]
-    figure, panel = panels(len(shown), rows=len(models))
+    figure, panel = panels(len(shown), rows=len(models), height=3.8)
     for axes, (model, name) in zip(panel, shown, strict=True):
         metric = "prompt_tokens_per_s" if name.startswith("prefill") else "output_tokens_per_s"
         found = [run for run in evidence.find(model=model, workload=name) if metric in run.metrics]
         ordered = sorted(found, key=lambda run: run.median(metric))
-        bars(ordered, metric, axes=axes, gain=False, colour=colour, label=label)
-        axes.xaxis.set_major_locator(MaxNLocator(4))
-        axes.set_title(f"{model}: {name}")
+        bars(ordered, metric, axes=axes, gain=False, label=label)
+        ours = evidence.one(PHASE, name, model=model).median(metric)
+        best = max((run for run in found if measured_once(run)), key=lambda run: run.median(metric))
+        factor = times(ours / best.median(metric))
+        axes.set_title(f"{model}, {name}: {factor} {best.variant.rsplit(' ', 1)[0]}")
     save(figure, out, evidence)
 
 
 def label(run: Run) -> str:
     """A variant's name, short."""
-    return run.variant.replace(f"{PHASE}, ", "09, ").replace(f"{BEFORE}, ", "08, ")
-
-
-def colour(run: Run) -> str:
-    """This phase stands out from its variants and from other engines."""
-    if run.variant == PHASE:
-        return COLOURS[0]
-    return COLOURS[5] if run.variant.startswith((PHASE, BEFORE)) else GREY
+    return run.variant.replace(f"{PHASE}, ", "09, ").replace("08_prefix_cache, ", "08, ")

@@ -121,12 +121,17 @@ class RadixIndex:
     def blocks(self) -> list[int]:
         """Every block in every tree."""
         found: list[int] = []
-        todo = list(self._roots.values())
+        todo = self.roots
         while todo:
             node = todo.pop()
             found += node.blocks
             todo += node.children.values()
         return found
+
+    @property
+    def roots(self) -> list[Node]:
+        """One for each salt, to look at: whoever draws the tree begins here."""
+        return list(self._roots.values())
 
     def _walk(self, keys: list[Key], salt: str) -> list[tuple[Node, int]]:
         """The nodes along `keys`, each with how many of its blocks match: all, but for the last node."""

@@ -25,6 +25,7 @@ class Capturer:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.count = device, 0
+        self._graphs: list[torch.cuda.CUDAGraph] = []
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def capture(self, function: Callable[[], None]) -> Replay:
@@ -38,6 +39,14 @@ class Capturer:
             return function
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Other threads may go on meanwhile: that of a process group looks at its events all the time.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             function()
+        self._graphs.append(graph)
         return graph.replay
+
+    def let_go(self) -> None:
+        """Destroy the graphs: NCCL's communicators, if any are in them, can end only then."""
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs.clear()

@@ -7,8 +7,11 @@ next step reads them. So the host runs one step ahead and learns what a token wa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from continuous.engine import Engine
-from continuous.runner import Pending
+from continuous.runner import Forwarded, Pending
+from continuous.work import Work
 from paged_cache import PagedEngine
 
 
@@ -19,39 +22,77 @@ class RunAhead(Engine):
     its way. If that token ends it, the step that was scheduled meanwhile computes one token in vain, which
     `collect` drops; its row and blocks may have a new owner by then, whose first write comes later in the
     device's queue than that last stray one.
+
+    Where tokens are masked, a step's second half waits for the tokens of the step before. Its masks are made
+    while the device computes its first half and the host schedules the step behind it.
+
+    _flying: the newest step that is wholly handed to the device.
+    _half: a step whose second half comes with the next call of `advance`.
     """
 
     _flying: Pending | None = None
+    _half: Forwarded | None = None
     _landed: float = 0.0
 
     @property
     def idle(self) -> bool:
         """Also: no step is on its way."""
-        return super().idle and self._flying is None
+        return super().idle and self._flying is None and self._half is None
 
     def advance(self) -> None:
         """Launch the next step, then wait for the one before.
 
-        Where tokens are masked, what may come next depends on what has come: the step's second half then
-        waits for the tokens of the step before, while the device computes the first half. A drafter that
-        guesses on the host has to see all tokens: while it `waits`, a step is scheduled when the one before
-        it has ended.
+        A drafter that guesses on the host has to see all tokens: while it `waits`, a step is scheduled when
+        the one before it has ended.
         """
-        if self._flying is not None and self.scheduler.drafter.waits:
-            landed, self._flying = self._flying, None
-            self.collect(landed)
-        works = self.scheduler.schedule()
-        if not works and self._flying is None and not self.scheduler.idle:
+        if self.scheduler.drafter.waits:
+            self._finish_half()
+            if self._flying is not None:
+                landed, self._flying = self._flying, None
+                self.collect(landed)
+        works = self.schedule()
+        if not works and self._flying is None and self._half is None and not self.scheduler.idle:
             raise AssertionError("requests are left, but the scheduler finds nothing to do")
         with self.marked(works):
+            if self._half is not None:
+                self._finish_half()
+                works = self._alive(works)
             step = self.forward(works)
             landing, self._flying = self._flying, None
             if landing is not None and step is not None and self.masks.wants(step.works):
                 self.collect(landing)
-                landing = None
+                self._begin_masks(step)
+                return
             self._flying = self.sample(step)
             if landing is not None:
                 self.collect(landing)
+
+    def _begin_masks(self, step: Forwarded) -> None:
+        """Begin to make the masks of a step, whose second half then comes with the next one."""
+        try:
+            self.masks.begin(step.works)
+        except BaseException as error:
+            self.fail(step.works, error)
+            if not isinstance(error, Exception):
+                raise
+            return
+        self._half = step
+
+    def _finish_half(self) -> None:
+        """Hand the second half of a step to the device, if one is left."""
+        if self._half is not None:
+            half, self._half = self._half, None
+            self._flying = self.sample(half)
+
+    def _alive(self, works: Sequence[Work]) -> list[Work]:
+        """Without the works of requests that ended since they were scheduled: their room is given back."""
+        alive = []
+        for work in works:
+            if any(request.finish_reason is None for request in work.takers or (work.request,)):
+                alive.append(work)
+            else:
+                self.scheduler.land(work, computed=False)
+        return alive
 
     def _clock(self, pending: Pending, now: float) -> None:
         """A step's time begins when the one before it has ended, not when it was put into the queue."""

@@ -67,6 +67,7 @@ class GraphRunner(PagedRunner):
         most_chained: decode steps in the longest chain; 0: there are no chains.
 
     startup: what capturing took.
+    let_go: destroys the graphs, after the last step.
     replays: steps that were replayed.
     decode_graphs: by size and kind of sampling.
     """
@@ -116,6 +117,7 @@ class GraphRunner(PagedRunner):
         device, started = self.model.device, time.perf_counter()
         before = _free_bytes(device)
         capturer, inputs = Capturer(device), self._staging.device
+        self.let_go = capturer.let_go
         machine = Machine(
             self.model, self.attention, self.sampler, self.rows, self.tables, self.cache.block_size
         )
