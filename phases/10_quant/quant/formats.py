@@ -79,8 +79,7 @@ class Scheme:
     def fitted(self, k: int, name: str) -> Scheme:
         """This scheme for rows of `k` weights: where its groups do not divide them, the next smaller that do.
 
-        Raises:
-            UserError: no size of group divides them.
+        Raises `UserError` where no size of group does.
         """
         if self.scales != "group" or k % self.group == 0:
             return self
@@ -91,10 +90,11 @@ class Scheme:
 
 
 FP8 = Scheme("fp8", "fp8", "channel", activations="fp8")
+FP8_WEIGHTS = Scheme("fp8-weights", "fp8", "channel")
 FP8_BLOCK = Scheme("fp8-block", "fp8", "block", activations="fp8")
 INT8 = Scheme("int8", "int8", "channel")
 W8A8 = Scheme("w8a8", "int8", "channel", activations="int8")
 INT4 = Scheme("int4", "int4", "group", group=128)
 
-SCHEMES = {scheme.name: scheme for scheme in (FP8, FP8_BLOCK, INT8, W8A8, INT4)}
+SCHEMES = {scheme.name: scheme for scheme in (FP8, FP8_WEIGHTS, FP8_BLOCK, INT8, W8A8, INT4)}
 """What can be made here, by the name it has as an option."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +21,7 @@ from quant.kernels.inputs import Pending, Rounded, gated_rows, norm_rows, round_
 from quant.kernels.products import eight_by_eight, eight_by_eight_whole, eight_pays, unpack
 from quant.linear import QuantLinear
 from quant.weights import QuantizedWeight
-from triton_paged_attention.kernels.activation import gated
-from triton_paged_attention.kernels.norms import NormWeights, rms_norm
+from triton_paged_attention.kernels.norms import NormWeights
 from triton_paged_attention.kernels.rope import ProductScales
 from triton_paged_attention.layers import FusedAttention, FusedBlock, FusedMLP, FusedRMSNorm, Stream
 from triton_paged_attention.linear import FusedLinear
@@ -81,34 +81,15 @@ class KernelLinear(FusedLinear):
         alone = x.numel() == self.shape[1] and (self.bias is None or gate is None)
         if alone and self.order is None:
             return self._one(x, norm, gate, residual)
-        out = self.product(x if norm is None else rms_norm(x, *norm))
-        out = out if gate is None else gated(out, gate)
-        return out if residual is None else out + residual
+        return super().forward(x, norm=norm, gate=gate, residual=residual)
 
     def _one(self, x: Tensor, norm: NormWeights | None, gate: str | None, residual: Tensor | None) -> Tensor:
         """One token, in one kernel."""
+        around = {"norm": norm, "bias": self.bias, "residual": residual, "gate": gate}
+        how: dict[str, Any] = {**around, "out_dtype": self.out_dtype, "run_ahead": self.run_ahead}
         if self.scheme.weights == "int4":
-            return gemv4(
-                x,
-                self.stored,
-                self.shape[1],
-                norm=norm,
-                bias=self.bias,
-                residual=residual,
-                gate=gate,
-                out_dtype=self.out_dtype,
-                run_ahead=self.run_ahead,
-            )
-        return gemv8(
-            x,
-            self.stored,
-            norm=norm,
-            bias=self.bias,
-            residual=residual,
-            gate=gate,
-            out_dtype=self.out_dtype,
-            run_ahead=self.run_ahead,
-        )
+            return gemv4(x, self.stored, self.shape[1], **how)
+        return gemv8(x, self.stored, **how)
 
     def product(self, x: Tensor) -> Tensor:
         """See `FusedLinear.product`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -40,16 +42,22 @@ class Quantize:
     """Phase 01's `Linears`: what a checkpoint has in few bits stays so, and the rest may be made so.
 
     scheme: of every linear layer but the head; None: they stay as they are.
-    head: of the head; None: it stays as it is.
+    head: of the head; None: it stays as it is. A function is asked for each device.
     """
 
-    def __init__(self, scheme: Scheme | None = None, head: Scheme | None = None) -> None:
+    def __init__(
+        self,
+        scheme: Scheme | None = None,
+        head: Scheme | Callable[[torch.device], Scheme | None] | None = None,
+    ) -> None:
         self.scheme, self.head = scheme, head
         self.kv: str | None = None
 
-    def wanted(self, name: str) -> Scheme | None:
-        """What is to be made of the plain layer `name`."""
-        return self.head if name == HEAD else self.scheme
+    def wanted(self, name: str, device: torch.device) -> Scheme | None:
+        """What is to be made of the plain layer `name`, whose weight is on `device`."""
+        if name != HEAD:
+            return self.scheme
+        return self.head(device) if callable(self.head) else self.head
 
     def expect(self, model: Model) -> None:
         """See `Linears.expect`."""
@@ -75,7 +83,7 @@ class Quantize:
     def place(self, model: nn.Module, name: str, tensor: Tensor) -> None:
         """See `Linears.place`: a weight that is to be quantized is so at once, and then let go of."""
         owner, _, leaf = name.rpartition(".")
-        scheme = self.wanted(owner)
+        scheme = self.wanted(owner, tensor.device)
         layer = model.get_submodule(owner)
         if scheme is None or leaf != "weight" or not isinstance(layer, nn.Linear):
             assign(model, name, tensor)
@@ -90,7 +98,8 @@ class Quantize:
             assert isinstance(layer, StoredLinear)
             _replace(model, name, layer.understood(name))
         for name in _plain(model):
-            scheme, layer = self.wanted(name), model.get_submodule(name)
+            layer = model.get_submodule(name)
+            scheme = self.wanted(name, model.device)
             if scheme is not None and isinstance(layer, nn.Linear):
                 _replace(model, name, QuantLinear.of(layer, scheme, name))
         if self.kv is not None:
@@ -99,7 +108,7 @@ class Quantize:
 
     def changes(self, model: Model) -> bool:
         """See `Linears.changes`."""
-        return any(self.wanted(name) is not None for name in _plain(model))
+        return any(self.wanted(name, model.device) is not None for name in _plain(model))
 
 
 def _attentions(model: Model) -> list[nn.Module]:

@@ -55,8 +55,8 @@ def eight_bits(block: FusedBlock) -> Activations | None:
     layers = (attend.qkv_proj, attend.o_proj, mlp.gate_up_proj, mlp.down_proj)
     kinds = {
         layer.scheme.activations
-        for layer in layers
         if isinstance(layer, KernelLinear) and layer.eight and layer.bias is None
+        else None
+        for layer in layers
     }
-    plain = all(isinstance(layer, KernelLinear) and layer.eight and layer.bias is None for layer in layers)
-    return kinds.pop() if plain and len(kinds) == 1 else None
+    return kinds.pop() if len(kinds) == 1 else None

@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from cuda_graphs.latency.tables import GemvConfig
 from quant.formats import BLOCK, LARGEST
+from quant.kernels.configs import StepsConfig, steps_config
 from quant.kernels.inputs import hardware_rounds, rounded, token_scale
 from quant.weights import QuantizedWeight
 from triton_paged_attention.hardware import dependent_launch
@@ -47,50 +47,92 @@ def input_scales(squares, top, eps, K: tl.constexpr, NORM: tl.constexpr, ROUND: 
 
 
 @triton.jit
+def place_of(
+    first_row, N, tile: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    MATRICES: tl.constexpr,
+):  # fmt: skip
+    """Rows and first input of a program's tile: of all matrices, then of all inputs, then of further rows."""
+    PARTS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    row = first_row + tile // (MATRICES * PARTS) * ROWS + tl.arange(0, ROWS)
+    # Behind the last row of the first matrix lies the second: such rows are nobody's.
+    row = tl.where(row < N, row + tile % MATRICES * N, MATRICES * N)
+    return row, tile // MATRICES % PARTS * BLOCK_K
+
+
+@triton.jit
+def load_addends(
+    bias, residual, first_row, N, ROWS: tl.constexpr, STEPS: tl.constexpr, BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+):  # fmt: skip
+    """What is added to a program's outputs, `[ROWS]` a step."""
+    added = ()
+    for step in tl.static_range(STEPS):
+        row = first_row + step * ROWS + tl.arange(0, ROWS)
+        more = tl.zeros([ROWS], tl.float32)
+        if BIAS:
+            more += tl.load(bias + row, mask=row < N, other=0.0).to(tl.float32)
+        if ADD:
+            more += tl.load(residual + row, mask=row < N, other=0.0).to(tl.float32)
+        added += (more,)  # type: ignore[assignment]
+    return added
+
+
+@triton.jit
+def load_tile(
+    weight, weight_scale, first_row, k, N, tile: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr, MATRICES: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """A program's next weights `[ROWS, BLOCK_K]`, and the scales of their rows if rows have some."""
+    row, start = place_of(first_row, N, tile, K, ROWS, BLOCK_K, MATRICES)
+    real = row < N * MATRICES
+    at = row.to(tl.int64)[:, None] * K + start + k[None, :]
+    w = tl.load(weight + at, mask=real[:, None] & (start + k < K)[None, :], other=0.0)
+    s = tl.full([ROWS], 1.0, tl.float32)
+    if SIDE == 0:
+        s = tl.load(weight_scale + row, mask=real, other=0.0)
+    return w, s
+
+
+@triton.jit
 def gemv8_kernel(
     out, x, weight, weight_scale, norm_weight, bias, residual, eps, N, scale_stride,
-    K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, SIDE: tl.constexpr, NORM: tl.constexpr,
-    ONE_PLUS: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
-    ROUND: tl.constexpr, LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr,
-    PDL: tl.constexpr, TRIGGER: tl.constexpr,
+    K: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, AHEAD: tl.constexpr, BLOCK_K: tl.constexpr,
+    SIDE: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
+    GATED: tl.constexpr, KIND: tl.constexpr, ROUND: tl.constexpr, LARGEST: tl.constexpr,
+    WHOLE: tl.constexpr, HARDWARE: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
-    """One program per `ROWS` outputs. SIDE: of blocks that share a scale; 0: a row does.
+    """One program per `STEPS` times `ROWS` outputs, for which the input is prepared once.
 
-    TRIGGER: see `cuda_graphs.latency.gemv`.
+    AHEAD: tiles that are loaded before the first is needed. SIDE: of blocks that share a scale; 0: a row
+    does. TRIGGER: see `cuda_graphs.latency.gemv`.
     """
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    MATRICES: tl.constexpr = 2 if GATED else 1
+    PARTS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    TILES: tl.constexpr = STEPS * PARTS * MATRICES
+    first_row = tl.program_id(0) * (ROWS * STEPS)
     k = tl.arange(0, BLOCK_K)
-    at = row.to(tl.int64)[:, None] * K + k[None, :]
-    mask = (row < N)[:, None] & (k < K)[None, :]
-    up_at = at + N.to(tl.int64) * K
-    w = tl.load(weight + at, mask=mask, other=0.0)
-    up = tl.load(weight + up_at, mask=mask, other=0.0) if GATED else w
-    added = tl.zeros([ROWS], tl.float32)
-    if BIAS:
-        added += tl.load(bias + row, mask=row < N, other=0.0).to(tl.float32)
-    row_scale = tl.full([ROWS], 1.0, tl.float32)
-    up_scale = row_scale
-    if SIDE == 0:
-        row_scale = tl.load(weight_scale + row, mask=row < N, other=0.0)
-        if GATED:
-            up_scale = tl.load(weight_scale + N + row, mask=row < N, other=0.0)
+    weights, scales = (), ()
+    for tile in tl.static_range(AHEAD if AHEAD < TILES else TILES):
+        w, s = load_tile(weight, weight_scale, first_row, k, N, tile, K, ROWS, BLOCK_K, MATRICES, SIDE)
+        weights += (w,)  # type: ignore[assignment]
+        scales += (s,)  # type: ignore[assignment]
     if PDL:
         if TRIGGER == 0:
             gdc_launch_dependents()
         gdc_wait()
         if TRIGGER == 1:
             gdc_launch_dependents()
-    if ADD:
-        added += tl.load(residual + row, mask=row < N, other=0.0).to(tl.float32)
+    added = load_addends(bias, residual, first_row, N, ROWS, STEPS, BIAS, ADD)
     # The whole input at once, so that its loads wait together; and then its scales, once.
     parts = ()
     squares = tl.zeros([BLOCK_K], tl.float32)
     top = tl.zeros([BLOCK_K], tl.float32)
-    for start in tl.static_range(0, K, BLOCK_K):
-        part = tl.load(x + start + k, mask=start + k < K, other=0.0).to(tl.float32)
+    for i in tl.static_range(PARTS):
+        inside = i * BLOCK_K + k < K
+        part = tl.load(x + i * BLOCK_K + k, mask=inside, other=0.0).to(tl.float32)
         if NORM:
             squares += part * part
-            g = tl.load(norm_weight + start + k, mask=start + k < K, other=0.0).to(tl.float32)
+            g = tl.load(norm_weight + i * BLOCK_K + k, mask=inside, other=0.0).to(tl.float32)
             part = part * (g + 1.0 if ONE_PLUS else g)
         top = tl.maximum(top, tl.abs(part))
         parts += (part,)  # type: ignore[assignment]
@@ -98,38 +140,46 @@ def gemv8_kernel(
     scale, inverse = 1.0, 1.0
     if ROUND:
         scale, inverse = token_scale(largest.to(x.dtype.element_ty).to(tl.float32), LARGEST)
-    total = tl.zeros([ROWS], tl.float32)
-    total_up = tl.zeros([ROWS], tl.float32)
-    for start in tl.static_range(0, K, BLOCK_K):
-        if start > 0:
-            mask = (row < N)[:, None] & (start + k < K)[None, :]
-            w = tl.load(weight + at + start, mask=mask, other=0.0)
-            if GATED:
-                up = tl.load(weight + up_at + start, mask=mask, other=0.0)
-        vector = parts[start // BLOCK_K]  # type: ignore[var-annotated]
+    vectors = ()
+    for i in tl.static_range(PARTS):
+        vector = parts[i]  # type: ignore[var-annotated]
         if NORM:
             vector = (vector * norm).to(x.dtype.element_ty).to(tl.float32)  # rounded as a norm apart
         if ROUND:
             vector = rounded(vector * inverse, LARGEST, WHOLE, HARDWARE)
-        product = w.to(tl.float32) * vector[None, :]
+        vectors += (vector,)  # type: ignore[assignment]
+    gates = tl.zeros([ROWS], tl.float32)
+    ups = tl.zeros([ROWS], tl.float32)
+    for tile in tl.static_range(TILES):
+        if tile + AHEAD < TILES:
+            w, s = load_tile(
+                weight, weight_scale, first_row, k, N, tile + AHEAD, K, ROWS, BLOCK_K, MATRICES, SIDE
+            )
+            weights += (w,)  # type: ignore[assignment]
+            scales += (s,)  # type: ignore[assignment]
+        product = weights[tile].to(tl.float32) * vectors[tile // MATRICES % PARTS][None, :]  # type: ignore[var-annotated]
         if SIDE == 0:
-            total += tl.sum(product, axis=1)
+            total = tl.sum(product, axis=1) * scales[tile]
         else:
-            total += block_sum(product, weight_scale, row, start, scale_stride, N, K, ROWS, BLOCK_K, SIDE)
-        if GATED:
-            product = up.to(tl.float32) * vector[None, :]
-            if SIDE == 0:
-                total_up += tl.sum(product, axis=1)
-            else:
-                total_up += block_sum(
-                    product, weight_scale, N + row, start, scale_stride, 2 * N, K, ROWS, BLOCK_K, SIDE
-                )
-    if PDL and TRIGGER == 2:
-        gdc_launch_dependents()
-    total = total * row_scale * scale
-    if GATED:
-        total = activate(total, KIND) * (total_up * up_scale * scale)
-    tl.store(out + row, (total + added).to(out.dtype.element_ty), mask=row < N)
+            row, start = place_of(first_row, N, tile, K, ROWS, BLOCK_K, MATRICES)
+            total = block_sum(
+                product, weight_scale, row, start, scale_stride, N * MATRICES, K, ROWS, BLOCK_K, SIDE
+            )
+        if tile % MATRICES == 0:
+            gates += total
+        else:
+            ups += total
+        if tile % (PARTS * MATRICES) == PARTS * MATRICES - 1:  # these rows are complete
+            if PDL and TRIGGER == 2 and tile == TILES - 1:
+                gdc_launch_dependents()
+            row = first_row + tile // (PARTS * MATRICES) * ROWS + tl.arange(0, ROWS)
+            result = gates * scale
+            if GATED:
+                result = activate(result, KIND) * (ups * scale)
+            result += added[tile // (PARTS * MATRICES)]
+            tl.store(out + row, result.to(out.dtype.element_ty), mask=row < N)
+            gates = tl.zeros([ROWS], tl.float32)
+            ups = tl.zeros([ROWS], tl.float32)
 
 
 @triton.jit
@@ -146,14 +196,6 @@ def block_sum(
     return tl.sum(sums * tl.load(weight_scale + at, mask=inside, other=0.0), axis=1)
 
 
-def gemv8_default(rows: int, size: int, gated: bool) -> GemvConfig:
-    """About 32 KiB a program of 4 warps, at least 128 programs: each repeats what is done to the input."""
-    block_k = min(4096, max(BLOCK, triton.next_power_of_2(size)))
-    wanted = max(1, min(32_768 // (block_k * (2 if gated else 1)), rows // 128))
-    warps = 8 if size <= 1024 and not gated and rows < 65_536 else 4
-    return GemvConfig(1 << (wanted.bit_length() - 1), block_k, warps, late=size > block_k)
-
-
 def gemv8(
     x: Tensor,  # [..., K], one row
     weight: QuantizedWeight,  # [N, K], or [2 N, K] when gated; fp8 or int8
@@ -164,23 +206,24 @@ def gemv8(
     gate: str | None = None,
     out_dtype: torch.dtype | None = None,
     run_ahead: bool = True,
-    config: GemvConfig | None = None,
+    config: StepsConfig | None = None,
 ) -> Tensor:
     """`cuda_graphs.latency.gemv` with a weight of eight bits, its scales by channel or block: `[..., N]`."""
     scheme = weight.scheme
     assert scheme.scales in ("channel", "block") and weight.order is None, "not a form that this kernel reads"
     whole, size = weight.shape
     rows = whole // (1 if gate is None else 2)
-    shape = config or gemv8_default(rows, size, gate is not None)
+    shape = config or steps_config(rows, size, whole // rows, 8, x.device)
     out = torch.empty(*x.shape[:-1], rows, dtype=out_dtype or x.dtype, device=x.device)
     norm_weight, eps, one_plus = norm if norm is not None else (x, 0.0, False)
     early = dependent_launch(x.device)
     blocks = scheme.scales == "block"
-    gemv8_kernel[(triton.cdiv(rows, shape.rows),)](
+    gemv8_kernel[(triton.cdiv(rows, shape.rows * shape.steps),)](
         out, x, weight.data, weight.scale, norm_weight, x if bias is None else bias,
         x if residual is None else residual, eps, rows, weight.scale.stride(0),
-        K=size, ROWS=shape.rows, BLOCK_K=shape.block_k, SIDE=BLOCK if blocks else 0, NORM=norm is not None,
-        ONE_PLUS=one_plus, BIAS=bias is not None, ADD=residual is not None, GATED=gate is not None,
+        K=size, ROWS=shape.rows, STEPS=shape.steps, AHEAD=shape.ahead, BLOCK_K=shape.block_k,
+        SIDE=BLOCK if blocks else 0, NORM=norm is not None, ONE_PLUS=one_plus, BIAS=bias is not None,
+        ADD=residual is not None, GATED=gate is not None,
         KIND=0 if gate is None else KINDS[gate], ROUND=scheme.activations is not None,
         LARGEST=LARGEST[scheme.activations or "fp8"], WHOLE=scheme.activations == "int8",
         HARDWARE=hardware_rounds(x.device), PDL=early,

@@ -3,8 +3,8 @@
 A quarter of the bytes leaves so little time that what unpacks a number must cost less than reading it. So the
 nibbles lie where tensor registers want them: one word has four pairs of inputs, and a mask and an addition
 turn a pair of nibbles into a pair of float16 numbers, because 0x6400 with `n` in its last bits is the number
-1024 + n. Eight products are summed up in float16, then a group's scale is multiplied in float32. The input is
-divided by its largest number first, or such a sum might not fit.
+1024 + n. Sixteen products are summed up in float16, then a group's scale is multiplied in float32. The input
+is divided by its largest number first, or such a sum might not fit.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from cuda_graphs.latency.tables import GemvConfig
-from quant.kernels.gemv import input_scales
+from quant.kernels.configs import StepsConfig, steps_config
+from quant.kernels.gemv import input_scales, load_addends, place_of
 from quant.kernels.inputs import token_scale
 from quant.weights import QuantizedWeight, unpack_nibbles
 from triton_paged_attention.hardware import dependent_launch
@@ -27,21 +27,35 @@ from triton_paged_attention.kernels.norms import NormWeights
 SPAN = 128
 """Inputs that 16 words hold: bits 4 i and 16 + 4 i of word j are inputs 32 i + 2 j and 32 i + 2 j + 1."""
 
-# Eight products of nibbles minus 8 with float16 numbers, summed up. `lop3 0xea` is (a & b) | c. The high
-# nibble of a byte comes as 1024 + 16 n: times 1/16, minus 72, it is n - 8 as well.
-EIGHT_PRODUCTS = tl.constexpr("""{
-.reg .b32 t, a, b, c, d, low, unit, high; .reg .b16 x, y; .reg .f32 f, g;
-lop3.b32 a, $1, 0x000f000f, 0x64006400, 0xea;
-lop3.b32 b, $1, 0x00f000f0, 0x64006400, 0xea;
-shr.u32 t, $1, 8;
+
+def _products(word: int, total: str) -> str:
+    """Instructions that add a word's eight products to `total`, a pair of float16.
+
+    `lop3 0xea` is (a & b) | c. The high nibble of a byte comes as 1024 + 16 n: times 1/16, minus 72, it is
+    n - 8 as well.
+    """
+    x = [f"${5 + 4 * word + part}" for part in range(4)]
+    first = f"mul.f16x2 {total}, a, {x[0]}" if word % 2 == 0 else f"fma.rn.f16x2 {total}, a, {x[0]}, {total}"
+    return f"""
+lop3.b32 a, ${word + 1}, 0x000f000f, 0x64006400, 0xea;
+lop3.b32 b, ${word + 1}, 0x00f000f0, 0x64006400, 0xea;
+shr.u32 t, ${word + 1}, 8;
 lop3.b32 c, t, 0x000f000f, 0x64006400, 0xea;
 lop3.b32 d, t, 0x00f000f0, 0x64006400, 0xea;
-mov.b32 low, 0x64086408; mov.b32 unit, 0x2c002c00; mov.b32 high, 0xd480d480;
 sub.f16x2 a, a, low; fma.rn.f16x2 b, b, unit, high;
 sub.f16x2 c, c, low; fma.rn.f16x2 d, d, unit, high;
-mul.f16x2 a, a, $2; fma.rn.f16x2 a, b, $3, a; fma.rn.f16x2 a, c, $4, a; fma.rn.f16x2 a, d, $5, a;
-mov.b32 {x, y}, a; cvt.f32.f16 f, x; cvt.f32.f16 g, y; add.f32 $0, f, g;
-}""")
+{first}; fma.rn.f16x2 {total}, b, {x[1]}, {total};
+fma.rn.f16x2 {total}, c, {x[2]}, {total}; fma.rn.f16x2 {total}, d, {x[3]}, {total};"""
+
+
+FOUR_WORDS = tl.constexpr(
+    "{.reg .b32 t, a, b, c, d, low, unit, high, p, q; .reg .b16 x, y; .reg .f32 f, g;"
+    "mov.b32 low, 0x64086408; mov.b32 unit, 0x2c002c00; mov.b32 high, 0xd480d480;"
+    + _products(0, "p") + _products(1, "p") + _products(2, "q") + _products(3, "q")
+    + "add.f16x2 p, p, q; mov.b32 {x, y}, p; cvt.f32.f16 f, x; cvt.f32.f16 g, y; add.f32 $0, f, g; }"
+)  # fmt: skip
+"""Products of four words, nibbles minus 8, with sixteen pairs of float16 numbers, summed up."""
+OPERANDS = tl.constexpr("=r" + ",r" * 20)
 
 
 @triton.jit
@@ -52,141 +66,186 @@ def pair(low, high):
 
 
 @triton.jit
-def load_words(weight, row, start, q, N, K: tl.constexpr):
-    """Words `[ROWS, Q, 4]` from input `start` on; a quarter of a span's words belongs to each `q`."""
-    SPANS: tl.constexpr = (K + 127) // 128
-    word = start // 8 + q[:, None] * 4 + tl.arange(0, 4)[None, :]
-    at = row.to(tl.int64)[:, None, None] * (SPANS * 16) + word[None, :, :]
-    return tl.load(weight + at, mask=(row < N)[:, None, None] & (word < SPANS * 16)[None, :, :], other=0)
+def four(x):
+    """`x [A, B, 4]` as four tensors `[A, B]`."""
+    even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], 2, 2]))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
 
 
 @triton.jit
-def load_scales(
-    scale, zero, row, start, q, part, N, K: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr
-):
-    """Scales `[ROWS, Q]`, and what 8 is too much or too little, for inputs 32 `part` to 32 `part` + 31."""
-    first = start + q // 4 * 128 + part * 32
-    at = row.to(tl.int64)[:, None] * (K // GROUP) + (first // GROUP)[None, :]
-    inside = (row < N)[:, None] & (first < K)[None, :]
-    s = tl.load(scale + at, mask=inside, other=0.0).to(tl.float32)
-    off = s * 0.0
-    if ZEROS:
-        off = 8.0 - tl.load(zero + at, mask=inside, other=8).to(tl.float32)
-    return s, off
+def load_tile(
+    weight, scale, zero, first_row, q, N, tile: tl.constexpr,
+    K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, MATRICES: tl.constexpr,
+    ZEROS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """A program's next words `[ROWS, Q, 4]`; their scales and zero points `[ROWS, Q]` if groups are spans.
+
+    A quarter of a span's words belongs to each `q`.
+    """
+    SPANS: tl.constexpr = (K + 127) // 128
+    row, start = place_of(first_row, N, tile, K, ROWS, BLOCK_K, MATRICES)
+    real = row < N * MATRICES
+    word = start // 8 + q[:, None] * 4 + tl.arange(0, 4)[None, :]
+    at = row.to(tl.int64)[:, None, None] * (SPANS * 16) + word[None, :, :]
+    words = tl.load(weight + at, mask=real[:, None, None] & (word < SPANS * 16)[None, :, :], other=0)
+    s = words
+    z = words
+    if ASM:
+        s = load_group(scale, row, real, start + q * 32, 0.0, K, GROUP)
+        z = load_group(zero, row, real, start + q * 32, 8, K, GROUP) if ZEROS else s
+    return words, s, z
+
+
+@triton.jit
+def load_group(numbers, row, real, k, other, K: tl.constexpr, GROUP: tl.constexpr):
+    """Scales or zero points of the groups of inputs `k [Q]`: `[ROWS, Q]`."""
+    at = row.to(tl.int64)[:, None] * (K // GROUP) + (k // GROUP)[None, :]
+    return tl.load(numbers + at, mask=real[:, None] & (k < K)[None, :], other=other)
+
+
+@triton.jit
+def load_inputs(x, start, q, part: tl.constexpr, K: tl.constexpr):
+    """Inputs that part `part` of each word meets: four even and four odd ones a `q`, `[Q, 4]`, in float32."""
+    at = (start + q // 4 * 128 + q % 4 * 8)[:, None] + part * 32 + tl.arange(0, 8)[None, :]
+    eight = tl.load(x + at, mask=at < K, other=0.0).to(tl.float32)  # as they lie: one load
+    return tl.split(tl.reshape(eight, [q.shape[0], 4, 2]))
 
 
 @triton.jit
 def sums(
-    words, low, high, scale, zero, row, start, q, N,
-    K: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, ASM: tl.constexpr,
+    words, s, z, even, odd, pairs, inputs, scale, zero, first_row, q, N, tile: tl.constexpr,
+    K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, MATRICES: tl.constexpr,
+    ZEROS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Products of `words [ROWS, Q, 4]` with the input, `[ROWS, Q]`: four `low` and four `high [Q, 4]`."""
+    """Products of a tile with the input, `[ROWS, Q]`, from the four parts of the input that it meets.
+
+    even, odd: `[Q, 4]` each; pairs: the same as words of two; inputs `[Q]`: their sums.
+    """
+    FIRST: tl.constexpr = tile // MATRICES % ((K + BLOCK_K - 1) // BLOCK_K) * 4
     if ASM:
-        total = tl.sum(
-            tl.inline_asm_elementwise(
-                EIGHT_PRODUCTS, "=r,r,r,r,r,r",
-                [
-                    words, pair(low[0], high[0])[None, :, :], pair(low[1], high[1])[None, :, :],
-                    pair(low[2], high[2])[None, :, :], pair(low[3], high[3])[None, :, :],
-                ],
-                dtype=tl.float32, is_pure=True, pack=1,
-            ),
-            axis=2,
+        w0, w1, w2, w3 = four(words)
+        a0, a1, a2, a3 = four(pairs[FIRST][None, :, :])
+        b0, b1, b2, b3 = four(pairs[FIRST + 1][None, :, :])
+        c0, c1, c2, c3 = four(pairs[FIRST + 2][None, :, :])
+        d0, d1, d2, d3 = four(pairs[FIRST + 3][None, :, :])
+        total = tl.inline_asm_elementwise(
+            FOUR_WORDS, OPERANDS,
+            [w0, w1, w2, w3, a0, b0, c0, d0, a1, b1, c1, d1, a2, b2, c2, d2, a3, b3, c3, d3],
+            dtype=tl.float32, is_pure=True, pack=1,
         )  # fmt: skip
-        s, off = load_scales(scale, zero, row, start, q, 0, N, K, GROUP, ZEROS)
         if ZEROS:
-            inputs = low[0] + high[0] + low[1] + high[1] + low[2] + high[2] + low[3] + high[3]
-            total += off * tl.sum(inputs, axis=1)[None, :]
-        total = total * s
+            total += (8.0 - z.to(tl.float32)) * inputs[FIRST // 4][None, :]
+        total = total * s.to(tl.float32)
     else:
-        total = tl.zeros([words.shape[0], words.shape[1]], tl.float32)
+        row, start = place_of(first_row, N, tile, K, ROWS, BLOCK_K, MATRICES)
+        real = row < N * MATRICES
+        total = tl.zeros([ROWS, BLOCK_K // 32], tl.float32)
         for part in tl.static_range(4):
+            low, high = even[FIRST + part], odd[FIRST + part]
             first = ((words >> (4 * part)) & 15).to(tl.float32) - 8.0
             second = ((words >> (16 + 4 * part)) & 15).to(tl.float32) - 8.0
-            product = tl.sum(first * low[part][None, :, :] + second * high[part][None, :, :], axis=2)
-            s, off = load_scales(scale, zero, row, start, q, part, N, K, GROUP, ZEROS)
+            product = tl.sum(first * low[None, :, :] + second * high[None, :, :], axis=2)
+            k = start + q // 4 * 128 + part * 32
             if ZEROS:
-                product += off * tl.sum(low[part] + high[part], axis=1)[None, :]
-            total += product * s
+                off = 8.0 - load_group(zero, row, real, k, 8, K, GROUP).to(tl.float32)
+                product += off * tl.sum(low + high, axis=1)[None, :]
+            total += product * load_group(scale, row, real, k, 0.0, K, GROUP).to(tl.float32)
     return total
 
 
 @triton.jit
 def gemv4_kernel(
     out, x, weight, scale, zero, norm_weight, bias, residual, eps, N,
-    K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, ZEROS: tl.constexpr,
-    NORM: tl.constexpr, ONE_PLUS: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr,
-    KIND: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
+    K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK_K: tl.constexpr, ZEROS: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr,
+    BIAS: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr,
+    PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
-    """One program per `ROWS` outputs; see `gemv8_kernel`."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """One program per `STEPS` times `ROWS` outputs, for which the input is prepared once.
+
+    AHEAD: tiles that are loaded before the first is needed. TRIGGER: see `cuda_graphs.latency.gemv`.
+    """
     MATRICES: tl.constexpr = 2 if GATED else 1
-    whole = N * MATRICES
+    PARTS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    TILES: tl.constexpr = STEPS * PARTS * MATRICES
+    first_row = tl.program_id(0) * (ROWS * STEPS)
     q = tl.arange(0, BLOCK_K // 32)
-    words = load_words(weight, row, 0, q, N, K)
-    up_words = load_words(weight, row + N, 0, q, whole, K) if GATED else words
-    added = tl.zeros([ROWS], tl.float32)
-    if BIAS:
-        added += tl.load(bias + row, mask=row < N, other=0.0).to(tl.float32)
+    words, scales, zeros = (), (), ()
+    for tile in tl.static_range(AHEAD if AHEAD < TILES else TILES):
+        w, s, z = load_tile(
+            weight, scale, zero, first_row, q, N, tile, K, GROUP, ROWS, BLOCK_K, MATRICES, ZEROS, ASM
+        )
+        words += (w,)  # type: ignore[assignment]
+        scales += (s,)  # type: ignore[assignment]
+        zeros += (z,)  # type: ignore[assignment]
     if PDL:
         if TRIGGER == 0:
             gdc_launch_dependents()
         gdc_wait()
         if TRIGGER == 1:
             gdc_launch_dependents()
-    if ADD:
-        added += tl.load(residual + row, mask=row < N, other=0.0).to(tl.float32)
-    first = (q // 4 * 128 + q % 4 * 8)[:, None] + 2 * tl.arange(0, 4)[None, :]
-    # The whole input at once, in the order of the words: pairs of neighbours, four pairs a word.
-    low, high = (), ()
+    added = load_addends(bias, residual, first_row, N, ROWS, STEPS, BIAS, ADD)
+    # The whole input at once, in the order of the words: four parts of four pairs for each of their quarters.
+    even, odd = (), ()
     squares = tl.zeros([BLOCK_K // 32, 4], tl.float32)
     top = tl.zeros([BLOCK_K // 32, 4], tl.float32)
-    for start in tl.static_range(0, K, BLOCK_K):
-        for part in tl.static_range(8):
-            at = start + first + part // 2 * 32 + part % 2
-            value = tl.load(x + at, mask=at < K, other=0.0).to(tl.float32)
-            if NORM:
-                squares += value * value
-                g = tl.load(norm_weight + at, mask=at < K, other=0.0).to(tl.float32)
-                value = value * (g + 1.0 if ONE_PLUS else g)
-            top = tl.maximum(top, tl.abs(value))
-            if part % 2 == 0:
-                low += (value,)  # type: ignore[assignment]
-            else:
-                high += (value,)  # type: ignore[assignment]
+    for i in tl.static_range(4 * PARTS):
+        low, high = load_inputs(x, i // 4 * BLOCK_K, q, i % 4, K)
+        if NORM:
+            squares += low * low + high * high
+            g, h = load_inputs(norm_weight, i // 4 * BLOCK_K, q, i % 4, K)
+            low, high = low * (g + 1.0 if ONE_PLUS else g), high * (h + 1.0 if ONE_PLUS else h)
+        top = tl.maximum(top, tl.maximum(tl.abs(low), tl.abs(high)))
+        even += (low,)  # type: ignore[assignment]
+        odd += (high,)  # type: ignore[assignment]
     norm, largest = input_scales(
         tl.reshape(squares, [BLOCK_K // 8]), tl.reshape(top, [BLOCK_K // 8]), eps, K, NORM, True
     )
     scale_x, inverse = token_scale(largest, 1.0)
-    total = tl.zeros([ROWS, BLOCK_K // 32], tl.float32)
-    total_up = tl.zeros([ROWS, BLOCK_K // 32], tl.float32)
-    for start in tl.static_range(0, K, BLOCK_K):
-        if start > 0:
-            words = load_words(weight, row, start, q, N, K)
+    lows, highs, pairs, inputs = (), (), (), ()
+    for i in tl.static_range(4 * PARTS):
+        low = (even[i] * norm).to(x.dtype.element_ty).to(tl.float32) * inverse  # rounded as a norm apart
+        high = (odd[i] * norm).to(x.dtype.element_ty).to(tl.float32) * inverse
+        lows += (low,)  # type: ignore[assignment]
+        highs += (high,)  # type: ignore[assignment]
+        pairs += (pair(low, high),)  # type: ignore[assignment]
+    for i in tl.static_range(PARTS):
+        every = lows[4 * i] + highs[4 * i]  # type: ignore[var-annotated]
+        for part in tl.static_range(1, 4):
+            every += lows[4 * i + part] + highs[4 * i + part]
+        inputs += (tl.sum(every, axis=1),)  # type: ignore[assignment]
+    gates = tl.zeros([ROWS, BLOCK_K // 32], tl.float32)
+    ups = tl.zeros([ROWS, BLOCK_K // 32], tl.float32)
+    for tile in tl.static_range(TILES):
+        if tile + AHEAD < TILES:
+            w, s, z = load_tile(
+                weight, scale, zero, first_row, q, N, tile + AHEAD, K, GROUP, ROWS, BLOCK_K, MATRICES, ZEROS,
+                ASM,
+            )  # fmt: skip
+            words += (w,)  # type: ignore[assignment]
+            scales += (s,)  # type: ignore[assignment]
+            zeros += (z,)  # type: ignore[assignment]
+        product = sums(
+            words[tile], scales[tile], zeros[tile], lows, highs, pairs, inputs, scale, zero, first_row, q, N,
+            tile, K, GROUP, ROWS, BLOCK_K, MATRICES, ZEROS, ASM,
+        )  # fmt: skip
+        if tile % MATRICES == 0:
+            gates += product
+        else:
+            ups += product
+        if tile % (PARTS * MATRICES) == PARTS * MATRICES - 1:  # these rows are complete
+            if PDL and TRIGGER == 2 and tile == TILES - 1:
+                gdc_launch_dependents()
+            row = first_row + tile // (PARTS * MATRICES) * ROWS + tl.arange(0, ROWS)
+            result = tl.sum(gates, axis=1) * scale_x
             if GATED:
-                up_words = load_words(weight, row + N, start, q, whole, K)
-        even, odd = (), ()
-        for part in tl.static_range(4):
-            a = (low[start // BLOCK_K * 4 + part] * norm).to(x.dtype.element_ty).to(tl.float32)
-            b = (high[start // BLOCK_K * 4 + part] * norm).to(x.dtype.element_ty).to(tl.float32)
-            even += (a * inverse,)  # type: ignore[assignment]
-            odd += (b * inverse,)  # type: ignore[assignment]
-        total += sums(words, even, odd, scale, zero, row, start, q, N, K, GROUP, ZEROS, ASM)
-        if GATED:
-            total_up += sums(up_words, even, odd, scale, zero, row + N, start, q, whole, K, GROUP, ZEROS, ASM)
-    if PDL and TRIGGER == 2:
-        gdc_launch_dependents()
-    result = tl.sum(total, axis=1) * scale_x
-    if GATED:
-        result = activate(result, KIND) * (tl.sum(total_up, axis=1) * scale_x)
-    tl.store(out + row, (result + added).to(out.dtype.element_ty), mask=row < N)
-
-
-def gemv4_default(rows: int, size: int, gated: bool) -> GemvConfig:
-    """About 32 KiB a program, and at least 256 programs."""
-    block_k = min(4096, max(SPAN, triton.next_power_of_2(size)))
-    wanted = max(1, min(65_536 // (block_k * (2 if gated else 1)), rows // 256))
-    return GemvConfig(1 << (wanted.bit_length() - 1), block_k, 8 if size > 2048 else 4, late=size > block_k)
+                result = activate(result, KIND) * (tl.sum(ups, axis=1) * scale_x)
+            result += added[tile // (PARTS * MATRICES)]
+            tl.store(out + row, result.to(out.dtype.element_ty), mask=row < N)
+            gates = tl.zeros([ROWS, BLOCK_K // 32], tl.float32)
+            ups = tl.zeros([ROWS, BLOCK_K // 32], tl.float32)
 
 
 def gemv4(
@@ -200,20 +259,20 @@ def gemv4(
     gate: str | None = None,
     out_dtype: torch.dtype | None = None,
     run_ahead: bool = True,
-    config: GemvConfig | None = None,
+    config: StepsConfig | None = None,
 ) -> Tensor:
     """`cuda_graphs.latency.gemv` with a weight of four bits, of `size` inputs: `[..., N]`."""
     rows = len(weight.data) // (1 if gate is None else 2)
-    shape = config or gemv4_default(rows, size, gate is not None)
+    shape = config or steps_config(rows, size, len(weight.data) // rows, 4, x.device)
     out = torch.empty(*x.shape[:-1], rows, dtype=out_dtype or x.dtype, device=x.device)
     norm_weight, eps, one_plus = norm if norm is not None else (x, 0.0, False)
     early, group = dependent_launch(x.device), weight.scheme.group
-    gemv4_kernel[(triton.cdiv(rows, shape.rows),)](
+    gemv4_kernel[(triton.cdiv(rows, shape.rows * shape.steps),)](
         out, x, weight.data, weight.scale, weight.scale if weight.zero is None else weight.zero,
         norm_weight, x if bias is None else bias, x if residual is None else residual, eps, rows,
-        K=size, GROUP=group, ROWS=shape.rows, BLOCK_K=shape.block_k, ZEROS=weight.zero is not None,
-        NORM=norm is not None, ONE_PLUS=one_plus, BIAS=bias is not None, ADD=residual is not None,
-        GATED=gate is not None, KIND=0 if gate is None else KINDS[gate],
+        K=size, GROUP=group, ROWS=shape.rows, STEPS=shape.steps, AHEAD=shape.ahead, BLOCK_K=shape.block_k,
+        ZEROS=weight.zero is not None, NORM=norm is not None, ONE_PLUS=one_plus, BIAS=bias is not None,
+        ADD=residual is not None, GATED=gate is not None, KIND=0 if gate is None else KINDS[gate],
         ASM=x.is_cuda and group % SPAN == 0, PDL=early,
         TRIGGER=2 if shape.late else (0 if run_ahead else 1),
         num_warps=shape.num_warps, **({"launch_pdl": True} if early else {}),

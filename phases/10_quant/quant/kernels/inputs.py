@@ -16,12 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from quant.formats import DTYPES, LARGEST, Activations
-from triton_paged_attention.hardware import at_least
+from triton_paged_attention.hardware import ADA, at_least
 from triton_paged_attention.kernels.activation import KINDS, activate
 from triton_paged_attention.kernels.norms import NormWeights
-
-ADA = (8, 9)
-"""Compute capability from which a GPU knows e4m3."""
 
 
 class Rounded(NamedTuple):

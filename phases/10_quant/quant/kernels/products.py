@@ -11,6 +11,7 @@ from torch import Tensor
 from quant.formats import BLOCK
 from quant.kernels.inputs import TYPES, Pending, Rounded
 from quant.weights import QuantizedWeight
+from triton_paged_attention.hardware import ADA, TURING, at_least
 
 LEAST_ROWS = 32
 """What the library's product of whole numbers wants at least (it asks for more than 16)."""
@@ -78,13 +79,12 @@ def eight_pays(weight: QuantizedWeight, device: torch.device) -> bool:
         return False
     if device.type != "cuda":
         return True
-    least = (8, 9) if weight.scheme.weights == "fp8" else (7, 5)
-    return torch.cuda.get_device_capability(device) >= least and n % 16 == 0 and k % 16 == 0
+    return at_least(device, ADA if weight.scheme.weights == "fp8" else TURING) and n % 16 == k % 16 == 0
 
 
 @triton.jit
 def unpack8_kernel(
-    out, data, scale, scale_stride, N,
+    out, data, scale, scale_stride,
     K: tl.constexpr, SIDE: tl.constexpr, BLOCK_K: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """One program per row and part of it."""
@@ -135,7 +135,7 @@ def unpack(weight: QuantizedWeight, size: int, dtype: torch.dtype) -> Tensor:
     else:
         block = min(4096, triton.next_power_of_2(size))
         unpack8_kernel[(n, triton.cdiv(size, block))](
-            out, weight.data, weight.scale, weight.scale.stride(0), n,
+            out, weight.data, weight.scale, weight.scale.stride(0),
             K=size, SIDE=BLOCK if scheme.scales == "block" else 0, BLOCK_K=block, HALF=TYPES[dtype],
             num_warps=4,
         )  # fmt: skip
