@@ -1,13 +1,15 @@
 """Phase 11 against phase 09: what guessing gains on which text, and where it stops paying.
 
 The tasks are real text for a real model. The sweep over batch sizes counts drafts as right by decree
-(`synthetic`), since random weights say nothing that could be guessed: its runs carry `synthetic_length`.
+(`synthetic`), since random weights say nothing that could be guessed: its runs carry `synthetic_length`, and
+their variants are called so.
 """
 
 from __future__ import annotations
 
+import copy
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,24 +17,32 @@ from typing import Any
 
 import torch
 from matplotlib.axes import Axes
+from torch import Tensor
 
 import speculative
 from benchmarks.evidence import BenchOptions, Evidence, Run, collect
-from benchmarks.measure import Sample, Samples, alternate, summarize
-from benchmarks.plotting import COLOURS, GREY, lines, panels, save
+from benchmarks.measure import Sample, Samples, alternate, summarize, time_call
+from benchmarks.plotting import GREY, bars, colours, lines, number, panels, save
 from benchmarks.replay import time_replay
 from benchmarks.roofline import ceilings
 from benchmarks.targets import load_target
-from benchmarks.workloads import Item, Workload, task, uniform
+from benchmarks.workloads import PASSAGES, Item, Workload, task, uniform
 from common.models.hub import model_folder
 from common.text.tokenizer import Tokenizer
 from continuous.runner import agreeing
 from continuous.seams import NO_DRAFTS, Drafter
-from paged_cache import Parts
-from speculative import PRESET, Speculate, Speculator
+from forward.attention import RecomputeAttention
+from forward.loading import load_model
+from forward.model import Model
+from forward.surgery import clone
+from paged_cache import PagedEngine, Parts
+from speculative import Speculate, Speculator
 from speculative.control import Control
 from speculative.head import WEIGHTS
-from speculative.rejection import classical, coupled, greedy, optimum
+from speculative.head import load as load_drafter
+from speculative.packed import pack_linears
+from speculative.rejection import agreement as agreement_of
+from speculative.rejection import classical, greedy, optimum
 from speculative.suffix import Suffixes
 
 PHASE, BEFORE = "11_speculative", "09_cuda_graphs"
@@ -40,6 +50,17 @@ TASKS = ("rewriting", "summarizing", "chat")
 LENGTH = 3
 """Drafts in the sweep, all of which count as right."""
 SYNTHETIC, ADAPTIVE, VAIN = f"{PHASE}, synthetic", f"{PHASE}, synthetic, adaptive", f"{PHASE}, in vain"
+OFF, WAITING = f"{PHASE}, switched off", f"{BEFORE}, no overlap"
+MOST_ITEMS = 3
+"""Requests of a task on a CPU."""
+
+
+class Never(Control):
+    """Guessing has switched itself off, and stays so."""
+
+    def decide(self, rows: int) -> bool:
+        """No."""
+        return False
 
 
 def run(options: BenchOptions) -> Evidence:
@@ -48,96 +69,132 @@ def run(options: BenchOptions) -> Evidence:
     A model with random weights (`--model random:SHAPE`) has no text to guess: it is swept, and no more.
     """
     cuda, quick = options.device.type == "cuda", options.quick
-    tokens = 12 if quick else 256 if cuda else 48
-    sizes = [1, 4] if quick else [1, 4, 16, 64, 128, 256] if cuda else [1, 4, 16]
+    sizes = [1, 4] if quick else [1, 4, 16, 32, 64, 128, 256] if cuda else [1, 4, 16]
     name = options.model or "smollm2"
     runs: list[Run] = []
     if not name.startswith("random:"):
-        runs += Bench(replace(options, model=name), max_rows=1, max_len=1024).tasks()
+        own = replace(options, model=name)
+        runs += tasks(own)
+        runs += agreement(own)
     swept = "random:qwen3-8b" if cuda and options.model is None else name
-    room = {"max_rows": max(sizes), "max_len": 512}
-    runs += Bench(replace(options, model=swept), **room).sweep(sizes, tokens)
-    runs += agreement(replace(options, model=name))
+    if not cuda:
+        runs += few_rows(options)
+    room: dict[str, Any] = {"max_rows": max(sizes), "max_len": 512, "draft_length": LENGTH}
+    runs += Bench(replace(options, model=swept), **room).sweep(sizes)
     return collect(PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json())
+
+
+def tasks(options: BenchOptions) -> list[Run]:
+    """Requests one after the other, with and without guessing; nothing is found in a prefix cache.
+
+    Drafters that are trained have engines of their own: they are part of its graphs.
+    """
+    cuda = options.device.type == "cuda"
+    tokenizer = Tokenizer(model_folder(options.model or ""))
+    model = load_target(options)
+    sizes: dict[str, Any] = {"max_rows": 1, "max_len": 1024}
+    bench = Bench(options, model, **sizes, draft_length=7 if cuda else 15)
+    contenders: dict[str, Contender] = {
+        BEFORE: (bench.engine, NO_DRAFTS),
+        PHASE: (bench.engine, bench.drafter(drafter="ngram", draft_length=bench.length)),
+        f"{PHASE}, suffix": (bench.engine, bench.drafter(drafter="suffix", draft_length=bench.length)),
+    }
+    for kind in ("head", "layers") if cuda else ("head",):
+        if not (WEIGHTS / f"{options.model}-{kind}.safetensors").is_file():
+            print(f"no weights for {kind}: train.py makes them")
+            continue
+        engine = Bench(options, model, **sizes, drafter=kind).engine
+        contenders[f"{PHASE}, {kind}"] = (engine, engine.scheduler.drafter)
+        if cuda and kind == "head":
+            engine = Bench(options, model, **sizes, drafter=kind, draft_ahead=False).engine
+            contenders[f"{PHASE}, {kind}, host in between"] = (engine, engine.scheduler.drafter)
+    if cuda:
+        waiting = Bench(options, model, **sizes, drafter="none", overlap=False).engine
+        contenders[WAITING] = (waiting, NO_DRAFTS)
+    runs = []
+    for name in TASKS:
+        work = task(name, tokenizer, 192 if cuda else 96)
+        if not cuda:
+            work = replace(work, items=work.items[:MOST_ITEMS])
+        runs += bench.compare(contenders, _short(work) if options.quick else work, {})
+    return runs
+
+
+Contender = tuple[PagedEngine, Drafter]
+"""A variant: an engine, and who guesses for it."""
 
 
 class Bench:
     """One model and one engine, in which drafters take turns; without one it is phase 09's."""
 
-    def __init__(self, options: BenchOptions, **sizes: Any) -> None:
+    def __init__(self, options: BenchOptions, model: Model | None = None, **given: Any) -> None:
         gc.collect()
         if options.device.type == "cuda":
             torch.cuda.empty_cache()
-        self.options, self.name, self.model = options, options.model or "", load_target(options)
-        self.given = {**sizes, "prefix_cache": False, "draft_length": 8}
+        self.options, self.name = options, options.model or ""
+        self.model = load_target(options) if model is None else model
+        self.given = {"prefix_cache": False, **given}
+        self.length = int(given.get("draft_length", LENGTH))
         self.engine = speculative.load(self.model, **self.given)
 
     def drafter(self, **settings: Any) -> Speculator:
-        """A drafter for the engine, as the feature would make it."""
-        chosen = PRESET.choose(self.given, self.options.device)
-        parts = Parts(self.engine.runner.model, chosen.sizes)
-        parts.features = {feature.name: feature for feature in chosen.installed}
-        parts.usual |= {"block_size": self.engine.cache.block_size}
+        """A drafter for the engine that guesses on the host, as the feature would make it."""
         feature = Speculate(**settings)
-        made = Speculator(feature.source(parts), Control(feature.length, adaptive=feature.draft_adaptive))
-        return made
+        source = feature.source(Parts(self.engine.runner.model))
+        return Speculator(source, Control(feature.length, adaptive=feature.draft_adaptive))
 
-    def tasks(self) -> list[Run]:
-        """Requests one after the other, with and without guessing; nothing is found in a prefix cache."""
-        tokenizer = Tokenizer(model_folder(self.name))
-        drafters: dict[str, Drafter] = {BEFORE: NO_DRAFTS, PHASE: self.drafter(drafter="ngram")}
-        drafters[f"{PHASE}, suffix"] = self.drafter(drafter="suffix")
-        for kind in ("head", "layers"):
-            path = WEIGHTS / f"{self.name}-{kind}.safetensors"
-            if path.is_file():
-                drafters[f"{PHASE}, {kind}"] = self.drafter(drafter=kind, draft_model=str(path))
-        runs = []
-        for name in TASKS:
-            work = task(name, tokenizer, 192 if self.options.device.type == "cuda" else 96)
-            runs += self.compare(drafters, _short(work) if self.options.quick else work, {})
-        return runs
-
-    def sweep(self, sizes: Sequence[int], tokens: int) -> list[Run]:
-        """Batch sizes: three drafts that are right, as many as pay, and drafts that are always wrong."""
+    def sweep(self, sizes: Sequence[int]) -> list[Run]:
+        """Batch sizes: three right drafts, as many as pay, drafts that are always wrong, and none."""
         always = {"drafter": "synthetic", "draft_length": LENGTH, "draft_accept": float(LENGTH)}
-        drafters: dict[str, Drafter] = {
-            BEFORE: NO_DRAFTS,
-            SYNTHETIC: self.drafter(draft_adaptive=False, **always),
-            ADAPTIVE: self.drafter(**always),
-            VAIN: self.drafter(**{**always, "draft_accept": 0.0}),
+        off = self.drafter(**always)
+        off.control, off._on = Never(LENGTH), False
+        contenders: dict[str, Contender] = {
+            BEFORE: (self.engine, NO_DRAFTS),
+            SYNTHETIC: (self.engine, self.drafter(draft_adaptive=False, **always)),
+            ADAPTIVE: (self.engine, self.drafter(**always)),
+            VAIN: (self.engine, self.drafter(**{**always, "draft_accept": 0.0})),
+            OFF: (self.engine, off),
         }
         runs = []
+        cuda = self.options.device.type == "cuda"
         for rows in sizes:
+            tokens = 12 if self.options.quick else 32 if not cuda else 256 if rows == 1 else 128
             work = uniform(f"batch-{rows}x{tokens}", rows, 64, tokens)
-            runs += self.compare(drafters, work, {"batch": rows})
+            runs += self.compare(contenders, work, {"batch": rows})
         return runs
 
-    def compare(self, drafters: Mapping[str, Drafter], work: Workload, facts: Mapping[str, Any]) -> list[Run]:
-        """All drafters on one workload, in turn."""
+    def compare(
+        self, contenders: Mapping[str, Contender], work: Workload, facts: Mapping[str, Any]
+    ) -> list[Run]:
+        """All contenders on one workload, in turn."""
+        repeats = 1 if self.options.quick else min(2, self.options.repeats)
         kept = alternate(
-            {name: partial(self.sample, drafter, work) for name, drafter in drafters.items()},
-            1 if self.options.quick else self.options.repeats,
-            warm={name: partial(self.warm, drafter, _short(work)) for name, drafter in drafters.items()},
+            {name: partial(self.sample, who, work) for name, who in contenders.items()},
+            repeats,
+            warm={name: partial(self.warm, who, _short(work)) for name, who in contenders.items()},
+            log=print,
         )
         return [self.summarize(name, work, samples, facts) for name, samples in kept.items()]
 
-    def warm(self, drafter: Drafter, work: Workload) -> None:
-        """Put a drafter into the engine, and say a few tokens; afterwards it remembers no text."""
-        self.engine.scheduler.drafter = drafter
-        self.engine.runner.agree = agreeing
+    def warm(self, contender: Contender, work: Workload) -> None:
+        """Put a drafter into its engine, and say a few tokens; afterwards it remembers no text."""
+        engine, drafter = contender
+        engine.scheduler.drafter = drafter
+        engine.runner.agree = agreeing
         if isinstance(drafter, Speculator):
-            drafter.attach(self.engine)
-        time_replay(self.engine, work, self.options.device)
+            drafter.attach(engine)
+        time_replay(engine, work, self.options.device)
         if isinstance(drafter, Speculator):
-            drafter.stats = type(drafter.stats)()
+            drafter.stats = type(drafter.stats)(synthetic=drafter.stats.synthetic)
             if isinstance(drafter.source, Suffixes):
                 drafter.source.forget()
 
-    def sample(self, drafter: Drafter, work: Workload, repeat: int) -> Sample:
+    def sample(self, contender: Contender, work: Workload, number: int) -> Sample:
         """Speed, and what came of the drafts."""
-        steps = self.engine.stats.steps
-        found, done = time_replay(self.engine, work, self.options.device)
-        found["steps"] = float(self.engine.stats.steps - steps)
+        engine, drafter = contender
+        steps = engine.stats.steps
+        found, done = time_replay(engine, work, self.options.device)
+        found["steps"] = float(engine.stats.steps - steps)
         if isinstance(drafter, Speculator):
             found["acceptance_fraction"] = drafter.stats.acceptance
             tokens = sum(len(one.token_ids) for one in done)
@@ -148,8 +205,8 @@ class Bench:
     def summarize(self, variant: str, work: Workload, samples: Samples, facts: Mapping[str, Any]) -> Run:
         """Evidence of one variant; what is synthetic says so."""
         options = dict(facts)
-        if variant in (SYNTHETIC, ADAPTIVE, VAIN):
-            options["synthetic_length"] = 0 if variant == VAIN else LENGTH
+        if variant in (SYNTHETIC, ADAPTIVE, VAIN, OFF):
+            options["synthetic_length"] = LENGTH if variant in (SYNTHETIC, ADAPTIVE) else 0
         return summarize(variant, work, samples, model=self.name, dtype=self.options.dtype, options=options)
 
 
@@ -164,36 +221,99 @@ def _short(work: Workload) -> Workload:
 
 # How often the drafter's token is the model's.
 
+NOISES = (0.02, 0.05, 0.1, 0.15, 0.2)
+"""Drafters: the model with noise in its weights, in standard deviations of each matrix."""
+PLACES = 48
+"""Of real text, at which model and drafter are compared."""
+
 
 def agreement(options: BenchOptions) -> list[Run]:
-    """Sampled drafts: the optimum, 1 - total variation, and what three ways reach.
+    """Sampled drafts on real text: the optimum, 1 - total variation, and what three ways reach.
 
-    Over pairs of distributions: logits are normal numbers, the drafter's are those and a little noise, from
-    nearly the same to quite another. Classical acceptance is the optimum; it pays with a text that depends on
-    the drafter.
+    The model's own probabilities at temperature 1, behind each place of a passage, and those of drafters
+    that are nearly the same to quite another model. Nothing is drawn: how often two draws with the same noise
+    agree is a formula (`rejection.agreement`). Computed on the CPU in float32.
     """
-    work = uniform("agreement", 1, 1, 1)
+    tokenizer = Tokenizer(model_folder(options.model or ""))
+    model = load_model(options.model or "", device="cpu", dtype="float32")
+    text = tokenizer.encode(PASSAGES[0])[: 8 if options.quick else PLACES]
+    target = probabilities(model, text)
+    work = Workload("agreement", (Item(tuple(text), 1),), vocab=tokenizer.vocab_size)
+    found: dict[str, Tensor] = {}
+    for noise in NOISES[:2] if options.quick else NOISES:
+        found[f"noise {noise:g}"] = probabilities(noisy(model, noise), text)
+    path = WEIGHTS / f"{options.model}-layers.safetensors"
+    if path.is_file():
+        found["layers"] = probabilities(load_drafter(path, model), text)
     runs = []
-    for spread in (0.05, 0.1, 0.2, 0.3, 0.45, 0.7, 1.0, 1.5):
-        samples = Samples()
-        for seed in range(4 if options.quick else 12):
-            generator = torch.Generator().manual_seed(seed)
-            target = 3.5 * torch.randn(2000, generator=generator)
-            p = target.softmax(0)
-            q = (target + spread * torch.randn(2000, generator=generator)).softmax(0)
-            samples.kept.append(
+    for name, draft in found.items():
+        best, same = optimum(target, draft), agreement_of(target, draft)
+        samples = Samples(
+            kept=[
                 {
                     "seconds": 0.0,
-                    "optimum": float(optimum(p, q)),
-                    "classical": float(classical(p, q)),
-                    "coupled": coupled(p, q, 3000, seed),
-                    "greedy": float(greedy(p, q)),
+                    "optimum": float(best.mean()),
+                    "classical": float(classical(target, draft).mean()),
+                    "coupled": float(same.mean()),
+                    "greedy": float(greedy(target, draft).mean()),
                 }
-            )
-        facts = {"spread": spread}
-        runs.append(
-            summarize(PHASE, work, samples, model=options.model or "", dtype=options.dtype, options=facts)
+            ]
         )
+        facts = {"drafter": name}
+        runs.append(
+            summarize(PHASE, work, samples, model=options.model or "", dtype=torch.float32, options=facts)
+        )
+    return runs
+
+
+@torch.inference_mode()
+def probabilities(model: Model, text: Sequence[int]) -> Tensor:
+    """What the model says behind each token of the text: `[len(text), V]`."""
+    ids = torch.tensor(text)
+    hidden = model(ids, torch.arange(len(ids)), RecomputeAttention())
+    return model.logits(hidden).softmax(-1)
+
+
+def noisy(model: Model, noise: float) -> Model:
+    """A copy with noise in its matrices: a drafter that is worse by a knob."""
+    other, generator = clone(model), torch.Generator().manual_seed(0)
+    for name, layer in other.named_modules():
+        if isinstance(layer, torch.nn.Linear) and name != "lm_head":
+            weight = layer.weight.detach()
+            change = noise * weight.std() * torch.randn(weight.shape, generator=generator)
+            layer.weight = torch.nn.Parameter(weight + change, requires_grad=False)
+    return other
+
+
+# Linear layers for a handful of rows.
+
+ROWS = (1, 2, 4, 8, 16)
+
+
+def each(layers: torch.nn.ModuleList, x: Tensor) -> None:
+    """All layers of one input, one after the other."""
+    for layer in layers:
+        layer(x)
+
+
+def few_rows(options: BenchOptions) -> list[Run]:
+    """Matrices of SmolLM2's MLP, more than a cache holds, times a few rows: MKL's way, and rearranged."""
+    plain = torch.nn.ModuleList(torch.nn.Linear(576, 1536, bias=False) for _ in range(24))
+    packed = copy.deepcopy(plain)
+    if not pack_linears(packed):
+        return []
+    runs = []
+    for rows in ROWS[:2] if options.quick else ROWS:
+        x = torch.randn(rows, 576)
+        work = Workload("few-rows", (Item((1,) * rows, 1),))
+        for name, layers in ((BEFORE, plain), (PHASE, packed)):
+            with torch.inference_mode():
+                times = time_call(partial(each, layers, x), repeats=20)
+            samples = Samples(kept=[{"seconds": seconds / len(layers)} for seconds in times])
+            facts = {"rows": rows}
+            runs.append(
+                summarize(name, work, samples, model=options.model or "", dtype=torch.float32, options=facts)
+            )
     return runs
 
 
@@ -201,37 +321,74 @@ def agreement(options: BenchOptions) -> list[Run]:
 
 
 def draw(evidence: Evidence, out: Path) -> None:
-    """Tokens a step by drafter and task, speed over batch size, and acceptance against the optimum."""
-    figure, (left, middle, right) = panels(3, height=3.4)
-    _tasks(evidence, left)
-    runs = [run for run in evidence.runs if "batch" in run.options]
-    lines(runs, x="batch", metric="output_tokens_per_s", axes=middle, by=_label, log_x=True, log_y=True)
-    middle.set_xlabel("requests")
-    middle.set_title(f"{LENGTH} synthetic drafts a step")
-    _agreement(evidence, right)
+    """Tokens a step by drafter and task, speed over batch size, acceptance, and what overlap hides."""
+    hidden = [run for run in evidence.runs if run.workload.startswith("chat-")]
+    guessed = [r for r in evidence.runs if "tokens_per_step" in r.metrics and "batch" not in r.options]
+    tasks = {run.workload for run in guessed}
+    parts: dict[Callable[[list[Run], Axes], None], list[Run]] = {
+        _tasks: [*guessed, *(run for run in evidence.find(BEFORE) if run.workload in tasks)],
+        _synthetic: [run for run in evidence.runs if "batch" in run.options],
+        _agreement: [run for run in evidence.runs if "optimum" in run.metrics],
+        _hidden: hidden if any(run.variant == WAITING for run in hidden) else [],
+    }
+    measured = {part: runs for part, runs in parts.items() if runs}
+    figure, axes = panels(len(measured), rows=2 if len(measured) == 4 else 1, height=3.4)
+    for (part, runs), place in zip(measured.items(), axes, strict=True):
+        part(runs, place)
     save(figure, out, evidence)
+
+
+def _synthetic(runs: list[Run], axes: Axes) -> None:
+    """Drafts of a known quality: what they bring in batches of all sizes."""
+    lines(
+        runs,
+        x="batch",
+        metric="output_tokens_per_s",
+        axes=axes,
+        by=_label,
+        log_x=True,
+        log_y=True,
+        phase=PHASE,
+    )
+    axes.set_xlabel("requests")
+    rates = {(run.options["batch"], run.variant): run.median("output_tokens_per_s") for run in runs}
+    gains = {
+        batch: rates[batch, f"{PHASE}, synthetic"] / rates[batch, BEFORE]
+        for batch in sorted({batch for batch, _ in rates})
+    }
+    (first, one), *_, (last, many) = gains.items()
+    axes.set_title(
+        f"{LENGTH} synthetic drafts a step: {one:.1f} times the tokens at {first}, {many:.1f} times at {last}"
+    )
+
+
+def _hidden(runs: list[Run], axes: Axes) -> None:
+    """Chat, one request: what a step loses whose host waits for the one before."""
+    shown = [BEFORE, WAITING, f"{PHASE}, head", f"{PHASE}, head, host in between", PHASE]
+    found = [run for name in shown for run in runs if run.variant == name]
+    bars(found, "output_tokens_per_s", axes=axes, gain=False, label=_label)
+    axes.set_title("Chat, one request: what is hidden by overlap")
 
 
 def _label(run: Run) -> str:
     return "ngram" if run.variant == PHASE else run.variant.removeprefix(f"{PHASE}, ")
 
 
-def _tasks(evidence: Evidence, axes: Axes) -> None:
-    found = [run for run in evidence.runs if "tokens_per_step" in run.metrics and "batch" not in run.options]
+def _tasks(runs: list[Run], axes: Axes) -> None:
+    before = {run.workload: run.median("output_tokens_per_s") for run in runs if run.variant == BEFORE}
+    found = [run for run in runs if "tokens_per_step" in run.metrics]
     tasks = list(dict.fromkeys(run.workload for run in found))
     variants = list(dict.fromkeys(run.variant for run in found))
+    shown = colours(variants)
     for place, variant in enumerate(variants):
         for row, name in enumerate(tasks):
             (one,) = (run for run in found if (run.variant, run.workload) == (variant, name))
             value = one.median("tokens_per_step")
             at = row + (place - (len(variants) - 1) / 2) * 0.8 / len(variants)
             label = _label(one) if row == 0 else None
-            axes.barh(at, value, height=0.7 / len(variants), color=COLOURS[place], label=label)
-            gain = one.median("output_tokens_per_s") / evidence.one(BEFORE, name).median(
-                "output_tokens_per_s"
-            )
+            axes.barh(at, value, height=0.7 / len(variants), color=shown[variant], label=label)
             axes.annotate(
-                f"{value:.2f} ({gain:.2f}× the speed)",
+                f"{value:.2f} ({one.median('output_tokens_per_s') / before[name]:.2f}× the speed)",
                 (value, at),
                 (4, 0),
                 textcoords="offset points",
@@ -242,22 +399,26 @@ def _tasks(evidence: Evidence, axes: Axes) -> None:
     axes.set_yticks(range(len(tasks)), [name.rsplit("-", 1)[0] for name in tasks])
     axes.invert_yaxis()
     axes.margins(x=0.45)
-    axes.set_xlabel("tokens a step")
-    axes.set_title("What can be guessed")
+    axes.set_xlabel("tokens a step; 1: no draft is right")
+    most = max(found, key=lambda run: run.median("tokens_per_step"))
+    task = most.workload.rsplit("-", 1)[0]
+    axes.set_title(f"A step yields up to {number(most.median('tokens_per_step'))} tokens: {task}")
     axes.grid(visible=False, axis="y")
     axes.legend(loc="lower right")
 
 
-def _agreement(evidence: Evidence, axes: Axes) -> None:
-    runs = [run for run in evidence.runs if "spread" in run.options]
+def _agreement(found: list[Run], axes: Axes) -> None:
+    runs = sorted(found, key=lambda run: run.median("optimum"))
     best = [run.median("optimum") for run in runs]
-    promised = [value / (2 - value) for value in best]
     axes.plot(best, best, color=GREY, label="optimum: classical rejection")
-    axes.plot(best, promised, color=GREY, linestyle=":", label="the most such a rule can promise")
-    for place, (metric, label) in enumerate((("coupled", "the same noise"), ("greedy", "greedy drafts"))):
+    axes.fill_between(best, [value - 0.03 for value in best], best, color=GREY, alpha=0.2, linewidth=0)
+    kinds = {"coupled": "the same noise", "greedy": "greedy drafts"}
+    shown = colours(kinds, PHASE)
+    for (metric, label), marker in zip(kinds.items(), "os", strict=True):
         values = [run.median(metric) for run in runs]
-        axes.plot(best, values, "o-", color=COLOURS[place], label=label)
-    axes.set_xlabel("1 - total variation")
+        axes.plot(best, values, marker=marker, color=shown[metric], label=label)
+    axes.set_xlabel("1 - total variation; the band is 0.03 wide")
     axes.set_ylabel("share of drafts accepted")
-    axes.set_title("Sampled drafts")
+    short = max(run.median("optimum") - run.median("coupled") for run in runs)
+    axes.set_title(f"Drafts with the same noise: at most {short:.2f} below the optimum")
     axes.legend(loc="upper left")

@@ -20,6 +20,9 @@ SAMPLES = 4
 """Steps without drafts that must be timed before anybody guesses."""
 CREDIT = 10.0
 """What guessing has gained it may lose again, up to so many steps."""
+GRACE = 4
+"""Steps with drafts at a batch size that are not charged: the first replay of each length is slow, and
+where a step takes half a millisecond a few such would be held against guessing for a thousand steps."""
 REFRESH = 128
 """Every so many steps with drafts one without: contexts grow, and with them all steps."""
 FIRST_RATE = 0.7
@@ -36,6 +39,7 @@ class Cost:
 
     plain: seconds of a step without drafts. slope: seconds more for each draft in it.
     seconds: time spent at this size. lost: of that, what guessing has cost; negative where it has gained.
+    tried: steps with drafts.
     """
 
     plain: float = 0.0
@@ -45,6 +49,7 @@ class Cost:
     budget: float = BUDGET
     on: bool = False
     since: int = 0
+    tried: int = 0
     _xy: float = 0.0
     _xx: float = 0.0
 
@@ -64,6 +69,9 @@ class Cost:
     def saw_drafts(self, seconds: float, rows: int, drafts: int, tokens: int) -> None:
         """A step with guessing on: `drafts` in all, after which `tokens` had come for `rows` requests."""
         self.seconds += seconds
+        self.tried += drafts > 0
+        if drafts and self.tried <= GRACE:
+            return
         if drafts:
             self._xy = MEMORY * self._xy + (seconds - self.plain) * drafts
             self._xx = MEMORY * self._xx + drafts * drafts
@@ -135,7 +143,7 @@ class Control:
         if not self.adaptive:
             return self.most
         cost = self.cost(rows)
-        if cost.since % REFRESH == REFRESH - 1:
+        if self.refreshing(rows):
             return 0
         rate = self.rates.setdefault(request, Rate(self.overall.value))
         worth = cost.plain / max(1, rows)  # of a token
@@ -150,6 +158,10 @@ class Control:
         """What became of a request's drafts."""
         self.rates.setdefault(request, Rate(self.overall.value)).saw(drafts, accepted)
         self.overall.saw(drafts, accepted)
+
+    def refreshing(self, rows: int) -> bool:
+        """Whether the newest decision was for a step without drafts, to see what such a step takes now."""
+        return self.cost(rows).since % REFRESH == REFRESH - 1
 
     def leave(self, request: Request) -> None:
         """Nothing more is asked about a request."""

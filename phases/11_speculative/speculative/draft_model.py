@@ -34,10 +34,12 @@ class Shadow:
 
     request: with a row, blocks and settings in the draft model's engine; its `num_computed_tokens` are right.
     drafts: what was guessed last, behind the tokens known then; all but the last are computed.
+    known: how many tokens the large model's request had then, if the device guessed by itself.
     """
 
     request: Request
     drafts: tuple[int, ...] = ()
+    known: int = -1
 
 
 class DraftModel:
@@ -50,14 +52,30 @@ class DraftModel:
 
     def guess(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[tuple[int, ...]]:
         """See `Source`. Who finds no room in the draft model's cache gets no drafts."""
-        ready = [(r, n, self._ready(r, n)) for r, n in zip(requests, lengths, strict=True)]
+        fresh = {r: n for r, n in zip(requests, lengths, strict=True) if self._guessed(r)}
+        ready = [(r, n, self._ready(r, n)) for r, n in zip(requests, lengths, strict=True) if r not in fresh]
         some = sorted(
             ((shadow, n) for _, n, shadow in ready if shadow is not None),
             key=lambda pair: pair[0].request.row,
         )
         if some:
             self._write(some)
-        return [() if shadow is None else shadow.drafts for _, _, shadow in ready]
+        made = {r: () if shadow is None else shadow.drafts for r, _, shadow in ready}
+        made |= {r: self.shadows[r].drafts[:n] for r, n in fresh.items()}
+        return [made[request] for request in requests]
+
+    def _guessed(self, request: Request) -> bool:
+        """Whether the device has drafted behind all the tokens there are."""
+        shadow = self.shadows.get(request)
+        return shadow is not None and shadow.known == len(request.tokens)
+
+    def carried(self, request: Request, drafts: Sequence[int]) -> None:
+        """The device has computed all the tokens that the request has now, and drafted behind them."""
+        shadow = self.shadows[request]
+        own = shadow.request
+        own.tokens += self._tokens(request, own)[len(own.tokens) :]
+        own.num_computed_tokens = len(own.tokens)
+        shadow.drafts, shadow.known = tuple(drafts), len(request.tokens)
 
     def _ready(self, request: Request, length: int) -> Shadow | None:
         """The request's shadow with all its tokens and room for drafts; None if there is no room."""
@@ -92,9 +110,8 @@ class DraftModel:
 
     def _acquire(self, request: Request, tokens: list[int], prompt_len: int) -> Request:
         # Counting drafts for penalties would count wrong ones, too. Without penalties there is less to do.
-        params = replace(
-            request.params, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logprobs=None
-        )
+        plain = replace(request.params, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
+        params = replace(plain, logprobs=None, prompt_logprobs=None)
         own = Request(request.id, tokens, prompt_len, request.limit, params, seed=request.seed)
         self.rows.acquire(own)
         return own

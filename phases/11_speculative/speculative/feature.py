@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 from common.errors import UserError, choice, integer, number
 from common.options import option
-from paged_cache import Feature, Parts
+from paged_cache import Feature, PagedEngine, Parts
 from speculative.control import Control
 from speculative.draft_model import STEP_TOKENS, DraftModel, draft_engine
 from speculative.head import WEIGHTS, Head, HeadSource, load
 from speculative.ngram import NGrams
+from speculative.packed import pack_linears
 from speculative.speculator import Source, Speculator
 from speculative.suffix import Suffixes
 from speculative.synthetic import Synthetic
-from triton_paged_attention import Kernels
+from speculative.taps import Taps
 
 Kind = Literal["ngram", "suffix", "model", "head", "layers", "synthetic", "none"]
 MOST_DRAFTS = 32
-USUAL = {"ngram": 8, "suffix": 8, "model": 4, "head": 4, "layers": 4, "synthetic": 3}
-"""Drafts of a request in a step, at most, unless the caller says otherwise."""
+USUAL = {"ngram": 7, "suffix": 7, "model": 4, "head": 4, "layers": 4, "synthetic": 3}
+"""Drafts of a request in a step, at most, unless the caller says otherwise. Seven and the newest are eight,
+up to which phase 09 has kernels for a few tokens."""
 
 SHARED = ("kernels", "graphs", "latency")
 """Features that a draft model takes over from the model it drafts for."""
@@ -42,6 +44,7 @@ class Speculate(Feature):
     draft_adaptive: bool = option(True, "guess only as many as pay; without it always the most")
     draft_model: str | None = option(None, "model or weights that guess, for model, head and layers")
     draft_accept: float = option(3.0, "drafts that synthetic counts as right in a step, on average")
+    draft_ahead: bool = option(True, "where there are graphs, models draft inside the graph that verifies")
     suffix_bytes: int = option(64 << 20, "memory on the host for what suffix shares over requests")
 
     def __post_init__(self) -> None:
@@ -63,11 +66,31 @@ class Speculate(Feature):
         """A drafter; graphs that verify, where there are graphs."""
         if self.drafter == "none":
             return
+        if parts.model.device.type == "cpu":
+            pack_linears(parts.own_model())
         source = self.source(parts)
         speculator = Speculator(source, Control(self.length, adaptive=self.draft_adaptive))
         parts.bring(self, drafter=speculator)
         parts.finish.append(speculator.attach)
         SmallSteps(self.length).install(parts)
+        if (
+            self.draft_ahead
+            and isinstance(source, DraftModel)
+            and {"graphs", "overlap"} <= set(parts.features)
+        ):
+            self._go_ahead(parts, speculator)
+
+    def _go_ahead(self, parts: Parts, speculator: Speculator) -> None:
+        """Steps that verify and draft in one graph; the engine is still the overlapping one."""
+        from speculative.ahead import Ahead, AheadEngine, ahead_bytes
+
+        def begin(engine: PagedEngine) -> None:
+            assert isinstance(engine, AheadEngine)
+            speculator.ahead = engine.ahead = Ahead(engine, speculator, self.length)
+
+        parts.engine = AheadEngine
+        parts.finish.append(begin)
+        parts.reserve.append(lambda whole: ahead_bytes(whole.model, whole.size("max_rows"), self.length))
 
     def source(self, parts: Parts) -> Source:
         """Who guesses, for an engine of these parts. Raises `UserError` if they do not go together."""
@@ -86,17 +109,18 @@ class Speculate(Feature):
         small = load(path, parts.model)
         if small.kind != self.drafter:
             raise UserError(f"drafter is {self.drafter!r}, but {path.name} holds {small.kind!r}")
-        shared.pop("latency", None)
-        kernels = shared.get("kernels")
-        if isinstance(kernels, Kernels):  # its layers are few and small: only attention and sampling need any
-            shared["kernels"] = replace(
-                kernels, norms="torch", rope="torch", activation="torch", projections="torch"
-            )
         features = [*shared.values(), SmallSteps(self.length, chained=True)]
         if isinstance(small, Head):
             small.room(max(STEP_TOKENS, parts.size("max_rows")))
-            return HeadSource(draft_engine(parts, small, features))
+            taps = Taps(parts.own_model(), small.taps, step_tokens(parts))
+            return HeadSource(draft_engine(parts, small, features), taps)
         return DraftModel(draft_engine(parts, small, features))
+
+
+def step_tokens(parts: Parts) -> int:
+    """Tokens that a step will have at most, before all features are installed."""
+    usual = parts.usual.get("step_tokens", 0)
+    return max(parts.sizes.step_tokens or usual, 2048, parts.sizes.context(parts.model))
 
 
 @dataclass(frozen=True)

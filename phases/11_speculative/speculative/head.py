@@ -1,8 +1,8 @@
 """Drafters that are trained for one model: a head on its hidden states, and two layers of their own.
 
 The head is made in the manner of EAGLE-3 (Li et al., arXiv 2503.01840): one layer that is given, beside each
-token, the hidden state that the model had before it, and in place of one that does not exist yet its own.
-What is left out of EAGLE-3: hidden states of the middle layers beside the last one's, and trees.
+token, the hidden states that a low, a middle and the last layer of the model had before it, and in place of
+those that do not exist yet its own. What is left out of EAGLE-3: trees.
 
 Both have the embedding of the model they draft for, and of its output head the rows of the most frequent
 tokens: the others are never drafted. `train.py` of this phase trains them.
@@ -37,6 +37,7 @@ from forward.models.llama import Llama, LlamaBlock
 from forward.rope import Rope
 from paged_cache import PagedEngine
 from speculative.draft_model import DraftModel, Shadow
+from speculative.taps import Taps, tapped
 
 WEIGHTS = Path(__file__).resolve().parent.parent / "weights"
 """Weights that come with the course: `<model>-head.safetensors` and `<model>-layers.safetensors`."""
@@ -65,6 +66,10 @@ class ReducedHead(nn.Module):
     def few(self, hidden: Tensor) -> Tensor:
         """`[..., hidden]` -> `[..., N]`."""
         return hidden @ self.weight.T
+
+    def joined(self, *parts: nn.Module) -> ReducedHead:
+        """Kernels for linear layers leave it as it is."""
+        return self
 
 
 class Drafting(Model):
@@ -112,10 +117,11 @@ class Layers(Drafting):
 class Head(Drafting):
     """One layer on hidden states of the large model.
 
-    At place p it is given the token p + 1 and the hidden state from which that token was sampled, and tells
+    At place p it is given the token p + 1 and the hidden states from which that token was sampled, and tells
     what token p + 2 will be. So its sequence is the request's without the first token.
 
-    features: `[most, hidden]`, the hidden states for the tokens of the next call, in their order.
+    taps: the layers of the large model behind which hidden states are taken, beside the last ones.
+    features: `[most, hidden]`, what the tokens of the next call are given, in their order.
     """
 
     kind: ClassVar[str] = "head"
@@ -124,15 +130,28 @@ class Head(Drafting):
     def __init__(self, large: Llama, layers: int, width: int, ids: Tensor) -> None:
         super().__init__(large, layers, width, ids)
         hidden, eps = self.config.hidden_size, self.config.norm_eps
+        self.taps = tapped(large.config.num_layers)
+        self.state_norms = nn.ModuleList(RMSNorm(hidden, eps) for _ in self.taps)
+        self.mix_states = nn.Linear((len(self.taps) + 1) * hidden, hidden, bias=False)
         self.token_norm, self.feature_norm = RMSNorm(hidden, eps), RMSNorm(hidden, eps)
         self.fuse = nn.Linear(2 * hidden, hidden, bias=False)
+
+    def mix(self, states: Tensor) -> Tensor:
+        """Hidden states of low, middle and last layer, end to end `[..., 3 * hidden]` -> `[..., hidden]`.
+
+        Between the layers they have not been normalized yet, and a few channels are a hundred times the rest.
+        """
+        *between, last = states.split(self.config.hidden_size, dim=-1)  # type: ignore[no-untyped-call]
+        normed = [norm(x) for norm, x in zip(self.state_norms, between, strict=True)]
+        mixed: Tensor = self.mix_states(torch.cat((*normed, last), dim=-1))
+        return mixed
 
     def room(self, tokens: int) -> None:
         """Make room for the hidden states of so many tokens, at an address that a graph may read."""
         self.features = torch.zeros(tokens, self.config.hidden_size, dtype=self.dtype, device=self.device)
 
     def feed(self, hidden: Tensor) -> None:
-        """The features of the next call are these."""
+        """The features of the next call are these: `mix`ed ones of the model, or the head's own output."""
         self.features[: len(hidden)].copy_(hidden)
 
     def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
@@ -207,10 +226,12 @@ class HeadSource(DraftModel):
     after a prefix was found, or where guessing has begun again. What came before it has not seen.
     """
 
-    def __init__(self, engine: PagedEngine) -> None:
+    watches = True
+
+    def __init__(self, engine: PagedEngine, taps: Taps) -> None:
         super().__init__(engine)
         assert isinstance(engine.runner.model, Head)
-        self.head = engine.runner.model
+        self.head, self.taps = engine.runner.model, taps
         self._large: Engine | None = None
         self._first: dict[Request, int] = {}  # the position of the first hidden state
         self._fed: dict[Request, list[Tensor]] = {}  # hidden states that are not computed on yet
@@ -220,6 +241,12 @@ class HeadSource(DraftModel):
     def attach(self, engine: Engine) -> None:
         """The engine whose hidden states are read."""
         self._large = engine
+
+    def states(self, first: int, count: int) -> Tensor:
+        """What the newest step left of its tokens `first .. first + count - 1`: `[count, 3 * hidden]`."""
+        assert self._large is not None and self._large.runner.last is not None
+        some = slice(first, first + count)
+        return torch.cat((self.taps.kept[some], self._large.runner.last.hidden[some]), dim=-1)
 
     def landed(self, work: Work, accepted: int) -> None:
         """Keep the hidden states of tokens that turned out right."""
@@ -242,8 +269,14 @@ class HeadSource(DraftModel):
         if request not in self._first:
             self._first[request], self._count[request], self._fed[request] = work.start, 0, []
         count = work.count - len(work.drafts) + accepted
-        self._fed[request].append(last.hidden[place : place + count].clone())
+        self._fed[request].append(self.states(place, count))
         self._count[request] += count
+
+    def carried(self, request: Request, drafts: Sequence[int]) -> None:
+        """Also: the device has read the hidden states of all places but the newest."""
+        super().carried(request, drafts)
+        self._count[request] = len(request.tokens) - 1 - self._first[request]
+        self._fed[request] = []
 
     def _tokens(self, request: Request, own: Request) -> list[int]:
         return request.tokens[self._first[request] + 1 :]
@@ -264,9 +297,10 @@ class HeadSource(DraftModel):
         requests = {shadow.request: request for request, shadow in self.shadows.items()}
         for own in behind:
             # What the head made of its own features is made again of the model's.
-            fed = self._fed[requests[own]]
-            own.num_computed_tokens = len(own.tokens) - sum(map(len, fed))
-        self._waiting = {own: torch.cat(self._fed[requests[own]]) for own in behind}
+            own.num_computed_tokens = len(own.tokens) - sum(map(len, self._fed[requests[own]]))
+        fed = [torch.cat(self._fed[requests[own]]) for own in behind]
+        mixed = self.head.mix(torch.cat(fed)).split([len(some) for some in fed])  # type: ignore[no-untyped-call]
+        self._waiting = dict(zip(behind, mixed, strict=True))
         super()._write(some)
         for own in behind:
             self._fed[requests[own]] = []

@@ -65,6 +65,22 @@ def coupled(p: Tensor, q: Tensor, draws: int, seed: int = 0) -> float:
     return float(((noise / p).argmax(1) == (noise / q).argmax(1)).double().mean())
 
 
+def agreement(p: Tensor, q: Tensor) -> Tensor:
+    """`coupled` without drawing: how often two draws with the same noise are the same, `[..., V]` -> `[...]`.
+
+    With noise E token i wins for p if E_i / p_i is the smallest of all. That it wins for both is a race of
+    exponentials, with chance 1 / sum over j of max(p_j / p_i, q_j / q_i) (Daliri, Musco and Suresh, 2024). Of
+    the two the first is the larger one for the tokens j whose p / q is not below that of i: two sums of
+    tokens sorted by p / q.
+    """
+    p, q = p.double(), q.double()
+    order = (p / q).nan_to_num(0.0, posinf=torch.inf).argsort(-1, descending=True)
+    p, q = p.gather(-1, order), q.gather(-1, order)
+    above, below = p.cumsum(-1), q.sum(-1, keepdim=True) - q.cumsum(-1)
+    wins = p * q / (above * q + below.clamp(min=0) * p)  # 1 / (above / p + below / q)
+    return wins.nan_to_num(0.0).sum(-1)
+
+
 def greedy(p: Tensor, q: Tensor) -> Tensor:
     """How often a drafter's most likely token is what the model draws: p of q's largest."""
     return p.gather(-1, q.argmax(-1, keepdim=True)).squeeze(-1)

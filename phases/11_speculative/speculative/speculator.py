@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from common.request import Request
 from continuous.engine import Engine
 from continuous.seams import Drafter
 from continuous.work import Work
-from speculative.control import Control
+from speculative.control import SAMPLES, Control
 from speculative.stats import SpeculationStats
 
 
 class Source(Protocol):
-    """Where guesses come from. One object serves all requests of an engine."""
+    """Where guesses come from. One object serves all requests of an engine.
+
+    One that has `watches = True` has to see every step of a request, from its prompt on, or guesses badly.
+    """
 
     def guess(self, requests: Sequence[Request], lengths: Sequence[int]) -> Sequence[Sequence[int]]:
         """For each request at most so many token ids that may follow its `tokens`, all of them known."""
@@ -27,6 +30,14 @@ class Source(Protocol):
 
     def leave(self, request: Request) -> None:
         """A request has ended (it has a finish reason) or is preempted."""
+        ...
+
+
+class Landing(Protocol):
+    """Steps that draft on the device."""
+
+    def landed(self, work: Work) -> bool:
+        """Take note of the end of such a step; False: it was another one."""
         ...
 
 
@@ -42,16 +53,20 @@ class Speculator(Drafter):
         clock: in seconds; replaced by tests.
 
     stats: what came of the guesses.
+    ahead: launches steps whose drafts are made on the device, if there are any.
     """
 
     def __init__(
         self, source: Source, control: Control, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.source, self.control, self.clock = source, control, clock
-        self.stats = SpeculationStats()
+        self.stats = SpeculationStats(synthetic=getattr(source, "accept", None))
         self._engine: Engine | None = None
         self._guesses: dict[Request, Sequence[int]] = {}
-        self._on = not control.adaptive
+        self._begun: bool | None = None  # what `begin` would say, if it was asked already
+        self.ahead: Landing | None = None
+        self._watches = bool(getattr(source, "watches", False))
+        self._on = not control.adaptive or self._watches
         self._steady = True  # the first step after a switch overlaps with the one before, or with none
         self._began: float | None = None
         self._steps = self._decode_steps = 0
@@ -73,6 +88,9 @@ class Speculator(Drafter):
 
     def begin(self, running: Sequence[Request]) -> bool:
         """Account for the step before; then, if it pays, guess for everybody whose tokens are known."""
+        if self._begun is not None:
+            begun, self._begun = self._begun, None
+            return begun
         self._account()
         self._guesses.clear()
         rows = len(running)
@@ -80,8 +98,10 @@ class Speculator(Drafter):
             self._began = None
             return False
         before, self._on = self._on, self.control.decide(rows)
+        learning = not self._on and self._watches and self.control.cost(rows).samples < SAMPLES
+        self._on |= learning  # plain steps are timed first; what a source has to watch it sees meanwhile
         self._steady = before == self._on
-        if not self._on:
+        if learning or not self._on:
             return False
         requests, lengths = [], []
         for request in running:
@@ -98,6 +118,30 @@ class Speculator(Drafter):
                 self._guesses[request] = drafts[:length]
         return bool(requests)
 
+    # For steps that draft on the device; an ordinary step that comes in the place of one asks `begin` again.
+
+    def guesses(self, running: Sequence[Request]) -> Mapping[Request, Sequence[int]]:
+        """What `begin` guesses."""
+        self._begun = self.begin(running)
+        return self._guesses if self._begun else {}
+
+    def wanted(self, running: Sequence[Request]) -> int:
+        """How many drafts of a request pay in the next step, if they cost the host nothing."""
+        self._account()
+        self._guesses.clear()
+        self._begun = False
+        before, self._on = self._on, self.control.decide(len(running))
+        self._steady = before == self._on
+        return max(self.control.length(request, len(running)) for request in running) if self._on else 0
+
+    def went_ahead(self) -> None:
+        """No ordinary step comes in its place."""
+        self._begun = None
+
+    def came_back(self) -> None:
+        """An ordinary step does; two will have landed when it is accounted for, which is no measure."""
+        self._steady = False
+
     def propose(self, request: Request, most: int) -> Sequence[int]:
         """What was guessed for it, cut to what there is room for."""
         return self._guesses.get(request, ())[:most]
@@ -112,7 +156,8 @@ class Speculator(Drafter):
             self.stats.count(work, accepted)
             if work.request.finish_reason is None:  # or the end cut it short, and says nothing
                 self.control.saw(work.request, len(work.drafts), accepted)
-        self.source.landed(work, accepted)
+        if self.ahead is None or not self.ahead.landed(work):
+            self.source.landed(work, accepted)
 
     def leave(self, request: Request) -> None:
         """Forget a request."""
@@ -137,8 +182,12 @@ class Speculator(Drafter):
         if self._on and rows and not prompts:
             cost = self.control.cost(rows)
             most = cost.plain * (3 + drafts / rows)  # beyond that it was interrupted by something else
+            if not drafts and cost.samples < SAMPLES:
+                cost.saw_plain(now - began)
+                return
             cost.saw_drafts(min(now - began, most), rows, drafts, tokens)
-            if not drafts:
+            # Other steps without drafts have waited for the one before, which steps with guessing off do not.
+            if not drafts and self.control.refreshing(rows):
                 cost.plain = max(cost.plain, min(now - began, 1.02 * cost.plain))
         elif not self._on and decodes == 1:
             self.control.cost(len(engine.scheduler.running)).saw_plain(now - began)

@@ -14,12 +14,14 @@ class SpeculationStats:
     steps: times that a request's drafts were verified.
     drafted, accepted: by position, the first draft of a step at 0.
     marks: if not None, for each (index, sample) the places of the output that were drafted and accepted.
+    synthetic: if not None, drafts count as right by decree, so many a step, and the text means nothing.
     """
 
     steps: int = 0
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     marks: dict[tuple[int, int], set[int]] | None = None
+    synthetic: float | None = None
 
     def count(self, work: Work, accepted: int) -> None:
         """A request's drafts have been verified; those behind its end do not count."""
@@ -50,13 +52,19 @@ class SpeculationStats:
         """Tokens that a verified request got at a time: the accepted ones and one more."""
         return 1 + sum(self.accepted) / self.steps if self.steps else 1.0
 
+    @property
+    def mark(self) -> str:
+        """What stands beside every number that synthetic acceptance made; nothing beside others."""
+        return "" if self.synthetic is None else f"synthetic acceptance of {self.synthetic:g} drafts a step"
+
     def lines(self) -> list[str]:
         """For people: one line in all, and one for each position."""
+        name = "speculation" if self.synthetic is None else f"speculation, {self.mark}"
         if not self.steps:
-            return ["speculation: nothing was drafted"]
+            return [f"{name}: nothing was drafted"]
         most = max(self.drafted)
         return [
-            f"speculation: {sum(self.drafted):,} drafts in {self.steps:,} steps, "
+            f"{name}: {sum(self.drafted):,} drafts in {self.steps:,} steps, "
             f"{self.acceptance:.0%} accepted, {self.tokens_per_step:.2f} tokens a step",
             *(
                 f"  draft {place + 1:>2}: {share(right, drafted):>4.0%} of {drafted:,} accepted  "

@@ -17,6 +17,7 @@ from torch import Tensor
 from forward.attention import LayerSpec, RecomputeAttention
 from forward.model import Model
 from speculative.head import Drafting, Head, Layers, ReducedHead
+from speculative.taps import watching
 from speculative.training.text import Talk
 
 
@@ -73,21 +74,27 @@ def padded(talks: Sequence[Talk], device: torch.device) -> tuple[Tensor, Tensor]
 
 
 @torch.no_grad()
-def hidden_states(model: Model, ids: Tensor) -> Tensor:
-    """What the large model makes of `ids [B, S]`: `[B, S, hidden]`."""
+def hidden_states(model: Model, ids: Tensor, taps: Sequence[int] = ()) -> Tensor:
+    """What the model makes of `ids [B, S]`: the outputs of the layers `taps` and its last hidden states,
+    end to end: `[B, S, (len(taps) + 1) * hidden]`.
+    """
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    return model(ids, positions, RecomputeAttention())
+    with watching(model, taps) as seen:
+        last = model(ids, positions, RecomputeAttention())
+    return torch.cat((*seen, last), dim=-1)
 
 
 def outputs(drafter: Drafting, ids: Tensor, hidden: Tensor, steps: int) -> list[Tensor]:
     """The drafter's hidden states in each step: entry `[:, p]` is about token p + 2 for a head, p + 1 for
     layers, and belongs to a chain that began `step` places before. `[B, S', hidden]` each.
+
+    hidden: what `hidden_states` makes with the drafter's taps.
     """
     if isinstance(drafter, Layers):
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         return [drafter(ids, positions, UnrolledAttention())] * steps
     assert isinstance(drafter, Head)
-    tokens, features = ids[:, 1:], hidden[:, :-1]
+    tokens, features = ids[:, 1:], drafter.mix(hidden[:, :-1])
     positions = torch.arange(tokens.shape[1], device=ids.device).expand_as(tokens)
     attention, made = UnrolledAttention(), list[Tensor]()
     for _ in range(steps):
@@ -104,10 +111,11 @@ def loss(model: Model, drafter: Drafting, ids: Tensor, real: Tensor, skip: int, 
     """
     reduced = drafter.lm_head
     assert isinstance(reduced, ReducedHead)
-    hidden = hidden_states(model, ids)
     ahead = 1 if isinstance(drafter, Head) else 0
+    hidden = hidden_states(model, ids, taps_of(drafter))
     with torch.no_grad():
-        wanted = reduced.few(hidden[:, ahead:]).float().softmax(-1)  # [B, S', N]
+        last = hidden[:, ahead:, -model.config.hidden_size :]
+        wanted = reduced.few(last).float().softmax(-1)  # [B, S', N]
     total = torch.zeros((), device=ids.device)
     steps = steps if ahead else 1
     for step, out in enumerate(outputs(drafter, ids, hidden, steps)):
@@ -120,22 +128,40 @@ def loss(model: Model, drafter: Drafting, ids: Tensor, real: Tensor, skip: int, 
     return total
 
 
+def taps_of(drafter: Drafting) -> tuple[int, ...]:
+    """The layers whose hidden states a drafter is given."""
+    return drafter.taps if isinstance(drafter, Head) else ()
+
+
 @torch.no_grad()
 def accepted(model: Model, drafter: Drafting, talks: Sequence[Talk], steps: int = 4) -> list[float]:
-    """How often the first, the first two, ... greedy drafts are all what a greedy answer said."""
-    right, tried = [0] * steps, 0
-    for talk in talks:
-        ids, _ = padded([talk], model.device)
-        hidden = hidden_states(model, ids)
-        ahead = 2 if isinstance(drafter, Head) else 1  # places from an output to the token that it is about
-        chain: Tensor | None = None
-        for step, out in enumerate(outputs(drafter, ids, hidden, steps)):
-            said = drafter.logits(out.to(model.dtype)).argmax(-1)  # [1, S']
-            match = said[0, : ids.shape[1] - ahead] == ids[0, ahead:]
-            first = max(0, talk.answer - ahead) + step  # chains that begin in the answer
-            last = len(match) - (steps - 1 - step)
-            match = match[first:last]
-            chain = match if chain is None else chain & match
-            right[step] += int(chain.sum())
-        tried += 0 if chain is None else len(chain)
-    return [count / max(1, tried) for count in right]
+    """How often the first, the first two, ... greedy drafts are all what a greedy answer said.
+
+    All conversations at once, padded at their ends.
+    """
+    if not talks:
+        return [0.0] * steps
+    ids, real = padded(talks, model.device)
+    answers = torch.tensor([talk.answer for talk in talks], device=ids.device)
+    ahead = 2 if isinstance(drafter, Head) else 1  # places from an output to the token that it is about
+    hidden = hidden_states(model, ids, taps_of(drafter))
+    width = ids.shape[1] - ahead
+    begins = torch.arange(width, device=ids.device)  # the place of a chain's first output
+    last = begins + ahead + steps - 1  # where its last draft would stand
+    counts = (begins[None] >= answers[:, None] - ahead) & (last < ids.shape[1])[None]
+    counts &= real[:, last.clamp(max=ids.shape[1] - 1)]
+    chain = counts.clone()
+    right: list[float] = []
+    for step, out in enumerate(outputs(drafter, ids, hidden, steps)):
+        said = most_likely(drafter, out[:, :width].to(model.dtype))  # [B, S']
+        match = F.pad(said == ids[:, ahead : ahead + width], (0, step))[:, step : step + width]
+        chain = chain & match
+        right.append(float(chain.sum() / counts.sum().clamp(min=1)))
+    return right
+
+
+def most_likely(drafter: Drafting, hidden: Tensor) -> Tensor:
+    """The token that the drafter finds most likely: `[..., hidden]` -> `[...]`."""
+    reduced = drafter.lm_head
+    assert isinstance(reduced, ReducedHead)
+    return reduced.ids[reduced.few(hidden.to(reduced.weight.dtype)).argmax(-1)]

@@ -1,0 +1,68 @@
+"""Hidden states between the layers of a model, taken by surgery: the model's own code knows nothing of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forward.model import Model
+
+
+def tapped(layers: int) -> tuple[int, int]:
+    """A low and a middle layer of so many, as EAGLE-3 has them; the last one's output is there anyway."""
+    return min(2, layers - 1), layers // 2
+
+
+class Taps:
+    """Keeps what some layers of a model put out in the newest step, at an address that a graph may write.
+
+    A hook behind each layer copies; it is captured with the layer. Whoever makes an engine with taps owns
+    the model, so no other engine pays for them.
+
+    kept: `[tokens, len(places) * hidden]`, in the order of the step's tokens.
+    """
+
+    def __init__(self, model: Model, places: Sequence[int], tokens: int) -> None:
+        hidden = model.config.hidden_size
+        self.kept = torch.zeros(tokens, len(places) * hidden, dtype=model.dtype, device=model.device)
+        for slot, place in enumerate(places):
+            part = self.kept[:, slot * hidden : (slot + 1) * hidden]
+            layers_of(model)[place].register_forward_hook(partial(_keep, part))
+
+
+def _keep(kept: Tensor, layer: nn.Module, given: Any, out: Any) -> None:
+    x = stream(out)
+    kept[: len(x)].copy_(x)
+
+
+def stream(out: Any) -> Tensor:
+    """What a layer puts out; a fused one leaves its last addition to the next."""
+    whole: Tensor = out if isinstance(out, Tensor) else out[0] + out[1]
+    return whole
+
+
+@contextmanager
+def watching(model: Model, places: Sequence[int]) -> Iterator[list[Tensor]]:
+    """While it lasts, a forward pass leaves the outputs of these layers in the list, `[..., hidden]` each."""
+    seen: list[Tensor] = []
+    hooks = [
+        layers_of(model)[place].register_forward_hook(lambda layer, given, out: seen.append(stream(out)))
+        for place in places
+    ]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def layers_of(model: Model) -> nn.ModuleList:
+    """The model's layers, the lowest first."""
+    layers = model.get_submodule("layers")
+    assert isinstance(layers, nn.ModuleList)
+    return layers
