@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -16,9 +18,10 @@ import numpy as np
 
 import cuda_graphs
 import structured
+from benchmarks import hostile_grammars
 from benchmarks.evidence import BenchOptions, Evidence, Metric, Run, collect
 from benchmarks.measure import Sample, alternate, request_metrics, summarize
-from benchmarks.plotting import COLOURS, panels, save
+from benchmarks.plotting import bars, colours, log_axis, panels, save
 from benchmarks.roofline import ceilings
 from benchmarks.targets import load_target, targets
 from benchmarks.workloads import Workload, uniform
@@ -33,17 +36,15 @@ from forward.model import Model
 from paged_cache import PagedEngine
 from structured.feature import Name, backend_named
 from structured.masks import GrammarMasks
+from structured.matcher import Job, Words
 from structured.pool import GrammarPool
 from structured.vocabulary import Vocabulary
 
 PHASE, BEFORE = "12_structured", "09_cuda_graphs"
 ONE, FREE = f"{PHASE}+one", f"{PHASE}+no grammar"
 """One request among many has a grammar; or none has."""
-
-ENDLESS = Grammar.json_schema(
-    {"type": "array", "items": {"type": "string", "maxLength": 20}, "minItems": 500}
-)
-"""Its outputs end after more tokens than are asked for, so that all variants generate equally many."""
+SHORT, JUMP = f"{PHASE}+short strings", f"{PHASE}+jump"
+"""All rows have a grammar of nothing but short strings; or what is forced is drafted however many run."""
 
 PERSON = {
     "type": "object",
@@ -55,6 +56,13 @@ PERSON = {
     "required": ["name", "age", "city"],
     "additionalProperties": False,
 }
+RECORDS = Grammar.json_schema({"type": "array", "items": PERSON, "minItems": 500})
+STRINGS = Grammar.json_schema(
+    {"type": "array", "items": {"type": "string", "maxLength": 20}, "minItems": 500}
+)
+"""Their outputs end after more tokens than are asked for, so that all variants generate equally many. The end
+of a string that may not grow much longer is what costs most: most of the vocabulary has to be looked at."""
+
 SCHEMAS: dict[str, Any] = {
     "person": PERSON,
     "enum": {"enum": ["north", "east", "south", "west"]},
@@ -97,7 +105,7 @@ def run(options: BenchOptions) -> Evidence:
     runs = []
     for target in targets(options):
         bench = Bench(target)
-        runs += bench.throughput() + bench.masks() + bench.steps()
+        runs += bench.throughput() + bench.masks() + bench.fills() + bench.steps() + bench.hostile()
         if bench.tokenizer is not None:
             runs += bench.validity()
     return collect(PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json())
@@ -127,15 +135,18 @@ class Bench:
             count, prompt, output = min(count, 4), 8, 8
         work = uniform(f"constrained-{count}x{prompt}+{output}", count, prompt, output)
         free = SamplingParams(max_tokens=output, temperature=0.8, seed=1, ignore_eos=True)
-        bound = replace(free, grammar=ENDLESS)
+        bound = replace(free, grammar=RECORDS)
         asked = {
             BEFORE: [free] * count,
             FREE: [free] * count,
             ONE: [bound, *[free] * (count - 1)],
             PHASE: [bound] * count,
+            SHORT: [replace(free, grammar=STRINGS)] * count,
         }
         engines: dict[str, PagedEngine] = {BEFORE: cuda_graphs.load(self.model, **self.sizes(count))}
-        engines[FREE] = engines[ONE] = engines[PHASE] = self.engine(count)
+        engines[FREE] = engines[ONE] = engines[PHASE] = engines[SHORT] = self.engine(count)
+        if not self.on_cpu:
+            asked[JUMP], engines[JUMP] = asked[PHASE], self.engine(count, jump_rows=count)
 
         def timed(name: str) -> Callable[[int], Sample]:
             return lambda repeat: self.time(engines[name], work.cold(repeat), asked[name])
@@ -146,7 +157,7 @@ class Bench:
                 uniform("warm-up", count, prompt, 2),
                 [replace(p, max_tokens=2) for p in params],
             )
-        idle = {name: lambda: None for name in asked}
+        idle: dict[str, Callable[[], None]] = {name: lambda: None for name in asked}
         kept = alternate({name: timed(name) for name in asked}, self.options.repeats, warm=idle)
         facts = {"batch": count, "masks by": self.backend}
         return [
@@ -217,12 +228,45 @@ class Bench:
                 begun = time.perf_counter()
                 matcher.fill(words)
                 times.append(1e6 * (time.perf_counter() - begun))
-                allowed = np.unpackbits(words.view(np.uint8), bitorder="little").nonzero()[0]
-                token = int(rng.choice(allowed))
+                token = _pick(words, rng)
                 if token in self.vocabulary.eos:
                     break
                 matcher.advance((token,))
         return times
+
+    # The masks of a step, without a model.
+
+    def fills(self) -> list[Run]:
+        """Milliseconds of a step's masks, and of moving all matchers, for as many rows as a GPU serves."""
+        rows, steps = (256, 12) if not self.options.quick else (16, 3)
+        backend = backend_named(self.backend)(self.vocabulary)
+        runs = []
+        for name, grammar in (("records", RECORDS), ("short strings", STRINGS)):
+            compiled = backend.compile(grammar)
+            matchers = [compiled.matcher() for _ in range(rows)]
+            words = np.zeros((rows, self.vocabulary.words), np.int32)
+            rng, fills, moves = random.Random(1), list[float](), list[float]()
+            for _ in range(steps):
+                begun = time.perf_counter()
+                backend.fill([Job(matcher, row, ()) for row, matcher in enumerate(matchers)], words)
+                fills.append(1e3 * (time.perf_counter() - begun))
+                chosen = [(matcher, [_pick(row, rng)]) for matcher, row in zip(matchers, words, strict=True)]
+                begun = time.perf_counter()
+                taken = backend.advance(chosen)
+                moves.append(1e3 * (time.perf_counter() - begun))
+                assert sum(taken) == rows, "a mask has allowed what its grammar does not take"
+            found = {"fill_ms": median(fills), "fill_ms_max": max(fills), "advance_ms": median(moves)}
+            runs.append(self.fact(f"{PHASE}+{self.backend}", f"{rows} masks of {name}", found, masks=rows))
+        return runs
+
+    # Hostile grammars.
+
+    def hostile(self) -> list[Run]:
+        """What others notice of grammars that are sent to stop an engine."""
+        engine = self.engine(32)
+        tokens, repeats = (4, 1) if self.options.quick else (66, 2)
+        found = hostile_grammars.measure(engine, tokens, repeats)
+        return [self.fact(f"{PHASE}+{name}", "gaps of others", facts) for name, facts in found.items()]
 
     # Steps.
 
@@ -240,14 +284,14 @@ class Bench:
         prompts = [prompt] * len(params)
         runs = []
         tokens: dict[bool, list[list[int]]] = {}
-        for jump in (False, True):
-            engine = self.engine(1, overlap=False, jump_forward=jump)
+        for overlap, jump in ((True, False), (True, True), (False, True)):
+            engine = self.engine(1, overlap=overlap, jump_forward=jump)
             done = generate(engine, prompts, params)
             tokens[jump] = [completion.token_ids for completion in done]
             found = {"steps": float(engine.stats.steps)}
             found["output_tokens"] = float(sum(map(len, tokens[jump])))
             found["forced_tokens"] = float(getattr(engine.scheduler.drafter, "forced", 0))
-            name = f"{PHASE}+jump" if jump else f"{PHASE}+no jump"
+            name = f"{PHASE}+{'jump' if jump else 'no jump'}{'' if overlap else ', in turn'}"
             runs.append(self.fact(name, "schema sample", found))
         if tokens[False] != tokens[True] and self.on_cpu:
             raise AssertionError("jumping forward has changed the text")
@@ -283,7 +327,8 @@ class Bench:
         metrics = {name: Metric((float(value),)) for name, value in found.items()}
         kind = "random" if self.name.startswith("random:") else "real"
         dtype = str(self.options.dtype).removeprefix("torch.")
-        return Run(variant, work, "", self.name.removeprefix("random:"), kind, dtype, metrics, options)
+        sha = hashlib.sha256(json.dumps([work, SCHEMAS, PEOPLE]).encode()).hexdigest()  # what it was made of
+        return Run(variant, work, sha, self.name.removeprefix("random:"), kind, dtype, metrics, options)
 
 
 def question(name: str, age: int, city: str) -> str:
@@ -294,23 +339,57 @@ def question(name: str, age: int, city: str) -> str:
     )
 
 
+SYLLABLES = (
+    "the", "ing", "er", "tion", "an", "re", "on", "in", "es", "en", "al", "or", "at", "con", "ver",
+    "men", "com", "pro", "per", "un", "ex", "ma", "li", "ne", "ra", "to", "de", "ri", "sta", "ble",
+    "tra", "pre", "sion", "ous", "ful", "ness", "ism", "graph", "log", "net", "data", "form", "type", "list",
+    "name", "code", "test", "user", "file", "time",
+)  # fmt: skip
+LETTERS = "абвгдежзиклмнопрстухцчшэюяאבגדהוזחטיकखगघचजटडणत中国人大学生文化日本語한국사람"
+
+
 def made_up(model: Model) -> Vocabulary:
-    """A vocabulary for random weights: all bytes, and words as a real one has, some behind a space."""
+    """A vocabulary for random weights, of the kind that byte pairs lead to.
+
+    All bytes, digits, spaces and what stands between the parts of JSON and of code; words of a few syllables,
+    most behind a space, some with a capital; and an eighth in other alphabets.
+    """
     rng = random.Random(5)
     size, eos = model.config.vocab_size, tuple(model.config.eos_token_ids)
+    signs = ['{"', '":', '": "', '": ', '",', '", "', '"}', '"},', '[{"', "}}", "]]", "],", "},", "()", "();"]
+    numbers = [str(number) for number in range(10, 1000)]
+    spaces = [" " * count for count in range(2, 17)] + ["\n" * count for count in range(2, 5)]
     tokens = [bytes([byte]) for byte in range(256)]
-    tokens += [
-        text.encode() for text in ('{"', '":', '": "', '",', '", "', '"}', "}}", "]]", "true", "false")
-    ]
+    tokens += [text.encode() for text in (*signs, *numbers, *spaces, "true", "false", "null")]
     seen = set(tokens)
     while len(tokens) < size:
-        word = "".join(rng.choice("etaoinshrdlucmfwypvbgkjqxz") for _ in range(rng.randrange(2, 10)))
-        token = rng.choice(("", " ", "", " ", '"')).encode() + word.encode()
+        if rng.random() < 1 / 8:
+            word = "".join(rng.choices(LETTERS, k=rng.choice((1, 2, 2, 3, 4))))
+        else:
+            word = "".join(rng.choices(SYLLABLES, k=rng.choice((1, 2, 2, 3, 3, 4))))[: rng.randrange(2, 15)]
+        word = word.capitalize() if rng.random() < 0.2 else word
+        token = (rng.choice(("", " ", " ")) + word).encode()
         if token not in seen:
             seen.add(token)
             tokens.append(token)
-    hidden = tuple(b"" if number in eos else token for number, token in enumerate(tokens))
-    return Vocabulary(hidden, eos, lambda text: list(text.encode()))
+    hidden = tuple(b"" if number in eos else token for number, token in enumerate(tokens[:size]))
+    ids = {token: number for number, token in enumerate(hidden) if token}
+    return Vocabulary(hidden, eos, partial(_longest_first, ids, max(map(len, ids))))
+
+
+def _longest_first(ids: Mapping[bytes, int], longest: int, text: str) -> list[int]:
+    """A text as tokens: of all that it begins with, always the longest."""
+    left, found = text.encode(), list[int]()
+    while left:
+        length = next(size for size in range(min(longest, len(left)), 0, -1) if left[:size] in ids)
+        found.append(ids[left[:length]])
+        left = left[length:]
+    return found
+
+
+def _pick(mask: Words, rng: random.Random) -> int:
+    """Some token that a mask allows."""
+    return int(rng.choice(np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0]))
 
 
 def _parsed(text: str) -> Any:
@@ -328,24 +407,20 @@ def _p99(values: list[float]) -> float:
 
 
 def draw(evidence: Evidence, out: Path) -> None:
-    """What a mask costs, by schema; steps saved; what parses."""
+    """What a mask costs, by schema; steps saved; what is left of the throughput."""
     figure, (left, middle, right) = panels(3, height=3.2)
     _masks(evidence, left)
-    steps = [evidence.one(f"{PHASE}+{name}", "schema sample").median("steps") for name in ("no jump", "jump")]
-    middle.bar(["a token a step", "forced tokens\nas drafts"], steps, color=COLOURS[:2], width=0.6)
-    middle.set_ylabel("steps of the schema sample")
-    middle.set_title("Steps saved")
-    middle.grid(visible=False, axis="x")
-    checked = evidence.find(workload="extraction")
-    if checked:
-        names = [found.variant.removeprefix(f"{PHASE}+").replace(" a ", "\na ") for found in checked]
-        shares = [100 * found.median("valid_fraction") for found in checked]
-        right.bar(names, shares, color=(COLOURS[3], COLOURS[2]), width=0.6)
-        right.set_ylabel("answers that are valid JSON (%)")
-        right.set_title("What parses")
-        right.grid(visible=False, axis="x")
-    else:
-        _throughput(evidence, right)
+    kinds = {"no jump": "a token a step", "jump": "forced tokens\nas drafts", "jump, in turn": "no overlap"}
+    found = {kind: evidence.one(f"{PHASE}+{kind}", "schema sample") for kind in kinds}
+    bars(list(found.values()), "steps", axes=middle, label=lambda run: kinds[run.variant.split("+")[1]])
+    saved = 1 - found["jump"].median("steps") / found["no jump"].median("steps")
+    middle.set_title(f"Forced tokens as drafts save {saved:.0%} of the steps")
+    names = {BEFORE: "phase 09", FREE: "no grammar", ONE: "one row of them", PHASE: "all rows"}
+    rates = [next(run for run in evidence.runs if run.variant == name) for name in names]
+    metric = "output_tokens_per_s"
+    bars(rates, metric, axes=right, gain=False, label=lambda run: names[run.variant])
+    kept = rates[-1].median(metric) / rates[0].median(metric)
+    right.set_title(f"With a grammar in every row {kept:.0%} of the tokens")
     save(figure, out, evidence)
 
 
@@ -353,27 +428,20 @@ def _masks(evidence: Evidence, axes: Any) -> None:
     kinds = list(
         dict.fromkeys(found.options["backend"] for found in evidence.runs if "backend" in found.options)
     )
+    shown = colours(kinds, PHASE)
     for place, kind in enumerate(kinds):
         for row, schema in enumerate(SCHEMAS):
             found = evidence.find(workload=f"masks of {schema}", backend=kind)
             if found:
                 label = kind if row == 0 else None
                 width = found[0].median("mask_us")
-                axes.barh(row + 0.27 * (place - 1), width, height=0.25, color=COLOURS[place], label=label)
+                axes.barh(row + 0.27 * (place - 1), width, height=0.25, color=shown[kind], label=label)
     axes.set_yticks(range(len(SCHEMAS)), list(SCHEMAS))
     axes.invert_yaxis()
-    axes.set_xscale("log")
+    axes.set_xlim(left=1)
+    log_axis(axes, vertical=False)
     axes.set_xlabel("one mask, median (µs)")
-    axes.set_title("The cost of a mask")
+    times = [found.median("mask_us") for found in evidence.runs if "backend" in found.options]
+    axes.set_title(f"A mask takes {min(times):.0f} to {max(times):.0f} µs")
     axes.grid(visible=False, axis="y")
     axes.legend()
-
-
-def _throughput(evidence: Evidence, axes: Any) -> None:
-    names = {BEFORE: "phase 09", FREE: "no grammar", ONE: "one row", PHASE: "all rows"}
-    found = {label: next(r for r in evidence.runs if r.variant == name) for name, label in names.items()}
-    values = [run.median("output_tokens_per_s") for run in found.values()]
-    axes.bar(list(found), values, color=COLOURS[: len(values)], width=0.6)
-    axes.set_ylabel("output tokens per second")
-    axes.set_title("Throughput with masks")
-    axes.grid(visible=False, axis="x")

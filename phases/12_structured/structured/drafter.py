@@ -7,7 +7,12 @@ from collections.abc import Sequence
 from common.request import Request
 from continuous.seams import NO_DRAFTS, Drafter
 from continuous.work import Work
+from speculative.stats import SpeculationStats
 from structured.masks import Constraint
+
+FEW_IN_TURN = 2
+"""Running requests, at most, for which a host drafts what is forced. With more a step saved is worth little,
+and drafts cost a call of attention a layer, since they make queries of another length."""
 
 
 class GrammarDrafter(Drafter):
@@ -18,31 +23,62 @@ class GrammarDrafter(Drafter):
     else. Elsewhere the other drafter guesses, and its guess is cut before the first token that the grammar
     forbids, so that every draft has a mask.
 
+    An engine that runs ahead schedules a step before it knows the token of the one before. If that token is
+    forced, it is known all the same, and so is what is forced behind it. What is forced behind a choice has
+    to wait for a step.
+
     Args:
         inner: guesses for requests with and without a grammar.
         jump_forward: whether to draft what is forced.
+        most_ahead: running requests, at most, for which a step that runs ahead has drafts.
+        in_turn: whether steps do not overlap as long as somebody has a grammar and few run: where the device
+            is the host, running ahead hides nothing, and would only see less of what is forced.
 
     forced: how many tokens were drafted because a grammar left no choice.
     refused: how many guesses of the other drafter a grammar has cut off.
+    stats: what came of all drafts; the other drafter's, if it counts.
     """
 
-    def __init__(self, inner: Drafter = NO_DRAFTS, *, jump_forward: bool = True) -> None:
-        self.inner, self.jump_forward = inner, jump_forward
+    def __init__(
+        self,
+        inner: Drafter = NO_DRAFTS,
+        *,
+        jump_forward: bool = True,
+        most_ahead: int = 64,
+        in_turn: bool = False,
+    ) -> None:
+        self.inner, self.jump_forward, self.most_ahead = inner, jump_forward, most_ahead
+        self.in_turn = in_turn
         self.forced = self.refused = 0
+        counted = getattr(inner, "stats", None)
+        self.stats: SpeculationStats = SpeculationStats() if counted is None else counted
+        self._inner_counts = counted is not None
+        self._jumping = self._ahead = False
 
     @property
     def waits(self) -> bool:
-        """While the other drafter does: what a grammar forces is not worth steps that do not overlap."""
-        return self.inner.waits
+        """While the other drafter does, or somebody has a grammar and steps shall take turns."""
+        return self.inner.waits or (self.in_turn and self._jumping)
+
+    @property
+    def looks_ahead(self) -> bool:
+        """For what is forced, if there are not too many requests."""
+        return self._ahead
 
     def begin(self, running: Sequence[Request]) -> bool:
         """Ask for drafts where the other drafter guesses, or a grammar may force."""
         guessing = self.inner.begin(running)
-        return guessing or (self.jump_forward and any(request.constraint is not None for request in running))
+        few = not self.in_turn or len(running) <= FEW_IN_TURN
+        self._jumping = self.jump_forward and few and any(one.constraint is not None for one in running)
+        self._ahead = self._jumping and len(running) <= self.most_ahead
+        return guessing or self._jumping
 
     def landed(self, work: Work, accepted: int) -> None:
-        """The other drafter's business."""
-        self.inner.landed(work, accepted)
+        """Count, and tell the other drafter what it asks for."""
+        if self.inner.waits:
+            self.inner.landed(work, accepted)
+        if work.drafts and not (self._inner_counts and self.inner.waits):
+            self.stats.count(work, accepted)
 
     def leave(self, request: Request) -> None:
         """The other drafter's business."""
@@ -51,11 +87,13 @@ class GrammarDrafter(Drafter):
     def propose(self, request: Request, most: int) -> Sequence[int]:
         """Forced tokens, or else as much of the other drafter's guess as the grammar takes."""
         constraint = request.constraint
+        if request.placeholders:
+            return self.behind(request, constraint, most) if isinstance(constraint, Constraint) else ()
         if not isinstance(constraint, Constraint):
             return self.inner.propose(request, most)
         if constraint.follow(request):
             return ()  # the masks will say what is wrong
-        forced = constraint.matcher.forced()[:most] if self.jump_forward else ()
+        forced = constraint.matcher.forced()[:most] if self._jumping else ()
         guess = self.inner.propose(request, most)
         count = constraint.matcher.agrees(guess) if guess else 0
         self.refused += len(guess) - count
@@ -63,3 +101,13 @@ class GrammarDrafter(Drafter):
             self.forced += len(forced)
             return forced
         return guess[:count]
+
+    def behind(self, request: Request, constraint: Constraint, most: int) -> Sequence[int]:
+        """What is forced behind a token that is on its way, and forced itself.
+
+        The matcher may be busy with its mask, so this is what was seen before that began.
+        """
+        known = constraint.taken == len(request.tokens) - request.prompt_len
+        drafts = constraint.forced[request.placeholders :][:most] if known else ()
+        self.forced += len(drafts)
+        return drafts

@@ -29,7 +29,10 @@ class Structured(Feature):
     phase: ClassVar[int] = 12
 
     backend: Name = option("llguidance", "who makes the masks: llguidance, automata (by hand) or xgrammar")
-    jump_forward: bool = option(True, "what a grammar forces is drafted, where steps know the last token")
+    jump_forward: bool = option(True, "tokens that a grammar forces are drafted")
+    jump_rows: int = option(
+        64, "running requests, at most, for which steps that overlap draft what is forced"
+    )
     grammar_seconds: float = option(2.0, "most seconds that a grammar may take to compile")
     grammar_cache_bytes: int = option(256 << 20, "memory for compiled grammars that nobody uses")
 
@@ -38,6 +41,7 @@ class Structured(Feature):
         choice("backend", self.backend, get_args(Name))
         if not isinstance(self.jump_forward, bool):
             raise UserError(f"jump_forward is {self.jump_forward!r}, but must be True or False")
+        integer("jump_rows", self.jump_rows, low=0)
         number("grammar_seconds", self.grammar_seconds, low=0.0, high=600.0, above_low=True)
         integer("grammar_cache_bytes", self.grammar_cache_bytes, low=0)
 
@@ -66,9 +70,13 @@ class Structured(Feature):
             from structured.kernel import with_kernel
 
             parts.sampler = with_kernel(parts.sampler)
-        # An engine that runs ahead does not know the last token when it schedules, so it drafts nothing.
-        if parts.drafter is not NO_DRAFTS or (self.jump_forward and "overlap" not in parts.features):
-            parts.drafter = GrammarDrafter(parts.drafter, jump_forward=self.jump_forward)
+        if parts.drafter is not NO_DRAFTS or self.jump_forward:
+            parts.drafter = GrammarDrafter(
+                parts.drafter,
+                jump_forward=self.jump_forward,
+                most_ahead=self.jump_rows,
+                in_turn=parts.model.device.type == "cpu",
+            )
 
 
 def make_backend(name: Name, tokenizer: Tokenizer | None, size: int, eos: tuple[int, ...]) -> Backend:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from common.errors import UserError
 from common.request import Request
@@ -16,6 +16,7 @@ from common.sampling.sampler import Allowed
 from continuous.work import Work
 from structured.matcher import Job, Matcher, Words
 from structured.pool import Compilation, GrammarPool
+from structured.staging import MaskStaging
 
 
 @dataclass(eq=False)
@@ -24,15 +25,25 @@ class Constraint:
 
     taken: how many of its output tokens the matcher has seen. Nothing has to happen when a request is
         preempted: its tokens stay, and so does this.
+    forced: tokens that must come next, if somebody has looked.
     """
 
     matcher: Matcher
     taken: int = 0
+    forced: Sequence[int] = ()
+
+    def unseen(self, request: Request) -> list[int]:
+        """The tokens that are new since the matcher was last moved."""
+        return request.tokens[request.prompt_len + self.taken :]
 
     def follow(self, request: Request) -> str:
         """Take the tokens that are new since the last call; returns what is wrong, if anything is."""
-        new = request.tokens[request.prompt_len + self.taken :]
+        new = self.unseen(request)
         count = self.matcher.advance(new) if new else 0
+        return self.moved(new, count)
+
+    def moved(self, new: Sequence[int], count: int) -> str:
+        """The matcher was given `new` and has taken `count` of them; returns what is wrong."""
         self.taken += count
         if self.matcher.problem:
             return self.matcher.problem
@@ -41,11 +52,31 @@ class Constraint:
         return ""
 
 
+@dataclass
+class Filling:
+    """Masks of a step that are being made.
+
+    works: of the step.
+    jobs, owners: what is made, for whom.
+    places: in the batch, one for each mask.
+    words: where masks go.
+    done: the threads that make them; None: they are made.
+    """
+
+    works: Sequence[Work]
+    jobs: list[Job]
+    owners: list[Request]
+    places: list[int]
+    words: Words
+    done: Future[None] | None
+
+
 class GrammarMasks:
     """`Masks` that follow grammars; see `continuous.seams`.
 
-    A step is: launch forward n + 1, read token n, and then, while the device computes, `fill`: advance every
-    matcher by token n, and write the masks of n + 1. Last the sampling of n + 1 is launched.
+    A step is: launch forward n + 1, read token n, and then `begin`: advance every matcher by token n, and let
+    threads write the masks of n + 1, while the device computes and the host schedules n + 2. `fill` waits for
+    them and sends them off. Last the sampling of n + 1 is launched.
 
     Args:
         pool: where compiled grammars come from.
@@ -55,6 +86,7 @@ class GrammarMasks:
         refusal: why grammars cannot be had at all, for an engine without a tokenizer; empty if they can.
 
     filled: masks made up to now.
+    single: of requests that somebody put here, the places of the output where one token alone was allowed.
     """
 
     def __init__(
@@ -69,9 +101,11 @@ class GrammarMasks:
         self.pool, self.eos, self.refusal = pool, frozenset(eos), refusal
         self.vocab_size, self.device = vocab_size, device
         self.filled = 0
+        self.single: dict[Request, set[int]] = {}
         self._any = False  # whether a grammar was ever asked for
         self._failed: list[tuple[Request, Exception]] = []
         self._staging = MaskStaging(-(-vocab_size // 32), device)
+        self._filling: Filling | None = None
 
     # Before a request runs.
 
@@ -107,46 +141,103 @@ class GrammarMasks:
         """Whether any taker has a grammar; until the first grammar comes, this costs nothing."""
         return self._any and any(taker.constraint is not None for work in works for taker in work.takers)
 
-    def fill(self, works: Sequence[Work]) -> Allowed | None:
-        """The masks of those samples of the step that have a grammar; None if none has."""
+    def begin(self, works: Sequence[Work]) -> None:
+        """Move the matchers, and begin to make the masks of those samples of the step that have a grammar."""
+        self._finish()  # of a step that failed in between
+        found = self._follow(works)
         jobs: list[Job] = []
         owners: list[Request] = []
         places: list[int] = []
         place = 0
         for work in works:
+            count = len(work.drafts) + 1
             for request in work.takers:
-                count = len(work.drafts) + 1
-                constraint = request.constraint
-                # One that has ended meanwhile gets some token, which nobody reads.
-                if isinstance(constraint, Constraint) and request.finish_reason is None:
-                    wrong = constraint.follow(request)
-                    if wrong:
-                        self._fail(request, wrong)
-                    else:
-                        jobs.append(Job(constraint.matcher, len(places), work.drafts))
-                        owners.append(request)
-                        places += range(place, place + count)
+                constraint = found.get(request)
+                if constraint is not None:
+                    constraint.forced = constraint.matcher.forced()
+                    jobs.append(Job(constraint.matcher, len(places), work.drafts))
+                    owners.append(request)
+                    places += range(place, place + count)
                 place += count
-        if not jobs:
+        if jobs:
+            words = self._staging.host(len(places))
+            done = self.pool.backend.begin(jobs, words)
+            self._filling = Filling(works, jobs, owners, places, words, done)
+
+    def fill(self, works: Sequence[Work]) -> Allowed | None:
+        """The masks of those samples of the step that have a grammar; None if none has."""
+        if self._filling is None or self._filling.works is not works:
+            self.begin(works)
+        made = self._finish()
+        if made is None:
             return None
-        words = self._staging.host(len(places))
-        self.pool.backend.fill(jobs, words)
-        for job, request in zip(jobs, owners, strict=True):
+        longer = []
+        for job, request in zip(made.jobs, made.owners, strict=True):
             if job.matcher.problem:
                 self._fail(request, job.matcher.problem)
             elif request.params.min_tokens or request.params.ignore_eos:
-                self._hold_back(request, words[job.row : job.row + len(job.drafts) + 1])
-        self.filled += len(places)
-        return self._staging.send(np.array(places, np.int64))
+                longer.append((job, request))
+        self._lengthen(longer, made.words)
+        for job, request in zip(made.jobs, made.owners, strict=True):
+            if request in self.single:
+                self._note_single(request, made.words[job.row : job.row + len(job.drafts) + 1])
+        self.filled += len(made.places)
+        return self._staging.send(np.array(made.places, np.int64))
 
     def take_failed(self) -> list[tuple[Request, Exception]]:
         """Requests whose grammar cannot be followed any further."""
         failed, self._failed = self._failed, []
         return failed
 
+    def _finish(self) -> Filling | None:
+        """Wait for the masks that are being made."""
+        made, self._filling = self._filling, None
+        if made is not None and made.done is not None:
+            made.done.result()
+        return made
+
+    def _follow(self, works: Sequence[Work]) -> dict[Request, Constraint]:
+        """Move the matchers of all takers to where their outputs are; returns those that could be moved.
+
+        One that has ended meanwhile is left out: it gets some token, which nobody reads.
+        """
+        moved: list[tuple[Request, Constraint, list[int]]] = []
+        for work in works:
+            for request in work.takers:
+                constraint = request.constraint
+                if isinstance(constraint, Constraint) and request.finish_reason is None:
+                    moved.append((request, constraint, constraint.unseen(request)))
+        counts = self.pool.backend.advance([(constraint.matcher, new) for _, constraint, new in moved])
+        found = {}
+        for (request, constraint, new), count in zip(moved, counts, strict=True):
+            wrong = constraint.moved(new, count)
+            if wrong:
+                self._fail(request, wrong)
+            else:
+                found[request] = constraint
+        return found
+
     def _fail(self, request: Request, problem: str) -> None:
         error = UserError(f"grammar ({request.params.grammar}) cannot be followed: {problem}")
         self._failed.append((request, error))
+
+    def _note_single(self, request: Request, words: Words) -> None:
+        """Remember where a mask has one bit."""
+        first = len(request.tokens) - request.prompt_len
+        for place, row in enumerate(words, start=first):
+            (used,) = np.nonzero(row)
+            if len(used) == 1 and (int(row[used[0]]) & 0xFFFFFFFF).bit_count() == 1:
+                self.single[request].add(place)
+
+    def _lengthen(self, longer: Sequence[tuple[Job, Request]], words: Words) -> None:
+        """Keep the end from outputs that are to be longer, as far as their grammars let them go on."""
+        ends = sorted(self.eos)
+        may_end = words[:, [token >> 5 for token in ends]] >> [token & 31 for token in ends] & 1  # [M, E]
+        some = np.asarray(may_end.any(axis=1))
+        for job, request in longer:
+            rows = slice(job.row, job.row + len(job.drafts) + 1)
+            if some[rows].any() or request.params.stop_token_ids:
+                self._hold_back(request, words[rows])
 
     def _hold_back(self, request: Request, words: Words) -> None:
         """Keep the end from an output that is to be longer, as far as its grammar lets it go on."""
@@ -162,45 +253,3 @@ class GrammarMasks:
                 row[token >> 5] &= ~np.int32(np.uint32(1 << (token & 31)).view(np.int32))
             if not row.any():
                 row[:] = before
-
-
-class MaskStaging:
-    """Masks on their way to the device, through one buffer on each side.
-
-    One is enough: a step's masks are made when the tokens of the step before are known, and then its masks
-    have been read. On a GPU the copy has a stream of its own, beside the forward pass that is running.
-    """
-
-    def __init__(self, width: int, device: torch.device) -> None:
-        self.width, self.device = width, device
-        cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
-        self._buffers: tuple[Tensor, Tensor] | None = None
-
-    def host(self, count: int) -> Words:
-        """`[count, W]`, zeros: the next masks."""
-        if self._buffers is None or len(self._buffers[0]) < count:
-            size = 1 << (count - 1).bit_length()
-            cuda = self._stream is not None
-            host = torch.zeros(size, self.width, dtype=torch.int32, pin_memory=cuda)
-            self._buffers = host, host.to(self.device) if cuda else host
-        if self._stream is not None:
-            self._stream.synchronize()  # after a step that failed its copy may still be on its way
-        words: Words = self._buffers[0][:count].numpy()
-        words[:] = 0
-        return words
-
-    def send(self, places: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Allowed:
-        """The masks that were written last, for these places of the batch."""
-        assert self._buffers is not None
-        host, device = (buffer[: len(places)] for buffer in self._buffers)
-        where = torch.from_numpy(places)
-        if self._stream is None:
-            return Allowed(device, where)
-        current = torch.cuda.current_stream(self.device)
-        with torch.cuda.stream(self._stream):
-            device.copy_(host, non_blocking=True)
-            where = where.pin_memory().to(self.device, non_blocking=True)
-        where.record_stream(current)
-        current.wait_stream(self._stream)
-        return Allowed(device, where)

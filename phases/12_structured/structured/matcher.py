@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import NamedTuple
 
 import numpy as np
@@ -85,6 +86,15 @@ class Backend(ABC):
     @abstractmethod
     def compile(self, grammar: Grammar) -> Compiled:
         """Make a grammar ready. Raises `UserError` for one that is wrong, too large, or not understood."""
+
+    def advance(self, moves: Sequence[tuple[Matcher, Sequence[int]]]) -> list[int]:
+        """`Matcher.advance` for many matchers."""
+        return [matcher.advance(tokens) if tokens else 0 for matcher, tokens in moves]
+
+    def begin(self, jobs: Sequence[Job], words: Words) -> Future[None] | None:
+        """Begin to `fill`, in threads; None: it is done. No matcher of these may be used until it is."""
+        self.fill(jobs, words)
+        return None
 
     def fill(self, jobs: Sequence[Job], words: Words) -> None:
         """Fill the rows of `words [M, ceil(V / 32)]`; every draft is one that its matcher agrees with."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 
 from common.errors import UserError
 from common.sampling.grammar import Grammar
 from structured.matcher import Backend, Compiled
 
+NICE = 10
+"""By how much threads that compile step back behind those that compute."""
 REFUSED_BYTES = 1024
 """What it costs to remember that a grammar was refused."""
 
@@ -68,7 +72,7 @@ class GrammarPool:
     ) -> None:
         self._make, self.cache_bytes, self.seconds = make_backend, cache_bytes, seconds
         self._backend: Backend | None = None
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="grammar")
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="grammar", initializer=_step_back)
         self._lock, self._making = threading.Lock(), threading.Lock()
         self._known: OrderedDict[Grammar, Compilation] = OrderedDict()
         self.bytes = 0  # of all that are kept
@@ -123,6 +127,12 @@ class GrammarPool:
         """The grammars that are remembered, the one to be forgotten next first."""
         with self._lock:
             return list(self._known)
+
+
+def _step_back() -> None:
+    """Let this thread have only what processor time others leave: nobody's step waits for a grammar."""
+    with suppress(AttributeError, OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 def _late(entry: Compilation) -> bool:

@@ -3,7 +3,8 @@
 Objects, arrays and references are rules that call each other; strings, numbers and literals stand where they
 are used. The order of keys is that of `properties`, others come behind; a space may follow a comma or colon.
 What is not known is refused by its place in the schema, a JSON pointer, for to leave it out would let
-wrong output pass. `format` and other annotations mean nothing, as the standard has it.
+wrong output pass. To the standard `format` is an annotation, but whoever writes one wants it: those that the
+standard names are refused, and others mean nothing, like all annotations.
 """
 
 from __future__ import annotations
@@ -45,6 +46,11 @@ OF_TYPE: dict[str, set[str]] = {
     "object": {"properties", "required", "additionalProperties"},
 }
 KNOWN = set().union(*OF_TYPE.values()) | {"type", "enum", "const", "$ref", "anyOf"}
+FORMATS = {
+    "date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6",
+    "uri", "uri-reference", "iri", "iri-reference", "uri-template", "uuid", "json-pointer",
+    "relative-json-pointer", "regex",
+}  # fmt: skip
 HARMLESS = {"uniqueItems": False, "unevaluatedProperties": True, "unevaluatedItems": True}
 """Keywords with the values that ask for nothing."""
 
@@ -103,6 +109,8 @@ class _Reader:
             if key not in KNOWN and key not in ANNOTATIONS and not self.harmless(key, schema):
                 raise self.refuse(f"{pointer}/{_escape(key)}", f"{key} is not known here")
         asks = {key for key in set(schema) - ANNOTATIONS if not self.harmless(key, schema)}
+        if schema.get("format") in FORMATS:
+            asks.add("format")
         if not asks and not inside:
             return self.rule("any", {}, "any")
         for key in ("$ref", "anyOf", "enum", "const"):
@@ -169,6 +177,8 @@ class _Reader:
         return int(value)
 
     def string(self, schema: Mapping[str, Any], pointer: str) -> Node:
+        if schema.get("format") in FORMATS:
+            raise self.refuse(f"{pointer}/format", f"{schema['format']} is not known here")
         low = self.count(schema, "minLength", pointer, MOST_LENGTH) or 0
         high = self.count(schema, "maxLength", pointer, MOST_LENGTH)
         inside: Node = Repeat(ANY_CHAR, low, high)

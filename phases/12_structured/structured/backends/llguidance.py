@@ -6,8 +6,13 @@ refuses what it does not know; and every kind of work has a limit.
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from threading import Event
 from typing import Any
 
 import llguidance as ll
@@ -31,6 +36,12 @@ MOST_PROPERTIES = 2_000
 
 OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
 """Models like to indent. Without a limit some write spaces for ever, and every mask lets them."""
+
+OLDER = re.compile(r"json-schema\.org/draft-0[3467]/")
+"""Dialects to which a `$ref` overrules what stands beside it; to the library it does in none."""
+REFERRED = ("$ref", "$schema", "$defs", "definitions")
+NAMES = ("properties", "patternProperties", "$defs", "definitions")
+VALUES = ("const", "enum", "default", "examples")
 
 FEW = 4
 """Up to so many masks are made by the thread that asks: waking others takes longer."""
@@ -99,20 +110,53 @@ class GuidanceBackend(Backend):
             eos_token=list(vocabulary.eos),
         )
         self.limits = ll.LLParserLimits(**LIMITS)
-        self.threads = ll.LLExecutor(max(1, min(16, (os.cpu_count() or 2) - 1)))
+        self.threads = ll.LLExecutor(max(1, min(16, len(os.sched_getaffinity(0)) - 1)))
+        self.asker = ThreadPoolExecutor(1, thread_name_prefix="masks")
 
     def compile(self, grammar: Grammar) -> Compiled:
         """See `Backend.compile`."""
-        if grammar.kind == "json_schema":
-            _refuse_wide_objects(grammar)
+        _refuse_wide_objects(grammar)
         try:
             inner = ll.LLMatcher(self.tokenizer, source_of(grammar), limits=self.limits, log_level=0)
         except (ValueError, OverflowError) as error:
             raise UserError(f"grammar ({grammar}): {error}") from None
+        if not inner.is_error():
+            inner.compute_bitmask()  # so that the lexer, which every output gets a copy of, is warm
         if inner.is_error():
             said = " ".join(inner.get_error().split())[:300]
             raise UserError(f"grammar ({grammar}) is refused: {said}")
         return GuidanceGrammar(inner, len(grammar.source))
+
+    def advance(self, moves: Sequence[tuple[Matcher, Sequence[int]]]) -> list[int]:
+        """Several matchers at a time, where each takes one token, without Python's lock."""
+        counts = [int(len(tokens) == 1) for _, tokens in moves]
+        single = [(inner_of(move[0]), move[1][0]) for move, one in zip(moves, counts, strict=True) if one]
+        if len(single) <= FEW:
+            return super().advance(moves)
+        taken = iter(self.threads.consume_token_par(single))
+        return [
+            int(next(taken)) if one else matcher.advance(tokens) if tokens else 0
+            for (matcher, tokens), one in zip(moves, counts, strict=True)
+        ]
+
+    def begin(self, jobs: Sequence[Job], words: Words) -> Future[None] | None:
+        """A thread asks the library's threads, so that who calls this can go on meanwhile.
+
+        It needs Python's lock for a moment to hand over the matchers, and gets it because this one waits
+        until it runs: otherwise it would have to wait for its turn, which is 5 ms long.
+        """
+        if len(words) <= FEW:
+            self.fill(jobs, words)
+            return None
+        running = Event()
+
+        def ask() -> None:
+            running.set()
+            self.fill(jobs, words)
+
+        done = self.asker.submit(ask)
+        running.wait()
+        return done
 
     def fill(self, jobs: Sequence[Job], words: Words) -> None:
         """Several matchers at a time, without Python's lock."""
@@ -120,21 +164,33 @@ class GuidanceBackend(Backend):
             super().fill(jobs, words)
             return
         at, width, count = words.ctypes.data, words.strides[0], len(words)
-        plain = [(_inner(job), job.row) for job in jobs if not job.drafts]
-        drafted = [(_inner(job), job.row, list(job.drafts)) for job in jobs if job.drafts]
+        plain = [(inner_of(job.matcher), job.row) for job in jobs if not job.drafts]
+        drafted = [(inner_of(job.matcher), job.row, list(job.drafts)) for job in jobs if job.drafts]
         if plain:
             self.threads.unsafe_compute_mask_ptr(plain, at, width, count)
         if drafted:
             self.threads.unsafe_compute_mask_ptr_with_draft_token(drafted, at, width, count)
 
 
-def _inner(job: Job) -> ll.LLMatcher:
-    assert isinstance(job.matcher, GuidanceMatcher)
-    return job.matcher.inner
+def inner_of(matcher: Matcher) -> ll.LLMatcher:
+    """The library's matcher in one of this backend's."""
+    assert isinstance(matcher, GuidanceMatcher)
+    return matcher.inner
+
+
+def _schemas_in(grammar: Grammar) -> list[Any]:
+    """The schema that a grammar is, or those that stand in it."""
+    if grammar.kind == "json_schema":
+        return [grammar.loaded()]
+    found = []
+    for start in re.finditer(r"%json\s*", grammar.source if grammar.kind == "lark" else ""):
+        with suppress(ValueError, RecursionError):  # the library says what is wrong with it
+            found.append(json.JSONDecoder().raw_decode(grammar.source, start.end())[0])
+    return found
 
 
 def _refuse_wide_objects(grammar: Grammar) -> None:
-    todo: list[Any] = [grammar.loaded()]
+    todo = _schemas_in(grammar)
     while todo:
         part = todo.pop()
         if isinstance(part, dict):
@@ -151,11 +207,28 @@ def _refuse_wide_objects(grammar: Grammar) -> None:
 def source_of(grammar: Grammar) -> str:
     """A grammar in the library's own notation."""
     if grammar.kind == "json_schema":
-        source = {"true": "{}", "false": '{"not": {}}'}.get(grammar.source.strip(), grammar.source)
+        schema: Any = grammar.loaded()
+        source: Any = {"true": "{}", "false": '{"not": {}}'}.get(grammar.source.strip(), grammar.source)
+        if isinstance(schema, dict) and OLDER.search(str(schema.get("$schema"))):
+            source = _alone(schema)
         return ll.LLMatcher.grammar_from_json_schema(source, defaults=OPTIONS)  # type: ignore[arg-type]
     if grammar.kind == "regex":
         return ll.LLMatcher.grammar_from_regex(grammar.source)
     return ll.grammar_from("choice" if grammar.kind == "choice" else "grammar", grammar.source)
+
+
+def _alone(schema: Any, names: bool = False) -> Any:
+    """A schema without what stands beside a `$ref`; `names`: its keys are names, not keywords."""
+    if isinstance(schema, list):
+        return [_alone(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    alone = not names and isinstance(schema.get("$ref"), str)
+    return {
+        key: part if key in VALUES and not names else _alone(part, key in NAMES and not names)
+        for key, part in schema.items()
+        if key in REFERRED or not alone
+    }
 
 
 class _Wrapped:
