@@ -2,7 +2,7 @@
 
 On a CPU: the same server in front of this ladder's engine and in front of phase 02, one request at a time. On
 a GPU: the engine's own rate, the same requests over HTTP, the first token of one user, and arrivals by the
-clock.
+clock. Nobody drafts: what HTTP costs and what batching brings is the question.
 """
 
 from __future__ import annotations
@@ -12,23 +12,42 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from matplotlib.axes import Axes
+
 import cuda_graphs
 from benchmarks.evidence import BenchOptions, Evidence, Run, collect
 from benchmarks.measure import Sample, Samples, alternate, summarize, time_generation
-from benchmarks.plotting import COLOURS, number, panels, save
+from benchmarks.plotting import colours, lines, log_axis, measured_once, number, panels, save
 from benchmarks.roofline import ceilings
 from benchmarks.server import Server
 from benchmarks.targets import load_target, targets
 from benchmarks.workloads import Item, Workload, uniform, workload
 
 PHASE, ENGINE, ALONE = "13_serving", "09_cuda_graphs, no server", "13_serving, phase 02 one at a time"
+LENGTHS, ARRIVALS = f"{PHASE}+prompts", f"{PHASE}+arrivals"
 USERS = (1, 8, 64, 128)
-PROMPTS = (32, 128, 512)
-OUTPUT = 16
+QUESTION, ANSWER = 16, 48
+"""Tokens in and out of one request on a CPU."""
+PROMPTS, SHORT = (32, 128, 512), 16
 RATES = (4.0, 8.0, 16.0)
+ARRIVING_SECONDS = 8
+"""How long people come by the clock, at least: workloads are repeated, with other tokens."""
 SERVING = ("baseline", "continuous_batching", "paged_attention", "chunked_prefill", "prefix_caching")
 STEP_TOKENS, ROWS, MAX_LEN, CACHE_TOKENS = 16_384, 256, 4096, 300_000
 """Of the engine on a GPU; phase 09 is measured with the same."""
+
+PEER = "vLLM 0.24.0, its server"
+PEER_METRICS = {
+    "output_tokens_per_s": (22_632.0, 23_164.0),
+    "ttft_ms_p50": (425.0, 329.0),
+    "ttft_ms_p99": (568.0, 485.0),
+    "itl_ms_p50": (6.51, 5.97),
+    "itl_ms_p99": (11.5, 16.7),
+}
+"""Measured once, on 2026-11-21, on one NVIDIA H200 with 16 cores and random weights of this shape in
+bfloat16: `vllm serve` with dummy weights and a word tokenizer, `offline-256` sent at once by four client
+processes with 256 streams, twice. Its latency at fixed rates was not measured."""
 
 
 def run(options: BenchOptions) -> Evidence:
@@ -38,39 +57,66 @@ def run(options: BenchOptions) -> Evidence:
     return collect(PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json())
 
 
+def one(
+    variant: str, work: Workload, options: BenchOptions, samples: Samples, facts: Mapping[str, Any]
+) -> Run:
+    """Evidence of some samples."""
+    model = options.model or ""
+    return summarize(variant, work, samples, model=model, dtype=options.dtype, options=facts)
+
+
+def taken(variants: Mapping[str, Callable[[int], Sample]], repeats: int) -> dict[str, Samples]:
+    """Alternating samples, after one of each that does not count.
+
+    None is taken again for other processes' work: the servers and their clients are such processes.
+    """
+    return alternate(variants, repeats, tries=1)
+
+
 # CPU.
 
 
 def on_cpu(options: BenchOptions) -> list[Run]:
-    """Closed loops of 1 to 128 users; 64 of them with phase 02; three prompt lengths at 8 users."""
-    model, runs = options.model or "smollm2", []
-    users = USERS[:2] if options.quick else USERS
-    with Server(model, device="cpu", max_rows=128, max_len=1024, cache_bytes=1 << 30) as server:
-        server.sample(closed(2, 32), users=2)  # the first steps pay for allocations
-        for count in users:
-            work = closed(max(8, count), 64)
-            runs.append(one(PHASE, work, options, server.sample(work, users=count), {"users": count}))
+    """Closed loops of 1 to 128 users; 64 of them with phase 02, too; three prompt lengths at 8 users."""
+    model, dtype = options.model or "smollm2", cpu_dtype(options.dtype)
+    options = replace(options, dtype=dtype)
+    flags: dict[str, Any] = {"device": "cpu", "dtype": str(dtype).removeprefix("torch.")}
+    sizes: dict[str, Any] = {
+        "max_rows": USERS[-1],
+        "max_len": 1024,
+        "cache_bytes": 1 << 30,
+        "speculate": False,
+    }
+    many = 8 if options.quick else 64
+    runs: list[Run] = []
+
+    def ask(variant: str, server: Server, work: Workload, repeats: int, **facts: int) -> None:
+        server.sample(work.cold(99).first(2), users=1, processes=1)  # the first steps allocate
+        samples = Samples(
+            [server.sample(work.cold(n), users=facts["users"], processes=2) for n in range(repeats)]
+        )
+        runs.append(one(variant, work, options, samples, facts))
+
+    with Server(model, **flags, **sizes) as server, Server(model, **flags, phase="02") as alone:
+        for users in USERS[:2] if options.quick else USERS:
+            work = closed(max(4, users), QUESTION, 8 if options.quick else ANSWER)
+            ask(PHASE, server, work, 1 if users == 1 else options.repeats, users=users)
+            if users == many:
+                ask(ALONE, alone, work, 1, users=users)
         for length in PROMPTS[:1] if options.quick else PROMPTS:
-            work = closed(8, length)
-            facts = {"users": 8, "prompt": length}
-            runs.append(one(f"{PHASE}, prompts", work, options, server.sample(work, users=8), facts))
-    with Server(model, device="cpu", phase="02") as server:
-        server.sample(closed(1, 32), users=1)
-        count = users[-1] if options.quick else 64
-        work = closed(max(8, count), 64)
-        runs.append(one(ALONE, work, options, server.sample(work, users=count), {"users": count}))
+            ask(LENGTHS, server, closed(8, length, SHORT), min(2, options.repeats), users=8, prompt=length)
     return runs
 
 
-def closed(requests: int, prompt: int) -> Workload:
+def cpu_dtype(asked: torch.dtype) -> torch.dtype:
+    """bfloat16 where the processor multiplies it. Both servers get the same."""
+    return torch.bfloat16 if torch.cpu.get_capabilities().get("avx512_bf16") else asked
+
+
+def closed(requests: int, prompt: int, output: int) -> Workload:
     """Requests of one length, other tokens in each workload: a prefix cache finds nothing."""
-    return uniform(f"closed-{requests}x{prompt}+{OUTPUT}", requests, prompt, OUTPUT, seed=requests * prompt)
-
-
-def one(variant: str, work: Workload, options: BenchOptions, sample: Sample, facts: Mapping[str, Any]) -> Run:
-    """Evidence of one sample."""
-    return summarize(
-        variant, work, Samples([sample]), model=options.model or "", dtype=options.dtype, options=facts
+    return uniform(
+        f"closed-{requests}x{prompt}+{output}", requests, prompt, output, seed=1000 * requests + prompt
     )
 
 
@@ -80,9 +126,9 @@ def one(variant: str, work: Workload, options: BenchOptions, sample: Sample, fac
 def on_cuda(options: BenchOptions) -> list[Run]:
     """`offline-256` with and without HTTP, one user with and without, and arrivals by the clock."""
     bench = OnCuda(options)
-    with Server(options.model or "", **bench.engine_options(), dtype=bench.dtype) as server:
-        runs = bench.throughput(server) + bench.first_token(server) + bench.arrivals(server)
-    return runs
+    server = Server(options.model or "", **bench.engine_options(), dtype=bench.dtype, speculate=False)
+    with server:
+        return [*bench.throughput(server), *bench.first_token(server), *bench.arrivals(server)]
 
 
 class OnCuda:
@@ -105,18 +151,20 @@ class OnCuda:
         return work.cold(self.shift)
 
     def throughput(self, server: Server) -> list[Run]:
-        """256 requests at once, from four client processes."""
-        work = workload("offline-256")
+        """256 requests at once, from four client processes; beside it what another server did once."""
+        work, facts = workload("offline-256"), {"users": 256}
         if self.options.quick:
-            work = work.first(16)
-        return self.compare(
-            work,
-            {
-                ENGINE: lambda _: time_generation(self.engine, self.cold(work), self.options.device),
-                PHASE: lambda _: server.sample(self.cold(work), users=len(work.items), processes=4),
-            },
-            {"users": len(work.items)},
-        )
+            work, facts = work.first(16), {"users": 16}
+        users = len(work.items)
+        variants = {
+            ENGINE: lambda _: time_generation(self.engine, self.cold(work), self.options.device),
+            PHASE: lambda _: server.sample(self.cold(work), users=users),
+        }
+        runs = self.compare(work, variants, facts)
+        if self.options.model == "random:qwen3-0.6b" and not self.options.quick:
+            kept = [{name: values[at] for name, values in PEER_METRICS.items()} for at in range(2)]
+            runs.append(one(PEER, work, self.options, Samples(kept), facts))
+        return runs
 
     def first_token(self, server: Server) -> list[Run]:
         """One user, who waits for each answer: what the way through two processes adds."""
@@ -129,9 +177,11 @@ class OnCuda:
                 found.append(time_generation(self.engine, single, self.options.device))
             return {name: sorted(one[name] for one in found)[len(found) // 2] for name in found[0]}
 
-        return self.compare(
-            work, {ENGINE: alone, PHASE: lambda _: server.sample(self.cold(work), users=1)}, {"users": 1}
-        )
+        variants = {
+            ENGINE: alone,
+            PHASE: lambda _: server.sample(self.cold(work), users=1, processes=1),
+        }
+        return self.compare(work, variants, {"users": 1})
 
     def arrivals(self, server: Server) -> list[Run]:
         """Five workloads at three rates."""
@@ -139,48 +189,95 @@ class OnCuda:
         for name in SERVING[:1] if self.options.quick else SERVING:
             for rate in RATES[:1] if self.options.quick else RATES:
                 work = workload(name)
-                sample = server.sample(self.cold(work), rate=rate)
-                runs.append(one(PHASE, work, self.options, sample, {"rate": rate}))
+                longer = self.repeated(work, max(len(work.items), int(rate * ARRIVING_SECONDS)))
+                samples = Samples([server.sample(longer, rate=rate)])
+                runs.append(one(ARRIVALS, work, self.options, samples, {"asks": name, "rate": rate}))
         return runs
+
+    def repeated(self, work: Workload, count: int) -> Workload:
+        """So many requests: the workload with other tokens, again and again."""
+        items: list[Item] = []
+        while len(items) < count:
+            prompts = self.cold(work).prompts
+            items += [Item(tuple(p), item.max_tokens) for p, item in zip(prompts, work.items, strict=True)]
+        return replace(work, items=tuple(items[:count]), shift=0)
 
     def compare(
         self, work: Workload, variants: Mapping[str, Callable[[int], Sample]], facts: Mapping[str, Any]
     ) -> list[Run]:
-        """Alternating samples, after one of each that does not count."""
-        kept = alternate(variants, self.options.repeats)
-        return [
-            summarize(
-                name, work, samples, model=self.options.model or "", dtype=self.options.dtype, options=facts
-            )
-            for name, samples in kept.items()
-        ]
+        """Evidence of each variant."""
+        kept = taken(variants, min(2, self.options.repeats))
+        return [one(name, work, self.options, samples, facts) for name, samples in kept.items()]
 
 
 # The figure.
 
 
 def draw(evidence: Evidence, out: Path) -> None:
-    """Left: tokens a second by users, or with and without HTTP. Right: what a user waits for."""
-    figure, (left, right) = panels(2, height=3.2)
-    runs = [run for run in evidence.runs if "users" in run.options and "prompt" not in run.options]
-    labels = [f"{run.variant.removeprefix('13_serving, ')}\n{run.options['users']} users" for run in runs]
-    for place, run in enumerate(runs):
-        colour = COLOURS[0] if run.variant == PHASE else COLOURS[1]
-        value = run.median("output_tokens_per_s")
-        left.barh(place, value, color=colour)
-        left.annotate(
-            number(value), (value, place), (4, 0), textcoords="offset points", va="center", fontsize=8
+    """Throughput; what each user waits for; and by prompt length (CPU) or by the clock (GPU)."""
+    by_clock = evidence.find(ARRIVALS)
+    figure, (left, middle, right) = panels(3, height=3.4)
+    runs = [r for r in evidence.runs if "users" in r.options and r.variant != LENGTHS]
+    labels = [f"{_short(run.variant)}\n{_users(run)}" for run in runs]
+    _rates(left, runs, labels)
+    _waits(middle, runs)
+    if by_clock:
+        lines(
+            by_clock, "rate", "ttft_ms_p99", axes=right, by=lambda run: run.workload, log_y=True, phase=PHASE
         )
-        right.barh(place - 0.2, run.median("ttft_ms_p50"), 0.36, color=colour)
-        right.barh(place + 0.2, run.median("itl_ms_p50"), 0.36, color=colour, alpha=0.5)
-    left.set_yticks(range(len(runs)), labels, fontsize=8)
-    left.invert_yaxis()
-    left.set_xlabel("output tokens a second")
-    left.set_title("Everybody together")
-    left.margins(x=0.25)
-    right.set_yticks([])
-    right.invert_yaxis()
-    right.set_xscale("log")
-    right.set_xlabel("ms, median: first token (full) and gap (pale)")
-    right.set_title("Each of them")
+        right.set_title("First token by the clock, p99")
+        right.set_xlabel("requests a second")
+    else:
+        found = evidence.find(LENGTHS)
+        lines(found, "prompt", "ttft_ms_p50", axes=right, by=lambda run: PHASE)
+        (short, soon), *_, (long, late) = (
+            (run.options["prompt"], run.median("ttft_ms_p50")) for run in found
+        )
+        waits = f"{late / soon:.0f} times the wait for {long / short:.0f} times the prompt"
+        right.set_title(f"{found[0].options['users']} users: {waits}")
+        right.set_xlabel("tokens of each prompt")
     save(figure, out, evidence)
+
+
+def _short(variant: str) -> str:
+    return {PHASE: "served", ENGINE: "no server", ALONE: "phase 02 served", PEER: "vLLM served"}[variant]
+
+
+def _users(run: Run) -> str:
+    users = run.options["users"]
+    return f"{users} user{'s' * (users > 1)}" + ", measured once" * measured_once(run)
+
+
+def _colour(variant: str) -> str:
+    name = {ALONE: "02_kv_cache", ENGINE: "09_cuda_graphs"}.get(variant, variant)
+    return colours([name])[name]
+
+
+def _rates(axes: Axes, runs: list[Run], labels: list[str]) -> None:
+    for place, run in enumerate(runs):
+        value = run.median("output_tokens_per_s")
+        axes.barh(place, value, color=_colour(run.variant))
+        axes.annotate(number(value), (value, place), (4, 0), textcoords="offset points", va="center")
+    axes.set_yticks(range(len(runs)), labels, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("output tokens a second")
+    most = max(runs, key=lambda run: run.median("output_tokens_per_s"))
+    axes.set_title(f"Everybody together: {most.median('output_tokens_per_s'):,.0f} tokens a second")
+    axes.margins(x=0.25)
+
+
+def _waits(axes: Axes, runs: list[Run]) -> None:
+    for place, run in enumerate(runs):
+        for shift, name, alpha in ((-0.2, "ttft_ms", 1.0), (0.2, "itl_ms", 0.5)):
+            if f"{name}_p50" not in run.metrics:
+                continue
+            middle, last = run.median(f"{name}_p50"), run.median(f"{name}_p99")
+            axes.barh(place + shift, middle, 0.36, color=_colour(run.variant), alpha=alpha)
+            axes.plot([middle, last], [place + shift] * 2, color="0.3", linewidth=1)
+            axes.plot([last], [place + shift], "|", color="0.3")
+    axes.set_yticks([])
+    axes.invert_yaxis()
+    log_axis(axes, vertical=False)
+    axes.set_xlabel("ms: first token (full), gap (pale); bar p50, line p99")
+    first = max(run.median("ttft_ms_p50") for run in runs if run.variant == PHASE)
+    axes.set_title(f"Each of them: the first token after {first:,.0f} ms at most")

@@ -39,6 +39,7 @@ from serving.service import Service
 from serving.watching.live import Live
 from serving.watching.log import AccessLog
 from serving.watching.metrics import Metrics
+from serving.watching.traces import Traces
 
 log = logging.getLogger(__name__)
 
@@ -77,15 +78,17 @@ class App:
         keys: tuple[str, ...] = (),
         strict: bool = False,
         access_log: str = "none",
+        traces: Traces | None = None,
         version: str = "0",
     ) -> None:
         self.engine, self.tokenizer, self.model = engine, tokenizer, model
         self.limits, self.strict, self.version = limits or Limits(), strict, version
         self.metrics = Metrics(model)
-        self.log = AccessLog(access_log, self.metrics)
+        self.log, self.traces = AccessLog(access_log, self.metrics), traces
         self.orders = Orders(tokenizer, self.limits)
         self.live = Live(engine)
         self.service = Service(engine, tokenizer, self.limits, self.metrics)
+        self.service.traced = traces is not None
         self.started = int(time.time())
         self.exchanges: set[Exchange] = set()
         self.keys = [key.encode() for key in keys]
@@ -218,7 +221,9 @@ class App:
             usage=bool(options and options.include_usage),
             continuous=bool(options and options.continuous_usage_stats),
             ids=bool(request.return_token_ids),
-            logprobs=getattr(request, "logprobs", None) is not None,  # `best_of` needs them for itself
+            marks=bool(request.stream and request.return_token_marks),
+            logprobs=getattr(request, "logprobs", None),  # `best_of` needs them for itself
+            prompts=getattr(request, "prompt_logprobs", None) is not None,
         )
 
     def _stepped(self, step: Step) -> None:
@@ -296,6 +301,8 @@ class App:
     def _tell(self, exchange: Exchange) -> None:
         route = exchange.path if exchange.path in self.routes else "other"
         self.metrics.answers[route, exchange.status] += 1
+        if self.traces is not None and exchange.done is not None:
+            self.traces.tell(exchange, exchange.done)
         client = exchange.scope.get("client")
         self.log.write(
             {

@@ -9,29 +9,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 from common.sampling.params import SamplingParams
-from serving.messages import Abort, Add, Command, Ready, Stats, Step, Token, Watch, encode
+from serving.messages import Abort, Add, Command, Ready, Stats, Step, Watch, encode
+from serving.seams import Sink
 
 State = Literal["starting", "ready", "restarting", "stopped"]
 DIED = "the engine has ended and is being restarted; try again"
-
-
-class Sink(Protocol):
-    """Who wants the tokens of one completion."""
-
-    def token(self, token: int, reason: str | None, logprob: Token | None) -> None:
-        """The next token. reason: why it is the last one, if it is."""
-        ...
-
-    def end(self, reason: str, message: str) -> None:
-        """The completion has ended without a further token."""
-        ...
-
-    def found(self, tokens: int) -> None:
-        """So many tokens of its prompt were in the prefix cache; told before its first token."""
-        ...
 
 
 class EngineClient:
@@ -78,6 +63,8 @@ class EngineClient:
         *,
         priority: int = 0,
         salt: str = "",
+        traced: bool = False,
+        marks: bool = False,
     ) -> range:
         """Send a prompt of `params.n` completions, one sink each; returns their numbers.
 
@@ -88,7 +75,7 @@ class EngineClient:
         self._sinks.update(zip(numbers, sinks, strict=True))
         if not self._sinks.keys() - numbers:
             self._heard = time.monotonic()  # it had no reason to speak before
-        self._send(Add(numbers.start, prompt, params, priority, salt))
+        self._send(Add(numbers.start, prompt, params, priority, salt, traced, marks))
         return numbers
 
     def abort(self, numbers: Iterable[int]) -> None:
@@ -121,12 +108,21 @@ class EngineClient:
         for number, tokens in step.cached:
             if number in sinks:
                 sinks[number].found(tokens)
+        for number in step.entered:
+            if number in sinks:
+                sinks[number].entered()
+        for number, prompt in step.prompts:
+            if number in sinks:
+                sinks[number].read(prompt)
         logprobs = {token.place: token for token in step.logprobs}
         last = {end.place: end for end in step.ends}
+        marks = dict(step.marks)
         for place, (number, token) in enumerate(zip(step.numbers, step.tokens, strict=True)):
             sink = sinks.get(number)
             if sink is None:  # it has left
                 continue
+            if place in marks:
+                sink.marked(marks[place])
             end = last.get(place)
             if end is None:
                 sink.token(token, None, logprobs.get(place))

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Literal, cast
 
 from common.events import FinishReason, TextStream
-from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from serving.client import EngineClient
-from serving.messages import Token
+from serving.messages import Read, Token
+from serving.order import Order, Piece
+from serving.tools.reader import CallReader
 from serving.watching.metrics import Metrics
 
 Trouble = Literal["refused", "error", "died", "deadline", "slow", "left"]
@@ -20,32 +21,12 @@ Trouble = Literal["refused", "error", "died", "deadline", "slow", "left"]
 reader took too long, its reader left."""
 
 
-@dataclass
-class Order:
-    """A prompt as it goes to the engine.
-
-    text: what `echo` repeats; empty unless asked for.
-    """
-
-    prompt: list[int]
-    params: SamplingParams
-    text: str = ""
-
-
-@dataclass
-class Piece:
-    """What one token added, ready to be sent."""
-
-    text: str
-    tokens: list[int]
-    logprobs: list[Token] = field(default_factory=list)
-
-
 class Choice:
     """One completion: a `Sink` that makes text of tokens and looks for stop strings.
 
     fresh: pieces that have not been sent.
     reason: None until it has ended.
+    reader: finds calls in its text, if there may be any.
     """
 
     def __init__(self, call: Call, index: int, order: Order, tokenizer: Tokenizer) -> None:
@@ -58,7 +39,11 @@ class Choice:
         self.cached = 0
         self.started, self.offset = False, 0  # whether its first chunk is sent; where its next token begins
         self.last = call.arrived
-        self._text = TextStream(tokenizer, order.params)
+        self.mark = ""
+        calls = order.calls
+        self.reader = None if calls is None else CallReader(calls)
+        shown = frozenset[int]() if calls is None or calls.token is None else frozenset({calls.token})
+        self._text = TextStream(tokenizer, order.params, shown)
 
     @property
     def text(self) -> str:
@@ -81,7 +66,9 @@ class Choice:
             if reason is None:  # a stop string, which the engine does not look for
                 call.engine.abort([self.number])
         if call.streamed:
-            self.fresh.append(Piece(text, [token], [] if logprob is None else [logprob]))
+            marks = [(text, self.mark)] if call.marks else []
+            self.mark = ""
+            self.fresh.append(Piece(text, [token], [] if logprob is None else [logprob], marks))
             if len(self.fresh) > call.most_unsent:
                 call.give_up("slow", "the reader is too slow")
                 return
@@ -94,13 +81,25 @@ class Choice:
             return
         _, text = self._text.advance(None, "length")
         if self.call.streamed and text:
-            self.fresh.append(Piece(text, []))
+            self.fresh.append(Piece(text, [], marks=[(text, "")] if self.call.marks else []))
         self.reason = "length" if reason == "abort" else reason
         self.call.hear(True)
 
     def found(self, tokens: int) -> None:
         """See `Sink`."""
         self.cached = tokens
+
+    def entered(self) -> None:
+        """See `Sink`."""
+        self.call.entered = self.call.entered or self.call.engine.now
+
+    def read(self, prompt: list[Read | None]) -> None:
+        """See `Sink`."""
+        self.order.read = prompt
+
+    def marked(self, mark: str) -> None:
+        """See `Sink`."""
+        self.mark = mark
 
     def take(self) -> Piece:
         """All that is fresh, as one piece."""
@@ -111,6 +110,7 @@ class Choice:
         for piece in fresh:
             whole.tokens += piece.tokens
             whole.logprobs += piece.logprobs
+            whole.marks += piece.marks
         return whole
 
 
@@ -118,6 +118,7 @@ class Call:
     """The completions of one HTTP request.
 
     trouble: why it cannot be answered in full, and a sentence about it.
+    entered, first_token: when the first of them got a row (if it is traced), and had a token.
     """
 
     def __init__(
@@ -129,30 +130,34 @@ class Call:
         *,
         streamed: bool,
         most_unsent: int,
+        marks: bool = False,
     ) -> None:
-        self.engine, self.metrics = engine, metrics
+        self.engine, self.metrics, self.marks = engine, metrics, marks
         self.orders, self.streamed, self.most_unsent = orders, streamed, most_unsent
         self.arrived = time.perf_counter()
         self.trouble: tuple[Trouble, str] | None = None
         samples = [order for order in orders for _ in range(order.params.n)]
         self.choices = [Choice(self, index, order, tokenizer) for index, order in enumerate(samples)]
         self.left = len(self.choices)
+        self.entered: float | None = None
         self.first_token: float | None = None
         self._told, self._waiter = False, cast("asyncio.Future[None] | None", None)
         self._deadline: asyncio.TimerHandle | None = None
 
-    def send(self, *, priority: int, salt: str, seconds: float) -> None:
+    def send(self, *, priority: int, salt: str, seconds: float, traced: bool = False) -> None:
         """Hand all to the engine but the stop strings, which are looked for here. It has so many seconds."""
         at = 0
         for order in self.orders:
             mine = self.choices[at : at + order.params.n]
             params = replace(order.params, stop=()) if order.params.stop else order.params
-            numbers = self.engine.submit(order.prompt, params, mine, priority=priority, salt=salt)
+            numbers = self.engine.submit(
+                order.prompt, params, mine, priority=priority, salt=salt, traced=traced, marks=self.marks
+            )
             for choice, number in zip(mine, numbers, strict=True):
                 choice.number = number
             at += order.params.n
         loop = asyncio.get_running_loop()
-        late = f"the request was not done after {seconds:g} s"
+        late = "the request was not done by its deadline, or within the server's --max-seconds"
         self._deadline = loop.call_later(seconds, self.give_up, "deadline", late)
 
     def hear(self, ended: bool) -> None:

@@ -6,25 +6,35 @@ without their fields' names: a step of 256 tokens is little more than a kilobyte
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 from msgspec import Struct, field
 
 from common.errors import UserError
+from common.events import PromptLogprob
 from common.sampling.params import SamplingParams
 
 NO_TOKEN = -1
+DRAFT, FORCED = "draft", "forced"
+"""How a token came about, where that is worth a word: a right guess; the only one that a grammar allowed."""
 
 
 class Add(Struct, array_like=True, tag="add"):
-    """Put the `params.n` completions of a prompt in line, under the numbers `first .. first + n - 1`."""
+    """Put the `params.n` completions of a prompt in line, under the numbers `first .. first + n - 1`.
+
+    traced: tell when the first of them gets a row.
+    marks: whether to say of each token whether it was a draft, or the only one that a grammar allowed.
+    """
 
     first: int
     prompt: list[int]
     params: SamplingParams
     priority: int = 0
     salt: str = ""
+    traced: bool = False
+    marks: bool = False
 
 
 class Abort(Struct, array_like=True, tag="abort"):
@@ -88,6 +98,14 @@ class Token(Struct, array_like=True):
     top: list[tuple[int, float]]
 
 
+class Read(Struct, array_like=True):
+    """Log-probabilities of a token of a prompt; see `common.events.PromptLogprob`."""
+
+    chosen: float
+    rank: int
+    top: list[tuple[int, float]]
+
+
 class End(Struct, array_like=True):
     """A completion has ended.
 
@@ -99,6 +117,11 @@ class End(Struct, array_like=True):
     reason: str
     message: str = ""
     place: int = NO_TOKEN
+
+
+def read(found: Sequence[PromptLogprob | None]) -> list[Read | None]:
+    """A prompt's log-probabilities as they travel."""
+    return [None if one is None else Read(one.chosen, one.rank, list(one.top)) for one in found]
 
 
 FAILED = "the step that computed this request failed; the server's log says why"
@@ -117,6 +140,9 @@ class Step(Struct, array_like=True, tag="step"):
     """What came of a step: token `tokens[i]` for completion `numbers[i]`, and who has ended.
 
     cached: completions that have entered, and how many tokens of their prompts were found in the cache.
+    entered: traced completions that have got a row in this step.
+    prompts: completions that have entered, and what their prompts' tokens were like, where that was asked.
+    marks: of tokens by their place, where somebody asked and there is something to say: `DRAFT`, `FORCED`.
     picture: of the engine, for those who watch.
     """
 
@@ -126,6 +152,9 @@ class Step(Struct, array_like=True, tag="step"):
     stats: Stats
     logprobs: list[Token] = field(default_factory=list)
     cached: list[tuple[int, int]] = field(default_factory=list)
+    entered: list[int] = field(default_factory=list)
+    prompts: list[tuple[int, list[Read | None]]] = field(default_factory=list)
+    marks: list[tuple[int, str]] = field(default_factory=list)
     picture: dict[str, Any] | None = None
 
 

@@ -18,7 +18,8 @@ import zmq
 from common.errors import UserError
 from paged_cache import PagedEngine
 from serving.messages import Command, Failed, Ready, Report, commands, encode
-from serving.worker import Served, Worker
+from serving.seams import Served
+from serving.worker import Worker
 
 
 def ready(engine: Served, vocab_size: int, seconds: float) -> Ready:

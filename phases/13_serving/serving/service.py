@@ -8,13 +8,14 @@ import time
 from common.errors import UserError
 from common.text.tokenizer import Tokenizer
 from serving.client import EngineClient
-from serving.completion import Call, Order
+from serving.completion import Call
 from serving.http.answers import Answer, likeliest
 from serving.http.errors import STATUS, ApiError, of_user_error
 from serving.http.exchange import EVENTS, Exchange, Gone
 from serving.http.limits import Limits
 from serving.http.schema import Generation
 from serving.messages import Ready
+from serving.order import Order
 from serving.watching.metrics import Metrics
 
 RETRY_SECONDS = 1
@@ -24,11 +25,12 @@ class Service:
     """Serves requests for tokens.
 
     draining: no new ones are taken; those that run go on.
+    traced: whether somebody wants to know how long requests are in line.
     """
 
     def __init__(self, engine: EngineClient, tokenizer: Tokenizer, limits: Limits, metrics: Metrics) -> None:
         self.engine, self.tokenizer, self.limits, self.metrics = engine, tokenizer, limits, metrics
-        self.draining = False
+        self.draining, self.traced = False, False
 
     def ready(self) -> Ready:
         """What the engine is, if it takes requests now. Raises `ApiError` if not."""
@@ -59,14 +61,16 @@ class Service:
             orders,
             streamed=bool(request.stream),
             most_unsent=self.limits.max_unsent,
+            marks=bool(request.stream and request.return_token_marks),
         )
         self._admit(len(call.choices), request.priority or 0, ready)
-        seconds = self._deadline(request)
+        seconds = self._deadline(request, exchange.started)
         leaving = asyncio.ensure_future(exchange.gone())
         leaving.add_done_callback(lambda _: call.give_up("left", "the client has left"))
         exchange.call = call
         try:
-            call.send(priority=request.priority or 0, salt=request.cache_salt or "", seconds=seconds)
+            salt = request.cache_salt or ""
+            call.send(priority=request.priority or 0, salt=salt, seconds=seconds, traced=self.traced)
             if request.stream:
                 await self._stream(exchange, call, answer)
             else:
@@ -77,7 +81,7 @@ class Service:
         finally:
             leaving.cancel()
             call.close()
-            exchange.call = None
+            exchange.call, exchange.done = None, call
             self._count(exchange, call)
 
     async def _stream(self, exchange: Exchange, call: Call, answer: Answer) -> None:
@@ -112,7 +116,10 @@ class Service:
         if kind in ("left", "slow"):
             raise Gone
         if kind == "refused":
-            raise of_user_error(UserError(message), Generation.__struct_fields__)
+            error = of_user_error(UserError(message), Generation.__struct_fields__)
+            if message.startswith("grammar"):
+                error.param = call.orders[0].asked or None
+            raise error
         raise ApiError(STATUS[kind], message, retry=RETRY_SECONDS if kind == "died" else None, code=kind)
 
     def _admit(self, more: int, priority: int, ready: Ready) -> None:
@@ -132,14 +139,16 @@ class Service:
                 code="queue_full",
             )
 
-    def _deadline(self, request: Generation) -> float:
+    def _deadline(self, request: Generation, started: float) -> float:
+        """Seconds that are left: the client's count from the beginning of the request."""
         if request.deadline_ms is None:
             return self.limits.max_seconds
         if request.deadline_ms < 1:
             raise ApiError(
                 400, f"deadline_ms is {request.deadline_ms}, but must be at least 1", param="deadline_ms"
             )
-        return min(request.deadline_ms / 1e3, self.limits.max_seconds)
+        left = request.deadline_ms / 1e3 - (time.perf_counter() - started)
+        return min(max(0.0, left), self.limits.max_seconds)
 
     def _count(self, exchange: Exchange, call: Call) -> None:
         metrics, done = self.metrics, time.perf_counter()

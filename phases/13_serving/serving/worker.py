@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from typing import Protocol
 
 from common.errors import UserError
 from common.request import Request
-from common.sampling.params import SamplingParams
-from continuous.engine import Output
+from continuous.messages import Output
 from paged_cache import PagedEngine
 from serving.messages import (
     FAILED,
@@ -22,57 +19,22 @@ from serving.messages import (
     Add,
     Command,
     End,
-    Report,
     Stats,
     Step,
     Stop,
     Token,
     Watch,
     ending,
+    read,
 )
+from serving.seams import Channel, Served
+from serving.watching.marks import Marks
 from serving.watching.picture import picture
 
 log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 1.0
 """How long an idle engine sleeps at most before it looks around."""
-
-
-class Served(Protocol):
-    """What the loop needs of an engine: `continuous.Engine` is one."""
-
-    max_len: int
-
-    @property
-    def idle(self) -> bool:
-        """Whether a step would have nothing to do."""
-        ...
-
-    def add(
-        self, prompt: Sequence[int], params: SamplingParams, *, index: int, priority: int, salt: str
-    ) -> list[Request]:
-        """See `Engine.add`."""
-        ...
-
-    def abort(self, request: Request) -> None:
-        """See `Engine.abort`."""
-        ...
-
-    def step(self) -> list[Output]:
-        """See `Engine.step`."""
-        ...
-
-
-class Channel(Protocol):
-    """The other process, as the loop sees it."""
-
-    def receive(self, seconds: float) -> list[Command]:
-        """All commands that have come; waits for the first at most so long."""
-        ...
-
-    def send(self, report: Report) -> None:
-        """Hand over a report."""
-        ...
 
 
 class Worker:
@@ -85,6 +47,8 @@ class Worker:
         self.engine, self.channel = engine, channel
         self.live: dict[int, Request] = {}
         self._fresh: set[int] = set()
+        self._traced: set[int] = set()  # in line, and somebody wants to know when that ends
+        self._marks = Marks(engine)
         self._ends: list[End] = []
         self._steps = 0
         self._watch, self._drawn = 0.0, 0.0
@@ -141,26 +105,36 @@ class Worker:
         else:
             self.live.update(zip(numbers, requests, strict=True))
             self._fresh.update(numbers)
+            if command.traced:
+                self._traced.add(command.first)
+            if command.marks:
+                self._marks.follow(numbers, requests)
 
     def _report(self, outputs: list[Output], seconds: float, now: float) -> Step:
         step = Step([], [], self._ends, self._stats(seconds))
         self._ends = []
+        if self._traced:
+            lined = {n for n in self._traced if (r := self.live.get(n)) is not None and r.row < 0}
+            step.entered, self._traced = [*(self._traced - lined)], lined
         for request, token, reason, _, logprob, _ in outputs:
             number, place = request.index + request.sample, NO_TOKEN
+            if number in self._fresh:
+                self._fresh.discard(number)
+                if request.cached_tokens:
+                    step.cached.append((number, request.cached_tokens))
+                found = request.prompt_logprobs
+                if found is not None and (len(found) == 1 or found[-1] is not None):
+                    step.prompts.append((number, read(found)))
             if token is not None:
                 place = len(step.tokens)
                 if logprob is not None:
                     step.logprobs.append(Token(place, logprob.chosen, list(logprob.top)))
                 step.numbers.append(number)
                 step.tokens.append(token)
-                if number in self._fresh:
-                    self._fresh.discard(number)
-                    if request.cached_tokens:
-                        step.cached.append((number, request.cached_tokens))
             if reason is not None:
                 step.ends.append(ending(number, reason, request.error, place))
                 self.live.pop(number, None)
-                self._fresh.discard(number)
+        self._marks.write(step)
         if self._due(now):
             self._drawn = now
             step.picture = picture(self.engine)

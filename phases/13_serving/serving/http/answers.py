@@ -11,8 +11,10 @@ from typing import Any
 import msgspec
 
 from common.text.tokenizer import Tokenizer
-from serving.completion import Call, Choice, Piece
-from serving.messages import Token
+from serving.completion import Call, Choice
+from serving.messages import Read, Token
+from serving.order import Order, Piece
+from serving.tools.reader import CallReader
 
 _json = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
@@ -44,8 +46,10 @@ class Answer:
     """How one request is answered; subclasses know the shapes of their route.
 
     usage, continuous: whether the last chunk, or each, tells how many tokens were taken.
-    ids: whether to send the tokens too.
-    logprobs: whether what is known of them was asked for.
+    ids, marks: whether to send the tokens too, and how they came about.
+    logprobs: how many of the likeliest tokens were asked for at each place, or None; what a chat gives here
+        does not matter.
+    prompts: whether the log-probabilities of the prompt are told, as vLLM does.
     """
 
     object = ""
@@ -60,10 +64,13 @@ class Answer:
         usage: bool = False,
         continuous: bool = False,
         ids: bool = False,
-        logprobs: bool = True,
+        marks: bool = False,
+        logprobs: int | None = 0,
+        prompts: bool = False,
     ) -> None:
         self.id, self.model, self.tokenizer = id, model, tokenizer
-        self.usage, self.continuous, self.ids, self.logprobs = usage, continuous, ids, logprobs
+        self.usage, self.continuous, self.ids = usage, continuous, ids
+        self.logprobs, self.prompts, self.marks = logprobs, prompts, marks
         self.created = int(time.time())
         head = {"id": id, "object": self.chunk_object, "created": self.created, "model": model}
         self._head = b"data: " + _json(head)[:-1] + b',"choices":[{"index":'
@@ -87,6 +94,24 @@ class Answer:
             "usage": usage(call),
         }
 
+    def _prompt(self, order: Order) -> list[dict[str, Any] | None]:
+        """vLLM's shape: for each token of the prompt but the first what was likely there, by token id."""
+        return [self._place(*pair) for pair in zip(order.prompt, order.read, strict=True)]
+
+    def _place(self, token: int, read: Read | None) -> dict[str, Any] | None:
+        if read is None:
+            return None
+        known = {other: (value, rank) for rank, (other, value) in enumerate(read.top, start=1)}
+        known = {token: (read.chosen, read.rank)} | known
+        return {
+            str(other): {
+                "logprob": _finite(value),
+                "rank": rank,
+                "decoded_token": token_bytes(self.tokenizer, other).decode("utf-8", "replace"),
+            }
+            for other, (value, rank) in known.items()
+        }
+
     def end(self, call: Call) -> bytes:
         """What comes after the last chunk."""
         if not self.usage:
@@ -98,9 +123,13 @@ class Answer:
         parts = [self._head, b"%d," % choice.index, body]
         if self.ids:
             parts += [b',"token_ids":', _json(piece.tokens)]
+        if self.marks:
+            parts += [b',"token_marks":', _json(piece.marks)]
         parts.append(b',"finish_reason":"%s"}]' % reason.encode() if reason else b',"finish_reason":null}]')
         if self.continuous:
             parts += [b',"usage":', _json(usage(choice.call))]
+        elif self.usage:
+            parts.append(b',"usage":null')  # it is in the last chunk, and OpenAI's others say so
         parts.append(b"}\n\n")
         return b"".join(parts)
 
@@ -113,8 +142,7 @@ class CompletionAnswer(Answer):
     def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
         """See `Answer`."""
         text = piece.text if choice.started else choice.order.text + piece.text
-        offset = choice.offset
-        logprobs, choice.offset = self._logprobs(choice, piece.logprobs, offset)
+        logprobs, choice.offset = self._logprobs(choice, piece.logprobs, choice.offset)
         body = b'"text":' + _json(text) + b',"logprobs":' + (_json(logprobs) if logprobs else b"null")
         return self._event(choice, body, piece, choice.reason if last else None)
 
@@ -122,16 +150,22 @@ class CompletionAnswer(Answer):
         """See `Answer`."""
         found: dict[str, Any] = {
             "text": choice.order.text + choice.text,
-            "logprobs": self._logprobs(choice, choice.logprobs, 0)[0] if self.logprobs else None,
+            "logprobs": None if self.logprobs is None else self._logprobs(choice, choice.logprobs, 0)[0],
             "finish_reason": choice.reason,
         }
         if self.ids:
             found |= {"token_ids": choice.tokens, "prompt_token_ids": choice.order.prompt}
+        if self.prompts:
+            found["prompt_logprobs"] = self._prompt(choice.order)
         return found
 
     def _logprobs(self, choice: Choice, found: list[Token], offset: int) -> tuple[dict[str, Any] | None, int]:
-        """The shape with four lists, and where the next token's text begins."""
-        if not found:
+        """The shape with four lists, and where the next token's text begins; with `echo` the prompt first."""
+        order = choice.order
+        entries: list[tuple[int, Read | Token | None]] = [(token.place, token) for token in found]
+        if order.text and not choice.started:
+            entries = [*zip(order.prompt, order.read, strict=False), *entries]
+        if not entries:
             return None, offset
         lists: dict[str, list[Any]] = {
             "tokens": [],
@@ -139,14 +173,18 @@ class CompletionAnswer(Answer):
             "top_logprobs": [],
             "text_offset": [],
         }
-        for token in found:
-            text = self._text(token.place)
+        for token, entry in entries:
+            text = self._text(token)
             lists["tokens"].append(text)
-            lists["token_logprobs"].append(_finite(token.chosen))
-            top = {self._text(other): _finite(value) for other, value in token.top}
-            lists["top_logprobs"].append({text: _finite(token.chosen)} | top)
             lists["text_offset"].append(offset)
             offset += len(text)
+            if entry is None:  # the prompt's first, before which there is nothing
+                lists["token_logprobs"].append(None)
+                lists["top_logprobs"].append(None)
+                continue
+            lists["token_logprobs"].append(_finite(entry.chosen))
+            top = {self._text(other): _finite(value) for other, value in entry.top[: self.logprobs]}
+            lists["top_logprobs"].append({text: _finite(entry.chosen)} | top)
         return lists, offset
 
     def _text(self, token: int) -> str:
@@ -158,27 +196,72 @@ class ChatAnswer(Answer):
 
     object, chunk_object = "chat.completion", "chat.completion.chunk"
 
+    def whole(self, call: Call, keep: list[Choice]) -> dict[str, Any]:
+        """See `Answer`."""
+        found = super().whole(call, keep)
+        return found | ({"prompt_logprobs": self._prompt(call.orders[0])} if self.prompts else {})
+
     def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
         """See `Answer`. The first chunk of a choice says who speaks, the last one why it ended."""
         events = []
         nothing = Piece("", [])
+        reason = choice.reason
         if not choice.started:
             body = b'"delta":{"role":"assistant","content":""},"logprobs":null'
             events.append(self._event(choice, body, nothing, None))
-        if piece.text or piece.logprobs or (self.ids and piece.tokens):
+        if choice.reader is not None:
+            events += self._calls(choice, choice.reader, piece, last)
+            reason = _reason(choice, choice.reader)
+        elif piece.text or piece.logprobs or (self.ids and piece.tokens):
             logprobs = _json(self._logprobs(piece.logprobs)) if piece.logprobs else b"null"
             body = b'"delta":{"content":' + _json(piece.text) + b'},"logprobs":' + logprobs
             events.append(self._event(choice, body, piece, None))
         if last:
-            events.append(self._event(choice, b'"delta":{},"logprobs":null', nothing, choice.reason))
+            events.append(self._event(choice, b'"delta":{},"logprobs":null', nothing, reason))
         return b"".join(events)
+
+    def _calls(self, choice: Choice, reader: CallReader, piece: Piece, last: bool) -> list[bytes]:
+        """Events of a piece that may hold calls, or parts of them."""
+        news = reader.read(piece.text, last)
+        deltas: list[dict[str, Any]] = [{"content": news.content}] if news.content else []
+        for index, text, first in news.calls:
+            call: dict[str, Any] = {"index": index, "function": {"arguments": text}}
+            if first:
+                made = reader.calls[index]
+                call |= {"id": made.id, "type": "function", "function": {"name": made.name, "arguments": ""}}
+            deltas.append({"tool_calls": [call]})
+        if not deltas and (piece.logprobs or (self.ids and piece.tokens)):
+            deltas.append({})
+        events = []
+        for delta in deltas:
+            logprobs = _json(self._logprobs(piece.logprobs)) if piece.logprobs else b"null"
+            events.append(
+                self._event(choice, b'"delta":' + _json(delta) + b',"logprobs":' + logprobs, piece, None)
+            )
+            piece = Piece("", [])  # the first event has its tokens
+        return events
 
     def shape(self, choice: Choice) -> dict[str, Any]:
         """See `Answer`."""
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        reason = choice.reason
+        if choice.reader is not None:
+            news = choice.reader.read(choice.text, True)
+            reason = _reason(choice, choice.reader)
+            if choice.reader.calls:
+                message["content"] = news.content or None
+                message["tool_calls"] = [
+                    {
+                        "id": call.id,
+                        "type": "function",
+                        "function": {"name": call.name, "arguments": call.arguments},
+                    }
+                    for call in choice.reader.calls
+                ]
         found: dict[str, Any] = {
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": message,
             "logprobs": self._logprobs(choice.logprobs) if choice.logprobs else None,
-            "finish_reason": choice.reason,
+            "finish_reason": reason,
         }
         if self.ids:
             found |= {"token_ids": choice.tokens, "prompt_token_ids": choice.order.prompt}
@@ -227,6 +310,10 @@ def likeliest(call: Call, n: int) -> list[Choice]:
             mine = sorted(mine, key=_mean, reverse=True)[:n]
         keep += mine
     return keep
+
+
+def _reason(choice: Choice, reader: CallReader) -> str | None:
+    return "tool_calls" if choice.reason == "stop" and reader.complete else choice.reason
 
 
 def _mean(choice: Choice) -> float:

@@ -35,7 +35,7 @@ class Exchange:
 
     id: the client's `x-request-id` where it is sane, or one of ours.
     status: of the answer, 0 before it.
-    call: what is being answered, if that is a request for tokens.
+    call: what is being answered, if that is a request for tokens; done: afterwards.
     sending: when the write that the client has not taken yet began (`time.monotonic()`), or None.
     """
 
@@ -48,6 +48,7 @@ class Exchange:
         self.started = time.perf_counter()
         self.status, self.sent_bytes = 0, 0
         self.call: Call | None = None
+        self.done: Call | None = None
         self.sending: float | None = None
         self.extra: list[Header] = []
         self.facts: dict[str, Any] = {}

@@ -13,7 +13,7 @@ from common.errors import UserError
 from common.sampling.grammar import Grammar
 from serving.http.errors import ApiError
 from serving.http.limits import Limits
-from serving.http.schema import ChatRequest, Generation
+from serving.http.schema import Generation
 
 GUIDED = {
     "guided_json": "json_schema",
@@ -79,17 +79,6 @@ def _of_format(form: dict[str, Any] | None) -> tuple[str, Any] | None:
         "response_format must be of type text, json_object, or json_schema with a schema",
         param="response_format",
     )
-
-
-def check_tools(request: ChatRequest) -> None:
-    """Tools need constrained arguments, so they come with the grammars. Raises `ApiError`."""
-    for field in ("functions", "function_call"):
-        if getattr(request, field) is not None:
-            raise ApiError(400, f"{field} is no longer part of the API: use tools", param=field)
-    if request.tools and request.tool_choice != "none":
-        raise ApiError(
-            400, "tools are not available from this engine; tool_choice may be 'none'", param="tools"
-        )
 
 
 def settings(found: tuple[str, Any, str] | None) -> dict[str, Any]:

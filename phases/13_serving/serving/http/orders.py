@@ -9,14 +9,15 @@ from typing import Any, TypeVar
 
 from common.errors import UserError
 from common.rules import check_prompt
-from common.sampling.params import MAX_INT, SamplingParams
+from common.sampling.params import MAX_INT, MAX_N, SamplingParams
 from common.text.tokenizer import Tokenizer
-from serving.completion import Order
 from serving.http import grammars
 from serving.http.errors import ApiError, of_user_error
 from serving.http.limits import Limits
 from serving.http.schema import ChatRequest, CompletionRequest, GenerateRequest, Generation, TokenizeRequest
 from serving.messages import Ready
+from serving.order import Order
+from serving.tools.request import conversation, tools_of
 
 LONG = 2000
 """Characters of a text above which it is tokenized by a thread: 10 KB take a millisecond, and others wait."""
@@ -26,7 +27,7 @@ _COPIED = (
     *("temperature", "top_p", "top_k", "min_p", "n", "seed", "ignore_eos", "min_tokens"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "stop", "stop_token_ids"),
 )
-_RESERVED = {"messages", "add_generation_prompt", "self"}
+_RESERVED = {"messages", "add_generation_prompt", "tools", "self"}
 T = TypeVar("T")
 
 
@@ -48,9 +49,11 @@ class Orders:
             echo = bool(request.echo)
             if request.suffix:
                 raise ApiError(400, "suffix is not supported, so it must be empty", param="suffix")
-            if echo and request.logprobs is not None:
-                raise ApiError(400, "echo cannot be had with logprobs: a prompt has none here", param="echo")
             more["logprobs"] = request.logprobs
+            if echo and request.logprobs is not None:
+                more["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
+            else:
+                more |= _prompt_logprobs(request)
             more |= _best_of(request)
         orders = []
         for prompt in prompts:
@@ -63,7 +66,7 @@ class Orders:
 
     async def chat(self, request: ChatRequest, ready: Ready) -> list[Order]:
         """One order. Raises `ApiError`."""
-        grammars.check_tools(request)
+        tools = tools_of(request, self.tokenizer, self.limits)
         if request.chat_template is not None:
             raise ApiError(
                 400, "chat_template is not taken from clients: the model's is used", param="chat_template"
@@ -72,20 +75,30 @@ class Orders:
         if _RESERVED & variables.keys():
             name = min(_RESERVED & variables.keys())
             raise ApiError(400, f"chat_template_kwargs may not hold {name!r}", param="chat_template_kwargs")
+        if tools is not None:
+            variables = {**variables, "tools": tools.shown}
         ids = await self.chat_ids(request.messages, request.add_generation_prompt, variables)
+        more = _prompt_logprobs(request)
         most = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-        more: dict[str, Any] = {"max_tokens": most}
+        more["max_tokens"] = most
         if request.logprobs:
             more["logprobs"] = request.top_logprobs or 0
         elif request.top_logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
-        return self._checked([self._order(request, ids, ready, more, None, "")])
+        if tools is not None:
+            more["grammar"] = tools.grammar
+        order = self._order(request, ids, ready, more, None, "")
+        if tools is not None:
+            order.calls, order.asked = tools.format, "tools"
+        return self._checked([order])
 
     async def chat_ids(
         self, messages: list[dict[str, Any]], add_generation_prompt: bool, variables: dict[str, Any]
     ) -> list[int]:
         """The token ids of a conversation. Raises `ApiError`."""
+        messages = conversation(messages)
         size = sum(len(str(message.get("content", ""))) for message in messages)
+        size += len(str(variables)) if variables else 0
         return await self._make(
             size, lambda: self.tokenizer.chat(messages, add_generation_prompt, **variables), "messages"
         )
@@ -100,7 +113,8 @@ class Orders:
             raise ApiError(400, "exactly one of prompt and messages must be given", param="prompt")
         if request.prompt is not None:
             return await self.encode(request.prompt)
-        return await self.chat_ids(request.messages or [], request.add_generation_prompt, {})
+        variables = {"tools": request.tools} if request.tools else {}
+        return await self.chat_ids(request.messages or [], request.add_generation_prompt, variables)
 
     def decode(self, ids: list[int], ready: Ready) -> str:
         """The text of token ids. Raises `ApiError`."""
@@ -137,16 +151,20 @@ class Orders:
             given["max_tokens"] = self._room(ids, ready) if usual is None else usual
             given["max_tokens"] = max(given["max_tokens"], given.get("min_tokens", 0) or 0)
         given["logit_bias"] = self._bias(request)
-        given |= grammars.settings(grammars.constraint(request, self.limits))
+        found = grammars.constraint(request, self.limits)
+        if "grammar" not in more:
+            given |= grammars.settings(found)
+        elif found is not None and found[2] != "response_format":  # that one is in the tools' grammar
+            raise ApiError(400, f"{found[2]} and tools both constrain the output", param=found[2])
         if len(request.stop or "") > self.limits.max_stops and isinstance(request.stop, list):
             raise _most("stop", len(request.stop), self.limits.max_stops, "strings")
-        names = frozenset({*_COPIED, "max_tokens", "logprobs", "logit_bias", "prompt"})
+        names = frozenset({*_COPIED, "max_tokens", "logprobs", "prompt_logprobs", "logit_bias", "prompt"})
         try:
             params = SamplingParams(**given)
-            check_prompt(ids, ready.vocab_size, ready.max_len, params, has_masks=True)
+            check_prompt(ids, ready.vocab_size, ready.max_len, params, continuous=True)
         except UserError as error:
             raise of_user_error(error, names) from None
-        return Order(ids, params, text)
+        return Order(ids, params, text, asked="" if found is None else found[2])
 
     def _room(self, ids: list[int], ready: Ready) -> int:
         """Tokens that a request which does not say may generate: what the context and the cache can hold."""
@@ -188,11 +206,24 @@ def _prompts(given: str | list[str | int | list[int]] | list[int]) -> list[str |
     )
 
 
+def _prompt_logprobs(request: CompletionRequest | ChatRequest) -> dict[str, Any]:
+    """vLLM's field, which its server does not stream either."""
+    if request.prompt_logprobs is None:
+        return {}
+    if request.stream:
+        raise ApiError(
+            400, "prompt_logprobs cannot be streamed; echo with logprobs can", param="prompt_logprobs"
+        )
+    return {"prompt_logprobs": request.prompt_logprobs}
+
+
 def _best_of(request: CompletionRequest) -> dict[str, Any]:
     """`best_of` completions are generated, and the `n` most likely ones returned."""
     best, n = request.best_of, request.n or 1
     if best is None or best == n:
         return {}
+    if best > MAX_N:
+        raise ApiError(400, f"best_of is {best}, but must be at most {MAX_N}", param="best_of")
     if best < n:
         raise ApiError(400, f"best_of is {best}, but must be at least n, {n}", param="best_of")
     if request.stream:

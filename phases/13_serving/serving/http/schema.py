@@ -58,6 +58,7 @@ class Generation(Struct, kw_only=True):
 
     # ours
     deadline_ms: int | None = None
+    return_token_marks: bool | None = False  # in streams: the text of each token, and how it came about
 
     # taken, and without a meaning here
     user: Any = None
@@ -75,6 +76,7 @@ class CompletionRequest(Generation, kw_only=True):
     prompt: str | list[str | int | list[int]]
     echo: bool | None = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     best_of: int | None = None
     suffix: str | None = None
 
@@ -92,16 +94,17 @@ class ChatRequest(Generation, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     functions: Any = None
     function_call: Any = None
+    parallel_tool_calls: bool | None = None
     add_generation_prompt: bool = True
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     # taken, and without a meaning here
-    parallel_tool_calls: Any = None
     reasoning_effort: Any = None
     verbosity: Any = None
     modalities: Any = None
@@ -113,6 +116,7 @@ class TokenizeRequest(Struct, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
     return_token_strs: bool | None = False
 

@@ -58,7 +58,9 @@ def run(
     """
     users = max(1, plan.users)
     processes = max(1, min(processes, users if plan.users else plan.requests))
-    context = multiprocessing.get_context("spawn")
+    # The server of forks imports what all need once; to spawn each would import PyTorch as often.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
     queue: Any = context.Queue()
     barrier = context.Barrier(processes)
     children = [
@@ -98,7 +100,7 @@ def _share(plan: Plan, at: int, processes: int) -> Plan:
 
 
 def _process(target: Target, plan: Plan, barrier: Any, queue: Any) -> None:
-    barrier.wait(60)
+    barrier.wait(120)
     uvloop.run(_open(target, plan, queue) if plan.arrivals else _closed(target, plan, queue))
 
 

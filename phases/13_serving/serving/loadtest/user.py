@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 from common.errors import UserError
@@ -60,48 +61,37 @@ class Outcome:
         return self.status == 200 and not self.error
 
 
-async def ask(target: Target, body: dict[str, Any], timeout: float = 600.0) -> Outcome:
-    """Send one request and read its stream. Failures are outcomes, too."""
-    outcome = Outcome(time.perf_counter())
-    writer: asyncio.StreamWriter | None = None
-    try:
-        async with asyncio.timeout(timeout):
-            reader, writer = await asyncio.open_connection(target.host, target.port, limit=1 << 22)
-            writer.write(_request(target, body))
-            await _read(reader, outcome)
-    except (OSError, asyncio.IncompleteReadError, TimeoutError, ValueError) as error:
-        outcome.error = outcome.error or f"{type(error).__name__}: {error}"
-    finally:
-        if writer is not None:
-            writer.close()
-    outcome.ended = time.perf_counter()
-    if outcome.status == 200 and not outcome.tokens and not outcome.error:
-        outcome.error = "the stream has ended without saying how many tokens it had"
-    return outcome
+class Answer(asyncio.Protocol):
+    """Reads a streamed answer as its bytes come in: a token costs one call, and no task is woken for it.
 
+    ended: done when the answer is complete or the connection is gone.
+    """
 
-def _request(target: Target, body: dict[str, Any]) -> bytes:
-    more = {"stream": True, "stream_options": {"include_usage": True}}
-    more |= {"model": target.model} if target.model else {}
-    data = json.dumps(body | more).encode()
-    key = f"authorization: Bearer {target.key}\r\n" if target.key else ""
-    head = (
-        f"POST {target.path} HTTP/1.1\r\nhost: {target.host}:{target.port}\r\nconnection: close\r\n{key}"
-        f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
-    )
-    return head.encode() + data
+    def __init__(self, outcome: Outcome, request: bytes) -> None:
+        self.outcome, self._request = outcome, request
+        self.ended = asyncio.get_running_loop().create_future()
+        self._rest = b""
+        self._transport: asyncio.Transport | None = None
 
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Ask."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self._transport.write(self._request)
 
-async def _read(reader: asyncio.StreamReader, outcome: Outcome) -> None:
-    head = await reader.readuntil(b"\r\n\r\n")
-    outcome.status = int(head.split(b" ", 2)[1])
-    if outcome.status != 200:
-        outcome.error = (await reader.read(2000)).decode("utf-8", "replace")[-300:]
-        return
-    rest = b""
-    while data := await reader.read(1 << 16):
-        now = time.perf_counter()
-        *lines, rest = (rest + data).split(b"\n")
+    def data_received(self, data: bytes) -> None:
+        """Note when each event has come. Lines of a chunk's length are among them, and are no events."""
+        now, outcome = time.perf_counter(), self.outcome
+        data = self._rest + data if self._rest else data
+        if not outcome.status:
+            head, end, data = data.partition(b"\r\n\r\n")
+            if not end:
+                self._rest = head
+                return
+            outcome.status = int(head.split(b" ", 2)[1])
+        if outcome.status != 200:
+            self._rest = data[-2000:]
+            return
+        *lines, self._rest = data.split(b"\n")
         for line in lines:
             if not line.startswith(b"data: {"):
                 continue
@@ -111,3 +101,53 @@ async def _read(reader: asyncio.StreamReader, outcome: Outcome) -> None:
                 outcome.tokens = json.loads(line[6:])["usage"]["completion_tokens"]
             else:
                 outcome.times.append(now)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """That was all."""
+        outcome = self.outcome
+        if outcome.status != 200:
+            said = self._rest[-300:].decode("utf-8", "replace")
+            outcome.error = outcome.error or said or f"no answer: {exc or 'the connection was closed'}"
+        elif exc is not None:
+            outcome.error = outcome.error or f"{type(exc).__name__}: {exc}"
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def close(self) -> None:
+        """Leave."""
+        if self._transport is not None:
+            self._transport.abort()
+
+
+async def ask(
+    target: Target, body: dict[str, Any], timeout: float = 600.0, headers: Mapping[str, str] | None = None
+) -> Outcome:
+    """Send one request and read its stream. Failures are outcomes, too."""
+    outcome = Outcome(time.perf_counter())
+    answer = Answer(outcome, _request(target, body, headers or {}))
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(timeout):
+            await loop.create_connection(lambda: answer, target.host, target.port)
+            await answer.ended
+    except (OSError, TimeoutError, ValueError) as error:
+        outcome.error = outcome.error or f"{type(error).__name__}: {error}"
+    finally:
+        answer.close()
+    outcome.ended = time.perf_counter()
+    if outcome.status == 200 and not outcome.tokens and not outcome.error:
+        outcome.error = "the stream has ended without saying how many tokens it had"
+    return outcome
+
+
+def _request(target: Target, body: dict[str, Any], headers: Mapping[str, str]) -> bytes:
+    more = {"stream": True, "stream_options": {"include_usage": True}}
+    more |= {"model": target.model} if target.model else {}
+    data = json.dumps(body | more).encode()
+    every = dict(headers) | ({"authorization": f"Bearer {target.key}"} if target.key else {})
+    said = "".join(f"{name}: {value}\r\n" for name, value in every.items())
+    head = (
+        f"POST {target.path} HTTP/1.1\r\nhost: {target.host}:{target.port}\r\nconnection: close\r\n{said}"
+        f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    )
+    return head.encode() + data

@@ -15,11 +15,11 @@ from common.events import Streams, TokenEvent
 from common.request import Request
 from common.rules import check_prompt, output_limit
 from common.sampling.params import SamplingParams
-from continuous.engine import Output
+from continuous.messages import Output
 
 
 class OneAtATime:
-    """A `serving.worker.Served` around the `stream` of phases 01 to 04."""
+    """A `serving.seams.Served` around the `stream` of phases 01 to 04."""
 
     def __init__(self, engine: Any) -> None:
         self.engine: Streams = engine

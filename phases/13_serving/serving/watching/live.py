@@ -30,15 +30,14 @@ class Live:
         self.engine = engine
         self.watchers, self.closing = 0, False
         self.picture: dict[str, Any] | None = None
-        self._steps: deque[tuple[int, float, int, int]] = deque(maxlen=512)
+        self._steps: deque[tuple[int, float, int, int, int]] = deque(maxlen=512)
 
     def stepped(self, step: Step) -> None:
-        """Remember a step: its number, milliseconds, tokens, and how many ran."""
+        """Remember a step: its number, milliseconds, tokens computed, how many ran, tokens that came out."""
         if self.watchers:
-            stats = step.stats
-            self._steps.append(
-                (stats.steps, round(stats.step_seconds * 1e3, 3), stats.step_tokens, stats.running)
-            )
+            stats, ms = step.stats, round(step.stats.step_seconds * 1e3, 3)
+            if stats.step_tokens or step.tokens:  # or it only brought a picture
+                self._steps.append((stats.steps, ms, stats.step_tokens, stats.running, len(step.tokens)))
             self.picture = step.picture or self.picture
 
     def event(self, after: int) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Tools: functions that a model may call, by writing JSON that its chat template has taught it."""
