@@ -1,0 +1,161 @@
+"""The other ranks as rank 0 sees them: processes that it starts, talks to, and watches."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from parallel.ranks import ENVIRONMENT
+
+PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from parallel.member import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+)
+NOTICE = 2.0
+"""Seconds in which the system tells of a process that has ended, after its connections have broken."""
+LAST_RESORT = 8.0
+"""Seconds after which a process ends itself that still waits, on its device, for a rank that is gone."""
+
+
+class RanksLost(RuntimeError):
+    """A rank has ended or does not agree with the others: the engine cannot go on."""
+
+
+class Member:
+    """One of the other ranks.
+
+    A plain program, not a child of multiprocessing: the caller's main module is not run again, and a server's
+    engine process, which may have no such children, can have ranks too.
+    """
+
+    def __init__(self, rank: int, lost: Callable[[str], None]) -> None:
+        ours, theirs = socket.socketpair()
+        self.rank = rank
+        command = [sys.executable, "-c", PROGRAM, json.dumps(sys.path), str(theirs.fileno()), str(rank)]
+        self.process = subprocess.Popen(
+            command, pass_fds=(theirs.fileno(),), env={**os.environ, **ENVIRONMENT}
+        )
+        theirs.close()
+        self.connection = Connection(ours.detach())
+        self._lost = lost
+        threading.Thread(target=self._watch, name=f"rank {rank}", daemon=True).start()
+
+    def _watch(self) -> None:
+        code = self.process.wait()
+        self._lost(f"rank {self.rank} has ended (exit code {code})")
+
+    def send(self, data: bytes) -> None:
+        """Send a message. That the other one is gone is noticed elsewhere."""
+        try:
+            self.connection.send_bytes(data)
+        except OSError as error:
+            self._lost(f"rank {self.rank} does not listen ({error})")
+
+    def end(self) -> str:
+        """How it has ended, if its connection has."""
+        with suppress(subprocess.TimeoutExpired):
+            return f"rank {self.rank} has ended (exit code {self.process.wait(NOTICE)})"
+        return f"rank {self.rank} has gone"
+
+    def kill(self) -> None:
+        """End it now."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.connection.close()
+
+
+class Crew:
+    """Ranks 1 to `size - 1`.
+
+    reason: why it can do nothing more; empty while all is well.
+    on_loss: called, from another thread, when a rank is lost.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size, self.reason = size, ""
+        self.on_loss: Callable[[], None] | None = None
+        self._ending = False
+        self._done = threading.Event()
+        self.members = [Member(rank, self.lose) for rank in range(1, size)]
+        atexit.register(self.kill)
+
+    def tell(self, message: Any) -> None:
+        """Send a message to all."""
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        for member in self.members:
+            member.send(data)
+
+    def answers(self, *, wait: float = 0.0) -> list[tuple[int, Any]]:
+        """What has come from whom, `(rank, message)`; waits for the first of each so many seconds."""
+        found: list[tuple[int, Any]] = []
+        for member in self.members:
+            try:
+                while member.connection.poll(wait if not found else 0.0):
+                    found.append((member.rank, pickle.loads(member.connection.recv_bytes())))
+            except (OSError, EOFError):
+                self.lose(member.end())
+        return found
+
+    def lose(self, reason: str) -> None:
+        """The ranks are of no use any more: the first reason counts. All others end, and nobody waits."""
+        if self._ending or self.reason:
+            return
+        self.reason = reason
+        for member in self.members:
+            member.kill()
+        threading.Thread(target=self._last_resort, daemon=True).start()
+        if self.on_loss is not None:  # it may not return: NCCL waits for graphs that it is in
+            threading.Thread(target=self.on_loss, daemon=True).start()
+
+    def check(self, *, patient: bool = False) -> None:
+        """Raise `RanksLost` if a rank is lost; `patient`: something has failed, so perhaps one is."""
+        end = time.monotonic() + NOTICE
+        while patient and not self.reason and time.monotonic() < end:
+            time.sleep(0.01)
+        if self.reason:
+            self._done.set()
+            raise RanksLost(self.reason)
+
+    def _last_resort(self) -> None:
+        """A device that waits for another one cannot be interrupted, only its process ended."""
+        if not self._done.wait(LAST_RESORT):
+            print(f"error: {self.reason}, and this process still waits for it", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    def kill(self) -> None:
+        """End all of them."""
+        self._ending = True
+        self._done.set()
+        for member in self.members:
+            member.kill()
+        atexit.unregister(self.kill)
+
+
+_idle: dict[int, Crew] = {}
+"""Crews that no engine has at the moment: starting a process and importing torch takes seconds."""
+
+
+def take(size: int) -> Crew:
+    """A crew for an engine of `size` ranks."""
+    crew = _idle.pop(size, None)
+    return Crew(size) if crew is None or crew.reason else crew
+
+
+def give_back(crew: Crew) -> None:
+    """Its engine is closed: another one may have the crew."""
+    if not crew.reason and crew.size not in _idle:
+        crew.on_loss = None
+        _idle[crew.size] = crew
+    else:
+        crew.kill()

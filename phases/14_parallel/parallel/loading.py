@@ -1,0 +1,220 @@
+"""Every rank loads its part of a model, and no rank ever holds the whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common.device import pick_device, pick_dtype
+from common.errors import UserError
+from common.models.checkpoint import assign, load_weights
+from common.models.config import ModelConfig
+from common.models.hub import model_folder
+from forward.loading import RANDOM, Linears, finish, random_tensors, refuse_quantized, skeleton
+from forward.model import Model
+from forward.models.gpt2 import GPT2Attention
+from forward.shapes import SHAPES
+from parallel.layers import RowLinear, VocabularyEmbedding
+from parallel.ranks import Ranks
+from parallel.shard import JOINED, ROWS, VOCABULARY, Shard, Slice
+from quant.formats import BLOCK
+from quant.linear import QuantLinear, quantized
+from quant.loading import Quantize, StoredLinear
+from quant.weights import QuantizedWeight
+
+
+def config_of(name: str) -> ModelConfig:
+    """The configuration of a model by its name. Raises `UserError` if there is no such model."""
+    if not name.startswith(RANDOM):
+        return ModelConfig.from_folder(model_folder(name))
+    shape = name.removeprefix(RANDOM)
+    if shape not in SHAPES:
+        raise UserError(f"model {name!r}: the random shapes are {', '.join(SHAPES)}")
+    return SHAPES[shape]
+
+
+def load_part(
+    name: str | Path | Model,
+    *,
+    device: str,
+    dtype: str,
+    linears: Linears | None,
+    ranks: Ranks,
+    seed: int = 0,
+) -> Model:
+    """This rank's part of a model, whose layers add up over `ranks`; see `forward.load_model`.
+
+    The weights are those that one GPU would have, random ones and quantized ones, too.
+    """
+    where = pick_device(device)
+    kind = pick_dtype(dtype, where)
+    config = config_of(str(name))
+    part = Part(config, ranks, linears)
+    if str(name).startswith(RANDOM):
+        for tensor, value in random_tensors(part.whole, where, kind, seed):
+            part.place(tensor, part.cut(tensor, value))
+    else:
+        folder = model_folder(str(name))
+        if linears is None:
+            refuse_quantized(config, folder)
+        load_weights(
+            part.whole,
+            folder,
+            device=where,
+            dtype=kind,
+            rename=part.own.rename,
+            transform=part.own.transform,
+            tied=part.own.TIED if config.tie_word_embeddings else {},
+            place=lambda _, tensor, value: part.place(tensor, value),
+            read=part.read,
+        )
+    part.own.tie_weights()
+    model = finish(part.own if linears is None else linears.finish(part.own), where)
+    for path in [path for path, _ in model.named_modules() if path.endswith(ROWS)]:
+        owner, _, leaf = path.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, RowLinear(model.get_submodule(path), ranks))
+    return model
+
+
+def _shapes(model: Model) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+class Part:
+    """A rank's part of a model that is being loaded.
+
+    whole: the whole model on `meta`, which says what tensors there are.
+    own: what this rank has of it.
+    """
+
+    def __init__(self, config: ModelConfig, ranks: Ranks, linears: Linears | None) -> None:
+        self.shard, self.config, self.linears = Shard(ranks.rank, ranks.size), config, linears
+        self.whole, self.own = skeleton(config), skeleton(self.shard.config(config))
+        self._fit(ranks)
+        if linears is not None:
+            linears.expect(self.whole)
+            linears.expect(self.own)
+        self.whole_shapes, self.shapes = _shapes(self.whole), _shapes(self.own)
+
+    def _fit(self, ranks: Ranks) -> None:
+        """What the configuration of a part does not say: vocabulary and, for GPT-2, heads."""
+        hidden, (first, count, room) = self.config.hidden_size, self.shard.vocabulary(self.config.vocab_size)
+        with torch.device("meta"):
+            (embedding,) = (name.rpartition(".")[0] for name in self.own.TIED.values())
+            setattr(self.own, embedding, VocabularyEmbedding(room, hidden, first, count, ranks))
+            self.own.lm_head = nn.Linear(hidden, room, bias=False)
+            for layer in self.own.modules():
+                if isinstance(layer, GPT2Attention):
+                    inner = layer.spec.num_heads * layer.spec.head_dim
+                    layer.c_attn, layer.c_proj = nn.Linear(hidden, 3 * inner), nn.Linear(inner, hidden)
+        self.own.tie_weights()
+
+    def whole_first(self, name: str) -> bool:
+        """Whether a weight is quantized before it is cut: its scales are over all inputs."""
+        owner, _, leaf = name.rpartition(".")
+        rows = leaf == "weight" and owner.endswith(ROWS)
+        return rows and isinstance(self.linears, Quantize) and self.linears.scheme is not None
+
+    def slice(self, name: str) -> Slice | None:
+        """What of a tensor is read."""
+        if self.whole_first(name):
+            return None
+        return self.shard.cut(name, self.whole_shapes[name], self.shapes[name], self.config.num_kv_heads)
+
+    def read(self, name: str, file: Any, stored: str) -> Tensor:
+        """This rank's part of a tensor of an open checkpoint: no more than that is read."""
+        if type(self.own).transform is not Model.transform:  # the file has it another way around
+            return self.cut(name, self.own.transform(name, file.get_tensor(stored)))
+        found = self.slice(name)
+        if found is None:
+            return self.cut(name, file.get_tensor(stored))
+        view, stop = file.get_slice(stored), found.start + found.length
+        part = view[found.start : stop] if found.dim == 0 else view[:, found.start : stop]
+        return self._finish(name, part)
+
+    def cut(self, name: str, value: Tensor) -> Tensor:
+        """This rank's part of a whole tensor."""
+        found = self.slice(name)
+        if found is not None and name.rpartition(".")[0].endswith(JOINED):
+            each = found.length // 3
+            parts = [third.narrow(0, self.shard.rank * each, each) for third in value.chunk(3)]
+            return torch.cat(parts)
+        if found is not None:
+            length = min(found.length, value.shape[found.dim] - found.start)
+            value = value.narrow(found.dim, found.start, length)
+        return self._finish(name, value)
+
+    def _finish(self, name: str, value: Tensor) -> Tensor:
+        """What is beside the cut: padding, biases, and numbers that count along what was cut."""
+        owner, _, leaf = name.rpartition(".")
+        if self.shard.rank and self.shard.first_alone(name):
+            return torch.zeros_like(value)
+        if owner in VOCABULARY and leaf == "weight" and len(value) < self.shapes[name][0]:
+            padding = value.new_zeros(self.shapes[name][0] - len(value), *value.shape[1:])
+            return torch.cat([value, padding])
+        layer = self.own.get_submodule(owner)
+        if isinstance(layer, StoredLinear):
+            if leaf == "weight_shape":
+                return torch.tensor(layer.shape, dtype=value.dtype)
+            if leaf.endswith("g_idx") and owner.endswith(ROWS):
+                return self._groups(name, value, layer)
+        return value
+
+    def _groups(self, name: str, value: Tensor, layer: StoredLinear) -> Tensor:
+        """The group of each of this rank's inputs, counted from its own first."""
+        groups = layer.shape[1] // layer.layout.scheme.group
+        value = value - self.shard.rank * groups
+        if bool(((value < 0) | (value >= groups)).any()):
+            raise UserError(
+                f"tensor_parallel is {self.shard.size}, but the groups of {name} are in the order of "
+                "activations: they cannot be cut along the inputs"
+            )
+        return value
+
+    def place(self, name: str, value: Tensor) -> None:
+        """Put a tensor where it belongs, quantized if it is to be."""
+        if value.is_meta:  # tied: the other one is enough
+            return
+        owner = name.rpartition(".")[0]
+        layer = self.own.get_submodule(owner)
+        if self.whole_first(name) and isinstance(self.linears, Quantize) and isinstance(layer, nn.Linear):
+            scheme = self.linears.scheme
+            assert scheme is not None
+            weight = cut_inputs(quantized(value, scheme, owner), self.shard, name)
+            path, _, last = owner.rpartition(".")
+            setattr(self.own.get_submodule(path), last, QuantLinear(weight, layer.bias))
+        elif self.linears is not None:
+            self.linears.place(self.own, name, value.contiguous().clone())
+        else:
+            assign(self.own, name, value.contiguous().clone())
+
+
+def cut_inputs(weight: QuantizedWeight, shard: Shard, name: str) -> QuantizedWeight:
+    """A rank's part of a quantized weight that is cut along its inputs, scales and zero points with it.
+
+    Raises:
+        UserError: a scale is of inputs of two ranks.
+    """
+    inputs, scheme = weight.shape[1] // shard.size, weight.scheme
+    together = {"group": scheme.group, "block": BLOCK}.get(scheme.scales, 1)
+    if inputs % together:
+        raise UserError(
+            f"tensor_parallel is {shard.size}, which leaves {inputs} inputs of {name} to a rank, but "
+            f"{together} of them share a scale: choose another quantization or a smaller group_size"
+        )
+
+    def part(tensor: Tensor) -> Tensor:
+        length = tensor.shape[1] // shard.size
+        return tensor.narrow(1, shard.rank * length, length).contiguous()
+
+    shared = scheme.scales in ("tensor", "channel")
+    return replace(
+        weight,
+        data=part(weight.data),
+        scale=weight.scale if shared else part(weight.scale),
+        zero=None if weight.zero is None else part(weight.zero),
+    )

@@ -1,0 +1,119 @@
+"""The life of a rank that is not the first: it makes the engines that it is told to, and follows rank 0."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import select
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+import torch
+
+from common.errors import UserError
+from common.text.tokenizer import Tokenizer
+from paged_cache import build
+from parallel.messages import Build, Call, Closed, Here, Join, Turn
+from parallel.ranks import Ranks, device_of, graphs_of, meeting
+
+
+def main(descriptor: int, rank: int) -> None:
+    """Until rank 0 is gone: its end of the connection closes however it ends."""
+    # Ctrl-C goes to the whole group of a terminal: rank 0 decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=end_with, args=(descriptor,), daemon=True).start()
+    try:
+        obey(Line(Connection(descriptor)), rank)
+    except UserError:
+        os._exit(2)  # rank 0 has found the same and says it
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # an ordinary end would wait for NCCL, which waits for the others
+
+
+def obey(line: Line, rank: int) -> NoReturn:
+    """Do what rank 0 says."""
+    ranks: Ranks | None = None
+    while True:
+        message = line.receive()
+        if isinstance(message, Join):
+            line.send(Here())
+            ranks = join(message, rank)
+        elif isinstance(message, Build):
+            assert ranks is not None
+            live(message, ranks, line)
+            ranks.close()
+        elif isinstance(message, Call):
+            line.send(called(message)(ranks, *message.given))
+        elif isinstance(message, Closed) and ranks is not None:
+            ranks.close()
+
+
+def join(order: Join, rank: int) -> Ranks:
+    """Meet the others."""
+    torch.set_num_threads(order.threads)
+    _, store = meeting(order.port, order.prefix, first=False)
+    return Ranks(rank, order.size, device_of(order.device, rank), store)
+
+
+def live(order: Build, ranks: Ranks, line: Line) -> None:
+    """One engine's life."""
+    from parallel.feature import split
+
+    recipe = order.recipe
+    engine: Any = build(
+        recipe.model,
+        recipe.sizes,
+        split(recipe, ranks, line=line),
+        device=str(ranks.device),
+        dtype=recipe.dtype,
+        tokenizer=Tokenizer(order.tokenizer) if order.tokenizer is not None else None,
+    )
+    while not isinstance(message := line.receive(), Closed):
+        assert isinstance(message, Turn), f"rank {ranks.rank} was told {message!r}"
+        engine.follow(message)
+    graphs_of(engine)()
+
+
+def called(call: Call) -> Callable[..., Any]:
+    """The function that is meant."""
+    if call.source:
+        space: dict[str, Any] = {}
+        exec(call.source, space)
+    else:
+        space = vars(importlib.import_module(call.module))
+    found: Callable[..., Any] = space[call.name]
+    return found
+
+
+def end_with(descriptor: int) -> None:
+    """Rank 0 may go while this rank waits for it on the device, and then it does not listen."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0))
+    poll.poll()
+    os._exit(0)
+
+
+class Line:
+    """The connection to rank 0."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+
+    def receive(self) -> Any:
+        """The next message. Ends this process when rank 0 is gone."""
+        try:
+            return pickle.loads(self.connection.recv_bytes())
+        except (EOFError, OSError):
+            os._exit(0)
+
+    def send(self, message: Any) -> None:
+        """Answer rank 0."""
+        self.connection.send_bytes(pickle.dumps(message))

@@ -1,0 +1,130 @@
+"""What rank 0 tells the other ranks, and what they answer. Messages are pickled."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from common.events import TextStream
+from common.request import Request
+from common.sampling.params import SamplingParams
+from common.text.tokenizer import Tokenizer
+
+
+class Entry(NamedTuple):
+    """A request as it stands in line, for ranks that have none of it."""
+
+    id: int
+    tokens: list[int]
+    prompt_len: int
+    limit: int
+    params: SamplingParams
+    seed: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
+    sample: int
+    priority: int
+    salt: str
+
+    @classmethod
+    def of(cls, request: Request) -> Entry:
+        """Of a request that has just been put in line."""
+        r = request
+        return cls(
+            r.id,
+            r.tokens,
+            r.prompt_len,
+            r.limit,
+            r.params,
+            r.seed,
+            r.index,
+            r.sample,
+            r.priority,
+            r.salt,
+        )
+
+    def request(self, tokenizer: Tokenizer | None) -> Request:
+        """The same request on another rank."""
+        made = Request(**self._asdict())
+        if tokenizer is not None and self.params.stop:
+            made.text = TextStream(tokenizer, self.params)
+        return made
+
+
+class Enter(NamedTuple):
+    """The samples of a prompt stand in line."""
+
+    entries: list[Entry]
+
+
+class Leave(NamedTuple):
+    """A request is aborted (`error` is False), or its grammar has failed."""
+
+    id: int
+    error: bool = False
+
+
+class Turn(NamedTuple):
+    """A step begins.
+
+    commands: what has happened since the last one, in order.
+    waits: what the drafter says before the step is scheduled.
+    """
+
+    number: int
+    commands: list[Enter | Leave]
+    waits: bool = False
+
+
+class Drafts(NamedTuple):
+    """What the drafter has said while the step was scheduled; follows a `Turn` where there is a drafter.
+
+    asks: whether anybody was asked. drafts: what was proposed for whom, by request.
+    """
+
+    asks: bool
+    looks_ahead: bool
+    drafts: dict[int, tuple[int, ...]]
+
+
+class Join(NamedTuple):
+    """Meet the other ranks: on the device that many places behind rank 0's, at rank 0's store."""
+
+    size: int
+    device: str
+    port: int
+    prefix: str
+    threads: int
+
+
+class Here(NamedTuple):
+    """This rank has come as far as to meet the others."""
+
+
+class Build(NamedTuple):
+    """Make an engine. recipe: for `build`, but for the tokenizer, of which `tokenizer` is the folder."""
+
+    recipe: Any
+    tokenizer: str | None
+
+
+class Call(NamedTuple):
+    """Run a function of one module, or of `source` where that is not empty, and answer what it returns."""
+
+    module: str
+    name: str
+    source: str
+    given: tuple[Any, ...]
+
+
+class Rehearsed(NamedTuple):
+    """The rehearsal is over."""
+
+
+class Closed(NamedTuple):
+    """The engine and the ranks are not needed any more."""
+
+
+class Sum(NamedTuple):
+    """A rank's checksum after a step."""
+
+    number: int
+    value: int

@@ -1,0 +1,161 @@
+"""The ranks of one model as each of them sees the others: sums, and what else they exchange on the device."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel.reduce import PLAIN, Reducer
+
+HOST = "127.0.0.1"
+ENVIRONMENT = {
+    "NCCL_NVLS_ENABLE": "0",  # NVLink's multicast is not used
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    # A pool would give memory again that other ranks, long gone, have met over, and take it for met.
+    "TORCH_SYMMMEM_IMPLICIT_POOL": "0",
+}
+"""What has to be set in every rank's process before it meets the others."""
+PARTING = 10.0
+"""Seconds that leaving the others may take: NCCL waits for ever for a rank that does not."""
+PATIENCE = timedelta(seconds=600)
+"""How long a rank waits for the others at most. One that has ended is noticed at once, elsewhere; this is for
+one that compiles or loads."""
+
+
+def meeting(port: int, prefix: str, *, first: bool) -> tuple[int, Any]:
+    """Its port, and the store where ranks find each other, which lives as long as rank 0 keeps it.
+
+    port: 0 on the first rank, which gets a free one.
+    """
+    kinds: Any = dist
+    master = kinds.TCPStore(HOST, port, is_master=first, wait_for_workers=False, timeout=PATIENCE)
+    return master.port, kinds.PrefixStore(prefix, master)
+
+
+def device_of(first: str, rank: int) -> torch.device:
+    """Rank `rank`'s device, given rank 0's: the GPUs behind it, in order."""
+    device = torch.device(first)
+    return torch.device("cuda", (device.index or 0) + rank) if device.type == "cuda" else device
+
+
+def graphs_of(engine: Any) -> Callable[[], None]:
+    """What destroys an engine's graphs, in which it may add up over ranks. It does not hold the engine."""
+    return getattr(engine.runner, "let_go", lambda: None)
+
+
+def parted() -> bool:
+    """Whether this process's group has ended, which is tried for some seconds."""
+    end = threading.Thread(target=dist.destroy_process_group, name="parting", daemon=True)
+    try:
+        end.start()
+    except RuntimeError:  # the interpreter ends, and the process with it
+        return True
+    end.join(PARTING)
+    return not end.is_alive()
+
+
+class Ranks:
+    """A rank among `size`.
+
+    reducer: how sums are made; see `parallel.reduce`.
+    """
+
+    def __init__(self, rank: int, size: int, device: torch.device, store: Any) -> None:
+        self.rank, self.size, self.device = rank, size, device
+        self.reducer: Reducer = PLAIN
+        self.store = store
+        self._gloo: Any = None
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            if dist.is_initialized() and not parted():  # of an engine that has lost a rank
+                raise RuntimeError("ranks that were lost still hold the GPU: begin again in a new process")
+            dist.init_process_group(
+                "nccl", store=store, rank=rank, world_size=size, timeout=PATIENCE, device_id=device
+            )
+        else:
+            gloo: Any = dist.ProcessGroupGloo
+            options = gloo._Options()
+            options._devices = [gloo.create_device(hostname=HOST)]
+            options._timeout = PATIENCE
+            self._gloo = gloo(store, rank, size, options)
+
+    def __deepcopy__(self, memo: object) -> Ranks:
+        """Copies of layers add up over the same ranks."""
+        return self
+
+    # Sums.
+
+    def all_reduce(self, part: Tensor) -> Tensor:
+        """The sum of all ranks' `part`, the same bits on every rank; `part` itself may be overwritten."""
+        return self.reducer.sum(self, part.contiguous())
+
+    def reduce_add(self, part: Tensor, residual: Tensor) -> Tensor:
+        """`residual` plus the sum of all ranks' `part`; all ranks have the same `residual`."""
+        return self.reducer.add(self, part.contiguous(), residual)
+
+    def reduce_add_norm(self, part: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
+        """`reduce_add`, and that normalized by `norm`, which is `NormWeights`."""
+        return self.reducer.add_norm(self, part.contiguous(), residual, norm)
+
+    # Plain operations of the library.
+
+    def plain_sum(self, part: Tensor) -> Tensor:
+        """`all_reduce` in place, by torch.distributed."""
+        if self._gloo is None:
+            dist.all_reduce(part)  # on the stream of the caller, so a graph can capture it
+        else:
+            self._gloo.allreduce([part]).wait()
+        return part
+
+    def gather(self, part: Tensor) -> Tensor:
+        """`[...]` of every rank -> `[size, ...]`."""
+        part = part.contiguous()
+        found = part.new_empty(self.size, *part.shape)
+        if self._gloo is None:
+            dist.all_gather_into_tensor(found, part)
+        else:
+            self._gloo.allgather([list(found)], [part]).wait()
+        return found
+
+    def first(self, tensor: Tensor) -> Tensor:
+        """What rank 0 has, in the place of what this one has."""
+        if self._gloo is None:
+            dist.broadcast(tensor, 0)
+        else:
+            self._gloo.broadcast(tensor, 0).wait()
+        return tensor
+
+    def text(self, text: str) -> str:
+        """Rank 0's text of at most 64 characters."""
+        code = torch.zeros(64, dtype=torch.int64, device=self.device)
+        given = torch.tensor(list(text.encode()), dtype=torch.int64)
+        code[: len(given)] = given.to(self.device)
+        return bytes(number for number in self.first(code).tolist() if number).decode()
+
+    def smallest(self, number: int) -> int:
+        """The smallest of all ranks' numbers."""
+        return int(self.gather(torch.tensor([number], device=self.device)).min())
+
+    def abort(self) -> None:
+        """Wait for nobody any more: a rank is gone. Any thread may call this."""
+        self.reducer.stop()
+        if self._gloo is None and dist.is_initialized():
+            with suppress(Exception):  # whatever it says, this process is about to be told why
+                dist.group.WORLD.abort()  # type: ignore[union-attr]
+
+    def close(self) -> None:
+        """Leave the others, after the last step."""
+        self.reducer = PLAIN
+        if self._gloo is None and dist.is_initialized():
+            torch.cuda.synchronize(self.device)
+            if not parted():
+                print("warning: the ranks did not part from each other", file=sys.stderr, flush=True)
+        self._gloo = None

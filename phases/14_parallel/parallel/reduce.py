@@ -1,0 +1,34 @@
+"""Ways to add up over ranks. They give the same sums, and differ in how long that takes by size."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from parallel.ranks import Ranks
+
+
+class Reducer:
+    """Adds up by torch.distributed; a faster way for some sizes is a subclass."""
+
+    def sum(self, ranks: Ranks, part: Tensor) -> Tensor:
+        """See `Ranks.all_reduce`."""
+        return ranks.plain_sum(part)
+
+    def add(self, ranks: Ranks, part: Tensor, residual: Tensor) -> Tensor:
+        """See `Ranks.reduce_add`."""
+        return residual + self.sum(ranks, part)
+
+    def add_norm(self, ranks: Ranks, part: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
+        """See `Ranks.reduce_add_norm`."""
+        from triton_paged_attention.kernels.norms import add_rms_norm
+
+        return add_rms_norm(residual, self.sum(ranks, part), *norm)
+
+    def stop(self) -> None:
+        """Let nobody wait any more: a rank is gone."""
+
+
+PLAIN = Reducer()

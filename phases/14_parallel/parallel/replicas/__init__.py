@@ -1,0 +1,1 @@
+"""Replicas: one server copied over many GPUs and machines, and who gets which request."""

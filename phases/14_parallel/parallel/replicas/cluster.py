@@ -1,0 +1,281 @@
+"""Replicas under Ray Serve, from the start of Ray to the end of the last stream.
+
+Ray starts replicas, starts them again, drains them, counts what queues, and carries requests to them. What is
+ours: the server in a replica (`replica`), who gets a request (`routing`), and the form of what clients see.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from common.errors import UserError
+from parallel.replicas.gate import LIMITS
+from parallel.replicas.options import ReplicaOptions
+from parallel.replicas.replica import Replica
+from serving.alive import CannotStart
+from serving.app import App
+from serving.http.limits import Limits
+from serving.http.server import TERMINATED, listen
+
+APPLICATION = "ladder"
+OBJECT_STORE_BYTES = 100 << 20
+"""Ray's memory for large objects. Requests and tokens are small ones and never get there."""
+START_SECONDS = 900.0
+"""A replica may take so long to be ready, to load a large model, say."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+END_SECONDS = 30.0
+"""Ray may take so long to end after the last stream."""
+TRIES = 2
+"""A replica that cannot be made is tried so often before the whole is given up."""
+REASON = re.compile(r"\b(UserError|CannotStart): (.+)")
+"""What a replica has raised, in the trace that Ray makes a message of."""
+INSTALL = "--replicas needs Ray Serve, which is not installed: pip install 'inference-ladder[replicas]'"
+
+
+@dataclass(frozen=True)
+class Share:
+    """What of a machine a replica gets."""
+
+    cpus: float
+    gpus: float
+
+    @classmethod
+    def of(cls, device: str, ranks: int) -> Share:
+        """GPUs of its own, `ranks` of them (tensor parallel), or what Ray counts as one processor."""
+        return cls(0.0, float(ranks)) if device == "cuda" else cls(1.0, 0.0)
+
+
+def require_ray() -> None:
+    """Raise `UserError` without Ray."""
+    try:
+        import ray.serve  # noqa: F401
+    except ImportError:
+        raise UserError(INSTALL) from None
+
+
+class Cluster:
+    """Ray, its proxy, and the replicas, as a context.
+
+    told: set by the first SIGTERM or SIGINT.
+
+    Args:
+        make_app: makes phase 13's application in a replica; any callable that can be pickled.
+        share: of a machine, for a replica.
+        limits: the same as those of the application.
+    """
+
+    def __init__(
+        self,
+        make_app: Callable[[], App],
+        options: ReplicaOptions,
+        share: Share,
+        limits: Limits,
+        *,
+        host: str,
+        port: int,
+    ) -> None:
+        require_ray()
+        self.make_app, self.options, self.share, self.limits = make_app, options, share, limits
+        self.host, self.told = host, threading.Event()
+        with listen(host, port) as found:  # the port may be taken: better said now than in Ray's log
+            self.port = int(found.getsockname()[1])
+
+    def __enter__(self) -> Cluster:
+        """Start all, and return when every replica takes requests.
+
+        Raises:
+            CannotStart: they never do.
+            UserError: there is no such cluster, or no replica can be made with these options.
+        """
+        try:
+            self._start()
+            self._deploy()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let streams finish, within the grace period, and end everything."""
+        self.stop()
+
+    def stop(self) -> None:
+        """See `__exit__`. It has an end: Ray's own processes may be the ones that hang."""
+        import ray
+        from ray import serve
+
+        if not ray.is_initialized():
+            return
+        watchdog = threading.Timer(self.limits.grace_seconds + END_SECONDS, os._exit, (TERMINATED,))
+        watchdog.daemon = True
+        watchdog.start()
+        with suppress(Exception):
+            serve.delete(APPLICATION)  # waits for the streams, within their grace period
+        if self.options.cluster is None:  # a cluster may serve others' applications as well
+            with suppress(Exception):
+                serve.shutdown()
+        ray.shutdown()
+        watchdog.cancel()
+
+    def _start(self) -> None:
+        import ray
+        from ray import serve
+
+        os.environ |= self._environment()
+        quiet = {"configure_logging": False, "log_to_driver": False}
+        if self.options.cluster is None:
+            ray.init(
+                num_cpus=self.options.most + 1,
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                _node_ip_address="127.0.0.1",
+                **quiet,
+            )
+        else:
+            try:
+                ray.init(address=self.options.cluster, **quiet)
+            except (ConnectionError, ValueError, RuntimeError) as error:
+                raise UserError(f"cluster {self.options.cluster!r} is not to be had: {error}") from None
+        for number in SIGNALS:  # not before: Ray takes them over, to print a trace and abort
+            signal.signal(number, self._hear)
+        seconds = self.limits.max_seconds + 5  # a replica is the first to say that it took too long
+        try:
+            serve.start(
+                proxy_location="HeadOnly" if self.options.cluster is None else "EveryNode",
+                http_options={"host": self.host, "port": self.port, "request_timeout_s": seconds},
+                logging_config={"log_level": "WARNING", "enable_access_log": False},
+            )
+        except Exception as error:  # of many kinds, none of them documented
+            raise CannotStart(f"Ray Serve's proxy: {error}", wrong_input=False) from error
+
+    def _hear(self, number: int, frame: object) -> None:
+        if self.told.is_set():
+            os._exit(TERMINATED)
+        self.told.set()
+
+    def _environment(self) -> dict[str, str]:
+        """Of Ray's processes, which this one starts. On other machines `ray start` needs the same."""
+        return {
+            "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "parallel.replicas.gate.middlewares",
+            LIMITS: json.dumps(asdict(self.limits)),
+            "OMP_NUM_THREADS": str(self._threads()),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # a busy machine is slow, not broken
+            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # a replica without a GPU sees those that are there
+            "PYTHONPATH": os.pathsep.join(dict.fromkeys(path for path in sys.path if path)),
+        }
+
+    def _deploy(self) -> None:
+        import ray
+        from ray import serve
+
+        needed, there = self.options.replicas * self.share.gpus, ray.cluster_resources().get("GPU", 0.0)
+        if needed > there:  # Ray would wait for them
+            raise UserError(f"replicas is {self.options.replicas}, which takes {needed:g} GPUs of {there:g}")
+        target = serve.RunTarget(self._application(), name=APPLICATION, route_prefix="/")
+        serve.run_many([target], wait_for_applications_running=False)
+        self._wait(lambda: self._state()[0] in {"RUNNING", "DEPLOY_FAILED"}, START_SECONDS)
+        state, message = self._state()
+        if state == "DEPLOY_FAILED":
+            found = REASON.findall(message)
+            kind, reason = found[-1] if found else ("", message[-600:])
+            raise UserError(reason) if kind == "UserError" else CannotStart(reason, wrong_input=False)
+        if state != "RUNNING":
+            raise CannotStart(f"not ready after {START_SECONDS:g} s: {message or state}", wrong_input=False)
+
+    def _state(self) -> tuple[str, str]:
+        """Of the application, and of the first deployment in it that has something to say."""
+        from ray import serve
+
+        found = serve.status().applications.get(APPLICATION)
+        if found is None:
+            return "DELETED", ""
+        said = [deployment.message for deployment in found.deployments.values() if deployment.message]
+        return str(found.status.value), "\n".join([*said, found.message])
+
+    def _application(self) -> Any:
+        """Our replica as Ray wants it."""
+        from ray import serve
+        from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+
+        options, make_app = self.options, self.make_app
+
+        made: list[Replica] = []  # in the replica's process: Ray asks for the application in two steps
+
+        class Server:
+            async def __init__(self) -> None:  # type: ignore[misc]
+                made.append(Replica(make_app(), serve.get_replica_context().replica_id.unique_id))
+                await made[0].start()
+
+            def check_health(self) -> None:
+                made[0].check_health()
+
+        def application() -> Any:
+            return made[0]
+
+        more: dict[str, Any] = {"num_replicas": options.replicas}
+        if options.most > options.replicas:
+            more = {
+                "autoscaling_config": AutoscalingConfig(
+                    min_replicas=options.replicas,
+                    max_replicas=options.most,
+                    target_ongoing_requests=options.queue,
+                    upscale_delay_s=options.patience,
+                    downscale_delay_s=options.patience,
+                    look_back_period_s=options.patience,
+                    metrics_interval_s=options.patience / 2,
+                )
+            }
+        deployment = serve.deployment(
+            serve.ingress(application)(Server),
+            max_ongoing_requests=self.limits.max_connections,  # the server in it has limits of its own
+            ray_actor_options={"num_cpus": self.share.cpus, "num_gpus": self.share.gpus},
+            request_router_config=RequestRouterConfig(
+                request_router_class="parallel.replicas.router.Router",
+                request_router_kwargs={"route": options.route, "imbalance": options.imbalance},
+            ),
+            health_check_period_s=1.0,
+            graceful_shutdown_timeout_s=self.limits.grace_seconds,
+            graceful_shutdown_wait_loop_s=0.2,
+            max_constructor_retry_count=TRIES,
+            **more,
+        )
+        return deployment.bind()
+
+    def _threads(self) -> int:
+        """Of a replica's engine: replicas on one processor share its cores."""
+        given = os.environ.get("OMP_NUM_THREADS", "")
+        if given.isdecimal() and int(given):
+            return int(given)
+        return max(1, (os.cpu_count() or 1) // self.options.most)
+
+    def _wait(self, condition: Callable[[], bool], seconds: float) -> None:
+        """Until then, or for so long. A signal ends it as well."""
+        end = time.monotonic() + seconds
+        while not condition() and time.monotonic() < end:
+            if self.told.wait(0.2):
+                raise SystemExit(TERMINATED)
+
+
+def serve_until_signal(cluster: Cluster, on_ready: Callable[[], object]) -> int:
+    """Serve; returns the exit code. The first signal lets streams finish, the second does not wait."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        with cluster:
+            on_ready()
+            while not cluster.told.wait(0.5):
+                pass
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return 0

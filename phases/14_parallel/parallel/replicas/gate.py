@@ -1,0 +1,149 @@
+"""What stands around Ray's proxy: a request's body is read here, and its errors get our form.
+
+The proxy sends a replica the request's head, and the replica fetches the body afterwards. A router in
+between would have to choose without having seen the prompt. So the body is read before the proxy sees the
+request, and travels with its head: the router can look at it, and a round trip between replica and proxy is
+saved.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import MutableMapping
+from typing import Any
+
+import msgspec
+
+from parallel.replicas.prefixes import chain_of
+from serving.http.errors import ApiError
+from serving.http.exchange import Exchange, Gone, Receive, Scope, Send
+from serving.http.limits import Limits
+
+log = logging.getLogger(__name__)
+
+KEY = "ladder"
+"""Of what travels in a request's scope."""
+NAME = b"x-ladder-replica"
+"""Header of an answer: who has given it. Of a GET: who shall."""
+LIMITS = "LADDER_LIMITS"
+"""Environment: the limits, as JSON; a proxy is started by Ray and has no other way to be told."""
+GONE = b"x-ladder-gone"
+"""Header of a replica whose engine has died: it has not looked at the request, so another may have it."""
+LOST = "the replica has ended; try again"
+TRIES = 3
+"""Replicas that a request is given to, one after the other, while nothing of an answer has come."""
+
+
+class Gate:
+    """ASGI middleware around an application that sends requests to replicas."""
+
+    def __init__(self, app: Any, limits: Limits | None = None) -> None:
+        self.app, self.limits = app, limits or Limits()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request, whatever becomes of its replica."""
+        if scope["type"] != "http" or scope["path"].startswith("/-/"):  # Ray's own
+            await self.app(scope, receive, send)
+            return
+        exchange = Exchange(scope, receive, send, self.limits)
+        said: dict[str, Any] = {"chain": [], "body": b"", "wanted": "", "avoid": []}
+        try:
+            if exchange.method == "POST":
+                said["body"] = body = await exchange.body()
+                said["chain"] = chain_of(body)
+            else:
+                said["wanted"] = exchange.headers.get(NAME, b"").decode("latin-1")
+            await self._answer(exchange, said, Leaving(receive), send)
+        except ApiError as error:
+            await exchange.fail(error)
+        except Gone:
+            return
+
+    async def _answer(self, exchange: Exchange, said: dict[str, Any], leaving: Leaving, send: Send) -> None:
+        """Ask replicas until one has answered. Raises `ApiError` where none has."""
+        for _ in range(TRIES):
+            answer = Answer(send)
+            await answer.of(self.app, dict(exchange.scope) | {KEY: said}, leaving)
+            exchange.status = answer.status
+            if answer.complete or leaving.gone:
+                return
+            if answer.status or answer.foreign:
+                break
+            said["avoid"].append(answer.gone)
+        if answer.foreign or not answer.status:
+            raise answer.error()
+        if not answer.events:
+            raise ConnectionError(LOST)  # the server around us cuts the connection
+        data = b"data: " + msgspec.json.encode(answer.error().body) + b"\n\n"
+        await send({"type": "http.response.body", "body": data, "more_body": False})
+
+
+class Leaving:
+    """`receive`, which remembers that the client has left."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive, self.gone = receive, False
+
+    async def __call__(self) -> MutableMapping[str, Any]:
+        """What comes next."""
+        message = await self._receive()
+        self.gone |= message["type"] == "http.disconnect"
+        return message
+
+
+class Answer:
+    """What one replica says, on its way out.
+
+    status: of what has begun to go out, or 0.
+    complete: whether all of it has.
+    events: whether it is a stream of events, to which an error can be added.
+    foreign: the status of what Ray says itself; it is swallowed, and said in our form.
+    gone: the replica that would not answer.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.status, self.foreign = 0, 0
+        self.complete, self.events = False, False
+        self.gone = ""
+
+    async def of(self, app: Any, scope: Scope, receive: Receive) -> None:
+        """Let `app` answer. That a replica dies is no exception here."""
+        try:
+            await app(scope, receive, self.send)
+        except Exception as error:
+            log.warning("a replica has not answered to the end", exc_info=error)
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        """Pass on what a replica says."""
+        if message["type"] == "http.response.start":
+            headers = dict(message["headers"])
+            if GONE in headers:
+                self.gone = headers[NAME].decode()
+            elif NAME not in headers:
+                self.foreign = message["status"]
+            else:
+                self.status = message["status"]
+                self.events = headers.get(b"content-type", b"").startswith(b"text/event-stream")
+        if not self.status:
+            return
+        await self._send(message)
+        if message["type"] == "http.response.body":
+            self.complete = not message.get("more_body", False)
+
+    def error(self) -> ApiError:
+        """Why there is no (whole) answer."""
+        if self.foreign == 408:
+            return ApiError(504, "the request was not done in time", code="deadline")
+        if self.foreign:  # 404: there is no application any more; 503: too many requests wait in the proxy
+            return ApiError(503, "no replica takes requests now; try again", retry=1, code="unavailable")
+        return ApiError(503, LOST, retry=1, code="died")
+
+
+def middlewares() -> list[Any]:
+    """What Ray puts around its proxy; it calls this in the proxy's process."""
+    from starlette.middleware import Middleware
+
+    return [Middleware(Gate, limits=Limits(**json.loads(os.environ.get(LIMITS, "{}"))))]

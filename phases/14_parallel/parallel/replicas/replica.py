@@ -1,0 +1,124 @@
+"""One replica: phase 13's application in an actor of Ray Serve, for as long as its engine lives."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+from common.errors import UserError
+from parallel.replicas.gate import GONE, KEY, NAME
+from serving.alive import CannotStart
+from serving.app import App
+from serving.http.exchange import Receive, Scope, Send
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.05
+LAST_WORDS = 1.0
+"""Seconds in which streams of an engine that has died may say so."""
+
+
+class Replica:
+    """An ASGI application that answers with an engine, and ends with it.
+
+    A server of its own starts an engine again that has died. A replica does not: the others serve meanwhile,
+    and there is one who starts replicas, on another machine if need be. A replica without an engine would
+    answer errors sooner than any other could answer, and so get all the work.
+
+    Args:
+        app: phase 13's application.
+        name: what the router calls this replica.
+        end: ends this process.
+    """
+
+    def __init__(self, app: App, name: str, end: Callable[[int], None] = os._exit) -> None:
+        self.app, self.name, self._end = app, name.encode(), end
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request, or start and end."""
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+            return
+        if self.app.engine.state != "ready":
+            headers = [(NAME, self.name), (GONE, b"1")]
+            await send({"type": "http.response.start", "status": 503, "headers": headers})
+            await send({"type": "http.response.body", "body": b""})
+            return
+        said = scope.pop(KEY, None)
+
+        async def named(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (NAME, self.name)]
+            await send(message)
+
+        await self.app(scope, receive if said is None else Replayed(said["body"], receive), named)
+
+    def check_health(self) -> None:
+        """Ray asks this from time to time. Raises when the replica is of no use any more."""
+        if self.app.engine.state != "ready":
+            raise RuntimeError(f"the engine is {self.app.engine.state}")
+
+    async def start(self) -> None:
+        """Start the engine, and return when it is ready.
+
+        Raises:
+            CannotStart: it cannot be made.
+            UserError: the same, and somebody can correct it.
+        """
+        running = asyncio.ensure_future(self.app.engine.run())
+        while self.app.engine.state != "ready" and not running.done():
+            await asyncio.sleep(LOOK_SECONDS)
+        if self.app.engine.state != "ready":
+            try:
+                await running
+            except CannotStart as error:
+                if error.wrong_input:
+                    raise UserError(str(error)) from None
+                raise
+        self._tasks = [running, asyncio.ensure_future(self._watch())]
+
+    async def stop(self) -> None:
+        """End the engine for good."""
+        for task in reversed(self._tasks):
+            task.cancel()
+        await self.app.engine.stop()
+        if self.app.traces is not None:
+            self.app.traces.close()
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await self.stop()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def _watch(self) -> None:
+        """End with the engine."""
+        while self.app.engine.state == "ready":
+            await asyncio.sleep(LOOK_SECONDS)
+        log.error("the engine has ended, and so does this replica")
+        rounds = int(LAST_WORDS / LOOK_SECONDS)
+        while self.app.exchanges and rounds:
+            await asyncio.sleep(LOOK_SECONDS)
+            rounds -= 1
+        await asyncio.sleep(LOOK_SECONDS)  # what is said has to leave this process
+        self._end(1)
+
+
+class Replayed:
+    """`receive` of a request whose body is here already; after that only that the client has left."""
+
+    def __init__(self, body: bytes, receive: Receive) -> None:
+        self._body: bytes | None = body
+        self._receive = receive
+
+    async def __call__(self) -> MutableMapping[str, Any]:
+        """The body, then what comes."""
+        if self._body is None:
+            return await self._receive()
+        body, self._body = self._body, None
+        return {"type": "http.request", "body": body, "more_body": False}

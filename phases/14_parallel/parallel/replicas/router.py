@@ -1,0 +1,105 @@
+"""Our policies as a request router of Ray Serve.
+
+https://docs.ray.io/en/latest/serve/advanced-guides/custom-request-router.html
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from parallel.replicas.gate import KEY
+from parallel.replicas.routing import InFlight, Policy, make_policy
+
+
+class Router(RequestRouter):  # type: ignore[misc]
+    """Lives in the proxy's process, and in that of everybody else who calls replicas.
+
+    Several proxies share replicas and know nothing of each other. So a load is what went through here, or
+    what the replica has told of itself with its last answer, whichever is more.
+    """
+
+    policy: Policy
+
+    def initialize_state(self, route: str = "prefix", imbalance: int = 8) -> None:
+        """See `ReplicaOptions`."""
+        self.policy, self.in_flight = make_policy(route, imbalance), InFlight()
+        self._unsent: dict[str, PendingRequest] = {}
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Replicas in order; Ray asks the next where one has as many requests as it takes."""
+        if pending_request is None:
+            return [candidate_replicas]
+        said = said_in(pending_request)
+        by_name = {name_of(replica.replica_id): replica for replica in candidate_replicas}
+        by_name = {name: by_name[name] for name in by_name.keys() - set(said["avoid"])} or by_name
+        if said["wanted"] in by_name:
+            return [[by_name[said["wanted"]]]]
+        self._forget_cancelled()
+        loads = {name: self.load(name, replica) for name, replica in by_name.items()}
+        order = self.policy.rank(said["chain"], loads)
+        self._give(pending_request, said["chain"], order[0])
+        self._unsent[id_of(pending_request)] = pending_request
+        return [[by_name[name]] for name in order]
+
+    def load(self, name: str, replica: RunningReplica) -> int:
+        """Requests that the replica has, as far as is known here."""
+        told = self.replica_queue_len_cache.get(replica.replica_id) or 0
+        return max(told, self.in_flight.of(name))
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        """It has been taken, and perhaps not by the first that was asked."""
+        if self._unsent.pop(id_of(pending_request), None) is not None:
+            self._give(pending_request, said_in(pending_request)["chain"], name_of(replica_id))
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """It is over, however."""
+        self._unsent.pop(internal_request_id, None)
+        self.in_flight.end(internal_request_id)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Some have come or gone."""
+        super().update_replicas(replicas)
+        self._keep()
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """One has gone, and this process has noticed first."""
+        super().on_replica_actor_died(replica_id)
+        self._keep()
+
+    def _keep(self) -> None:
+        names = {name_of(replica_id) for replica_id in self.curr_replicas}
+        self.policy.keep(names)
+        self.in_flight.keep(names)
+
+    def _give(self, request: PendingRequest, chain: list[int], name: str) -> None:
+        self.in_flight.begin(id_of(request), name)
+        self.policy.sent(chain, name)
+
+    def _forget_cancelled(self) -> None:
+        """Whoever leaves before his request is sent is reported by nobody."""
+        for request, pending in list(self._unsent.items()):
+            if pending.future.cancelled():
+                self.on_request_completed(None, request)
+
+
+def id_of(request: PendingRequest) -> str:
+    """What Ray calls a request, and nobody else can."""
+    return str(request.metadata.internal_request_id)
+
+
+def name_of(replica: ReplicaID) -> str:
+    """What a replica is called, in `x-ladder-replica`, too."""
+    return str(replica.unique_id)
+
+
+def said_in(request: PendingRequest) -> dict[str, Any]:
+    """What the gate has put into a request."""
+    said: dict[str, Any] | None = None
+    if request.args and isinstance(request.args[0], bytes):
+        said = pickle.loads(request.args[0]).asgi_scope.get(KEY)
+    return said or {"chain": [], "body": b"", "wanted": "", "avoid": []}

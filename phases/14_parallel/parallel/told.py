@@ -1,0 +1,173 @@
+"""What rank 0 decides about drafts and masks, and how the other ranks take it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from common.request import Request
+from common.sampling.params import SamplingParams
+from common.sampling.sampler import Allowed
+from continuous.seams import Drafter, Masks
+from continuous.work import Work
+from parallel.member import Line
+from parallel.messages import Drafts
+
+
+class Teller(Drafter):
+    """Rank 0's drafter: the one that it would have by itself, and a note of what it said."""
+
+    def __init__(self, inner: Drafter) -> None:
+        self.inner = inner
+        self.stats = getattr(inner, "stats", None)
+        self._asks = False
+        self._drafts: dict[int, tuple[int, ...]] = {}
+
+    def said(self) -> Drafts:
+        """For the step that has just been scheduled."""
+        return Drafts(self._asks, self.inner.looks_ahead, self._drafts)
+
+    @property
+    def waits(self) -> bool:
+        """See `Drafter`; so are the others."""
+        return self.inner.waits
+
+    @property
+    def looks_ahead(self) -> bool:
+        """The other drafter's business."""
+        return self.inner.looks_ahead
+
+    def begin(self, running: Sequence[Request]) -> bool:
+        """Note whether anybody is asked."""
+        self._asks, self._drafts = self.inner.begin(running), {}
+        return self._asks
+
+    def propose(self, request: Request, most: int) -> Sequence[int]:
+        """Note what is proposed."""
+        drafts = tuple(self.inner.propose(request, most))
+        if drafts:
+            self._drafts[request.id] = drafts
+        return drafts
+
+    def landed(self, work: Work, accepted: int) -> None:
+        """The other drafter's business."""
+        self.inner.landed(work, accepted)
+
+    def leave(self, request: Request) -> None:
+        """The other drafter's business."""
+        self.inner.leave(request)
+
+
+class Told(Drafter):
+    """Any other rank's drafter: what rank 0's has said."""
+
+    def __init__(self, line: Line) -> None:
+        self.line = line
+        self.now = False
+        self._said = Drafts(False, False, {})
+
+    @property
+    def waits(self) -> bool:
+        """As rank 0's drafter before the step was scheduled."""
+        return self.now
+
+    @property
+    def looks_ahead(self) -> bool:
+        """As rank 0's drafter."""
+        return self._said.looks_ahead
+
+    def begin(self, running: Sequence[Request]) -> bool:
+        """Wait until rank 0 has scheduled the step."""
+        said = self.line.receive()
+        assert isinstance(said, Drafts), f"drafts were to come, and not {said!r}"
+        self._said = said
+        return said.asks
+
+    def propose(self, request: Request, most: int) -> Sequence[int]:
+        """What rank 0's has proposed."""
+        return self._said.drafts.get(request.id, ())
+
+
+class FirstMasks(Masks):
+    """Rank 0's masks: those that it would have by itself.
+
+    Where a step is masked, rank 0 chooses and the others take its tokens, so all must know that it is, even
+    if no mask is left to apply. And a request leaves at the beginning of a step, on all ranks alike.
+
+    failed: requests whose grammar has failed in the last step, with the reasons.
+    """
+
+    def __init__(self, inner: Masks, vocab_size: int, device: torch.device) -> None:
+        self.inner = inner
+        self.failed: list[tuple[Request, Exception]] = []
+        self._nothing = nothing(vocab_size, device)
+
+    def check(self, params: SamplingParams) -> None:
+        """See `Masks`; so are the others."""
+        self.inner.check(params)
+
+    def ready(self, request: Request) -> bool:
+        """Only then the other ranks hear of it."""
+        return self.inner.ready(request)
+
+    def settle(self, params: SamplingParams) -> None:
+        """See `Masks.settle`."""
+        self.inner.settle(params)
+
+    def wants(self, works: Sequence[Work]) -> bool:
+        """See `Masks.wants`."""
+        return self.inner.wants(works)
+
+    def begin(self, works: Sequence[Work]) -> None:
+        """See `Masks.begin`."""
+        self.inner.begin(works)
+
+    def fill(self, works: Sequence[Work]) -> Tensor | Allowed | None:
+        """Masks, or none for nobody."""
+        found = self.inner.fill(works)
+        self.failed = self.inner.take_failed()
+        return self._nothing if found is None else found
+
+    def take_failed(self) -> list[tuple[Request, Exception]]:
+        """None now: they leave at the next step."""
+        return []
+
+
+class OtherMasks(Masks):
+    """Any other rank's masks: it knows which steps are masked, and no more."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._nothing = nothing(vocab_size, device)
+
+    def check(self, params: SamplingParams) -> None:
+        """Rank 0 has done it; so for the others."""
+
+    def ready(self, request: Request) -> bool:
+        """Rank 0 has waited for it."""
+        return True
+
+    def settle(self, params: SamplingParams) -> None:
+        """Rank 0's business."""
+
+    def begin(self, works: Sequence[Work]) -> None:
+        """Nothing to begin."""
+
+    def wants(self, works: Sequence[Work]) -> bool:
+        """Whether any taker has a grammar."""
+        return any(taker.params.grammar is not None for work in works for taker in work.takers)
+
+    def fill(self, works: Sequence[Work]) -> Allowed:
+        """None for nobody."""
+        return self._nothing
+
+    def take_failed(self) -> list[tuple[Request, Exception]]:
+        """Rank 0 tells."""
+        return []
+
+
+def nothing(vocab_size: int, device: torch.device) -> Allowed:
+    """Masks for no place of a batch."""
+    words = torch.zeros(0, -(-vocab_size // 32), dtype=torch.int32, device=device)
+    return Allowed(words, torch.zeros(0, dtype=torch.int64, device=device))

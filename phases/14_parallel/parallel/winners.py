@@ -1,0 +1,39 @@
+"""`RanksSampler` by phase 06's kernels: the ranks' chunks of a row are as the chunks of one GPU's."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from common.sampling.rows import Feature
+from common.sampling.sampler import Plan
+from parallel.sampler import RanksSampler
+from triton_paged_attention.kernels.sampling import Winners, best_of_chunks, drawn, race_of_chunks, winner
+
+
+class KernelRanksSampler(RanksSampler):
+    """Reads the logits once, in the model's own dtype, and exchanges a few numbers a chunk."""
+
+    def winners(self, logits: Tensor, rows: Tensor, steps: Tensor, plan: Plan) -> Tensor:
+        """See `RanksSampler.winners`."""
+        if self.own_tokens < self.room:  # as many chunks on every rank
+            logits = logits.clone()
+            logits[:, self.own_tokens :] = float("-inf")
+        if Feature.RANDOM not in plan.features:
+            return winner(self._all(best_of_chunks(logits)))
+        found = race_of_chunks(logits, rows, steps, self.floats, self.ints, self.first_token)
+        return drawn(self._all(found), rows, self.floats)
+
+    def _all(self, own: Winners) -> Winners:
+        """All ranks' chunks, in the order of their tokens."""
+        ids = own.ids + self.first_token
+        parts = [own.best.view(torch.int32), ids] + (
+            [own.races.view(torch.int32)] if own.races is not None else []
+        )
+        found = self.ranks.gather(torch.stack(parts))  # [ranks, parts, B, CHUNKS]
+        best, tokens, *races = found.permute(1, 2, 0, 3).flatten(2).unbind(0)  # each [B, ranks * CHUNKS]
+        return Winners(
+            best.contiguous().view(torch.float32),
+            races[0].contiguous().view(torch.float32) if races else None,
+            tokens.contiguous(),
+        )
