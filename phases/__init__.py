@@ -25,8 +25,14 @@ class Phase:
     """What it must have to run natively ('cuda'), or nothing when it runs on every device."""
     headline: str = "output_tokens_per_s"
     """The metric that this phase is about: its gain in tables is read from the evidence's runs."""
-    headline_options: Mapping[str, Any] = field(default_factory=dict)
-    """Which runs that is read from, where options (batch size, ...) tell several apart."""
+    headline_runs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Which runs that is read from, by kind of device: one model for all, options one would choose."""
+    headline_variants: tuple[str, ...] = ()
+    """And of which variants, the first that was measured, where none has just the phase's name."""
+    headline_before: str = ""
+    """What it is compared with, where that is not just the phase before."""
+    hours: float = 2.0
+    """To read the lesson, take the notebook apart and do the exercises: an estimate."""
 
     @property
     def name(self) -> str:
@@ -45,16 +51,37 @@ class Phase:
 
 
 LADDER: tuple[Phase, ...] = (
-    Phase(1, "forward", "Forward pass", "the transformer from scratch; every token recomputes everything"),
-    Phase(2, "kv_cache", "KV cache", "keys and values are kept, so a step computes one token"),
-    Phase(3, "batching", "Static batching", "several prompts share one pass over the weights"),
-    Phase(4, "continuous", "Continuous batching", "requests join and leave the batch at every step"),
+    Phase(
+        1,
+        "forward",
+        "Forward pass",
+        "the transformer from scratch; every token recomputes everything",
+        hours=3,
+    ),
+    Phase(
+        2,
+        "kv_cache",
+        "KV cache",
+        "keys and values are kept, so a step computes one token",
+        headline_runs={"cuda": {"model": "qwen3-0.6b"}},
+        hours=2,
+    ),
+    Phase(
+        3,
+        "batching",
+        "Static batching",
+        "several prompts share one pass over the weights",
+        headline_runs={"cuda": {"model": "qwen3-0.6b"}},
+        hours=2,
+    ),
+    Phase(4, "continuous", "Continuous batching", "requests join and leave the batch at every step", hours=4),
     Phase(
         5,
         "paged_cache",
         "Paged cache",
         "the cache is blocks handed out on demand, not one row a request",
         headline="requests_in_flight",
+        hours=4,
     ),
     Phase(
         6,
@@ -62,6 +89,7 @@ LADDER: tuple[Phase, ...] = (
         "Triton kernels",
         "attention reads the blocks where they lie; small operators are fused",
         needs="cuda",
+        hours=6,
     ),
     Phase(
         7,
@@ -69,6 +97,8 @@ LADDER: tuple[Phase, ...] = (
         "Chunked prefill",
         "long prompts are cut so that decodes never wait for one",
         headline="itl_ms_p99",
+        headline_runs={"cuda": {"model": "qwen3-0.6b", "budget": 512}},
+        hours=2,
     ),
     Phase(
         8,
@@ -76,27 +106,43 @@ LADDER: tuple[Phase, ...] = (
         "Prefix cache",
         "requests that begin alike share the blocks of what they share",
         headline="ttft_ms_p50",
+        hours=4,
     ),
     Phase(
         9,
         "cuda_graphs",
         "CUDA graphs and overlap",
         "a step is one launch, and the next is scheduled meanwhile",
+        headline_before="08_prefix_cache, kernels of 06",
+        hours=5,
     ),
-    Phase(10, "quant", "Quantization", "weights and keys of 8 and 4 bits: fewer bytes a token"),
+    Phase(
+        10,
+        "quant",
+        "Quantization",
+        "weights and keys of 8 and 4 bits: fewer bytes a token",
+        headline_variants=("10_quant fp8", "10_quant int8"),
+        hours=5,
+    ),
     Phase(
         11,
         "speculative",
         "Speculative decoding",
         "tokens are guessed ahead and checked in one step; the text stays the same",
+        headline_variants=("11_speculative", "11_speculative, head"),
+        hours=5,
     ),
     Phase(
         12,
         "structured",
         "Structured output",
         "tokens that leave the grammar are masked: it always parses",
+        hours=5,
     ),
-    Phase(13, "serving", "Serving", "the engine behind the API that every client speaks"),
+    Phase(13, "serving", "Serving", "the engine behind the API that every client speaks", hours=5),
+    Phase(
+        14, "parallel", "More than one GPU", "a model split over GPUs, and servers copied over many", hours=5
+    ),
 )
 """Every phase there is a plan for up to now; `PHASES` holds those that exist."""
 

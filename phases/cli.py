@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from common.errors import UserError
+from phases.commands.course_cli import course_app
 from phases.process import INTERRUPTED, exit_code
 
 
@@ -38,10 +39,14 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+app.add_typer(course_app, name="course")
+
 PHASE_HELP = "1, 01, forward or 01_forward"
 PhaseName = Annotated[str, typer.Argument(metavar="PHASE", help=PHASE_HELP)]
 # What `phases.commands.benches.extras` finds, written down because the help must not wait for it.
-EXTRAS_HELP = "decode_step, gpu_tests, json_schema_suite, ladder, paged_attention, quantized or sampling"
+EXTRAS_HELP = (
+    "decode_step, gpu_tests, json_schema_suite, ladder, paged_attention, quality, replicas or sampling"
+)
 DeviceName = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:INDEX or mps")]
 DtypeName = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")]
 ConfigFile = Annotated[
@@ -212,6 +217,9 @@ def serve(
     name: Annotated[str | None, typer.Option(help="what clients call the model")] = None,
     strict: Annotated[bool, typer.Option("--strict", help="refuse unknown fields of requests")] = False,
     access_log: Annotated[str, typer.Option(help="a file for a line of JSON a request, - or none")] = "-",
+    traces: Annotated[
+        str | None, typer.Option(help="a collector's address for OpenTelemetry's spans")
+    ] = None,
     phase: Annotated[str, typer.Option(help=f"whose engine: {PHASE_HELP}")] = "13",
     device: DeviceName = "auto",
     dtype: DtypeName = "auto",
@@ -220,6 +228,7 @@ def serve(
 ) -> int:
     """Serve a model to OpenAI's clients, with a page to look at."""
     from common.options import names
+    from parallel.replicas.options import ReplicaOptions
     from phases.commands import serve
     from serving.http.limits import Limits
 
@@ -233,10 +242,12 @@ def serve(
         name=name,
         strict=strict,
         access_log=access_log,
+        traces=traces,
         device=device,
         dtype=dtype,
         config=config,
         limits={name: given.pop(name) for name in names(Limits) if name in given},
+        replicas={name: given.pop(name) for name in names(ReplicaOptions) if name in given},
         options=given,
     )
 
@@ -299,17 +310,22 @@ def bench(
         str, typer.Argument(metavar="PHASE", help=f"{PHASE_HELP}; beside the phases {EXTRAS_HELP}")
     ],
     quick: Annotated[
-        bool, typer.Option("--quick", help="a short look, written to the cache, not to the evidence")
+        bool, typer.Option("--quick", help="a short look: one sample on smaller workloads")
+    ] = False,
+    record: Annotated[
+        bool, typer.Option("--record", help="replace the repository's evidence and figure; else: the cache")
     ] = False,
     device: DeviceName = "auto",
     dtype: DtypeName = "auto",
     model: Annotated[str | None, typer.Option(help=f"{MODEL_HELP}, or random:SHAPE")] = None,
     repeats: Annotated[int | None, typer.Option(help="timed samples of each variant")] = None,
 ) -> int:
-    """Measure a phase against the one before it; write evidence and figure."""
+    """Measure a phase against the one before it, beside the recorded evidence; write evidence and figure."""
     from phases.commands import benches
 
-    return benches.bench(phase, quick=quick, device=device, dtype=dtype, model=model, repeats=repeats)
+    return benches.bench(
+        phase, quick=quick, record=record, device=device, dtype=dtype, model=model, repeats=repeats
+    )
 
 
 @app.command()

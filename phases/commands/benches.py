@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from functools import cache
+import time
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+
+from rich.table import Table
 
 from benchmarks import measure
 from benchmarks.evidence import FIGURES, RESULTS, BenchOptions, Evidence, results
@@ -20,20 +23,33 @@ from phases import PHASES, ROOT
 from phases.registry import phase_named
 
 MOST_REPEATS = 1000
+MADE_BY = {"json_schema_bench": "json_schema_suite"}
+"""Evidence whose benchmark has another name: the same script, given a checkout."""
 
 
 def bench(
-    phase_name: str, *, quick: bool, device: str, dtype: str, model: str | None, repeats: int | None
+    phase_name: str,
+    *,
+    quick: bool,
+    record: bool,
+    device: str,
+    dtype: str,
+    model: str | None,
+    repeats: int | None,
 ) -> int:
-    """Measure a phase against the one before it; write the evidence and draw its figure."""
+    """Measure a phase against the one before it, and show the result beside what the repository has.
+
+    Evidence and figure go to the cache; with `record` they replace those of the repository.
+    """
     if repeats is not None:
         integer("--repeats", repeats, low=1, high=MOST_REPEATS)
+    if quick and record:
+        raise UserError("--record keeps what was measured with care: leave --quick out")
     name = _named(phase_name)
     module = _module(name)
     where = pick_device(device)
-    # A quick look must not replace what was measured with care.
-    home = cache_home() / "quick" if quick else ROOT
     device_is = device_folder(where.type, device_name(where))
+    home = ROOT if record else cache_home() / ("quick" if quick else "bench")
     folders = [home / path.relative_to(ROOT) / device_is for path in (RESULTS, FIGURES)]
     for folder in folders:  # minutes must not be lost because nothing can be written in the end
         check_folder(folder)
@@ -45,19 +61,57 @@ def bench(
         repeats=repeats or (1 if quick else 3),
     )
     os.environ["LADDER_TUNING"] = "off"  # evidence is about the defaults, not about what was found here
-    err.print(f"[dim]{name} on {where}, {options.dtype}, {options.repeats} samples of each variant[/dim]")
-    evidence = _measure(module, options)
-    written = evidence.write(folders[0] / f"{evidence.phase}.json")
+    recorded = results().get(device_is, {}).get(name)
+    _announce(name, options, recorded)
+    begun = time.monotonic()
+    measured = _measure(module, options)
+    measured = replace(measured, seconds=time.monotonic() - begun)
+    if recorded is not None and not quick:
+        _compare(measured, recorded)
+    written = measured.write(folders[0] / f"{measured.phase}.json")
     out.out(str(written), highlight=False)
-    figure = folders[1] / f"{evidence.phase}.png"
-    _draw(module, evidence, figure)
-    out.out(str(figure), highlight=False)
+    figure = folders[1] / f"{measured.phase}.png"
+    if _draw(module, measured, figure):
+        out.out(str(figure), highlight=False)
     return 0
 
 
-def _draw(module: ModuleType, evidence: Evidence, figure: Path) -> None:
+def _announce(name: str, options: BenchOptions, recorded: Evidence | None) -> None:
+    """What is measured, and how long it takes as far as anybody knows."""
+    err.print(
+        f"[dim]{name} on {options.device}, {options.dtype}, {options.repeats} samples of each variant[/dim]"
+    )
+    if recorded is not None and recorded.seconds is not None and not options.quick:
+        minutes = recorded.seconds / 60
+        where = f"{recorded.machine['name']}, {recorded.machine['cores']} cores"
+        err.print(f"[dim]The recorded run took {minutes:.0f} min on {where}.[/dim]")
+
+
+def _compare(measured: Evidence, recorded: Evidence) -> None:
+    """Each variant's rate beside the recorded one, where both measured the same work."""
+    table = Table(title=f"{measured.phase}: this run beside the recorded one", title_justify="left")
+    for column in ("variant", "workload", "metric"):
+        table.add_column(column)
+    for column in ("measured", "recorded", "ratio"):
+        table.add_column(column, justify="right")
+    for run in measured.runs:
+        alike = recorded.find(run.variant, run.workload, model=run.model, dtype=run.dtype, **run.options)
+        metric = next(iter(run.metrics), None)
+        if len(alike) == 1 and metric is not None and metric in alike[0].metrics:
+            ours, theirs = run.median(metric), alike[0].median(metric)
+            ratio = f"{ours / theirs:.2f}" if theirs else "–"
+            table.add_row(run.variant, run.workload, metric, f"{ours:,.1f}", f"{theirs:,.1f}", ratio)
+    if table.row_count:
+        out.print(table)
+
+
+def _draw(module: ModuleType, evidence: Evidence, figure: Path) -> bool:
+    """Draw the figure, if the benchmark has one: outcomes of tests are no picture."""
+    if not hasattr(module, "draw"):
+        return False
     with whole(figure) as scratch:
         module.draw(evidence, scratch)
+    return True
 
 
 def _measure(module: ModuleType, options: BenchOptions) -> Evidence:
@@ -79,8 +133,8 @@ def plot(phase_name: str | None = None) -> int:
         for name, evidence in by_phase.items():
             if wanted in (None, name):
                 figure = FIGURES / folder / f"{name}.png"
-                _draw(_module(evidence.phase), evidence, figure)
-                out.out(str(figure.relative_to(ROOT)), highlight=False)
+                if _draw(_module(evidence.phase), evidence, figure):
+                    out.out(str(figure.relative_to(ROOT)), highlight=False)
                 found += 1
     if wanted is None:
         from benchmarks.tables import fill_all
@@ -92,11 +146,14 @@ def plot(phase_name: str | None = None) -> int:
     return 0
 
 
-@cache
 def extras() -> dict[str, Path]:
     """Benchmarks that are not of one phase, by name: `benchmarks/NAME.py` or `benchmarks/kernels/NAME.py`."""
     files = [path for folder in ("benchmarks", "benchmarks/kernels") for path in (ROOT / folder).glob("*.py")]
-    return {path.stem: path for path in sorted(files) if "\ndef draw(" in path.read_text(encoding="utf-8")}
+    return {
+        path.stem: path
+        for path in sorted(files)
+        if "\ndef run(options: BenchOptions" in path.read_text(encoding="utf-8")
+    }
 
 
 def _named(text: str) -> str:
@@ -107,6 +164,7 @@ def _named(text: str) -> str:
 
 def _module(name: str) -> ModuleType:
     """The file with `run` and `draw`: the phase's `bench.py`, or one under `benchmarks`."""
+    name = MADE_BY.get(name, name)
     path = extras().get(name) or next((p.folder / "bench.py" for p in PHASES if p.name == name), None)
     if path is None or not path.is_file():
         raise UserError(f"{name} has no benchmark yet: {path or 'no such file'} does not exist")

@@ -19,7 +19,7 @@ Command = Callable[..., int]
 def add_engine_flags(command: Command, *, limits: bool = False) -> None:
     """Give a command a flag for each option of an engine. What is given arrives in its `**options`.
 
-    limits: and one for each limit of a server.
+    limits: and one for each limit of a server, and for its replicas.
     """
     signature = inspect.signature(command)
     flags = [
@@ -48,9 +48,10 @@ def _flags() -> dict[str, Any]:
 
 
 def _limits() -> dict[str, Any]:
+    from parallel.replicas.options import ReplicaOptions
     from serving.http.limits import Limits
 
-    return _of(Limits, "Limits of the server")
+    return _of(Limits, "Limits of the server") | _of(ReplicaOptions, "Replicas of the server")
 
 
 def _of(kind: type, panel: str) -> dict[str, Any]:

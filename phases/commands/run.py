@@ -88,12 +88,15 @@ def run(
     decorate = Tint(guesses) if guesses is not None and out.is_terminal and not out.no_color else untouched
     served = serve(engine, tokenizer, ids, params, screen.show, decorate)
     screen.close()
+    made_up = getattr(guesses, "mark", "")  # numbers that synthetic acceptance made are marked
+    mark = {"speculation": made_up} if made_up else {}
     if as_json:
-        whole = to_json(phase, model, prompts, served)
+        whole = to_json(phase, model, prompts, served) | mark
         # Where the output cannot show a character, JSON can still say which it is.
         out.out(json.dumps(whole, ensure_ascii=not out.encoding.startswith("utf")), highlight=False)
     else:
-        err.print(f"[dim]{describe(served)}[/dim]", soft_wrap=True)
+        by = "".join(f", by {value}" for value in mark.values())
+        err.print(f"[dim]{describe(served)}{by}[/dim]", soft_wrap=True)
     if stats:
         lines = ["speculation: off"] if guesses is None else guesses.lines()
         err.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -16,16 +17,18 @@ from common.console import err, out
 from common.device import pick_device, pick_dtype
 from common.errors import UserError, integer
 from common.text.tokenizer import Tokenizer
+from parallel.replicas.options import ReplicaOptions
 from phases import Phase
 from phases.commands.fetch import fetch_with_progress
 from phases.config import options_from_yaml
 from phases.registry import ROWS, check_options, load_engine, missing_for, phase_named
-from serving.alive import EngineProcess
+from serving.alive import CannotStart, EngineProcess
 from serving.app import App
 from serving.http.limits import Limits
 from serving.http.server import Server, listen
 from serving.made_up import RANDOM, made_up_tokenizer
 from serving.versions.one_at_a_time import OneAtATime
+from serving.watching.traces import Traces
 
 KEY = "LADDER_API_KEY"
 
@@ -40,20 +43,24 @@ def run(
     name: str | None,
     strict: bool,
     access_log: str,
+    traces: str | None,
     device: str,
     dtype: str,
     config: Path | None,
     limits: Mapping[str, Any],
+    replicas: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> int:
     """Serve until a signal; returns the exit code.
 
+    traces: where spans go, if anywhere.
     limits: fields of `Limits`.
+    replicas: fields of `ReplicaOptions`.
     options: of the engine; they come before what the file says.
     """
     phase = phase_named(phase_name)
     given = {**(options_from_yaml(config) if config else {}), **options}
-    checked = Limits(**limits)
+    checked, copies = Limits(**limits), ReplicaOptions(**replicas)
     where = pick_device(device)
     pick_dtype(dtype, where)
     integer("port", port, low=0, high=65_535)
@@ -61,24 +68,69 @@ def run(
     missing = missing_for(phase, where)
     if missing:
         err.print(f"[dim]{phase.name} runs in an interpreter or not at all here: it needs {missing}[/dim]")
-    folder = made_up_tokenizer(model) if model.startswith(RANDOM) else fetch_with_progress(model)
+    if traces is not None:
+        Traces.to(traces, name or model).close()  # an address that is none is told here
+    make = partial(
+        make_app,
+        phase,
+        model,
+        device,
+        dtype,
+        dict(given),
+        name=name or model,
+        limits=checked,
+        keys=_keys(api_key),
+        strict=strict,
+        access_log=access_log,
+        traces=traces,
+        version=metadata.version("inference-ladder"),
+    )
+    folder = _folder_of(model)
     try:
-        source = model if model.startswith(RANDOM) else str(folder)
-        make = partial(make_engine, phase, source, str(folder), device, dtype, dict(given))
-        app = App(
-            EngineProcess(make),
-            Tokenizer(folder),
-            name or model,
-            limits=checked,
-            keys=_keys(api_key),
-            strict=strict,
-            access_log=access_log,
-            version=metadata.version("inference-ladder"),
-        )
-        return _serve(app, host, port)
+        if copies.replicas:
+            return _serve_replicas(make, copies, given, checked, where.type, host, port)
+        app = make(folder=folder)
+        try:
+            return _serve(app, host, port)
+        finally:
+            if app.traces is not None:
+                app.traces.close()
     finally:
         if model.startswith(RANDOM):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _folder_of(model: str) -> Path:
+    """Where the tokenizer and, if they are not random, the weights are."""
+    return made_up_tokenizer(model) if model.startswith(RANDOM) else fetch_with_progress(model)
+
+
+def make_app(
+    phase: Phase,
+    model: str,
+    device: str,
+    dtype: str,
+    options: dict[str, Any],
+    *,
+    name: str,
+    folder: Path | None = None,
+    traces: str | None = None,
+    **server: Any,
+) -> App:
+    """The application with an engine that is yet to be started.
+
+    folder: see `_folder_of`; None on a machine that has to look for itself.
+    traces: where spans go, if anywhere.
+    server: what `App` takes besides.
+    """
+    if folder is None:
+        folder = _folder_of(model)
+        if model.startswith(RANDOM):
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    source = model if model.startswith(RANDOM) else str(folder)
+    make = partial(make_engine, phase, source, str(folder), device, dtype, options)
+    telling = None if traces is None else Traces.to(traces, name)
+    return App(EngineProcess(make), Tokenizer(folder), name, traces=telling, **server)
 
 
 def make_engine(
@@ -97,6 +149,27 @@ def _keys(api_key: str | None) -> tuple[str, ...]:
     if api_key is not None and not keys:
         raise UserError("--api-key is empty, but must have at least 1 character")
     return keys
+
+
+def _serve_replicas(
+    make: Callable[[], App],
+    copies: ReplicaOptions,
+    options: Mapping[str, Any],
+    limits: Limits,
+    device: str,
+    host: str,
+    port: int,
+) -> int:
+    """Phase 14: the same server, many times."""
+    from parallel.replicas.cluster import Cluster, Share, serve_until_signal
+
+    share = Share.of(device, int(options.get("tensor_parallel") or 1))
+    cluster = Cluster(make, copies, share, limits, host=host, port=port)
+    try:
+        return serve_until_signal(cluster, lambda: _say_ready(host, cluster.port))
+    except CannotStart as error:
+        err.print(f"error: the replicas cannot be started: {error}", markup=False)
+        return 1
 
 
 def _serve(app: App, host: str, port: int) -> int:
@@ -119,16 +192,23 @@ def _greet(app: App, host: str, port: int) -> None:
     ready = app.engine.ready
     if ready is not None and ready.ledger:
         err.print(f"[dim]{ready.ledger}[/dim]")
-    shown = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
-    url = f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
+    url = _say_ready(host, port)
     key = " -H 'Authorization: Bearer KEY'" if app.keys else ""
     body = f'{{"model": "{app.model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
-    out.print(
-        f"Ready: {url} (a page to look at), {url}/v1 (for OpenAI's clients)", markup=False, soft_wrap=True
-    )
     out.print(
         f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'",
         markup=False,
         soft_wrap=True,
     )
     out.file.flush()
+
+
+def _say_ready(host: str, port: int) -> str:
+    """Say where; returns the address."""
+    shown = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
+    url = f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
+    out.print(
+        f"Ready: {url} (a page to look at), {url}/v1 (for OpenAI's clients)", markup=False, soft_wrap=True
+    )
+    out.file.flush()
+    return url

@@ -1,0 +1,209 @@
+"""`ladder course`: exercises in a working copy."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import textwrap
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from rich.markup import escape
+from rich.table import Table
+
+from common.console import err, out
+from common.errors import UserError
+from phases.course import answers, grading, hints, making
+from phases.course.checking import Failure, State, Verdict, check_file, room
+from phases.course.exercises import Exercise, find_question, of_phases
+
+MOST_LINES = 10
+"""Of what is said about a failure."""
+WIDEST = 100
+IMPORT = re.compile(r"(import|from) ")
+LOOK = 0.5
+"""Seconds between two looks at the files."""
+STYLES: dict[State, str] = {
+    "not started": "dim",
+    "refused": "red",
+    "fails": "red",
+    "breaks a later phase": "yellow",
+    "passes here": "green",
+}
+
+
+def make(folder: Path, phases: str | None) -> int:
+    """Make a working copy."""
+    copy = making.make(folder, of_phases(phases))
+    out.print(
+        f"{len(copy.exercises)} exercises in {escape(str(folder))}, and {len(copy.questions)} questions."
+    )
+    out.print(f"Next: cd {escape(str(folder))}, read README.md, and run `ladder course check`.")
+    return 0
+
+
+def check(wanted: str | None) -> int:
+    """Check exercises of the copy around the current folder; the exit code is 1 if one fails."""
+    copy = making.around(Path.cwd())
+    begun = _begun(copy, _chosen(copy, wanted))
+    return int(not all(verdict.right or verdict.state == "not started" for verdict in begun))
+
+
+def _chosen(copy: making.Copy, wanted: str | None) -> list[Exercise]:
+    """The exercises meant by `05.3`, by `05`, or by nothing. Raises `UserError`."""
+    if wanted is None:
+        return list(copy.exercises)
+    prefix = wanted if "." in wanted else wanted.rjust(2, "0") + "."
+    chosen = [
+        one for one in copy.exercises if one.id == wanted or (prefix != wanted and one.id.startswith(prefix))
+    ]
+    if not chosen:
+        raise UserError(
+            f"exercise is {wanted!r}, but this copy has {', '.join(one.id for one in copy.exercises)}"
+        )
+    return chosen
+
+
+def _begun(copy: making.Copy, chosen: Iterable[Exercise]) -> list[Verdict]:
+    verdicts = []
+    with err.status("Starting: PyTorch is imported once") as status, room() as nursery:
+        for exercise in chosen:
+            status.update(f"{exercise.id} {exercise.title}")
+            verdict = check_file(copy.folder, exercise, nursery)
+            show(verdict)
+            verdicts.append(verdict)
+    return verdicts
+
+
+def show(verdict: Verdict) -> None:
+    """A line for an exercise, and at most ten for its failure."""
+    one = verdict.exercise
+    style = STYLES[verdict.state]
+    out.print(f"{one.id}  [{style}]{verdict.state:20}[/]  {escape(one.title)}", soft_wrap=True)
+    if verdict.failure is not None:
+        for line in told(verdict.failure):
+            out.print(f"      {escape(line)}", soft_wrap=True)
+
+
+def told(failure: Failure) -> list[str]:
+    """At most ten lines on a failure: what was given, expected and got, where, and the trap it resembles."""
+    given = [line for line in failure.setup.strip().splitlines() if not IMPORT.match(line)]
+    named = [("given", line) for line in (given if len(given) < 5 else [*given[:3], "..."])]
+    named += [("test", failure.test)]
+    calls = textwrap.wrap(failure.call, WIDEST - 10, max_lines=2)
+    named += [("call" if line is calls[0] else " ", line) for line in calls]
+    named += [("expected", failure.expected), ("got", failure.got)]
+    said = [] if failure.got else failure.message.splitlines()
+    named += [("", line) for line in said[: 1 if failure.call else 3]]
+    named += [("raised in", failure.place), ("trap", failure.trap)]
+    lines = [f"{name:9} {text}" if name else text for name, text in named if text]
+    return [line if len(line) <= WIDEST else line[: WIDEST - 3] + "..." for line in lines][:MOST_LINES]
+
+
+def hint(name: str, level: int | None) -> int:
+    """Show a hint: the next one, or the one of a level."""
+    copy = making.around(Path.cwd())
+    (exercise,) = _chosen(copy, name)[:1]
+    if level is None:
+        level = min(
+            hints.LEVELS,
+            1 + len({one.get("level") for one in hints.logged(copy.folder, exercise.id, "hint")}),
+        )
+    text = hints.hint(exercise, level)
+    hints.log(copy.folder, "hint", exercise.id, level=level)
+    out.print(f"[bold]{exercise.id} {escape(exercise.title)}[/], hint {level} of {hints.LEVELS}\n")
+    out.print(escape(text), soft_wrap=True)
+    return 0
+
+
+def solution(name: str) -> int:
+    """Show a solution."""
+    copy = making.around(Path.cwd())
+    (exercise,) = _chosen(copy, name)[:1]
+    text = hints.solution(
+        exercise, (copy.folder / exercise.file).read_text(encoding="utf-8", errors="replace")
+    )
+    hints.log(copy.folder, "solution", exercise.id)
+    styles = {"+": "green", "-": "red", "@": "cyan"}
+    for line in text.splitlines():
+        out.print(escape(line), style=styles.get(line[:1]), soft_wrap=True)
+    return 0
+
+
+def answer(name: str, value: float | None) -> int:
+    """Note an answer, and say whether the evidence agrees; without one, show the question."""
+    question = find_question(name)
+    if value is None:
+        out.print(f"{question.id} ({question.points} points)  {escape(question.question)}", soft_wrap=True)
+        return 0
+    if not math.isfinite(value):
+        raise UserError(f"NUMBER is {value}, but it must be finite")
+    copy = making.around(Path.cwd())
+    right = answers.is_right(question, value)
+    answers.note(copy.folder, question, value)
+    hints.log(copy.folder, "answer", question.id, answer=value)
+    if not right:
+        out.print(f"{question.id}  [red]no[/]: not within {question.tolerance:.0%} of what was measured")
+        return 1
+    out.print(
+        f"{question.id}  [green]yes[/]: {answers.truth(question):.3g} was measured, in {question.evidence}"
+    )
+    if question.why:
+        out.print(f"      {escape(question.why)}", soft_wrap=True)
+    return 0
+
+
+def watch() -> int:
+    """Check the exercises of a file whenever it is saved, until Ctrl-C."""
+    copy = making.around(Path.cwd())
+    with (
+        suppress(KeyboardInterrupt),
+        err.status("Starting: PyTorch is imported once") as status,
+        room() as nursery,
+    ):
+        seen = _saved(copy)
+        out.print("Watching. Save a file to check its exercises; Ctrl-C ends this.")
+        status.update("Waiting for a file to be saved")
+        while True:
+            time.sleep(LOOK)
+            now = _saved(copy)
+            for one in copy.exercises:
+                # A file that is gone comes back: editors write a new one and rename it.
+                if one.file in now and now[one.file] != seen.get(one.file):
+                    status.update(f"{one.id} {one.title}")
+                    show(check_file(copy.folder, one, nursery))
+                    status.update("Waiting for a file to be saved")
+            seen = {**seen, **now}
+    return 0
+
+
+def _saved(copy: making.Copy) -> dict[str, int]:
+    """When each file was saved that is there."""
+    found = {}
+    for file in {one.file for one in copy.exercises}:
+        with suppress(FileNotFoundError):
+            found[file] = (copy.folder / file).stat().st_mtime_ns
+    return found
+
+
+def grade(folder: Path, *, as_json: bool, gradescope: bool) -> int:
+    """Score a working copy; standard output holds the scores alone."""
+    if as_json and gradescope:
+        raise UserError("--json and --gradescope are both given, but one of them is the form of the output")
+    making.opened(folder)
+    with err.status("Grading"), room() as nursery:
+        scores = grading.grade(folder, nursery)
+    if as_json or gradescope:
+        shape = grading.as_gradescope if gradescope else grading.as_json
+        print(json.dumps(shape(scores), indent=1))
+        return 0
+    table = Table("exercise", "points", "state", "hints", "why")
+    for one in scores:
+        more = f"{one.hints}" + (", solution" if one.solution_shown else "")
+        table.add_row(one.id, f"{one.points:g} of {one.most}", one.state, more, escape(one.reason))
+    out.print(table)
+    out.print(f"{sum(one.points for one in scores):g} of {sum(one.most for one in scores)} points")
+    return 0

@@ -1,0 +1,189 @@
+"""The exercises of the course: what stands in each phase's `exercises.toml`."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError
+from phases import PHASES, ROOT, Phase
+
+FILE = "exercises.toml"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A worked example: after `setup`, the expression `call` gives the value of the expression `expect`."""
+
+    call: str
+    expect: str
+    setup: str = ""
+    trap: str = ""
+    """Words of the lesson's trap that a wrong answer here resembles."""
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """Functions of one file that are the idea of a phase, and what proves that they are right."""
+
+    id: str
+    """Phase and number: `05.3`."""
+    title: str
+    points: int
+    file: str
+    """Relative to the checkout."""
+    functions: tuple[str, ...]
+    """Qualified names in that file: `BlockAllocator.allocate`."""
+    invariant: str
+    """Hint 1: what must always hold."""
+    paragraph: str
+    """How the paragraph of the lesson begins that goes with hint 1."""
+    pseudocode: str
+    """Hint 3."""
+    tests: tuple[str, ...]
+    """Pytest node ids that a student sees and `check` runs."""
+    hidden: tuple[str, ...] = ()
+    """Pytest node ids that only `grade` runs; they are not in a student's copy."""
+    later: tuple[str, ...] = ()
+    """Quick tests of later phases that use these functions."""
+    masked: tuple[str, ...] = ()
+    """`file:function` of code that would give the answer away: blank too in a copy that has the file."""
+    cases: tuple[Case, ...] = ()
+    example: str = ""
+    """Hint 2 where no case is short enough to be one."""
+
+    @property
+    def phase(self) -> Phase:
+        """The phase whose lesson it belongs to."""
+        return _phase(self.id)
+
+    @property
+    def path(self) -> Path:
+        """The reference's file."""
+        return ROOT / self.file
+
+
+@dataclass(frozen=True)
+class Question:
+    """An answer to predict (`05.p1`) or to measure (`05.m1`), which evidence knows."""
+
+    id: str
+    points: int
+    question: str
+    evidence: str
+    """`h200/05_paged_cache.json` below benchmarks/results."""
+    metric: str
+    run: Mapping[str, Any]
+    """The run's variant, workload and options, as far as they tell it from others."""
+    over: Mapping[str, Any] = field(default_factory=dict)
+    """The run that it is divided by, if any; with a `metric` of its own where that differs."""
+    tolerance: float = 0.25
+    """How far off an answer may be, as a fraction."""
+    why: str = ""
+    """What is said to who has found it."""
+
+    @property
+    def phase(self) -> Phase:
+        """The phase whose lesson it belongs to."""
+        return _phase(self.id)
+
+
+def _phase(name: str) -> Phase:
+    return next(phase for phase in PHASES if phase.number == int(name[:2]))
+
+
+@cache
+def exercises() -> tuple[Exercise, ...]:
+    """Every exercise there is, in order of dependency."""
+    return tuple(_exercise(phase, raw) for phase in PHASES for raw in _raw(phase).get("exercise", ()))
+
+
+@cache
+def questions() -> tuple[Question, ...]:
+    """Every question there is, in order."""
+    return tuple(Question(**raw) for phase in PHASES for raw in _raw(phase).get("question", ()))
+
+
+def _raw(phase: Phase) -> dict[str, Any]:
+    path = phase.folder / FILE
+    return tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def _exercise(phase: Phase, raw: dict[str, Any]) -> Exercise:
+    more = {key: value for key, value in raw.items() if key != "case"}
+    for key in ("tests", "hidden", "later"):
+        more[key] = tuple(_node(phase, name) for name in raw.get(key, ()))
+    more["file"] = _file(phase, raw["file"])
+    more["functions"] = tuple(raw["functions"])
+    more["masked"] = tuple(_file(phase, name) for name in raw.get("masked", ()))
+    return Exercise(**more, cases=tuple(Case(**case) for case in raw.get("case", ())))
+
+
+def _file(phase: Phase, name: str) -> str:
+    return name if name.startswith(("common/", "phases/")) else f"phases/{phase.name}/{name}"
+
+
+def _node(phase: Phase, name: str) -> str:
+    """A test's node id: `test_x` of the phase's own file, `test_05_paged_cache:test_x` of another's."""
+    file, _, test = name.rpartition(":")
+    return f"tests/phases/{file or f'test_{phase.name}'}.py::{test}"
+
+
+def find(name: str) -> Exercise:
+    """The exercise of an id. Raises `UserError` with those of its phase."""
+    known = {exercise.id: exercise for exercise in exercises()}
+    if name in known:
+        return known[name]
+    near = [other for other in known if other[:2] == name[:2].rjust(2, "0")] or list(known)
+    raise UserError(f"exercise is {name!r}, but it must be one of {', '.join(near)}")
+
+
+def find_question(name: str) -> Question:
+    """The question of an id. Raises `UserError` with those of its phase."""
+    known = {question.id: question for question in questions()}
+    if name in known:
+        return known[name]
+    near = [other for other in known if other[:2] == name[:2].rjust(2, "0")] or list(known)
+    raise UserError(f"question is {name!r}, but it must be one of {', '.join(near)}")
+
+
+def of_phases(text: str | None) -> tuple[Exercise, ...]:
+    """The exercises of phases given as `5`, `02-05` or `02,05-07`; all for None.
+
+    Raises:
+        UserError: it is none of these, or there are no exercises in them.
+    """
+    if text is None:
+        return exercises()
+    wanted: set[int] = set()
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*(\d{1,2})(?:\s*-\s*(\d{1,2}))?\s*", part)
+        if found is None:
+            raise UserError(f"--phases is {text!r}, but it must be such as 05, 02-05 or 02,05-07")
+        wanted.update(range(int(found[1]), int(found[2] or found[1]) + 1))
+    chosen = tuple(exercise for exercise in exercises() if exercise.phase.number in wanted)
+    if not chosen:
+        numbers = sorted({exercise.phase.number for exercise in exercises()})
+        raise UserError(
+            f"--phases is {text!r}, but exercises are in phases {numbers[0]:02d} to {numbers[-1]:02d}"
+        )
+    return chosen
+
+
+def files_of(chosen: Iterable[Exercise]) -> dict[str, dict[str, str]]:
+    """For each file of a copy: its blank functions, with the exercise's id, or "" for those held back."""
+    found: dict[str, dict[str, str]] = {}
+    chosen = tuple(chosen)
+    for exercise in chosen:
+        found.setdefault(exercise.file, {}).update(dict.fromkeys(exercise.functions, exercise.id))
+    for exercise in chosen:
+        for name in exercise.masked:
+            file, _, function = name.partition(":")
+            if file in found:
+                found[file].setdefault(function, "")
+    return found

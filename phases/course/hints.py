@@ -1,0 +1,62 @@
+"""Hints of three levels, the solution as a difference, and the log of who has asked for them."""
+
+from __future__ import annotations
+
+import json
+import time
+from difflib import unified_diff
+from pathlib import Path
+
+from common.errors import UserError
+from phases.course.blanks import functions, text_of
+from phases.course.exercises import Exercise
+from phases.course.lessons import paragraph
+
+LOG = "course-log.jsonl"
+LEVELS = 3
+
+
+def hint(exercise: Exercise, level: int) -> str:
+    """Level 1: the invariant, with its paragraph of the lesson. 2: a worked input and output. 3: pseudocode.
+
+    Raises:
+        UserError: there is no such level.
+    """
+    if level == 1:
+        return f"{exercise.invariant}\n\n{paragraph(exercise.phase, exercise.paragraph)}"
+    if level == 2:
+        return exercise.example.strip() or "\n\n".join(
+            "\n".join([*case.setup.strip().splitlines(), case.call.strip(), f"-> {case.expect.strip()}"])
+            for case in exercise.cases
+        )
+    if level == LEVELS:
+        return exercise.pseudocode.strip()
+    raise UserError(f"--level is {level}, but it must be 1, 2 or 3")
+
+
+def solution(exercise: Exercise, source: str) -> str:
+    """From a student's functions to the reference's, as a unified diff."""
+    ours, theirs = functions(exercise.path.read_text(encoding="utf-8")), functions(source)
+    parts: list[str] = []
+    for name in exercise.functions:
+        before = text_of(theirs[name]).strip("\n").splitlines() if name in theirs else []
+        after = text_of(ours[name]).strip("\n").splitlines()
+        parts += unified_diff(before, after, f"yours: {name}", f"reference: {name}", n=20, lineterm="")
+    return "\n".join(parts)
+
+
+def log(folder: Path, what: str, exercise: str, **more: object) -> None:
+    """Add a line to the copy's log."""
+    when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    with (folder / LOG).open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"when": when, "what": what, "exercise": exercise, **more}) + "\n")
+
+
+def logged(folder: Path, exercise: str, what: str) -> list[dict[str, object]]:
+    """What the log says of an exercise."""
+    try:
+        lines = (folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
+        found = [json.loads(line) for line in lines]
+        return [one for one in found if one.get("exercise") == exercise and one.get("what") == what]
+    except (OSError, ValueError, AttributeError):
+        return []
