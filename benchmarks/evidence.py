@@ -134,6 +134,8 @@ class Evidence:
     machine: Mapping[str, Any]
     versions: Mapping[str, str]
     runs: tuple[Run, ...]
+    seconds: float | None = None
+    """How long measuring took, all in all."""
 
     @property
     def folder(self) -> str:
@@ -181,6 +183,7 @@ class Evidence:
             "git": dict(self.git),
             "machine": dict(self.machine),
             "versions": dict(self.versions),
+            **({} if self.seconds is None else {"seconds": round(self.seconds, 1)}),
             "runs": [_run_to_json(run) for run in self.runs],
         }
 
@@ -190,7 +193,15 @@ class Evidence:
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
             runs = tuple(_run_from_json(run) for run in raw["runs"])
-            return cls(raw["phase"], raw["when"], raw["git"], raw["machine"], raw["versions"], runs)
+            return cls(
+                raw["phase"],
+                raw["when"],
+                raw["git"],
+                raw["machine"],
+                raw["versions"],
+                runs,
+                raw.get("seconds"),
+            )
         except FileNotFoundError:
             raise UserError(f"{path} does not exist: no evidence was written there") from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from benchmarks.evidence import Evidence, Run
@@ -23,28 +24,30 @@ def gain(phase: Phase, evidence: Evidence | None) -> Gain | None:
     """The phase's headline: its metric in its runs against those of the highest phase below it.
 
     The first pair of runs of one workload, model, dtype and options counts, so a `bench.py` puts the
-    comparison it is about first. `phase.headline_options` narrows the choice down.
+    comparison it is about first. `phase.headline_runs` narrows the choice down; an option that it names is
+    this phase's own (a budget), and the runs before have none.
     """
     if evidence is None:
         return None
-    names = [other.name for other in LADDER if other.number < phase.number]
-    wanted = dict(phase.headline_options)
-    for after in evidence.find(phase.name, **wanted):
-        if phase.headline not in after.metrics:
-            continue
-        for name in reversed(names):
-            for before in evidence.find(name):
-                if phase.headline in before.metrics and _same_work(before, after):
-                    return Gain(_factor(phase.headline, before, after), phase.headline, before, after)
+    names = [other.name for other in reversed(LADDER) if other.number < phase.number]
+    wanted = dict(phase.headline_runs.get(str(evidence.machine["device"]), {}))
+    for variant in phase.headline_variants or (phase.name,):
+        for after in evidence.find(variant, **wanted):
+            if phase.headline not in after.metrics:
+                continue
+            for name in [phase.headline_before] if phase.headline_before else names:
+                for before in evidence.find(name):
+                    if phase.headline in before.metrics and _same_work(before, after, wanted):
+                        return Gain(_factor(phase.headline, before, after), phase.headline, before, after)
     return None
 
 
 def gain_text(phase: Phase, evidence: Evidence | None) -> str:
-    """A cell of a table: `5.3× output tokens per second`, or nothing without a comparison."""
+    """A cell of a table: `5.3× output tokens per second (workload, model)`, or nothing."""
     found = gain(phase, evidence)
     if found is None:
         return ""
-    return f"{factor_text(found)} {gain_words(found.metric)}"
+    return f"{factor_text(found)} {gain_words(found.metric)} ({found.after.workload}, {found.after.model})"
 
 
 def factor_text(found: Gain | None) -> str:
@@ -60,9 +63,10 @@ def gain_words(metric: str) -> str:
     return f"{'less ' if _less_is_better(metric) else ''}{words}"
 
 
-def _same_work(one: Run, other: Run) -> bool:
+def _same_work(one: Run, other: Run, own: Mapping[str, object]) -> bool:
     def facts(run: Run) -> tuple[object, ...]:
-        return run.workload_sha256, run.model, run.weights, run.dtype, sorted(run.options.items())
+        options = sorted((name, value) for name, value in run.options.items() if name not in own)
+        return run.workload_sha256, run.model, run.weights, run.dtype, options
 
     return facts(one) == facts(other)
 

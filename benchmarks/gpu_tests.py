@@ -19,7 +19,6 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from benchmarks.evidence import ROOT, BenchOptions, Evidence, Metric, Run, collect
-from benchmarks.plotting import bars, save
 from common.console import err
 from common.errors import UserError
 
@@ -127,15 +126,3 @@ def summary(evidence: Evidence) -> str:
     failed = [name for run in evidence.runs for name in run.options.get("failed_tests", ())]
     text = ", ".join(f"{count} {result}" for result, count in totals.items())
     return f"{text} in {seconds:,.1f} s" + (f"; failed: {', '.join(failed)}" if failed else "")
-
-
-def draw(evidence: Evidence, out: Path) -> None:
-    """Seconds of each test file, with its outcomes beside the name."""
-
-    def label(run: Run) -> str:
-        counts = (f"{run.median(f'tests_{result}'):.0f} {result}" for result in OUTCOMES)
-        return f"{run.variant}\n{', '.join(counts)}"
-
-    figure, axes = bars(evidence.runs, "seconds", label=label)
-    axes.set_title("Tests that need a GPU")
-    save(figure, out, evidence)

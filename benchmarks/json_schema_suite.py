@@ -1,16 +1,20 @@
 """Which JSON schemas each backend of phase 12 understands: the official test suite, draft 2020-12.
 
     ladder bench json_schema_suite
-    python -m benchmarks.json_schema_suite --folder path/to/maskbench/data
+    python -m benchmarks.json_schema_suite --folder CHECKOUT/maskbench/data [--every 8] [--record]
 
 The suite is taken from the source distribution of `jsonschema`, checked against a hash. The second form reads
-a folder of JSON files with `schema` and `tests` (`valid`, `data`), as JSONSchemaBench's MaskBench has them,
-and prints its table only.
+a folder of JSON files with `schema` and `tests` (`valid`, `data`), as a checkout of JSONSchemaBench has them
+(github.com/guidance-ai/jsonschemabench), and records its counts under `json_schema_bench`.
 
 A backend may refuse a schema. If it does not, each value of the test is given to it as text, byte by byte: a
 valid value must be taken in some spelling, an invalid one in none. Spellings differ in the order of keys,
 which a grammar may fix, and in zeros behind a whole number. Left out is `format.json`, which says that the
 keyword has no meaning: to make a date where one is asked for is no mistake.
+
+Every backend works in a process of its own. A case that computes longer than `CASE_SECONDS`, or that ends the
+process, is counted as given up, and the next one gets a new process; so is one on which a matcher stops at a
+limit of its own, which ends the request with an error, and one of which not all spellings can be tried.
 """
 
 from __future__ import annotations
@@ -19,20 +23,28 @@ import argparse
 import hashlib
 import itertools
 import json
+import multiprocessing
+import resource
+import signal
 import subprocess
 import sys
 import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from decimal import Decimal
+from functools import partial
 from importlib import metadata
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
 from benchmarks.evidence import BenchOptions, Evidence, Metric, Run, collect
-from benchmarks.plotting import COLOURS, panels, save
+from benchmarks.plotting import BAD, GOOD, panels, save
 from common.errors import UserError
 from common.paths import cache_home
 from common.sampling.grammar import Grammar
@@ -44,8 +56,19 @@ PACKAGE = "jsonschema==4.25.1"
 SHA256 = "e4a9655ce0da0c0b67a085847e00a3a51449e1157f4f75e9fb5aa545e122eb85"
 TESTS = "jsonschema-4.25.1/json/tests/draft2020-12"
 NAME = "json_schema_suite"
+FOLDER_NAME, FOLDER_WORK = "json_schema_bench", "JSONSchemaBench, MaskBench"
 MOST_KEYS = 5
 """Of an object whose keys are tried in every order."""
+MOST_TRIES = 5000
+"""Beginnings of a value's text that are tried."""
+MOST_BACK = 64
+"""Bytes that a matcher is taken back, at most; xgrammar's forget more."""
+CASE_SECONDS = 30.0
+"""Of processor time, which does not depend on what else the machine does."""
+STUCK = 20
+"""Times as long a case may take by the clock."""
+CASE_BYTES = 4 << 30
+"""Of the process's addresses, so that one schema cannot take a machine's memory."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +86,17 @@ class Score:
 
     schemas: int = 0
     refused: int = 0
+    given_up: int = 0
     passed: int = 0
     values: int = 0
     wrong_accepts: int = 0
     wrong_rejects: int = 0
     compile_ms: list[float] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+
+    def __add__(self, other: Score) -> Score:
+        """Both together."""
+        return Score(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
 
 
 def archive() -> Path:
@@ -131,15 +159,85 @@ def folder_cases(folder: Path) -> list[Case]:
     return found
 
 
-def spellings(value: Any) -> Iterator[str]:
+def spellings(value: Any, zeros: bool = True) -> Iterator[str]:
     """A value as text, the keys of the outermost object in every order, with and without zeros."""
     orders: Iterator[Any] = iter([value])
     if isinstance(value, Mapping) and len(value) <= MOST_KEYS:
         orders = ({key: value[key] for key in keys} for keys in itertools.permutations(value))
     for ordered in orders:
         yield json.dumps(ordered, ensure_ascii=False)
-        if json.dumps(plain := _without_zeros(ordered)) != json.dumps(ordered):
+        if zeros and json.dumps(plain := _without_zeros(ordered)) != json.dumps(ordered):
             yield json.dumps(plain, ensure_ascii=False)
+
+
+class Search:
+    """Looks for a spelling that a grammar takes: keys of inner objects in other orders, numbers in full.
+
+    A grammar that fixes the order of keys leaves one way to go on, so it is soon found, or soon missed.
+    """
+
+    def __init__(self, make: Callable[[], Matcher]) -> None:
+        self.make, self.tries = make, MOST_TRIES
+        self._matcher, self._taken = make(), list[int]()
+
+    def takes(self, value: Any) -> bool:
+        """Whether there is one, as far as `MOST_TRIES` go."""
+        return any(self._goes(text) and self._matcher.accepting for text in self._after("", value))
+
+    def _goes(self, text: str) -> bool:
+        """Whether a text is taken, by a matcher that goes back to where it parts from the one before."""
+        self.tries -= 1
+        if self.tries <= 0:
+            return False
+        tokens = _tokens(text)
+        pairs = enumerate(zip(tokens, self._taken, strict=False))
+        same = next((at for at, (new, old) in pairs if new != old), min(len(tokens), len(self._taken)))
+        if self._matcher.problem or len(self._taken) - same > MOST_BACK:
+            self._matcher, same = self.make(), 0
+        else:
+            self._matcher.rollback(len(self._taken) - same)
+        count = same + self._matcher.advance(tokens[same:])
+        self._taken = tokens[:count]
+        return count == len(tokens)
+
+    def _after(self, text: str, value: Any) -> Iterator[str]:
+        """Every text that goes on with the value."""
+        if isinstance(value, Mapping) and value:
+            yield from self._members(text + "{", dict(value))
+        elif isinstance(value, list) and value:
+            yield from self._items(text + "[", value)
+        else:
+            for spelled in dict.fromkeys(_scalar(value)):
+                if self._goes(text + spelled):
+                    yield text + spelled
+
+    def _members(self, text: str, left: dict[str, Any]) -> Iterator[str]:
+        for key in left:
+            begun = f"{text}{json.dumps(key, ensure_ascii=False)}: "
+            if self._goes(begun):
+                others = {name: part for name, part in left.items() if name != key}
+                for more in self._after(begun, left[key]):
+                    if others:
+                        yield from self._members(more + ", ", others)
+                    elif self._goes(more + "}"):
+                        yield more + "}"
+
+    def _items(self, text: str, left: list[Any]) -> Iterator[str]:
+        for more in self._after(text, left[0]):
+            if left[1:]:
+                yield from self._items(more + ", ", left[1:])
+            elif self._goes(more + "]"):
+                yield more + "]"
+
+
+def _scalar(value: Any) -> Iterator[str]:
+    yield json.dumps(value, ensure_ascii=False)
+    if isinstance(value, float):
+        yield format(Decimal(repr(value)), "f")
+
+
+def _tokens(text: str) -> list[int]:
+    return [byte + 1 for byte in text.encode("utf-8", "surrogatepass")]
 
 
 def _without_zeros(value: Any) -> Any:
@@ -153,9 +251,19 @@ def _without_zeros(value: Any) -> Any:
     return value
 
 
-def takes(make: Callable[[], Matcher], value: Any) -> bool:
-    """Whether a grammar has some spelling of a value."""
-    for text in spellings(value):
+class GivenUp(Exception):
+    """A matcher has hit a limit, and says so."""
+
+
+def takes(make: Callable[[], Matcher], value: Any, schema: Any, *, valid: bool = True) -> bool:
+    """Whether a grammar has some spelling of a value.
+
+    Raises:
+        GivenUp: the matcher has, or of a `valid` value not all spellings can be tried.
+    """
+    # To draft 4 a number with zeros behind the point is no integer.
+    zeros = not (isinstance(schema, Mapping) and "draft-04" in str(schema.get("$schema")))
+    for text in spellings(value, zeros):
         try:
             tokens = [byte + 1 for byte in text.encode()]
         except UnicodeEncodeError:  # half of a surrogate pair, which no text can hold
@@ -163,7 +271,13 @@ def takes(make: Callable[[], Matcher], value: Any) -> bool:
         matcher = make()
         if matcher.advance(tokens) == len(tokens) and matcher.accepting:
             return True
-    return False
+        if "limit" in matcher.problem or "too" in matcher.problem:
+            raise GivenUp(matcher.problem)
+    search = Search(make)
+    found = search.takes(value)
+    if not found and valid and search.tries <= 0:
+        raise GivenUp("there are too many spellings")
+    return found
 
 
 def score(backend: Backend, given: list[Case]) -> Score:
@@ -178,13 +292,17 @@ def score(backend: Backend, given: list[Case]) -> Score:
             continue
         found.compile_ms.append(1e3 * (time.perf_counter() - begun))
         before = len(found.wrong)
-        for value, valid in case.values:
-            found.values += 1
-            if takes(compiled.matcher, value) != valid:
-                found.wrong_rejects += valid
-                found.wrong_accepts += not valid
-                kind = "rejects" if valid else "accepts"
-                found.wrong.append(f"{case.name}: {kind} {json.dumps(value)[:60]}")
+        try:
+            for value, valid in case.values:
+                found.values += 1
+                if takes(compiled.matcher, value, case.schema, valid=valid) != valid:
+                    found.wrong_rejects += valid
+                    found.wrong_accepts += not valid
+                    kind = "rejects" if valid else "accepts"
+                    found.wrong.append(f"{case.name}: {kind} {json.dumps(value)[:60]}")
+        except GivenUp:  # an output would end with an error of its own
+            found.given_up += 1
+            continue
         found.passed += len(found.wrong) == before
     return found
 
@@ -195,10 +313,10 @@ def byte_vocabulary() -> Vocabulary:
     return Vocabulary(tokens, (0,), lambda text: [byte + 1 for byte in text.encode()])
 
 
-def backends() -> dict[str, Backend]:
+def backends() -> dict[str, Callable[[], Backend]]:
     """Those that are installed; xgrammar also without this project's check, in both of its modes."""
-    words, found = byte_vocabulary(), dict[str, Backend]()
-    found["automata (by hand)"] = backend_named("automata")(words)
+    words, found = byte_vocabulary(), dict[str, Callable[[], Backend]]()
+    found["automata (by hand)"] = partial(backend_named("automata"), words)
     names: tuple[Name, ...] = ("llguidance", "xgrammar")
     for name in names:
         try:
@@ -206,21 +324,53 @@ def backends() -> dict[str, Backend]:
         except UserError:
             continue
         label = f"{name} {metadata.version(name)}"
-        found[label] = kind(words)
+        found[label] = partial(kind, words)
         if name == "xgrammar":
-            found[f"{label}, unchecked, strict"] = kind(words, check=False)
-            found[f"{label}, unchecked, not strict"] = kind(words, check=False, strict=False)
+            found[f"{label}, unchecked, strict"] = partial(kind, words, check=False)
+            found[f"{label}, unchecked, not strict"] = partial(kind, words, check=False, strict=False)
     return found
+
+
+def score_apart(make: Callable[[], Backend], given: list[Case], seconds: float = CASE_SECONDS) -> Score:
+    """Try every case in another process, which may hang or die."""
+    total, at = Score(), 0
+    fork = multiprocessing.get_context("fork")
+    while at < len(given):
+        here, there = fork.Pipe(duplex=False)
+        worker = fork.Process(target=_worker, args=(make, given[at:], seconds, there), daemon=True)
+        worker.start()
+        there.close()
+        try:
+            while at < len(given) and here.poll(STUCK * seconds):
+                total += here.recv()
+                at += 1
+        except EOFError:  # it died
+            pass
+        if at < len(given):
+            total += Score(schemas=1, given_up=1, wrong=[f"{given[at].name}: given up"])
+            at += 1
+        worker.kill()
+        worker.join()
+    return total
+
+
+def _worker(make: Callable[[], Backend], given: list[Case], seconds: float, out: Connection) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (CASE_BYTES, CASE_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    backend = make()
+    for case in given:
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # whose signal ends the process
+        out.send(score(backend, [case]))
 
 
 def table(scores: Mapping[str, Score]) -> str:
     """The scores as a table in Markdown."""
-    lines = ["| backend | schemas | refused | all right | wrong accepts | wrong rejects | compile (ms) |"]
+    lines = ["| backend | schemas | refused | given up | all right | wrong accepts | wrong rejects |"]
     lines.append("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     for name, found in scores.items():
-        numbers = [found.schemas, found.refused, found.passed, found.wrong_accepts, found.wrong_rejects]
-        compile_ms = median(found.compile_ms) if found.compile_ms else 0.0
-        lines.append(f"| {name} | {' | '.join(map(str, numbers))} | {compile_ms:.2f} |")
+        numbers = [found.schemas, found.refused, found.given_up, found.passed]
+        numbers += [found.wrong_accepts, found.wrong_rejects]
+        lines.append(f"| {name} | {' | '.join(map(str, numbers))} |")
     return "\n".join(lines)
 
 
@@ -229,22 +379,28 @@ def run(options: BenchOptions) -> Evidence:
     given = suite()
     if options.quick:
         given = given[::10]
-    runs = []
-    for name, backend in backends().items():
-        found = score(backend, given)
-        counts = {
-            "schemas": found.schemas,
-            "refused": found.refused,
-            "passed": found.passed,
-            "values": found.values,
-            "wrong_accepts": found.wrong_accepts,
-            "wrong_rejects": found.wrong_rejects,
-            "compile_ms": median(found.compile_ms),
-        }
-        metrics = {key: Metric((float(value),)) for key, value in counts.items()}
-        work = "JSON-Schema-Test-Suite 2020-12" + (" (a tenth)" if options.quick else "")
-        runs.append(Run(name, work, SHA256, "none", "none", "none", metrics))
-    return collect(NAME, runs, options.device)
+    work = "JSON-Schema-Test-Suite 2020-12" + (" (a tenth)" if options.quick else "")
+    scores = {name: score(make(), given) for name, make in backends().items()}
+    return collect(
+        NAME, [as_run(name, work, SHA256, found) for name, found in scores.items()], options.device
+    )
+
+
+def as_run(name: str, work: str, digest: str, found: Score) -> Run:
+    """A backend's score as evidence."""
+    counts: dict[str, float] = {
+        "schemas": found.schemas,
+        "refused": found.refused,
+        "given_up": found.given_up,
+        "passed": found.passed,
+        "values": found.values,
+        "wrong_accepts": found.wrong_accepts,
+        "wrong_rejects": found.wrong_rejects,
+    }
+    if found.compile_ms:
+        counts["compile_ms"] = median(found.compile_ms)
+    metrics = {key: Metric((float(value),)) for key, value in counts.items()}
+    return Run(name, work, digest, "none", "none", "none", metrics)
 
 
 def draw(evidence: Evidence, out: Path) -> None:
@@ -253,10 +409,10 @@ def draw(evidence: Evidence, out: Path) -> None:
     names = [found.variant for found in evidence.runs]
     left = [0.0] * len(names)
     for label, colour, values in (
-        ("every value right", COLOURS[2], [found.median("passed") for found in evidence.runs]),
+        ("every value right", GOOD, [found.median("passed") for found in evidence.runs]),
         (
             "some value wrong",
-            COLOURS[3],
+            BAD,
             [
                 found.median("schemas") - found.median("refused") - found.median("passed")
                 for found in evidence.runs
@@ -267,24 +423,55 @@ def draw(evidence: Evidence, out: Path) -> None:
         axes.barh(names, values, left=left, color=colour, label=label, height=0.6)
         left = [begin + value for begin, value in zip(left, values, strict=True)]
     axes.invert_yaxis()
-    axes.set_xlabel("schemas of the official test suite, draft 2020-12")
+    axes.set_xlabel(f"schemas of {evidence.runs[0].workload}")
+    sure = [run for run in evidence.runs if run.median("wrong_accepts") + run.median("wrong_rejects") == 0]
+    best = max(sure or evidence.runs, key=lambda run: run.median("passed"))
+    axes.set_title(
+        f"Of those that judge no value wrong, {best.variant} takes the most: {best.median('passed'):,.0f} of "
+        f"{best.median('schemas'):,.0f} schemas"
+        if sure
+        else f"Every backend judges some value wrong; {best.variant} takes {best.median('passed'):,.0f}"
+    )
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=3)
     axes.grid(visible=False, axis="y")
     save(figure, out, evidence)
+
+
+def folder_digest(given: list[Case]) -> str:
+    """A hash of the cases, so that evidence says of which."""
+    digest = hashlib.sha256()
+    for case in given:
+        digest.update(json.dumps([case.name, case.schema, case.values], sort_keys=True).encode())
+    return digest.hexdigest()
 
 
 def main() -> None:
     """Print the table, and with `--wrong` what is wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--folder", type=Path, help="a folder of cases instead of the suite")
+    parser.add_argument("--every", type=int, default=1, help="of the folder's cases only every so many")
+    parser.add_argument("--only", default="", help="backends whose name begins so")
     parser.add_argument("--wrong", action="store_true", help="also print every value that is judged wrongly")
+    parser.add_argument("--record", action="store_true", help="write the folder's counts as evidence")
     given = parser.parse_args()
-    found = folder_cases(given.folder) if given.folder else suite()
-    scores = {name: score(backend, found) for name, backend in backends().items()}
+    found = folder_cases(given.folder)[:: given.every] if given.folder else suite()
+    if not found:
+        raise SystemExit(f"there are no cases in {given.folder}")
+    makers = {name: make for name, make in backends().items() if name.startswith(given.only)}
+    scores = {name: score_apart(make, found) for name, make in makers.items()}
     print(table(scores))
     if given.wrong:
         for name, one in scores.items():
             print(*(f"{name}: {line}" for line in one.wrong), sep="\n")
+    if given.record and given.folder:
+        record_folder(scores, folder_digest(found), given.every)
+
+
+def record_folder(scores: Mapping[str, Score], digest: str, every: int) -> None:
+    """Write evidence of a folder's cases. How long they took is left out: it was not looked at."""
+    work = FOLDER_WORK + (f" (every {every}th schema)" if every > 1 else "")
+    runs = [as_run(name, work, digest, replace(found, compile_ms=[])) for name, found in scores.items()]
+    print(collect(FOLDER_NAME, runs, torch.device("cpu")).write())
 
 
 if __name__ == "__main__":

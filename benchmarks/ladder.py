@@ -93,5 +93,7 @@ def draw(evidence: Evidence, out: Path) -> None:
     figure, axes = panels(len(models), height=1.4 + 0.42 * len(PHASES))
     for model, place in zip(models, axes, strict=True):
         bars(evidence.find(model=model), "output_tokens_per_s", axes=place, label=lambda run: run.variant)
-        place.set_title(f"The ladder: {model}, {evidence.runs[-1].workload}")
+        runs = evidence.find(model=model)
+        rates = [run.median("output_tokens_per_s") for run in runs]
+        place.set_title(f"{model}, {runs[-1].workload}: {rates[-1] / rates[0]:,.0f} times from first to last")
     save(figure, out, evidence)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -113,18 +114,19 @@ def alternate(
 ) -> dict[str, Samples]:
     """Take `repeats` samples of each variant in alternating order (a b, b a, a b, ...).
 
-    variants: name -> function of the repeat's number that returns one sample. Whatever it builds and throws
-        away is its own affair: only what it reports counts.
+    variants: name -> function of the call's number that returns one sample. Whatever it builds and throws
+        away is its own affair: only what it reports counts. No two calls have the same number, warm-ups and
+        samples taken again included, so `work.cold(number)` finds nothing in an engine's prefix cache.
     warm: name -> function called before each sample. Without it, each variant runs once untimed at the start.
     tries: a dirty sample is taken up to this often in all (`TRIES` by default), after a pause that grows from
         `settle` seconds, but not again once its tries took `MAX_SAMPLE_SECONDS`; the least disturbed is kept,
         and the evidence says how dirty it was.
     log: called with one line a sample.
     """
-    tries = TRIES if tries is None else tries
+    tries, number = TRIES if tries is None else tries, count()
     if warm is None:
         for run in variants.values():
-            run(0)
+            run(next(number))
     kept = {name: Samples() for name in variants}
     for repeat in range(repeats):
         order = list(variants)
@@ -135,7 +137,7 @@ def alternate(
                 if warm is not None and name in warm:
                     warm[name]()
                 with Watch() as watch:
-                    sample = variants[name](repeat)
+                    sample = variants[name](next(number))
                 if best is None or watch.noise.score < best[0].score:
                     best = watch.noise, sample
                 if log:
@@ -195,8 +197,8 @@ def time_generation(engine: Streams, workload: Workload, device: torch.device | 
 
 
 def timer(engine: Streams, workload: Workload, device: torch.device | str) -> Callable[[int], Sample]:
-    """A variant for `alternate`: times `workload` cold, other tokens each repeat."""
-    return lambda repeat: time_generation(engine, workload.cold(repeat), device)
+    """A variant for `alternate`: times `workload` cold, other tokens each call."""
+    return lambda number: time_generation(engine, workload.cold(number), device)
 
 
 def request_metrics(completions: Sequence[Completion], seconds: float) -> Sample:

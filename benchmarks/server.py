@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -17,16 +18,19 @@ from benchmarks.measure import Sample
 from benchmarks.workloads import Workload
 from serving.loadtest.loops import Plan, poisson, run
 from serving.loadtest.report import summarize
-from serving.loadtest.user import Target
+from serving.loadtest.user import Outcome, Target
 
 STARTS_WITHIN = 600.0
 """Seconds: on a GPU kernels are compiled before the server is ready."""
 
 
 class Server:
-    """`ladder serve MODEL` with these options, as a context. Its errors are shown as they come."""
+    """`ladder serve MODEL` with these options, as a context. Its errors are shown as they come.
 
-    def __init__(self, model: str, **options: Any) -> None:
+    env: what its environment has besides that of this process.
+    """
+
+    def __init__(self, model: str, *, env: Mapping[str, str] | None = None, **options: Any) -> None:
         flags: list[str] = []
         for name, value in options.items():
             flag = "--" + name.replace("_", "-")
@@ -40,7 +44,7 @@ class Server:
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": path, "COLUMNS": "200"},
+            env=os.environ | {"PYTHONPATH": path, "COLUMNS": "200"} | dict(env or {}),
         )
         self.target = Target("", 0)
 
@@ -80,20 +84,32 @@ class Server:
         return float(used.user + used.system)
 
     def sample(self, work: Workload, *, users: int = 0, rate: float = 0.0, processes: int = 4) -> Sample:
-        """Metrics of a workload: all users at a time, or by the clock at `rate` or at its own arrivals.
-
-        Raises:
-            RuntimeError: a request failed.
-        """
-        bodies = bodies_of(work)
-        arrivals = [] if users else poisson(rate, len(bodies)) if rate else work.arrivals
+        """See `measured`; and what the API process's part in it was."""
         before = self.api_seconds
-        outcomes = run(self.target, Plan(bodies, len(bodies), users, arrivals), processes)
+        found = measured(self.target, work, users=users, rate=rate, processes=processes)
         used = self.api_seconds - before
-        found = summarize(outcomes)
-        if found["failed"]:
-            raise RuntimeError(next(outcome.error for outcome in outcomes if outcome.error))
         return found | {"api_cpu_us_per_token": used / found["output_tokens"] * 1e6}
+
+
+def measured(
+    target: Target, work: Workload, *, users: int = 0, rate: float = 0.0, processes: int = 4
+) -> Sample:
+    """Metrics of a workload: all users at a time, or by the clock at `rate` or at its own arrivals.
+
+    Raises:
+        RuntimeError: a request failed.
+    """
+    bodies = bodies_of(work)
+    arrivals = [] if users else poisson(rate, len(bodies)) if rate else work.arrivals
+    return answered(run(target, Plan(bodies, len(bodies), users, arrivals), processes))
+
+
+def answered(outcomes: Sequence[Outcome]) -> Sample:
+    """Metrics of requests. Raises `RuntimeError` where one failed."""
+    found = summarize(outcomes)
+    if found["failed"]:
+        raise RuntimeError(next(outcome.error for outcome in outcomes if outcome.error))
+    return found
 
 
 def bodies_of(work: Workload) -> list[dict[str, Any]]:

@@ -13,7 +13,8 @@ phase with the other engines in it. Any other name is an evidence file; words wi
 (variant, workload, model, dtype or an option) and `columns` its metrics, to which `gain` (over the first
 row), `roofline` and `microseconds` (of the metric `seconds`) can be added. `rows` names options to show
 (`rows=batch`). A word with spaces is quoted (`"workload=a name (burst)"`). `python -m benchmarks.tables`
-fills all tables in; with `--check` it only says whether any is out of date.
+fills all tables in; with `--check` it only says whether any is out of date. A table whose file does not exist
+yet says so, or with `when=recorded` is empty. `figure NAME "what it shows"` is a figure, once it is drawn.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.evidence import RESULTS, ROOT, Evidence, Run, results
+from benchmarks import excerpts
+from benchmarks.evidence import FIGURES, RESULTS, ROOT, Evidence, Run, results
 from benchmarks.gains import gain_text
-from benchmarks.plotting import axis_label, number
+from benchmarks.plotting import axis_label, number, times
 from common.errors import UserError
 from common.files import whole
 from phases import PHASES
@@ -46,11 +48,11 @@ def fill(text: str, root: Path = ROOT, file: Path | None = None) -> str:
 
 
 def fill_all(root: Path = ROOT, *, write: bool = True) -> list[Path]:
-    """Make the tables in all Markdown files of the checkout; returns the files that change."""
+    """Make tables and excerpts of code in all Markdown files again; returns the files that change."""
     changed = []
     for path in markdown_files(root):
         old = path.read_text(encoding="utf-8")
-        new = fill(old, root, path)
+        new = excerpts.fill(fill(old, root, path), path.parent)
         if new != old:
             changed.append(path)
             if write:
@@ -69,6 +71,16 @@ def markdown_files(root: Path = ROOT) -> list[Path]:
 def _table(words: Sequence[str], root: Path, file: Path | None) -> str:
     if words[0] == "ladder":
         return _ladder(root, file)
+    if words[0] == "figure":
+        return _figure(words[1], words[2] if len(words) > 2 else "", root, file)
+    patient = "when=recorded" in words
+    words = [word for word in words if word != "when=recorded"]
+    name = words[1] if words[0] == "peers" else words[0]
+    if not _file(name, root).exists() and name.count("/") == 1:
+        if patient:
+            return ""
+        device, phase = name.split("/")
+        return f"Not measured yet on {device}: `ladder bench {phase.split('_')[0]}` fills this in.\n"
     if words[0] == "peers":
         return _peers(_evidence(words[1], root))
     for word in words[1:]:
@@ -79,6 +91,8 @@ def _table(words: Sequence[str], root: Path, file: Path | None) -> str:
     shown = [name for name in settings.pop("rows", "").split(",") if name]
     evidence = _evidence(words[0], root)
     runs = [run for run in evidence.runs if _matches(run, settings)]
+    if not runs and patient:
+        return ""
     if not runs:
         raise UserError(f"the table {' '.join(words)} in {file} has no rows: no run of the evidence matches")
     lines = [["variant", *(name.replace("_", " ") for name in shown), *(_heading(name) for name in columns)]]
@@ -89,13 +103,25 @@ def _table(words: Sequence[str], root: Path, file: Path | None) -> str:
     return _markdown(lines, text_columns=1)
 
 
+def _figure(name: str, shows: str, root: Path, file: Path | None) -> str:
+    path = root / FIGURES.relative_to(ROOT) / f"{name}.png"
+    if not path.exists():
+        return ""
+    up = "../" * len(file.parent.relative_to(root).parts) if file is not None else ""
+    return f"![{shows or f'What was measured: {name}'}]({up}{path.relative_to(root)})\n"
+
+
+def _file(name: str, root: Path) -> Path:
+    return root / RESULTS.relative_to(ROOT) / f"{name}.json"
+
+
 def _evidence(name: str, root: Path) -> Evidence:
-    return Evidence.load(root / RESULTS.relative_to(ROOT) / f"{name}.json")
+    return Evidence.load(_file(name, root))
 
 
 def _ladder(root: Path, file: Path | None) -> str:
     evidence = results(root / RESULTS.relative_to(ROOT))
-    lines = [["phase", "what it adds", *(f"gain ({device})" for device in evidence)]]
+    lines = [["phase", "what it adds", "runs on", "hours", *(f"gain ({device})" for device in evidence)]]
     for phase in PHASES:
         lesson = f"phases/{phase.name}/README.md"
         target = lesson
@@ -103,8 +129,9 @@ def _ladder(root: Path, file: Path | None) -> str:
             target = "../" * len(file.parent.relative_to(root).parts) + target
         gains = [gain_text(phase, found.get(phase.name)) for found in evidence.values()]
         name = f"[{phase.name}]({target})" if (root / lesson).exists() else phase.name
-        lines.append([name, phase.summary, *gains])
-    return _markdown(lines, text_columns=2)
+        where = "CUDA; its tests anywhere" if phase.needs == "cuda" else "anything"
+        lines.append([name, phase.summary, where, f"{phase.hours:g}", *gains])
+    return _markdown(lines, text_columns=3)
 
 
 def _peers(evidence: Evidence) -> str:
@@ -120,7 +147,7 @@ def _peers(evidence: Evidence) -> str:
             run.variant: run.median(metric) for run in peers if (run.model, run.workload) == (model, workload)
         }
         theirs = [number(found[name]) if name in found else "" for name in columns]
-        lines.append([workload, model, *theirs, number(ours), f"{ours / max(found.values()):.2f}×"])
+        lines.append([workload, model, *theirs, number(ours), times(ours / max(found.values()))])
     return _markdown(lines, text_columns=2)
 
 

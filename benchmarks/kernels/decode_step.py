@@ -18,7 +18,8 @@ from torch import Tensor
 
 from benchmarks.evidence import BenchOptions, Evidence, Metric, Roofline, Run, collect
 from benchmarks.kernels.harness import graph_seconds
-from benchmarks.plotting import panels, reference_line, save
+from benchmarks.kernels.sampling import choose_times
+from benchmarks.plotting import MARKERS, colours, log_axis, panels, reference_line, save, tick
 from benchmarks.roofline import Ceilings, ceilings
 from common.errors import UserError
 from common.sampling.params import SamplingParams
@@ -35,7 +36,7 @@ from triton_paged_attention.batch import fixed_batch
 from triton_paged_attention.kernels.sampling import argmax_rows, draw_rows
 from triton_paged_attention.surgery import optimize
 
-NAME = "decode_step"
+NAME, STEP = "decode_step", "06_triton_paged_attention"
 MODELS = ("qwen3-0.6b", "qwen3-8b")
 CONTEXTS = (100, 356, 612, 4096, 16384)
 MIDDLE = 356
@@ -168,24 +169,22 @@ def record(
 def draw(evidence: Evidence, out: Path) -> None:
     """Steps over the context, and sampling over the batch."""
     figure, (left, right) = panels(2)
-    for model in MODELS:
-        runs = evidence.find("06_triton_paged_attention", model=model, batch=1)
-        runs = sorted(runs, key=lambda run: run.options["context"])
+    models = list(dict.fromkeys(run.model for run in evidence.find(STEP, batch=1)))
+    shown = colours(models, STEP)
+    reached = {}
+    for model, marker in zip(models, MARKERS, strict=False):
+        runs = sorted(evidence.find(STEP, model=model, batch=1), key=lambda run: run.options["context"])
         fractions = [run.roofline.fraction for run in runs if run.roofline]
-        left.plot([str(run.options["context"]) for run in runs], fractions, marker="o", label=model)
-    left.set_title("A step of one token")
+        reached[model] = max(fractions)
+        contexts = [run.options["context"] for run in runs]
+        left.plot(contexts, fractions, marker=marker, color=shown[model], label=model)
+    left.set_title("One token reaches " + ", ".join(f"{s:.0%} ({model})" for model, s in reached.items()))
+    log_axis(left, vertical=False)
+    left.set_xticks(contexts, [tick(context) for context in contexts])
     left.set_xlabel("context")
+    left.set_ylim(0, 1.12)
     left.set_ylabel("share of the roofline")
     reference_line(left, 1.0, "reading weights and cache, and nothing else")
-    left.legend()
-    for variant in ("torch draw", "draw_rows", "torch argmax", "argmax_rows"):
-        runs = sorted(evidence.find(variant, workload="sampling"), key=lambda run: run.options["batch"])
-        times = [run.median("seconds") * 1e6 for run in runs]
-        right.plot([str(run.options["batch"]) for run in runs], times, marker="o", label=variant)
-    right.set_title("Choosing tokens")
-    right.set_xlabel("rows")
-    right.set_ylabel("µs")
-    right.set_yscale("log")
-    right.set_ylim(bottom=0.2)  # room for the legend below the lines
-    right.legend(loc="lower right")
+    left.legend(loc="lower right")
+    choose_times([run for run in evidence.runs if run.workload == "sampling"], right)
     save(figure, out, evidence)

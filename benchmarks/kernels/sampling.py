@@ -9,30 +9,32 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
+from matplotlib.axes import Axes
 from torch import Tensor
 
 from benchmarks.evidence import BenchOptions, Evidence, Metric, Roofline, Run, collect
 from benchmarks.kernels.harness import graph_seconds
 from benchmarks.measure import alternate
-from benchmarks.plotting import panels, save
+from benchmarks.plotting import MARKERS, colours, lines, log_axis, panels, save, tick
 from benchmarks.roofline import Ceilings, ceilings
 from common.errors import UserError
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import Sampler
 from triton_paged_attention.kernels.sampling import argmax_rows, draw_rows
 
-NAME = "sampling"
+NAME, PHASE = "sampling", "06_triton_paged_attention"
 WORKLOAD = "sampling-kernels"
 BATCHES = {"cuda": (1, 16, 64, 256), "cpu": (1, 16)}
 VOCAB = {"cuda": 151_936, "cpu": 49_152}
 SETS = 3
 """Logits that take turns, so that at large batches no cache holds them."""
 
+WAYS = ("argmax_rows", "draw_rows", "torch argmax", "torch draw")
 Chooser = Callable[[Tensor], Tensor]
 
 
@@ -132,17 +134,30 @@ def _on_cpu(choices: dict[str, Chooser], sets: list[Tensor], options: BenchOptio
 def draw(evidence: Evidence, out: Path) -> None:
     """Time over the batch, and the share of the bandwidth."""
     figure, (left, right) = panels(2)
-    for variant in dict.fromkeys(run.variant for run in evidence.runs):
-        runs = sorted(evidence.find(variant), key=lambda run: run.options["batch"])
-        batches = [str(run.options["batch"]) for run in runs]
-        left.plot(batches, [run.median("seconds") * 1e6 for run in runs], marker="o", label=variant)
-        right.plot(batches, [run.median("bandwidth_fraction") for run in runs], marker="o", label=variant)
-    left.set_ylabel("µs")
-    left.set_yscale("log")
-    left.legend()
-    right.set_ylabel("share of the read bandwidth")
-    for axes in (left, right):
-        axes.set_xlabel("rows")
-    left.set_title("Choosing tokens")
-    right.set_title("Reading the logits once")
+    choose_times(evidence.runs, left)
+    ordered = sorted(evidence.runs, key=lambda run: WAYS.index(run.variant))
+    lines(ordered, "batch", "bandwidth_fraction", axes=right, log_x=True, phase=PHASE)
+    right.set_xlabel("rows")
+    most = max(evidence.runs, key=lambda run: run.median("bandwidth_fraction"))
+    right.set_title(f"Reading the logits once: {most.median('bandwidth_fraction'):.0%} at most")
     save(figure, out, evidence)
+
+
+def choose_times(runs: Sequence[Run], axes: Axes) -> None:
+    """Microseconds of each way of choosing tokens, over the number of rows."""
+    shown = colours(WAYS, PHASE)
+    times: dict[str, list[float]] = {}
+    for variant, marker in zip(WAYS, MARKERS, strict=False):
+        found = sorted((run for run in runs if run.variant == variant), key=lambda run: run.options["batch"])
+        rows = [run.options["batch"] for run in found]
+        times[variant] = [run.median("seconds") * 1e6 for run in found]
+        axes.plot(rows, times[variant], color=shown[variant], marker=marker, label=variant)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(rows, [tick(count) for count in rows])
+    log_axis(axes)
+    axes.set_ylim(bottom=0.2)  # room for the legend below the lines
+    gain = times["torch draw"][-1] / times["draw_rows"][-1]
+    axes.set_title(f"Drawing {rows[-1]} tokens: {gain:.0f} times faster than torch")
+    axes.set_xlabel("rows")
+    axes.set_ylabel("µs")
+    axes.legend(loc="lower right", ncols=2)

@@ -1,0 +1,82 @@
+"""Fill in the code that the lessons show from the source, so that no line of it is typed twice.
+
+An excerpt stands between two comments of a lesson:
+
+    <!-- code: continuous/scheduler.py Scheduler.share Scheduler._take -->
+    <!-- /code -->
+
+The first word is a file beside the lesson, the others are functions in it, shown in this order, without
+their docstrings and without the class around them. `from=` and `to=` show a part of a single function: from
+the line that begins so to the next one that begins so, both included (`"from=if self.windows"` where there
+are spaces).
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import textwrap
+from pathlib import Path
+
+from common.errors import UserError
+
+EXCERPT = re.compile(
+    r"^(<!-- code: (.*?) -->\n)(?:```python\n.*?^```\n)?(<!-- /code -->)", re.DOTALL | re.MULTILINE
+)
+
+
+def fill(text: str, folder: Path) -> str:
+    """`text` with every excerpt in it taken again from the files of its folder."""
+    return EXCERPT.sub(lambda found: found[1] + _block(shlex.split(found[2]), folder) + found[3], text)
+
+
+def _block(words: list[str], folder: Path) -> str:
+    settings = dict(word.split("=", 1) for word in words if word.startswith(("from=", "to=")))
+    file, *names = (word for word in words if not word.startswith(("from=", "to=")))
+    path = folder / file
+    if not path.is_file():
+        raise UserError(f"the lesson in {folder.name} shows code of {file}, which is not there")
+    source = path.read_text(encoding="utf-8")
+    shown = [_function(source, name, file) for name in names]
+    if settings:
+        shown = [_part(shown[0], settings.get("from", ""), settings.get("to", ""), file)]
+    return f"```python\n# {file}\n" + "\n\n\n".join(shown) + "\n```\n"  # as ruff formats Markdown
+
+
+def _function(source: str, name: str, file: str) -> str:
+    """The lines of a function or class of a file, from its decorators on, without docstring and indentation.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    node: ast.AST = ast.parse(source)
+    for part in name.split("."):
+        inside = getattr(node, "body", [])
+        found = [one for one in inside if getattr(one, "name", None) == part]
+        if not found:
+            raise UserError(f"{file} has no {name}, which a lesson shows")
+        node = found[-1]
+    assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    lines = source.splitlines()
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]) - 1
+    assert node.end_lineno is not None
+    kept = list(range(first, node.end_lineno))
+    if ast.get_docstring(node) is not None:
+        text = node.body[0]
+        assert text.end_lineno is not None
+        kept = [line for line in kept if not text.lineno - 1 <= line < text.end_lineno]
+    return textwrap.dedent("\n".join(lines[line] for line in kept)).strip("\n")
+
+
+def _part(code: str, first: str, last: str, file: str) -> str:
+    """From the line that begins with `first` to the next one that begins with `last`, both included."""
+    lines = code.splitlines()
+    bare = [line.strip() for line in lines]
+    start = next((i for i, line in enumerate(bare) if line.startswith(first)), None)
+    end = next(
+        (i for i, line in enumerate(bare) if start is not None and i >= start and line.startswith(last)), None
+    )
+    if start is None or (last and end is None):
+        raise UserError(f"no lines of the code shown of {file} begin with {first!r} and {last!r}")
+    return textwrap.dedent("\n".join(lines[start : end + 1 if last and end is not None else len(lines)]))

@@ -1,0 +1,135 @@
+"""Grammars that are sent to stop an engine: how long others wait meanwhile, and what the grammars take.
+
+Used by the benchmark of phase 12. Some requests without a grammar generate while others come in, several each
+step: harmless ones, whose grammar is known; or some of them with hostile grammars; or all of them with
+schemas that nobody has sent before. What differs between the gaps of tokens is what the grammars have done.
+"""
+
+from __future__ import annotations
+
+import gc
+import resource
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from common.errors import UserError
+from common.request import Request
+from common.sampling.grammar import Grammar
+from common.sampling.params import SamplingParams
+from paged_cache import PagedEngine
+
+BYSTANDERS, PER_STEP = 8, 16
+PROMPT = [1, 2, 3, 4]
+DISTINCT = 1000
+
+
+def nested(depth: int) -> Any:
+    """Objects in objects."""
+    schema: Any = {"type": "null"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+def hostile() -> dict[str, Callable[[], Grammar]]:
+    """Each makes a grammar, or raises `UserError` at once."""
+    return {
+        "counts": lambda: Grammar.regex("a{1,9999}{1,9999}"),
+        "counts of counts": lambda: Grammar.regex("(a{1,999}b?){1,999}"),
+        "catastrophic": lambda: Grammar.regex("((a+)+|(a|aa)+b|(.*a){25})c"),
+        "blow-up": lambda: Grammar.regex("(a|b)*a(a|b){20}"),
+        "deep": lambda: Grammar.json_schema(nested(42)),
+        "too deep": lambda: Grammar.json_schema('{"a":' * 500_000),
+        "4 MB": lambda: Grammar.json_schema({"enum": ["x" * 1000 + str(n) for n in range(4000)]}),
+        "wide": lambda: Grammar.json_schema({"properties": {f"p{n}": True for n in range(7000)}}),
+        "many strings": lambda: Grammar.json_schema({"enum": [f"{'x' * 20}{n}" for n in range(8000)]}),
+        "no base": lambda: Grammar.json_schema(
+            {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+        ),
+        "itself": lambda: Grammar.json_schema({"$ref": "#"}),
+        "ambiguous": lambda: Grammar.lark('start: s\ns: s s | "a" |'),
+        "left": lambda: Grammar.lark('start: start "a" | "b"'),
+    }
+
+
+def schemas(count: int, *, distinct: bool) -> dict[str, Callable[[], Grammar]]:
+    """Small schemas, all of them the same, or each of its own."""
+
+    def make(number: int) -> Callable[[], Grammar]:
+        key = {"type": "string", "maxLength": 20}
+        schema = {"type": "object", "properties": {f"key{number * distinct}": key}}
+        return lambda: Grammar.json_schema(schema)
+
+    return {f"schema {number}": make(number) for number in range(count)}
+
+
+def alone(make: Callable[[], Grammar], engine: PagedEngine) -> tuple[float, int]:
+    """Seconds until a grammar is refused or has produced 8 tokens, and the bytes that it took."""
+    gc.collect()
+    before, begun = resident_bytes(), time.perf_counter()
+    try:
+        params = SamplingParams(max_tokens=8, temperature=1.0, seed=2, grammar=make())
+        (request,) = engine.add(PROMPT, params)
+    except UserError:
+        return time.perf_counter() - begun, 0
+    while request.finish_reason is None:
+        engine.step()
+    return time.perf_counter() - begun, max(0, resident_bytes() - before)
+
+
+def gaps(engine: PagedEngine, given: dict[str, Callable[[], Grammar]], tokens: int) -> list[float]:
+    """Milliseconds between the tokens of bystanders while requests come in, `PER_STEP` each step."""
+    free = SamplingParams(max_tokens=tokens, temperature=1.0, seed=1, ignore_eos=True)
+    others = [engine.add(PROMPT, free)[0] for _ in range(BYSTANDERS)]
+    times: dict[Request, list[float]] = {request: [] for request in others}
+    waiting = list(given.values())
+    while any(request.finish_reason is None for request in others):
+        ready = all(len(found) >= 2 for found in times.values())
+        for _ in range(min(PER_STEP, len(waiting)) if ready else 0):
+            try:
+                params = SamplingParams(max_tokens=2, temperature=1.0, seed=2, grammar=waiting.pop()())
+                engine.add(PROMPT, params)
+            except UserError:
+                pass
+        for output in engine.step():
+            if output.request in times and output.token_id is not None:
+                times[output.request].append(output.time)
+    while not engine.idle:
+        engine.step()
+    return [1e3 * float(gap) for found in times.values() for gap in np.diff(found)]
+
+
+def resident_bytes() -> int:
+    """What this process holds in memory."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0
+
+
+def measure(engine: PagedEngine, tokens: int, repeats: int) -> dict[str, dict[str, float]]:
+    """Metrics by workload: beside harmless, hostile and distinct grammars, in turns."""
+    count = min(DISTINCT, PER_STEP * tokens)
+    harmless = schemas(count, distinct=False)
+    sets = {
+        "harmless grammars": harmless,
+        "hostile grammars": harmless | hostile(),
+        "distinct grammars": schemas(count, distinct=True),
+    }
+    gaps(engine, schemas(8, distinct=False), 8)
+    p99: dict[str, list[float]] = {name: [] for name in sets}
+    for _ in range(repeats):
+        for name, given in sets.items():
+            p99[name].append(float(np.percentile(gaps(engine, given, tokens), 99)))
+    found = {name: {"itl_ms_p99": median(values)} for name, values in p99.items()}
+    each = [alone(make, engine) for make in hostile().values()]
+    found["hostile grammars"] |= {
+        "worst_seconds": max(seconds for seconds, _ in each),
+        "peak_memory_bytes": float(max(grown for _, grown in each)),
+    }
+    return found

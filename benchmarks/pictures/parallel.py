@@ -1,0 +1,126 @@
+"""Phase 14: which part of every matrix each of two ranks has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from benchmarks.pictures.svg import INK, PALE, SOFT, STRONG, Anchor, Picture
+from forward.loading import skeleton
+from forward.shapes import SHAPES
+from parallel.shard import Shard
+
+MODEL, RANKS = "tiny-window", 2
+LAYER = "layers.0."
+NAMES = {
+    "Q": "self_attn.q_proj",
+    "K": "self_attn.k_proj",
+    "V": "self_attn.v_proj",
+    "O": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+    "head": "lm_head",
+}
+
+
+class Cut(NamedTuple):
+    """A matrix `[outputs, inputs]`, the dimension that is cut, and each rank's first and last place in it."""
+
+    shape: tuple[int, int]
+    dim: int
+    parts: tuple[tuple[int, int], ...]
+
+
+def record() -> Mapping[str, Cut]:
+    """What `Shard` says of each matrix of the model."""
+    config = SHAPES[MODEL]
+    whole = skeleton(config)
+    found: dict[str, list[tuple[int, int]]] = {}
+    shapes: dict[str, tuple[int, int]] = {}
+    dims: dict[str, int] = {}
+    for rank in range(RANKS):
+        shard = Shard(rank, RANKS)
+        part = skeleton(shard.config(config))
+        for name, path in NAMES.items():
+            layer = path if path == "lm_head" else LAYER + path
+            full = next(at for at, _ in whole.named_parameters() if at.endswith(f"{layer}.weight"))
+            big, small = list(whole.get_parameter(full).shape), list(part.get_parameter(full).shape)
+            if path == "lm_head":
+                first, count, _ = shard.vocabulary(config.vocab_size)
+                found.setdefault(name, []).append((first, first + count))
+                dims[name] = 0
+            else:
+                cut = shard.cut(full, big, small, config.num_kv_heads)
+                assert cut is not None
+                dims[name] = cut.dim
+                found.setdefault(name, []).append((cut.start, cut.start + cut.length))
+            shapes[name] = (big[0], big[1])
+    return {name: Cut(shapes[name], dims[name], tuple(parts)) for name, parts in found.items()}
+
+
+def split(cuts: Mapping[str, Cut]) -> Picture:
+    """Every matrix of a block, outputs downwards and inputs to the right, and where sums are made."""
+    config = SHAPES[MODEL]
+    scale, middle = 1.15, 128
+    picture = Picture(
+        "A block's matrices in two parts",
+        "; ".join(
+            f"{name} is cut by its {'inputs' if cut.dim else 'outputs'}: "
+            + " and ".join(f"{a} to {b - 1}" for a, b in cut.parts)
+            for name, cut in cuts.items()
+        ),
+        height=292,
+    )
+    x = 20.0
+    centres: dict[str, float] = {}
+    for name, cut in cuts.items():
+        high, wide = (scale * size for size in cut.shape)
+        if name == "head":
+            high = 128  # cut down to the panel; its halves are in proportion
+        top = middle - high / 2
+        for rank, (begin, end) in enumerate(cut.parts):
+            who, whole = "ab"[rank], cut.shape[cut.dim]
+            if cut.dim:
+                place = (x + wide * begin / whole, top, wide * (end - begin) / whole - 2, high)
+            else:
+                place = (x, top + high * begin / whole, wide, high * (end - begin) / whole - 2)
+            picture.box(*place, PALE[who], STRONG[who])
+            centre = (place[0] + place[2] / 2, place[1] + place[3] / 2 + 4)
+            picture.text(*centre, str(rank), anchor="middle", fill=STRONG[who], bold=True)
+        centres[name] = x + wide / 2
+        picture.text(centres[name], 24, name, anchor="middle", bold=True)
+        words = "inputs" if cut.dim else "outputs"
+        picture.text(centres[name], 40, f"by {words}", anchor="middle", fill=SOFT, size=11)
+        x += wide
+        if name in ("O", "down"):
+            picture.line([(x + 4, middle), (x + 14, middle)], INK, tip=True)
+            picture.circle(x + 28, middle, 13, "#fffefc", INK)
+            picture.text(x + 28, middle + 5, "Σ", anchor="middle", bold=True, size=14)
+            picture.line([(x + 42, middle), (x + 53, middle)], INK, tip=True)
+            picture.text(x + 28, middle + 32, "one sum", anchor="middle", size=11, fill=SOFT)
+            x += 58
+        else:
+            x += 16 if name in ("V", "up") else 8
+    q, kv = config.num_heads // RANKS, config.num_kv_heads // RANKS
+    heads = " and ".join(f"{rank * q} to {rank * q + q - 1}" for rank in range(RANKS))
+    places = (
+        ("V", f"query heads {heads}; {kv} key/value head each"),
+        ("up", "inner numbers " + " and ".join(f"{a} to {b - 1}" for a, b in cuts["up"].parts)),
+        ("head", "tokens " + ", ".join(f"{a} to {b - 1}" for a, b in cuts["head"].parts)),
+    )
+    for (name, words), y in zip(places, (222, 222, 222), strict=True):
+        anchor: Anchor = "end" if name == "head" else "middle"
+        at = 744 if name == "head" else centres[name]
+        picture.text(at, y, words, anchor=anchor, size=11, fill=INK)
+    picture.box(20, 262, 18, 15, PALE["a"], STRONG["a"])
+    picture.text(44, 274, "rank 0", fill=SOFT)
+    picture.box(110, 262, 18, 15, PALE["b"], STRONG["b"])
+    picture.text(134, 274, "rank 1", fill=SOFT)
+    picture.text(200, 274, "rows of a matrix are its outputs, columns its inputs", fill=SOFT)
+    return picture
+
+
+def pictures() -> dict[str, Picture]:
+    """The lesson's one."""
+    return {"split": split(record())}

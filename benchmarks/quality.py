@@ -1,0 +1,202 @@
+"""What fewer bits cost: every way of phase 10 beside the same model in float32, over a text.
+
+    ladder bench quality                      both models; it says first how long each takes
+    ladder bench quality --model smollm2      one of them
+    ladder bench quality --device cuda        the same numbers, sooner
+
+Measured is on the first 20,480 tokens of the text that `benchmarks/texts/README.md` names; GPTQ and AWQ are
+calibrated on its end. All layers are computed by their definition, in float32 (`quant.defined`), so a number
+says something about a format and a method, and nothing about a device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from benchmarks.evidence import RESULTS, ROOT, BenchOptions, Evidence, Metric, Run, collect
+from benchmarks.measure import Samples, summarize
+from benchmarks.plotting import colours, log_axis, number, panels, save
+from benchmarks.workloads import Item, Workload
+from common.models.hub import model_folder
+from common.text.tokenizer import Tokenizer
+from forward import Model, load_model
+from forward.attention import Attention, RecomputeAttention
+from forward.surgery import clone
+from paged_cache.pool import KVFormat
+from quant.calibrate import samples
+from quant.feature import head_for
+from quant.formats import SCHEMES
+from quant.kv import KV_DTYPES, head_scales, kv_format
+from quant.loading import Quantize
+from quant.methods import quantize_model
+from quant.quality import WINDOW, WINDOWS, StoredAttention, compare
+
+NAME, CPU = "quality", torch.device("cpu")
+TEXT = ROOT / "benchmarks" / "texts" / "news_from_nowhere.txt"
+TOKENS = 20_480
+"""That are measured on."""
+PIECES, LENGTH = 16, 512
+"""Of the text that methods are calibrated on."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to fewer bits. The head is rounded to nearest, to what it is on a CPU unless `head` says so."""
+
+    scheme: str
+    method: Literal["rtn", "gptq", "awq"] = "rtn"
+    group: int = 128
+    head: str | None = None
+
+    def make(self, reference: Model, texts: Sequence[Sequence[int]]) -> Model:
+        """The reference in fewer bits."""
+        model, scheme = clone(reference), SCHEMES[self.scheme]
+        wanted = scheme.with_group(self.group) if scheme.group else scheme
+        quantize_model(model, wanted, self.method, texts)
+        return Quantize(None, SCHEMES[self.head or head_for(self.scheme, CPU)]).finish(model)
+
+
+WAYS = {
+    "int8": Way("int8"),
+    "w8a8": Way("w8a8"),
+    "fp8": Way("fp8"),
+    "fp8, int8 head": Way("fp8", head="int8"),
+    "fp8-weights, int8 head": Way("fp8-weights", head="int8"),
+    "fp8 gptq, int8 head": Way("fp8", "gptq", head="int8"),
+    "fp8-weights gptq, int8 head": Way("fp8-weights", "gptq", head="int8"),
+    "fp8-block": Way("fp8-block"),
+    "int4": Way("int4"),
+    "int4 gptq": Way("int4", "gptq"),
+    "int4 awq": Way("int4", "awq"),
+    "int4/32": Way("int4", group=32),
+}
+"""By the name of a variant. Groups of 128, or the next smaller that divide a layer's rows."""
+KEYS = {
+    "keys fp8": ("fp8", False),
+    "keys int8": ("int8", False),
+    "keys fp8, scales of a text": ("fp8", True),
+    "keys int8, scales of a text": ("int8", True),
+}
+"""Formats of keys and values; scales are of the sample that an engine takes, or of the calibration text."""
+FEW = ("int8", "fp8", "fp8-weights gptq, int8 head", "int4", "int4 gptq", "int4 awq", "keys fp8", "keys int8")
+MODELS = {"smollm2": (*WAYS, *KEYS), "gemma3-270m": FEW}
+"""And what is measured of each: with Gemma's vocabulary it takes more than twice as long."""
+
+
+def run(options: BenchOptions) -> Evidence:
+    """Divergence, perplexity and agreement of every way."""
+    names = [options.model] if options.model else [*MODELS]
+    runs = [run for name in names for run in _one(replace(options, model=name), name)]
+    return collect(NAME, runs, options.device)
+
+
+def _one(options: BenchOptions, name: str) -> list[Run]:
+    folder = model_folder(name)
+    reference = load_model(str(folder), device=str(options.device), dtype="float32")
+    tokens = Tokenizer(folder).encode(TEXT.read_text(encoding="utf-8"))
+    most = 2 * WINDOW if options.quick else TOKENS
+    texts = samples(tokens[most:], 2 if options.quick else PIECES, LENGTH)
+    ways = FEW[:1] if options.quick else MODELS.get(name, FEW)
+    print(f"{name}: about {_seconds(reference, tokens, most, len(ways)):,.0f} s", flush=True)
+    runs = []
+    work = Workload(f"news-from-nowhere-{most}", (Item(tuple(tokens[:most]), 1),))
+    for way, found in compare(reference, _made(reference, ways, texts), tokens[:most]).items():
+        numbers = {"kl": found.kl, "perplexity": found.perplexity, "agreement": found.agreement}
+        made = summarize(
+            way,
+            work,
+            Samples(kept=[numbers]),
+            model=name,
+            dtype=torch.float32,
+            options={"tokens": found.tokens},
+        )
+        print(f"{name} {way}: KL {found.kl:.5f}, perplexity {found.perplexity:.2f}", flush=True)
+        runs.append(replace(made, noise=None, metrics={key: Metric((v,)) for key, v in numbers.items()}))
+    return runs
+
+
+def _made(
+    reference: Model, ways: Sequence[str], texts: Sequence[Sequence[int]]
+) -> Iterator[tuple[str, Model, Attention]]:
+    """One after the other: only one of them is in memory."""
+    for way in ways:
+        begun = time.perf_counter()
+        if way in WAYS:
+            yield way, WAYS[way].make(reference, texts), RecomputeAttention()
+        else:
+            kind, of_text = KEYS[way]
+            kv = kv_format(reference, kind)
+            if of_text:
+                kv = KVFormat(KV_DTYPES[kind], head_scales(reference, texts, kind))
+            yield way, reference, StoredAttention(kv)
+        print(f"  {way}: {time.perf_counter() - begun:.0f} s", flush=True)
+
+
+def _seconds(reference: Model, tokens: Sequence[int], most: int, ways: int) -> float:
+    """A guess, from a few windows; half of what they take is the first touch of the weights."""
+    few = tokens[: WINDOW * WINDOWS]
+    one = iter([("", reference, RecomputeAttention())])
+    begun = time.perf_counter()
+    compare(reference, one, few)
+    return (time.perf_counter() - begun) / 2 * (most / len(few)) * (ways + 1) * 1.3
+
+
+# The figure.
+
+
+def draw(evidence: Evidence, out: Path) -> None:
+    """What each way costs; and, where speed was measured on the same kind of machine, what it brings."""
+    names = list(dict.fromkeys(run.model for run in evidence.runs))
+    traded = _traded(evidence)
+    figure, axes = panels(len(names) + bool(traded), height=3.6)
+    for place, model in zip(axes, names, strict=False):
+        found = [run for run in evidence.find(model=model) if run.median("kl") > 0]
+        shown = colours((run.variant for run in found), "10_quant")
+        for row, run in enumerate(found):
+            place.barh(row, run.median("kl"), height=0.62, color=shown[run.variant])
+            text = f" {run.median('kl'):.2g}, agrees {run.median('agreement'):.1%}"
+            place.annotate(text, (run.median("kl"), row), fontsize=7, va="center")
+        place.set_yticks(range(len(found)), [run.variant for run in found], fontsize=7)
+        place.invert_yaxis()
+        place.set_xscale("log")
+        place.set_xlim(right=place.get_xlim()[1] * 30)
+        log_axis(place, vertical=False)
+        place.set_xlabel("KL divergence to float32 (nats a token)")
+        kept = max(found, key=lambda run: run.median("agreement"))
+        place.set_title(
+            f"{model}, {number(found[0].options['tokens'])} tokens: {kept.variant} agrees on "
+            f"{kept.median('agreement'):.1%}"
+        )
+    for name, speed, kl in traded:
+        axes[-1].plot(speed, kl, "o", color=colours([name], "10_quant")[name])
+        axes[-1].annotate(f" {name}", (speed, kl), fontsize=7)
+    if traded:
+        axes[-1].set_yscale("log")
+        axes[-1].margins(x=0.3, y=0.1)
+        axes[-1].set_xlabel("times as fast as phase 09, one request")
+        axes[-1].set_ylabel("KL divergence")
+        axes[-1].set_title("SmolLM2: faster is farther from float32; best is below on the right")
+    save(figure, out, evidence)
+
+
+def _traded(evidence: Evidence) -> list[tuple[str, float, float]]:
+    """Name, gain over phase 09 for one request, and divergence, of each way whose scheme has a speed."""
+    path = RESULTS / evidence.folder / "10_quant.json"
+    if not path.is_file():
+        return []
+    speeds = {
+        run.variant.removeprefix("10_quant "): run.median("output_tokens_per_s")
+        for run in Evidence.load(path).find(model="smollm2", batch=1)
+        if run.workload.startswith("decode")
+    }
+    return [
+        (run.variant, speeds[way.scheme] / speeds["09_cuda_graphs"], run.median("kl"))
+        for run in evidence.find(model="smollm2")
+        if (way := WAYS.get(run.variant)) and way.scheme in speeds and way.group == Way("int4").group
+    ]

@@ -1,0 +1,487 @@
+"""Replicas: what routing finds, what it costs, how many replicas make how many tokens, and handing over.
+
+    ladder bench replicas
+
+What is found where a request goes is counted in engines of this process, so that no clock is part of it. What
+the way to a replica costs is timed for one user: no way at all, the front without Ray, Ray Serve where it is
+installed, and sglang-router where `LADDER_SGLANG_ROUTER` names a Python that has it. On several GPUs: a
+replica on each of them, and all policies on prompts that begin alike.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from string import ascii_lowercase
+from typing import Any
+from urllib.request import urlopen
+
+import msgspec
+import torch
+
+import cuda_graphs
+from benchmarks.evidence import ROOT, BenchOptions, Evidence, Run, collect
+from benchmarks.measure import Sample, Samples, alternate, percentiles, summarize
+from benchmarks.plotting import colours, number, panels, save
+from benchmarks.roofline import ceilings
+from benchmarks.server import Server, answered, bodies_of, measured
+from benchmarks.workloads import Item, Workload, uniform, workload
+from common.device import synchronize
+from common.request import Request
+from common.sampling.params import SamplingParams
+from forward import load_model
+from forward.shapes import SHAPES
+from paged_cache import PagedEngine
+from parallel.replicas import handover
+from parallel.replicas.prefixes import chain_of
+from parallel.replicas.routing import InFlight, make_policy
+from prefix_cache import PrefixCache
+from serving.loadtest.loops import Plan
+from serving.loadtest.loops import run as run_plan
+from serving.loadtest.user import Target
+
+PHASE = "replicas"
+ROUTES = ("round-robin", "least-loaded", "prefix")
+PREFIXES = 16
+DIRECT, FRONT, RAY, SGLANG = "no router", "replicas, without Ray", "replicas, Ray Serve", "sglang-router"
+GPU_MODEL = "random:qwen3-8b"
+THROUGHPUT = {"max_rows": 256, "max_len": 4096, "step_tokens": 16_384}
+"""Of each engine on a GPU, as in phases 09 and 13."""
+SGLANG_PYTHON = "LADDER_SGLANG_ROUTER"
+
+
+def run(options: BenchOptions) -> Evidence:
+    """Routing counted, then timed; one user's way; handing over; on GPUs replicas by number and policy."""
+    bench = Bench(options)
+    runs = bench.found() + bench.deciding()
+    with bench.servers(max(1, bench.gpus), **({} if bench.on_cpu else THROUGHPUT)) as targets:
+        runs += bench.ways(targets[0])
+        if bench.gpus:
+            runs += bench.scaling(targets)
+    if bench.gpus > 1:
+        runs += bench.policies()
+    runs += bench.handing_over()  # the last, because its engines stay in this process
+    return collect(PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json())
+
+
+class Bench:
+    """What is measured, with which model."""
+
+    def __init__(self, options: BenchOptions) -> None:
+        self.options = options
+        self.on_cpu = options.device.type != "cuda"
+        self.gpus = 0 if self.on_cpu else torch.cuda.device_count()
+        self.model = options.model or ("random:tiny" if self.on_cpu else GPU_MODEL)
+        self.dtype = str(options.dtype).removeprefix("torch.")
+        self.rng = random.Random(1)
+
+    def summary(
+        self,
+        variant: str,
+        work: Workload,
+        samples: Sequence[Sample],
+        facts: Mapping[str, Any],
+        model: str = "",
+    ) -> Run:
+        """Evidence of one variant."""
+        kept = samples if isinstance(samples, Samples) else Samples(list(samples))
+        return summarize(
+            variant, work, kept, model=model or self.model, dtype=self.options.dtype, options=facts
+        )
+
+    # Counts.
+
+    def found(self) -> list[Run]:
+        """Four replicas in this process, 16 users, and every policy: what is found, and who computes it."""
+        work = prefixes(6 if self.options.quick else 12, prefix=256, rest=(16, 48), output=8, vocab=256)
+        runs = []
+        for route in ROUTES:
+            simulated = Simulated(work, route, replicas=4, users=16)
+            runs.append(self.summary(PHASE, work, [simulated.sample()], {"route": route}, "random:tiny"))
+        return runs
+
+    def deciding(self) -> list[Run]:
+        """Microseconds of a decision, from a request's bytes to a name, by the prompt's length."""
+        runs = []
+        for tokens in (128, 1024, 8192):
+            work = prefixes(2, prefix=tokens, rest=(16, 48), output=8)
+            bodies = [msgspec.json.encode(body) for body in bodies_of(work)]
+            for route in ROUTES:
+                sample = partial(deciding, route, bodies)
+                runs.append(self.summary(PHASE, work, [sample()], {"route": route, "prompt": tokens}))
+        return runs
+
+    # One user.
+
+    def ways(self, server: Target) -> list[Run]:
+        """First token and gap of one user, straight to a server and on every way there is to it."""
+        work = uniform("one-user-24x128+8", 4 if self.options.quick else 24, 128, 8)
+        with ExitStack() as stack:
+            ways = {DIRECT: server, FRONT: stack.enter_context(front([server], "prefix"))}
+            if self.on_cpu and importlib.util.find_spec("ray"):  # on a GPU there is no room for another
+                ways[RAY] = stack.enter_context(self.server(replicas=1)).target
+            if os.environ.get(SGLANG_PYTHON):
+                ways[SGLANG] = stack.enter_context(sglang_router([server]))
+            variants = {name: partial(self.one_user, target, work) for name, target in ways.items()}
+            kept = alternate(variants, self.options.repeats)
+        return [self.summary(name, work, samples.kept, {"users": 1}) for name, samples in kept.items()]
+
+    def one_user(self, target: Target, work: Workload, repeat: int) -> Sample:
+        """Requests one after the other. Letters, as not every router takes ids, and never the same twice:
+        several ways lead to one server, which would find what the way before has left."""
+        bodies = bodies_of(work)
+        for body in bodies:
+            letters = self.rng.choices(ascii_lowercase, k=len(body["prompt"]))
+            body |= {"model": self.model, "prompt": "".join(letters)}
+        return answered(run_plan(target, Plan(bodies, len(bodies), users=1), processes=1))
+
+    def server(self, gpu: int | None = None, **more: Any) -> Server:
+        """A server as every variant has it."""
+        size = {"max_rows": 16, "cache_bytes": 8 << 20} if self.on_cpu else {}
+        env = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
+        return Server(self.model, env=env, device=self.options.device.type, dtype=self.dtype, **size, **more)
+
+    # Handing over.
+
+    def handing_over(self) -> list[Run]:
+        """A prompt's blocks through shared memory into another engine, against computing them there again."""
+        model = load_model(
+            "smollm2" if self.on_cpu else self.model, device=self.options.device.type, dtype=self.dtype
+        )
+        name = "smollm2" if self.on_cpu else self.model
+        lengths = (256,) if self.options.quick else (256, 512, 1024) if self.on_cpu else (1024, 4096, 16_384)
+        bytes_each = 4 * max(lengths) * model.config.kv_bytes_per_token(model.dtype)
+        make = partial(cuda_graphs.load, model, max_rows=4, max_len=2 * max(lengths), cache_bytes=bytes_each)
+        there, here = make(), make()
+        runs = []
+        for length in lengths:
+            work = uniform(f"handover-{length}", 1, length, 1)
+            samples = [
+                handing_over(there, here, work.cold(repeat).prompts[0])
+                for repeat in range(self.options.repeats + 1)
+            ]
+            runs.append(self.summary(PHASE, work, samples[1:], {"prompt": length}, name))
+        return runs
+
+    # Several GPUs.
+
+    def scaling(self, targets: Sequence[Target]) -> list[Run]:
+        """1, 2, 4 replicas behind the front, each with 256 users' worth of requests."""
+        runs = []
+        for count in [n for n in (1, 2, 4, 8) if n <= len(targets)]:
+            work = crowd(count)
+            with front(targets[:count], "least-loaded") as target:
+                measured(target, work.first(32).cold(100 * count + 99), users=32)
+                samples = [
+                    measured(target, work.cold(100 * count + n), users=256 * count, processes=8)
+                    for n in range(self.options.repeats)
+                ]
+            runs.append(self.summary(PHASE, work, samples, {"replicas": count}))
+        return runs
+
+    def policies(self) -> list[Run]:
+        """16 beginnings of which no replica can keep all: every policy."""
+        count = max(n for n in (2, 4, 8) if n <= self.gpus)
+        work = prefixes(12, prefix=1024, rest=(32, 128), output=64)
+        config = SHAPES[self.model.removeprefix("random:")]
+        # What runs, and in all replicas together once what is shared, with a quarter to spare.
+        tokens = 32 * 1300 + PREFIXES * 1024 * 5 // (4 * count)
+        size = {"cache_bytes": tokens * config.kv_bytes_per_token(self.options.dtype), "max_rows": 32}
+        runs, shift = [], 0
+        with self.servers(count, **size) as targets:
+            for route in ROUTES:
+                samples = []
+                with front(targets, route) as target:
+                    for _ in range(1 + self.options.repeats):  # the first warms up
+                        shift += 1
+                        samples.append(measured(target, work.cold(shift), users=24 * count))
+                runs.append(self.summary(PHASE, work, samples[1:], {"replicas": count, "route": route}))
+        return runs
+
+    @contextmanager
+    def servers(self, count: int, **more: Any) -> Iterator[list[Target]]:
+        """So many servers, a GPU each; they start at the same time."""
+        started = [self.server(None if self.on_cpu else gpu, **more) for gpu in range(count)]
+        with ExitStack() as stack:
+            yield [stack.enter_context(server).target for server in started]
+
+
+def prefixes(each: int, *, prefix: int, rest: tuple[int, int], output: int, vocab: int = 10_000) -> Workload:
+    """`prefix_caching` with 16 beginnings instead of one, `each` requests of each, in any order."""
+    rng = random.Random(16)
+
+    def tokens(count: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(vocab) for _ in range(count))
+
+    starts = [tokens(prefix) for _ in range(PREFIXES)]
+    items = [Item(start + tokens(rng.randint(*rest)), output) for start in starts for _ in range(each)]
+    rng.shuffle(items)
+    return Workload(f"prefix_caching-{PREFIXES}x{each}-{prefix}", tuple(items), vocab=vocab)
+
+
+def crowd(replicas: int) -> Workload:
+    """`offline-256` once for each replica, with other tokens each time."""
+    one = workload("offline-256")
+    if replicas == 1:
+        return one
+    items = [
+        replace(item, prompt=tuple((token + 7 * copy) % one.vocab for token in item.prompt))
+        for copy in range(replicas)
+        for item in one.items
+    ]
+    return replace(one, name=f"offline-256 x {replicas}", items=tuple(items))
+
+
+# Counting.
+
+
+@dataclass
+class Asked:
+    """A request of the simulation."""
+
+    item: Item
+    replica: str = ""
+    arrived: int = 0
+    first: int | None = None
+    request: Request | None = field(default=None)
+
+
+class Simulated:
+    """Replicas that take turns, a step each, so that what happens is the same on every machine.
+
+    A replica's clock is the tokens that it has computed. Users wait for their answer before they ask again.
+    """
+
+    def __init__(self, work: Workload, route: str, replicas: int, users: int) -> None:
+        model = load_model("random:tiny")
+        # Room for what runs, and for a third of all beginnings: together the replicas can keep them all.
+        room = (users + PREFIXES // 3) * 320 * model.config.kv_bytes_per_token(model.dtype)
+        names = [f"r{n}" for n in range(replicas)]
+        self.engines = {
+            name: cuda_graphs.load(model, max_rows=users, step_tokens=256, cache_bytes=room, graphs=False)
+            for name in names
+        }
+        self.policy, self.flight, self.users = make_policy(route, 8), InFlight(), users
+        self.waiting = [Asked(item) for item in work.items]
+        self.open: dict[str, Asked] = {}
+        self.done: list[Asked] = []
+        self.imbalance = 0
+        self._bodies = iter([msgspec.json.encode(body) for body in bodies_of(work)])
+
+    def sample(self) -> Sample:
+        """Run to the end, and count."""
+        started = time.perf_counter()
+        while self.waiting or self.open:
+            while self.waiting and len(self.open) < self.users:
+                self._ask(self.waiting.pop(0))
+            for name, engine in self.engines.items():
+                if not engine.idle:
+                    self._step(name, engine)
+        computed = [engine.stats.computed_tokens for engine in self.engines.values()]
+        caches = [engine.cache for engine in self.engines.values()]
+        stats = [cache.stats for cache in caches if isinstance(cache, PrefixCache)]
+        waits = [float((one.first or 0) - one.arrived) for one in self.done]
+        return {
+            "seconds": time.perf_counter() - started,
+            "cache_hit_fraction": sum(s.hit_tokens for s in stats) / sum(s.lookup_tokens for s in stats),
+            "computed_tokens": float(sum(computed)),
+            "busiest_computed_tokens": float(max(computed)),
+            "imbalance": float(self.imbalance),
+            "first_token_after_tokens": median(waits),
+        }
+
+    def _ask(self, asked: Asked) -> None:
+        loads = {name: self.flight.of(name) for name in self.engines}
+        chain = chain_of(next(self._bodies))
+        name = self.policy.rank(chain, loads)[0]
+        self.policy.sent(chain, name)
+        number = str(len(self.open) + len(self.done))
+        self.flight.begin(number, name)
+        self.imbalance = max(self.imbalance, loads[name] - min(loads.values()))
+        engine = self.engines[name]
+        params = SamplingParams(max_tokens=asked.item.max_tokens, temperature=0.0, ignore_eos=True)
+        asked.replica, asked.arrived = name, engine.stats.computed_tokens
+        (asked.request,) = engine.add(asked.item.prompt, params)
+        self.open[number] = asked
+
+    def _step(self, name: str, engine: PagedEngine) -> None:
+        engine.step()
+        for key, asked in list(self.open.items()):
+            if asked.replica != name or asked.request is None:
+                continue
+            if asked.first is None and asked.request.output_ids:
+                asked.first = engine.stats.computed_tokens
+            if asked.request.finish_reason is not None:
+                self.flight.end(key)
+                self.done.append(self.open.pop(key))
+
+
+def deciding(route: str, bodies: Sequence[bytes]) -> Sample:
+    """Time decisions among four replicas that know some of it."""
+    policy, flight, times = make_policy(route, 8), InFlight(), []
+    for turn in range(20):
+        for place, body in enumerate(bodies):
+            number = f"{turn} {place}"
+            begun = time.perf_counter()
+            chain = chain_of(body)
+            name = policy.rank(chain, {name: flight.of(name) for name in ("a", "b", "c", "d")})[0]
+            policy.sent(chain, name)
+            flight.begin(number, name)
+            times.append(time.perf_counter() - begun)
+            flight.end(number)
+    return {
+        "seconds": median(times),
+        "route_us": median(times) * 1e6,
+        "route_us_p99": percentiles("x", times)["x_p99"] * 1e6,
+    }
+
+
+# Processes.
+
+
+@contextmanager
+def listening(command: Sequence[str], says: str) -> Iterator[str]:
+    """A process, as soon as it has said where it listens (a regular expression with one group)."""
+    path = os.pathsep.join([str(ROOT), *map(str, sorted((ROOT / "phases").glob("[0-9]*")))])
+    env = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=env
+    )
+    assert process.stdout is not None
+    timer = threading.Timer(60, process.kill)
+    timer.start()
+    found = None
+    for line in process.stdout:
+        found = re.search(says, line)
+        if found:
+            break
+    timer.cancel()
+    rest = threading.Thread(target=process.stdout.read, daemon=True)
+    rest.start()
+    try:
+        if found is None:
+            raise RuntimeError(f"{command[2]} has not started")
+        yield found[1]
+    finally:
+        end(process)
+
+
+@contextmanager
+def front(targets: Sequence[Target], route: str) -> Iterator[Target]:
+    """Our front before servers."""
+    urls = [f"http://{target.host}:{target.port}" for target in targets]
+    command = [sys.executable, "-m", "parallel.replicas.front", *urls, "--route", route, "--port", "0"]
+    with listening(command, r"Ready: (http://\S+)") as url:
+        yield Target.of(url)
+
+
+@contextmanager
+def sglang_router(targets: Sequence[Target], port: int = 30_991) -> Iterator[Target]:
+    """SGLang's router before servers, as soon as it says that it is ready."""
+    urls = [f"http://{target.host}:{target.port}" for target in targets]
+    command = [os.environ[SGLANG_PYTHON], "-m", "sglang_router.launch_router", "--worker-urls", *urls]
+    command += ["--policy", "cache_aware", "--host", "127.0.0.1", "--port", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(120):
+            with suppress(OSError), urlopen(f"http://127.0.0.1:{port}/readiness", timeout=2) as answer:
+                if answer.status == 200:
+                    break
+            time.sleep(0.5)
+        yield Target("127.0.0.1", port)
+    finally:
+        end(process)
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    """End a process that this one has started."""
+    process.terminate()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+# Handing over.
+
+
+def handing_over(there: PagedEngine, here: PagedEngine, prompt: list[int]) -> Sample:
+    """Milliseconds of each part, for a prompt that neither engine knows."""
+    device = there.runner.model.device
+
+    def timed(call: Callable[[], Any]) -> tuple[float, Any]:
+        synchronize(device)
+        begun = time.perf_counter()
+        found = call()
+        synchronize(device)
+        return (time.perf_counter() - begun) * 1e3, found
+
+    for engine in (there, here):
+        assert isinstance(engine.cache, PrefixCache)
+        engine.cache.forget()
+    computing, blocks = timed(lambda: handover.prefill(there, prompt))
+    exporting, (memory, placed) = timed(lambda: handover.to_shared_memory(handover.export(there, prompt)))
+    try:
+        entering, count = timed(partial(handover.enter, here, placed))
+        size = placed.blocks.numel() * placed.blocks.element_size()
+        last, _ = timed(lambda: handover.prefill(here, prompt))
+    finally:
+        del placed
+        memory.close()
+        memory.unlink()
+    assert count == len(blocks.keys)
+    return {
+        "seconds": (exporting + entering + last) / 1e3,
+        "prefill_ms": computing,
+        "export_ms": exporting,
+        "import_ms": entering,
+        "rest_ms": last,
+        "handover_bytes": float(size),
+    }
+
+
+# The figure.
+
+
+def draw(evidence: Evidence, out: Path) -> None:
+    """Left: tokens that each policy computes. Right: what one user waits for on each way."""
+    figure, (left, right) = panels(2, height=3.0)
+    counted = [run for run in evidence.find(PHASE) if "computed_tokens" in run.metrics]
+    routes = colours((run.options["route"] for run in counted), PHASE)
+    for place, run in enumerate(counted):
+        value = run.median("computed_tokens")
+        left.barh(place, value, color=routes[run.options["route"]], height=0.6)
+        text = f"{number(value)}  ({run.median('cache_hit_fraction'):.0%} found)"
+        left.annotate(text, (value, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
+    left.set_yticks(range(len(counted)), [run.options["route"] for run in counted])
+    left.set_xlabel("tokens computed, four replicas together")
+    left.set_title("16 beginnings, 4 replicas: what each policy computes")
+    ways = [run for run in evidence.runs if run.options.get("users") == 1]
+    shown = colours((run.variant for run in ways), PHASE)
+    for place, run in enumerate(ways):
+        value = run.median("ttft_ms_p50")
+        right.barh(place, value, color=shown[run.variant], height=0.6)
+        right.annotate(
+            number(value), (value, place), (4, 0), textcoords="offset points", va="center", fontsize=8
+        )
+    right.set_yticks(range(len(ways)), [run.variant for run in ways])
+    right.set_xlabel("time to first token, median (ms)")
+    right.set_title("One user's first token, on each way to the engine")
+    for axes in (left, right):
+        axes.invert_yaxis()
+        axes.margins(x=0.45)
+        axes.grid(visible=False, axis="y")
+    save(figure, out, evidence)
