@@ -1,0 +1,94 @@
+"""Sphinx's configuration: lessons, notebooks and docstrings as they are. `build.py` calls it."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from typing import Any
+
+project = "Inference Ladder"
+author = "the founders of Inference Ladder"
+root_doc = "README"
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+html_theme = "furo"
+html_title = project
+html_copy_source = False
+html_show_copyright = False
+html_theme_options = {"navigation_with_keys": True}
+html_css_files = ["site.css"]
+html_static_path = ["static"]
+pygments_style = "friendly"
+pygments_dark_style = "monokai"
+
+# Notebooks are shown as they were run and tested; building the site runs nothing and asks nobody.
+nb_execution_mode = "off"
+myst_heading_anchors = 4
+myst_links_external_new_tab = False
+suppress_warnings = [
+    "myst.header",  # a lesson may go from a title to a third level
+    "misc.highlighting_failure",  # what a command prints is no program
+    "mystnb.unknown_mime_type",
+    "ref.python",  # several classes have a field of one name
+]
+
+default_role = "code"
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+autodoc_default_options = {
+    "members": True,
+    "undoc-members": False,
+    "show-inheritance": True,
+    "ignore-module-all": True,
+}
+autodoc_preserve_defaults = True
+# Extras that this environment may lack: their users' docstrings are shown all the same.
+autodoc_mock_imports = [name for name in ("xgrammar", "ray") if find_spec(name) is None]
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+
+SPAN = re.compile(r"(``.+?``|`[^`]+`)", re.S)
+FIELD = re.compile(r"^(\w+(?:, \w+)*): (?=\S)")
+
+
+def as_rst(text: str) -> str:
+    """A docstring's plain text and `code` in the markup that autodoc reads."""
+    parts = SPAN.split(listed(text))
+    for i, part in enumerate(parts):
+        if i % 2:
+            span = part if part.startswith("``") else f"`{part}`"
+            parts[i] = " ".join(span.split()) + ("\\ " if re.match(r"\w", parts[i + 1]) else "")
+        else:
+            parts[i] = re.sub(r"([*|]|(?<=\w)_(?!\w))", r"\\\1", part).replace(BULLET, "*")
+    return "".join(parts)
+
+
+BULLET = "\0"
+
+
+def listed(text: str) -> str:
+    """`name: what it is`, with its further lines indented, as a list."""
+    lines, inside = [], False
+    for line in text.split("\n"):
+        field = FIELD.match(line)
+        if field and (inside or not lines or not lines[-1].strip()):
+            lines.append(f"{BULLET} `{field[1]}`: {line[field.end() :]}")
+            inside = True
+        elif inside and line.startswith("    "):
+            lines.append("  " + line.strip())
+        else:
+            if inside and line.strip():
+                lines.append("")
+            inside = False
+            lines.append(line)
+    return "\n".join(lines)
+
+
+def process(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Sphinx's hook for a docstring: `lines` is changed in place."""
+    lines[:] = as_rst("\n".join(lines)).split("\n")
+
+
+def setup(app: Any) -> None:
+    """Sphinx's hook for the start."""
+    app.connect("autodoc-process-docstring", process, priority=0)
