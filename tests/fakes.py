@@ -110,6 +110,9 @@ class FakeRunner:
     def sample(self, step: FakePending, allowed: None = None) -> FakePending:
         return step
 
+    def read_prompts(self, step: FakePending) -> list[Any]:
+        return []
+
     def forward(self, works: Sequence[Work], *, masked: bool = False) -> FakePending:
         if self.fail_run:
             self.fail_run = False
@@ -222,9 +225,11 @@ class OddOnly(NoMasks):
 
     def fill(self, works: Sequence[Work]) -> Tensor:  # type: ignore[override]
         takers = [taker for work in works for taker in work.takers]
-        for taker in takers:
-            if taker.finish_reason is None:
-                on_their_way = taker.placeholders - 1
+        for work in works:
+            for taker in work.takers:
+                if taker.finish_reason is not None:
+                    continue
+                on_their_way = work.start + work.count - len(work.drafts) - len(taker.tokens)
                 assert on_their_way == 0, (
                     f"request {taker.id}: a mask is filled before {on_their_way} tokens are known"
                 )

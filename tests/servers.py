@@ -37,11 +37,19 @@ JSON = {"content-type": "application/json"}
 
 
 class Running:
-    """`ladder serve` with these arguments, as a context; `url` is where."""
+    """`ladder serve` with these arguments, as a context; `url` is where.
+
+    within: seconds that it may take to be ready.
+    """
 
     def __init__(
-        self, *arguments: str, model: str = "random:tiny", env: dict[str, str] | None = None
+        self,
+        *arguments: str,
+        model: str = "random:tiny",
+        env: dict[str, str] | None = None,
+        within: float = 90.0,
     ) -> None:
+        self.within = within
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         path = os.pathsep.join([str(ROOT), *map(str, sorted((ROOT / "phases").glob("[0-9]*")))])
         self.process = subprocess.Popen(
@@ -57,7 +65,7 @@ class Running:
 
     def __enter__(self) -> Running:
         assert self.process.stdout is not None
-        timer = threading.Timer(90, self.process.kill)
+        timer = threading.Timer(self.within, self.process.kill)
         timer.start()
         for line in self.process.stdout:
             found = re.search(r"Ready: (http://\S+)", line)

@@ -101,6 +101,7 @@ def test_files_without_prompts(cli, tmp_path, content):
     assert "both given" in err
 
 
+@pytest.mark.slow
 def test_no_traceback_from_a_real_process():
     call = [sys.executable, "-m", "phases", "run", "1", "--prompt", ""]
     done = subprocess.run(call, capture_output=True, text=True, cwd=ROOT, check=False)
@@ -382,6 +383,7 @@ def test_a_seed_repeats_itself(cli, smollm2_folder):
     assert one == two != other
 
 
+@pytest.mark.slow
 def test_no_weights_reachable(tmp_path):
     """With an empty cache and no network, the message says what to do, in one line."""
     environment = {

@@ -57,10 +57,11 @@ def check(line: str) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def flags() -> None:
-    for command in WITH_ENGINE_FLAGS.values():
-        add_engine_flags(command)
+    for name, command in WITH_ENGINE_FLAGS.items():
+        add_engine_flags(command, limits=name == "serve")
 
 
+@pytest.mark.slow
 def test_commands_in_the_documentation() -> None:
     found = documented()
     assert len(found) > 3 * len(PHASES), "the lessons' commands were not seen"

@@ -24,7 +24,7 @@ def modules() -> dict[str, Path]:
         inside = (
             folder.rglob("*.py")
             if package != "phases"
-            else [*folder.glob("*.py"), *folder.glob("commands/*.py")]
+            else [*folder.glob("*.py"), *folder.glob("commands/*.py"), *folder.glob("course/*.py")]
         )
         for path in inside:
             parts = (package, *path.relative_to(folder).with_suffix("").parts)

@@ -36,6 +36,7 @@ def ladder(capsys: Any, *arguments: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.name)
+@pytest.mark.slow
 def test_every_phase_is_profiled(capsys: Any, tmp_path: Path, phase: Any) -> None:
     if phase.needs and torch.cuda.is_available():
         pytest.skip("kernels run natively here")
@@ -60,6 +61,7 @@ def test_every_phase_is_profiled(capsys: Any, tmp_path: Path, phase: Any) -> Non
 
 
 @INTERPRETED_ONLY
+@pytest.mark.slow
 def test_kernels_are_interpreted_in_a_process_of_its_own(tmp_path: Path) -> None:
     """Triton must not be imported before phase 06 has chosen its interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -70,6 +72,7 @@ def test_kernels_are_interpreted_in_a_process_of_its_own(tmp_path: Path) -> None
 
 
 @INTERPRETED_ONLY
+@pytest.mark.slow
 def test_the_default_needs_no_download_where_the_phase_is_not_at_home(
     capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

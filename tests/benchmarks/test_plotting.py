@@ -33,7 +33,8 @@ def texts(axes) -> str:
 def test_bars_say_value_gain_and_roofline():
     _, axes = bars(RUNS[:2], "output_tokens_per_s")
     assert [bar.get_width() for bar in axes.patches] == [10.0, 50.0]
-    assert texts(axes) == "10  5% of roofline | 50  (5.00× the one above)  25% of roofline"
+    assert texts(axes) == "10  5% | 50  (5.00× the one above)  25%"
+    assert axes.get_xlabel() == "output tokens per second; %: of the roofline |"
     assert [label.get_text() for label in axes.get_yticklabels()] == ["01_forward", "02_kv_cache"]
     _, axes = bars(RUNS, "peak_memory_bytes")
     assert axes.patches[0].get_width() == pytest.approx(2.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -115,7 +117,19 @@ def test_gain_compares_the_same_work_with_the_phase_below():
     )
     found = evidence(other_model, run("01_forward", 10.0, batch=1), run("02_kv_cache", 52.0, batch=1))
     assert gain(phase, found).factor == pytest.approx(5.2)
-    assert gain_text(phase, found) == "5.2× output tokens per second"
+    assert gain_text(phase, found) == "5.2× output tokens per second (w, m)"
     assert gain(phase, evidence(other_model, run("02_kv_cache", 52.0))) is None
     assert gain(phase, None) is None
     assert gain_text(phase, None) == ""
+
+
+def test_a_table_may_wait_for_its_evidence(tmp_path: Path) -> None:
+    file = tmp_path / "phases" / "lesson" / "README.md"
+    table = "<!-- table: cpu/none when=recorded -->\n<!-- /table -->"
+    figure = '<!-- table: figure cpu/none "what it shows" -->\n<!-- /table -->'
+    assert fill(table, tmp_path, file) == table, "evidence that is not there yet has made a table"
+    assert fill(figure, tmp_path, file) == figure, "a figure is shown that was not drawn yet"
+    figures = tmp_path / "figures" / "cpu"
+    figures.mkdir(parents=True)
+    (figures / "none.png").write_bytes(b"")
+    assert "![what it shows](../../figures/cpu/none.png)" in fill(figure, tmp_path, file)

@@ -131,6 +131,7 @@ def test_a_template_that_fails_says_why(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BOUNDED)
+@pytest.mark.slow
 def test_no_template_runs_long_or_takes_much_memory(name: str) -> None:
     message = attempt(BOUNDED[name])
     assert "does not take these messages" in message

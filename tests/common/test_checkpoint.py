@@ -341,6 +341,7 @@ def test_damaged_and_missing_files(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
+@pytest.mark.slow
 def test_no_second_copy_in_memory(tmp_path):
     """16 tensors of 16 MiB: the peak must stay near one model, in float32 and converted from bfloat16."""
     each = 1 << 22

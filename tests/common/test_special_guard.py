@@ -45,6 +45,7 @@ ANY_TEXTS = st.text(st.sampled_from(LETTERS) | st.characters(codec="utf-8"), max
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(texts=st.lists(ANY_TEXTS, min_size=1, max_size=4))
+@pytest.mark.slow
 def test_ordinary_texts_are_encoded_as_transformers_does(model, texts) -> None:
     ours, expected = chat(model, [{"role": "user", "content": text} for text in texts])
     assert ours == expected
@@ -52,6 +53,7 @@ def test_ordinary_texts_are_encoded_as_transformers_does(model, texts) -> None:
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
+@pytest.mark.slow
 def test_special_tokens_in_contents_are_text(model, data) -> None:
     """Whole ones, ones inside one another, and halves: as many control tokens as with harmless contents."""
     tokenizer = model[0]

@@ -137,6 +137,7 @@ def test_abort_of_neighbours(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", [*list(SLOW)[1:], *ENGINES])
+@pytest.mark.slow
 def test_sampled_requests_with_seeds(engine: str) -> None:
     """A request's random numbers depend on its seed and its step alone, so sampling agrees as well."""
     name = MODELS[0]
@@ -192,6 +193,7 @@ def conversation(engine: Callable[[list[int]], list[int]]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_conversation(engine: str) -> None:
     name = MODELS[1]
     params = SamplingParams(max_tokens=30, ignore_eos=True)

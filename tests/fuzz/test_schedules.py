@@ -32,6 +32,7 @@ def fuzz(kind: str, seeds: range) -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", MACHINES)
+@pytest.mark.slow
 def test_a_few_scripts(kind: str) -> None:
     fuzz(kind, range(SHORT))
 

@@ -284,6 +284,7 @@ def test_a_tied_head_is_the_embedding(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", ["gpt2", "tiny", "tiny-window"])
+@pytest.mark.slow
 def test_random_models_have_finite_distinct_logits(shape: str) -> None:
     model = random_model(SHAPES[shape], device="cpu", dtype=torch.float32)
     logits = our_logits(model, torch.randint(0, 257, (12,)))

@@ -196,7 +196,7 @@ def test_a_bench_for_the_record_uses_the_defaults(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("LADDER_TUNING", "on")  # so that it is put back
     monkeypatch.setattr(benches, "_measure", measure)
     with pytest.raises(ValueError, match="enough"):
-        benches.bench("2", quick=True, device="cpu", dtype="auto", model=None, repeats=1)
+        benches.bench("2", quick=True, record=False, device="cpu", dtype="auto", model=None, repeats=1)
     assert seen == [PREFILL.default(HEAD, CPU)]
 
 
@@ -212,6 +212,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latency, "SPACE", {"lone": {"splits": (1, 2, 4)}, "gemv": {"rows": (1, 2)}})
 
 
+@pytest.mark.slow
 def test_every_shape_of_a_model_is_tuned_and_the_engine_uses_it(
     monkeypatch: pytest.MonkeyPatch, home: Path, capsys: Any
 ) -> None:

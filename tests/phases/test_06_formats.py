@@ -48,6 +48,7 @@ def in_format(batch: Batch, name: str) -> Batch:
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.slow
 def test_decode_reads_every_format(name: str, feature: str, splits: int) -> None:
     batch = in_format(make([1, 17, 60], heads=(HEADS, KV_HEADS), d=D), name)
     config = DecodeConfig(block_n=16, splits=splits)
@@ -58,6 +59,7 @@ def test_decode_reads_every_format(name: str, feature: str, splits: int) -> None
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("tma", [False, True])
 @pytest.mark.parametrize("feature", ["plain", "window"])
+@pytest.mark.slow
 def test_prefill_reads_every_format(name: str, feature: str, tma: bool) -> None:
     contexts, queries = [1, 37, 50], [1, 20, 50]
     batch = in_format(make(contexts, queries, heads=(HEADS, KV_HEADS), d=D), name)

@@ -203,6 +203,7 @@ def test_a_workspace_is_clean_after_use() -> None:
 
 @pytest.mark.parametrize("tma", [False, True])
 @pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.slow
 def test_prefill_of_ragged_queries(feature: str, tma: bool) -> None:
     """Whole prompts, chunks behind a cached prefix and single tokens, in one launch."""
     contexts, queries = [1, 37, 70, 100, 16], [1, 1, 70, 45, 16]
@@ -495,6 +496,7 @@ def test_splits_meet_without_a_race() -> None:
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-window"])
+@pytest.mark.slow
 def test_same_tokens_as_phase_05(name: str) -> None:
     """Greedy, float32: a short prompt (decode kernel), a long one (prefill kernel), and their decodes."""
     model = load_model(f"random:{name}", device=DEVICE, dtype="float32")
@@ -512,6 +514,7 @@ def test_same_tokens_as_phase_05(name: str) -> None:
 @pytest.mark.parametrize(
     "choice", ["attention_prefill", "attention_decode", "norms", "rope", "activation", "projections"]
 )
+@pytest.mark.slow
 def test_every_backend_can_be_switched_off_by_itself(choice: str) -> None:
     """Logits of a mixed step, one prompt and one decode, with one kind of layer left to torch."""
     shape = "tiny-window" if choice == "rope" else "tiny"  # which has norms of heads, to come before

@@ -384,6 +384,7 @@ def test_replayed_steps_give_the_same_tokens(model: Model, overlap: bool) -> Non
 
 
 @pytest.mark.parametrize("few", [16, 1])
+@pytest.mark.slow
 def test_a_chunk_of_one_token_is_no_decode(model: Model, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts token by token: nothing is sampled but behind the last one, there for two samples at once.
 
@@ -401,6 +402,7 @@ def test_a_chunk_of_one_token_is_no_decode(model: Model, few: int, monkeypatch: 
 
 
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.slow
 def test_masked_steps_are_sampled_behind_the_graph(model: Model, overlap: bool) -> None:
     engine = load(model, overlap=overlap, graph_tokens=0)
     engine.masks = OddOnly(model.config.vocab_size)
@@ -411,6 +413,7 @@ def test_masked_steps_are_sampled_behind_the_graph(model: Model, overlap: bool) 
     assert runner_of(engine).replays > 0
 
 
+@pytest.mark.slow
 def test_log_probabilities_are_worked_out_behind_the_graph(model: Model) -> None:
     params = [SamplingParams(max_tokens=3, logprobs=2, temperature=heat, seed=1) for heat in (0.0, 0.9)]
     wanted = generate(prefix_cache.load(model, max_rows=2, max_len=120), [[5, 6, 7], [8, 9]], params)
@@ -424,6 +427,7 @@ def test_log_probabilities_are_worked_out_behind_the_graph(model: Model) -> None
         )
 
 
+@pytest.mark.slow
 def test_padding_is_nobody_even_where_somebody_was(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that end one by one leave their rows and positions in the buffers of later steps."""
     engine = load(model, overlap=False, graph_tokens=0)
@@ -467,6 +471,7 @@ def test_steps_that_fit_no_graph_run_eagerly(model: Model) -> None:
     assert runner_of(engine).replays == 2
 
 
+@pytest.mark.slow
 def test_startup_counts_the_graphs(model: Model) -> None:
     runner = runner_of(load(model, graph_tokens=0))
     assert runner.startup.graphs == 3 * len(decode_sizes(5)) and runner.startup.seconds > 0
@@ -511,6 +516,7 @@ def test_options_out_of_their_limits(model: Model, options: dict[str, Any], word
         cuda_graphs.load(model, **{"kernels": True, "graphs": True, **options})
 
 
+@pytest.mark.slow
 def test_without_triton_it_runs_ahead_all_the_same() -> None:
     """Triton exists for Linux alone; nothing but the kernels may need it."""
     script = """
@@ -528,6 +534,7 @@ print(len(generate(engine, [[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=
 
 
 @pytest.mark.skipif(CUDA, reason="kernels run natively here")
+@pytest.mark.slow
 def test_its_kernels_are_interpreted_whatever_is_imported_first() -> None:
     script = """
 import cuda_graphs.step_kernels

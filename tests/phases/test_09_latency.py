@@ -50,6 +50,7 @@ def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("feature", ["plain", "window", "cap"])
 @pytest.mark.parametrize("heads", [(6, 2), (3, 3)])
 @pytest.mark.parametrize("context", [0, 1, 15, 16, 17, 101])
+@pytest.mark.slow
 def test_attention_of_a_lone_token(context: int, heads: tuple[int, int], feature: str, meet: bool) -> None:
     """From the QKV projection to the residual, against the kernels apart, with poison all around."""
     d, size = 32, 24

@@ -184,7 +184,9 @@ def test_gptq(less: int, order: str, zeros: bool) -> None:
     expect(layout, found)
     weight = layout.read(found, (16, 64), "w").check("w")
     assert (weight.order is None) == (order == "as it lies") and (weight.zero is None) == (not zeros)
-    assert torch.equal(weight.dequantize(), by_hand(numbers, scale, zero, groups))
+    assert torch.equal(weight.dequantize(), by_hand(numbers, scale, zero, groups)), (
+        f"layer w of a GPTQ file, inputs {order}: not (number - zero) * scale of each input's group"
+    )
     x = torch.randn(3, 64)
     layer = QuantLinear(weight)
     assert torch.allclose(layer(x), layer.exact(x), atol=1e-4), "the inputs were not put in order"
@@ -210,7 +212,9 @@ def test_awq() -> None:
     }
     expect(layout, found)
     weight = layout.read(found, (16, 64), "w").check("w")
-    assert torch.equal(weight.dequantize(), by_hand(numbers, scale, zero, torch.arange(64) // 32))
+    assert torch.equal(weight.dequantize(), by_hand(numbers, scale, zero, torch.arange(64) // 32)), (
+        "layer w of an AWQ file: columns or zero points are not where its words have them"
+    )
 
 
 @pytest.mark.parametrize("zeros", [False, True])
@@ -304,7 +308,8 @@ def test_a_group_that_does_not_divide_a_row() -> None:
     layout = Layout("awq", Scheme("awq", "int4", "group", group=128, zeros=True), "scales")
     with pytest.raises(UserError, match="w has rows of 576 weights, which groups of 128 do not divide"):
         layout.tensors(8, 576, "w")
-    assert INT4.fitted(576, "w").group == 64 and INT4.fitted(1536, "w") is INT4
+    assert INT4.fitted(576, "w").group == 64, "rows of 576 take groups of 64: 128 does not divide them"
+    assert INT4.fitted(1536, "w") is INT4
     assert INT4.fitted(48, "w").group == 16
     with pytest.raises(UserError, match="w has rows of 40 weights, which no group of 16 or more divides"):
         INT4.fitted(40, "w")
@@ -383,7 +388,8 @@ def test_known_configurations(
     assert layout is not None
     scheme = layout.scheme
     assert (scheme.weights, scheme.scales, scheme.group) == (weights, scales, group)
-    assert (scheme.zeros, scheme.activations) == (zeros, activations)
+    assert scheme.zeros == zeros, f"the file says zero points: {zeros}, but it is read with {scheme.zeros}"
+    assert scheme.activations == activations, f"inputs are {activations}, not {scheme.activations}"
 
 
 UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
@@ -453,7 +459,7 @@ def test_names() -> None:
     assert matches("re:.*down_proj", "layers.0.mlp.down_proj")
     assert matches("re:model\\.layers\\.1\\..*", "layers.1.mlp.down_proj")
     assert not matches("re:model\\.layers\\.1\\..*", "layers.11.mlp.down_proj")
-    assert not matches("model.layers.0.mlp", "layers.0.mlp.up_proj")
+    assert not matches("model.layers.0.mlp", "layers.0.mlp.up_proj"), "part of a name is no name"
     assert matches("lm_head", "lm_head")
     apart = compressed(ignore=["re:.*mlp.*"])
     assert stored(apart).layout("layers.0.mlp.up_proj") is None
@@ -472,7 +478,7 @@ def test_named_layers_come_before_all_layers() -> None:
         for name in ("q_proj", "k_proj")
         if (layout := found.layout(f"layers.0.self_attn.{name}")) is not None
     ]
-    assert groups == [32, 128]
+    assert groups == [32, 128], f"q_proj is named with groups of 32, k_proj is not, but they have {groups}"
 
 
 # Products.
@@ -499,7 +505,10 @@ def test_sixteen_bits_of_an_input_go_through_two_products() -> None:
     layer = QuantLinear(made("int8", 24, 256))
     x = torch.randn(16, 256)
     want = layer.exact(x)
-    assert float((layer(x) - want).abs().max() / want.abs().max()) < 1e-4
+    worst = float((layer(x) - want).abs().max() / want.abs().max())
+    assert worst < 1e-4, (
+        f"16 tokens: off by {worst:.1e} of the largest output: eight bits of the input are lost"
+    )
     alone = torch.cat([cpu.int8_product(row.expand(16, -1), layer.data, layer.scale)[:1] for row in x])
     assert torch.equal(cpu.int8_product(x, layer.data, layer.scale), alone), (
         "neighbours change a token's result"
@@ -518,7 +527,8 @@ def test_four_bits_take_no_second_copy() -> None:
     before = layer.weight
     size = sum(buffer.nbytes for buffer in layer.buffers())
     layer.settle()
-    assert sum(buffer.nbytes for buffer in layer.buffers()) <= size * 1.1
+    after = sum(buffer.nbytes for buffer in layer.buffers())
+    assert after <= size * 1.1, f"a layer of {size} bytes takes {after} in its fastest form"
     assert torch.equal(layer.weight.data, before.data) and torch.equal(layer.weight.scale, before.scale)
 
 
@@ -554,4 +564,4 @@ def test_schemes_that_no_layer_can_have() -> None:
     ):
         with pytest.raises(UserError, match=f"x: {says}"):
             Scheme("x", **wrong)  # type: ignore[arg-type]
-    assert set(SCHEMES) == {"fp8", "fp8-block", "int8", "w8a8", "int4"}
+    assert set(SCHEMES) == {"fp8", "fp8-weights", "fp8-block", "int8", "w8a8", "int4"}

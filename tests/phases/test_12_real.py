@@ -125,11 +125,12 @@ def test_people_are_extracted(folder: Path, backend: str) -> None:
 
 
 @pytest.mark.slow
-def test_jumping_forward_saves_a_tenth_of_the_steps(smollm2_folder: Path) -> None:
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "in turn"])
+def test_jumping_forward_saves_a_tenth_of_the_steps(smollm2_folder: Path, overlap: bool) -> None:
     pytest.importorskip("llguidance")
     steps, texts = [], []
     for jump in (False, True):
-        engine = engine_of(smollm2_folder, overlap=False, speculate=False, jump_forward=jump)
+        engine = engine_of(smollm2_folder, overlap=overlap, speculate=False, jump_forward=jump)
         assert engine.tokenizer is not None
         prompts = [engine.tokenizer.encode(question(PEOPLE[0]))]
         params = SamplingParams(max_tokens=80, grammar=Grammar.json_schema(PERSON))

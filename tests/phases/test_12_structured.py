@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -26,10 +27,10 @@ from continuous.seams import Drafter
 from continuous.work import Work
 from forward.model import Model
 from paged_cache import BlockPool, PagedEngine
-from structured.drafter import GrammarDrafter
+from structured.drafter import FEW_IN_TURN, GrammarDrafter
 from structured.masks import GrammarMasks
 from tests.schedules import check
-from tests.structured_kit import EOS, SCHEMAS, must_validate, tokenizer
+from tests.structured_kit import EOS, SCHEMAS, must_validate, tokenizer, vocabulary
 
 pytestmark = pytest.mark.timeout(120)
 pytest.importorskip("llguidance")
@@ -44,7 +45,12 @@ def model() -> Model:
 
 
 def engine_of(model: Model, **options: Any) -> PagedEngine:
-    return structured.load(model, tokenizer=tokenizer(), **{**SMALL, **options})
+    """An engine whose steps overlap under grammars, too, as on a GPU, unless it is told otherwise."""
+    engine = structured.load(model, tokenizer=tokenizer(), **{**SMALL, **options})
+    if isinstance(engine.scheduler.drafter, GrammarDrafter):
+        assert engine.scheduler.drafter.in_turn, "on a CPU there is nothing to overlap with"
+        engine.scheduler.drafter.in_turn = False
+    return engine
 
 
 @pytest.fixture(scope="module")
@@ -380,6 +386,7 @@ def test_engines_that_take_none(model: Model) -> None:
 def test_a_grammar_that_fails_midway_ends_its_own_request(model: Model) -> None:
     for overlap in (True, False):
         engine = engine_of(model, overlap=overlap)
+        late = computed_after_their_end(engine)
         (bad,) = engine.add(PROMPT, SamplingParams(max_tokens=20, min_tokens=15, grammar=Grammar.regex("a+")))
         (good,) = engine.add(
             PROMPT, SamplingParams(max_tokens=20, temperature=1.0, grammar=Grammar.regex("b{9}"))
@@ -389,13 +396,46 @@ def test_a_grammar_that_fails_midway_ends_its_own_request(model: Model) -> None:
             if len(bad.output_ids) >= 3:
                 break
         if overlap:  # the matcher has seen the last token already
-            bad.constraint.follow = lambda request: "it is not in the grammar"  # type: ignore[union-attr]
+            bad.constraint.moved = lambda new, count: "it is not in the grammar"  # type: ignore[union-attr]
         else:
             bad.tokens[-1] = tokenizer().encode("z")[0]  # as if the sampler had gone wrong
         run(engine)
         assert bad.finish_reason == "error" and "is not in the grammar" in str(bad.error), bad.error
         assert good.finish_reason == "stop" and tokenizer().decode(good.output_ids[:-1]) == "b" * 9
+        assert not late, f"requests {late} are computed in rows that they have given back"
         check(engine)
+
+
+def computed_after_their_end(engine: PagedEngine) -> list[int]:
+    """Numbers of requests that have ended when a step that computes them begins."""
+    late: list[int] = []
+    forward = engine.runner.forward
+
+    def watched(works: Sequence[Any], **options: Any) -> Any:
+        late.extend(work.request.id for work in works if work.request.finish_reason is not None)
+        return forward(works, **options)
+
+    engine.runner.forward = watched  # type: ignore[method-assign]
+    return late
+
+
+def test_masks_that_cannot_be_made_end_their_own_step(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(model, speculate=False)
+    late = computed_after_their_end(engine)
+    (first,) = engine.add(PROMPT, SamplingParams(max_tokens=20, grammar=Grammar.regex("[ab]{18}")))
+    for _ in range(200):
+        engine.step()
+        if len(first.output_ids) >= 3:
+            break
+    with monkeypatch.context() as patch:
+        patch.setattr(type(engine.masks), "_follow", lambda self, works: 1 / 0)
+        engine.step()
+    assert first.finish_reason == "error" and isinstance(first.error, ZeroDivisionError), first.error
+    (second,) = engine.add(PROMPT, SamplingParams(max_tokens=20, grammar=Grammar.regex("b{9}")))
+    run(engine)
+    assert second.finish_reason == "stop", f"after a step that failed: {second.finish_reason}"
+    assert not late, f"requests {late} are computed in rows that they have given back"
+    check(engine)
 
 
 def test_grammars_are_compiled_once_and_forgotten_in_order(model: Model) -> None:
@@ -474,6 +514,36 @@ def test_a_thousand_grammars_are_forgotten(model: Model) -> None:
         engine.generate([PROMPT] * 8, params)
         assert pool.bytes <= 5_000_000 and len(pool.kept) <= 50
     assert pool.compiled == 200
+
+
+# The library.
+
+
+def test_what_older_drafts_ignore_beside_a_reference_is_ignored() -> None:
+    from structured.backends.llguidance import GuidanceBackend
+
+    backend = GuidanceBackend(vocabulary())
+    pair = {"properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {
+            "default": {"$ref": "#/definitions/pair", "maxProperties": 0, "enum": ["never"]},
+            "x": {"enum": [{"$ref": "a value", "maxItems": 1}]},
+        },
+        "required": ["default", "x"],
+        "additionalProperties": False,
+        "definitions": {"pair": {"type": "object", **pair}},
+    }
+    for draft, value in (
+        ("http://json-schema.org/draft-07/schema#", {"a": 1}),
+        ("http://json-schema.org/draft-04/schema", {"a": 1}),
+    ):
+        ids = tokenizer().encode(json.dumps({"default": value, "x": {"$ref": "a value", "maxItems": 1}}))
+        matcher = backend.compile(Grammar.json_schema({"$schema": draft, **schema})).matcher()
+        assert matcher.advance(ids) == len(ids) and matcher.accepting, f"{draft} refuses {value}"
+    newest = "https://json-schema.org/draft/2020-12/schema"
+    with pytest.raises(UserError, match="refused"):
+        backend.compile(Grammar.json_schema({"$schema": newest, **schema}))
 
 
 # The kernel.
@@ -575,7 +645,9 @@ class Guess(Drafter):
         return self.ids[:most]
 
 
-def test_forced_tokens_save_steps_and_change_nothing(model: Model) -> None:
+@pytest.mark.parametrize("count", [1, 5], ids=["alone", "several"])
+@pytest.mark.parametrize("overlap", [True, False], ids=["ahead", "in turn"])
+def test_forced_tokens_save_steps_and_change_nothing(model: Model, overlap: bool, count: int) -> None:
     schema = Grammar.json_schema(
         {
             "type": "object",
@@ -588,13 +660,73 @@ def test_forced_tokens_save_steps_and_change_nothing(model: Model) -> None:
             "additionalProperties": False,
         }
     )
-    params = [SamplingParams(max_tokens=60, temperature=1.0, seed=s, grammar=schema) for s in range(5)]
-    with_, without = engine_of(model, overlap=False), engine_of(model, overlap=False, jump_forward=False)
-    left, right = with_.generate([PROMPT] * 5, params), without.generate([PROMPT] * 5, params)
+    params = [SamplingParams(max_tokens=60, temperature=1.0, seed=s, grammar=schema) for s in range(count)]
+    with_, without = (
+        engine_of(model, overlap=overlap, speculate=False, jump_forward=jump) for jump in (True, False)
+    )
+    left, right = (engine.generate([PROMPT] * count, params) for engine in (with_, without))
     assert [c.token_ids for c in left] == [c.token_ids for c in right], "jumping forward changes the text"
-    assert isinstance(with_.scheduler.drafter, GrammarDrafter) and with_.scheduler.drafter.forced > 0
+    drafter = with_.scheduler.drafter
+    assert isinstance(drafter, GrammarDrafter) and drafter.forced > 0, "nothing that is forced was drafted"
+    assert sum(drafter.stats.drafted) == sum(drafter.stats.accepted) == drafter.forced, (
+        "a forced draft was not counted, or not accepted"
+    )
     assert with_.stats.steps < 0.9 * without.stats.steps, (with_.stats.steps, without.stats.steps)
     check(with_)
+
+
+def test_steps_take_turns_on_a_cpu_while_somebody_has_a_grammar(model: Model) -> None:
+    engine = structured.load(model, tokenizer=tokenizer(), **{**SMALL, "speculate": False})
+    drafter = engine.scheduler.drafter
+    (free,) = engine.add(PROMPT, SamplingParams(max_tokens=40, temperature=1.0, seed=1, ignore_eos=True))
+    engine.step()
+    engine.step()
+    assert not drafter.waits and free.placeholders == 1, "nobody has a grammar, but steps do not overlap"
+    (bound,) = engine.add(PROMPT, SamplingParams(max_tokens=20, grammar=GRAMMARS["person"]))
+    while not bound.tokens[bound.prompt_len :]:
+        engine.step()
+    engine.step()
+    assert drafter.waits, "a grammar may force tokens behind the newest one, which is not waited for"
+    run(engine)
+    assert bound.finish_reason in ("stop", "length") and len(free.output_ids) == 40
+    check(engine)
+
+
+def test_a_cpu_drafts_what_is_forced_only_for_few(model: Model) -> None:
+    word = Grammar.choice(["anthering thename average"])
+    params = SamplingParams(max_tokens=40, grammar=word)
+    steps, texts = {}, set()
+    for count in (FEW_IN_TURN, FEW_IN_TURN + 1):
+        engine = structured.load(model, tokenizer=tokenizer(), **{**SMALL, "speculate": False})
+        texts |= {text_of(completion) for completion in engine.generate([PROMPT] * count, params)}
+        steps[count] = engine.stats.steps
+        forced = engine.scheduler.drafter.forced
+        assert bool(forced) == (count == FEW_IN_TURN), (
+            f"{forced} forced tokens were drafted for {count} requests"
+        )
+        check(engine)
+    assert texts == {"anthering thename average"}
+    assert steps[FEW_IN_TURN] < steps[FEW_IN_TURN + 1], "drafts save no steps"
+
+
+def test_a_certain_token_that_does_not_come_ends_its_own_request(model: Model) -> None:
+    engine = engine_of(model, speculate=False, jump_forward=True)
+    word = Grammar.choice(["anthering thename average"])
+    (good,) = engine.add(PROMPT, SamplingParams(max_tokens=40, grammar=word))
+    (bad,) = engine.add(PROMPT, SamplingParams(max_tokens=40, grammar=word))
+    real = engine.runner.agree
+    seen = []
+
+    def disagree(sampled: Sequence[int], drafts: Sequence[int]) -> int:
+        seen.append(drafts)
+        return 0 if len(seen) == 2 else real(sampled, drafts)
+
+    engine.runner.agree = disagree
+    run(engine)
+    ended = sorted([good.finish_reason, bad.finish_reason])
+    assert len(seen) >= 2, "nothing was drafted"
+    assert ended == ["error", "stop"], f"one of two requests was given a wrong token, but they ended {ended}"
+    check(engine)
 
 
 @pytest.mark.parametrize("text", ["abab", "ccc", "zzz", "abzz", "d"])

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import gc
+import hmac
 import json
 import os
 import random
+import socket
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,17 +22,21 @@ import torch
 import cuda_graphs
 import kv_cache
 from common.events import TextStream
+from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
+from forward.attention import RecomputeAttention
 from forward.loading import random_model
 from forward.model import Model
 from forward.shapes import SHAPES
 from paged_cache import PagedEngine
 from serving import load, messages
 from serving.app import App
+from serving.http import orders
 from serving.http.limits import Limits
 from serving.messages import Abort, Add, Step
 from serving.versions.one_at_a_time import OneAtATime
+from serving.watching.traces import Traces
 from serving.worker import Worker
 from tests.equivalence.engines import blocks
 from tests.servers import Asked, Client, Loopback, asynchronously, tokenizer_for
@@ -206,6 +213,30 @@ def test_a_step_that_fails_ends_its_own_requests(model, monkeypatch):
     assert leaks(engine) == ""
 
 
+def test_whoever_leaves_while_a_grammar_is_compiled_has_nothing(model, tokenizer, monkeypatch):
+    """The thread that compiles may go on; nobody waits for it, and nothing is held for the request."""
+    engine, channel, gate = load(model, max_rows=2, tokenizer=tokenizer), Channel(), threading.Event()
+    worker = Worker(engine, channel)
+    pool = engine.masks.pool
+    compile_ = pool.backend.compile
+    monkeypatch.setattr(pool.backend, "compile", lambda grammar: (gate.wait(20), compile_(grammar))[1])
+    slow = SamplingParams(max_tokens=5, grammar=Grammar.regex("a+"))
+    quick = SamplingParams(max_tokens=5, ignore_eos=True)
+    channel.commands = [Add(0, [5, 6], slow), Add(1, [5, 6], quick)]
+    while 1 not in {end.number for step in channel.steps for end in step.ends}:
+        worker.turn()
+    assert not any(0 in step.numbers for step in channel.steps), "a token came before its grammar"
+    assert free_after(worker, channel, engine, 0, 2), (
+        "a request that left while compiling still holds something"
+    )
+    assert engine.idle, "the engine still waits for the grammar of a request that has left"
+    gate.set()
+    channel.commands = [Add(2, [5, 6], slow)]
+    while 2 not in {end.number for step in channel.steps for end in step.ends}:
+        worker.turn()
+    assert leaks(engine) == ""
+
+
 # Tokens and text.
 
 
@@ -297,6 +328,16 @@ async def settle(app: App) -> None:
             {"type": "json_schema", "json_schema": {"schema": {"enum": ["left", 7, None]}}},
             lambda text: json.loads(text) in ("left", 7, None),
         ),
+        (  # the flat form, with the schema beside the type
+            "response_format",
+            {"type": "json_schema", "schema": {"const": "flat"}},
+            lambda text: json.loads(text) == "flat",
+        ),
+        (
+            "response_format",
+            {"type": "json_object", "schema": {"enum": [1, 22]}},
+            lambda text: json.loads(text) in (1, 22),
+        ),
         ("response_format", {"type": "json_object"}, lambda text: isinstance(json.loads(text), dict)),
     ],
 )
@@ -319,6 +360,7 @@ def test_constrained_output(model, tokenizer, field, value, allowed):
             assert choice["finish_reason"] == "length"
         wrong, answer = await Client(app).post("/v1/completions", body | {"guided_regex": "(((("})
         assert wrong == 400 and "regex" in answer["error"]["message"], answer
+        assert answer["error"]["param"] == "guided_regex", answer
 
     asyncio.run(test())
 
@@ -351,6 +393,81 @@ def test_samples_echo_usage_and_ids(make):
         assert again["choices"][0]["token_ids"] == choices[1]["token_ids"], (
             "sample 1 has not the seed of sample 0 plus 1"
         )
+
+    asynchronously(test)
+
+
+def likely(model: Model, ids: list[int]) -> torch.Tensor:
+    """`[S - 1, V]`: the model's log-probabilities after each token but the last, computed at once."""
+    with torch.inference_mode():
+        hidden = model(torch.tensor([ids]), torch.arange(len(ids))[None], RecomputeAttention())
+        return model.logits(hidden[0, :-1]).log_softmax(-1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("most", [0, 3])
+def test_echo_with_logprobs_scores_a_text(make, model, tokenizer, stream, most):
+    """What evaluation harnesses ask for: `max_tokens` 0, and how likely each token of the prompt is."""
+
+    async def test() -> None:
+        app, text = make(), "some text to be scored, longer than a block or two"
+        ids = tokenizer.encode(text)
+        body = {"prompt": text, "echo": True, "logprobs": 2, "max_tokens": most, "temperature": 0}
+        body |= {"ignore_eos": True, "stream": stream}
+        for _ in range(2):  # the second time the prompt is in the prefix cache
+            asked = await Client(app).request("/v1/completions", body).run()
+            assert asked.status == 200, f"max_tokens {most}, stream {stream}: {asked.chunks}"
+            if stream:
+                pieces = [event["choices"][0] for event in asked.events()[:-1]]
+                assert pieces[0]["logprobs"], f"max_tokens {most}: the first chunk says nothing of the prompt"
+                said = "".join(piece["text"] for piece in pieces)
+                keys = pieces[0]["logprobs"]
+                found = {k: [v for p in pieces if p["logprobs"] for v in p["logprobs"][k]] for k in keys}
+            else:
+                (choice,) = asked.json()["choices"]
+                said, found = choice["text"], choice["logprobs"]
+                assert choice["finish_reason"] == "length"
+                assert found, f"max_tokens {most}: nothing is told of the prompt"
+                assert asked.json()["usage"]["completion_tokens"] == most
+            assert said.startswith(text) and (said == text) == (most == 0)
+            assert len(found["tokens"]) == len(ids) + most, "a token is missing, or told twice"
+            assert "".join(found["tokens"][: len(ids)]) == text
+            assert found["text_offset"][: len(ids)] == list(range(len(ids)))
+            oracle = likely(model, ids)
+            assert found["token_logprobs"][0] is None, "the first token has nothing before it"
+            for place, token in enumerate(ids[1:], start=1):
+                assert found["token_logprobs"][place] is not None, f"nothing is told of token {place}"
+                right = float(oracle[place - 1, token])
+                got = found["token_logprobs"][place]
+                assert got == pytest.approx(right, abs=1e-4), f"token {place} of the prompt, {token}: {got}"
+                assert len(found["top_logprobs"][place]) in (2, 3)
+            assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
+        await settle(app)
+
+    asynchronously(test)
+
+
+def test_prompt_logprobs_in_vllms_shape(make, model, tokenizer):
+    async def test() -> None:
+        app = make()
+        ids = tokenizer.encode("abcdef" * 9)
+        body = {"prompt": [ids, ids[:1]], "n": 2, "max_tokens": 1, "prompt_logprobs": 3, "ignore_eos": True}
+        found = (await Client(app).post("/v1/completions", body))[1]["choices"]
+        oracle = likely(model, ids)
+        assert found[0]["prompt_logprobs"] == found[1]["prompt_logprobs"], "both samples have one prompt"
+        assert found[2]["prompt_logprobs"] == [None]
+        for place, (token, told) in enumerate(zip(ids, found[0]["prompt_logprobs"], strict=True)):
+            if place == 0:
+                assert told is None
+                continue
+            row = oracle[place - 1]
+            assert told[str(token)]["logprob"] == pytest.approx(float(row[token]), abs=1e-4)
+            assert told[str(token)]["rank"] == int((row > row[token]).sum()) + 1, f"the rank of token {place}"
+            best = [key for key, _ in sorted(told.items(), key=lambda pair: pair[1]["rank"])][:3]
+            assert [int(key) for key in best] == row.topk(3).indices.tolist()
+        chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "prompt_logprobs": 0}
+        said = (await Client(app).post("/v1/chat/completions", chat))[1]
+        assert len(said["prompt_logprobs"]) == said["usage"]["prompt_tokens"]
 
     asynchronously(test)
 
@@ -393,6 +510,13 @@ def test_chunks_put_together_are_the_whole(make):
         assert events[-1] == "[DONE]" and events[-2]["choices"] == []
         assert events[-2]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] == 24
         assert all("usage" in event for event in events[:-1])
+        options["continuous_usage_stats"] = False
+        asked = (
+            await Client(app)
+            .request("/v1/chat/completions", body | {"stream": True, "stream_options": options})
+            .run()
+        )
+        assert all(event["usage"] is None for event in asked.events()[:-2])
         for choice in whole["choices"]:
             mine = [e["choices"][0] for e in events[:-2] if e["choices"][0]["index"] == choice["index"]]
             assert (
@@ -462,14 +586,21 @@ REFUSED: dict[str, tuple[Any, int, str | None, str]] = {
     "logprobs": ({"prompt": "a", "logprobs": 21}, 400, "logprobs", "20"),
     "seed": ({"prompt": "a", "seed": 2**70}, 400, "seed", "between"),
     "best_of": ({"prompt": "a", "n": 2, "best_of": 1}, 400, "best_of", "at least n"),
+    "best_of beyond": ({"prompt": "a", "best_of": 129}, 400, "best_of", "at most 128"),
     "best_of streamed": ({"prompt": "a", "best_of": 2, "stream": True}, 400, "best_of", "stream"),
     "suffix": ({"prompt": "a", "suffix": "b"}, 400, "suffix", "empty"),
-    "echo with logprobs": ({"prompt": "a", "echo": True, "logprobs": 1}, 400, "echo", "logprobs"),
+    "prompt_logprobs": ({"prompt": "a", "prompt_logprobs": 21}, 400, "prompt_logprobs", "20"),
+    "prompt_logprobs streamed": (
+        {"prompt": "a", "prompt_logprobs": 1, "stream": True},
+        400,
+        "prompt_logprobs",
+        "echo",
+    ),
     "options without stream": ({"prompt": "a", "stream_options": {}}, 400, "stream_options", "stream"),
     "another model": ({"prompt": "a", "model": "gpt-9"}, 404, "model", "'tiny'"),
     "priority": ({"prompt": "a", "priority": 1}, 400, "priority", "fcfs"),
     "deadline": ({"prompt": "a", "deadline_ms": 0}, 400, "deadline_ms", "at least 1"),
-    "grammar": ({"prompt": "a", "guided_regex": "a+"}, 400, None, "no tokenizer"),
+    "grammar": ({"prompt": "a", "guided_regex": "a+"}, 400, "guided_regex", "no tokenizer"),
     "two grammars": (
         {"prompt": "a", "guided_regex": "a+", "guided_choice": ["a"]},
         400,
@@ -477,6 +608,13 @@ REFUSED: dict[str, tuple[Any, int, str | None, str]] = {
         "only one",
     ),
     "large schema": ({"prompt": "a", "guided_json": {"title": "x" * 70_000}}, 400, "guided_json", "65,536"),
+    "a format without a schema": (
+        {"prompt": "a", "response_format": {"type": "json_schema"}},
+        400,
+        "response_format",
+        "schema",
+    ),
+    "a strange grammar": ({"prompt": "a", "structured_outputs": {"tree": 1}}, 400, None, "tree"),
     "strange format": (
         {"prompt": "a", "response_format": {"type": "xml"}},
         400,
@@ -616,6 +754,55 @@ def test_keys(make):
     asynchronously(test)
 
 
+def test_every_key_is_compared_whichever_is_right(make, monkeypatch):
+    """So that the time says nothing about which key was nearly right."""
+
+    async def test() -> None:
+        app, compared, compare = make(keys=("first", "second", "third")), [], hmac.compare_digest
+
+        def counting(one: bytes, other: bytes) -> bool:
+            compared.append(other)
+            return compare(one, other)
+
+        monkeypatch.setattr(hmac, "compare_digest", counting)
+        for key in ("first", "third", "none", ""):
+            compared.clear()
+            await Client(app).request("/version", b"", "GET", {"authorization": f"Bearer {key}"}).run()
+            assert compared == app.keys, f"with {key!r} only {compared} were compared"
+
+    asynchronously(test)
+
+
+def test_addresses_of_a_client_are_never_opened(model, tokenizer):
+    """In messages, schemas and tools: nothing connects to where they point."""
+
+    async def test() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as trap:
+            trap.settimeout(0.2)
+            url = f"http://127.0.0.1:{trap.getsockname()[1]}/x"
+            app = App(Loopback(load(model, max_rows=2, tokenizer=tokenizer)), tokenizer, "tiny")
+            said = [{"role": "user", "content": "x"}]
+            image = [{"type": "image_url", "image_url": {"url": url}}]
+            tool = {"type": "function", "function": {"name": "f", "parameters": {"$ref": url}}}
+            for body in (
+                {"messages": [{"role": "user", "content": image}]},
+                {"messages": said, "guided_json": {"$ref": url}},
+                {"messages": said, "guided_json": {"$ref": "file:///etc/passwd"}},
+                {
+                    "messages": said,
+                    "response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": url}}},
+                },
+                {"messages": said, "tools": [tool], "tool_choice": "required"},
+                {"messages": said, "guided_grammar": f'start: "a"\n%import {url}.x\n'},
+            ):
+                status, found = await Client(app).post("/v1/chat/completions", body | {"max_tokens": 4})
+                assert status == 400, f"{body} is answered with {found}"
+            with pytest.raises(TimeoutError):
+                trap.accept()
+
+    asynchronously(test)
+
+
 def test_routes_and_methods(make):
     async def test() -> None:
         app = make()
@@ -718,6 +905,29 @@ def test_deadlines(make, stream):
     asynchronously(test)
 
 
+def test_a_deadline_counts_from_the_beginning_of_the_request(make):
+    """A client that is slow to send its body has used its time up when it arrives."""
+
+    async def test() -> None:
+        app = make()
+        asked = Client(app).request(
+            "/v1/completions", {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "deadline_ms": 150}
+        )
+        receive = asked.receive
+
+        async def late() -> dict[str, Any]:
+            await asyncio.sleep(0.2)
+            return await receive()
+
+        asked.receive = late
+        await asked.run()
+        assert (asked.status, asked.json()["error"]["code"]) == (504, "deadline")
+        await settle(app)
+        assert app.engine.engine.stats.steps < 30, "a request that was too late on arrival was computed"
+
+    asynchronously(test)
+
+
 def test_a_slow_reader_is_dropped_and_others_are_not(make, model, tokenizer):
     async def test() -> None:
         app = make(limits=Limits(max_unsent=20))
@@ -812,10 +1022,15 @@ async def _counted(step: Any) -> int:
     return count
 
 
+@pytest.mark.parametrize("more", [{}, {"n": 3}, {"echo": True, "logprobs": 1}], ids=str)
 @pytest.mark.parametrize("stream", [False, True])
-def test_cancelled_at_every_await(make, stream):
-    """A request is cancelled at its first wait, at its second, and so on: nothing is ever left."""
-    body = {"prompt": "abcdef", "max_tokens": 8, "ignore_eos": True, "stream": stream}
+def test_cancelled_at_every_await(make, monkeypatch, stream, more):
+    """A request is cancelled at its first wait, at its second, and so on: nothing is ever left.
+
+    Its prompt is tokenized by a thread, which is a wait, too.
+    """
+    monkeypatch.setattr(orders, "LONG", 0)
+    body = {"prompt": "abcdef", "max_tokens": 8, "ignore_eos": True, "stream": stream, **more}
     app = make()
     waits = awaits_of(app, body)
     assert waits >= (8 if stream else 1), f"a request waits only {waits} times, so little would be tested"
@@ -873,6 +1088,38 @@ def test_engine_death_is_told_to_everybody(make):
     asynchronously(test)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_failed_step_is_a_500_for_its_own_requests(make, monkeypatch, stream):
+    """Or, in the middle of a stream, an error as its last event. The next request is answered."""
+
+    async def test() -> None:
+        app = make()
+        engine = app.engine.engine
+        body = {"prompt": "a", "max_tokens": 40, "ignore_eos": True, "stream": stream}
+        asked = Client(app).request("/v1/completions", body)
+        task = asyncio.ensure_future(asked.run())
+        while engine.stats.steps < 8:
+            await asyncio.sleep(0)
+        forward = engine.runner.forward
+
+        def broken(*args: Any, **more: Any) -> Any:
+            monkeypatch.setattr(engine.runner, "forward", forward)
+            raise RuntimeError("the device is gone")
+
+        monkeypatch.setattr(engine.runner, "forward", broken)
+        await task
+        error = (asked.events()[-1] if stream else asked.json())["error"]
+        assert (asked.status, error["code"]) == (200 if stream else 500, "error"), error
+        assert error["type"] == "server_error" and "device" not in error["message"], (
+            "an inner word has got out"
+        )
+        assert not stream or asked.events()[-2]["choices"], "nothing came before the step that failed"
+        assert (await Client(app).post("/v1/completions", body | {"stream": False}))[0] == 200
+        await settle(app)
+
+    asynchronously(test)
+
+
 def test_starting_draining_and_restarting_say_so(make):
     async def test() -> None:
         app = make()
@@ -898,9 +1145,9 @@ def test_salts_part_the_prefix_cache_and_usage_tells_what_was_found(make):
             answer = (await Client(app).post("/v1/completions", body | more))[1]
             return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
-        assert await found(cache_salt="a") == 0
-        assert await found(cache_salt="a") >= 48
-        assert await found(cache_salt="b") == 0
+        assert await found(cache_salt="a") == 0, "the first request of salt a found a prefix"
+        assert await found(cache_salt="a") >= 48, "the second request of salt a did not find the first one's"
+        assert await found(cache_salt="b") == 0, "salt b found what salt a had left: tenants see each other"
 
     asynchronously(test)
 
@@ -948,6 +1195,56 @@ def test_metrics_are_what_happened(make):
         assert found["vllm:request_success_total"] == 3
         assert found["vllm:num_requests_running"] == 0 and found["vllm:kv_cache_usage_perc"] == 0
         assert found["ladder:steps_total"] == app.engine.worker._steps
+
+    asynchronously(test)
+
+
+def test_spans_of_requests(make):
+    """A client's trace goes on here: queue, prefill and decode below its request, in order, and closed."""
+    sdk = pytest.importorskip("opentelemetry.sdk.trace")
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    async def test() -> None:
+        kept, provider = InMemorySpanExporter(), sdk.TracerProvider()
+        provider.add_span_processor(SimpleSpanProcessor(kept))
+        app = make(traces=Traces(provider, "tiny"))
+        body = {"prompt": "abc", "max_tokens": 6, "ignore_eos": True}
+        trace = "0af7651916cd43dd8448eb211c80319c"
+        more = {"traceparent": f"00-{trace}-b7ad6b7169203331-01", "x_request_id": "mine"}
+        asked = [Client(app).post("/v1/completions", body, **more) for _ in range(10)]  # of which 8 run
+        await asyncio.gather(*asked)
+        spans = kept.get_finished_spans()
+        requests = [span for span in spans if span.name == "POST /v1/completions"]
+        assert len(requests) == 10 and len(spans) == 40, [span.name for span in spans]
+        for request in requests:
+            assert (
+                f"{request.context.trace_id:032x}" == trace
+                and f"{request.parent.span_id:016x}" == more["traceparent"].split("-")[2]
+            )
+            below = {s.name: s for s in spans if s.parent and s.parent.span_id == request.context.span_id}
+            assert set(below) == {"queue", "prefill", "decode"}, f"{set(below)} below a request"
+            queue, prefill, decode = below["queue"], below["prefill"], below["decode"]
+            times = [request.start_time, queue.start_time, queue.end_time, prefill.end_time, decode.end_time]
+            assert times == sorted(times) and decode.end_time <= request.end_time, times
+            assert prefill.start_time == queue.end_time and decode.start_time == prefill.end_time
+            told = request.attributes
+            assert (told["gen_ai.usage.input_tokens"], told["gen_ai.usage.output_tokens"]) == (3, 6)
+            assert told["gen_ai.response.finish_reasons"] == ("length",)
+            assert told["http.response.status_code"] == 200 and told["ladder.request.id"] == "mine"
+        waits = sorted(s.end_time - s.start_time for s in spans if s.name == "queue")
+        assert waits[-1] > waits[0], "nobody was seen to wait for a row"
+
+        kept.clear()
+        late = body | {"max_tokens": 900, "deadline_ms": 40}
+        assert (await Client(app).post("/v1/completions", late))[0] == 504
+        await Client(app).post("/v1/completions", body, traceparent=more["traceparent"][:-1] + "0")
+        (failed,) = [span for span in kept.get_finished_spans() if span.name.startswith("POST")]
+        assert not failed.status.is_ok and failed.attributes["error.type"] == "deadline", (
+            "a client whose trace is not kept has a span, or a failure looks like a success"
+        )
+        assert (await Client(app).post("/v1/completions", body, traceparent="nonsense"))[0] == 200
+        assert (await Client(app).post("/v1/completions", {"prompt": ""}))[0] == 400
 
     asynchronously(test)
 

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from queue import SimpleQueue
 
-from tests.planted.nursery import Nursery
+from phases.course.nursery import Nursery
 from tests.planted.planting import LIMIT, Bug, Outcome, bugs_of, phases, try_out
 from tests.planted.report import PAGE, written
 

@@ -109,7 +109,8 @@ BUGS = (
     Bug(
         "drafts-stay-computed",
         SCHEDULER,
-        "                if work.drafts:\n                    request.num_computed_tokens = end\n",
+        "                if work.drafts and not work.certain:\n"
+        "                    request.num_computed_tokens = end\n",
         "",
         "Does not take back the count of computed tokens after wrong drafts.",
     ),
@@ -158,7 +159,7 @@ BUGS = (
     Bug(
         "placeholders-forgotten",
         SCHEDULER,
-        "            taker.placeholders += 1\n",
+        "            taker.placeholders += len(drafts) + 1 if certain else 1\n",
         "",
         "Does not count the token that is on its way.",
     ),

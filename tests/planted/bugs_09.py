@@ -296,7 +296,7 @@ BUGS = (
     Bug(
         "placeholder-not-counted",
         SCHEDULER,
-        "            taker.placeholders += 1\n",
+        "            taker.placeholders += len(drafts) + 1 if certain else 1\n",
         "            taker.placeholders += 0\n",
         "Does not count the token that is on its way, so the next step has nothing to compute.",
     ),

@@ -49,8 +49,8 @@ BUGS = (
     Bug(
         "guesses-before-it-knows",
         ENGINE,
-        "if self._flying is not None and self.scheduler.drafter.waits:",
-        "if False:",
+        "        if self.scheduler.drafter.waits:\n            self._finish_half()",
+        "        if False:\n            self._finish_half()",
         "Schedules a step while the tokens that drafts depend on are on their way.",
     ),
     Bug(
@@ -208,7 +208,7 @@ BUGS = (
     Bug(
         "head-reads-itself",
         HEAD,
-        "own.num_computed_tokens = len(own.tokens) - sum(map(len, fed))",
+        "own.num_computed_tokens = len(own.tokens) - sum(map(len, self._fed[requests[own]]))",
         "own.num_computed_tokens = len(own.tokens) - 1",
         "Keeps what the head made of its own hidden states where the model's are known.",
     ),
@@ -265,7 +265,8 @@ BUGS = (
     Bug(
         "asked-for-drafts-not-dropped",
         SCHEDULER,
-        "        if computed and self.drafter.waits:\n            self.drafter.landed(work, accepted)\n",
+        "        if computed and (work.drafts or self.drafter.waits):\n"
+        "            self.drafter.landed(work, accepted)\n",
         "",
         "Never tells the drafter what became of its drafts.",
     ),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import shutil
 import tempfile
 import time
 from collections.abc import Sequence
@@ -16,12 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tests.planted.nursery import OUT_OF_TIME, Nursery
+from phases.course.nursery import OUT_OF_TIME, Nursery
+from phases.course.overlay import copy_reference
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("common", "phases", "tests", "benchmarks", "pyproject.toml")
-"""What the tests of a phase read."""
-
 LIMIT = 120.0
 """Seconds of work that the tests may take under a planted bug before they count as hanging."""
 
@@ -95,11 +92,7 @@ def try_out(nursery: Nursery, phase: str, bug: Bug | None = None, limit: float =
     """Run the phase's tests with the bug planted, or without any, in a copy that is thrown away."""
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         copy = Path(folder)
-        for name in COPIED:
-            if (ROOT / name).is_dir():
-                shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-            else:
-                shutil.copy2(ROOT / name, copy / name)
+        copy_reference(copy)
         if bug is not None:
             try:
                 (copy / bug.file).write_text(bug.plant(copy), encoding="utf-8")

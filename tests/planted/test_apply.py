@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.planted.nursery import Nursery
+from phases.course.nursery import Nursery
 from tests.planted.planting import ROOT, Bug, DoesNotApply, bugs_of, phases, try_out
 from tests.planted.report import PAGE, recorded
 

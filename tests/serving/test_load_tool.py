@@ -60,6 +60,7 @@ def test_addresses():
 
 
 @pytest.mark.parametrize("closed", [True, False])
+@pytest.mark.slow
 def test_every_request_is_asked_once_and_read_to_its_end(server, closed):
     bodies = [{"prompt": [1 + n, 5], "max_tokens": 3 + n, "ignore_eos": True} for n in range(10)]
     before = server.metric("vllm:generation_tokens_total")
@@ -83,6 +84,7 @@ def test_what_goes_wrong_is_an_outcome(server):
     assert nobody.status == 0 and nobody.error
 
 
+@pytest.mark.slow
 def test_the_command(server, tmp_path: Path, capsys):
     numbers, figure = tmp_path / "l.json", tmp_path / "l.svg"
     settings = {"name": "paged_attention-small", "requests": 6, "vocab": 200, "processes": 2, "key": ""}

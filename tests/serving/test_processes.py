@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import socket
 import threading
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.slow  # real processes
 openai = pytest.importorskip("openai")
 
 SMALL = ("--max-rows", "8", "--cache-bytes", "3000000", "--step-tokens", "256", "--access-log", "none")
+LEAVERS = int(os.environ.get("LADDER_LEAVERS", "40"))
 LIMITS = ("--slow-seconds", "1", "--body-seconds", "1", "--max-body-bytes", "100000", "--max-unsent", "200")
 
 
@@ -314,8 +316,43 @@ def test_a_thousand_idle_connections(server):
         connection.close()
 
 
+def test_a_thousand_slow_streams(server):
+    """They read nothing for a while: others are served meanwhile, and then everybody has an answer."""
+    body = {"prompt": "s", "max_tokens": 3, "ignore_eos": True, "stream": True}
+    slow = []
+    for number in range(1000):
+        connection = opened(server, 2048)
+        connection.sendall(request(body | {"seed": number}, more="connection: close\r\n"))
+        slow.append(connection)
+    started = time.monotonic()
+    assert server.get("/health")[0] == 200 and time.monotonic() - started < 10
+    assert server.post("/v1/completions", {"prompt": "b", "max_tokens": 2})[0] == 200
+    for number, connection in enumerate(slow):
+        answer = everything(connection)
+        assert answer.startswith(b"HTTP/1.1 200") and b"[DONE]" in answer, f"stream {number}: {answer[-200:]}"
+        connection.close()
+    server.settle()
+
+
+def test_a_log_on_a_full_disk():
+    with Running(*SMALL[:-2], "--access-log", "/dev/full") as server:
+        for _ in range(3):
+            assert server.post("/v1/completions", {"prompt": "b", "max_tokens": 2})[0] == 200
+        assert server.metric("ladder:lost_log_lines_total") >= 3
+
+
+def resident(server: Running) -> dict[int, int]:
+    """Bytes of memory of the server and of its engine, by process."""
+    process = psutil.Process(server.process.pid)
+    return {one.pid: one.memory_info().rss for one in (process, *process.children())}
+
+
 def test_who_leaves_frees_the_blocks(server):
-    for number in range(40):
+    """`LADDER_LEAVERS=10000` is the long run; as many as the suite has time for otherwise."""
+    before: dict[int, int] = {}
+    for number in range(LEAVERS):
+        if number == LEAVERS // 2:
+            before = resident(server)
         with opened(server) as connection:
             body = {
                 "prompt": "leaving " * 10,
@@ -328,6 +365,11 @@ def test_who_leaves_frees_the_blocks(server):
                 connection.recv(200)
     server.settle()
     assert server.get("/ready")[0] == 200
+    if LEAVERS >= 2000:
+        for pid, now in resident(server).items():
+            grown = now / before[pid] - 1
+            print(f"process {pid}: {now >> 20} MiB, {grown:+.2%}")
+            assert grown < 0.01, f"{pid} has grown by {grown:.1%} over {LEAVERS // 2} requests that were left"
 
 
 def test_memory_of_the_server_does_not_grow(server):
@@ -436,6 +478,7 @@ def test_the_engine_does_not_outlive_a_server_that_is_killed():
         (["--max-len", "5000"], "max_len is 5000"),
         (["--access-log", "/nothing/here"], "cannot be written"),
         (["--api-key", ""], "--api-key is empty"),
+        (["--traces", "collector:4318"], "--traces is 'collector:4318'"),
     ],
 )
 def test_a_server_that_cannot_start_says_why(arguments, words):

@@ -1,0 +1,84 @@
+"""`ladder bench`: where its results go, and what stands beside them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks.evidence import Evidence, Metric, Run, collect
+from common.device import device_folder, device_name, pick_device
+from common.errors import UserError
+from phases.commands import benches
+
+CPU = pick_device("cpu")
+HERE = device_folder("cpu", device_name(CPU))
+
+
+def evidence(rate: float) -> Evidence:
+    metrics = {"output_tokens_per_s": Metric((rate,))}
+    return collect(
+        "01_forward", [Run("01_forward", "a-work", "0" * 64, "m", "real", "float32", metrics)], CPU
+    )
+
+
+@pytest.fixture
+def homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """A checkout and a cache folder, and a benchmark that measures 20 where 10 is recorded."""
+    checkout, cache = tmp_path / "checkout", tmp_path / "cache"
+    monkeypatch.setattr(benches, "ROOT", checkout)
+    monkeypatch.setattr(benches, "RESULTS", checkout / "benchmarks" / "results")
+    monkeypatch.setattr(benches, "FIGURES", checkout / "figures")
+    monkeypatch.setattr(benches, "cache_home", lambda: cache)
+    recorded = replace(evidence(10.0), seconds=300.0)
+    monkeypatch.setattr(benches, "results", lambda: {HERE: {"01_forward": recorded}})
+    module = SimpleNamespace(run=lambda options: evidence(20.0), draw=lambda _, out: out.write_bytes(b"png"))
+    monkeypatch.setattr(benches, "_module", lambda name: module)
+    return checkout, cache
+
+
+def bench(**changed: bool) -> int:
+    asked = {"quick": False, "record": False} | changed
+    return benches.bench("01", **asked, device="cpu", dtype="auto", model=None, repeats=None)
+
+
+def written(home: Path) -> list[str]:
+    return sorted(str(path.relative_to(home)) for path in home.rglob("*.*") if path.is_file())
+
+
+def test_a_benchmark_leaves_the_checkout_alone(
+    homes: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkout, cache = homes
+    assert bench() == 0
+    assert written(checkout) == [], "a benchmark without --record wrote into the checkout"
+    assert written(cache / "bench") == [
+        f"benchmarks/results/{HERE}/01_forward.json",
+        f"figures/{HERE}/01_forward.png",
+    ]
+    shown = capsys.readouterr()
+    assert "recorded run took 5 min" in shown.err, "how long it takes is said before it starts"
+    row = next(line for line in shown.out.splitlines() if "a-work" in line)
+    for number in ("20.0", "10.0", "2.00"):
+        assert number in row, f"the result stands beside the recorded one, with {number}: {row}"
+
+
+def test_only_record_replaces_evidence(homes: tuple[Path, Path]) -> None:
+    checkout, cache = homes
+    assert bench(record=True) == 0
+    assert written(checkout) == [
+        f"benchmarks/results/{HERE}/01_forward.json",
+        f"figures/{HERE}/01_forward.png",
+    ]
+    assert written(cache) == [], "--record writes to the checkout, not to the cache"
+    kept = Evidence.load(checkout / "benchmarks" / "results" / HERE / "01_forward.json")
+    assert kept.seconds is not None, "evidence says how long it took to measure"
+
+
+def test_a_quick_look_is_no_evidence(homes: tuple[Path, Path]) -> None:
+    with pytest.raises(UserError, match="--record keeps what was measured with care"):
+        bench(quick=True, record=True)
+    assert bench(quick=True) == 0
+    assert written(homes[0]) == [], "a quick look wrote into the checkout"

@@ -1,0 +1,82 @@
+"""Every figure of the recorded evidence: it can be drawn without a warning, and nothing in it is cut."""
+
+from __future__ import annotations
+
+import warnings
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+from benchmarks.evidence import FIGURES, results
+from phases.commands import benches
+
+pytestmark = pytest.mark.slow
+
+RECORDED = {
+    f"{folder}/{name}": found for folder, all_of in results().items() for name, found in all_of.items()
+}
+DRAWN = [name for name, found in RECORDED.items() if hasattr(benches._module(found.phase), "draw")]
+
+
+@pytest.fixture
+def figure(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, tmp_path: Path) -> Figure:
+    """What `ladder plot` saves, with warnings as errors: an empty legend is one."""
+    saved: list[Figure] = []
+    original = Figure.savefig
+
+    def savefig(self: Figure, *arguments: object, **options: object) -> None:
+        saved.append(self)
+        original(self, *arguments, **options)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    evidence = RECORDED[request.param]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        benches._module(evidence.phase).draw(evidence, tmp_path / "figure.png")
+    (one,) = saved
+    one.draw_without_rendering()  # at its own resolution again
+    return one
+
+
+@pytest.mark.parametrize("figure", DRAWN, indirect=True)
+def test_titles_say_something_and_nothing_is_cut(figure: Figure) -> None:
+    whole = figure.bbox
+    titles = [axes.title if axes.get_title() else axes._left_title for axes in figure.axes]
+    for axes, title in zip(figure.axes, titles, strict=True):
+        assert title.get_text(), "a panel has no title"
+        assert axes.lines or axes.patches or axes.collections, f"{title.get_text()!r}: the panel is empty"
+    legends = [legend for axes in figure.axes if (legend := axes.get_legend())]
+    ticks = [
+        label
+        for axes in figure.axes
+        for at, (low, high), labels in (
+            (0, sorted(axes.get_xlim()), axes.get_xticklabels()),
+            (1, sorted(axes.get_ylim()), axes.get_yticklabels()),
+        )
+        for label in labels
+        if low <= label.get_position()[at] <= high  # others are not drawn
+    ]
+    texts = [
+        text for text in (*titles, *(t for axes in figure.axes for t in axes.texts), *ticks) if _shown(text)
+    ]
+    for text in (*texts, *legends):
+        box = text.get_window_extent()
+        name = text.get_text() if isinstance(text, Text) else "the legend"
+        inside = box.x0 >= -1 and box.x1 <= whole.x1 + 1 and box.y0 >= -1 and box.y1 <= whole.y1 + 1
+        assert inside, f"{name!r} is cut: it spans {box} of {whole}"
+    for one, other in combinations(titles, 2):
+        assert not one.get_window_extent().overlaps(other.get_window_extent()), (
+            f"the titles {one.get_text()!r} and {other.get_text()!r} run into each other"
+        )
+
+
+def _shown(text: Text) -> bool:
+    return bool(text.get_text()) and text.get_visible()
+
+
+def test_every_figure_in_the_repository_is_of_evidence() -> None:
+    found = {f"{path.parent.name}/{path.stem}" for path in FIGURES.glob("*/*.png")}
+    assert found == set(DRAWN), "run `ladder plot`, and remove the figures of evidence that is gone"

@@ -1,0 +1,95 @@
+"""The pictures in the lessons are what the engines do now, and nothing in them is cut or too small."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from importlib import import_module
+
+import pytest
+
+from benchmarks.pictures import DRAWN, draw
+from benchmarks.pictures.svg import WIDTH, Picture
+from phases import Phase
+
+SVG = "{http://www.w3.org/2000/svg}"
+LETTER = 0.56
+"""Of the size of a font, the width of a letter in the mean, in a wide font."""
+BY_OTHERS = {"life"}
+"""Pictures with a program of their own."""
+STEPS = {
+    "kv_cache": range(9),
+    "continuous": range(1, 10),
+    "paged_cache": range(1, 7),
+    "triton_paged_attention": (1, 2, 8),
+    "chunked_prefill": (4, 8, 16, 24),
+    "prefix_cache": range(1, 4),
+    "cuda_graphs": (False, True),
+    "speculative": range(1, 6),
+    "structured": range(4),
+}
+"""What a notebook's reader may ask for."""
+
+
+def flaws(picture: Picture) -> Iterator[str]:
+    """What is wrong with a picture for whoever looks at it."""
+    root = ElementTree.fromstring(str(picture))
+    width, height = float(root.get("width", "0")), float(root.get("height", "0"))
+    if width > WIDTH:
+        yield f"it is {width} wide, and a lesson shows {WIDTH}"
+    for name in ("title", "desc"):
+        if not root.findtext(SVG + name):
+            yield f"it has no {name}"
+    for text in root.iter(SVG + "text"):
+        size = float(text.get("font-size", "12"))
+        long = LETTER * size * len(text.text or "")
+        x, y = float(text.get("x", "0")), float(text.get("y", "0"))
+        begin = x - {"start": 0.0, "middle": long / 2, "end": long}[text.get("text-anchor", "start")]
+        if size < 11:
+            yield f"{text.text!r} is written in size {size}"
+        if begin < 0 or begin + long > width or not size <= y <= height:
+            yield f"{text.text!r} leaves the panel: from {begin:.0f} to {begin + long:.0f}, at {y:.0f}"
+    for rect in root.iter(SVG + "rect"):
+        x, y, wide, high = (float(rect.get(name, "0")) for name in ("x", "y", "width", "height"))
+        if x < 0 or y < 0 or x + wide > width or y + high > height:
+            yield f"a rectangle at {x:.0f}, {y:.0f} leaves the panel"
+
+
+@pytest.mark.parametrize("phase", DRAWN, ids=lambda phase: phase.name)
+def test_pictures_are_what_the_engine_does(phase: Phase) -> None:
+    drawn = draw(phase.package)
+    lesson = (phase.folder / "README.md").read_text(encoding="utf-8")
+    for name, picture in drawn.items():
+        file = phase.folder / f"{name}.svg"
+        kept = file.read_text(encoding="utf-8") if file.exists() else ""
+        assert kept == str(picture), (
+            f"{phase.name}: the engine does not do what {name}.svg shows; "
+            f"python -m benchmarks.pictures {phase.number:02} draws it again"
+        )
+        assert f"]({name}.svg)" in lesson, f"the lesson of {phase.name} does not show {name}.svg"
+        assert list(flaws(picture)) == [], f"{phase.name}: {name}.svg"
+    left = {file.stem for file in phase.folder.glob("*.svg")} - set(drawn) - BY_OTHERS
+    assert not left, f"{phase.name}: nobody draws {sorted(left)}"
+
+
+@pytest.mark.parametrize("package", STEPS)
+def test_every_step_that_a_notebook_can_show(package: str) -> None:
+    show = import_module(f"benchmarks.pictures.{package}").show
+    for step in STEPS[package]:
+        assert list(flaws(show(step))) == [], f"{package}.show({step})"
+
+
+def test_flaws_are_seen() -> None:
+    picture = Picture("", "something", height=40, width=800)
+    picture.text(790, 20, "cut")
+    picture.text(10, 20, "tiny", size=9)
+    picture.cell(-5, 5, 20, 20, "now")
+    found = " | ".join(flaws(picture))
+    for flaw in (
+        "800.0 wide",
+        "no title",
+        "'cut' leaves",
+        "'tiny' is written in size 9",
+        "a rectangle at -4",
+    ):
+        assert flaw in found, f"{flaw} is not among: {found}"

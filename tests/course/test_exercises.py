@@ -1,0 +1,103 @@
+"""The exercises as data: they follow the code, lessons, tests and evidence, and the page tells of them."""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections import Counter
+
+import pytest
+
+from phases import PHASES, ROOT, Phase
+from phases.course.answers import is_right, truth
+from phases.course.exercises import Exercise, Question, exercises, questions
+from phases.course.hints import LEVELS, hint
+from tests.course.proof import PAGE, block, listed, recorded, untried
+from tests.course.slips import DoesNotApply, slips_of, spans
+
+each = pytest.mark.parametrize("exercise", exercises(), ids=lambda exercise: exercise.id)
+
+
+def test_three_to_six_a_phase() -> None:
+    counts = Counter(exercise.phase.number for exercise in exercises())
+    wrong = {phase.name: counts[phase.number] for phase in PHASES}
+    assert all(3 <= count <= 6 for count in wrong.values()), wrong
+    ids = [one.id for one in (*exercises(), *questions())]
+    assert len(ids) == len(set(ids)), "two exercises have one id"
+
+
+@each
+@pytest.mark.slow
+def test_an_exercise_follows_the_code(exercise: Exercise) -> None:
+    source = exercise.path.read_text(encoding="utf-8")
+    places = list(spans(source, exercise.functions))
+    assert len(places) == len(exercise.functions), f"{exercise.id}: {exercise.file} has no such function"
+    assert exercise.id[:2] == f"{exercise.phase.number:02d}"
+    for name in exercise.masked:
+        file, _, function = name.partition(":")
+        assert list(spans((ROOT / file).read_text(encoding="utf-8"), [function])), f"{exercise.id}: no {name}"
+    for node in (*exercise.tests, *exercise.hidden, *exercise.later):
+        file, _, test = node.partition("::")
+        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+        names = {part.name for part in ast.walk(tree) if isinstance(part, ast.FunctionDef)}
+        assert test.partition("[")[0] in names, f"{exercise.id}: there is no test {node}"
+    assert exercise.points > 0 and exercise.tests
+
+
+@each
+def test_an_exercise_has_three_hints(exercise: Exercise) -> None:
+    for level in range(1, LEVELS + 1):
+        assert hint(exercise, level).strip(), f"{exercise.id} has no hint {level}"
+    assert exercise.cases or exercise.example
+
+
+@each
+def test_mistakes_apply_and_are_in_the_functions(exercise: Exercise) -> None:
+    source, slips = exercise.path.read_text(encoding="utf-8"), slips_of(exercise)
+    places, lines = list(spans(source, exercise.functions)), source.splitlines()
+    assert len(slips) >= 5, f"{exercise.id}: {len(slips)} mistakes are planted"
+    assert len({slip.name for slip in slips}) == len(slips)
+    for slip in slips:
+        try:
+            planted = slip.plant(exercise)
+        except DoesNotApply as error:
+            raise AssertionError(f"tests/course must follow the code: {error}") from None
+        pairs = zip(lines, planted.splitlines(), strict=False)
+        changed = next(at for at, (before, after) in enumerate(pairs, start=1) if before != after)
+        inside = any(first <= changed <= last for first, last in places)
+        assert inside, f"{slip.name} is outside of {exercise.id}"
+
+
+@pytest.mark.parametrize("question", questions(), ids=lambda question: question.id)
+def test_the_evidence_knows_the_answer(question: Question) -> None:
+    known = truth(question)
+    assert math.isfinite(known) and known > 0
+    assert is_right(question, known) and not is_right(question, known * (1.01 + question.tolerance))
+
+
+def test_phases_with_evidence_have_questions_of_both_kinds() -> None:
+    kinds = {(question.phase.number, question.id[3]) for question in questions()}
+    assert kinds >= {(number, kind) for number in range(1, 14) for kind in "pm"}
+
+
+@pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.name)
+def test_lessons_list_their_exercises(phase: Phase) -> None:
+    told = listed(phase)
+    assert told is not None or phase.number > 9, f"{phase.name} has no list of exercises"
+    assert told in (None, block(phase)), f"run python -m tests.course --list {phase.number:02d}"
+
+
+def test_the_page_tells_of_every_exercise() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    told = recorded(page)
+    open_ones = untried(page)
+    assert sorted([*told, *open_ones]) == [exercise.id for exercise in exercises()], (
+        "run python -m tests.course"
+    )
+    for exercise in exercises():
+        if exercise.id in open_ones:  # the page says so
+            continue
+        names = [slip.name for slip in slips_of(exercise)]
+        assert list(told[exercise.id]) == names, f"run python -m tests.course {exercise.id[:2]}"
+        alive = [name for name, killed in told[exercise.id].items() if not killed]
+        assert not alive, f"{exercise.id} accepts {alive}"

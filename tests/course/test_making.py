@@ -1,0 +1,162 @@
+"""A student's working copy: what is blank, what stays, and that no answer is anywhere in it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from common.errors import UserError
+from phases import PHASES
+from phases.course import making
+from phases.course.blanks import NotThere, blank, functions, graft, is_blank, without
+from phases.course.exercises import exercises, of_phases
+from phases.course.lessons import gives_away, lines_of, trap_of
+from phases.course.making import made_files
+
+SOURCE = '''"""A module."""
+
+from __future__ import annotations
+
+
+class Cache:
+    """Keys."""
+
+    def write(self, k: Tensor) -> Tensor:  # noqa: X
+        """Write `k [B, S, D]`.
+
+        Raises:
+            ValueError: it is full.
+        """
+        head = k[:, 0]  # [B, D]
+        if secret := head.isnan().any():
+            raise ValueError(
+                f"{secret} in {head}",
+            )
+        secret = head * 2  # because
+        return secret  # [B, D]
+
+    @property
+    def free(self) -> int:
+        return self.count
+
+
+def total(x):
+    return sum(x)
+'''
+
+
+def test_a_blank_keeps_signature_docstring_and_shapes() -> None:
+    made = blank(SOURCE, {"Cache.write": "05.9", "total": ""})
+    assert "def write(self, k: Tensor) -> Tensor:  # noqa: X" in made and "it is full" in made
+    assert "        # head: [B, D]\n        # returned: [B, D]\n" in made
+    assert '        # raised: ValueError(f"{secret} in {head}")\n' in made, "callers read the words of errors"
+    assert 'raise NotImplementedError("exercise 05.9")' in made
+    assert (
+        "secret =" not in made and "secret :=" not in made and "because" not in made and "sum(x)" not in made
+    )
+    assert "return self.count" in made, "what is no exercise stays"
+    assert is_blank(made, "Cache.write", "05.9") and not is_blank(SOURCE, "Cache.write", "05.9")
+    with pytest.raises(NotThere, match=r"Cache\.read"):
+        blank(SOURCE, {"Cache.read": "05.9"})
+
+
+def test_a_graft_takes_the_functions_and_what_is_new() -> None:
+    theirs = SOURCE.replace("secret = head * 2  # because", "secret = _double(head)").replace("sum(x)", "0")
+    theirs = theirs.replace(
+        "class Cache", "import math\n\nTWO = 2\n\n\ndef _double(x):\n    return TWO * x\n\n\nclass Cache"
+    )
+    theirs = theirs.replace("    @property", "    def _more(self):\n        return 1\n\n    @property")
+    made = graft(SOURCE, theirs, ["Cache.write"])
+    assert "_double(head)" in made and "def _double" in made and "TWO = 2" in made and "def _more" in made
+    assert "sum(x)" in made, "another function is the reference's, whatever they made of it"
+    assert made.index("def _double") < made.index("class Cache")
+    ast.parse(made)
+    assert graft(SOURCE, SOURCE, ["Cache.write", "total"]) == SOURCE
+    with pytest.raises(NotThere, match="total"):
+        graft(SOURCE, SOURCE.replace("def total", "def sums"), ["total"])
+
+
+def test_hidden_tests_are_cut_out() -> None:
+    assert "total" not in without(SOURCE, ["total"]) and "class Cache" in without(SOURCE, ["total"])
+
+
+def answers() -> dict[str, list[str]]:
+    found = {}
+    for exercise in exercises():
+        source = exercise.path.read_text(encoding="utf-8")
+        for name, lines in lines_of(source, exercise.functions).items():
+            found[f"{exercise.id} {name}"] = lines
+    return found
+
+
+def code(file: str, text: str) -> list[str]:
+    return [text] if file.endswith(".py") else re.findall(r"^```\w*\n(.*?)^```", text, re.M | re.DOTALL)
+
+
+@pytest.mark.slow
+def test_no_answer_is_anywhere_in_a_copy() -> None:
+    """Neither in code nor in a lesson, not of its own phase and not of another."""
+    made, bodies = made_files(exercises()), answers()
+    found = {
+        f"{file} gives {name} away"
+        for file, text in made.items()
+        for part in code(file, text)
+        if (name := gives_away(part, bodies))
+    }
+    assert not found
+    assert {Path(file).suffix for file in made} == {".py", ".md"}, "no bytecode, notebooks or history"
+
+
+def test_the_rule_sees_an_answer() -> None:
+    name = "08.2 RadixIndex._split"
+    body = answers()[name]
+    assert gives_away("\n".join(["def f():", *("    " + line for line in body)]), {name: body}) == name
+    assert gives_away("x = 1\n", {name: body}) == ""
+
+
+def test_a_lesson_shows_no_code_of_an_exercise() -> None:
+    lesson = made_files(of_phases("12"))["phases/12_structured/README.md"]
+    assert "*This code is exercise 12.4, `Trie.walk`.*" in lesson
+    assert "](structured/" not in lesson, "links to files that are not there"
+
+
+def test_hidden_tests_are_not_in_a_copy() -> None:
+    made = made_files(of_phases("05"))
+    shown = functions(made["tests/phases/test_05_paged_cache.py"])
+    assert "test_any_schedule" in shown
+    assert "test_a_cache_of_two_blocks" not in shown
+
+
+@pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.name)
+@pytest.mark.slow
+def test_a_copy_of_each_phase(phase, tmp_path: Path) -> None:
+    copy = making.make(tmp_path / "copy", of_phases(f"{phase.number:02d}"))
+    assert {exercise.phase.name for exercise in copy.exercises} == {phase.name}
+    for exercise in copy.exercises:
+        source = (copy.folder / exercise.file).read_text(encoding="utf-8")
+        compile(source, exercise.file, "exec")
+        assert all(is_blank(source, name, exercise.id) for name in exercise.functions)
+        assert exercise.id in (copy.folder / "README.md").read_text(encoding="utf-8")
+    assert making.around(copy.folder / "phases").folder == copy.folder
+    with pytest.raises(UserError, match="not empty"):
+        making.make(copy.folder, copy.exercises)
+
+
+def test_wrong_phases_and_folders(tmp_path: Path) -> None:
+    assert [one.id[:2] for one in of_phases("2, 04-05")] == sorted(one.id[:2] for one in of_phases("02,4,5"))
+    for text in ("x", "5-", "77", ""):
+        with pytest.raises(UserError, match="--phases is"):
+            of_phases(text)
+    with pytest.raises(UserError, match="no working copy"):
+        making.opened(tmp_path)
+    with pytest.raises(UserError, match="in the course's own checkout"):
+        making.make(making.ROOT / "build" / "copy", exercises())
+
+
+def test_traps_are_found_by_their_test() -> None:
+    phase = next(phase for phase in PHASES if phase.number == 5)
+    assert "given back twice" in trap_of(phase, "test_allocator_counts_users")
+    assert trap_of(phase, "test_nothing") == ""

@@ -1,0 +1,813 @@
+"""Phase 14, replicas: chains, policies, gate, a replica's life, the front, blocks that change hands."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import uvloop
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cuda_graphs
+from common.errors import UserError
+from common.sampling.params import SamplingParams
+from forward.loading import load_model
+from parallel.replicas import front, handover
+from parallel.replicas.gate import GONE, KEY, NAME, Gate
+from parallel.replicas.options import ReplicaOptions
+from parallel.replicas.prefixes import BLOCK, LONGEST, chain, chain_of
+from parallel.replicas.replica import Replica
+from parallel.replicas.routing import InFlight, LeastLoaded, Memory, PrefixAware, RoundRobin, make_policy
+from phases import ROOT
+from phases.cli import main
+from serving.alive import CannotStart
+from serving.app import App
+from serving.http.limits import Limits
+from tests.servers import Loopback, asynchronously, tokenizer_for
+
+LESSON = ROOT / "phases" / "14_parallel" / "REPLICAS.md"
+
+# Chains.
+
+
+def body(prompt: Any = None, **more: Any) -> bytes:
+    return msgspec.json.encode(({"model": "m", "prompt": prompt} if prompt is not None else {}) | more)
+
+
+def shared(a: list[int], b: list[int]) -> int:
+    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def test_chains_agree_as_far_as_texts_do():
+    text = "".join(random.Random(1).choices("abcdefgh ", k=20 * BLOCK))
+    for place in (0, 1, BLOCK - 1, BLOCK, 5 * BLOCK + 3, 19 * BLOCK):
+        other = text[:place] + "#" + text[place + 1 :]
+        found = shared(chain_of(body(text)), chain_of(body(other)))
+        expected = (place + 1) // BLOCK  # a quotation mark comes first
+        assert found == expected, (
+            f"texts differ at {place}, chains after {found} blocks instead of {expected}"
+        )
+
+
+def test_a_number_names_everything_before_its_block():
+    one, two = chain([b"a" * 8, b"same"], b""), chain([b"b" * 8, b"same"], b"")
+    assert one[1] != two[1], "the last block is the same, and so is its number: what came before is not in it"
+
+
+def test_a_conversation_goes_on_and_so_does_its_chain():
+    said = [{"role": "user", "content": "x" * 300}, {"role": "assistant", "content": "y" * 300}]
+    before, after = chain_of(body(messages=said)), chain_of(body(messages=[*said, said[0]]))
+    assert len(before) >= 4 and after[: len(before)] == before, "a turn more has changed the chain before it"
+
+
+@pytest.mark.parametrize("field", ["cache_salt", "tools"])
+def test_salt_and_tools_come_before_the_first_token(field):
+    message = [{"role": "user", "content": "x" * 600}]
+    value: Any = "secret" if field == "cache_salt" else [{"type": "function"}]
+    assert (
+        shared(chain_of(body(messages=message)), chain_of(body(messages=message, **{field: value}))) == 0
+    ), f"{field} is not in the chain: requests would meet that cannot share blocks"
+
+
+def test_other_fields_are_no_matter():
+    assert chain_of(body("x" * 999)) == chain_of(body("x" * 999, temperature=0.5, stream=True, seed=3))
+
+
+def test_token_ids_have_a_chain_too():
+    ids = list(range(1000, 1200))
+    assert shared(chain_of(body([*ids, 1])), chain_of(body([*ids, 2]))) == len(chain_of(body(ids)))
+
+
+def test_a_chain_has_an_end():
+    assert len(chain_of(body("x" * (BLOCK * LONGEST * 3)))) == LONGEST
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b"[]", b'"x"', b"{}", b'{"messages": 3}', b"\xff", b"[" * 100_000]
+)
+def test_what_is_no_request_has_no_chain(data):
+    assert chain_of(data) == []
+
+
+# Policies.
+
+
+def chains(*texts: str) -> list[list[int]]:
+    return [chain([letter.encode() for letter in text], b"") for text in texts]
+
+
+def test_round_robin_takes_turns():
+    policy = RoundRobin()
+    assert [policy.rank([], {"b": 9, "a": 0, "c": 3})[0] for _ in range(4)] == ["a", "b", "c", "a"]
+
+
+def test_least_loaded_takes_the_least_loaded_and_equals_in_turn():
+    policy = LeastLoaded()
+    assert all(policy.rank([], {"a": 2, "b": 1, "c": 3})[0] == "b" for _ in range(5))
+    first = [policy.rank([], {"a": 1, "b": 1, "c": 3})[0] for _ in range(12)]
+    assert set(first) == {"a", "b"}, f"of two equals, lone requests go to {set(first)} alone"
+
+
+def test_a_known_beginning_is_gone_to():
+    policy, (long, other) = PrefixAware(imbalance=4), chains("abcdefgh", "abcdxxxx")
+    policy.sent(long, "b")
+    for _ in range(6):
+        assert policy.rank(long, {"a": 0, "b": 3, "c": 0})[0] == "b"
+        assert policy.rank(other, {"a": 0, "b": 3, "c": 0})[0] == "b", "half of the request is known there"
+
+
+def test_nobody_goes_beyond_the_bound():
+    policy, (known,) = PrefixAware(imbalance=4), chains("abcdefgh")
+    policy.sent(known, "b")
+    assert policy.rank(known, {"a": 1, "b": 5, "c": 2})[0] == "b", "4 more than the least loaded are allowed"
+    assert policy.rank(known, {"a": 1, "b": 6, "c": 2})[0] == "a", "5 more than the least loaded are not"
+
+
+def test_a_trifle_is_not_worth_a_queue():
+    policy, (known, other) = PrefixAware(imbalance=4), chains("a" * 40, "a" * 2 + "b" * 38)
+    policy.sent(known, "b")
+    assert policy.rank(other, {"a": 0, "b": 1})[0] == "a", "2 of 40 blocks are known, and it waits for them"
+
+
+def test_where_nothing_is_known_replicas_fill_evenly():
+    policy, placed = PrefixAware(), []
+    for one in chains(*[letter * 8 for letter in "abcdefghijklmnop"]):
+        best = policy.rank(one, {"a": 0, "b": 0, "c": 0, "d": 0})[0]
+        policy.sent(one, best)
+        placed.append(best)
+    assert sorted(placed.count(name) for name in "abcd") == [4, 4, 4, 4], f"16 prefixes went to {placed}"
+
+
+def test_the_longest_beginning_wins():
+    policy, (short, long, asked) = PrefixAware(), chains("abcd", "abcdefgh", "abcdefghij")
+    policy.sent(short, "a")
+    policy.sent(long, "b")
+    assert policy.rank(asked, {"a": 0, "b": 0})[0] == "b", "8 blocks are known there, 4 by the other"
+
+
+def test_a_gap_ends_a_beginning():
+    memory, (one,) = Memory(100), chains("abcdef")
+    memory.learn(one[3:])
+    assert memory.found(one) == 0, "its first block is not there, so nothing of it can be used"
+
+
+def test_memory_forgets_the_oldest_and_ends_before_beginnings():
+    memory, (first, second) = Memory(8), chains("abcdef", "uvwx")
+    memory.learn(first)
+    memory.learn(second)
+    assert len(memory) == 8 and memory.found(second) == 4
+    assert memory.found(first) == 4, f"of 6 old blocks 4 fit, and the first {memory.found(first)} can be used"
+    memory.learn(first[:4])
+    memory.learn(chains("z")[0])
+    assert memory.found(first) == 4, "what was used again was forgotten before what was not"
+
+
+def test_a_replica_that_leaves_takes_its_knowledge_along():
+    policy, (known,) = PrefixAware(imbalance=9), chains("abcdefgh")
+    policy.sent(known, "b")
+    policy.keep({"a"})
+    assert policy.rank(known, {"a": 0, "b": 5})[0] == "a", "a replica that came back has an empty cache"
+
+
+@given(st.data())
+def test_the_bound_holds_whatever_comes(data):
+    imbalance = data.draw(st.integers(0, 3))
+    policy, flight, names, number = PrefixAware(imbalance), InFlight(), ["a", "b", "c"], 0
+    open_requests: list[str] = []
+    for _ in range(data.draw(st.integers(1, 40))):
+        if open_requests and data.draw(st.booleans()):
+            flight.end(open_requests.pop(data.draw(st.integers(0, len(open_requests) - 1))))
+            continue
+        (one,) = chains(data.draw(st.sampled_from(["aaaa", "aabb", "cccc", "d"])))
+        loads = {name: flight.of(name) for name in names}
+        order = policy.rank(one, loads)
+        assert sorted(order) == names, f"{order} leaves somebody out"
+        most = min(loads.values()) + imbalance
+        assert loads[order[0]] <= most, f"{order[0]} has {loads[order[0]]}, but may have {most}: {loads}"
+        policy.sent(one, order[0])
+        flight.begin(str(number), order[0])
+        open_requests.append(str(number))
+        number += 1
+    for request in open_requests:
+        flight.end(request)
+    assert [flight.of(name) for name in names] == [0, 0, 0], "requests that have ended still count"
+
+
+def test_a_request_counts_once_wherever_it_goes():
+    flight = InFlight()
+    flight.begin("1", "a")
+    flight.begin("1", "b")
+    assert (flight.of("a"), flight.of("b")) == (0, 1), (
+        "request 1 was given on, and counts twice or at the wrong one"
+    )
+    flight.end("1")
+    flight.end("1")
+    assert (flight.of("a"), flight.of("b")) == (0, 0), "request 1 has ended twice, and counts for minus one"
+    flight.begin("2", "a")
+    flight.keep({"b"})
+    flight.end("2")
+    assert flight.of("a") == 0, "replica a has left with its requests"
+
+
+def test_sixteen_prefixes_are_computed_once_each_instead_of_everywhere():
+    """What the benchmark measures, without engines: the share of blocks that is found."""
+    rng = random.Random(0)
+    prefixes = chains(*["".join(rng.choices("abcdefgh", k=48)) for _ in range(16)])
+    order = [prefixes[n % 16] for n in range(160)]
+    rng.shuffle(order)
+    found = {route: hits(route, order) for route in ("prefix", "round-robin", "least-loaded")}
+    assert found["prefix"] >= 0.89, (
+        f"{found['prefix']:.0%} of blocks are found, but only the first 16 of 160 miss"
+    )
+    assert found["round-robin"] <= 0.66, f"round-robin finds {found['round-robin']:.0%}"
+
+
+def hits(route: str, order: list[list[int]]) -> float:
+    """Four replicas, each with room for a quarter of all prefixes and a bit, one request at a time."""
+    policy, caches = make_policy(route, 8), {name: Memory(48 * 5) for name in "abcd"}
+    found = 0
+    for one in order:
+        best = policy.rank(one, dict.fromkeys(caches, 0))[0]
+        policy.sent(one, best)
+        found += caches[best].found(one)
+        caches[best].learn(one)
+    return found / sum(map(len, order))
+
+
+def test_the_lessons_example_is_what_happens():
+    policy, flight, lines = PrefixAware(imbalance=1), InFlight(), []
+    texts = ["SHOP: tea?", "CODE: sort", "SHOP: tax?", "SHOP: tip?", "SHOP: toy?", "SHOP: tap?"]
+    for text, one in zip(texts, chains(*texts), strict=True):
+        loads = {name: flight.of(name) for name in "ab"}
+        known = {name: policy.memory(name).found(one) for name in "ab"}
+        best = policy.rank(one, loads)[0]
+        said = (f"{name}: {loads[name]} running, knows {known[name]:2}" for name in "ab")
+        lines.append(f"{text}   {'   '.join(said)}   -> {best}")
+        policy.sent(one, best)
+        flight.begin(text, best)
+    told = LESSON.read_text(encoding="utf-8").split("<!-- example -->")[1].split("```")[1].strip()
+    assert told.splitlines() == lines
+
+
+def test_the_lessons_code_is_the_code():
+    files = (LESSON.parent / "parallel" / "replicas").glob("*.py")
+    source = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    blocks = re.findall(r"```python\n(.*?)```", LESSON.read_text(encoding="utf-8"), re.DOTALL)
+    assert blocks and all(block in source for block in blocks), "REPLICAS.md shows code that is not there"
+
+
+def test_the_lessons_traps_have_tests():
+    named = set(re.findall(r"\| `(test_\w+)` \|", LESSON.read_text(encoding="utf-8")))
+    assert len(named) > 5 and named <= {name for name in globals() if name.startswith("test_")}
+
+
+# Options.
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"replicas": -1}, "replicas is -1"),
+        ({"replicas": 2, "max_replicas": 1}, "max_replicas is 1, but must be between 2"),
+        ({"replicas": 2, "route": "random"}, "route is 'random', but must be one of prefix"),
+        ({"replicas": 2, "imbalance": -1}, "imbalance is -1"),
+        ({"replicas": 2, "queue": 0}, "queue is 0.0"),
+        ({"replicas": 2, "patience": float("nan")}, "patience is nan"),
+        ({"route": "round-robin"}, "route is for replicas"),
+    ],
+)
+def test_wrong_options(given, says):
+    with pytest.raises(UserError, match=says):
+        ReplicaOptions(**given)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--replicas 2 --route nearest", "route is 'nearest'"),
+        ("--replicas 2 --imbalances 3", "--imbalances"),
+        ("--queue 3", "queue is for replicas"),
+        ("--replicas many", "--replicas"),
+    ],
+)
+def test_wrong_flags(words, says, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "random:tiny", *words.split()])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and says in said and len(said.splitlines()) == 1, said
+
+
+def test_without_ray_the_flag_says_how_to_install_it(monkeypatch):
+    from parallel.replicas import cluster
+
+    monkeypatch.setitem(__import__("sys").modules, "ray.serve", None)
+    with pytest.raises(UserError, match="pip install 'inference-ladder\\[replicas\\]'"):
+        cluster.require_ray()
+
+
+# The gate.
+
+
+class Wire:
+    """A client of an ASGI application."""
+
+    def __init__(self, method: str, path: str, data: bytes, **headers: str) -> None:
+        names = {"content-type": "application/json"} | headers
+        self.scope: dict[str, Any] = {
+            "type": "http",
+            "method": method,
+            "path": path,
+            "headers": [(k.encode(), v.encode()) for k, v in names.items()],
+        }
+        self.data: bytes | None = data
+        self.messages: list[Any] = []
+
+    async def receive(self) -> Any:
+        if self.data is None:
+            await asyncio.sleep(3600)
+        data, self.data = self.data, None
+        return {"type": "http.request", "body": data, "more_body": False}
+
+    async def send(self, message: Any) -> None:
+        self.messages.append(message)
+
+    @property
+    def status(self) -> int:
+        return self.messages[0]["status"] if self.messages else 0
+
+    @property
+    def text(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.messages)
+
+    @property
+    def complete(self) -> bool:
+        return bool(self.messages) and not self.messages[-1].get("more_body", False)
+
+
+def asked(
+    app: Any, method: str = "POST", data: bytes = b"", limits: Limits | None = None, **headers: str
+) -> Wire:
+    """One request through a gate, to the application that stands for Ray's proxy."""
+    wire = Wire(method, "/v1/completions", data, **headers)
+    asynchronously(lambda: Gate(app, limits)(wire.scope, wire.receive, wire.send), 10)
+    return wire
+
+
+def start(
+    status: int = 200, name: bytes | None = b"a", kind: bytes = b"text/event-stream", gone: bool = False
+) -> Any:
+    headers = [(b"content-type", kind)] + ([(NAME, name)] if name else []) + ([(GONE, b"1")] if gone else [])
+    return {"type": "http.response.start", "status": status, "headers": headers}
+
+
+def part(data: bytes, more: bool = True) -> Any:
+    return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+def answering(*turns: list[Any], seen: list[Any] | None = None) -> Any:
+    """An application that says these messages, a list for each time it is asked; an exception is raised."""
+    left = list(turns)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if seen is not None:
+            seen.append(json.loads(json.dumps(scope[KEY], default=bytes.decode)))
+        for message in left.pop(0):
+            if isinstance(message, Exception):
+                raise message
+            await send(message)
+
+    return app
+
+
+def test_the_gate_reads_the_body_and_makes_its_chain():
+    seen: list[Any] = []
+    data = body("x" * 1000)
+    wire = asked(answering([start(), part(b"data: [DONE]\n\n", more=False)], seen=seen), data=data)
+    assert (wire.status, wire.text) == (200, b"data: [DONE]\n\n")
+    assert seen[0]["chain"] == chain_of(data) and seen[0]["body"] == data.decode()
+
+
+def test_who_asks_for_a_replica_may_look_at_it_but_not_load_it():
+    for method, expected in (("GET", "b"), ("POST", "")):
+        seen: list[Any] = []
+        app = answering([start(), part(b"", more=False)], seen=seen)
+        asked(app, method, body("x"), **{"x-ladder-replica": "b"})
+        assert seen[0]["wanted"] == expected, f"a {method} may choose its replica: {seen[0]}"
+
+
+def test_a_stream_whose_replica_dies_ends_with_an_error():
+    wire = asked(answering([start(), part(b"data: {}\n\n")]), data=body("x"))
+    assert wire.text.startswith(b"data: {}\n\n") and wire.complete
+    assert wire.text.count(b"data: ") == 2, f"one token and one error were expected, not {wire.text!r}"
+    last = json.loads(wire.text.split(b"data: ")[-1])
+    assert last["error"]["code"] == "died", f"the stream ends with {last}"
+
+
+def test_half_an_answer_is_not_taken_for_a_whole_one():
+    app = answering([start(kind=b"application/json"), part(b'{"half":'), RuntimeError("died")])
+    with pytest.raises(ConnectionError):
+        asked(app, data=body("x"))
+
+
+def test_another_replica_is_asked_while_nothing_was_said():
+    seen: list[Any] = []
+    refuses, dies = [start(503, gone=True), part(b"", more=False)], [RuntimeError("died")]
+    wire = asked(answering(refuses, dies, [start(), part(b"ok", more=False)], seen=seen), data=body("x"))
+    assert (wire.status, wire.text) == (200, b"ok")
+    assert seen[1]["avoid"] == ["a"], f"the second try does not avoid the replica that has gone: {seen[1]}"
+    assert len([message for message in wire.messages if "status" in message]) == 1, (
+        "two answers to one request"
+    )
+
+
+def test_tries_have_an_end():
+    wire = asked(answering(*[[RuntimeError("died")]] * 3), data=body("x"))
+    assert wire.status == 503 and json.loads(wire.text)["error"]["code"] == "died"
+
+
+def test_a_token_that_was_said_is_not_said_again():
+    turns: list[Any] = [start(), part(b"data: {}\n\n"), RuntimeError("died")]
+    wire = asked(answering(turns, [start(), part(b"twice", more=False)]), data=body("x"))
+    assert b"twice" not in wire.text, "a stream that had begun was begun again"
+
+
+@pytest.mark.parametrize(("status", "becomes"), [(404, 503), (503, 503), (408, 504)])
+def test_what_ray_says_is_said_in_our_form(status, becomes):
+    said = [start(status, name=None, kind=b"text/plain"), part(b"Path '/' not found", more=False)]
+    wire = asked(answering(said), data=body("x"))
+    assert wire.status == becomes and json.loads(wire.text)["error"]["type"], f"{wire.status} {wire.text!r}"
+
+
+def test_bodies_have_limits_before_any_replica_hears_of_them():
+    app = answering()
+    assert asked(app, data=body("x" * 2000), limits=Limits(max_body_bytes=1000)).status == 413
+    assert asked(app, data=b"{}", **{"content-type": "text/plain"}).status == 415
+
+
+def test_rays_own_addresses_are_rays():
+    wire = Wire("GET", "/-/healthz", b"")
+    said = answering([start(200, name=None), part(b"success", more=False)])
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await said(scope | {KEY: {}}, receive, send)
+
+    asynchronously(lambda: Gate(app)(wire.scope, wire.receive, wire.send), 10)
+    assert wire.text == b"success"
+
+
+# A replica.
+
+
+def served(tmp_path: Any) -> tuple[Loopback, App]:
+    model = load_model("random:tiny")
+    engine = Loopback(cuda_graphs.load(model, max_rows=4, cache_bytes=2_000_000))
+    return engine, App(engine, tokenizer_for(tmp_path, model.config.vocab_size), "tiny")
+
+
+def test_a_replica_answers_under_its_name_with_the_body_that_came_along(tmp_path):
+    _, app = served(tmp_path)
+    wire = Wire("POST", "/v1/completions", b"")
+    data = body([1, 2, 3], model="tiny", max_tokens=3, return_token_ids=True, ignore_eos=True)
+    wire.scope |= {KEY: {"body": data}, "headers": [*wire.scope["headers"]]}
+    wire.data = None  # nothing comes any more
+    asynchronously(lambda: Replica(app, "r1")(wire.scope, wire.receive, wire.send), 30)
+    assert wire.status == 200 and (NAME, b"r1") in wire.messages[0]["headers"], wire.messages
+    assert len(json.loads(wire.text)["choices"][0]["token_ids"]) == 3
+
+
+def test_a_replica_whose_engine_has_died_takes_nothing_and_ends(tmp_path):
+    engine, app = served(tmp_path)
+    ended: list[int] = []
+    replica = Replica(app, "r1", ended.append)
+    wire = Wire("POST", "/v1/completions", body([1]))
+
+    async def test() -> None:
+        watching = asyncio.ensure_future(replica._watch())
+        await asyncio.sleep(0.1)
+        assert not ended, "the engine lives, but the replica ends"
+        replica.check_health()
+        engine.state = "restarting"
+        await replica(wire.scope, wire.receive, wire.send)
+        await watching
+
+    asynchronously(test, 20)
+    assert ended == [1], "the engine has died, but the replica stays"
+    assert (GONE, b"1") in wire.messages[0]["headers"], f"it answers {wire.messages}, so nobody else is asked"
+    with pytest.raises(RuntimeError, match="restarting"):
+        replica.check_health()
+
+
+@pytest.mark.parametrize(("wrong_input", "kind"), [(True, UserError), (False, CannotStart)])
+def test_a_replica_that_cannot_be_made_says_why(tmp_path, wrong_input, kind):
+    engine, app = served(tmp_path)
+
+    async def fails() -> None:
+        raise CannotStart("cache_bytes is 100", wrong_input)
+
+    engine.run, engine.state = fails, "starting"
+    with pytest.raises(kind, match="cache_bytes is 100"):
+        asynchronously(Replica(app, "r1").start, 10)
+
+
+# Ray's side of the router, without Ray.
+
+
+@pytest.fixture
+def router(monkeypatch):
+    module = pytest.importorskip("parallel.replicas.router")
+    found = module.Router.__new__(module.Router)
+    found._replicas, found._told = {}, {}
+    found._replica_queue_len_cache = SimpleNamespace(get=found._told.get)
+    found.initialize_state(route="prefix", imbalance=2)
+    return found
+
+
+def pending(number: str, said: dict[str, Any] | None) -> Any:
+    import pickle
+
+    from ray.serve._private.common import StreamingHTTPRequest
+
+    given = {"chain": [], "body": b"", "wanted": "", "avoid": []} | (said or {})
+    scope = {} if said is None else {KEY: given}
+    data = pickle.dumps(StreamingHTTPRequest(asgi_scope=scope, proxy_actor_name="proxy"))
+    future = SimpleNamespace(cancelled=lambda: False)
+    return SimpleNamespace(args=[data], metadata=SimpleNamespace(internal_request_id=number), future=future)
+
+
+class Id:
+    """As much of a replica as a router looks at."""
+
+    def __init__(self, name: str) -> None:
+        self.unique_id = name
+
+
+def replicas(*names: str) -> list[Any]:
+    return [SimpleNamespace(replica_id=Id(name)) for name in names]
+
+
+def chosen(router: Any, request: Any, among: list[Any]) -> str:
+    ranks = asyncio.run(router.choose_replicas(among, request))
+    return ranks[0][0].replica_id.unique_id
+
+
+@pytest.mark.slow  # imports Ray
+def test_requests_that_come_at_once_see_each_other(router):
+    both, (known,) = replicas("a", "b"), chains("abcdefgh")
+    got = [chosen(router, pending(str(n), {"chain": known}), both) for n in range(8)]
+    assert got[:3] == [got[0]] * 3, f"the same beginning, and nobody busy: {got}"
+    assert max(got.count("a"), got.count("b")) <= 5, f"eight at once with a bound of 2: {got}"
+
+
+@pytest.mark.slow
+def test_what_has_ended_or_left_counts_no_more(router):
+    both = replicas("a", "b")
+    requests = [pending(str(n), {}) for n in range(4)]
+    where = [chosen(router, request, both) for request in requests]
+    assert sorted(where) == ["a", "a", "b", "b"]
+    router.on_request_routed(requests[0], both[0].replica_id, None)
+    router.on_request_completed(both[0].replica_id, "0")
+    requests[1].future.cancelled = lambda: True  # it left before it was sent
+    chosen(router, pending("9", {}), both)
+    assert router.in_flight.of("a") + router.in_flight.of("b") == 3, "request 0 has ended and 1 has left"
+
+
+@pytest.mark.slow
+def test_who_took_it_has_it(router):
+    (known,) = chains("abcdefgh")
+    request = pending("0", {"chain": known})
+    first = chosen(router, request, replicas("a", "b"))
+    other = "b" if first == "a" else "a"
+    router.on_request_routed(request, Id(other), None)
+    assert (router.in_flight.of(first), router.in_flight.of(other)) == (0, 1)
+
+
+@pytest.mark.slow
+def test_what_replicas_tell_of_themselves_counts(router):
+    both = replicas("a", "b")
+    router._told[both[0].replica_id] = 7  # another proxy's requests
+    assert [chosen(router, pending(str(n), {}), both) for n in range(3)] == ["b", "b", "b"]
+
+
+@pytest.mark.slow
+def test_wishes_and_what_is_to_be_avoided(router):
+    both = replicas("a", "b")
+    assert all(chosen(router, pending("1", {"wanted": "b"}), both) == "b" for _ in range(3))
+    assert all(chosen(router, pending("2", {"avoid": ["b"]}), both) == "a" for _ in range(3))
+    assert chosen(router, pending("3", {"avoid": ["a", "b"]}), both) in "ab", "who avoids all gets nobody"
+    assert chosen(router, pending("4", None), both) in "ab"
+
+
+# The front without Ray.
+
+
+class Upstream:
+    """A server that answers with its name, or hangs up."""
+
+    def __init__(self, name: str, dies: bool = False) -> None:
+        self.name, self.dies, self.seen, self.port = name, dies, list[bytes](), 0
+
+    async def start(self) -> Upstream:
+        self.server = await asyncio.start_server(self.serve, "127.0.0.1", 0)
+        self.port = self.server.sockets[0].getsockname()[1]
+        return self
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = next(
+            (int(line[15:]) for line in head.split(b"\r\n") if line.startswith(b"content-length:")), 0
+        )
+        self.seen.append(head + await reader.readexactly(length))
+        if not self.dies:
+            writer.write(f"HTTP/1.1 200 OK\r\ncontent-length: {len(self.name)}\r\n\r\n{self.name}".encode())
+        writer.close()
+
+
+async def fronted(
+    upstreams: list[Upstream], route: str = "prefix", limits: Limits | None = None
+) -> tuple[int, Any]:
+    urls = [f"http://127.0.0.1:{upstream.port}" for upstream in upstreams]
+    servers = front.Servers(urls, make_policy(route, 8))
+    made = await asyncio.get_running_loop().create_server(
+        lambda: front.Front(servers, limits or Limits()), "127.0.0.1", 0
+    )
+    return made.sockets[0].getsockname()[1], servers
+
+
+async def get(port: int, data: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(data), data)
+    )
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_the_front_sends_equal_beginnings_to_one_server(loop):
+    async def test() -> None:
+        both = [await Upstream("one").start(), await Upstream("two").start()]
+        port, servers = await fronted(both)
+        found = {
+            n: {(await get(port, body(letter * 900)))[-3:] for _ in range(3)}
+            for n, letter in enumerate("abcd")
+        }
+        assert all(len(names) == 1 for names in found.values()), f"a beginning went to two servers: {found}"
+        assert len(set.union(*found.values())) == 2
+        assert both[0].seen[0].endswith(b'"}') and b"connection: close" in both[0].seen[0]
+        assert all(servers.in_flight.of(name) == 0 for name in servers.addresses), (
+            "answered requests still count"
+        )
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(asyncio.wait_for(test(), 20))
+
+
+def test_the_front_does_without_servers_that_are_not_there():
+    async def test() -> None:
+        one, two = await Upstream("one").start(), await Upstream("two").start()
+        port, servers = await fronted([one, two], "round-robin")
+        two.server.close()
+        await two.server.wait_closed()
+        for n in range(3):
+            assert (await get(port, body("x"))).endswith(b"one"), (
+                f"request {n} was not given to the server that is left"
+            )
+        one.server.close()
+        answer = await get(port, body("x"))
+        assert answer.startswith(b"HTTP/1.1 503"), answer
+        assert servers.up == set()
+
+    asynchronously(test, 20)
+
+
+def test_the_front_tells_of_a_server_that_dies_and_of_requests_that_are_none():
+    async def test() -> None:
+        port, _ = await fronted(
+            [await Upstream("one", dies=True).start()], limits=Limits(max_body_bytes=1000)
+        )
+        assert b'"code":"died"' in await get(port, body("x"))
+        assert b"413" in await get(port, body("x" * 100_000))
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"\x16\x03\x01 what?\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 400")
+
+    asynchronously(test, 20)
+
+
+# Blocks that change hands.
+
+
+def engines(**more: Any) -> list[Any]:
+    model = load_model("random:tiny")
+    return [
+        cuda_graphs.load(model, max_rows=4, cache_bytes=2_000_000, block_size=16, **more) for _ in range(2)
+    ]
+
+
+def tokens(engine: Any, prompt: list[int], salt: str = "") -> list[int]:
+    engine.add(prompt, SamplingParams(max_tokens=12, temperature=0.8, seed=5, ignore_eos=True), salt=salt)
+    found = []
+    while not engine.idle:
+        found += [output.token_id for output in engine.step() if output.token_id is not None]
+    return found
+
+
+@pytest.mark.parametrize("length", [5, 16, 17, 100, 128])
+@pytest.mark.parametrize("index", ["radix", "hash"])
+def test_a_prompt_that_was_handed_over_gives_the_same_tokens(length, index):
+    alone = engines(index=index)[0]
+    there, here = engines(index=index)
+    prompt = [(7 * n) % 256 + 1 for n in range(length)]
+    expected = tokens(alone, prompt, "s")
+    blocks = handover.prefill(there, prompt, "s")
+    assert len(blocks.keys) == length // 16
+    assert handover.enter(here, blocks) == length // 16
+    before = here.stats.computed_tokens
+    found = tokens(here, prompt, "s")
+    assert found == expected, (
+        f"a prompt of {length} tokens was handed over, and token {shared(found, expected)} differs"
+    )
+    computed = here.stats.computed_tokens - before - 11
+    assert computed <= 16, (
+        f"{computed} of {length} tokens of the prompt were computed again, but its blocks are here"
+    )
+    for engine in (there, here):
+        engine.check_integrity()
+        assert engine.cache.free == engine.cache.allocator.count, "blocks leak"
+
+
+def test_blocks_that_are_known_are_not_taken_twice():
+    there, here = engines()
+    prompt = list(range(1, 101))
+    tokens(here, prompt[:50])
+    assert handover.enter(here, handover.prefill(there, prompt)) == 3, "3 of 6 blocks were here already"
+    assert handover.enter(here, handover.prefill(there, prompt)) == 0
+    here.check_integrity()
+    assert here.cache.free == here.cache.allocator.count, "blocks that came from outside stay pinned"
+    assert tokens(here, prompt) == tokens(there, prompt), (
+        "a block that came from outside is in another's place"
+    )
+
+
+def test_salts_stay_apart():
+    there, here = engines()
+    handover.enter(here, handover.prefill(there, list(range(1, 65)), "mine"))
+    before = here.stats.computed_tokens
+    tokens(here, list(range(1, 65)), "yours")
+    assert here.stats.computed_tokens - before >= 64, "blocks of one salt were found under another"
+
+
+def test_a_full_cache_takes_what_fits():
+    model = load_model("random:tiny")
+    there = engines()[0]
+    here = cuda_graphs.load(
+        model,
+        max_rows=1,
+        max_len=64,
+        cache_bytes=4 * 16 * model.config.kv_bytes_per_token(model.dtype),
+        block_size=16,
+    )
+    assert handover.enter(here, handover.prefill(there, list(range(1, 201)))) == here.cache.allocator.count
+    here.check_integrity()
+    assert len(tokens(here, list(range(1, 33)))) == 12, (
+        "an engine whose cache was filled from outside serves no more"
+    )
+
+
+def test_blocks_of_another_kind_are_refused():
+    there, here = engines()
+    blocks = handover.prefill(there, list(range(1, 33)))
+    with pytest.raises(UserError, match="but this engine's are"):
+        handover.enter(here, blocks._replace(blocks=blocks.blocks.half()))
+    with pytest.raises(UserError, match="other scales"):
+        handover.enter(here, blocks._replace(scales=torch.ones(2, 2, 3)))
+    without = cuda_graphs.load(load_model("random:tiny"), prefix_cache=False, cache_bytes=2_000_000)
+    with pytest.raises(UserError, match="prefix_cache is off"):
+        handover.enter(without, blocks)
+
+
+def test_blocks_in_shared_memory_are_the_same_blocks():
+    there, here = engines()
+    prompt = list(range(1, 101))
+    blocks = handover.prefill(there, prompt)
+    memory, placed = handover.to_shared_memory(blocks)
+    try:
+        opened, found = handover.from_shared_memory(memory.name, placed.blocks.shape, placed.blocks.dtype)
+        assert torch.equal(found, blocks.blocks)
+        assert handover.enter(here, blocks._replace(blocks=found)) == 6
+        del found
+        opened.close()
+    finally:
+        del placed
+        memory.close()
+        memory.unlink()
+    assert tokens(here, prompt) == tokens(there, prompt)

@@ -1,0 +1,616 @@
+"""Phase 14, tensor parallel: in ranks the same tokens come out, and a rank that is lost ends the engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import parallel
+import serving
+from common.errors import UserError
+from common.sampling.grammar import Grammar
+from common.sampling.params import SamplingParams
+from cuda_graphs.capture import Capturer
+from forward.loading import load_model, random_model
+from forward.models.llama import Llama
+from forward.shapes import SHAPES
+from parallel import crew as crews
+from parallel.crew import RanksLost
+from parallel.launch import part
+from parallel.ranks import ENVIRONMENT, device_of
+from parallel.shard import Shard, Slice
+from speculative import head as drafters
+from tests import structured_kit
+
+ROOT = Path(__file__).resolve().parents[2]
+PLACE: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
+SIZES: dict[str, Any] = {"max_rows": 4, "max_len": 64, "step_tokens": 40, "block_size": 4}
+SMALL: dict[str, Any] = {**PLACE, **SIZES, "cache_bytes": 1 << 20}
+TIGHT: dict[str, Any] = {**SMALL, "cache_bytes": 40 << 10}
+
+BEGIN = [5, 6, 7, 8, 9, 10, 11, 12]
+PROMPTS = [[*BEGIN, 13], [*BEGIN, 40, 41, 42], [3], list(range(20, 52)), [*BEGIN, 13, 14], [7, 7, 7, 7, 7, 7]]
+PARAMS = [
+    SamplingParams(max_tokens=12, ignore_eos=True),
+    SamplingParams(max_tokens=14, temperature=0.8, seed=3, ignore_eos=True),
+    SamplingParams(max_tokens=9, n=2, temperature=1.0, seed=1, ignore_eos=True),
+    SamplingParams(max_tokens=8, temperature=0.9, top_k=20, top_p=0.9, min_p=0.02, seed=5, logprobs=3),
+    SamplingParams(max_tokens=8, repetition_penalty=1.2, frequency_penalty=0.3, logit_bias={9: 2.0}),
+    SamplingParams(max_tokens=10, min_tokens=4, temperature=0.7, seed=8, stop_token_ids=(11, 12, 13)),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _end_crews() -> Iterator[None]:
+    yield
+    end_crews()
+
+
+def end_crews() -> None:
+    for crew in list(crews._idle.values()):
+        crew.kill()
+    crews._idle.clear()
+
+
+def tokens_of(engine: Any, prompts: Sequence[list[int]] = PROMPTS, params: Any = None) -> list[list[int]]:
+    return [completion.token_ids for completion in engine.generate(prompts, params or PARAMS)]
+
+
+def same(found: list[list[int]], wanted: list[list[int]], what: str) -> None:
+    for request, (here, there) in enumerate(zip(found, wanted, strict=True)):
+        for place, (token, right) in enumerate(zip(here, there, strict=False)):
+            assert token == right, (
+                f"{what}: request {request}: token {place} is {token}, but one rank's is {right}: ranks "
+                "give the tokens of one GPU"
+            )
+        assert len(here) == len(there), f"{what}: request {request}: {len(here)} tokens, not {len(there)}"
+
+
+def in_ranks(
+    model: str, size: int, options: dict[str, Any], prompts: Any = PROMPTS, params: Any = None
+) -> Any:
+    """Tokens in ranks, compared at every step with what the other ranks did."""
+    engine: Any = parallel.load(model, tensor_parallel=size, rank_check=1, **options)
+    try:
+        found = tokens_of(engine, prompts, params)
+        engine.agree()
+        assert engine.compared == engine.turn * (size - 1), (
+            f"{engine.compared} checksums came for {engine.turn} steps of {size} ranks"
+        )
+        engine.check_integrity()
+        assert engine.cache.free == engine.cache.allocator.count, "blocks are lost in ranks"
+        return found
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in files: 8 heads, 2 key/value heads, tied embeddings, an odd vocabulary, biases."""
+    folder = tmp_path_factory.mktemp("llama")
+    write_checkpoint(folder)
+    return folder
+
+
+def write_checkpoint(folder: Path) -> None:
+    raw = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 259,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+        "eos_token_id": 0,
+        "rope_theta": 10000.0,
+    }
+    (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    from common.models.config import ModelConfig
+
+    config = ModelConfig.from_folder(folder)
+    model = random_model(config, device="cpu", dtype=torch.float32, seed=4)
+    state = {
+        ("" if name.startswith("lm_head") else "model.") + name: tensor.clone().contiguous()
+        for name, tensor in model.state_dict().items()
+        if name != "lm_head.weight"
+    }
+    save_file(state, folder / "model.safetensors")
+
+
+# Who has what.
+
+
+def test_heads_and_sizes_that_do_not_divide_are_refused_before_anything_starts() -> None:
+    with pytest.raises(
+        UserError, match="tensor_parallel is 2, but must divide the model's num_kv_heads, which"
+    ):
+        parallel.load("random:tiny", tensor_parallel=2, **SMALL)
+    with pytest.raises(
+        UserError, match="tensor_parallel is 4, but must divide the model's num_heads, which is 6"
+    ):
+        parallel.load("random:tiny", tensor_parallel=4, **SMALL)
+    with pytest.raises(UserError, match="so model must be a name"):
+        parallel.load(load_model("random:tiny", **PLACE), tensor_parallel=3, **SIZES)
+    with pytest.raises(UserError, match="tensor_parallel is 0, but must be"):
+        parallel.load("random:tiny", tensor_parallel=0, **SMALL)
+
+
+def test_a_shard_is_cut_where_its_shape_says() -> None:
+    last = Shard(3, 4)
+    name = "layers.0.self_attn."
+    assert last.cut(name + "q_proj.weight", (64, 32), (16, 32), 8) == Slice(0, 48, 16)
+    assert last.cut(name + "o_proj.weight", (32, 64), (32, 16), 8) == Slice(1, 48, 16)
+    assert last.cut(name + "k_proj.weight", (16, 32), (8, 32), 2) == Slice(0, 8, 8), (
+        "ranks 2 and 3 have head 1"
+    )
+    assert Shard(1, 4).cut(name + "k_proj.weight", (16, 32), (8, 32), 2) == Slice(0, 0, 8)
+    assert last.cut("norm.weight", (32,), (32,), 2) is None
+    assert last.cut("lm_head.weight", (257, 32), (65, 32), 2) == Slice(0, 195, 65)
+    assert last.vocabulary(257) == (195, 62, 65)
+    with pytest.raises(UserError, match="groups of weights that share a scale must stay together"):
+        last.cut("layers.0.mlp.down_proj.weight_scale", (64, 3), (64, 1), 2)
+    assert last.first_alone(name + "o_proj.bias") and not last.first_alone(name + "q_proj.bias")
+
+
+def test_one_rank_is_the_phase_below() -> None:
+    engine = parallel.load("random:tiny", **SMALL)
+    assert type(engine) is type(serving.load("random:tiny", **SMALL)), "one rank must be an engine as it was"
+
+
+def _own_weights(ranks: Any, model: str) -> dict[str, tuple[int, ...]]:
+    from parallel.loading import load_part
+
+    part = load_part(model, device="cpu", dtype="float32", linears=None, ranks=ranks)
+    return {name: tuple(tensor.shape) for name, tensor in part.state_dict().items()} | {
+        "bytes": (part.weight_bytes,)
+    }
+
+
+@pytest.mark.slow
+def test_no_rank_holds_the_whole(llama: Path) -> None:
+    whole = load_model(str(llama), **PLACE)
+    for found in parallel.together(2, _own_weights, str(llama)):
+        assert found["layers.0.self_attn.q_proj.weight"] == (64, 64)
+        assert found["layers.0.self_attn.o_proj.linear.weight"] == (64, 64)
+        assert found["layers.1.mlp.down_proj.linear.weight"] == (64, 64)
+        assert found["embed_tokens.weight"] == (130, 64), "259 tokens are 130 a rank, and one place is empty"
+        assert found["bytes"][0] < 0.53 * whole.weight_bytes, "a rank of two has about half of the weights"
+
+
+# The same tokens.
+
+
+@pytest.fixture(scope="module")
+def expected(llama: Path) -> list[list[int]]:
+    return tokens_of(serving.load(str(llama), **SMALL))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_give_the_tokens_of_one(llama: Path, expected: list[list[int]], size: int) -> None:
+    same(in_ranks(str(llama), size, SMALL), expected, f"{size} ranks of files")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "size"), [("tiny-window", 2), ("tiny-window", 4)])
+def test_random_weights_are_those_of_one_rank(shape: str, size: int) -> None:
+    """`tiny` has 6 heads and 3 key/value heads; in 4 ranks of `tiny-window` two share a key/value head."""
+    model = f"random:{shape}"
+    same(in_ranks(model, size, SMALL), tokens_of(serving.load(model, **SMALL)), f"{size} ranks of {shape}")
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "tight": TIGHT,
+    "no overlap": SMALL | {"overlap": False},
+    "plain": SMALL | {"overlap": False, "prefix_cache": False, "chunked_prefill": False},
+    "int4": SMALL | {"quantization": "int4", "group_size": 16},
+    "int8 keys": SMALL | {"kv_cache": "int8"},
+    "ngram": SMALL | {"speculate": True, "drafter": "ngram", "draft_adaptive": False},
+    "suffix": SMALL | {"speculate": True, "drafter": "suffix"},
+    "synthetic": SMALL | {"speculate": True, "drafter": "synthetic", "draft_adaptive": False},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", FEATURES.values(), ids=FEATURES.keys())
+def test_every_feature_in_two_ranks(llama: Path, options: dict[str, Any]) -> None:
+    model = str(llama)
+    same(in_ranks(model, 2, options), tokens_of(serving.load(model, **options)), "two ranks")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["head", "layers"])
+@pytest.mark.parametrize("options", [{}, {"kernels": True, "max_len": 32}], ids=["torch", "kernels"])
+def test_trained_drafters_in_two_ranks(
+    llama: Path, tmp_path: Path, kind: str, options: dict[str, Any]
+) -> None:
+    """Untrained ones, in fact, whose guesses are wrong, but the same as with one rank."""
+    model = load_model(str(llama), **PLACE)
+    assert isinstance(model, Llama)
+    torch.manual_seed(1)
+    drafter = drafters.KINDS[kind](model, 1, 32, torch.arange(0, 259, 2)).eval()
+    drafters.save(drafter, tmp_path / "drafter.safetensors", {})
+    given = SMALL | options | {"speculate": True, "drafter": kind, "draft_adaptive": False}
+    given |= {"draft_model": str(tmp_path / "drafter.safetensors")}
+    prompts = PROMPTS[:3] if options else PROMPTS
+    most = 5 if options else 12
+    params = [SamplingParams(**{**vars(p), "max_tokens": most}) for p in PARAMS[: len(prompts)]]
+    one = serving.load(str(llama), **given)
+    expected = guesses_of(one)
+    wanted = tokens_of(one, prompts, params)
+    engine: Any = parallel.load(str(llama), tensor_parallel=2, rank_check=1, **given)
+    try:
+        found = guesses_of(engine)
+        same(tokens_of(engine, prompts, params), wanted, f"two ranks, drafter {kind}")
+        engine.agree()
+    finally:
+        engine.close()
+    assert any(drafts for _, drafts in expected), "nothing was drafted"
+    for (request, drafts), (_, right) in zip(found, expected, strict=True):
+        assert drafts == right, (
+            f"request {request}: {kind} guesses {drafts} in two ranks and {right} in one: a rank's drafter "
+            "must read what one rank's reads"
+        )
+
+
+def guesses_of(engine: Any) -> list[tuple[int, tuple[int, ...]]]:
+    """From now on: whose index, and what was guessed for it."""
+    seen: list[tuple[int, tuple[int, ...]]] = []
+    drafter, propose = engine.scheduler.drafter, engine.scheduler.drafter.propose
+
+    def noted(request: Any, most: int) -> Any:
+        drafts = propose(request, most)
+        seen.append((request.index, tuple(drafts)))
+        return drafts
+
+    drafter.propose = noted
+    return seen
+
+
+KERNELS: dict[str, dict[str, Any]] = {
+    "one shot": {"all_reduce": "one-shot"},
+    "two shots": {"all_reduce": "two-shot"},
+}
+FEW = PROMPTS[:3], [*PARAMS[:2], SamplingParams(max_tokens=3, seed=2, temperature=1.0, ignore_eos=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", KERNELS.values(), ids=KERNELS.keys())
+def test_kernels_in_two_ranks(llama: Path, options: dict[str, Any]) -> None:
+    prompts, params = FEW
+    short = [SamplingParams(**{**vars(p), "max_tokens": 4}) for p in params]
+    given = SMALL | {"kernels": True, "max_len": 32} | options
+    one = {name: value for name, value in given.items() if name != "all_reduce"}
+    wanted = tokens_of(serving.load(str(llama), **one), prompts, short)
+    same(in_ranks(str(llama), 2, given, prompts, short), wanted, f"kernels, {options}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "one by one"])
+def test_grammars_in_two_ranks(overlap: bool) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    params = [
+        SamplingParams(
+            max_tokens=24, grammar=Grammar("json_schema", json.dumps(schema)), temperature=1.0, seed=seed
+        )
+        for seed in (1, 2)
+    ]
+    params.append(SamplingParams(max_tokens=12, temperature=0.8, seed=3, ignore_eos=True))
+    prompts = [[5, 6, 7], [9, 8], [1, 2, 3, 4]]
+    options = SMALL | {"tokenizer": structured_kit.tokenizer(), "overlap": overlap}
+    wanted = tokens_of(serving.load("random:tiny-window", **options), prompts, params)
+    same(in_ranks("random:tiny-window", 2, options, prompts, params), wanted, "grammars")
+
+
+@pytest.mark.slow
+def test_aborts_reach_every_rank(llama: Path) -> None:
+    engine: Any = parallel.load(str(llama), tensor_parallel=2, rank_check=1, **SMALL)
+    long = SamplingParams(max_tokens=40, ignore_eos=True)
+    some = [engine.add(prompt, long)[0] for prompt in PROMPTS]
+    for step in range(12):
+        engine.step()
+        if step in (2, 5, 6):
+            engine.abort(some[step % len(some)])
+    while not engine.idle:
+        engine.step()
+    engine.agree()
+    assert [request.finish_reason for request in some].count("abort") == 3
+    assert engine.cache.free == engine.cache.allocator.count
+    engine.close()
+
+
+# A rank that is lost.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_rank_ends_the_engine(llama: Path, number: int) -> None:
+    engine: Any = parallel.load(str(llama), tensor_parallel=2, **SMALL)
+    engine.add(PROMPTS[0], SamplingParams(max_tokens=50, ignore_eos=True))
+    engine.step()
+    engine.crew.members[0].process.send_signal(number)
+    begun = time.monotonic()
+    with pytest.raises(RanksLost, match="rank 1 has ended"):
+        while time.monotonic() - begun < 20:
+            engine.step()
+    assert time.monotonic() - begun < 10, "an engine that has lost a rank ends within 10 s"
+    assert not engine.idle, "an idle engine would never tell that it is broken"
+    with pytest.raises(RanksLost):
+        engine.step()
+
+
+@pytest.mark.slow
+def test_ranks_that_do_not_agree_end_the_engine(llama: Path) -> None:
+    engine: Any = parallel.load(str(llama), tensor_parallel=2, rank_check=1, **SMALL)
+    engine.add(PROMPTS[0], SamplingParams(max_tokens=50, ignore_eos=True))
+    engine.checksum += 1  # as if this rank had done something else
+    with pytest.raises(RanksLost, match="rank 1 does not agree with rank 0 on step"):
+        for _ in range(40):
+            engine.step()
+            time.sleep(0.01)
+        engine.agree()
+    engine.close()
+
+
+@pytest.mark.slow
+def test_ranks_end_with_the_process_that_started_them(llama: Path) -> None:
+    program = (
+        "import parallel, sys, time\n"
+        f"engine = parallel.load({str(llama)!r}, tensor_parallel=2, device='cpu', dtype='float32', "
+        f"**{SIZES!r}, cache_bytes=1 << 20)\n"
+        "print(engine.crew.members[0].process.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path), OMP_NUM_THREADS="1")
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment
+    ) as leader:
+        assert leader.stdout is not None
+        other = int(leader.stdout.readline())
+        leader.kill()
+    end = time.monotonic() + 10
+    while time.monotonic() < end and _alive(other):
+        time.sleep(0.05)
+    assert not _alive(other), "rank 1 outlives the process that started it"
+
+
+def _alive(number: int) -> bool:
+    try:
+        state = Path(f"/proc/{number}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def test_sizes_of_the_vocabulary() -> None:
+    for vocab in (1, 7, 256, 257):
+        for size in (1, 2, 3, 4):
+            parts = [Shard(rank, size).vocabulary(vocab) for rank in range(size)]
+            assert [first for first, _, _ in parts] == [
+                min(vocab, r * -(-vocab // size)) for r in range(size)
+            ]
+            assert sum(count for _, count, _ in parts) == vocab
+            assert len({room for _, _, room in parts}) == 1
+
+
+def test_the_configuration_of_a_part() -> None:
+    whole = SHAPES["tiny-window"]
+    own = Shard(0, 4).config(whole)
+    changed = {name for name, value in asdict(own).items() if asdict(whole)[name] != value}
+    assert changed == {"num_heads", "num_kv_heads", "intermediate_size"}
+    assert (own.num_heads, own.num_kv_heads, own.intermediate_size) == (1, 1, 20)
+
+
+# Sums over shared memory, by the kernels, in Triton's interpreter.
+
+
+def _sums(ranks: Any) -> list[str]:
+    """What is wrong with sums of some shapes: each way, some turns one after the other."""
+    from parallel import symmetric as module
+
+    module.PROGRAMS = 3  # so that programs have several rows, and some have more than others
+    hidden, wrong = 24, []
+    weight = torch.linspace(0.5, 1.5, hidden)
+    ways = {
+        "one": module.Limits(1 << 12, 0),
+        "two": module.Limits(0, 1 << 12),
+        "one or two": module.Limits(2 * 4 * hidden, 1 << 12),  # which take turns in the same places
+    }
+    for way, limits in ways.items():
+        reducer = module.Symmetric(ranks, hidden, torch.float32, limits, ranks.text(f"test-{way}"))
+        for turn, rows in enumerate((1, 7, 2, 5, 60)):  # the last is too large for shared memory
+            parts = [
+                torch.randn(rows, hidden, generator=torch.Generator().manual_seed(9 * turn + r))
+                for r in range(ranks.size)
+            ]
+            residual = torch.full((rows, hidden), 0.25)
+            whole = torch.stack(parts).sum(0)
+            norm = torch.nn.functional.rms_norm(whole + residual, (hidden,), weight, 1e-5)
+            total, normed = reducer.add_norm(
+                ranks, parts[ranks.rank].clone(), residual, (weight, 1e-5, False)
+            )
+            found = {
+                "sum": (reducer.sum(ranks, parts[ranks.rank].clone()), whole),
+                "sum and residual": (
+                    reducer.add(ranks, parts[ranks.rank].clone(), residual),
+                    whole + residual,
+                ),
+                "sum before a norm": (total, whole + residual),
+                "sum and norm": (normed, norm),
+            }
+            for name, (here, right) in found.items():
+                if not torch.allclose(here, right, atol=1e-5):
+                    wrong.append(f"{way} shot, rank {ranks.rank}, {rows} rows: {name} is wrong")
+    return wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
+def test_sums_over_shared_memory(size: int) -> None:
+    for rank, wrong in enumerate(parallel.together(size, _sums)):
+        assert not wrong, f"rank {rank}: {wrong}"
+
+
+COMPILED = """
+import re, sys, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from parallel.kernels.all_reduce import all_reduce_kernel as kernel
+for two in (False, True):
+    place = 1 << 16
+    fixed = {"RANK": 1, "RANKS": 4, "RANKS_PAD": 4, "SIZE": 4096, "SIZE_PAD": 4096, "PLACE": place}
+    fixed |= {"HALF": 128 * place, "COUNTERS": 384 * place, "TWO": two, "ADD": True, "NORM": True}
+    fixed |= {"ONE_PLUS": False, "PDL": False}
+    kinds = {"table": "*i64", "meetings": "*i64", "stop": "*i32", "eps": "fp32", "rows": "i32"}
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in fixed else kinds.get(n, "*bf16") for n in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n][0] == "*"}
+    constants = {(names.index(name),): value for name, value in fixed.items()}
+    source = ASTSource(kernel, signature, constants, aligned)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 16})
+    print(" ".join(sorted(set(re.findall(r"(?:ld|st|atom|red)[.]global[.a-z0-9]+", made.asm["ptx"])))))
+"""
+
+
+@pytest.mark.slow
+def test_numbers_go_over_the_wire_sixteen_bytes_at_a_time() -> None:
+    """Compiled for an H200 without one: what it says to memory is in the assembly."""
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path), TRITON_INTERPRET="0")
+    command = [sys.executable, "-c", COMPILED]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for way, line in zip(("one shot", "two shots"), done.stdout.splitlines(), strict=True):
+        found = line.split()
+        narrow = [name for name in found if name.endswith(("b16", "v2.b16"))]
+        assert not narrow, f"{way}: {narrow}: it is not known that peers' places are aligned"
+        assert {"ld.global.v4.b32", "st.global.v4.b32"} <= set(found), f"{way}: {found}"
+        released = [name for name in found if name.startswith(("atom", "red")) and ".release" in name]
+        assert released and all(".sys" in name for name in released), (
+            f"{way}: {found}: other GPUs must see the numbers before the counter"
+        )
+        assert any(".acquire" in name and ".sys" in name for name in found), (
+            f"{way}: {found}: numbers are read that may not be there yet"
+        )
+
+
+# What is only needed on GPUs, as far as a CPU can tell.
+
+
+def _environment(ranks: Any) -> dict[str, str | None]:
+    return {name: os.environ.get(name) for name in ENVIRONMENT}
+
+
+@pytest.mark.slow
+def test_multicast_is_off_in_every_process() -> None:
+    for rank, found in enumerate(parallel.together(2, _environment)):
+        assert found == ENVIRONMENT, f"rank {rank} has {found} when it meets the others"
+
+
+def test_a_rank_without_a_number_is_on_the_first_gpu() -> None:
+    assert [str(device_of("cuda", rank)) for rank in (0, 1)] == ["cuda:0", "cuda:1"]
+    assert str(device_of("cuda:2", 1)) == "cuda:3" and str(device_of("cpu", 1)) == "cpu"
+
+
+def test_graphs_are_destroyed_before_the_ranks_part() -> None:
+    """NCCL's communicators wait for the graphs that they are in."""
+    seen: list[str] = []
+    graph = SimpleNamespace(reset=lambda: seen.append("graph"))
+    capturer = Capturer(torch.device("cpu"))
+    capturer._graphs.append(graph)  # type: ignore[arg-type]
+    crew: Any = SimpleNamespace(reason="lost", tell=seen.append, kill=lambda: seen.append("crew"), size=0)
+    part(crew, SimpleNamespace(close=lambda: seen.append("ranks")), capturer.let_go)  # type: ignore[arg-type]
+    assert seen == ["graph", "crew"], "a lost crew has nobody to part from, but its graphs end"
+    capturer.let_go()
+    assert seen.count("graph") == 1
+
+
+@pytest.mark.slow
+def test_whoever_waits_for_ever_does_not_stop_the_last_resort(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaking off a sum may hang: the process has to end all the same."""
+    ended = threading.Event()
+    monkeypatch.setattr(crews, "LAST_RESORT", 0.2)
+    monkeypatch.setattr(crews.os, "_exit", lambda code: ended.set())
+    crew = crews.Crew(2)
+    crew.on_loss = threading.Event().wait  # type: ignore[assignment]
+    crew.members[0].process.kill()
+    assert ended.wait(10), "rank 1 has ended, rank 0 waits for ever, and nothing ends it"
+    crew.kill()
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_begin_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crews, "PROGRAM", "import sys; sys.exit(7)")
+    end_crews()
+    begun = time.monotonic()
+    with pytest.raises(RanksLost, match=r"rank 1 has ended \(exit code 7\)"):
+        parallel.load("random:tiny-window", tensor_parallel=2, **SMALL)
+    assert time.monotonic() - begun < 5, "rank 0 waits for a rank that has never begun"
+
+
+def _fails_on_the_second(ranks: Any) -> int:
+    if ranks.rank == 1:
+        raise ValueError("this rank is wrong")
+    return int(ranks.smallest(0))
+
+
+@pytest.mark.slow
+def test_a_rank_that_raises_ends_the_others(capfd: pytest.CaptureFixture[str]) -> None:
+    end_crews()  # or the process would write where its standard error was when it began
+    begun = time.monotonic()
+    with pytest.raises(RanksLost, match=r"rank 1 has (ended \(exit code 1\)|gone)"):
+        parallel.together(2, _fails_on_the_second)
+    assert time.monotonic() - begun < 30
+    assert "ValueError: this rank is wrong" in capfd.readouterr().err, "nobody says why"
+
+
+def _quantized(ranks: Any, model: str, scheme: str) -> dict[str, Any]:
+    from parallel.loading import load_part
+    from quant import Quant
+    from quant.linear import QuantLinear
+
+    linears = Quant(quantization=scheme, group_size=16).linears()
+    part = load_part(model, device="cpu", dtype="float32", linears=linears, ranks=ranks)
+    return {
+        name.replace(".linear", ""): layer.weight.dequantize().numpy()
+        for name, layer in part.named_modules()
+        if isinstance(layer, QuantLinear)
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["int8", "int4", "fp8"])
+def test_quantized_parts_are_those_of_the_whole(llama: Path, scheme: str) -> None:
+    from quant import Quant
+    from quant.linear import QuantLinear
+
+    whole = load_model(str(llama), **PLACE, linears=Quant(quantization=scheme, group_size=16).linears())
+    parts = parallel.together(2, _quantized, str(llama), scheme)
+    for name, layer in whole.named_modules():
+        if isinstance(layer, QuantLinear) and name != "lm_head":
+            dim = 1 if name.endswith(("o_proj", "down_proj")) else 0
+            found = torch.cat([torch.from_numpy(part[name]) for part in parts], dim)
+            assert torch.equal(found, layer.weight.dequantize()), (
+                f"{name}: {scheme} in parts is another weight"
+            )

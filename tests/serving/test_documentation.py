@@ -1,0 +1,91 @@
+"""The page on running the server says what the server does: flags, limits, metrics, and a unit that loads."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shutil
+import subprocess
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from phases import ROOT
+from phases.cli import app
+from phases.commands.flags import add_engine_flags
+from serving.http.limits import Limits
+from serving.http.schema import Generation
+from serving.messages import Stats
+from serving.watching.metrics import Metrics
+
+PACKAGE = ROOT / "phases" / "13_serving" / "serving"
+PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+UNIT = re.search(r"```ini\n(.*?)```", PAGE, re.DOTALL)[1]
+
+
+def options_of(command: str) -> set[str]:
+    found = typer.main.get_command(app).commands[command].params
+    return {name for param in found for name in param.opts}
+
+
+def engine_options() -> set[str]:
+    def command() -> int:
+        return 0
+
+    add_engine_flags(command, limits=True)
+    return {"--" + name.replace("_", "-") for name in inspect.signature(command).parameters}
+
+
+def test_every_limit_is_listed_with_its_default():
+    for limit in fields(Limits):
+        flag = "--" + limit.name.replace("_", "-")
+        assert f"`{flag}`" in PAGE, f"the page says nothing of {flag}"
+        line = next(line for line in PAGE.splitlines() if line.startswith("|") and f"`{flag}`" in line)
+        value = limit.default
+        shown = {4 << 20: "4 MiB", 64 << 10: "64 KiB"}.get(value, f"{value:,.0f}")
+        assert shown in line, f"{flag} is {shown}, but the page says {line}"
+
+
+def test_every_flag_exists():
+    known = options_of("serve") | options_of("load") | engine_options()
+    ours = "\n".join(line for line in PAGE.splitlines() if "python -m " not in line)
+    said = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", ours))
+    assert said <= known, f"there is no {sorted(said - known)}"
+
+
+def test_every_route_and_every_field_of_vllms_is_named():
+    routes = set(re.findall(r'^            "(/[\w./]*)": \{"', (PACKAGE / "app.py").read_text(), re.M))
+    assert len(routes) > 10
+    missing = sorted(route for route in routes if f"`{route}`" not in PAGE)
+    assert not missing, f"the page says nothing of {missing}"
+    source = inspect.getsource(Generation)
+    theirs = re.findall(r"^    (\w+):", source[source.index("# vLLM's") : source.index("# taken")], re.M)
+    unnamed = [name for name in theirs if name != "response_format" and f"`{name}`" not in PAGE]
+    assert not unnamed, f"the page says nothing of {unnamed}"
+
+
+def test_every_metric_exists():
+    there = Metrics("x").text(Stats(), blocks=1, in_flight=0, restarts=0, ready=True)
+    for name in re.findall(r"`((?:vllm|ladder):\w+)`", PAGE):
+        assert f"# TYPE {name} " in there, f"there is no metric {name}"
+
+
+def test_the_unit_has_no_comments_behind_values():
+    """systemd would take them for a part of the value."""
+    for line in UNIT.splitlines():
+        assert line.startswith("#") or "#" not in line, line
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+def test_systemd_takes_the_unit(tmp_path: Path):
+    folder = tmp_path / "units"
+    folder.mkdir()
+    ours = UNIT.replace("/opt/inference-ladder/.venv/bin/ladder", shutil.which("true") or "/bin/true")
+    (folder / "ladder.service").write_text(ours)
+    done = subprocess.run(
+        ["systemd-analyze", "verify", str(folder / "ladder.service")], capture_output=True, text=True
+    )
+    said = [line for line in done.stderr.splitlines() if "ladder.service" in line]
+    assert not said, said

@@ -1,0 +1,221 @@
+"""Phase 14's replicas as they run: Ray Serve, two servers, faults, drains and queues."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+import cuda_graphs
+from common.sampling.params import SamplingParams
+from forward.loading import load_model
+from tests.servers import Running, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytest.importorskip("ray.serve")
+
+SMALL = ("--max-rows", "16", "--cache-bytes", "6000000", "--step-tokens", "256", "--access-log", "none")
+REPLICAS = ("--replicas", "2", "--max-replicas", "3", "--queue", "4", "--patience", "1", "--imbalance", "2")
+LONG = 900
+"""Tokens of a stream that somebody is to be killed under."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with Running(*SMALL, *REPLICAS, "--grace-seconds", "20", within=200.0) as running:
+        yield running
+
+
+def actors(server: Running) -> list[psutil.Process]:
+    """The replicas' processes."""
+    found = psutil.Process(server.process.pid).children(recursive=True)
+    return [process for process in found if named(process).startswith("ray::ServeReplica")]
+
+
+def named(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+class Stream(threading.Thread):
+    """One streamed completion, read in a thread.
+
+    replica: who answers; set when the first token is here.
+    whole: whether the stream has ended as it should; otherwise `error` is the event it ended with, if any.
+    """
+
+    def __init__(self, server: Running, prompt: list[int], tokens: int, **more: Any) -> None:
+        super().__init__(daemon=True)
+        self.server, self.first = server, threading.Event()
+        self.body = {"model": "random:tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+        self.body |= {"stream": True, "ignore_eos": True, "return_token_ids": True} | more
+        self.replica, self.whole, self.cut = "", False, False
+        self.tokens: list[int] = []
+        self.error: Any = None
+        self.said: list[bytes] = []
+        self.status = 0
+        self.start()
+
+    def run(self) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=120)
+        try:
+            headers = {"content-type": "application/json"}
+            connection.request("POST", "/v1/completions", json.dumps(self.body), headers)
+            answer = connection.getresponse()
+            self.status, self.replica = answer.status, answer.headers.get("x-ladder-replica", "")
+            for line in answer:
+                self.said.append(line)
+                self._read(line.strip())
+        except (http.client.HTTPException, ConnectionError):
+            self.cut = True
+        finally:
+            self.first.set()
+            connection.close()
+
+    def _read(self, line: bytes) -> None:
+        if line == b"data: [DONE]":
+            self.whole = True
+        elif line.startswith(b"data: "):
+            event = json.loads(line[6:])
+            self.error = event.get("error", self.error)
+            for choice in event.get("choices", []):
+                self.tokens += choice.get("token_ids") or []
+            self.first.set()
+
+
+def started(streams: list[Stream]) -> list[Stream]:
+    for stream in streams:
+        assert stream.first.wait(60), "a stream has no first token after 60 s"
+    return streams
+
+
+def joined(streams: list[Stream]) -> list[Stream]:
+    for stream in streams:
+        stream.join(120)
+        assert not stream.is_alive(), f"a stream of {stream.replica} does not end"
+    return streams
+
+
+def both_serve(server: Running) -> bool:
+    """Whether two replicas answer: lone requests go to each in turn."""
+    found = [server.get("/ready") for _ in range(4)]
+    names = {headers.get("x-ladder-replica") for status, headers, _ in found if status == 200}
+    return len(names) >= 2 and all(status == 200 for status, _, _ in found)
+
+
+def test_the_same_tokens_as_one_server(server):
+    prompts = [[n + 5 * i for i in range(40)] for n in range(1, 7)]
+    engine = cuda_graphs.load(load_model("random:tiny"))
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    expected = [[] for _ in prompts]
+    for event in engine.stream(prompts, params):
+        expected[event.index] += [] if event.token_id is None else [event.token_id]
+    found = joined([Stream(server, prompt, 12) for prompt in prompts])
+    for number, (stream, tokens) in enumerate(zip(found, expected, strict=True)):
+        assert stream.tokens == tokens, (
+            f"request {number} on {stream.replica}: other tokens than one server's"
+        )
+    assert len({stream.replica for stream in found}) == 2, (
+        "six requests at once, and one replica has them all"
+    )
+
+
+def test_equal_prefixes_meet_and_the_bound_holds(server):
+    prefixes = [[7 * n + i % 50 for i in range(120)] for n in range(4)]
+    home: dict[int, set[str]] = {n: set() for n in range(4)}
+    for turn in range(3):
+        for n, prefix in enumerate(prefixes):
+            home[n].add(joined([Stream(server, [*prefix, 200 + turn], 2)])[0].replica)
+    assert all(len(names) == 1 for names in home.values()), f"a prefix went to two idle replicas: {home}"
+    assert len(set.union(*home.values())) == 2, "four prefixes, and one replica has them all"
+    # Now everybody at once: the bound is 2, so of six at least two must go elsewhere.
+    crowd = joined(started([Stream(server, [*prefixes[0], 230 + n], LONG) for n in range(6)]))
+    assert all(stream.whole for stream in crowd), f"refused: {[stream.said[-2:] for stream in crowd]}"
+    there = sum(stream.replica in home[0] for stream in crowd)
+    assert 3 <= there <= 4, f"{there} of 6 requests went where their prefix is, but the bound allows 4"
+
+
+def test_who_leaves_is_let_go(server):
+    body = {"model": "random:tiny", "prompt": [5, 6], "max_tokens": LONG, "ignore_eos": True, "stream": True}
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+    answer = connection.getresponse()
+    name = answer.headers["x-ladder-replica"]
+    answer.readline()
+    connection.sock.close()
+    answer.close()
+    connection.close()
+
+    def running() -> float:
+        _, headers, text = server.get("/metrics", **{"x-ladder-replica": name})
+        assert headers["x-ladder-replica"] == name, "a GET has not reached the replica that it asked for"
+        return float(text.decode().split("vllm:num_requests_running{")[1].split("}")[1].split()[0])
+
+    wait_until(lambda: running() == 0, f"the client has left, and {name} computes its tokens", 10)
+
+
+@pytest.mark.parametrize("victim", ["replica", "engine"])
+def test_who_is_killed_loses_its_own_streams_only_and_comes_back(server, victim):
+    wait_until(lambda: both_serve(server), "there are no two replicas", 60)
+    before = {process.pid for process in actors(server)}
+    process = actors(server)[0]  # now: streams last about a second
+    if victim == "engine":
+        process = next(child for child in process.children() if "spawn_main" in named(child))
+    streams = started([Stream(server, [n, 2, 3], LONG) for n in range(1, 5)])
+    assert all(stream.status == 200 for stream in streams), f"refused: {[stream.said for stream in streams]}"
+    process.kill()
+    joined(streams)
+    lost = [stream for stream in streams if not stream.whole]
+    assert lost, f"the {victim} was killed after the streams had ended: make LONG longer"
+    assert len(lost) < len(streams), "everybody has lost their streams"
+    names = {stream.replica for stream in lost}
+    assert len(names) == 1, f"replicas that were not killed have lost streams: {names}"
+    for stream in streams:
+        if stream in lost:
+            ends = f"a lost stream ends with {stream.said[-2:]}, cut: {stream.cut}"
+            assert stream.error and stream.error["code"] == "died", ends
+        else:
+            assert len(stream.tokens) == LONG, f"a stream of {stream.replica} has lost tokens"
+    after = joined([Stream(server, [9, n], 4) for n in range(4)])
+    assert all(stream.whole for stream in after), (
+        f"requests fail while one is away: {[s.said for s in after]}"
+    )
+    wait_until(lambda: both_serve(server), "the replica has not come back", 90)
+    assert {process.pid for process in actors(server)} != before
+
+
+def test_more_replicas_while_requests_queue_and_fewer_afterwards(server):
+    wait_until(lambda: both_serve(server), "there are no two replicas", 60)
+    assert len(actors(server)) == 2
+    load = [Stream(server, [n % 250, 4], LONG) for n in range(1, 121)]
+    wait_until(lambda: len(actors(server)) == 3, "120 requests on two replicas, and none is added", 60)
+    for stream in load:  # the rest is not waited for
+        assert not stream.error, stream.error
+    joined(load)
+    assert all(stream.whole for stream in load), "a stream was lost while the number of replicas changed"
+    wait_until(lambda: len(actors(server)) == 2, "nobody asks, and no replica is taken away", 60)
+
+
+def test_sigterm_lets_streams_finish_and_takes_nothing_new(server):
+    streams = started([Stream(server, [n, 2, 3], LONG) for n in range(1, 17)])
+    server.process.send_signal(signal.SIGTERM)
+    late = joined([Stream(server, [1], 1)])[0]
+    while late.status == 200 and any(stream.is_alive() for stream in streams):
+        time.sleep(0.1)
+        late = joined([Stream(server, [1], 1)])[0]
+    assert late.status in (0, 503), f"a new request was answered with {late.status} while the server drains"
+    for stream in joined(streams):
+        assert stream.whole and len(stream.tokens) == LONG, (
+            f"{stream.replica} has cut a stream: {stream.said[-2:]}"
+        )
+    server.process.wait(60)
+    assert server.process.returncode == 0, server.stderr()

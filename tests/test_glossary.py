@@ -1,0 +1,68 @@
+"""What lessons explain stands in the glossary, once; what the paths through the course say of hours is so."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from phases import PHASES, ROOT
+
+ENTRY = re.compile(r"^\*\*(.+?)\*\*(?:, [^(]+?)? \((\d\d)\)", re.M)
+EXPLAINED = {
+    2: "column, slot, prefill, decode, KV cache",
+    4: "in flight, placeholder, ragged batch, row, inbox, step",
+    5: "block, block table, pool, watermark, preempt, reference count, copy-on-write, feature",
+    6: "kernel, program, grid, tile, multiprocessor, warp, stage, online softmax, split-KV, rehearsal",
+    7: "chunk, token budget, stall",
+    8: "radix tree, hash chain, pin, salt, commit",
+    9: "CUDA graph, overlap",
+    10: "scale, zero point, outlier, act-order",
+    11: "draft, accept, drafter, acceptance, Gumbel coupling",
+    12: "token mask, grammar, DFA, trie",
+    13: "API process, engine process, closed loop, open loop, goodput",
+    14: "rank, all-reduce, replica",
+}
+
+
+def entries() -> list[tuple[str, int]]:
+    """Every term of the glossary with the number of its phase."""
+    found = ENTRY.findall((ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"))
+    return [(term, int(number)) for terms, number in found for term in terms.split(", ")]
+
+
+def test_no_term_stands_there_twice() -> None:
+    terms = [term for term, _ in entries()]
+    assert len(terms) > 100
+    assert sorted({term for term in terms if terms.count(term) > 1}) == []
+
+
+@pytest.mark.parametrize("number", EXPLAINED)
+def test_what_a_lesson_explains_is_there(number: int) -> None:
+    known = dict(entries())
+    missing = [term for term in EXPLAINED[number].split(", ") if known.get(term, 99) > number]
+    assert missing == [], f"lesson {number:02d} explains what the glossary has not, or has for a later phase"
+
+
+@pytest.mark.parametrize("number", EXPLAINED)
+def test_a_lesson_says_its_own_terms(number: int) -> None:
+    """Each word of a term of phase n is in the lesson of phase n."""
+    (lesson,) = (phase.folder / "README.md" for phase in PHASES if phase.number == number)
+    text = lesson.read_text(encoding="utf-8").lower()
+    unsaid = [
+        term
+        for term in EXPLAINED[number].split(", ")
+        if not all(word in text for word in re.split(r"[ -]", term.lower()))
+    ]
+    assert unsaid == []
+
+
+def test_the_paths_say_the_hours_of_the_phases() -> None:
+    page = (ROOT / "docs" / "paths.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[(\d\d) .*?\]\(.*?\) \| (\d+) \|", page, re.M)
+    assert rows == [(f"{phase.number:02d}", f"{phase.hours:g}") for phase in PHASES]
+    hours = {phase.number: phase.hours for phase in PHASES}
+    assert f"That is {sum(hours.values()):g} hours in all" in page
+    for told, numbers in re.findall(r"\*\*, (\d+) hours: ([\d, and]+)", page):
+        found = sum(hours[int(number)] for number in re.findall(r"\d\d", numbers))
+        assert int(told) == found, f"the path {numbers} takes {found} hours, not {told}"
