@@ -11,7 +11,7 @@ JOBS   ?= 2
 PYTEST := OMP_NUM_THREADS=1 MPLBACKEND=Agg $(PY) -m pytest -n $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-fast test-gpu lint format mypy weights bench figures notebooks clean
+.PHONY: help setup demo serve docs test test-fast test-gpu lint format mypy weights bench figures notebooks clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | \
@@ -52,7 +52,7 @@ mypy: setup
 	@rm -rf build/benches && mkdir -p build/benches
 	@for file in phases/*/bench.py; do \
 	  ln -s "$(CURDIR)/$$file" "build/benches/bench_$$(basename $$(dirname $$file)).py"; done
-	$(VENV)/bin/mypy common benchmarks phases/*.py phases/commands $(PACKAGES) build/benches
+	$(VENV)/bin/mypy common benchmarks phases/*.py phases/commands phases/course $(PACKAGES) build/benches
 
 format: setup ## let ruff format and fix what it can
 	$(VENV)/bin/ruff format .
@@ -63,11 +63,14 @@ weights: setup ## download and convert the models the tests use
 	@$(LADDER) fetch gemma3-270m
 
 # Exit code 2 is a phase that says that it cannot be measured here, for want of a GPU.
-bench: setup ## measure every phase against the one before it, then draw the figures
-	@for phase in $$($(LADDER) list --names); do $(LADDER) bench $$phase || [ $$? -eq 2 ] || exit 1; done
+bench: setup ## measure every phase against the one before it; BENCH=--record replaces the evidence
+	@for phase in $$($(LADDER) list --names); do $(LADDER) bench $$phase $(BENCH) || [ $$? -eq 2 ] || exit 1; done
 
 figures: setup ## draw every figure again from the evidence files
 	@$(LADDER) plot
+
+docs: setup ## build the site in build/site/html from lessons, notebooks and docstrings; no network
+	@$(PY) docs/site/build.py
 
 notebooks: setup ## install JupyterLab and open the notebooks
 	@$(PY) -m pip install --quiet -c constraints.txt -e '.[test,notebooks]'
