@@ -1,4 +1,4 @@
-"""Phase 14: which part of every matrix each of two ranks has."""
+"""Phase 14: which part of every matrix each rank has."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ class Cut(NamedTuple):
     parts: tuple[tuple[int, int], ...]
 
 
-def record() -> Mapping[str, Cut]:
+def record(ranks: int = RANKS) -> Mapping[str, Cut]:
     """What `Shard` says of each matrix of the model."""
     config = SHAPES[MODEL]
     whole = skeleton(config)
     found: dict[str, list[tuple[int, int]]] = {}
     shapes: dict[str, tuple[int, int]] = {}
     dims: dict[str, int] = {}
-    for rank in range(RANKS):
-        shard = Shard(rank, RANKS)
+    for rank in range(ranks):
+        shard = Shard(rank, ranks)
         part = skeleton(shard.config(config))
         for name, path in NAMES.items():
             layer = path if path == "lm_head" else LAYER + path
@@ -59,12 +59,17 @@ def record() -> Mapping[str, Cut]:
     return {name: Cut(shapes[name], dims[name], tuple(parts)) for name, parts in found.items()}
 
 
+def _span(begin: int, end: int) -> str:
+    return f"{begin} to {end - 1}" if end > begin + 1 else str(begin)
+
+
 def split(cuts: Mapping[str, Cut]) -> Picture:
     """Every matrix of a block, outputs downwards and inputs to the right, and where sums are made."""
     config = SHAPES[MODEL]
+    ranks = len(cuts["Q"].parts)
     scale, middle = 1.15, 128
     picture = Picture(
-        "A block's matrices in two parts",
+        f"A block's matrices in {'two' if ranks == 2 else 'four'} parts",
         "; ".join(
             f"{name} is cut by its {'inputs' if cut.dim else 'outputs'}: "
             + " and ".join(f"{a} to {b - 1}" for a, b in cut.parts)
@@ -80,14 +85,15 @@ def split(cuts: Mapping[str, Cut]) -> Picture:
             high = 128  # cut down to the panel; its halves are in proportion
         top = middle - high / 2
         for rank, (begin, end) in enumerate(cut.parts):
-            who, whole = "ab"[rank], cut.shape[cut.dim]
+            who, whole = "abcd"[rank], cut.shape[cut.dim]
+            owners = [str(other) for other, part in enumerate(cut.parts) if part == (begin, end)]
             if cut.dim:
                 place = (x + wide * begin / whole, top, wide * (end - begin) / whole - 2, high)
             else:
                 place = (x, top + high * begin / whole, wide, high * (end - begin) / whole - 2)
             picture.box(*place, PALE[who], STRONG[who])
             centre = (place[0] + place[2] / 2, place[1] + place[3] / 2 + 4)
-            picture.text(*centre, str(rank), anchor="middle", fill=STRONG[who], bold=True)
+            picture.text(*centre, ",".join(owners), anchor="middle", fill=STRONG[who], bold=True)
         centres[name] = x + wide / 2
         picture.text(centres[name], 24, name, anchor="middle", bold=True)
         words = "inputs" if cut.dim else "outputs"
@@ -102,25 +108,37 @@ def split(cuts: Mapping[str, Cut]) -> Picture:
             x += 58
         else:
             x += 16 if name in ("V", "up") else 8
-    q, kv = config.num_heads // RANKS, config.num_kv_heads // RANKS
-    heads = " and ".join(f"{rank * q} to {rank * q + q - 1}" for rank in range(RANKS))
+    q, kv = config.num_heads // ranks, max(1, config.num_kv_heads // ranks)
+    heads = " and ".join(_span(rank * q, rank * q + q) for rank in range(ranks))
     places = (
-        ("V", f"query heads {heads}; {kv} key/value head each"),
-        ("up", "inner numbers " + " and ".join(f"{a} to {b - 1}" for a, b in cuts["up"].parts)),
-        ("head", "tokens " + ", ".join(f"{a} to {b - 1}" for a, b in cuts["head"].parts)),
+        ("V", f"query heads {heads}; {kv} key/value head{'s' * (kv > 1)} each"),
+        ("up", "inner numbers " + " and ".join(_span(*part) for part in cuts["up"].parts)),
+        ("head", "tokens " + ", ".join(_span(*part) for part in cuts["head"].parts)),
     )
-    for (name, words), y in zip(places, (222, 222, 222), strict=True):
+    if ranks > RANKS:  # there is no room for all of them
+        counts = [end - begin for begin, end in cuts["head"].parts]
+        places = (
+            ("V", f"{q} query head each, 2 ranks a key/value head"),
+            ("up", f"{config.intermediate_size // ranks} inner numbers each"),
+            ("head", f"{', '.join(map(str, counts))} tokens"),
+        )
+    for name, words in places:
         anchor: Anchor = "end" if name == "head" else "middle"
         at = 744 if name == "head" else centres[name]
-        picture.text(at, y, words, anchor=anchor, size=11, fill=INK)
-    picture.box(20, 262, 18, 15, PALE["a"], STRONG["a"])
-    picture.text(44, 274, "rank 0", fill=SOFT)
-    picture.box(110, 262, 18, 15, PALE["b"], STRONG["b"])
-    picture.text(134, 274, "rank 1", fill=SOFT)
-    picture.text(200, 274, "rows of a matrix are its outputs, columns its inputs", fill=SOFT)
+        picture.text(at, 222, words, anchor=anchor, size=11, fill=INK)
+    for rank in range(ranks):
+        x = 20.0 + 90 * rank
+        picture.box(x, 262, 18, 15, PALE["abcd"[rank]], STRONG["abcd"[rank]])
+        picture.text(x + 24, 274, f"rank {rank}", fill=SOFT)
+    picture.text(20 + 90 * ranks, 274, "rows of a matrix are its outputs, columns its inputs", fill=SOFT)
     return picture
 
 
 def pictures() -> dict[str, Picture]:
     """The lesson's one."""
     return {"split": split(record())}
+
+
+def show(ranks: int) -> Picture:
+    """The matrices of 2 or 4 ranks. There are two key/value heads, so of four ranks two have the same one."""
+    return split(record(ranks))

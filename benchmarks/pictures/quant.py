@@ -28,23 +28,23 @@ def weights() -> torch.Tensor:
     return values
 
 
-def record() -> Mapping[int, torch.Tensor]:
+def record(groups: Sequence[int] = GROUPS) -> Mapping[int, torch.Tensor]:
     """For each size of group the magnitudes of the errors of int4, rounded to nearest."""
     whole = weights()
     return {
-        group: (quantize(whole, replace(INT4, group=group)).dequantize() - whole).abs() for group in GROUPS
+        group: (quantize(whole, replace(INT4, group=group)).dequantize() - whole).abs() for group in groups
     }
 
 
-def scales(errors: Mapping[int, torch.Tensor], names: Sequence[int] = GROUPS) -> Picture:
+def scales(errors: Mapping[int, torch.Tensor]) -> Picture:
     """The matrix once for each size of group: the darker a weight, the larger its error."""
     cell, high, left = 9.6, 18, 116
     picture = Picture(
         "Errors of four-bit weights, by how many share a scale",
-        "; ".join(f"groups of {group}: mean error {errors[group].mean():.3f}" for group in names),
-        height=34 + (high * ROWS + 42) * len(names) + 30,
+        "; ".join(f"groups of {group}: mean error {errors[group].mean():.3f}" for group in errors),
+        height=34 + (high * ROWS + 42) * len(errors) + 30,
     )
-    for panel, group in enumerate(names):
+    for panel, group in enumerate(errors):
         top = 36 + (high * ROWS + 42) * panel
         wrong = errors[group]
         picture.box(left, top, cell * INPUTS, high * ROWS, SHADES[0])
@@ -80,3 +80,8 @@ def scales(errors: Mapping[int, torch.Tensor], names: Sequence[int] = GROUPS) ->
 def pictures() -> dict[str, Picture]:
     """The lesson's one."""
     return {"scales": scales(record())}
+
+
+def show(group: int) -> Picture:
+    """The matrix with a scale for each `group` inputs: 64 (a row), 32 or 16."""
+    return scales(record((group,)))

@@ -25,8 +25,10 @@ STEPS = {
     "chunked_prefill": (4, 8, 16, 24),
     "prefix_cache": range(1, 4),
     "cuda_graphs": (False, True),
+    "quant": (64, 32, 16),
     "speculative": range(1, 6),
     "structured": range(4),
+    "parallel": (2, 4),
 }
 """What a notebook's reader may ask for."""
 

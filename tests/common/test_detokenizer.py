@@ -131,9 +131,9 @@ def test_cost_is_linear_in_the_number_of_tokens(tmp_path, kind, run):
     counting = Counting(tokenizer.backend)
     detokenizer = Detokenizer(tokenizer)
     detokenizer._backend = counting  # type: ignore[assignment]
-    start = time.perf_counter()
+    start = time.process_time()  # of work: a busy machine is no fault
     text = "".join(map(detokenizer.push, ids)) + detokenizer.incomplete()
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     assert text == tokenizer.decode(ids)
     assert counting.decoded <= 3 * count, "more than a token and its neighbour is decoded"
     assert seconds < 2, f"{seconds / count * 1e6:.0f} us a token"

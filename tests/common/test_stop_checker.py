@@ -100,8 +100,8 @@ def test_cost_does_not_grow_with_the_text(tokenizer: Tokenizer, stops: tuple[str
     """100,000 tokens; reading the text of the stream again for each of them would take minutes."""
     token, count = tokenizer.encode(letter)[0], 100_000
     stream = TextStream(tokenizer, SamplingParams(stop=stops))
-    start = time.perf_counter()
+    start = time.process_time()  # of work: a busy machine is no fault
     shown = [stream.push(TokenEvent(0, token, None, 0.0)) for _ in range(count)]
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     assert sum(map(len, shown)) + len(stream._checker.held) == count
     assert seconds < 10, f"{seconds / count * 1e6:.0f} us a token"

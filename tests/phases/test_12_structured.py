@@ -283,7 +283,7 @@ def run(engine: PagedEngine, seconds: float = 20.0) -> list[Any]:
 
 def test_a_request_waits_for_its_grammar_and_nobody_else_does(model: Model) -> None:
     engine = engine_of(model)
-    Slow(engine, 0.5)
+    Slow(engine, 2.0)
     (waits,) = engine.add(PROMPT, SamplingParams(max_tokens=9, grammar=Grammar.regex("slow")))
     (quick,) = engine.add(PROMPT, SamplingParams(max_tokens=9, grammar=Grammar.regex("quick")))
     (free,) = engine.add(PROMPT, SamplingParams(max_tokens=9, ignore_eos=True))
@@ -291,19 +291,19 @@ def test_a_request_waits_for_its_grammar_and_nobody_else_does(model: Model) -> N
     while free.finish_reason is None or quick.finish_reason is None:
         engine.step()
     assert waits.first_token is None, "the slow grammar was awaited by all"
-    assert time.monotonic() - started < 0.45
+    assert time.monotonic() - started < 1.5
     run(engine)
     assert waits.finish_reason == "stop" and tokenizer().decode(waits.output_ids[:-1]) == "slow"
     check(engine)
 
 
 def test_what_takes_too_long_is_refused(model: Model) -> None:
-    engine = engine_of(model, grammar_seconds=0.2)
-    Slow(engine, 1.0)
+    engine = engine_of(model, grammar_seconds=0.5)
+    Slow(engine, 2.0)
     (late,) = engine.add(PROMPT, SamplingParams(max_tokens=9, grammar=Grammar.regex("slow")))
     (other,) = engine.add(PROMPT, SamplingParams(max_tokens=9, grammar=Grammar.regex("quick")))
     run(engine)
-    assert late.finish_reason == "error" and "takes longer to compile than grammar_seconds, 0.2" in str(
+    assert late.finish_reason == "error" and "takes longer to compile than grammar_seconds, 0.5" in str(
         late.error
     )
     assert isinstance(late.error, UserError) and other.finish_reason == "stop"

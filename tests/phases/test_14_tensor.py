@@ -566,7 +566,7 @@ def test_a_rank_that_cannot_begin_is_told_at_once(monkeypatch: pytest.MonkeyPatc
     begun = time.monotonic()
     with pytest.raises(RanksLost, match=r"rank 1 has ended \(exit code 7\)"):
         parallel.load("random:tiny-window", tensor_parallel=2, **SMALL)
-    assert time.monotonic() - begun < 5, "rank 0 waits for a rank that has never begun"
+    assert time.monotonic() - begun < 20, "rank 0 waits for a rank that has never begun"
 
 
 def _fails_on_the_second(ranks: Any) -> int:
