@@ -139,7 +139,14 @@ LADDER: tuple[Phase, ...] = (
         "tokens that leave the grammar are masked: it always parses",
         hours=5,
     ),
-    Phase(13, "serving", "Serving", "the engine behind the API that every client speaks", hours=5),
+    Phase(
+        13,
+        "serving",
+        "Serving",
+        "the engine behind the API that every client speaks",
+        headline_before="13_serving, phase 02 one at a time",
+        hours=5,
+    ),
     Phase(
         14, "parallel", "More than one GPU", "a model split over GPUs, and servers copied over many", hours=5
     ),
