@@ -216,6 +216,14 @@ def serve(
     ] = None,
     name: Annotated[str | None, typer.Option(help="what clients call the model")] = None,
     strict: Annotated[bool, typer.Option("--strict", help="refuse unknown fields of requests")] = False,
+    allowed_origins: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ORIGIN",
+            help="whose web pages may ask from a browser, such as https://example.org; several with commas; "
+            "*: anybody's",
+        ),
+    ] = None,
     access_log: Annotated[str, typer.Option(help="a file for a line of JSON a request, - or none")] = "-",
     traces: Annotated[
         str | None, typer.Option(help="a collector's address for OpenTelemetry's spans")
@@ -241,6 +249,7 @@ def serve(
         api_key=api_key,
         name=name,
         strict=strict,
+        allowed_origins=allowed_origins,
         access_log=access_log,
         traces=traces,
         device=device,

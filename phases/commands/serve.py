@@ -25,6 +25,7 @@ from phases.registry import ROWS, check_options, load_engine, missing_for, phase
 from serving.alive import CannotStart, EngineProcess
 from serving.app import App
 from serving.http.limits import Limits
+from serving.http.origins import origins
 from serving.http.server import Server, listen
 from serving.made_up import RANDOM, made_up_tokenizer
 from serving.versions.one_at_a_time import OneAtATime
@@ -42,6 +43,7 @@ def run(
     api_key: str | None,
     name: str | None,
     strict: bool,
+    allowed_origins: str | None,
     access_log: str,
     traces: str | None,
     device: str,
@@ -81,6 +83,7 @@ def run(
         limits=checked,
         keys=_keys(api_key),
         strict=strict,
+        allowed_origins=origins(allowed_origins),
         access_log=access_log,
         traces=traces,
         version=metadata.version("inference-ladder"),

@@ -22,6 +22,7 @@ import torch
 
 import cuda_graphs
 import kv_cache
+from common.errors import UserError
 from common.events import TextStream
 from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
@@ -35,6 +36,7 @@ from serving import load, messages
 from serving.app import App
 from serving.http import orders
 from serving.http.limits import Limits
+from serving.http.origins import origins
 from serving.messages import Abort, Add, Step
 from serving.versions.one_at_a_time import OneAtATime
 from serving.watching.traces import Traces
@@ -755,6 +757,88 @@ def test_keys(make):
     asynchronously(test)
 
 
+PAGE = {"origin": "https://a.example"}
+ASKS = PAGE | {
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization, content-type, x-stainless-os",
+}
+
+
+def test_pages_of_allowed_origins_may_ask(make):
+    """A browser asks first, without the key, and reads what it gets: errors, too."""
+
+    async def test() -> None:
+        app = make(keys=("secret",), allowed_origins=("https://a.example", "http://b.example:3000"))
+        asked = await Client(app).request("/v1/completions", b"", "OPTIONS", ASKS).run()
+        assert asked.status == 204 and asked.complete and "content-length" not in asked.headers
+        assert asked.headers["access-control-allow-origin"] == "https://a.example"
+        assert asked.headers["access-control-allow-methods"] == "POST"
+        assert asked.headers["access-control-allow-headers"] == ASKS["access-control-request-headers"]
+        key = {"authorization": "Bearer secret"}
+        for body, headers, status in (
+            ({"prompt": "a", "max_tokens": 1}, PAGE | key, 200),
+            ({"prompt": "a", "max_tokens": 2, "stream": True}, PAGE | key, 200),
+            ({"prompt": ""}, PAGE | key, 400),
+            ({"prompt": "a"}, PAGE, 401),
+        ):
+            found = await Client(app).request("/v1/completions", body, headers=headers).run()
+            assert found.status == status
+            assert found.headers["access-control-allow-origin"] == "https://a.example"
+            assert "x-request-id" in found.headers["access-control-expose-headers"]
+            assert found.headers["vary"] == "origin"
+        # A question about something else than a request to come is none.
+        assert (await Client(app).request("/v1/completions", b"", "OPTIONS", PAGE).run()).status == 401
+        missing = await Client(app).request("/nothing", b"", "OPTIONS", ASKS).run()
+        assert missing.status == 404
+
+    asynchronously(test)
+
+
+def test_pages_of_other_origins_may_not(make):
+    async def test() -> None:
+        for allowed in (("http://b.example",), ("https://a.example:444",), ("http://a.example",)):
+            app = make(allowed_origins=allowed)
+            asked = await Client(app).request("/v1/completions", b"", "OPTIONS", ASKS).run()
+            assert asked.status == 403 and asked.json()["error"]["code"] == "origin"
+            assert "access-control-allow-origin" not in asked.headers
+            # It is the browser that keeps the answer from the page; the server's own page sends its origin.
+            found = await Client(app).request("/version", b"", "GET", PAGE).run()
+            assert found.status == 200 and "access-control-allow-origin" not in found.headers
+            assert found.headers["vary"] == "origin"
+        asked = await Client(make()).request("/v1/completions", b"", "OPTIONS", ASKS).run()
+        assert asked.status == 405 and not [name for name in asked.headers if "access-control" in name]
+
+    asynchronously(test)
+
+
+def test_pages_of_any_origin(make):
+    async def test() -> None:
+        asked = (
+            await Client(make(allowed_origins=("*",)))
+            .request("/v1/models", b"", "OPTIONS", ASKS | {"origin": "null"})
+            .run()
+        )
+        assert asked.status == 204 and asked.headers["access-control-allow-origin"] == "*"
+        assert asked.headers["access-control-allow-methods"] == "GET, HEAD"
+        assert "access-control-allow-credentials" not in asked.headers and "vary" not in asked.headers
+        plain = await Client(make(allowed_origins=("*",))).request("/version", b"", "GET").run()
+        assert "access-control-allow-origin" not in plain.headers
+
+    asynchronously(test)
+
+
+def test_origins_are_checked():
+    assert origins(None) == ()
+    assert origins("https://A.example, http://localhost:3000,*") == (
+        "https://a.example",
+        "http://localhost:3000",
+        "*",
+    )
+    for wrong in ("", " , ", "a.example", "https://a.example/", "https://a.example/x", "null", "http://"):
+        with pytest.raises(UserError, match="--allowed-origins"):
+            origins(wrong)
+
+
 def test_every_key_is_compared_whichever_is_right(make, monkeypatch):
     """So that the time says nothing about which key was nearly right."""
 
@@ -812,8 +896,11 @@ def test_routes_and_methods(make):
         assert (wrong.status, wrong.headers["allow"]) == (405, "POST")
         assert (await Client(app).request("/v1/models/tiny", b"", "GET").run()).status == 200
         assert (await Client(app).request("/v1/models/other", b"", "GET").run()).status == 404
-        head = await Client(app).request("/health", b"", "HEAD").run()
-        assert head.status == 200 and head.chunks == [b""]
+        wrong = await Client(app).request("/health", b"", "DELETE").run()
+        assert (wrong.status, wrong.headers["allow"]) == (405, "GET, HEAD")
+        for path in ("/health", "/", "/events"):
+            head = await Client(app).request(path, b"", "HEAD").run()
+            assert head.status == 200 and head.chunks == [b""] and head.complete
         form = (
             await Client(app).request("/v1/completions", b"{}", headers={"content-type": "text/plain"}).run()
         )

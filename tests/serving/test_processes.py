@@ -478,6 +478,7 @@ def test_the_engine_does_not_outlive_a_server_that_is_killed():
         (["--max-len", "5000"], "max_len is 5000"),
         (["--access-log", "/nothing/here"], "cannot be written"),
         (["--api-key", ""], "--api-key is empty"),
+        (["--allowed-origins", "example.org"], "--allowed-origins has 'example.org'"),
         (["--traces", "collector:4318"], "--traces is 'collector:4318'"),
     ],
 )

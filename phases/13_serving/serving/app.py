@@ -18,9 +18,10 @@ from typing import Any
 from common.text.tokenizer import Tokenizer
 from serving.client import EngineClient
 from serving.completion import Call
+from serving.http import origins
 from serving.http.answers import Answer, ChatAnswer, CompletionAnswer, GenerateAnswer
 from serving.http.errors import ApiError
-from serving.http.exchange import Exchange, Gone, Receive, Scope, Send
+from serving.http.exchange import EVENTS, Exchange, Gone, Receive, Scope, Send
 from serving.http.limits import Limits
 from serving.http.openapi import openapi
 from serving.http.orders import Orders
@@ -66,6 +67,7 @@ class App:
         model: the name that clients know it by.
         keys: of which a client needs one; none: everybody may come in.
         strict: refuse unknown fields, instead of naming them in the header `x-ladder-ignored`.
+        allowed_origins: whose web pages may read answers; see `origins`.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class App:
         limits: Limits | None = None,
         keys: tuple[str, ...] = (),
         strict: bool = False,
+        allowed_origins: tuple[str, ...] = (),
         access_log: str = "none",
         traces: Traces | None = None,
         version: str = "0",
@@ -92,6 +95,7 @@ class App:
         self.started = int(time.time())
         self.exchanges: set[Exchange] = set()
         self.keys = [key.encode() for key in keys]
+        self.allowed_origins = allowed_origins
         engine.on_step = self._stepped
         self.routes: dict[str, dict[str, Handler]] = {
             "/v1/completions": {"POST": self._completions},
@@ -137,18 +141,25 @@ class App:
 
     async def _answer(self, exchange: Exchange) -> None:
         path = exchange.path
-        if path not in OPEN:
+        asked = False
+        if self.allowed_origins:
+            origins.permit(exchange, self.allowed_origins)
+            asked = origins.asks(exchange)
+        if path not in OPEN and not asked:
             self._check_key(exchange)
         handlers = self.routes.get(path)
         if handlers is None and path.startswith("/v1/models/"):
             handlers = {"GET": self._one_model}
         if handlers is None:
             raise ApiError(404, f"there is no {path[:200]!r} here", code="not_found")
-        method = "GET" if exchange.method == "HEAD" else exchange.method
-        if method not in handlers:
-            exchange.extra.append((b"allow", ", ".join(handlers).encode()))
-            raise ApiError(405, f"{path} takes {', '.join(handlers)}, not {exchange.method}")
-        await handlers[method](exchange)
+        takes = (*handlers, "HEAD") if "GET" in handlers else (*handlers,)
+        if asked:
+            await origins.reply(exchange, takes)
+            return
+        if exchange.method not in takes:
+            exchange.extra.append((b"allow", ", ".join(takes).encode()))
+            raise ApiError(405, f"{path} takes {', '.join(takes)}, not {exchange.method}")
+        await handlers["GET" if exchange.method == "HEAD" else exchange.method](exchange)
 
     def _check_key(self, exchange: Exchange) -> None:
         """Raise `ApiError` without a key. All keys are compared, each in constant time."""
@@ -290,6 +301,10 @@ class App:
         await exchange.answer(200, PAGE.read_bytes(), HTML)
 
     async def _events(self, exchange: Exchange) -> None:
+        if exchange.method == "HEAD":  # nothing follows the headers, and a stream would never end
+            await exchange.start(200, EVENTS)
+            await exchange.write(b"", more=False)
+            return
         leaving = asyncio.ensure_future(exchange.gone())
         try:
             await self.live.show(exchange, leaving)

@@ -24,7 +24,7 @@ POSTS: dict[str, type] = {
     "/detokenize": DetokenizeRequest,
 }
 GETS = ("/v1/models", "/health", "/ready", "/version", "/metrics", "/openapi.json")
-ERRORS = (400, 401, 404, 405, 408, 413, 415, 429, 500, 503, 504)
+ERRORS = (400, 401, 403, 404, 405, 408, 413, 415, 429, 500, 503, 504)
 
 
 @lru_cache(1)
