@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
 
-from common.errors import UserError, choice, text
+from common.errors import UserError, brief, choice, text
 
 Kind = Literal["json_schema", "regex", "choice", "lark"]
 
@@ -43,7 +43,8 @@ class Grammar:
 
     def __post_init__(self) -> None:
         choice("a grammar's kind", self.kind, get_args(Kind))
-        text(f"grammar ({self.kind})", self.source[: MAX_GRAMMAR_CHARACTERS + 1])
+        known = isinstance(self.source, str)
+        text(f"grammar ({self.kind})", self.source[: MAX_GRAMMAR_CHARACTERS + 1] if known else self.source)
         if len(self.source) > MAX_GRAMMAR_CHARACTERS:
             raise UserError(
                 f"grammar ({self.kind}) has {len(self.source):,} characters, but must have at most "
@@ -71,8 +72,8 @@ class Grammar:
     @classmethod
     def choice(cls, strings: Iterable[str]) -> Grammar:
         """One of these strings."""
-        if isinstance(strings, str):
-            raise UserError(f"choice is {strings!r}, but must be a list of strings")
+        if isinstance(strings, (str, Mapping)) or not isinstance(strings, Iterable):
+            raise UserError(f"choice is {brief(strings)}, but must be a list of strings")
         return cls("choice", _dump("choice", list(strings)))
 
     @classmethod

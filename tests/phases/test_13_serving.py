@@ -450,6 +450,23 @@ def test_echo_with_logprobs_scores_a_text(make, model, tokenizer, stream, most):
     asynchronously(test)
 
 
+def test_likeliest_tokens_that_look_alike(make):
+    """Parts of characters are all the same text: what is told of it is the likeliest of them."""
+
+    async def test() -> None:
+        body = {"prompt": "abc", "max_tokens": 40, "ignore_eos": True, "temperature": 1, "seed": 1}
+        few, many = [
+            (await Client(make()).post("/v1/completions", body | {"logprobs": most}))[1]["choices"][0]
+            for most in (1, 20)
+        ]
+        for one, all_ in zip(few["logprobs"]["top_logprobs"], many["logprobs"]["top_logprobs"], strict=True):
+            assert max(all_.values()) == pytest.approx(max(one.values()), abs=1e-4), (
+                "a less likely token has taken the place of the likeliest"
+            )
+
+    asynchronously(test)
+
+
 def test_prompt_logprobs_in_vllms_shape(make, model, tokenizer):
     async def test() -> None:
         app = make()
@@ -561,13 +578,14 @@ REFUSED: dict[str, tuple[Any, int, str | None, str]] = {
     "an array": (b"[]", 400, None, "object"),
     "nested too deeply": (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400, None, "deep"),
     "no prompt": ({}, 400, "prompt", "prompt"),
-    "empty prompt": ({"prompt": ""}, 400, None, "at least 1 token"),
+    "empty prompt": ({"prompt": ""}, 400, "prompt", "at least 1 token"),
     "no prompts": ({"prompt": []}, 400, "prompt", "at least 1"),
     "mixed prompts": ({"prompt": ["a", 1]}, 400, "prompt", "mixed"),
-    "long prompt": ({"prompt": "x" * 1024}, 400, None, "1023"),
-    "token out of range": ({"prompt": [1, 257]}, 400, None, "between 0 and 256"),
-    "negative token": ({"prompt": [-1]}, 400, None, "between 0 and 256"),
-    "token of a hundred digits": (b'{"prompt": [' + b"9" * 100 + b"]}", 400, None, ""),
+    "long prompt": ({"prompt": "x" * 1024}, 400, "prompt", "1023"),
+    "token out of range": ({"prompt": [1, 257]}, 400, "prompt", "between 0 and 256"),
+    "negative token": ({"prompt": [-1]}, 400, "prompt", "between 0 and 256"),
+    "token of a hundred digits": (b'{"prompt": [' + b"9" * 100 + b"]}", 400, "prompt", ""),
+    "echo of no token": ({"prompt": [257], "echo": True}, 400, "prompt", "between 0 and 256"),
     "temperature": ({"prompt": "a", "temperature": -1}, 400, "temperature", "between 0"),
     "temperature as text": ({"prompt": "a", "temperature": "hot"}, 400, "temperature", "float"),
     "infinity": (b'{"prompt": "a", "temperature": 1e999}', 400, "temperature", "range"),
@@ -617,7 +635,36 @@ REFUSED: dict[str, tuple[Any, int, str | None, str]] = {
         "response_format",
         "schema",
     ),
-    "a strange grammar": ({"prompt": "a", "structured_outputs": {"tree": 1}}, 400, None, "tree"),
+    "a strange grammar": (
+        {"prompt": "a", "structured_outputs": {"tree": 1}},
+        400,
+        "structured_outputs",
+        "tree",
+    ),
+    "a number as regex": (
+        {"prompt": "a", "structured_outputs": {"regex": 3}},
+        400,
+        "structured_outputs",
+        "must be a string",
+    ),
+    "a number as choice": (
+        {"prompt": "a", "structured_outputs": {"choice": 3}},
+        400,
+        "structured_outputs",
+        "a list of strings",
+    ),
+    "an object as choice": (
+        {"prompt": "a", "structured_outputs": {"choice": {"b": 1}}},
+        400,
+        "structured_outputs",
+        "a list of strings",
+    ),
+    "a truth as grammar": (
+        {"prompt": "a", "structured_outputs": {"grammar": True}},
+        400,
+        "structured_outputs",
+        "must be a string",
+    ),
     "strange format": (
         {"prompt": "a", "response_format": {"type": "xml"}},
         400,
@@ -677,8 +724,13 @@ CHAT_REFUSED: dict[str, tuple[dict[str, Any], str | None]] = {
     ),
     "too many top": (
         {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 21},
-        "logprobs",
+        "top_logprobs",
     ),
+    "too few tokens": (
+        {"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": -1},
+        "max_completion_tokens",
+    ),
+    "a long conversation": ({"messages": [{"role": "user", "content": "x" * 1024}]}, "messages"),
     "functions": ({"messages": [{"role": "user", "content": "x"}], "functions": []}, "functions"),
 }
 
@@ -905,6 +957,10 @@ def test_routes_and_methods(make):
             await Client(app).request("/v1/completions", b"{}", headers={"content-type": "text/plain"}).run()
         )
         assert form.status == 415
+        packed = (
+            await Client(app).request("/v1/completions", b"{}", headers={"content-encoding": "gzip"}).run()
+        )
+        assert packed.status == 415 and "compressed" in packed.json()["error"]["message"]
         assert form.headers["x-request-id"].startswith("req-")
         mine = await Client(app).request("/version", b"", "GET", {"x-request-id": "abc"}).run()
         assert mine.headers["x-request-id"] == "abc"
@@ -1242,6 +1298,11 @@ def test_salts_part_the_prefix_cache_and_usage_tells_what_was_found(make):
         assert await found(cache_salt="a") == 0, "the first request of salt a found a prefix"
         assert await found(cache_salt="a") >= 48, "the second request of salt a did not find the first one's"
         assert await found(cache_salt="b") == 0, "salt b found what salt a had left: tenants see each other"
+        assert await found(cache_salt="c", n=4) == 0, "samples are told to have found each other's prompt"
+        one = await found(cache_salt="c")
+        assert await found(cache_salt="c", n=4) == one >= 48, "what was found is told once a prompt"
+        twice = await found(cache_salt="c", prompt=[body["prompt"]] * 2, n=2)
+        assert twice == 2 * one, "what was found is told for one of the two prompts"
 
     asynchronously(test)
 
@@ -1365,6 +1426,10 @@ def test_the_simplest_client(make):
         asked = await Client(app).request("/generate", body | {"stream": True}).run()
         assert "".join(event["text"] for event in asked.events()[:-1]) == whole["text"]
         assert whole["finish_reason"] == asked.events()[-2]["finish_reason"] == "length"
+        status, refused = await Client(app).post("/generate", body | {"n": 2})
+        assert status == 400 and refused["error"]["param"] == "n", (
+            "the second text has no place in the answer"
+        )
 
     asynchronously(test)
 

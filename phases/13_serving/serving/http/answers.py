@@ -6,6 +6,7 @@ A chunk differs from the one before it in a few words, so all that surrounds the
 from __future__ import annotations
 
 import time
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -24,7 +25,9 @@ def usage(call: Call) -> dict[str, Any]:
     """How many tokens a call has taken."""
     prompt = call.prompt_tokens
     output = call.output_tokens
-    cached = sum(choice.cached for choice in call.choices)
+    # A prompt's other completions take over what its first one has computed: that was in no cache.
+    first = accumulate((order.params.n for order in call.orders[:-1]), initial=0)
+    cached = sum(call.choices[place].cached for place in first)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": output,
@@ -183,8 +186,10 @@ class CompletionAnswer(Answer):
                 lists["top_logprobs"].append(None)
                 continue
             lists["token_logprobs"].append(_finite(entry.chosen))
-            top = {self._text(other): _finite(value) for other, value in entry.top[: self.logprobs]}
-            lists["top_logprobs"].append({text: _finite(entry.chosen)} | top)
+            top = dict[str, float]()
+            for other, value in (*entry.top[: self.logprobs], (token, entry.chosen)):
+                top.setdefault(self._text(other), _finite(value))  # parts of characters may look alike
+            lists["top_logprobs"].append(top)
         return lists, offset
 
     def _text(self, token: int) -> str:

@@ -64,6 +64,9 @@ class Exchange:
         kind = self.headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if kind != b"application/json":
             raise ApiError(415, "the content-type must be application/json", close=True)
+        coding = self.headers.get(b"content-encoding", b"identity").strip().lower()
+        if coding not in (b"", b"identity"):  # a small body could become a very large one
+            raise ApiError(415, "the body must not be compressed: there is a content-encoding", close=True)
         most = self.limits.max_body_bytes
         length = self.headers.get(b"content-length", b"0")
         large = ApiError(413, f"the body has more than {most:,} bytes, which is the limit", close=True)

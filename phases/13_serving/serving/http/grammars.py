@@ -38,7 +38,11 @@ def constraint(request: Generation, limits: Limits) -> tuple[str, Any, str] | No
     ]
     for name, value in (request.structured_outputs or {}).items():
         if name not in STRUCTURED:
-            raise ApiError(400, f"structured_outputs has {name!r}, but may have {', '.join(STRUCTURED)}")
+            raise ApiError(
+                400,
+                f"structured_outputs has {name[:100]!r}, but may have {', '.join(STRUCTURED)}",
+                param="structured_outputs",
+            )
         if value is not None:
             found.append((STRUCTURED[name], value, "structured_outputs"))
     form = _of_format(request.response_format)

@@ -55,12 +55,14 @@ class Orders:
             else:
                 more |= _prompt_logprobs(request)
             more |= _best_of(request)
+        elif request.n not in (None, 1):  # its answer has room for one text
+            raise ApiError(400, f"n is {request.n}, but must be 1 at /generate", param="n")
         orders = []
         for prompt in prompts:
             ids = await self.encode(prompt) if isinstance(prompt, str) else prompt
             text = ""
             if echo:
-                text = prompt if isinstance(prompt, str) else self.decode(ids, ready)
+                text = prompt if isinstance(prompt, str) else self.decode(ids, ready, "prompt")
             orders.append(self._order(request, ids, ready, more, USUAL_TOKENS, text))
         return self._checked(orders)
 
@@ -116,12 +118,12 @@ class Orders:
         variables = {"tools": request.tools} if request.tools else {}
         return await self.chat_ids(request.messages or [], request.add_generation_prompt, variables)
 
-    def decode(self, ids: list[int], ready: Ready) -> str:
-        """The text of token ids. Raises `ApiError`."""
+    def decode(self, ids: list[int], ready: Ready, param: str = "tokens") -> str:
+        """The text of token ids, which stand in the field `param`. Raises `ApiError`."""
         for token in ids:
             if not 0 <= token < ready.vocab_size:
                 raise ApiError(
-                    400, f"token id {token} must be between 0 and {ready.vocab_size - 1}", param="tokens"
+                    400, f"token id {token} must be between 0 and {ready.vocab_size - 1}", param=param
                 )
         return self.tokenizer.decode(ids)
 
@@ -163,7 +165,7 @@ class Orders:
             params = SamplingParams(**given)
             check_prompt(ids, ready.vocab_size, ready.max_len, params, continuous=True)
         except UserError as error:
-            raise of_user_error(error, names) from None
+            raise _as_asked(of_user_error(error, names), request) from None
         return Order(ids, params, text, asked="" if found is None else found[2])
 
     def _room(self, ids: list[int], ready: Ready) -> int:
@@ -204,6 +206,17 @@ def _prompts(given: str | list[str | int | list[int]] | list[int]) -> list[str |
     raise ApiError(
         400, "prompt is a mixed list, but must hold only texts, only token ids, or only lists", param="prompt"
     )
+
+
+def _as_asked(error: ApiError, request: Generation) -> ApiError:
+    """Under the name that the field has in this request."""
+    words, chat = str(error), isinstance(request, ChatRequest)
+    if "the prompt " in words and error.param is None:
+        error.param = "messages" if chat else "prompt"
+    for ours, theirs in (("max_tokens", "max_completion_tokens"), ("logprobs", "top_logprobs")):
+        if chat and error.param == ours and getattr(request, theirs) is not None:
+            return ApiError(400, words.replace(ours, theirs, 1), param=theirs)
+    return error
 
 
 def _prompt_logprobs(request: CompletionRequest | ChatRequest) -> dict[str, Any]:
