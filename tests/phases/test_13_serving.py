@@ -1006,6 +1006,10 @@ def test_a_full_queue_says_when_to_come_again(make):
         assert statuses.count(200) == 10 and statuses.count(429) == 2, statuses
         (full, *_) = [one for one in asked if one.status == 429]
         assert int(full.headers["retry-after"]) >= 1 and full.json()["error"]["type"] == "rate_limit_error"
+        never = {"prompt": ["a"] * 11, "max_tokens": 1}
+        refused = await Client(app).request("/v1/completions", never).run()
+        assert refused.status == 400 and "retry-after" not in refused.headers, "it can never be taken"
+        assert (await Client(app).post("/v1/completions", never | {"prompt": ["a"] * 10}))[0] == 200
 
     asynchronously(test)
 

@@ -131,6 +131,10 @@ class Service:
                 param="priority",
             )
         most = min(self.limits.max_requests, ready.max_rows + self.limits.max_queue)
+        if more > most:  # it would be told to try again for ever
+            raise ApiError(
+                400, f"the request is {more} completions, but the server takes at most {most}", param="n"
+            )
         if self.engine.in_flight + more > most:
             raise ApiError(
                 429,
