@@ -450,6 +450,30 @@ def test_echo_with_logprobs_scores_a_text(make, model, tokenizer, stream, most):
     asynchronously(test)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_are_those_of_the_text(make, stream):
+    """Also behind characters of several tokens, and behind parts of characters that never became one."""
+
+    async def test() -> None:
+        text = "né 🎉, 你"
+        body = {"prompt": text, "echo": True, "logprobs": 0, "max_tokens": 60, "seed": 2, "stream": stream}
+        asked = await Client(make()).request("/v1/completions", body | {"ignore_eos": True}).run()
+        pieces = [one["choices"][0] for one in (asked.events()[:-1] if stream else [asked.json()])]
+        said = "".join(piece["text"] for piece in pieces)
+        tokens, offsets = [
+            [value for piece in pieces if piece["logprobs"] for value in piece["logprobs"][key]]
+            for key in ("tokens", "text_offset")
+        ]
+        assert offsets[:14] == [0, 1, 1, 2, 3, 3, 3, 3, 4, 5, 6, 6, 6, 7], "the prompt's bytes"
+        known = [place for place, token in enumerate(tokens) if token != "\ufffd"]
+        assert 10 < len(known) < len(tokens) - 20
+        for place in known:
+            at = offsets[place]
+            assert said[at : at + 1] == tokens[place], f"token {place} does not begin at {at}"
+
+    asynchronously(test)
+
+
 def test_likeliest_tokens_that_look_alike(make):
     """Parts of characters are all the same text: what is told of it is the likeliest of them."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,6 +22,21 @@ Trouble = Literal["refused", "error", "died", "deadline", "slow", "left"]
 reader took too long, its reader left."""
 
 
+class Offsets:
+    """Where tokens begin in the text that they make, of which they may be parts of characters."""
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def take(self, data: bytes) -> int:
+        """Where the token of these bytes begins; one that goes on with a character, where that does."""
+        broken = self._decoder.getstate()[0] and data and data[0] & 0xC0 != 0x80
+        begin = self._next + bool(broken)  # behind the sign that stands for a character without an end
+        self._next += len(self._decoder.decode(data))
+        return begin
+
+
 class Choice:
     """One completion: a `Sink` that makes text of tokens and looks for stop strings.
 
@@ -37,7 +53,7 @@ class Choice:
         self.logprobs: list[Token] = []
         self.reason: str | None = None
         self.cached = 0
-        self.started, self.offset = False, 0  # whether its first chunk is sent; where its next token begins
+        self.started, self.offsets = False, Offsets()  # whether its first chunk is sent; for its chunks
         self.last = call.arrived
         self.mark = ""
         calls = order.calls

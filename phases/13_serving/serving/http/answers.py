@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from common.text.tokenizer import Tokenizer
-from serving.completion import Call, Choice
+from serving.completion import Call, Choice, Offsets
 from serving.messages import Read, Token
 from serving.order import Order, Piece
 from serving.tools.reader import CallReader
@@ -145,7 +145,7 @@ class CompletionAnswer(Answer):
     def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
         """See `Answer`."""
         text = piece.text if choice.started else choice.order.text + piece.text
-        logprobs, choice.offset = self._logprobs(choice, piece.logprobs, choice.offset)
+        logprobs = self._logprobs(choice, piece.logprobs, choice.offsets)
         body = b'"text":' + _json(text) + b',"logprobs":' + (_json(logprobs) if logprobs else b"null")
         return self._event(choice, body, piece, choice.reason if last else None)
 
@@ -153,7 +153,7 @@ class CompletionAnswer(Answer):
         """See `Answer`."""
         found: dict[str, Any] = {
             "text": choice.order.text + choice.text,
-            "logprobs": None if self.logprobs is None else self._logprobs(choice, choice.logprobs, 0)[0],
+            "logprobs": None if self.logprobs is None else self._logprobs(choice, choice.logprobs, Offsets()),
             "finish_reason": choice.reason,
         }
         if self.ids:
@@ -162,14 +162,14 @@ class CompletionAnswer(Answer):
             found["prompt_logprobs"] = self._prompt(choice.order)
         return found
 
-    def _logprobs(self, choice: Choice, found: list[Token], offset: int) -> tuple[dict[str, Any] | None, int]:
-        """The shape with four lists, and where the next token's text begins; with `echo` the prompt first."""
+    def _logprobs(self, choice: Choice, found: list[Token], offsets: Offsets) -> dict[str, Any] | None:
+        """The shape with four lists; with `echo` the prompt first."""
         order = choice.order
         entries: list[tuple[int, Read | Token | None]] = [(token.place, token) for token in found]
         if order.text and not choice.started:
             entries = [*zip(order.prompt, order.read, strict=False), *entries]
         if not entries:
-            return None, offset
+            return None
         lists: dict[str, list[Any]] = {
             "tokens": [],
             "token_logprobs": [],
@@ -177,10 +177,8 @@ class CompletionAnswer(Answer):
             "text_offset": [],
         }
         for token, entry in entries:
-            text = self._text(token)
-            lists["tokens"].append(text)
-            lists["text_offset"].append(offset)
-            offset += len(text)
+            lists["tokens"].append(self._text(token))
+            lists["text_offset"].append(offsets.take(token_bytes(self.tokenizer, token)))
             if entry is None:  # the prompt's first, before which there is nothing
                 lists["token_logprobs"].append(None)
                 lists["top_logprobs"].append(None)
@@ -190,7 +188,7 @@ class CompletionAnswer(Answer):
             for other, value in (*entry.top[: self.logprobs], (token, entry.chosen)):
                 top.setdefault(self._text(other), _finite(value))  # parts of characters may look alike
             lists["top_logprobs"].append(top)
-        return lists, offset
+        return lists
 
     def _text(self, token: int) -> str:
         return token_bytes(self.tokenizer, token).decode("utf-8", "replace")
