@@ -333,6 +333,8 @@ WRONG = {
     ),
     "a reference": (Grammar.json_schema({"$ref": "#/$defs/none"}), "is refused"),
     "a grammar": (Grammar.lark("start: nothing"), "is refused"),
+    "an empty language": (Grammar.regex(r"a[^\s\S]"), "is refused: no output satisfies it$"),
+    "a circle": (Grammar.json_schema({"$ref": "#"}), "is refused: no output satisfies it$"),
 }
 
 
@@ -359,6 +361,10 @@ def test_wrong_grammars(engine: PagedEngine, grammar: Grammar, says: str) -> Non
         (lambda: Grammar.json_schema('{"a":' * 200 + "1" + "}" * 200), "nests deeper than 128"),
         (lambda: Grammar.json_schema({"a": object()}), "is not JSON"),
         (lambda: Grammar.choice("abc"), "must be a list"),
+        (lambda: Grammar.choice({"a": 1}), "must be a list"),
+        (lambda: Grammar.choice(5), "must be a list"),  # type: ignore[arg-type]
+        (lambda: Grammar.regex(5), "must be a string"),  # type: ignore[arg-type]
+        (lambda: Grammar.lark(["a"]), "must be a string"),  # type: ignore[arg-type]
         (lambda: Grammar.choice([]), "at least 1 string"),
         (lambda: Grammar.choice([""]), "at least 1 character"),
         (lambda: Grammar.choice(["\ud800"]), "UTF-8"),

@@ -43,6 +43,9 @@ REFERRED = ("$ref", "$schema", "$defs", "definitions")
 NAMES = ("properties", "patternProperties", "$defs", "definitions")
 VALUES = ("const", "enum", "default", "examples")
 
+NOTHING = "NoExtensionBias"
+"""What the library says of a mask in which there is no token, and nothing else."""
+
 FEW = 4
 """Up to so many masks are made by the thread that asks: waking others takes longer."""
 BASE_BYTES, BYTES_PER_CHARACTER = 100_000, 60
@@ -124,6 +127,8 @@ class GuidanceBackend(Backend):
             inner.compute_bitmask()  # so that the lexer, which every output gets a copy of, is warm
         if inner.is_error():
             said = " ".join(inner.get_error().split())[:300]
+            if said.startswith(NOTHING):
+                said = "no output satisfies it"
             raise UserError(f"grammar ({grammar}) is refused: {said}")
         return GuidanceGrammar(inner, len(grammar.source))
 
