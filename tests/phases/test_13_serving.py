@@ -1365,6 +1365,8 @@ def test_metrics_are_what_happened(make):
             await Client(app).post(
                 "/v1/completions", {"prompt": "abcd", "max_tokens": 5, "ignore_eos": True, "seed": number}
             )
+        status, _ = await Client(app).post("/v1/completions", {"prompt": "abcd", "n": 9})
+        assert status == 400, "the engine has refused it, and it is no request of any length"
         asked = await Client(app).request("/metrics", b"", "GET").run()
         text = b"".join(asked.chunks).decode()
         found: dict[str, float] = {}
@@ -1376,6 +1378,9 @@ def test_metrics_are_what_happened(make):
         assert found["vllm:time_to_first_token_seconds_count"] == 3
         assert found["vllm:inter_token_latency_seconds_count"] == 12
         assert found["vllm:request_success_total"] == 3
+        for name in ("request_prompt_tokens", "request_generation_tokens", "e2e_request_latency_seconds"):
+            assert found[f"vllm:{name}_count"] == 3, name
+        assert found["ladder:troubles_total"] == 1
         assert found["vllm:num_requests_running"] == 0 and found["vllm:kv_cache_usage_perc"] == 0
         assert found["ladder:steps_total"] == app.engine.worker._steps
 

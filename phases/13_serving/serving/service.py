@@ -156,15 +156,16 @@ class Service:
 
     def _count(self, exchange: Exchange, call: Call) -> None:
         metrics, done = self.metrics, time.perf_counter()
-        metrics.prompted += call.prompt_tokens
         if call.trouble is not None:
             metrics.troubles[call.trouble[0]] += 1
         for choice in call.choices:
             if choice.reason is not None:
                 metrics.finished[choice.reason] += 1
-        metrics.prompt.observe(call.prompt_tokens)
-        metrics.output.observe(call.output_tokens)
-        metrics.whole.observe(done - call.arrived)
+        if call.trouble is None or call.trouble[0] != "refused":  # that one has computed nothing
+            metrics.prompted += call.prompt_tokens
+            metrics.prompt.observe(call.prompt_tokens)
+            metrics.output.observe(call.output_tokens)
+            metrics.whole.observe(done - call.arrived)
         exchange.facts = {
             "prompt_tokens": call.prompt_tokens,
             "output_tokens": call.output_tokens,
