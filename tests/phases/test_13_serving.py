@@ -1444,6 +1444,13 @@ def test_tokenize_and_back(make):
         assert found["count"] == 6 == len(found["tokens"]) == len(found["token_strs"])
         assert (await Client(app).post("/detokenize", {"tokens": found["tokens"]}))[1] == {"prompt": "héllo"}
         assert (await Client(app).post("/detokenize", {"tokens": [999]}))[0] == 400
+        special = (await Client(app).post("/tokenize", {"prompt": "a<end>b"}))[1]["tokens"]
+        assert len(special) == 3 and 0 in special
+        assert (await Client(app).post("/detokenize", {"tokens": special}))[1] == {"prompt": "a<end>b"}
+        body = {"prompt": special, "echo": True, "logprobs": 0, "max_tokens": 0}
+        said = (await Client(app).post("/v1/completions", body))[1]["choices"][0]
+        assert said["text"] == "a<end>b" == "".join(said["logprobs"]["tokens"])
+        assert said["logprobs"]["text_offset"] == [0, 1, 6]
         assert (await Client(app).post("/tokenize", {}))[0] == 400
         long = (await Client(app).post("/tokenize", {"prompt": "x" * 5000}))[1]
         assert long["count"] == 5000

@@ -119,13 +119,13 @@ class Orders:
         return await self.chat_ids(request.messages or [], request.add_generation_prompt, variables)
 
     def decode(self, ids: list[int], ready: Ready, param: str = "tokens") -> str:
-        """The text of token ids, which stand in the field `param`. Raises `ApiError`."""
+        """The text of token ids, special ones too, which stand in the field `param`. Raises `ApiError`."""
         for token in ids:
             if not 0 <= token < ready.vocab_size:
                 raise ApiError(
                     400, f"token id {token} must be between 0 and {ready.vocab_size - 1}", param=param
                 )
-        return self.tokenizer.decode(ids)
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     async def _make(self, size: int, make: Callable[[], T], param: str) -> T:
         """Run it here if it is short, in a thread otherwise."""
