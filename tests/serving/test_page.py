@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import http.server
 import re
 import shutil
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -173,3 +175,47 @@ def test_what_goes_wrong_is_said(visit):
     page.press("#say", "Enter")
     expect(page.locator(".turn.error")).to_contain_text("top_p", timeout=20_000)
     expect(page.locator("#send")).to_be_enabled()
+
+
+ASKS = """async ([url, key]) => {
+  const headers = { "content-type": "application/json" };
+  if (key) headers.authorization = "Bearer " + key;
+  const body = JSON.stringify({ prompt: "abc", max_tokens: 3, stream: true, ignore_eos: true });
+  try {
+    const answer = await fetch(url + "/v1/completions", { method: "POST", headers, body });
+    return [answer.status, answer.headers.get("x-request-id"), await answer.text()];
+  } catch (error) {
+    return [0, null, String(error)];
+  }
+}"""
+
+
+class Elsewhere(http.server.BaseHTTPRequestHandler):
+    """An empty page."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("content-type", "text/html")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+def test_pages_from_elsewhere_ask_if_they_are_allowed(server, browser):
+    """Another port is another origin; the key makes the browser ask beforehand."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        origin = f"http://127.0.0.1:{other.server_port}"
+        page = browser.new_page()
+        try:
+            page.goto(origin)
+            with Running("--allowed-origins", origin, "--api-key", "secret", "--max-rows", "8") as open_:
+                status, number, text = page.evaluate(ASKS, [open_.url, "secret"])
+                assert status == 200 and number.startswith("req-") and text.endswith("data: [DONE]\n\n")
+                status, _, text = page.evaluate(ASKS, [open_.url, ""])
+                assert status == 401 and "the key is missing" in text, "a page cannot read why it was refused"
+            assert page.evaluate(ASKS, [server.url, ""])[0] == 0, "a server that allows nobody was read"
+        finally:
+            page.close()
+            other.shutdown()
