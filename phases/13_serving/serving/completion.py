@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import codecs
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,28 +12,13 @@ from common.events import FinishReason, TextStream
 from common.text.tokenizer import Tokenizer
 from serving.client import EngineClient
 from serving.messages import Read, Token
-from serving.order import Order, Piece
+from serving.order import Offsets, Order, Piece
 from serving.tools.reader import CallReader
 from serving.watching.metrics import Metrics
 
 Trouble = Literal["refused", "error", "died", "deadline", "slow", "left"]
 """Why a call ends early: the engine refused it, its step failed, the engine died, it took too long, its
 reader took too long, its reader left."""
-
-
-class Offsets:
-    """Where tokens begin in the text that they make, of which they may be parts of characters."""
-
-    def __init__(self) -> None:
-        self._next = 0
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def take(self, data: bytes) -> int:
-        """Where the token of these bytes begins; one that goes on with a character, where that does."""
-        broken = self._decoder.getstate()[0] and data and data[0] & 0xC0 != 0x80
-        begin = self._next + bool(broken)  # behind the sign that stands for a character without an end
-        self._next += len(self._decoder.decode(data))
-        return begin
 
 
 class Choice:

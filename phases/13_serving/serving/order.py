@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from dataclasses import dataclass, field
 
 from common.sampling.params import SamplingParams
@@ -38,3 +39,18 @@ class Piece:
     tokens: list[int]
     logprobs: list[Token] = field(default_factory=list)
     marks: list[tuple[str, str]] = field(default_factory=list)
+
+
+class Offsets:
+    """Where tokens begin in the text that they make, of which they may be parts of characters."""
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def take(self, data: bytes) -> int:
+        """Where the token of these bytes begins; one that goes on with a character, where that does."""
+        broken = self._decoder.getstate()[0] and data and data[0] & 0xC0 != 0x80
+        begin = self._next + bool(broken)  # behind the sign that stands for a character without an end
+        self._next += len(self._decoder.decode(data))
+        return begin

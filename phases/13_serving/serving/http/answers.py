@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 
 from common.text.tokenizer import Tokenizer
-from serving.completion import Call, Choice, Offsets
+from serving.completion import Call, Choice
 from serving.messages import Read, Token
-from serving.order import Order, Piece
+from serving.order import Offsets, Order, Piece
 from serving.tools.reader import CallReader
 
 _json = msgspec.json.Encoder().encode
