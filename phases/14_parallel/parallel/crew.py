@@ -80,11 +80,13 @@ class Crew:
 
     reason: why it can do nothing more; empty while all is well.
     on_loss: called, from another thread, when a rank is lost.
+    on_end: called when all of them are ended.
     """
 
     def __init__(self, size: int) -> None:
         self.size, self.reason = size, ""
         self.on_loss: Callable[[], None] | None = None
+        self.on_end: Callable[[], None] | None = None
         self._ending = False
         self._done = threading.Event()
         self.members = [Member(rank, self.lose) for rank in range(1, size)]
@@ -139,6 +141,8 @@ class Crew:
         self._done.set()
         for member in self.members:
             member.kill()
+        if self.on_end is not None:
+            self.on_end()
         atexit.unregister(self.kill)
 
 
@@ -155,7 +159,7 @@ def take(size: int) -> Crew:
 def give_back(crew: Crew) -> None:
     """Its engine is closed: another one may have the crew."""
     if not crew.reason and crew.size not in _idle:
-        crew.on_loss = None
+        crew.on_loss = crew.on_end = None
         _idle[crew.size] = crew
     else:
         crew.kill()

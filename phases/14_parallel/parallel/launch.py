@@ -34,7 +34,7 @@ def meet(crew: Crew, device: torch.device) -> Ranks:
         here |= {rank for rank, message in crew.answers(wait=0.05) if isinstance(message, Here)}
         crew.check()
     ranks = Ranks(0, crew.size, device, store)
-    crew.on_loss = ranks.abort
+    crew.on_loss, crew.on_end = ranks.abort, ranks.leave
     return ranks
 
 
