@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -587,7 +588,9 @@ def test_graphs_are_destroyed_before_the_ranks_part() -> None:
     graph = SimpleNamespace(reset=lambda: seen.append("graph"))
     capturer = Capturer(torch.device("cpu"))
     capturer._graphs.append(graph)  # type: ignore[arg-type]
-    crew: Any = SimpleNamespace(reason="lost", tell=seen.append, kill=lambda: seen.append("crew"), size=0)
+    crew: Any = SimpleNamespace(
+        reason="lost", tell=seen.append, kill=lambda: seen.append("crew"), size=0, awaited=nullcontext
+    )
     part(crew, SimpleNamespace(close=lambda: seen.append("ranks")), capturer.let_go)  # type: ignore[arg-type]
     assert seen == ["graph", "crew"], "a lost crew has nobody to part from, but its graphs end"
     capturer.let_go()
@@ -602,9 +605,23 @@ def test_whoever_waits_for_ever_does_not_stop_the_last_resort(monkeypatch: pytes
     monkeypatch.setattr(crews.os, "_exit", lambda code: ended.set())
     crew = crews.Crew(2)
     crew.on_loss = threading.Event().wait  # type: ignore[assignment]
-    crew.members[0].process.kill()
-    assert ended.wait(10), "rank 1 has ended, rank 0 waits for ever, and nothing ends it"
+    with crew.awaited():
+        crew.members[0].process.kill()
+        assert ended.wait(10), "rank 1 has ended, rank 0 waits for ever, and nothing ends it"
     crew.kill()
+
+
+@pytest.mark.slow
+def test_who_does_not_wait_for_a_lost_rank_is_not_ended(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program or a notebook that has an engine, and does something else."""
+    ended = threading.Event()
+    monkeypatch.setattr(crews, "LAST_RESORT", 0.2)
+    monkeypatch.setattr(crews.os, "_exit", lambda code: ended.set())
+    engine: Any = parallel.load(str(llama), tensor_parallel=2, **SMALL)
+    engine.crew.members[0].process.kill()
+    assert not ended.wait(1.5), "nobody was waiting for rank 1, and the whole program ends with it"
+    with pytest.raises(RanksLost, match="rank 1 has ended"):
+        engine.step()
 
 
 @pytest.mark.slow

@@ -11,8 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -87,7 +87,7 @@ class Crew:
         self.size, self.reason = size, ""
         self.on_loss: Callable[[], None] | None = None
         self.on_end: Callable[[], None] | None = None
-        self._ending = False
+        self._ending, self._waiting = False, 0
         self._done = threading.Event()
         self.members = [Member(rank, self.lose) for rank in range(1, size)]
         atexit.register(self.kill)
@@ -129,9 +129,18 @@ class Crew:
             self._done.set()
             raise RanksLost(self.reason)
 
+    @contextmanager
+    def awaited(self) -> Iterator[None]:
+        """Inside, this process may wait for the others; outside, it hears of a loss when it next asks."""
+        self._waiting += 1
+        try:
+            yield
+        finally:
+            self._waiting -= 1
+
     def _last_resort(self) -> None:
         """A device that waits for another one cannot be interrupted, only its process ended."""
-        if not self._done.wait(LAST_RESORT):
+        if not self._done.wait(LAST_RESORT) and self._waiting:
             print(f"error: {self.reason}, and this process still waits for it", file=sys.stderr, flush=True)
             os._exit(1)
 

@@ -127,7 +127,8 @@ class Leader(InRanks):
                 self.closed
             ):  # its crew may be another engine's by now, and would take its steps for that one's
                 raise RanksLost("the engine is closed, and its ranks are gone")
-            outputs = super().step()
+            with self.crew.awaited():
+                outputs = super().step()
             self.crew.check()
         except RanksLost:
             self.release()
