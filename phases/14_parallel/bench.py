@@ -5,7 +5,8 @@ is the time of a sum over ranks, and the rates of one rank and of two. On GPUs o
 peers are measured by, for each number of ranks there is, and sums by size and way.
 
 Every number of ranks is measured in processes of its own, part by part, and each part has a limit: what fails
-or hangs ends with its processes, is told in the evidence, and the next part begins anew. By hand:
+or hangs ends with its processes, is told in the evidence, and the next part begins anew. If on GPUs an engine
+in ranks fails, or sums by our own kernels do, engines add up by NCCL from then on. By hand:
 
     python phases/14_parallel/bench.py --ranks 1,2 --parts reduce,same,single --seconds 120 --out found.json
 
@@ -16,6 +17,7 @@ parts, so that one part can be measured again.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import signal
 import socket
@@ -59,6 +61,10 @@ CPU: dict[str, Any] = {"max_rows": 8, "max_len": 160, "cache_bytes": 8 << 20}
 USUAL_GPU, USUAL_CPU = "random:qwen3-8b", "random:tiny-window"
 SECONDS = 300.0
 """Most seconds of a part. An engine takes the longest: its kernels are compiled and its graphs captured."""
+SUMS_SECONDS = 90.0
+"""And of sums by one way: they take seconds, and one that hangs must not take the time of what comes next."""
+SAFE = {"all_reduce": "nccl"}
+"""Options of engines in ranks, once something of theirs has failed."""
 
 Keep = Callable[[Sequence[Run]], None]
 
@@ -108,40 +114,53 @@ def measure(
     """
     runs = list(known)
     for ranks in counts:
+        options_of, again = (
+            dict(more),
+            ranks > 1 and options.device.type == "cuda" and "all_reduce" not in more,
+        )
         for group in groups(parts, ranks, options.device):
             child: Child | None = None
-            for part in group:
-                begun = time.monotonic()
+            left = list(group)
+            while left:
+                part, begun = left.pop(0), time.monotonic()
+                sums = part.startswith("reduce")
                 try:
                     if child is None:
-                        child = Child(options, ranks, more)
+                        child = Child(options, ranks, options_of)
                         if part in WORK:  # the one before has failed
                             child.ask(STARTUP, seconds)
-                    found = child.ask(part, seconds)
+                    found = child.ask(part, min(seconds, SUMS_SECONDS) if sums else seconds)
                 except Failure as error:
-                    found = [facts(options, FAILED, {}, {"ranks": ranks, "part": part, "error": str(error)})]
+                    said = {"ranks": ranks, "part": part, "error": str(error), **options_of}
+                    found = [facts(options, FAILED, {}, said)]
                     if child is not None:
                         child.end()
                     child = None
+                    if again and part != "reduce nccl":
+                        again, options_of = False, options_of | SAFE
+                        left = left if sums else [part, *left]
+                    elif part == STARTUP:
+                        left = []  # without an engine there is nothing to measure
                 runs += found
                 keep(runs)
                 _tell(ranks, part, time.monotonic() - begun, found)
-                if part == STARTUP and child is None:
-                    break  # without an engine there is nothing to measure
             if child is not None:
                 child.end()
     return runs
 
 
 def groups(parts: Sequence[str], ranks: int, device: torch.device) -> Iterator[list[str]]:
-    """Parts that share a process: sums by each way, the comparison, and everything with the large engine."""
+    """Parts that share a process: sums by each way, everything with the large engine, and the comparison.
+
+    Sums are the first: they take seconds, and tell whether an engine can trust them.
+    """
     ways = WAYS if device.type == "cuda" else ("nccl",)
     if "reduce" in parts and ranks > 1:
         yield [f"reduce {way}" for way in ways]
-    if "same" in parts and ranks > 1:
-        yield ["same"]
     if works := [part for part in parts if part in WORK]:
         yield [STARTUP, *works]
+    if "same" in parts and ranks > 1:
+        yield ["same"]
 
 
 def facts(
@@ -178,6 +197,10 @@ def _tell(ranks: int, part: str, seconds: float, found: Sequence[Run]) -> None:
 # A process for each number of ranks.
 
 
+ENDING = 30.0
+"""Seconds in which a process that was killed ends."""
+
+
 class Failure(Exception):
     """A part raised, took too long, or ended its process."""
 
@@ -204,7 +227,9 @@ class Child:
                 raise Failure(f"no answer within {seconds:.0f} s")
             found, error = self.connection.recv()
         except (EOFError, OSError):
-            raise Failure(f"its process has ended (exit code {self.process.wait()})") from None
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(ENDING)
+            raise Failure(f"its process has ended (exit code {self.process.poll()})") from None
         if error:
             raise Failure(error)
         runs: list[Run] = found
@@ -214,7 +239,8 @@ class Child:
         """End it, and whatever it has started."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        with suppress(subprocess.TimeoutExpired):  # a device may keep a process that is dead
+            self.process.wait(ENDING)
         self.connection.close()
 
 
@@ -278,6 +304,10 @@ class Bench:
             if ranks > 1:
                 engine.agree()
                 engine.close()
+            del engine  # it fills its GPU, and the next one is on the same
+            gc.collect()
+            if self.cuda:
+                torch.cuda.empty_cache()
         equal = [one == more for pair in zip(*found, strict=True) for one, more in zip(*pair, strict=True)]
         share = Metric((sum(equal) / len(equal),))
         said = {"ranks": self.ranks, "part": "same", **self.more}
@@ -297,7 +327,7 @@ class Bench:
         large = self.cuda and not self.options.quick
         work = workload(WORK[part]) if large else small_work(part)
         sample = timer(self._engine, work, self.options.device)
-        tries = 1 if self.options.quick else None
+        tries = 1 if self.options.quick else 2 if self.cuda else None  # a part must end within its seconds
         kept = alternate(
             {part: sample},
             self.options.repeats,
@@ -500,9 +530,10 @@ def others(path: Path, device: torch.device, counts: Sequence[int], parts: Seque
 
 def part_of(run: Run) -> str:
     """Which part a run is of; an engine's start belongs to whatever is measured with it."""
-    if run.workload in (SUMS, STARTUP):
-        return "reduce" if run.workload == SUMS else "single"
-    return str(run.options["part"]).split()[0]
+    if run.workload == SUMS:
+        return "reduce"
+    part = str(run.options.get("part", STARTUP)).split()[0]
+    return "single" if part == STARTUP else part
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ from rich.table import Table
 from common.console import err, out
 from common.errors import UserError
 from phases.course import answers, grading, hints, making
-from phases.course.checking import Failure, State, Verdict, check_file, room
+from phases.course.blanks import NotThere
+from phases.course.checking import Failure, State, Verdict, check_file, read, room
 from phases.course.exercises import Exercise, find_question, of_phases
 
 MOST_LINES = 10
@@ -123,9 +124,11 @@ def solution(name: str) -> int:
     """Show a solution."""
     copy = making.around(Path.cwd())
     (exercise,) = _chosen(copy, name)[:1]
-    text = hints.solution(
-        exercise, (copy.folder / exercise.file).read_text(encoding="utf-8", errors="replace")
-    )
+    try:
+        source = read(copy.folder, exercise)
+    except NotThere:
+        source = ""
+    text = hints.solution(exercise, source)
     hints.log(copy.folder, "solution", exercise.id)
     styles = {"+": "green", "-": "red", "@": "cyan"}
     for line in text.splitlines():

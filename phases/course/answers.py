@@ -10,7 +10,7 @@ from typing import Any
 from common.errors import UserError
 from phases import ROOT
 from phases.course.exercises import Question
-from phases.course.making import ANSWERS
+from phases.course.making import ANSWERS, parsed, text_in
 
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -45,9 +45,9 @@ def is_right(question: Question, answer: float) -> bool:
 def given(folder: Path) -> dict[str, float]:
     """The answers noted in a working copy."""
     try:
-        noted = json.loads((folder / ANSWERS).read_text(encoding="utf-8"))
+        noted = parsed(text_in(folder, ANSWERS))
         return {str(name): float(value) for name, value in noted.items()}
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError):
         return {}
 
 

@@ -18,6 +18,7 @@ from phases.course.exercises import Exercise
 from phases.course.guard import refusal
 from phases.course.inside import CASES, CASES_TEXT, JOB, RESULT
 from phases.course.lessons import trap_of, trap_with
+from phases.course.making import text_in
 from phases.course.nursery import OUT_OF_TIME, Nursery
 from phases.course.overlay import overlay
 
@@ -175,11 +176,10 @@ def _failed(exercise: Exercise, node: str, told: Mapping[str, str]) -> Verdict:
 
 def read(folder: Path, exercise: Exercise) -> str:
     """A student's file. Raises `NotThere` when it is none that may be read."""
-    path = folder / exercise.file
-    if path.is_symlink() or not path.is_file() or folder.resolve() not in path.resolve().parents:
-        raise NotThere(f"{exercise.file} is no file of this copy")
     try:
-        return path.read_text(encoding="utf-8")
+        return text_in(folder, exercise.file)
+    except FileNotFoundError as error:
+        raise NotThere(str(error)) from None
     except (OSError, UnicodeDecodeError) as error:
         raise NotThere(f"{exercise.file} cannot be read: {error}") from None
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 from difflib import unified_diff
 from pathlib import Path
+
+import libcst as cst
 
 from common.errors import UserError
 from phases.course.blanks import functions, text_of
 from phases.course.exercises import Exercise
 from phases.course.lessons import paragraph
+from phases.course.making import parsed, text_in
 
 LOG = "course-log.jsonl"
 LEVELS = 3
@@ -35,8 +39,12 @@ def hint(exercise: Exercise, level: int) -> str:
 
 
 def solution(exercise: Exercise, source: str) -> str:
-    """From a student's functions to the reference's, as a unified diff."""
-    ours, theirs = functions(exercise.path.read_text(encoding="utf-8")), functions(source)
+    """From a student's functions to the reference's, as a unified diff; from nothing where there are none."""
+    ours = functions(exercise.path.read_text(encoding="utf-8"))
+    try:
+        theirs = functions(source)
+    except cst.ParserSyntaxError:  # who is stuck there may look all the same
+        theirs = {}
     parts: list[str] = []
     for name in exercise.functions:
         before = text_of(theirs[name]).strip("\n").splitlines() if name in theirs else []
@@ -54,9 +62,10 @@ def log(folder: Path, what: str, exercise: str, **more: object) -> None:
 
 def logged(folder: Path, exercise: str, what: str) -> list[dict[str, object]]:
     """What the log says of an exercise."""
-    try:
-        lines = (folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
-        found = [json.loads(line) for line in lines]
-        return [one for one in found if one.get("exercise") == exercise and one.get("what") == what]
-    except (OSError, ValueError, AttributeError):
-        return []
+    found = []
+    with suppress(OSError):
+        for line in text_in(folder, LOG, errors="replace").splitlines():
+            with suppress(ValueError):  # a line of nonsense does not hide the others
+                found.append(parsed(line))
+    ours = [one for one in found if isinstance(one, dict)]
+    return [one for one in ours if one.get("exercise") == exercise and one.get("what") == what]

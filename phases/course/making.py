@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from common.errors import UserError
 from phases import PHASES, ROOT
@@ -15,6 +16,8 @@ from phases.course.exercises import Exercise, Question, exercises, files_of, que
 from phases.course.lessons import lines_of, masked, pages
 
 COURSE, ANSWERS, GUIDE = "course.json", "answers.json", "README.md"
+LARGEST = 1 << 22
+"""Characters of a file that somebody hands in."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,33 @@ def make(folder: Path, chosen: tuple[Exercise, ...]) -> Copy:
     return opened(folder)
 
 
+def text_in(folder: Path, file: str, errors: str = "strict") -> str:
+    """The text of a file of a copy, which may be anybody's: a pipe or a device would never end.
+
+    errors: of what is no text; see `open`.
+
+    Raises:
+        OSError: it is no plain file there, or too large.
+        UnicodeDecodeError: it is no text.
+    """
+    path = folder / file
+    if path.is_symlink() or not path.is_file() or folder.resolve() not in path.resolve().parents:
+        raise FileNotFoundError(f"{file} is no file of this copy")
+    with path.open(encoding="utf-8", errors=errors) as opened_file:
+        text = opened_file.read(LARGEST + 1)
+    if len(text) > LARGEST:
+        raise OSError(f"{file} is larger than {LARGEST:,} characters")
+    return text
+
+
+def parsed(text: str) -> Any:
+    """JSON of anybody's. Raises `ValueError` for what is none, however deep."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("too deep") from None
+
+
 def fingerprint(made: dict[str, str]) -> str:
     """One number for all that a copy was made of."""
     return hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()[:16]
@@ -93,7 +123,7 @@ def fingerprint(made: dict[str, str]) -> str:
 def opened(folder: Path) -> Copy:
     """The working copy in a folder. Raises `UserError` when there is none."""
     try:
-        about = json.loads((folder / COURSE).read_text(encoding="utf-8"))
+        about = parsed(text_in(folder, COURSE))
         wanted, asked = set(about["exercises"]), set(about["questions"])
         made_from = str(about["made_from"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,14 +85,16 @@ class Scripted:
 
     wrong: tuple[str, ...] = ()
     asked: list[str]
+    limits: dict[str, float]
     ended = 0
 
     def __init__(self, options: BenchOptions, ranks: int, more: Mapping[str, Any]) -> None:
-        self.ranks = ranks
+        self.ranks, self.more = ranks, more
 
     def ask(self, part: str, seconds: float) -> list[Run]:
-        type(self).asked.append(f"{self.ranks} {part}")
-        if part in self.wrong:
+        type(self).asked.append(" ".join([str(self.ranks), part, *self.more.values()]))
+        type(self).limits[part] = seconds
+        if part in self.wrong and "all_reduce" not in self.more:
             raise sys.modules["bench_14_parallel"].Failure("it hangs")
         return [Run("14_parallel", part, "", "", "", "", {}, {"ranks": self.ranks, "part": part})]
 
@@ -106,6 +109,7 @@ def test_a_part_that_fails_does_not_stop_the_next(
     monkeypatch.setattr(bench, "Child", Scripted)
     monkeypatch.setattr(Scripted, "wrong", (wrong,))
     monkeypatch.setattr(Scripted, "asked", [], raising=False)
+    monkeypatch.setattr(Scripted, "limits", {}, raising=False)
     kept: list[int] = []
     options = BenchOptions(CPU, torch.float32)
     runs = bench.measure(options, [1, 2], bench.PARTS, 1.0, lambda runs: kept.append(len(runs)))
@@ -118,6 +122,59 @@ def test_a_part_that_fails_does_not_stop_the_next(
             "after a part that failed the engine is made again"
         )
     assert (2, "same") in {(run.options["ranks"], run.options["part"]) for run in runs}
+
+
+@pytest.mark.parametrize("wrong", ["reduce two-shot", "startup", "offline", "same"])
+def test_engines_whose_own_sums_fail_add_up_by_nccl(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    monkeypatch.setattr(bench, "Child", Scripted)
+    monkeypatch.setattr(Scripted, "wrong", (wrong,))
+    monkeypatch.setattr(Scripted, "asked", [], raising=False)
+    monkeypatch.setattr(Scripted, "limits", {}, raising=False)
+    options = BenchOptions(torch.device("cuda"), torch.bfloat16)
+    runs = bench.measure(options, [2, 4], bench.PARTS, 240.0, lambda _: None)
+    for ranks in (2, 4):
+        of = [run for run in runs if run.options["ranks"] == ranks]
+        failed = [run.options["part"] for run in of if run.workload == bench.FAILED]
+        assert failed == [wrong], "NCCL's sums were to be tried once"
+        there = {run.options["part"] for run in of if run.workload != bench.FAILED}
+        assert {"startup", "same", *bench.WORK} <= there, f"{there}: what failed was not measured by NCCL"
+        assert f"{ranks} same nccl" in Scripted.asked
+    assert f"4 reduce {bench.WAYS[0]}" in Scripted.asked, "another number of ranks begins anew"
+    assert Scripted.limits["reduce nccl"] < 100 < Scripted.limits["single"] == 240.0
+    assert Scripted.asked.index("2 reduce nccl") == 0, "sums tell whether an engine can trust them"
+
+
+def test_one_ranks_engine_is_gone_before_the_next_is_made(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fills its GPU, and rank 0 of the next is on the same one."""
+    made: list[weakref.ref[Any]] = []
+
+    class Engine:
+        def __init__(self) -> None:
+            self.itself = self  # freed by the collector of cycles alone
+
+        def generate(self, prompts: Any, params: Any) -> list[Any]:
+            return [SimpleNamespace(token_ids=[1, 2]) for _ in prompts]
+
+        def agree(self) -> None: ...
+        def close(self) -> None: ...
+
+    def engine_of(self: Any, model: str, ranks: int, **more: Any) -> Engine:
+        assert all(ref() is None for ref in made), f"{ranks} ranks: the engine before still fills its GPU"
+        made.append(weakref.ref(engine := Engine()))
+        return engine
+
+    monkeypatch.setattr(bench.Bench, "engine_of", engine_of)
+    found = bench.Bench(BenchOptions(CPU, torch.float32), 2, {}).same()
+    assert found.metrics["same_fraction"].samples == (1.0,) and len(made) == 2
+
+
+def test_a_start_that_failed_is_not_kept_beside_one_that_did_not(bench: ModuleType, tmp_path: Path) -> None:
+    path = collect(bench.PHASE, [failed(bench, "startup")], CPU).write(tmp_path / "found.json")
+    assert bench.others(path, CPU, [2], ["single"]) == []
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 
 from common.errors import UserError
 from phases.cli import main
-from phases.course import checking, grading, hints, making
+from phases.course import answers, checking, grading, hints, making
 from phases.course.blanks import blank
 from phases.course.checking import check, judged, run
 from phases.course.exercises import find, of_phases
@@ -150,7 +150,9 @@ def test_code_that_misbehaves_is_stopped(nursery: Nursery, monkeypatch: pytest.M
     }
     for body, says in bodies.items():
         limit = 12  # of work: a slow machine needs three to get as far as the first test
-        verdict = judged(exercise, run(exercise, solved(body), exercise.tests, nursery, limit), exercise.tests)
+        verdict = judged(
+            exercise, run(exercise, solved(body), exercise.tests, nursery, limit), exercise.tests
+        )
         assert verdict.state == "fails" and verdict.failure and says in verdict.failure.message, body
     network = (
         "        import socket\n        try:\n            socket.create_connection(('192.0.2.1', 80), 1)\n"
@@ -259,6 +261,54 @@ def test_a_function_that_is_gone_is_named() -> None:
 def test_the_log_survives_nonsense(tmp_path: Path) -> None:
     (tmp_path / hints.LOG).write_bytes(b"\xff not json\n")
     assert hints.logged(tmp_path, EASY, "hint") == []
+    hints.log(tmp_path, "hint", EASY, level=1)
+    assert len(hints.logged(tmp_path, EASY, "hint")) == 1, "nonsense hides what was asked for"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["a pipe", "a link", "too deep", "too large"])
+def test_what_is_handed_in_may_be_anything(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe that nobody writes to would hold up the grader for ever, and so would a link to a device."""
+    copy = making.make(tmp_path / "copy", of_phases("02"))
+    test = "tests/phases/test_02_kv_cache.py"
+    monkeypatch.setattr(making, "LARGEST", 1 << 19)
+
+    def spoil(file: str) -> None:
+        path = copy.folder / file
+        path.unlink(missing_ok=True)
+        if kind == "a pipe":
+            os.mkfifo(path)
+        elif kind == "a link":
+            os.symlink("/dev/zero", path)
+        else:
+            path.write_text("[" * (200_000 if kind == "too deep" else 1 << 20), encoding="utf-8")
+
+    for file in (making.ANSWERS, hints.LOG, test, find("02.1").file):
+        spoil(file)
+    assert answers.given(copy.folder) == {}
+    assert hints.logged(copy.folder, "02.1", "hint") == []
+    assert grading.changed_tests(copy, {test: "pass"}) == {test: "was changed"}
+    verdict = checking.check_file(copy.folder, find("02.1"), None)  # type: ignore[arg-type]
+    assert verdict.state == "refused"
+    spoil(making.COURSE)
+    with pytest.raises(UserError, match="is no working copy"):
+        making.opened(copy.folder)
+
+
+@pytest.mark.parametrize("text", [None, "def broken(:\n"])
+def test_the_solution_is_shown_whatever_state_a_file_is_in(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: str | None
+) -> None:
+    copy = making.make(tmp_path / "copy", of_phases("02"))
+    path = copy.folder / find("02.1").file
+    path.unlink()
+    if text is not None:
+        path.write_text(text, encoding="utf-8")
+    monkeypatch.chdir(copy.folder)
+    code, said = ladder(capsys, "solution", "02.1")
+    assert code == 0 and "+def " in said.replace("+    def", "+def"), said
 
 
 def test_wrong_commands(

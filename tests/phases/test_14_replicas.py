@@ -450,6 +450,8 @@ def test_bodies_have_limits_before_any_replica_hears_of_them():
     app = answering()
     assert asked(app, data=body("x" * 2000), limits=Limits(max_body_bytes=1000)).status == 413
     assert asked(app, data=b"{}", **{"content-type": "text/plain"}).status == 415
+    long = asked(app, data=body("x"), limits=Limits(max_header_bytes=1000), **{"x-long": "x" * 1000})
+    assert long.status == 431 and json.loads(long.text)["error"]["message"], "Ray has no limit of headers"
 
 
 def test_rays_own_addresses_are_rays():
@@ -669,6 +671,13 @@ def test_the_front_sends_equal_beginnings_to_one_server(loop):
 
     with asyncio.Runner(loop_factory=loop) as runner:
         runner.run(asyncio.wait_for(test(), 20))
+
+
+@pytest.mark.parametrize("url", ["http://a:99999", "foo", "https://a", "http://[a", "http://:80"])
+def test_the_front_refuses_what_is_no_server(url, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["front", "http://a:1", url])
+    assert front.main() == 2
+    assert f"URL is {url!r}" in capsys.readouterr().err
 
 
 def test_the_front_does_without_servers_that_are_not_there():

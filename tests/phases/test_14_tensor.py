@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +32,7 @@ from forward.shapes import SHAPES
 from parallel import crew as crews
 from parallel.crew import RanksLost
 from parallel.launch import part
-from parallel.ranks import ENVIRONMENT, device_of
+from parallel.ranks import ENVIRONMENT, Ranks, device_of
 from parallel.shard import Shard, Slice
 from speculative import head as drafters
 from tests import structured_kit
@@ -341,6 +342,19 @@ def test_aborts_reach_every_rank(llama: Path) -> None:
     engine.close()
 
 
+@pytest.mark.slow
+def test_a_closed_engine_leaves_the_next_one_alone(llama: Path, expected: list[list[int]]) -> None:
+    """The next one has the same processes, which would take the steps of both."""
+    first: Any = parallel.load(str(llama), tensor_parallel=2, **SMALL)
+    first.close()
+    second: Any = parallel.load(str(llama), tensor_parallel=2, rank_check=1, **SMALL)
+    with pytest.raises(RanksLost, match="the engine is closed"):
+        tokens_of(first)
+    same(tokens_of(second), expected, "beside a closed engine")
+    second.agree()
+    second.close()
+
+
 # A rank that is lost.
 
 
@@ -518,6 +532,41 @@ def test_numbers_go_over_the_wire_sixteen_bytes_at_a_time() -> None:
 # What is only needed on GPUs, as far as a CPU can tell.
 
 
+def test_a_second_engine_does_not_end_the_first_ones_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is one default group in a process, which engines on GPUs use."""
+    ended: list[str] = []
+    world = SimpleNamespace(WORLD=None)
+
+    def begin(*given: Any, **options: Any) -> None:
+        world.WORLD = object()
+
+    def end() -> None:
+        world.WORLD = None
+        ended.append("group")
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.distributed, "group", world)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: world.WORLD is not None)
+    monkeypatch.setattr(torch.distributed, "init_process_group", begin)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", end)
+    gpu = torch.device("cuda", 0)
+    first = Ranks(0, 2, gpu, None)
+    with pytest.raises(UserError, match=r"close\(\) the other one first"):
+        Ranks(0, 2, gpu, None)
+    assert not ended, "the first engine's group was ended under it"
+    first.close()
+    second = Ranks(0, 2, gpu, None)
+    assert ended == ["group"]
+    second.leave()  # as when its crew is ended
+    third = Ranks(0, 2, gpu, None)
+    assert ended == ["group"] * 2, "what is left of an engine that was lost makes way"
+    third.close()
+    begin()  # by somebody else
+    with pytest.raises(UserError, match="one default group"):
+        Ranks(0, 2, gpu, None)
+
+
 def _environment(ranks: Any) -> dict[str, str | None]:
     return {name: os.environ.get(name) for name in ENVIRONMENT}
 
@@ -539,7 +588,9 @@ def test_graphs_are_destroyed_before_the_ranks_part() -> None:
     graph = SimpleNamespace(reset=lambda: seen.append("graph"))
     capturer = Capturer(torch.device("cpu"))
     capturer._graphs.append(graph)  # type: ignore[arg-type]
-    crew: Any = SimpleNamespace(reason="lost", tell=seen.append, kill=lambda: seen.append("crew"), size=0)
+    crew: Any = SimpleNamespace(
+        reason="lost", tell=seen.append, kill=lambda: seen.append("crew"), size=0, awaited=nullcontext
+    )
     part(crew, SimpleNamespace(close=lambda: seen.append("ranks")), capturer.let_go)  # type: ignore[arg-type]
     assert seen == ["graph", "crew"], "a lost crew has nobody to part from, but its graphs end"
     capturer.let_go()
@@ -554,9 +605,23 @@ def test_whoever_waits_for_ever_does_not_stop_the_last_resort(monkeypatch: pytes
     monkeypatch.setattr(crews.os, "_exit", lambda code: ended.set())
     crew = crews.Crew(2)
     crew.on_loss = threading.Event().wait  # type: ignore[assignment]
-    crew.members[0].process.kill()
-    assert ended.wait(10), "rank 1 has ended, rank 0 waits for ever, and nothing ends it"
+    with crew.awaited():
+        crew.members[0].process.kill()
+        assert ended.wait(10), "rank 1 has ended, rank 0 waits for ever, and nothing ends it"
     crew.kill()
+
+
+@pytest.mark.slow
+def test_who_does_not_wait_for_a_lost_rank_is_not_ended(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program or a notebook that has an engine, and does something else."""
+    ended = threading.Event()
+    monkeypatch.setattr(crews, "LAST_RESORT", 0.2)
+    monkeypatch.setattr(crews.os, "_exit", lambda code: ended.set())
+    engine: Any = parallel.load(str(llama), tensor_parallel=2, **SMALL)
+    engine.crew.members[0].process.kill()
+    assert not ended.wait(1.5), "nobody was waiting for rank 1, and the whole program ends with it"
+    with pytest.raises(RanksLost, match="rank 1 has ended"):
+        engine.step()
 
 
 @pytest.mark.slow

@@ -11,8 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -80,12 +80,14 @@ class Crew:
 
     reason: why it can do nothing more; empty while all is well.
     on_loss: called, from another thread, when a rank is lost.
+    on_end: called when all of them are ended.
     """
 
     def __init__(self, size: int) -> None:
         self.size, self.reason = size, ""
         self.on_loss: Callable[[], None] | None = None
-        self._ending = False
+        self.on_end: Callable[[], None] | None = None
+        self._ending, self._waiting = False, 0
         self._done = threading.Event()
         self.members = [Member(rank, self.lose) for rank in range(1, size)]
         atexit.register(self.kill)
@@ -127,9 +129,18 @@ class Crew:
             self._done.set()
             raise RanksLost(self.reason)
 
+    @contextmanager
+    def awaited(self) -> Iterator[None]:
+        """Inside, this process may wait for the others; outside, it hears of a loss when it next asks."""
+        self._waiting += 1
+        try:
+            yield
+        finally:
+            self._waiting -= 1
+
     def _last_resort(self) -> None:
         """A device that waits for another one cannot be interrupted, only its process ended."""
-        if not self._done.wait(LAST_RESORT):
+        if not self._done.wait(LAST_RESORT) and self._waiting:
             print(f"error: {self.reason}, and this process still waits for it", file=sys.stderr, flush=True)
             os._exit(1)
 
@@ -139,6 +150,8 @@ class Crew:
         self._done.set()
         for member in self.members:
             member.kill()
+        if self.on_end is not None:
+            self.on_end()
         atexit.unregister(self.kill)
 
 
@@ -155,7 +168,7 @@ def take(size: int) -> Crew:
 def give_back(crew: Crew) -> None:
     """Its engine is closed: another one may have the crew."""
     if not crew.reason and crew.size not in _idle:
-        crew.on_loss = None
+        crew.on_loss = crew.on_end = None
         _idle[crew.size] = crew
     else:
         crew.kill()

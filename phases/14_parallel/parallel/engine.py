@@ -69,9 +69,13 @@ class InRanks(Engine):
 
 
 class Leader(InRanks):
-    """Rank 0's engine."""
+    """Rank 0's engine.
+
+    closed: whether the ranks have been let go.
+    """
 
     crew: Crew
+    closed = False
     release: Callable[[], Any] = staticmethod(lambda: None)
 
     def __init__(self, *given: Any, **options: Any) -> None:
@@ -119,7 +123,12 @@ class Leader(InRanks):
         """
         try:
             self.crew.check()
-            outputs = super().step()
+            if (
+                self.closed
+            ):  # its crew may be another engine's by now, and would take its steps for that one's
+                raise RanksLost("the engine is closed, and its ranks are gone")
+            with self.crew.awaited():
+                outputs = super().step()
             self.crew.check()
         except RanksLost:
             self.release()
@@ -194,6 +203,7 @@ class Leader(InRanks):
 
     def close(self) -> None:
         """Let the other ranks go, who otherwise stay as long as this engine does."""
+        self.closed = True
         self.release()
 
 

@@ -59,7 +59,8 @@ class Parallel(Feature):
         device = self.check(recipe)
         crew = crews.take(self.tensor_parallel)
         try:
-            return lead(self, recipe, device, crew)
+            with crew.awaited():
+                return lead(self, recipe, device, crew)
         except BaseException:
             crew.kill()
             raise

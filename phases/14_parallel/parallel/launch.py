@@ -34,7 +34,7 @@ def meet(crew: Crew, device: torch.device) -> Ranks:
         here |= {rank for rank, message in crew.answers(wait=0.05) if isinstance(message, Here)}
         crew.check()
     ranks = Ranks(0, crew.size, device, store)
-    crew.on_loss = ranks.abort
+    crew.on_loss, crew.on_end = ranks.abort, ranks.leave
     return ranks
 
 
@@ -43,10 +43,11 @@ def part(crew: Crew, ranks: Ranks, let_go: Callable[[], None] = lambda: None) ->
 
     let_go: destroys the graphs in which they add up.
     """
-    let_go()
-    if not crew.reason:
-        crew.tell(Closed())
-        ranks.close()
+    with crew.awaited():
+        let_go()
+        if not crew.reason:
+            crew.tell(Closed())
+            ranks.close()
     crews.give_back(crew)
 
 
@@ -62,9 +63,10 @@ def together(size: int, function: Callable[..., Any], *given: Any, device: str =
     source = textwrap.dedent(inspect.getsource(function)) if local else ""
     crew = crews.take(size)
     try:
-        ranks = meet(crew, torch.device(device))
-        crew.tell(Call(function.__module__, function.__name__, source, given))
-        results = {0: function(ranks, *given)}
+        with crew.awaited():
+            ranks = meet(crew, torch.device(device))
+            crew.tell(Call(function.__module__, function.__name__, source, given))
+            results = {0: function(ranks, *given)}
         while len(results) < size:
             results |= dict(crew.answers(wait=0.05))
             crew.check()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from common.errors import UserError
 from parallel.reduce import PLAIN, Reducer
 
 HOST = "127.0.0.1"
@@ -62,6 +64,30 @@ def parted() -> bool:
     return not end.is_alive()
 
 
+_ours: Any = None
+"""The default group of this process, if it was made here."""
+_joined: weakref.WeakSet[Ranks] = weakref.WeakSet()
+"""Who is in it, has not left the others, and has not lost one."""
+
+
+def make_way() -> None:
+    """End the group of an engine that has lost a rank, or could not be made.
+
+    Raises:
+        UserError: it is another engine's that still lives, or somebody else's.
+        RuntimeError: it does not end.
+    """
+    if not dist.is_initialized():
+        return
+    if dist.group.WORLD is not _ours or _joined:
+        raise UserError(
+            "on GPUs a process has one engine in ranks at a time, for torch.distributed has one default "
+            "group: close() the other one first"
+        )
+    if not parted():
+        raise RuntimeError("ranks that were lost still hold the GPU: begin again in a new process")
+
+
 class Ranks:
     """A rank among `size`.
 
@@ -75,11 +101,13 @@ class Ranks:
         self._gloo: Any = None
         if device.type == "cuda":
             torch.cuda.set_device(device)
-            if dist.is_initialized() and not parted():  # of an engine that has lost a rank
-                raise RuntimeError("ranks that were lost still hold the GPU: begin again in a new process")
+            make_way()
             dist.init_process_group(
                 "nccl", store=store, rank=rank, world_size=size, timeout=PATIENCE, device_id=device
             )
+            global _ours
+            _ours = dist.group.WORLD
+            _joined.add(self)
         else:
             gloo: Any = dist.ProcessGroupGloo
             options = gloo._Options()
@@ -144,8 +172,13 @@ class Ranks:
         """The smallest of all ranks' numbers."""
         return int(self.gather(torch.tensor([number], device=self.device)).min())
 
+    def leave(self) -> None:
+        """It is over: the next engine of this process may end what is left of the group."""
+        _joined.discard(self)
+
     def abort(self) -> None:
         """Wait for nobody any more: a rank is gone. Any thread may call this."""
+        self.leave()
         self.reducer.stop()
         if self._gloo is None and dist.is_initialized():
             with suppress(Exception):  # whatever it says, this process is about to be told why
@@ -153,6 +186,7 @@ class Ranks:
 
     def close(self) -> None:
         """Leave the others, after the last step."""
+        self.leave()
         self.reducer = PLAIN
         if self._gloo is None and dist.is_initialized():
             torch.cuda.synchronize(self.device)

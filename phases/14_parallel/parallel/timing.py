@@ -62,7 +62,8 @@ def _times(ranks: Ranks, reducer: Reducer, x: Tensor, samples: int, *, norm: boo
     torch.cuda.synchronize()
     ranks.smallest(0)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # Other threads may go on meanwhile: that of the process group looks at its events all the time.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         work()
     found = []
     for _ in range(samples + 1):  # the first one warms up

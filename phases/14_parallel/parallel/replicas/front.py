@@ -36,10 +36,7 @@ class Servers:
     """Who is there, and who has what. A server's name is `host:port`."""
 
     def __init__(self, urls: Sequence[str], policy: Policy) -> None:
-        parts = [urlsplit(url) for url in urls]
-        self.addresses = {
-            f"{part.hostname}:{part.port}": (part.hostname or "", part.port or 80) for part in parts
-        }
+        self.addresses = dict(map(address_of, urls))
         self.policy, self.in_flight = policy, InFlight()
         self.up = set(self.addresses)
         self.numbers = count()
@@ -53,6 +50,18 @@ class Servers:
         self.up.discard(name)
         self.policy.keep(self.up)
         asyncio.get_running_loop().call_later(PROBE_SECONDS, self.up.add, name)
+
+
+def address_of(url: str) -> tuple[str, tuple[str, int]]:
+    """A server's name, and its host and port. Raises `UserError` for what is no address of one."""
+    try:
+        part = urlsplit(url)
+        host, port = part.hostname, part.port or 80
+    except ValueError:  # brackets, or a port beyond all
+        host, port = None, 0
+    if not host or part.scheme != "http":
+        raise UserError(f"URL is {url!r}, but must be such as http://127.0.0.1:8001")
+    return f"{host}:{port}", (host, port)
 
 
 class Front(asyncio.Protocol):
@@ -204,8 +213,8 @@ def main() -> int:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     given = parser.parse_args()
-    servers = Servers(given.urls, make_policy(given.route, given.imbalance))
     try:
+        servers = Servers(given.urls, make_policy(given.route, given.imbalance))
         uvloop.run(run(servers, given.host, given.port, Limits()))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

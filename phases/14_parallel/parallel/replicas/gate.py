@@ -50,6 +50,10 @@ class Gate:
         exchange = Exchange(scope, receive, send, self.limits)
         said: dict[str, Any] = {"chain": [], "body": b"", "wanted": "", "avoid": []}
         try:
+            if head_bytes(scope) > self.limits.max_header_bytes:  # Ray's server has no limit of its own
+                raise ApiError(
+                    431, f"address and headers have more than {self.limits.max_header_bytes:,} bytes"
+                )
             if exchange.method == "POST":
                 said["body"] = body = await exchange.body()
                 said["chain"] = chain_of(body)
@@ -78,6 +82,12 @@ class Gate:
             raise ConnectionError(LOST)  # the server around us cuts the connection
         data = b"data: " + msgspec.json.encode(answer.error().body) + b"\n\n"
         await send({"type": "http.response.body", "body": data, "more_body": False})
+
+
+def head_bytes(scope: Scope) -> int:
+    """Bytes of a request's address and headers."""
+    address = len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
+    return address + sum(len(name) + len(value) for name, value in scope["headers"])
 
 
 class Leaving:
