@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
+from safetensors.torch import load_file, save_file
 
 pytest.importorskip("triton")
 
@@ -697,6 +698,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"drafter": "model", "draft_model": "random:gpt2"},
         "draft_model has 50257 token ids, but the model has 257",
     ),
+    "a model that nobody reads": (
+        {"draft_model": "random:tiny"},
+        "draft_model is 'random:tiny', but drafter is 'ngram', which reads none: only model, head, layers do",
+    ),
     "no weights": ({"drafter": "head", "draft_model": "/nowhere"}, "there is no such file"),
     "off": ({"speculate": False, "drafter": "suffix"}, "switch it on with speculate=True"),
 }
@@ -934,6 +939,50 @@ def test_drafters_go_to_a_file_and_back(model: Model, truth: list[Completion], t
             speculative.load(model, drafter=other, draft_model=str(path), **SMALL)
     with pytest.raises(UserError, match="Llama family"):
         head.load(path, forward.load_model("random:tiny-window", device="cpu", dtype="float32"))
+
+
+def damaged(model: Model, change: str, path: Any) -> None:
+    """A drafter's file that somebody has cut or written over."""
+    made = drafter_of(model, Layers, 2)
+    head.save(made, path, {})
+    tensors = load_file(path)
+    shape: Any = {"kind": "layers", "layers": 2, "width": made.config.intermediate_size}
+    shape |= {"hidden": model.config.hidden_size, "vocab": model.config.vocab_size}
+    match change:
+        case "no file of weights":
+            path.write_bytes(path.read_bytes()[:-7])
+            return
+        case "holds no drafter":
+            shape = [1]
+        case "layers is 'x'":
+            shape["layers"] = "x"
+        case "hidden":
+            del shape["hidden"]
+        case "ids name no tokens":
+            tensors["ids"][3] = 10**6
+        case "norm.weight is not there":
+            del tensors["norm.weight"]
+        case _:
+            tensors["norm.weight"] = tensors["norm.weight"][1:].clone()
+    save_file(tensors, path, {"drafter": json.dumps(shape)})
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        "no file of weights",
+        "holds no drafter",
+        "layers is 'x'",
+        "hidden",
+        "ids name no tokens",
+        "norm.weight is not there",
+        "norm.weight is .*, but must be",
+    ],
+)
+def test_damaged_drafters_are_refused(model: Model, tmp_path: Any, says: str) -> None:
+    damaged(model, says, tmp_path / "drafter.safetensors")
+    with pytest.raises(UserError, match=says):
+        head.load(tmp_path / "drafter.safetensors", model)
 
 
 def test_the_reduced_head_never_names_other_tokens(model: Model) -> None:

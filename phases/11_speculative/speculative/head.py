@@ -18,12 +18,13 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from common.errors import UserError
 from common.models.config import ModelConfig
+from common.models.fields import Field
 from common.request import Request
 from common.sampling.sampler import HostSampled
 from continuous.batch import upload
@@ -200,19 +201,42 @@ def load(path: Path, large: Model) -> Drafting:
         raise UserError(f"draft_model is {str(path)!r}, but there is no such file: train.py makes one")
     if not isinstance(large, Llama):
         raise UserError(f"{path.name} drafts for models of the Llama family, not for {large.config.family}")
-    with safe_open(path, framework="pt") as file:
-        shape = json.loads((file.metadata() or {}).get("drafter", "{}"))
-        own = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no dictionary
-    if shape.get("kind") not in KINDS:
+    try:
+        with safe_open(path, framework="pt") as file:
+            shape = json.loads((file.metadata() or {}).get("drafter", "{}"))
+            own = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no dictionary
+    except (SafetensorError, OSError, ValueError) as error:
+        raise UserError(f"draft_model is {str(path)!r}, which is no file of weights ({error})") from None
+    if not isinstance(shape, dict) or shape.get("kind") not in KINDS:
         raise UserError(f"draft_model is {str(path)!r}, but that holds no drafter")
-    config = large.config
-    if (shape["hidden"], shape["vocab"]) != (config.hidden_size, config.vocab_size):
+    try:
+        layers, width, hidden, vocab = (
+            Field(name, int, 1, most).read(shape)
+            for name, most in (("layers", 64), ("width", 1 << 20), ("hidden", 1 << 20), ("vocab", 1 << 24))
+        )
+    except UserError as error:
         raise UserError(
-            f"{path.name} drafts for a model of hidden size {shape['hidden']} and {shape['vocab']} tokens, "
+            f"draft_model is {str(path)!r}, but what it says of its shape is wrong: {error}"
+        ) from None
+    config = large.config
+    if (hidden, vocab) != (config.hidden_size, config.vocab_size):
+        raise UserError(
+            f"{path.name} drafts for a model of hidden size {hidden} and {vocab} tokens, "
             f"but this one has {config.hidden_size} and {config.vocab_size}"
         )
-    ids = own.pop("ids").long().to(large.device)
-    model = KINDS[shape["kind"]](large, shape["layers"], shape["width"], ids)
+    ids = own.pop("ids", torch.empty(0)).long().to(large.device)
+    if ids.ndim != 1 or not len(ids) or bool(((ids < 0) | (ids >= vocab)).any()):
+        raise UserError(f"{path.name} is damaged: its ids name no tokens")
+    with torch.device("meta"):  # without memory: a file may say any width
+        wanted = {
+            name: value.shape for name, value in KINDS[shape["kind"]](large, layers, width, ids).own().items()
+        }
+    found = {name: value.shape for name, value in own.items()}
+    for name in sorted(wanted.keys() | found.keys()):
+        if wanted.get(name) != found.get(name):
+            there, must = (list(some[name]) if name in some else "not there" for some in (found, wanted))
+            raise UserError(f"{path.name} is damaged: {name} is {there}, but must be {must}")
+    model = KINDS[shape["kind"]](large, layers, width, ids)
     with torch.no_grad():
         for name, value in model.own().items():
             value.copy_(own[name])
