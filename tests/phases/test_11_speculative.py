@@ -821,6 +821,24 @@ def test_a_draft_model_drafts_what_it_would_say_to_the_whole_text(model: Model) 
     assert seen > 20 and 0 < sum(stats.accepted) < sum(stats.drafted), "all drafts were right, or none"
 
 
+def test_nobody_drafts_beyond_the_end_of_a_row(model: Model) -> None:
+    """Requests write ahead together, but one that is nearly as long as the context may not go as far."""
+    prompts = [[5, 6, 7] * 31, [1, 2, 3], [7] * 90]  # two of them have 3 and 6 tokens to go
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    right = continuous.load(model, max_rows=4, max_len=96).generate(prompts, params)
+    engine, source = with_draft_model(model, small_model(model, 0.0))
+    chains = list[tuple[int, int]]()
+
+    def chain(works: list[Work], steps: int) -> None:
+        chains.extend((work.start, steps) for work in works)
+
+    source._chain = chain  # type: ignore[method-assign]
+    assert plain(engine.generate(prompts, params)) == plain(right)
+    assert chains and all(start + steps < 96 for start, steps in chains), "a graph would write beyond a row"
+    clean(engine)
+    clean_drafts(source)
+
+
 def test_a_draft_model_without_room_drafts_for_fewer(model: Model, truth: list[Completion]) -> None:
     engine, source = with_draft_model(model, small_model(model, 0.1))
     taken = source.cache.allocator.allocate(source.cache.free - 12)
@@ -888,6 +906,25 @@ def test_a_head_changes_no_token(model: Model, truth: list[Completion], overlap:
         clean_drafts(source)
         assert not source._first and not source._fed and not source._count
     assert engine.scheduler.drafter.stats.steps > 0  # type: ignore[attr-defined]
+
+
+def test_a_head_is_asked_again_where_there_was_no_turn(model: Model) -> None:
+    """Drafts take the step's budget: who is left without a turn has no new hidden states in the next."""
+    prompts, params = [[5, 6], [7, 8], [9, 4]], SamplingParams(max_tokens=12, ignore_eos=True)
+    right = continuous.load(model, max_rows=4, max_len=96).generate(prompts, params)
+    engine, source = with_head(model, step_tokens=8)
+    asked = list[tuple[Request, int]]()
+    guess = source.guess
+
+    def watched(requests: Sequence[Request], lengths: Sequence[int]) -> list[tuple[int, ...]]:
+        asked.extend((request, len(request.tokens)) for request in requests)
+        return guess(requests, lengths)
+
+    source.guess = watched  # type: ignore[method-assign]
+    assert plain(engine.generate(prompts, params)) == plain(right)
+    assert len(set(asked)) < len(asked), "everybody had a turn in every step"
+    clean(engine)
+    clean_drafts(source)
 
 
 @torch.inference_mode()
