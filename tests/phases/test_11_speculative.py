@@ -978,6 +978,25 @@ def test_drafters_go_to_a_file_and_back(model: Model, truth: list[Completion], t
         head.load(path, forward.load_model("random:tiny-window", device="cpu", dtype="float32"))
 
 
+@pytest.mark.parametrize("kernels", [False, True], ids=["torch", "kernels"])
+@pytest.mark.parametrize("scheme", ["int8", "int4", "fp8"])
+def test_a_drafter_has_the_rows_of_a_quantized_head(
+    model: Model, tmp_path: Any, scheme: str, kernels: bool
+) -> None:
+    assert not model.config.tie_word_embeddings
+    head.save(drafter_of(model, Layers, 1), tmp_path / "layers", {})
+    options: dict[str, Any] = {"quantization": scheme, "head": scheme, "kernels": kernels, "latency": False}
+    engine = speculative.load(
+        model, drafter="layers", draft_model=str(tmp_path / "layers"), group_size=16, **options, **SMALL
+    )
+    source = engine.scheduler.drafter.source  # type: ignore[attr-defined]
+    small, whole = source.runner.model.lm_head, model.get_parameter("lm_head.weight")
+    rows = whole[small.ids]
+    assert small.weight.shape == rows.shape
+    worst = float((small.weight - rows).abs().max() / rows.abs().max())
+    assert worst < 0.1, f"{scheme}: rows of the head differ by {worst:.1e} of the largest"
+
+
 def damaged(model: Model, change: str, path: Any) -> None:
     """A drafter's file that somebody has cut or written over."""
     made = drafter_of(model, Layers, 2)

@@ -14,7 +14,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from forward.model import Model
 from forward.models.llama import Llama, LlamaBlock
 from forward.rope import Rope
 from paged_cache import PagedEngine
+from quant.weights import QuantizedWeight
 from speculative.draft_model import DraftModel, Shadow
 from speculative.taps import Taps, tapped
 
@@ -88,7 +89,7 @@ class Drafting(Model):
         self.layers = nn.ModuleList(LlamaBlock(config, spec) for spec in self.layer_specs)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         tied = large.embed_tokens.weight
-        weight = tied if config.tie_word_embeddings else large.get_parameter("lm_head.weight")
+        weight = tied if config.tie_word_embeddings else head_weight(large)
         self.lm_head = ReducedHead(weight, ids, config.vocab_size)
 
     def own(self) -> dict[str, nn.Parameter]:
@@ -166,6 +167,14 @@ class Head(Drafting):
         return self.run(x, positions, attention)
 
 
+def head_weight(large: Model) -> Tensor:
+    """The weight of a model's output head, `[V, hidden]`, in whatever form phase 10 has put it."""
+    layer: Any = large.get_submodule("lm_head")
+    layer = getattr(layer, "linear", layer)
+    weight: Tensor | QuantizedWeight = layer.quantized() if hasattr(layer, "quantized") else layer.weight
+    return weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
+
+
 KINDS: dict[str, type[Drafting]] = {"head": Head, "layers": Layers}
 
 
@@ -209,10 +218,17 @@ def load(path: Path, large: Model) -> Drafting:
         raise UserError(f"draft_model is {str(path)!r}, which is no file of weights ({error})") from None
     if not isinstance(shape, dict) or shape.get("kind") not in KINDS:
         raise UserError(f"draft_model is {str(path)!r}, but that holds no drafter")
+    # No more than the file holds, or a wrong number would take all memory.
+    widest = max((side for tensor in own.values() for side in tensor.shape), default=1)
     try:
         layers, width, hidden, vocab = (
             Field(name, int, 1, most).read(shape)
-            for name, most in (("layers", 64), ("width", 1 << 20), ("hidden", 1 << 20), ("vocab", 1 << 24))
+            for name, most in (
+                ("layers", len(own)),
+                ("width", widest),
+                ("hidden", widest),
+                ("vocab", 1 << 24),
+            )
         )
     except UserError as error:
         raise UserError(
@@ -227,16 +243,13 @@ def load(path: Path, large: Model) -> Drafting:
     ids = own.pop("ids", torch.empty(0)).long().to(large.device)
     if ids.ndim != 1 or not len(ids) or bool(((ids < 0) | (ids >= vocab)).any()):
         raise UserError(f"{path.name} is damaged: its ids name no tokens")
-    with torch.device("meta"):  # without memory: a file may say any width
-        wanted = {
-            name: value.shape for name, value in KINDS[shape["kind"]](large, layers, width, ids).own().items()
-        }
+    model = KINDS[shape["kind"]](large, layers, width, ids)
+    wanted = {name: value.shape for name, value in model.own().items()}
     found = {name: value.shape for name, value in own.items()}
     for name in sorted(wanted.keys() | found.keys()):
         if wanted.get(name) != found.get(name):
             there, must = (list(some[name]) if name in some else "not there" for some in (found, wanted))
             raise UserError(f"{path.name} is damaged: {name} is {there}, but must be {must}")
-    model = KINDS[shape["kind"]](large, layers, width, ids)
     with torch.no_grad():
         for name, value in model.own().items():
             value.copy_(own[name])
