@@ -21,6 +21,7 @@ from continuous.work import Work
 from forward.loading import load_model
 from forward.model import Model
 from paged_cache import Feature, PagedEngine, PagedSizes, Parts, build
+from quant import Quant
 
 MOST_CACHED = 1 << 17
 """Tokens in the draft model's cache, for all requests together."""
@@ -215,7 +216,13 @@ def draft_engine(parts: Parts, model: str | Model, features: Iterable[Feature]) 
         UserError: its vocabulary is another one.
     """
     large = parts.model
-    small = load_model(model, device=str(large.device), dtype=str(large.dtype).removeprefix("torch."))
+    few_bits = Quant(kv_cache="none")  # a checkpoint may have its weights in few bits; keys are not worth it
+    small = load_model(
+        model,
+        device=str(large.device),
+        dtype=str(large.dtype).removeprefix("torch."),
+        linears=few_bits.linears(),
+    )
     if small.config.vocab_size != large.config.vocab_size:
         raise UserError(
             f"draft_model has {small.config.vocab_size} token ids, but the model has "
@@ -231,4 +238,4 @@ def draft_engine(parts: Parts, model: str | Model, features: Iterable[Feature]) 
         block_size=block,
         cache_bytes=(tokens + 2 * block) * small.config.kv_bytes_per_token(small.dtype),
     )
-    return build(small, sizes, features)
+    return build(small, sizes, [*features, few_bits])
