@@ -13,7 +13,7 @@ from forward.loading import load_model
 from phases import ROOT
 from phases.commands.fetch import fetch_with_progress
 from quant.calibrate import blocks_of, samples
-from quant.export import check_source, export
+from quant.export import check_source, check_target, export
 from quant.formats import GROUPS, SCHEMES
 from quant.kv import KV_DTYPES, head_scales
 from quant.methods import METHODS, quantize_model
@@ -50,6 +50,7 @@ def run(
     integer("pieces", pieces, low=1, high=1 << 16)
     integer("length", length, low=16, high=1 << 16)
     where = pick_device(device)
+    check_target(folder)  # now, not after an hour of work
     text = None if method == "rtn" and kv_cache == "none" else _read(calibration or TEXT)
     source = fetch_with_progress(model)
     check_source(source)

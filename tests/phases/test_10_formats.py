@@ -501,6 +501,23 @@ def test_a_product_is_that_of_the_weights_it_stands_for(name: str, tokens: int, 
     assert torch.equal(layer.exact(x), want), f"{name}: the weight is another one in its fastest form"
 
 
+@pytest.mark.parametrize("k", [8, 40, 130, 200])
+def test_rows_that_the_routine_for_few_would_read_beyond(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads 16 inputs at a time. Beyond the end is other memory, or none: then the process dies."""
+    routine = torch._weight_int8pack_mm
+
+    def careful(x: Tensor, data: Tensor, scale: Tensor) -> Tensor:
+        assert data.shape[1] % 16 == 0, f"rows of {data.shape[1]}"
+        return routine(x, data, scale)
+
+    monkeypatch.setattr(torch, "_weight_int8pack_mm", careful)
+    layer = QuantLinear(made("int8", 24, k))
+    for tokens in (1, 8):
+        x = torch.randn(tokens, k)
+        want = layer.exact(x)
+        assert torch.allclose(layer(x), want, atol=1e-2 * float(want.abs().max()))
+
+
 def test_sixteen_bits_of_an_input_go_through_two_products() -> None:
     layer = QuantLinear(made("int8", 24, 256))
     x = torch.randn(16, 256)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -794,6 +795,48 @@ def test_wrong_commands(
         main(["quantize", str(folders["llama"]), str(tmp_path / "out"), "--device", "cpu", *flags])
     assert ended.value.code == 2 and says in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "out").exists()
+
+
+def test_the_folder_one_stands_in_is_filled(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here" / ".partial").mkdir(parents=True)  # of a command that was killed
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(SystemExit) as ended:
+        main(["quantize", str(folders["llama"]), ".", "--scheme", "int8", "--device", "cpu"])
+    assert ended.value.code == 0
+    assert (
+        Path("config.json").is_file() and not Path(".partial").exists() and len(list(tmp_path.iterdir())) == 1
+    )
+
+
+def test_a_folder_that_is_taken_is_refused_before_the_work(
+    folders: dict[str, Path], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from phases.commands import quantize
+
+    monkeypatch.setattr(quantize, "load_model", lambda *_, **__: pytest.fail("loaded"))
+    (tmp_path / "mine").write_text("kept")
+    for out in (tmp_path, tmp_path / "mine"):
+        with pytest.raises(SystemExit) as ended:
+            main(["quantize", str(folders["llama"]), str(out), "--device", "cpu"])
+        assert ended.value.code == 2 and "is there already" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_an_error_with_a_name(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quant import export as module
+
+    def full(*_: Any) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(module, "save_file", full)
+    model = load_model(str(folders["llama"]), device="cpu", dtype="float32")
+    quantize_model(model, SCHEMES["int8"])
+    with pytest.raises(UserError, match=r"out cannot be written: .*No space left on device"):
+        export(model, folders["llama"], tmp_path / "out")
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_there_is_not_written_over(folders: dict[str, Path], packed: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
+from safetensors.torch import load_file, save_file
 
 pytest.importorskip("triton")
 
@@ -45,6 +46,10 @@ from phases.cli import main
 from phases.commands.benches import _module as bench_of
 from phases.commands.run import Tint
 from prefix_cache import PrefixCache, RadixIndex
+from quant import SCHEMES, QuantLinear
+from quant.export import export
+from quant.kernel_layers import KernelLinear
+from quant.methods import quantize_model
 from speculative import draft_model, head, ngram, packed, rejection, suffix
 from speculative.ahead import AheadEngine
 from speculative.control import CREDIT, Control, Cost, Rate
@@ -697,6 +702,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"drafter": "model", "draft_model": "random:gpt2"},
         "draft_model has 50257 token ids, but the model has 257",
     ),
+    "a model that nobody reads": (
+        {"draft_model": "random:tiny"},
+        "draft_model is 'random:tiny', but drafter is 'ngram', which reads none: only model, head, layers do",
+    ),
     "no weights": ({"drafter": "head", "draft_model": "/nowhere"}, "there is no such file"),
     "off": ({"speculate": False, "drafter": "suffix"}, "switch it on with speculate=True"),
 }
@@ -816,6 +825,48 @@ def test_a_draft_model_drafts_what_it_would_say_to_the_whole_text(model: Model) 
     assert seen > 20 and 0 < sum(stats.accepted) < sum(stats.drafted), "all drafts were right, or none"
 
 
+def test_nobody_drafts_beyond_the_end_of_a_row(model: Model) -> None:
+    """Requests write ahead together, but one that is nearly as long as the context may not go as far."""
+    prompts = [[5, 6, 7] * 31, [1, 2, 3], [7] * 90]  # two of them have 3 and 6 tokens to go
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    right = continuous.load(model, max_rows=4, max_len=96).generate(prompts, params)
+    engine, source = with_draft_model(model, small_model(model, 0.0))
+    chains = list[tuple[int, int]]()
+
+    def chain(works: list[Work], steps: int) -> None:
+        chains.extend((work.start, steps) for work in works)
+
+    source._chain = chain  # type: ignore[method-assign]
+    assert plain(engine.generate(prompts, params)) == plain(right)
+    assert chains and all(start + steps < 96 for start, steps in chains), "a graph would write beyond a row"
+    clean(engine)
+    clean_drafts(source)
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["torch", "kernels"])
+def test_a_draft_model_may_be_a_quantized_checkpoint(tmp_path: Any, kernels: bool) -> None:
+    hf = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = hf.LlamaConfig(vocab_size=128, num_hidden_layers=2, max_position_embeddings=128, **shape)
+    hf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "plain")
+    made = forward.load_model(str(tmp_path / "plain"), device="cpu", dtype="float32")
+    quantize_model(made, SCHEMES["int8"])
+    export(made, tmp_path / "plain", tmp_path / "int8")
+    prompts, params = [[5, 6, 7]], SamplingParams(max_tokens=12, ignore_eos=True)
+    options = SMALL | {"kernels": kernels, "latency": False, "device": "cpu", "draft_adaptive": False}
+    right = speculative.load(str(tmp_path / "plain"), **options, drafter="none").generate(prompts, params)
+    engine = speculative.load(
+        str(tmp_path / "plain"), **options, drafter="model", draft_model=str(tmp_path / "int8")
+    )
+    source = engine.scheduler.drafter.source  # type: ignore[attr-defined]
+    small = source.runner.model
+    assert any(isinstance(part, QuantLinear | KernelLinear) for part in small.modules())
+    assert plain(engine.generate(prompts, params)) == plain(right)
+    assert engine.scheduler.drafter.stats.acceptance > 0.5  # type: ignore[attr-defined]
+    clean_drafts(source)
+
+
 def test_a_draft_model_without_room_drafts_for_fewer(model: Model, truth: list[Completion]) -> None:
     engine, source = with_draft_model(model, small_model(model, 0.1))
     taken = source.cache.allocator.allocate(source.cache.free - 12)
@@ -885,6 +936,25 @@ def test_a_head_changes_no_token(model: Model, truth: list[Completion], overlap:
     assert engine.scheduler.drafter.stats.steps > 0  # type: ignore[attr-defined]
 
 
+def test_a_head_is_asked_again_where_there_was_no_turn(model: Model) -> None:
+    """Drafts take the step's budget: who is left without a turn has no new hidden states in the next."""
+    prompts, params = [[5, 6], [7, 8], [9, 4]], SamplingParams(max_tokens=12, ignore_eos=True)
+    right = continuous.load(model, max_rows=4, max_len=96).generate(prompts, params)
+    engine, source = with_head(model, step_tokens=8)
+    asked = list[tuple[Request, int]]()
+    guess = source.guess
+
+    def watched(requests: Sequence[Request], lengths: Sequence[int]) -> list[tuple[int, ...]]:
+        asked.extend((request, len(request.tokens)) for request in requests)
+        return guess(requests, lengths)
+
+    source.guess = watched  # type: ignore[method-assign]
+    assert plain(engine.generate(prompts, params)) == plain(right)
+    assert len(set(asked)) < len(asked), "everybody had a turn in every step"
+    clean(engine)
+    clean_drafts(source)
+
+
 @torch.inference_mode()
 def test_a_head_drafts_what_it_would_say_to_the_whole_text(model: Model) -> None:
     """The oracle recomputes: the model's hidden states of all known tokens, then the head's own."""
@@ -934,6 +1004,69 @@ def test_drafters_go_to_a_file_and_back(model: Model, truth: list[Completion], t
             speculative.load(model, drafter=other, draft_model=str(path), **SMALL)
     with pytest.raises(UserError, match="Llama family"):
         head.load(path, forward.load_model("random:tiny-window", device="cpu", dtype="float32"))
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["torch", "kernels"])
+@pytest.mark.parametrize("scheme", ["int8", "int4", "fp8"])
+def test_a_drafter_has_the_rows_of_a_quantized_head(
+    model: Model, tmp_path: Any, scheme: str, kernels: bool
+) -> None:
+    assert not model.config.tie_word_embeddings
+    head.save(drafter_of(model, Layers, 1), tmp_path / "layers", {})
+    options: dict[str, Any] = {"quantization": scheme, "head": scheme, "kernels": kernels, "latency": False}
+    engine = speculative.load(
+        model, drafter="layers", draft_model=str(tmp_path / "layers"), group_size=16, **options, **SMALL
+    )
+    source = engine.scheduler.drafter.source  # type: ignore[attr-defined]
+    small, whole = source.runner.model.lm_head, model.get_parameter("lm_head.weight")
+    rows = whole[small.ids]
+    assert small.weight.shape == rows.shape
+    worst = float((small.weight - rows).abs().max() / rows.abs().max())
+    assert worst < 0.1, f"{scheme}: rows of the head differ by {worst:.1e} of the largest"
+
+
+def damaged(model: Model, change: str, path: Any) -> None:
+    """A drafter's file that somebody has cut or written over."""
+    made = drafter_of(model, Layers, 2)
+    head.save(made, path, {})
+    tensors = load_file(path)
+    shape: Any = {"kind": "layers", "layers": 2, "width": made.config.intermediate_size}
+    shape |= {"hidden": model.config.hidden_size, "vocab": model.config.vocab_size}
+    match change:
+        case "no file of weights":
+            path.write_bytes(path.read_bytes()[:-7])
+            return
+        case "holds no drafter":
+            shape = [1]
+        case "layers is 'x'":
+            shape["layers"] = "x"
+        case "hidden":
+            del shape["hidden"]
+        case "ids name no tokens":
+            tensors["ids"][3] = 10**6
+        case "norm.weight is not there":
+            del tensors["norm.weight"]
+        case _:
+            tensors["norm.weight"] = tensors["norm.weight"][1:].clone()
+    save_file(tensors, path, {"drafter": json.dumps(shape)})
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        "no file of weights",
+        "holds no drafter",
+        "layers is 'x'",
+        "hidden",
+        "ids name no tokens",
+        "norm.weight is not there",
+        "norm.weight is .*, but must be",
+    ],
+)
+def test_damaged_drafters_are_refused(model: Model, tmp_path: Any, says: str) -> None:
+    damaged(model, says, tmp_path / "drafter.safetensors")
+    with pytest.raises(UserError, match=says):
+        head.load(tmp_path / "drafter.safetensors", model)
 
 
 def test_the_reduced_head_never_names_other_tokens(model: Model) -> None:

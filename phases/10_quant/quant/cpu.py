@@ -29,6 +29,8 @@ FEW = 8
 """Up to how many tokens int8 weights are read by the routine for few."""
 SOME = 32
 """Up to how many tokens the input goes in two parts of eight bits."""
+_STEP = 16
+"""The routine for few reads so many inputs at a time: where they do not divide a row, beyond its end."""
 _GROUPS = (32, 64, 128, 256)
 """Sizes of groups that the four-bit routine knows."""
 _OUTPUTS = 16
@@ -39,7 +41,7 @@ _LOWER = 254.0
 
 def int8_product(x: Tensor, data: Tensor, scale: Tensor) -> Tensor:
     """`x [M, K]` times int8 `data [N, K]`, channels by `scale [N]` float32 -> `[M, N]` in `x`'s dtype."""
-    if len(x) <= FEW:
+    if len(x) <= FEW and data.shape[1] % _STEP == 0:
         # The scale afterwards: the routine would round it to bfloat16 first.
         out = torch._weight_int8pack_mm(x.bfloat16(), data, _ones(len(data))).float().mul_(scale)
     elif len(x) <= SOME:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -25,6 +26,8 @@ from quant.layouts import pack_words
 from quant.linear import QuantLinear
 from quant.weights import QuantizedWeight, unpack_nibbles
 
+PARTIAL = ".partial"
+"""The folder in which a checkpoint is written, until all of it is."""
 SHARD_BYTES = 4 << 30
 _KEPT = (
     "generation_config.json",
@@ -49,6 +52,24 @@ def check_source(folder: Path) -> None:
             raise UserError(f"{folder} is quantized already: its config.json has a {name}")
 
 
+def check_target(folder: Path) -> Path:
+    """The same folder by its whole name, which ``.`` has not.
+
+    Raises `UserError` unless it is empty or not there.
+    """
+    try:
+        if folder.exists() and (not folder.is_dir() or any(_others(folder))):
+            raise UserError(f"{folder} is there already: name a folder that is not")
+        return folder.resolve()
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error.strerror or error}") from None
+
+
+def _others(folder: Path) -> list[Path]:
+    """What is in a folder, but for what a command that was killed has left."""
+    return [path for path in folder.iterdir() if path.name != PARTIAL]
+
+
 def export(model: Model, source: Path, folder: Path, kv: tuple[str, Tensor] | None = None) -> None:
     """Write a model whose layers are quantized in one way.
 
@@ -62,9 +83,9 @@ def export(model: Model, source: Path, folder: Path, kv: tuple[str, Tensor] | No
     Raises:
         UserError: it cannot be written.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} is there already: name a folder that is not")
-    work = folder.with_name(f".{folder.name}.partial")
+    folder = check_target(folder)
+    # One that is there may be where somebody stands, or a disk of its own: it stays, and is filled.
+    work = folder / PARTIAL if folder.is_dir() else folder.with_name(f".{folder.name}{PARTIAL}")
     try:
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
@@ -80,11 +101,14 @@ def export(model: Model, source: Path, folder: Path, kv: tuple[str, Tensor] | No
             found |= kv_tensors(kv[1])
         (work / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         _write(found, work)
-        if folder.exists():
-            folder.rmdir()
-        work.rename(folder)
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written: {error.strerror or error}") from None
+        if work.parent == folder:
+            for path in list(work.iterdir()):
+                path.rename(folder / path.name)
+        else:
+            work.rename(folder)
+    except (OSError, SafetensorError) as error:  # the latter is what a full disk is, for the weights
+        said = getattr(error, "strerror", None) or error
+        raise UserError(f"{folder} cannot be written: {said}") from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

@@ -21,6 +21,7 @@ from continuous.work import Work
 from forward.loading import load_model
 from forward.model import Model
 from paged_cache import Feature, PagedEngine, PagedSizes, Parts, build
+from quant import Quant
 
 MOST_CACHED = 1 << 17
 """Tokens in the draft model's cache, for all requests together."""
@@ -34,7 +35,7 @@ class Shadow:
 
     request: with a row, blocks and settings in the draft model's engine; its `num_computed_tokens` are right.
     drafts: what was guessed last, behind the tokens known then; all but the last are computed.
-    known: how many tokens the large model's request had then, if the device guessed by itself.
+    known: how many tokens the large model's request had then.
     """
 
     request: Request
@@ -60,12 +61,17 @@ class DraftModel:
         )
         if some:
             self._write(some)
+        for request, _, shadow in ready:
+            if shadow is not None:
+                shadow.known = len(request.tokens)
         made = {r: () if shadow is None else shadow.drafts for r, _, shadow in ready}
         made |= {r: self.shadows[r].drafts[:n] for r, n in fresh.items()}
         return [made[request] for request in requests]
 
     def _guessed(self, request: Request) -> bool:
-        """Whether the device has drafted behind all the tokens there are."""
+        """Whether there are drafts behind all the tokens there are: the device's, or those of a step before
+        that the request had no turn in.
+        """
         shadow = self.shadows.get(request)
         return shadow is not None and shadow.known == len(request.tokens)
 
@@ -94,11 +100,14 @@ class DraftModel:
             right += 1
         own.num_computed_tokens = min(own.num_computed_tokens + right, len(own.tokens) - 1)
         shadow.drafts = ()
-        end = len(own.tokens) + length
-        if end > self.rows.max_len or not self.cache.reserve(own, end):
+        if not self._room(own, len(own.tokens) + length):
             self.leave(request)
             return None
         return shadow
+
+    def _room(self, own: Request, end: int) -> bool:
+        """Whether there is room for so many tokens, which is then reserved."""
+        return end <= self.rows.max_len and self.cache.reserve(own, end)
 
     def _tokens(self, request: Request, own: Request) -> list[int]:
         """The tokens of a request as its shadow has them."""
@@ -123,16 +132,25 @@ class DraftModel:
         owns = [shadow.request for shadow, _ in some]
         ahead = max(length for _, length in some) - 1
         works = [Work(own, own.row, len(own.tokens), 1, (), (own,)) for own in owns]
-        chained = self._chain(works, ahead) if ahead else None
+        # A chain goes as far for everybody as for who goes farthest; near the end of a row nobody may.
+        chains = ahead and all([self._room(own, len(own.tokens) + ahead + 1) for own in owns])
+        chained = self._chain(works, ahead) if chains else None
         rest = []
         for step in range(ahead if chained is None else 0):
-            rest.append(self._step([work._replace(start=work.start + step) for work in works]))
-        columns = [[tokens[0][0] for tokens in pending.get()] for pending in (first, *rest)]
+            places = [place for place, (_, length) in enumerate(some) if length > step + 1]
+            rest.append(
+                (places, self._step([works[at]._replace(start=works[at].start + step) for at in places]))
+            )
+        made = [[tokens[0][0]] for tokens in first.get()]
+        for places, pending in rest:
+            for place, tokens in zip(places, pending.get(), strict=True):
+                made[place].append(tokens[0][0])
         if chained is not None:
-            tokens = [token for token, _ in chained.get()]
-            columns += [tokens[step::ahead] for step in range(ahead)]
-        for (shadow, length), drafts in zip(some, zip(*columns, strict=True), strict=True):
-            shadow.drafts = drafts[:length]
+            found = [token for token, _ in chained.get()]
+            for place, drafts in enumerate(made):
+                drafts += found[place * ahead : (place + 1) * ahead]
+        for (shadow, length), drafts in zip(some, made, strict=True):
+            shadow.drafts = tuple(drafts[:length])
             shadow.request.num_computed_tokens = len(shadow.request.tokens)
 
     def _send(self, shadows: Sequence[Request]) -> None:
@@ -198,7 +216,13 @@ def draft_engine(parts: Parts, model: str | Model, features: Iterable[Feature]) 
         UserError: its vocabulary is another one.
     """
     large = parts.model
-    small = load_model(model, device=str(large.device), dtype=str(large.dtype).removeprefix("torch."))
+    few_bits = Quant(kv_cache="none")  # a checkpoint may have its weights in few bits; keys are not worth it
+    small = load_model(
+        model,
+        device=str(large.device),
+        dtype=str(large.dtype).removeprefix("torch."),
+        linears=few_bits.linears(),
+    )
     if small.config.vocab_size != large.config.vocab_size:
         raise UserError(
             f"draft_model has {small.config.vocab_size} token ids, but the model has "
@@ -214,4 +238,4 @@ def draft_engine(parts: Parts, model: str | Model, features: Iterable[Feature]) 
         block_size=block,
         cache_bytes=(tokens + 2 * block) * small.config.kv_bytes_per_token(small.dtype),
     )
-    return build(small, sizes, features)
+    return build(small, sizes, [*features, few_bits])

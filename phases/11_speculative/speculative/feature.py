@@ -26,6 +26,8 @@ MOST_DRAFTS = 32
 USUAL = {"ngram": 7, "suffix": 7, "model": 4, "head": 4, "layers": 4, "synthetic": 3}
 """Drafts of a request in a step, at most, unless the caller says otherwise. Seven and the newest are eight,
 up to which phase 09 has kernels for a few tokens."""
+READ = ("model", "head", "layers")
+"""Drafters whose weights `draft_model` may name."""
 
 SHARED = ("kernels", "graphs", "latency")
 """Features that a draft model takes over from the model it drafts for."""
@@ -56,6 +58,11 @@ class Speculate(Feature):
         integer("suffix_bytes", self.suffix_bytes, low=0, high=1 << 36)
         if self.drafter == "model" and self.draft_model is None:
             raise UserError("drafter is 'model', so draft_model must name a model with the same tokenizer")
+        if self.draft_model is not None and self.drafter not in READ:
+            raise UserError(
+                f"draft_model is {str(self.draft_model)!r}, but drafter is {self.drafter!r}, "
+                f"which reads none: only {', '.join(READ)} do"
+            )
 
     @property
     def length(self) -> int:

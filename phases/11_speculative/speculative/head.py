@@ -14,16 +14,17 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from common.errors import UserError
 from common.models.config import ModelConfig
+from common.models.fields import Field
 from common.request import Request
 from common.sampling.sampler import HostSampled
 from continuous.batch import upload
@@ -36,6 +37,7 @@ from forward.model import Model
 from forward.models.llama import Llama, LlamaBlock
 from forward.rope import Rope
 from paged_cache import PagedEngine
+from quant.weights import QuantizedWeight
 from speculative.draft_model import DraftModel, Shadow
 from speculative.taps import Taps, tapped
 
@@ -87,7 +89,7 @@ class Drafting(Model):
         self.layers = nn.ModuleList(LlamaBlock(config, spec) for spec in self.layer_specs)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         tied = large.embed_tokens.weight
-        weight = tied if config.tie_word_embeddings else large.get_parameter("lm_head.weight")
+        weight = tied if config.tie_word_embeddings else head_weight(large)
         self.lm_head = ReducedHead(weight, ids, config.vocab_size)
 
     def own(self) -> dict[str, nn.Parameter]:
@@ -165,6 +167,14 @@ class Head(Drafting):
         return self.run(x, positions, attention)
 
 
+def head_weight(large: Model) -> Tensor:
+    """The weight of a model's output head, `[V, hidden]`, in whatever form phase 10 has put it."""
+    layer: Any = large.get_submodule("lm_head")
+    layer = getattr(layer, "linear", layer)
+    weight: Tensor | QuantizedWeight = layer.quantized() if hasattr(layer, "quantized") else layer.weight
+    return weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
+
+
 KINDS: dict[str, type[Drafting]] = {"head": Head, "layers": Layers}
 
 
@@ -200,19 +210,46 @@ def load(path: Path, large: Model) -> Drafting:
         raise UserError(f"draft_model is {str(path)!r}, but there is no such file: train.py makes one")
     if not isinstance(large, Llama):
         raise UserError(f"{path.name} drafts for models of the Llama family, not for {large.config.family}")
-    with safe_open(path, framework="pt") as file:
-        shape = json.loads((file.metadata() or {}).get("drafter", "{}"))
-        own = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no dictionary
-    if shape.get("kind") not in KINDS:
+    try:
+        with safe_open(path, framework="pt") as file:
+            shape = json.loads((file.metadata() or {}).get("drafter", "{}"))
+            own = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no dictionary
+    except (SafetensorError, OSError, ValueError) as error:
+        raise UserError(f"draft_model is {str(path)!r}, which is no file of weights ({error})") from None
+    if not isinstance(shape, dict) or shape.get("kind") not in KINDS:
         raise UserError(f"draft_model is {str(path)!r}, but that holds no drafter")
-    config = large.config
-    if (shape["hidden"], shape["vocab"]) != (config.hidden_size, config.vocab_size):
+    # No more than the file holds, or a wrong number would take all memory.
+    widest = max((side for tensor in own.values() for side in tensor.shape), default=1)
+    try:
+        layers, width, hidden, vocab = (
+            Field(name, int, 1, most).read(shape)
+            for name, most in (
+                ("layers", len(own)),
+                ("width", widest),
+                ("hidden", widest),
+                ("vocab", 1 << 24),
+            )
+        )
+    except UserError as error:
         raise UserError(
-            f"{path.name} drafts for a model of hidden size {shape['hidden']} and {shape['vocab']} tokens, "
+            f"draft_model is {str(path)!r}, but what it says of its shape is wrong: {error}"
+        ) from None
+    config = large.config
+    if (hidden, vocab) != (config.hidden_size, config.vocab_size):
+        raise UserError(
+            f"{path.name} drafts for a model of hidden size {hidden} and {vocab} tokens, "
             f"but this one has {config.hidden_size} and {config.vocab_size}"
         )
-    ids = own.pop("ids").long().to(large.device)
-    model = KINDS[shape["kind"]](large, shape["layers"], shape["width"], ids)
+    ids = own.pop("ids", torch.empty(0)).long().to(large.device)
+    if ids.ndim != 1 or not len(ids) or bool(((ids < 0) | (ids >= vocab)).any()):
+        raise UserError(f"{path.name} is damaged: its ids name no tokens")
+    model = KINDS[shape["kind"]](large, layers, width, ids)
+    wanted = {name: value.shape for name, value in model.own().items()}
+    found = {name: value.shape for name, value in own.items()}
+    for name in sorted(wanted.keys() | found.keys()):
+        if wanted.get(name) != found.get(name):
+            there, must = (list(some[name]) if name in some else "not there" for some in (found, wanted))
+            raise UserError(f"{path.name} is damaged: {name} is {there}, but must be {must}")
     with torch.no_grad():
         for name, value in model.own().items():
             value.copy_(own[name])
