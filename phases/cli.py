@@ -174,7 +174,7 @@ def write_config(
 def quantize(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     folder: Annotated[Path, typer.Argument(metavar="OUT", help="folder to write, which is not there yet")],
-    scheme: Annotated[str, typer.Option(help="fp8, fp8-block, int8, w8a8 or int4")] = "int4",
+    scheme: Annotated[str, typer.Option(help="fp8, fp8-block, fp8-weights, int8, w8a8 or int4")] = "int4",
     method: Annotated[str, typer.Option(help="rtn (nearest), gptq, or for int4 awq")] = "rtn",
     calibration: Annotated[
         Path | None, typer.Option(help="text that gptq and awq see; by default one that is here")

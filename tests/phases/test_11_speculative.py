@@ -252,6 +252,36 @@ def test_priorities_and_drafts(model: Model, truth: list[Completion]) -> None:
         assert request.output_ids == right.token_ids, f"request {request.index} with drafts and priorities"
 
 
+@pytest.mark.parametrize("prompt_behind", [False, True], ids=["decodes", "and a prompt"])
+def test_drafts_take_nobodys_place_in_a_step(
+    model: Model, truth: list[Completion], prompt_behind: bool
+) -> None:
+    """A budget of 8 for six requests that would each take 7: every one has a token of every step."""
+    options: dict[str, Any] = {"step_tokens": 8, "max_rows": 7, "overlap": False}
+    engine = scripted(model, truth, "always right, and beyond what was asked for", **options)
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    decodes = [engine.add([5, 6, number], params, index=0)[0] for number in range(6)]
+    for _ in range(8):
+        engine.step()
+    for request in decodes:
+        assert request.output_ids, f"the drafts of others keep request {request.id} from its first token"
+    late = engine.add([9] * 40, params, index=1)[0] if prompt_behind else None
+    for step in range(1, 16):
+        before = {request.id: len(request.output_ids) for request in decodes}
+        computed = late.num_computed_tokens if late else 0
+        engine.step()
+        for request in decodes:
+            more = len(request.output_ids) - before[request.id]
+            assert more or request.finish_reason, (
+                f"step {step}: the drafts of others have taken the token of request {request.id}"
+            )
+        if late and step > 1 and late.prefilling:
+            assert late.num_computed_tokens >= computed + 2, (
+                f"step {step}: drafts have taken the quarter of the budget that is kept for prompts"
+            )
+    assert engine.scheduler.drafter.stats.steps > 0, "nobody has guessed"  # type: ignore[attr-defined]
+
+
 def test_right_drafts_save_steps(model: Model, truth: list[Completion]) -> None:
     """24 tokens: one with the prompt, then 7 at a time."""
     engine = scripted(model, truth, "always right, and beyond what was asked for", overlap=False)

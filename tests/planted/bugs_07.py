@@ -39,22 +39,22 @@ BUGS = (
     Bug(
         "always-kept",
         SCHEDULER,
-        "(kept if many and (prompts or self._newcomer()) else 0)",
+        "(self._kept if many else 0)",
         "kept",
         "Keeps a quarter for prompts when there are none.",
     ),
     Bug(
         "kept-for-who-cannot-begin",
         SCHEDULER,
-        "(prompts or self._newcomer())",
-        "(prompts or self._head() is not None)",
+        "prompts or self._newcomer()",
+        "prompts or self._head() is not None",
         "Keeps a quarter for a request that has no row or no room.",
     ),
     Bug(
         "kept-for-those-that-run",
         SCHEDULER,
-        "many and (prompts or self._newcomer())",
-        "many and prompts",
+        "prompts or self._newcomer()",
+        "prompts",
         "Keeps nothing for the waiting line, so that nobody ever begins.",
     ),
     Bug(

@@ -4,6 +4,7 @@ from tests.planted.planting import Bug
 
 RUNNER = "phases/04_continuous/continuous/runner.py"
 SCHEDULER = "phases/04_continuous/continuous/scheduler.py"
+CHUNKED = "phases/07_chunked_prefill/chunked_prefill/scheduler.py"
 SAMPLER = "common/sampling/sampler.py"
 OPS = "common/sampling/ops.py"
 ENGINE = "phases/09_cuda_graphs/cuda_graphs/engine.py"
@@ -269,5 +270,19 @@ BUGS = (
         "            self.drafter.landed(work, accepted)\n",
         "",
         "Never tells the drafter what became of its drafts.",
+    ),
+    Bug(
+        "guesses-take-places",
+        SCHEDULER,
+        "budget - count - self.kept(len(queue) - at)",
+        "budget - count",
+        "Lets guesses use up the budget before others have had their tokens.",
+    ),
+    Bug(
+        "guesses-take-the-quarter",
+        CHUNKED,
+        "return later + self._kept",
+        "return later",
+        "Lets guesses use up what is kept for prompts.",
     ),
 )

@@ -101,7 +101,8 @@ class Scheduler:
             if count == 0:
                 continue
             end = request.num_computed_tokens + count
-            drafts = self._drafts(request, end, budget - count) if drafting else ()
+            spare = budget - count - self.kept(len(queue) - at)
+            drafts = self._drafts(request, end, spare) if drafting else ()
             if not self.cache.reserve(request, end + len(drafts)):
                 drafts = ()  # nobody loses his place for a guess
                 if not self.cache.reserve(request, end):
@@ -166,6 +167,12 @@ class Scheduler:
     def order(self, running: list[Request]) -> list[Request]:
         """A new list of the running requests in the order in which they are served."""
         return running.copy()
+
+    def kept(self, later: int) -> int:
+        """Tokens of the budget that are nobody's to guess with: one for each request that is still to be
+        served in this step.
+        """
+        return later
 
     def yields(self, request: Request) -> bool:
         """Whether those in the waiting line whose rank is smaller go before this running request."""

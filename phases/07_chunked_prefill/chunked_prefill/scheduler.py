@@ -44,7 +44,7 @@ class ChunkedScheduler(PagedScheduler):
             raise UserError(f"step_tokens is {step_tokens}, but must be at least 2, one of them for prompts")
         most = step_tokens if chunk_tokens is None else chunk_tokens
         self.chunk_tokens = integer("chunk_tokens", most, low=1)
-        self._decodes_left = 0
+        self._decodes_left = self._kept = 0
         self._last_decode: tuple[float, ...] = ()
 
     def check_step(self, request: Request) -> None:
@@ -56,12 +56,17 @@ class ChunkedScheduler(PagedScheduler):
         decodes = [request for request in running if not request.prefilling] if prompts else running.copy()
         kept = max(1, self.step_tokens // 4)
         many = len(decodes) > self.step_tokens - kept
-        self._decodes_left = self.step_tokens - (kept if many and (prompts or self._newcomer()) else 0)
+        self._kept = kept if prompts or self._newcomer() else 0
+        self._decodes_left = self.step_tokens - (self._kept if many else 0)
         if len(decodes) > self._decodes_left:
             turn = bisect_right(decodes, self._last_decode, key=by_rank)
             decodes = decodes[turn:] + decodes[:turn]
             self._last_decode = decodes[self._decodes_left - 1].rank
         return decodes + prompts
+
+    def kept(self, later: int) -> int:
+        """The quarter for prompts is not to be guessed with either."""
+        return later + self._kept
 
     def _newcomer(self) -> bool:
         """Whether the first in line could begin now, if only it had tokens to compute."""
