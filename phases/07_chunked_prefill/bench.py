@@ -199,6 +199,8 @@ class Bench:
             def due(index: int) -> bool:
                 if index < size.decodes:
                     return True
+                if engine.stats.steps == 0:
+                    return False  # the decodes are still in the engine's inbox
                 turn = 1 if burst else index - size.decodes + 1
                 present = engine.scheduler.running + engine.scheduler.waiting
                 done = [len(request.output_ids) for request in present if request.index < size.decodes]
