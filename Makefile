@@ -6,9 +6,10 @@ LADDER := $(VENV)/bin/ladder
 STAMP  := $(VENV)/.installed
 # The package inside each phase's folder: phases/05_paged_cache/paged_cache
 PACKAGES := $(shell for folder in phases/[0-9]*/; do ls -d $$folder$$(basename $$folder | sed 's/^[0-9]*_//') 2>/dev/null; done)
-# Two test processes, each with one torch thread, use two cores best; more cores take more processes.
+# Two test processes, each with one torch thread, use two cores best; more cores take more processes. In the order of
+# the files: else those with few tests come last, and they are the long ones.
 JOBS   ?= 2
-PYTEST := OMP_NUM_THREADS=1 MPLBACKEND=Agg $(PY) -m pytest -n $(JOBS) --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 MPLBACKEND=Agg $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo serve docs test test-fast test-gpu lint format mypy weights bench figures notebooks clean

@@ -34,6 +34,9 @@ suppress_warnings = [
 default_role = "code"
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
+autodoc_use_type_comments = False  # there are none, and looking for them parses a file for each function
+# Every page copies the table of contents of all: with each function in it, that takes minutes.
+toc_object_entries = False
 autodoc_typehints_description_target = "documented"
 autodoc_default_options = {
     "members": True,
