@@ -123,7 +123,7 @@ class Leader(InRanks):
         """
         try:
             self.crew.check()
-            if self.closed:  # its crew may be another engine's by now, and would take its steps for that one's
+            if self.closed:  # its crew may be another engine's by now, and this would be a step of that one
                 raise RanksLost("the engine is closed, and its ranks are gone")
             with self.crew.awaited():
                 outputs = super().step()
