@@ -12,7 +12,7 @@ JOBS   ?= 2
 PYTEST := OMP_NUM_THREADS=1 MPLBACKEND=Agg $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve docs test test-fast test-gpu lint format mypy weights bench figures notebooks clean
+.PHONY: help setup demo serve docs test test-fast test-long test-gpu lint format mypy weights bench figures notebooks clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | \
@@ -34,11 +34,14 @@ demo: setup ## a real model answers through every phase, then over HTTP; ends wi
 serve: setup ## serve the demo's model at http://127.0.0.1:8000, with a page to look at
 	@$(LADDER) serve smollm2
 
-test: setup lint weights ## linters, every test and every notebook: what CI runs
-	LADDER_REQUIRE_WEIGHTS=1 $(PYTEST) --nbval --nbval-current-env tests $(wildcard notebooks)
+test: setup lint weights ## linters, tests and every notebook: what CI runs
+	LADDER_REQUIRE_WEIGHTS=1 $(PYTEST) -m 'not long' --nbval --nbval-current-env tests $(wildcard notebooks)
+
+test-long: setup weights ## the tests that take minutes each
+	LADDER_REQUIRE_WEIGHTS=1 $(PYTEST) -m long tests
 
 test-fast: setup ## the tests that need neither weights nor much time (under two minutes)
-	$(PYTEST) -m 'not slow and not weights and not gpu' tests
+	$(PYTEST) -m 'not slow and not long and not weights and not gpu' tests
 
 test-gpu: setup ## the tests that need a CUDA device
 	$(PY) -m pytest -m gpu tests

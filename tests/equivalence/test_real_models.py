@@ -43,7 +43,7 @@ class Case:
     outputs: list[list[int]]
 
 
-@pytest.fixture(scope="module", params=["smollm2", "gemma3"])
+@pytest.fixture(scope="module", params=["smollm2", pytest.param("gemma3", marks=pytest.mark.long)])
 def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     transformers = pytest.importorskip("transformers")
     folder: Path = request.getfixturevalue(f"{request.param}_folder")

@@ -967,10 +967,10 @@ def test_a_head_changes_no_token(model: Model, truth: list[Completion], overlap:
 
 
 def test_a_head_is_asked_again_where_there_was_no_turn(model: Model) -> None:
-    """Drafts take the step's budget: who is left without a turn has no new hidden states in the next."""
+    """Three take turns in steps of two: who is left without one has no new hidden states in the next."""
     prompts, params = [[5, 6], [7, 8], [9, 4]], SamplingParams(max_tokens=12, ignore_eos=True)
     right = continuous.load(model, max_rows=4, max_len=96).generate(prompts, params)
-    engine, source = with_head(model, step_tokens=8)
+    engine, source = with_head(model, step_tokens=2)
     asked = list[tuple[Request, int]]()
     guess = source.guess
 
