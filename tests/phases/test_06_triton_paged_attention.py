@@ -154,6 +154,7 @@ def test_decode_over_head_shapes_and_block_sizes(block: int, heads: tuple[int, i
     assert_attention(batch, out, TOLERANCE[torch.float32], f"blocks of {block}, {heads} heads of {d}")
 
 
+@pytest.mark.slow
 def test_several_query_tokens_per_request() -> None:
     """Drafts and short chunks go through the decode kernel, causally among themselves."""
     # Of 54 keys, the first of 4 queries sees those from 31 on, the last one those from 34 on: another tile.

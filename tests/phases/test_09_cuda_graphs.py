@@ -481,6 +481,7 @@ def test_startup_counts_the_graphs(model: Model) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_budget_for_graphs_grows_with_them(model: Model) -> None:
     small, large = graph_bytes(model, 8, 0), graph_bytes(model, 64, 0)
     assert 0 < small < large < graph_bytes(model, 64, 512)

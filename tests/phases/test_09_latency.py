@@ -153,6 +153,7 @@ def test_what_the_second_surgery_makes_of_a_block(dtype: torch.dtype) -> None:
         assert waits == ["self_attn.qkv_proj"], f"the next kernel may not run ahead of {waits} alone"
 
 
+@pytest.mark.slow
 def test_a_step_of_a_few_tokens_runs_the_kernels_for_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three requests, one of which ends first: their tokens are phase 05's."""
     if DEVICE == "cpu":  # the interpreter knows float32, in which tokens can be compared

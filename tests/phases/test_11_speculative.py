@@ -873,6 +873,7 @@ def test_nobody_drafts_beyond_the_end_of_a_row(model: Model) -> None:
     clean_drafts(source)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", [False, True], ids=["torch", "kernels"])
 def test_a_draft_model_may_be_a_quantized_checkpoint(tmp_path: Any, kernels: bool) -> None:
     hf = pytest.importorskip("transformers")

@@ -1123,7 +1123,9 @@ def test_a_slow_reader_is_dropped_and_others_are_not(make, model, tokenizer):
     asynchronously(test)
 
 
-@pytest.mark.parametrize("rounds", [8, pytest.param(100, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "rounds", [pytest.param(8, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.long)]
+)
 def test_thousands_who_leave(make, rounds):
     """At every moment of a request's life, a hundred at a time; blocks come back, memory does not grow."""
 

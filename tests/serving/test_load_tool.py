@@ -72,6 +72,7 @@ def test_every_request_is_asked_once_and_read_to_its_end(server, closed):
     assert server.metric("vllm:generation_tokens_total") - before == sum(range(3, 13))
 
 
+@pytest.mark.slow
 def test_what_goes_wrong_is_an_outcome(server):
     target = Target.of(server.url)
     refused = asyncio.run(ask(target, {"prompt": [1], "temperature": -1}))

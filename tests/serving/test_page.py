@@ -202,6 +202,7 @@ class Elsewhere(http.server.BaseHTTPRequestHandler):
         """Say nothing."""
 
 
+@pytest.mark.slow
 def test_pages_from_elsewhere_ask_if_they_are_allowed(server, browser):
     """Another port is another origin; the key makes the browser ask beforehand."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as other:
