@@ -101,8 +101,10 @@ class Scheduler:
             if count == 0:
                 continue
             end = request.num_computed_tokens + count
-            spare = budget - count - self.kept(len(queue) - at)
-            drafts = self._drafts(request, end, spare) if drafting else ()
+            drafts: tuple[int, ...] = ()
+            if drafting:
+                spare = budget - count - self.kept(len(queue) - at)
+                drafts = self._drafts(request, end, spare)
             if not self.cache.reserve(request, end + len(drafts)):
                 drafts = ()  # nobody loses his place for a guess
                 if not self.cache.reserve(request, end):
