@@ -102,14 +102,19 @@ class Scripted:
         type(self).ended += 1
 
 
-@pytest.mark.parametrize("wrong", ["single", "startup", "reduce nccl"])
-def test_a_part_that_fails_does_not_stop_the_next(
-    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, wrong: str
-) -> None:
+def script(bench: ModuleType, monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    """Parts are measured by `Scripted`, of which one fails."""
     monkeypatch.setattr(bench, "Child", Scripted)
     monkeypatch.setattr(Scripted, "wrong", (wrong,))
     monkeypatch.setattr(Scripted, "asked", [], raising=False)
     monkeypatch.setattr(Scripted, "limits", {}, raising=False)
+
+
+@pytest.mark.parametrize("wrong", ["single", "startup", "reduce nccl"])
+def test_a_part_that_fails_does_not_stop_the_next(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    script(bench, monkeypatch, wrong)
     kept: list[int] = []
     options = BenchOptions(CPU, torch.float32)
     runs = bench.measure(options, [1, 2], bench.PARTS, 1.0, lambda runs: kept.append(len(runs)))
@@ -128,10 +133,7 @@ def test_a_part_that_fails_does_not_stop_the_next(
 def test_engines_whose_own_sums_fail_add_up_by_nccl(
     bench: ModuleType, monkeypatch: pytest.MonkeyPatch, wrong: str
 ) -> None:
-    monkeypatch.setattr(bench, "Child", Scripted)
-    monkeypatch.setattr(Scripted, "wrong", (wrong,))
-    monkeypatch.setattr(Scripted, "asked", [], raising=False)
-    monkeypatch.setattr(Scripted, "limits", {}, raising=False)
+    script(bench, monkeypatch, wrong)
     options = BenchOptions(torch.device("cuda"), torch.bfloat16)
     runs = bench.measure(options, [2, 4], bench.PARTS, 240.0, lambda _: None)
     for ranks in (2, 4):
