@@ -6,15 +6,17 @@ import hashlib
 import json
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
+import tokenizers
+from tokenizers import decoders, pre_tokenizers
+from tokenizers.models import WordPiece
 
 import cuda_graphs
 import structured
@@ -31,6 +33,7 @@ from common.events import generate
 from common.models.hub import model_folder
 from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
+from common.text.detokenizer import _BYTE_OF
 from common.text.tokenizer import Tokenizer
 from forward.model import Model
 from paged_cache import PagedEngine
@@ -184,8 +187,11 @@ class Bench:
         pool = GrammarPool(
             lambda: backend_named(self.backend)(self.vocabulary), cache_bytes=1 << 28, seconds=60.0
         )
-        eos = self.vocabulary.eos
-        engine.masks = GrammarMasks(pool, config.vocab_size, eos, self.model.device)
+        eos, made = self.vocabulary.eos, engine.masks
+        assert isinstance(made, GrammarMasks)
+        engine.masks = GrammarMasks(
+            pool, config.vocab_size, eos, self.model.device, most_forced=made.most_forced
+        )
         return engine
 
     def time(self, engine: PagedEngine, work: Workload, params: list[SamplingParams]) -> Sample:
@@ -373,17 +379,22 @@ def made_up(model: Model) -> Vocabulary:
             seen.add(token)
             tokens.append(token)
     hidden = tuple(b"" if number in eos else token for number, token in enumerate(tokens[:size]))
-    ids = {token: number for number, token in enumerate(hidden) if token}
-    return Vocabulary(hidden, eos, partial(_longest_first, ids, max(map(len, ids))))
+    found = longest_first(hidden)
+    return Vocabulary(hidden, eos, lambda text: found.encode(text).ids, found.to_str())
 
 
-def _longest_first(ids: Mapping[bytes, int], longest: int, text: str) -> list[int]:
-    """A text as tokens: of all that it begins with, always the longest."""
-    left, found = text.encode(), list[int]()
-    while left:
-        length = next(size for size in range(min(longest, len(left)), 0, -1) if left[:size] in ids)
-        found.append(ids[left[:length]])
-        left = left[length:]
+def longest_first(tokens: Sequence[bytes]) -> tokenizers.Tokenizer:
+    """A tokenizer that takes of all tokens that a text begins with the longest, again and again."""
+    letters = {byte: letter for letter, byte in _BYTE_OF.items()}
+    ids = {"".join(letters[byte] for byte in token): n for n, token in enumerate(tokens) if token}
+    special = {f"<|{n}|>": n for n, token in enumerate(tokens) if not token}
+    model = WordPiece(
+        ids | special, unk_token=letters[0], continuing_subword_prefix="", max_input_chars_per_word=1 << 20
+    )
+    found = tokenizers.Tokenizer(model)
+    found.add_special_tokens(list(special))
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    found.decoder = decoders.ByteLevel()
     return found
 
 

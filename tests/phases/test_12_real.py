@@ -47,7 +47,7 @@ def question(person: tuple[str, int, str]) -> str:
 PEOPLE = [("Boris", 51, "Sofia"), ("Fatima", 27, "Paris")]
 
 
-@pytest.fixture(scope="module", params=["smollm2", "gemma3"])
+@pytest.fixture(scope="module", params=["smollm2", pytest.param("gemma3", marks=pytest.mark.long)])
 def folder(request: pytest.FixtureRequest) -> Path:
     found: Path = request.getfixturevalue(f"{request.param}_folder")
     return found
@@ -67,6 +67,7 @@ def engine_of(folder: Path, **options: Any) -> PagedEngine:
         dtype="float32",
         max_len=256,
         cache_bytes=64 << 20,
+        grammar_seconds=120.0,  # the hand-written one takes ten on a busy machine
         **options,
     )
 

@@ -8,8 +8,10 @@ import random
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,8 +31,9 @@ from forward.model import Model
 from paged_cache import BlockPool, PagedEngine
 from structured.drafter import FEW_IN_TURN, GrammarDrafter
 from structured.masks import GrammarMasks
+from structured.matcher import Job, Matcher
 from tests.schedules import check
-from tests.structured_kit import EOS, SCHEMAS, must_validate, tokenizer, vocabulary
+from tests.structured_kit import EOS, SCHEMAS, SIZE, bits, must_validate, tokenizer, vocabulary
 
 pytestmark = pytest.mark.timeout(120)
 pytest.importorskip("llguidance")
@@ -523,6 +526,52 @@ def test_a_thousand_grammars_are_forgotten(model: Model) -> None:
 
 
 # The library.
+
+
+def test_outputs_that_run_together_do_not_share_a_lexer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is shared is locked while it works: threads would wait for each other."""
+    from structured.backends import llguidance
+
+    compiled = llguidance.GuidanceBackend(vocabulary()).compile(Grammar.regex("[a-z]+"))
+    together = [compiled.matcher() for _ in range(3)]
+    lexers = list(map(llguidance.lexer_of, together))
+    assert lexers == [0, 1, 2], f"three outputs at a time have lexers {lexers}"
+    del together[1]
+    assert llguidance.lexer_of(compiled.matcher()) == 1, "a lexer that nobody uses is not taken again"
+    monkeypatch.setattr(llguidance, "MAKING", 0.0)
+    compiled = llguidance.GuidanceBackend(vocabulary()).compile(Grammar.regex("[a-z]+"))
+    together = [compiled.matcher() for _ in range(3)]
+    assert {llguidance.lexer_of(one) for one in together} == {0}, "a lexer that takes long is made again"
+
+
+@pytest.mark.parametrize("schema", [{"type": "string", "maxLength": 5}, {"enum": ["abc", "the"]}, True])
+def test_masks_do_not_depend_on_the_lexer_or_on_who_reads_the_tokenizer(schema: Any) -> None:
+    from structured.backends.llguidance import GuidanceBackend
+
+    known = vocabulary()
+    assert known.source is not None, "a byte-level tokenizer is read by the library itself"
+    rows: list[Matcher] = []
+    for one in (known, replace(known, source=None)):
+        compiled = GuidanceBackend(one).compile(Grammar.json_schema(schema))
+        rows += [compiled.matcher() for _ in range(3)]
+    assert len(rows) > 4, "few are filled one by one"
+    backend, words, rng = (
+        GuidanceBackend(known),
+        np.zeros((len(rows), known.words), np.int32),
+        random.Random(3),
+    )
+    for step in range(8):
+        words[:] = -1
+        backend.fill([Job(matcher, row, ()) for row, matcher in enumerate(rows)], words)
+        for row in range(1, len(rows)):
+            assert (words[row] == words[0]).all(), f"token {step} of the output: mask {row} is another one"
+        assert len({tuple(matcher.forced()) for matcher in rows}) == 1, (
+            f"token {step}: what is forced differs"
+        )
+        token = rng.choice(bits(words[0], SIZE))
+        if token == EOS:
+            break
+        assert backend.advance([(matcher, (token,)) for matcher in rows]) == [1] * len(rows)
 
 
 def test_what_older_drafts_ignore_beside_a_reference_is_ignored() -> None:

@@ -214,14 +214,14 @@ BUGS = (
     Bug(
         "stale-forced-tokens",
         f"{HERE}/masks.py",
-        "                    constraint.forced = constraint.matcher.forced()\n",
+        "                    constraint.forced = constraint.matcher.forced() if asked else ()\n",
         "                    constraint.forced = constraint.forced or constraint.matcher.forced()\n",
         "Keeps what was forced earlier.",
     ),
     Bug(
         "ends-unseen",
         f"{HERE}/masks.py",
-        "            if some[rows].any() or request.params.stop_token_ids:\n",
+        "            if (any_may and some[rows].any()) or request.params.stop_token_ids:\n",
         "            if request.params.stop_token_ids:\n",
         "Does not hold the end back from outputs that are to be longer.",
     ),

@@ -63,7 +63,12 @@ class Structured(Feature):
             threads=2 if (os.cpu_count() or 1) < 8 else 4,
         )
         masks = GrammarMasks(
-            pool, config.vocab_size, config.eos_token_ids, parts.model.device, refusal=refusal
+            pool,
+            config.vocab_size,
+            config.eos_token_ids,
+            parts.model.device,
+            refusal=refusal,
+            most_forced=self.jump_rows if self.jump_forward else 0,
         )
         parts.bring(self, masks=masks)
         if "kernels" in parts.features:

@@ -84,6 +84,7 @@ class GrammarMasks:
         eos: the tokens that end an output.
         device: where masks go.
         refusal: why grammars cannot be had at all, for an engine without a tokenizer; empty if they can.
+        most_forced: works in a step, at most, for which somebody asks what is forced behind its tokens.
 
     filled: masks made up to now.
     single: of requests that somebody put here, the places of the output where one token alone was allowed.
@@ -97,8 +98,10 @@ class GrammarMasks:
         device: torch.device,
         *,
         refusal: str = "",
+        most_forced: int = 64,
     ) -> None:
         self.pool, self.eos, self.refusal = pool, frozenset(eos), refusal
+        self.most_forced = most_forced
         self.vocab_size, self.device = vocab_size, device
         self.filled = 0
         self.single: dict[Request, set[int]] = {}
@@ -145,6 +148,7 @@ class GrammarMasks:
         """Move the matchers, and begin to make the masks of those samples of the step that have a grammar."""
         self._finish()  # of a step that failed in between
         found = self._follow(works)
+        asked = len(works) <= self.most_forced
         jobs: list[Job] = []
         owners: list[Request] = []
         places: list[int] = []
@@ -154,13 +158,16 @@ class GrammarMasks:
             for request in work.takers:
                 constraint = found.get(request)
                 if constraint is not None:
-                    constraint.forced = constraint.matcher.forced()
+                    constraint.forced = constraint.matcher.forced() if asked else ()
                     jobs.append(Job(constraint.matcher, len(places), work.drafts))
                     owners.append(request)
                     places += range(place, place + count)
                 place += count
         if jobs:
             words = self._staging.host(len(places))
+            for job in jobs:
+                if job.drafts:  # behind a draft that ends the output no mask is made
+                    words[job.row + 1 : job.row + 1 + len(job.drafts)] = 0
             done = self.pool.backend.begin(jobs, words)
             self._filling = Filling(works, jobs, owners, places, words, done)
 
@@ -234,9 +241,10 @@ class GrammarMasks:
         ends = sorted(self.eos)
         may_end = words[:, [token >> 5 for token in ends]] >> [token & 31 for token in ends] & 1  # [M, E]
         some = np.asarray(may_end.any(axis=1))
+        any_may = bool(some.any())
         for job, request in longer:
             rows = slice(job.row, job.row + len(job.drafts) + 1)
-            if some[rows].any() or request.params.stop_token_ids:
+            if (any_may and some[rows].any()) or request.params.stop_token_ids:
                 self._hold_back(request, words[rows])
 
     def _hold_back(self, request: Request, words: Words) -> None:

@@ -26,7 +26,7 @@ class MaskStaging:
         self._buffers: tuple[Tensor, Tensor] | None = None
 
     def host(self, count: int) -> Words:
-        """`[count, W]`, zeros: the next masks."""
+        """`[count, W]`: the next masks, to be written over; they hold older ones."""
         size = self._places(count) + 2 * count
         if self._buffers is None or len(self._buffers[0]) < size:
             room = 1 << (size - 1).bit_length()
@@ -36,7 +36,6 @@ class MaskStaging:
         if self._stream is not None:
             self._stream.synchronize()  # after a step that failed its copy may still be on its way
         words: Words = self._buffers[0][: count * self.width].view(count, self.width).numpy()
-        words[:] = 0
         return words
 
     def send(self, places: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Allowed:

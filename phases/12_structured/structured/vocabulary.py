@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from tokenizers.decoders import ByteLevel
+
 from common.text.tokenizer import Tokenizer
 
 
@@ -16,11 +18,14 @@ class Vocabulary:
         tokens, and the padding of an embedding.
     eos: the tokens that may be chosen where the output may end.
     encode: the tokens that the model's tokenizer would make of a text.
+    source: the tokenizer as a `tokenizer.json`, for those who read one: of a tokenizer whose tokens are
+        bytes, about which two readers cannot disagree. None: there is only `encode`.
     """
 
     tokens: tuple[bytes, ...]
     eos: tuple[int, ...]
     encode: Callable[[str], Sequence[int]]
+    source: str | None = None
 
     @property
     def words(self) -> int:
@@ -36,7 +41,9 @@ class Vocabulary:
         def encode(text: str) -> Sequence[int]:
             return tokenizer.backend.encode(text, add_special_tokens=False).ids
 
-        return cls(tokens, tuple(token for token in eos if 0 <= token < size), encode)
+        in_bytes = isinstance(tokenizer.backend.decoder, ByteLevel)
+        source = tokenizer.backend.to_str() if in_bytes else None
+        return cls(tokens, tuple(token for token in eos if 0 <= token < size), encode, source)
 
 
 def _bytes_of(tokenizer: Tokenizer, token: int) -> bytes:

@@ -9,11 +9,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from threading import Event
+from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import llguidance as ll
 
@@ -48,15 +51,26 @@ NOTHING = "NoExtensionBias"
 
 FEW = 4
 """Up to so many masks are made by the thread that asks: waking others takes longer."""
+LEXERS = 64
+"""Of one grammar, at most. Only one thread at a time may use a lexer, and outputs share them."""
+MAKING = 0.1
+"""Seconds that may go into further lexers of one grammar; who asks for a matcher waits for his."""
+CHARACTER = r'[^"\\\x00-\x1F\x7F]'
+SLICES = [f"{CHARACTER}{{1,{most}}}" for most in (2, 4, 6, 8, 10, 14, 30)] + [f"{CHARACTER}+"]
+"""Tokens by their length, as they stand in a string of JSON. As long as all of a slice fit, none of its
+tokens is looked at. The library has three slices; where strings are short, eight halve the time of a mask."""
 BASE_BYTES, BYTES_PER_CHARACTER = 100_000, 60
 """About what a compiled grammar takes, by its source: measured as the growth of a process."""
 
 
 class GuidanceMatcher(Matcher):
-    """One output in llguidance's parser."""
+    """One output in llguidance's parser.
 
-    def __init__(self, inner: ll.LLMatcher) -> None:
-        self.inner = inner
+    lexer: the number of the lexer that it shares with other outputs.
+    """
+
+    def __init__(self, inner: ll.LLMatcher, lexer: int = 0) -> None:
+        self.inner, self.lexer = inner, lexer
 
     def fill(self, words: Words) -> None:
         """See `Matcher`; so are the others."""
@@ -91,15 +105,43 @@ class GuidanceMatcher(Matcher):
 
 
 class GuidanceGrammar(Compiled):
-    """A grammar whose lexer all outputs share."""
+    """A grammar and its lexers. An output gets a copy of a parser, and shares that one's lexer: what it has
+    learnt for one output is known to the others, but only one thread at a time may use it. So there are
+    more, if many outputs want them, and each output gets the one that fewest have.
 
-    def __init__(self, inner: ll.LLMatcher, characters: int) -> None:
-        self.inner = inner
+    Args:
+        first: a parser at its start.
+        make: makes another one, with a lexer of its own.
+        seconds: what that takes.
+    """
+
+    def __init__(
+        self, first: ll.LLMatcher, make: Callable[[], ll.LLMatcher], seconds: float, characters: int
+    ) -> None:
+        self._make = make
+        self._lexers = [Lexer(0, first)]
+        self._most = max(1, min(LEXERS, int(MAKING / max(seconds, 1e-6))))
+        self._lock = threading.Lock()
         self.bytes = BASE_BYTES + BYTES_PER_CHARACTER * characters
 
     def matcher(self) -> Matcher:
-        """A copy of the parser at its start."""
-        return GuidanceMatcher(self.inner.deep_copy())
+        """A copy of a parser at its start."""
+        with self._lock:
+            lexer = min(self._lexers, key=lambda lexer: len(lexer.users))
+            if lexer.users and len(self._lexers) < self._most:
+                lexer = Lexer(len(self._lexers), self._make())
+                self._lexers.append(lexer)
+            made = GuidanceMatcher(lexer.start.deep_copy(), lexer.number)
+            lexer.users.add(made)
+        return made
+
+
+class Lexer:
+    """One lexer of a grammar: a parser at its start, which has it, and the outputs that share it."""
+
+    def __init__(self, number: int, start: ll.LLMatcher) -> None:
+        self.number, self.start = number, start
+        self.users: WeakSet[GuidanceMatcher] = WeakSet()
 
 
 class GuidanceBackend(Backend):
@@ -107,10 +149,13 @@ class GuidanceBackend(Backend):
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         super().__init__(vocabulary)
+        # The library's threads ask what the tokenizer would make of what is forced. If it is ours that they
+        # ask, each waits for Python's lock.
         self.tokenizer = ll.LLTokenizer(
-            ll.TokenizerWrapper(_Wrapped(vocabulary)),
+            vocabulary.source or ll.TokenizerWrapper(_Wrapped(vocabulary)),
             n_vocab=len(vocabulary.tokens),
             eos_token=list(vocabulary.eos),
+            slices=SLICES,
         )
         self.limits = ll.LLParserLimits(**LIMITS)
         self.threads = ll.LLExecutor(max(1, min(16, len(os.sched_getaffinity(0)) - 1)))
@@ -119,18 +164,26 @@ class GuidanceBackend(Backend):
     def compile(self, grammar: Grammar) -> Compiled:
         """See `Backend.compile`."""
         _refuse_wide_objects(grammar)
+        begun = time.perf_counter()
         try:
-            inner = ll.LLMatcher(self.tokenizer, source_of(grammar), limits=self.limits, log_level=0)
+            source = source_of(grammar)
+            inner = self._parser(source)
         except (ValueError, OverflowError) as error:
             raise UserError(f"grammar ({grammar}): {error}") from None
-        if not inner.is_error():
-            inner.compute_bitmask()  # so that the lexer, which every output gets a copy of, is warm
         if inner.is_error():
             said = " ".join(inner.get_error().split())[:300]
             if said.startswith(NOTHING):
                 said = "no output satisfies it"
             raise UserError(f"grammar ({grammar}) is refused: {said}")
-        return GuidanceGrammar(inner, len(grammar.source))
+        seconds = time.perf_counter() - begun
+        return GuidanceGrammar(inner, partial(self._parser, source), seconds, len(grammar.source))
+
+    def _parser(self, source: str) -> ll.LLMatcher:
+        """At its start; its lexer has made the first mask, and is warm for the next."""
+        made = ll.LLMatcher(self.tokenizer, source, limits=self.limits, log_level=0)
+        if not made.is_error():
+            made.compute_bitmask()
+        return made
 
     def advance(self, moves: Sequence[tuple[Matcher, Sequence[int]]]) -> list[int]:
         """Several matchers at a time, where each takes one token, without Python's lock."""
@@ -153,7 +206,7 @@ class GuidanceBackend(Backend):
         if len(words) <= FEW:
             self.fill(jobs, words)
             return None
-        running = Event()
+        running = threading.Event()
 
         def ask() -> None:
             running.set()
@@ -169,8 +222,10 @@ class GuidanceBackend(Backend):
             super().fill(jobs, words)
             return
         at, width, count = words.ctypes.data, words.strides[0], len(words)
-        plain = [(inner_of(job.matcher), job.row) for job in jobs if not job.drafts]
-        drafted = [(inner_of(job.matcher), job.row, list(job.drafts)) for job in jobs if job.drafts]
+        # Threads divide the list: neighbours should have one lexer, or threads would wait for each other.
+        ordered = sorted(jobs, key=lambda job: lexer_of(job.matcher))
+        plain = [(inner_of(job.matcher), job.row) for job in ordered if not job.drafts]
+        drafted = [(inner_of(job.matcher), job.row, list(job.drafts)) for job in ordered if job.drafts]
         if plain:
             self.threads.unsafe_compute_mask_ptr(plain, at, width, count)
         if drafted:
@@ -181,6 +236,12 @@ def inner_of(matcher: Matcher) -> ll.LLMatcher:
     """The library's matcher in one of this backend's."""
     assert isinstance(matcher, GuidanceMatcher)
     return matcher.inner
+
+
+def lexer_of(matcher: Matcher) -> int:
+    """The number of the lexer that a matcher shares, among those of its grammar."""
+    assert isinstance(matcher, GuidanceMatcher)
+    return matcher.lexer
 
 
 def _schemas_in(grammar: Grammar) -> list[Any]:
