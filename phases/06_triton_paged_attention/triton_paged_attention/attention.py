@@ -19,7 +19,8 @@ from triton_paged_attention.prefill import paged_prefill, query_tiles
 from triton_paged_attention.tuning.tables import PREFILL, PrefillKey, for_keys
 
 TILE_ROWS = 16
-"""Rows of the decode kernel's tile: a request with at most `16 / GROUP` new tokens goes through it."""
+"""Rows of the decode kernel's tile. A request with at most `16 / GROUP` new tokens goes through it, rounded
+up to a power of two, for which the kernel is compiled in any case."""
 
 
 class TritonPagedAttention(PagedAttention):
@@ -44,12 +45,12 @@ class TritonPagedAttention(PagedAttention):
         self._torch = TorchPagedAttention(pool)
         device, (kv_heads, d) = pool.data.device, pool.data.shape[-2:]
         self._group = num_heads // kv_heads
-        self._most_queries = max(1, TILE_ROWS // self._group)
+        self._most_queries = triton.next_power_of_2(max(1, TILE_ROWS // self._group))
         d_pad = max(16, triton.next_power_of_2(d))
         self._prefill_config = PREFILL.lookup(PrefillKey(d_pad, pool.data.element_size()), device)
         # Only launches of few pairs split, so this bounds pairs * splits * rows: see `decode_default`.
         pairs = 4 * multiprocessors(device) + kv_heads
-        rows = triton.next_power_of_2(self._most_queries) * self._group
+        rows = self._most_queries * self._group
         self._workspace = Workspace(pairs * rows, d_pad, device)
 
     @property
