@@ -39,6 +39,8 @@ class Server:
             else:
                 flags += [flag, str(value)]
         path = os.pathsep.join([str(ROOT), *map(str, sorted((ROOT / "phases").glob("[0-9]*")))])
+        if os.environ.get("PYTHONPATH"):  # where this process has found its libraries
+            path += os.pathsep + os.environ["PYTHONPATH"]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "phases", "serve", model, "--port", "0", "--access-log", "none", *flags],
             stdout=subprocess.PIPE,

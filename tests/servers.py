@@ -47,7 +47,7 @@ class Running:
         *arguments: str,
         model: str = "random:tiny",
         env: dict[str, str] | None = None,
-        within: float = 90.0,
+        within: float = 240.0,
     ) -> None:
         self.within = within
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115

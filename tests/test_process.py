@@ -142,10 +142,13 @@ def test_a_signal_while_torch_is_imported(tmp_path: Path, number: str, code: int
 
 
 def test_sigterm_ends_children_too(tmp_path: Path) -> None:
+    # It tells of the child when it has it in hand: a signal before that would find nobody to end.
     program = (
         "import subprocess, sys\nfrom phases.process import exit_code\n"
-        "command = 'echo $$; exec sleep 60'\n"
-        "sys.exit(exit_code(lambda: subprocess.run(['sh', '-c', command], check=False).returncode))"
+        "def command():\n    child = subprocess.Popen(['sleep', '60'])\n"
+        "    try:\n        print(child.pid, flush=True)\n        return child.wait()\n"
+        "    finally:\n        child.kill()\n        child.wait()\n"
+        "sys.exit(exit_code(command))"
     )
     with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None

@@ -86,7 +86,7 @@ def run(
         allowed_origins=origins(allowed_origins),
         access_log=access_log,
         traces=traces,
-        version=metadata.version("inference-ladder"),
+        version=_version(),
     )
     folder = _folder_of(model)
     try:
@@ -143,6 +143,14 @@ def make_engine(
     tokenizer = Tokenizer(folder)
     engine = load_engine(phase, model, device=device, dtype=dtype, tokenizer=tokenizer, **options)
     return engine if phase.number >= ROWS else OneAtATime(engine)
+
+
+def _version() -> str:
+    """Of this package; a checkout that is not installed has none."""
+    try:
+        return metadata.version("inference-ladder")
+    except metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def _keys(api_key: str | None) -> tuple[str, ...]:

@@ -193,6 +193,7 @@ def test_who_is_killed_loses_its_own_streams_only_and_comes_back(server, victim)
     assert {process.pid for process in actors(server)} != before
 
 
+@pytest.mark.long
 def test_more_replicas_while_requests_queue_and_fewer_afterwards(server):
     wait_until(lambda: both_serve(server), "there are no two replicas", 60)
     assert len(actors(server)) == 2
