@@ -398,7 +398,7 @@ def _tasks(runs: list[Run], axes: Axes) -> None:
     axes.axvline(1.0, color=GREY, linewidth=1.0)
     axes.set_yticks(range(len(tasks)), [name.rsplit("-", 1)[0] for name in tasks])
     axes.invert_yaxis()
-    axes.margins(x=0.45)
+    axes.margins(x=0.45 if len(variants) < 4 else 1.1)  # labels, and the legend beside them
     axes.set_xlabel("tokens a step; 1: no draft is right")
     most = max(found, key=lambda run: run.median("tokens_per_step"))
     task = most.workload.rsplit("-", 1)[0]

@@ -34,7 +34,7 @@ ENGINES: dict[str, Callable[[Model], Engine]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["smollm2", "gemma3"])
+@pytest.fixture(scope="module", params=["smollm2", pytest.param("gemma3", marks=pytest.mark.long)])
 def real(request: pytest.FixtureRequest) -> Iterator[tuple[Model, list[list[int]]]]:
     folder: Path = request.getfixturevalue(f"{request.param}_folder")
     tokenizer = Tokenizer(folder)

@@ -594,9 +594,9 @@ def test_where_a_draft_costs_as_much_as_a_token_nobody_guesses() -> None:
     assert simulate(0.7, 1.0, 1.0, 0.0, 1) < 1.03
 
 
-def test_real_steps_are_accounted_for_where_they_belong(model: Model) -> None:
-    """With the clock of a device that takes a second a step, and 0.1 more for each draft: overlap and all."""
-    engine = scripted(model, [], "always wrong")
+def clocked(model: Model, script: str, took: Callable[[Any], float]) -> tuple[PagedEngine, Speculator, Clock]:
+    """An engine that runs ahead, whose steps take as many seconds as `took` says of each when it lands."""
+    engine = scripted(model, [], script)
     assert isinstance(engine, RunAhead)
     speculator = engine.scheduler.drafter
     assert isinstance(speculator, Speculator)
@@ -605,16 +605,41 @@ def test_real_steps_are_accounted_for_where_they_belong(model: Model) -> None:
     collect = engine.collect
 
     def timed(pending: Any) -> None:
-        clock.now += 1.0 + 0.1 * sum(len(work.drafts) for work in pending.works)
+        clock.now += took(pending)
         collect(pending)
 
     engine.collect = timed  # type: ignore[method-assign]
+    return engine, speculator, clock
+
+
+def test_real_steps_are_accounted_for_where_they_belong(model: Model) -> None:
+    """With the clock of a device that takes a second a step, and 0.1 more for each draft: overlap and all."""
+    engine, speculator, clock = clocked(
+        model, "always wrong", lambda pending: 1.0 + 0.1 * sum(len(work.drafts) for work in pending.works)
+    )
     engine.generate([[1, 2, 3]], SamplingParams(max_tokens=90, ignore_eos=True))
     assert list(speculator.control.costs) == [1], "the steps of one request are booked for more"
     cost = speculator.control.costs[1]
     assert cost.plain == pytest.approx(1.0), "steps without drafts take a second"
     assert cost.slope(1) == pytest.approx(0.1) and speculator.stats.steps > 0
     assert clock.now < 1.04 * 91, "guessing in vain has cost more than it may"
+
+
+def test_who_has_nothing_to_guess_does_not_make_steps_wait(model: Model) -> None:
+    """The first steps are slow, so that steps that wait for the one before look fast. Seen on an H200: a
+    drafter stayed on for good without a single draft, and every step took half as long again."""
+    waited = steps = 0
+
+    def took(pending: Any) -> float:
+        nonlocal waited, steps
+        steps += 1
+        waited += speculator.waits and steps > 300
+        return 3.0 if steps < 3 else 1.5 if speculator.waits or steps < 8 else 1.0
+
+    engine, speculator, _clock = clocked(model, "nothing", took)
+    for _ in range(10):
+        engine.generate([[1, 2, 3]], SamplingParams(max_tokens=90, ignore_eos=True))
+    assert waited < 60, f"request 0: {waited} of the last 600 steps waited for the one before, with no drafts"
 
 
 def test_a_cost_table_learns_slopes_and_ignores_interruptions() -> None:
@@ -1269,7 +1294,7 @@ def test_weights_that_are_shipped_load_by_default_and_guess_well() -> None:
     params = SamplingParams(max_tokens=64)
     options = {"max_rows": 1, "max_len": 256, "cache_bytes": 64 << 20}
     right = continuous.load(large, max_rows=1, max_len=256).generate([prompt], params)
-    for kind, least in (("head", 1.4), ("layers", 1.2)):
+    for kind, least in (("head", 1.8), ("layers", 1.45)):
         path = WEIGHTS / f"smollm2-{kind}.safetensors"
         assert path.stat().st_size <= 12e6, f"{path.name} has {path.stat().st_size:,} bytes"
         engine = speculative.load(large, drafter=kind, draft_adaptive=False, **options)  # type: ignore[arg-type]

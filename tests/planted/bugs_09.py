@@ -215,7 +215,7 @@ BUGS = (
     Bug(
         "cap-forgotten",
         DECODE,
-        "logits = on.model.logits(self.hidden) if capped else on.model.lm_head(self.hidden)",
+        "logits = narrow_logits(on.model, self.hidden)",
         "logits = on.model.lm_head(self.hidden)",
         "Leaves out the soft cap of the logits inside graphs.",
     ),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from common.events import Logprob
 from common.request import Request
-from common.sampling.sampler import Allowed, Feature, Sampled, Sampler
+from common.sampling.sampler import Allowed, Feature, Plan, Sampled, Sampler
 from continuous.batch import Batch, HostBatch, upload
 from continuous.prompt_logprobs import PromptPart, PromptReader
 from continuous.rows import Rows
@@ -161,14 +161,18 @@ class Runner:
         rows_host = batch.host.sample_rows.tolist()
         if not rows_host:
             return Pending(step.works, None)
-        logits = self.model.logits(step.hidden[batch.sample_at])  # [S, V], not [T, V]
         plan = self.sampler.plan(rows_host)
+        logits = self.logits(step.hidden[batch.sample_at], plan)  # [S, V], not [T, V]
         drafts = self._drafts(step.works) if Feature.PENALTIES in plan.features else None
         sampled = self.sampler.sample(
             logits, batch.sample_rows, rows_host, batch.sample_steps, plan, allowed=allowed, drafts=drafts
         )
         self.rows.tokens[batch.sample_rows, batch.sample_positions] = sampled.tokens
         return Pending(step.works, sampled, self.agree)
+
+    def logits(self, hidden: Tensor, plan: Plan) -> Tensor:
+        """Logits of the hidden states `[S, hidden]` that are sampled: `[S, V]` float32."""
+        return self.model.logits(hidden)
 
     def read_prompts(self, step: Forwarded) -> list[PromptPart]:
         """What a step tells of the prompts of those who asked; before the next `forward`."""

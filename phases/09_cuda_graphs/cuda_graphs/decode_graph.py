@@ -35,6 +35,17 @@ class Machine:
     block_size: int
 
 
+def narrow_logits(model: Model, hidden: Tensor) -> Tensor:
+    """`Model.logits` in the model's own precision, where nothing caps them: `[S, hidden]` -> `[S, V]`.
+
+    In half precision the copy to float32 is larger than the logits themselves, and the sampling kernel widens
+    each number as it reads it.
+    """
+    capped = model.config.final_soft_cap is not None
+    logits: Tensor = model.logits(hidden) if capped else model.lm_head(hidden)
+    return logits
+
+
 class DecodeGraph:
     """A step of `size` requests that each compute one token.
 
@@ -79,11 +90,9 @@ class DecodeGraph:
         self.hidden = on.model(batch.input_ids, batch.positions, on.attention)  # [size, hidden]
         if self.plan is None:
             return
-        # In half precision the copy to float32 that `logits` makes is larger than the logits themselves, and
-        # the sampling kernel widens each number as it reads it. Nobody keeps them: a tensor that outlives the
-        # capture takes memory of its own, and logits of every size would be more than a gigabyte.
-        capped = on.model.config.final_soft_cap is not None
-        logits = on.model.logits(self.hidden) if capped else on.model.lm_head(self.hidden)
+        # Nobody keeps them: a tensor that outlives the capture takes memory of its own, and logits of every
+        # size would be more than a gigabyte.
+        logits = narrow_logits(on.model, self.hidden)
         self.tokens = on.sampler.sample(logits, self.rows, (), self.steps, self.plan).tokens
         scatter_tokens(self.rows, self.at, self.tokens, on.rows.tokens)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from common.progress import bar
-from common.sampling.sampler import Allowed, Feature, HostSampled, Sampled
+from common.sampling.sampler import Allowed, Feature, HostSampled, Plan, Sampled
 from continuous.batch import HostBatch, Ints
 from continuous.rows import Rows
 from continuous.runner import Forwarded, Pending
@@ -23,7 +23,7 @@ from cuda_graphs.buckets import chunk_sizes, decode_sizes, smallest, verify_size
 from cuda_graphs.capture import Capturer
 from cuda_graphs.chain_graph import ChainGraph
 from cuda_graphs.chunk_graph import ChunkGraph, Layout
-from cuda_graphs.decode_graph import CAPTURED, KINDS, DecodeGraph, Machine
+from cuda_graphs.decode_graph import CAPTURED, KINDS, DecodeGraph, Machine, narrow_logits
 from cuda_graphs.staging import Staging
 from cuda_graphs.tables import DeviceTables
 from cuda_graphs.verify_graph import VerifyGraph
@@ -173,6 +173,11 @@ class GraphRunner(PagedRunner):
             return Pending(step.works, step.sampled, self.agree)
         return super().sample(step, allowed)
 
+    def logits(self, hidden: Tensor, plan: Plan) -> Tensor:
+        """In the model's own precision where graphs have them so, and nobody wants log-probabilities."""
+        narrow = plan.features in CAPTURED and plan.wanted is None
+        return narrow_logits(self.model, hidden) if narrow else super().logits(hidden, plan)
+
     @torch.inference_mode()
     def chain(self, works: Sequence[Work], steps: int) -> HostSampled | None:
         """Several decode steps at once, of requests that have room for all of them.
@@ -238,12 +243,12 @@ class GraphRunner(PagedRunner):
         return Replayed(works, graph.sampled(host), graph.hidden, sampled=sampled)
 
     def _chunk(self, works: Sequence[Work], graph: ChunkGraph) -> Forwarded:
+        self.refresh(works)
         works, host = self._replay(works, graph)
         return Forwarded(works, graph.sampled(host), graph.hidden)
 
     def _replay(self, works: Sequence[Work], graph: ChunkGraph) -> tuple[Sequence[Work], HostBatch]:
         self.replays += 1
-        self.refresh(works)
         works = sorted(works, key=_by_row)
         host = HostBatch.of(works, self.rows.prompt_lens)
         self.tables.update(host.rows, self.cache.blocks_for(int(host.context_lens.max())))

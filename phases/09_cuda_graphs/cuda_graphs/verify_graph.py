@@ -11,7 +11,7 @@ from torch import Tensor
 from common.sampling.sampler import Feature, Plan
 from cuda_graphs.capture import Capturer
 from cuda_graphs.chunk_graph import ChunkGraph, Layout
-from cuda_graphs.decode_graph import Machine
+from cuda_graphs.decode_graph import Machine, narrow_logits
 from cuda_graphs.step_kernels import scatter_tokens
 
 
@@ -43,8 +43,7 @@ class VerifyGraph(ChunkGraph):
         super().compute()
         on, given = self.machine, self.inputs
         hidden = self.hidden[given["sample_at"]]  # [tokens, hidden]
-        capped = on.model.config.final_soft_cap is not None
-        logits = on.model.logits(hidden) if capped else on.model.lm_head(hidden)  # see `DecodeGraph`
+        logits = narrow_logits(on.model, hidden)
         rows, steps = given["sample_rows"], given["sample_steps"]
         self.tokens_out = on.sampler.sample(logits, rows, (), steps, self.plan).tokens
         # A padded sample's position is 0, so that it would be written behind position -1: nowhere.

@@ -25,6 +25,8 @@ GRACE = 4
 where a step takes half a millisecond a few such would be held against guessing for a thousand steps."""
 REFRESH = 128
 """Every so many steps with drafts one without: contexts grow, and with them all steps."""
+REST = 4
+"""So many of these with guessing off, unless a source has to see them: what waits for nothing is faster."""
 FIRST_RATE = 0.7
 """The chance that a draft is right, as long as nothing is known."""
 FIRST_SLOPE = 0.1
@@ -59,11 +61,14 @@ class Cost:
         return max(first / 100, self._xy / self._xx) if self._xx else first
 
     def saw_plain(self, seconds: float) -> None:
-        """A step without drafts. One that took much longer was interrupted by something else."""
+        """A step without drafts. One that took much longer was interrupted; the very first are slow."""
         if self.samples:
             seconds = min(seconds, 1.5 * self.plain)
         self.samples += 1
-        self.plain += (seconds - self.plain) / min(self.samples, 8)
+        if self.samples <= SAMPLES:
+            self.plain = min(self.plain or seconds, seconds)
+        else:
+            self.plain += (seconds - self.plain) / min(self.samples, 8)
         self.seconds += seconds
 
     def saw_drafts(self, seconds: float, rows: int, drafts: int, tokens: int) -> None:
@@ -162,6 +167,10 @@ class Control:
     def refreshing(self, rows: int) -> bool:
         """Whether the newest decision was for a step without drafts, to see what such a step takes now."""
         return self.cost(rows).since % REFRESH == REFRESH - 1
+
+    def resting(self, rows: int) -> bool:
+        """Whether guessing should be off for a moment, to see what steps take that wait for nothing."""
+        return self.adaptive and self.cost(rows).since % REFRESH >= REFRESH - REST
 
     def leave(self, request: Request) -> None:
         """Nothing more is asked about a request."""

@@ -97,7 +97,7 @@ class Speculator(Drafter):
         if not rows:
             self._began = None
             return False
-        before, self._on = self._on, self.control.decide(rows)
+        before, self._on = self._on, self._decide(rows)
         learning = not self._on and self._watches and self.control.cost(rows).samples < SAMPLES
         self._on |= learning  # plain steps are timed first; what a source has to watch it sees meanwhile
         self._steady = before == self._on
@@ -118,6 +118,9 @@ class Speculator(Drafter):
                 self._guesses[request] = drafts[:length]
         return bool(requests)
 
+    def _decide(self, rows: int) -> bool:
+        return self.control.decide(rows) and (self._watches or not self.control.resting(rows))
+
     # For steps that draft on the device; an ordinary step that comes in the place of one asks `begin` again.
 
     def guesses(self, running: Sequence[Request]) -> Mapping[Request, Sequence[int]]:
@@ -130,7 +133,7 @@ class Speculator(Drafter):
         self._account()
         self._guesses.clear()
         self._begun = False
-        before, self._on = self._on, self.control.decide(len(running))
+        before, self._on = self._on, self._decide(len(running))
         self._steady = before == self._on
         return max(self.control.length(request, len(running)) for request in running) if self._on else 0
 

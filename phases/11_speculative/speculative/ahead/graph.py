@@ -17,7 +17,7 @@ from torch import Tensor
 
 from common.sampling.sampler import Feature, Plan
 from cuda_graphs.capture import Capturer, Replay
-from cuda_graphs.decode_graph import DecodeGraph, Machine
+from cuda_graphs.decode_graph import DecodeGraph, Machine, narrow_logits
 from cuda_graphs.step_kernels import gather_inputs
 from paged_cache.attention import PagedBatch
 from speculative.ahead.kernels import accept, find_places, hand_on
@@ -175,9 +175,7 @@ class AheadGraph:
         return hidden
 
     def _sample(self, on: Machine, hidden: Tensor, rows: Tensor, steps: Tensor) -> Tensor:
-        capped = on.model.config.final_soft_cap is not None
-        logits = on.model.logits(hidden) if capped else on.model.lm_head(hidden)  # see `DecodeGraph`
-        return on.sampler.sample(logits, rows, (), steps, self.plan).tokens
+        return on.sampler.sample(narrow_logits(on.model, hidden), rows, (), steps, self.plan).tokens
 
 
 def several(size: int, each: int, device: torch.device) -> PagedBatch:
