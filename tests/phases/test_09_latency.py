@@ -22,12 +22,13 @@ from cuda_graphs.latency.gemv import gemv
 from cuda_graphs.latency.heads import project_heads
 from cuda_graphs.latency.linear import LatencyLinear
 from cuda_graphs.latency.lone import attend_lone
-from cuda_graphs.latency.tables import GEMV, GemvConfig, HeadsConfig, LoneConfig
+from cuda_graphs.latency.lone_few import attend_few
+from cuda_graphs.latency.tables import GEMV, GemvConfig, HeadsConfig, LoneConfig, LoneFewConfig
 from forward.attention import LayerSpec
 from forward.loading import load_model, random_model
 from forward.shapes import SHAPES
 from paged_cache import LayerCache
-from tests.paged_batches import DEVICE, FEATURES, GARBAGE, assert_near, make, walled
+from tests.paged_batches import DEVICE, FEATURES, GARBAGE, assert_attention, assert_near, make, walled
 from triton_paged_attention.decode import Workspace, paged_decode
 from triton_paged_attention.kernels.norms import NormWeights
 from triton_paged_attention.kernels.rope import HeadNorms, norm_rope
@@ -92,6 +93,80 @@ def test_attention_of_a_lone_token(context: int, heads: tuple[int, int], feature
         slots = wrong.flatten(0, 1).flatten(1).any(1).nonzero().flatten().tolist()
         what = f"{context} keys, {heads} heads, {feature}: {name} in slots"
         assert not slots, f"{what} {slots} are wrong; the newest belongs in slot {slot}, padding nowhere"
+
+
+@pytest.mark.parametrize(
+    ("feature", "heads"), [("plain", (6, 2)), ("plain", (3, 3)), ("window", (6, 2)), ("cap", (6, 2))]
+)
+@pytest.mark.parametrize(
+    ("context", "tokens", "padding"),
+    [
+        (0, 0, 3),
+        (3, 3, 0),
+        (4, 2, 1),
+        (37, 8, 0),
+        (130, 7, 0),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((17, 5, 0), (19, 2, 0), (101, 3, 1))),
+    ],
+)
+def test_attention_of_a_few_tokens_of_a_lone_request(
+    context: int, tokens: int, padding: int, heads: tuple[int, int], feature: str
+) -> None:
+    """Against the kernels apart: behind nothing, one key, and keys of several splits, the last one full."""
+    d = 32
+    batch = make([max(context, 1)], [tokens], heads=heads, d=d)
+    if context == 0:  # a graph's padding: no keys, slots below 0, a table of garbage
+        batch.context_lens[0] = 0
+        batch.tables[:] = GARBAGE
+    window, cap = FEATURES[feature].get("sliding_window"), FEATURES[feature].get("soft_cap")
+    layer = LayerSpec(0, *heads, d, 0.2, window, cap)  # type: ignore[arg-type]
+    every = tokens + padding
+    qkv = torch.randn(every, (heads[0] + 2 * heads[1]) * d, device=DEVICE)
+    angles = torch.randn(every, d // 2, device=DEVICE)
+    cos = torch.cat([angles.cos()] * 2, -1)
+    sin = torch.cat([-angles.sin(), angles.sin()], -1)
+    for part in (qkv, cos, sin):
+        part[tokens:] = float("nan")
+    norms = HeadNorms(*torch.randn(2, d, device=DEVICE), 1e-6, True)
+    at = torch.arange(context - tokens, context, device=DEVICE)
+    slots = torch.full((every,), -1, device=DEVICE)
+    slots[:tokens] = batch.tables[0, at // 16].long() * 16 + at % 16
+    caches = [part.clone() for part in batch.cache[:2]]
+    for part in caches:  # nobody has written there yet
+        part.flatten(0, 1)[slots[:tokens]] = float("nan")
+    cache = LayerCache(*caches)
+    q, _, _ = norm_rope(qkv, cos, sin, layer, norms=norms, cache=batch.cache, slots=slots)
+    batch.q = q[:tokens]
+    workspace = Workspace(400, d, DEVICE)
+    got = attend_few(
+        walled(qkv), (walled(cos), walled(sin)), norms, layer, cache, batch.tables, batch.context_lens,
+        batch.query_starts, slots, workspace=workspace,
+        config=LoneFewConfig(block_n=16, splits=4, min_tiles=2),
+    )  # fmt: skip
+    what = f"{tokens} tokens of {context} keys, {heads} heads, {feature}"
+    assert (workspace.arrived == 0).all(), f"{what}: counters are left at {workspace.arrived[:8].tolist()}"
+    if tokens:
+        assert_attention(batch, got[:tokens].view_as(batch.q), 1e-5, what, **FEATURES[feature])
+    for name, mine, theirs in zip(("keys", "values"), cache[:2], batch.cache[:2], strict=True):
+        wrong = ~torch.isclose(mine, theirs, equal_nan=True, atol=1e-5, rtol=1e-5)
+        places = wrong.flatten(0, 1).flatten(1).any(1).nonzero().flatten().tolist()
+        assert not places, f"{what}: {name} in slots {places} are wrong; new ones belong in {slots.tolist()}"
+
+
+def test_a_request_of_padding_with_tokens_is_stored_nowhere() -> None:
+    """Where a graph's requests all have as many tokens, the padding has them, too."""
+    batch = make([16], [3])
+    batch.context_lens[0] = 0
+    batch.tables[:] = GARBAGE
+    cos, sin = torch.ones(2, 3, 64, device=DEVICE)
+    before = [part.clone() for part in batch.cache[:2]]
+    attend_few(
+        torch.randn(3, 8 * 64, device=DEVICE), (cos, sin), None, LayerSpec(0, 4, 2, 64, 0.2), batch.cache,
+        batch.tables, batch.context_lens, batch.query_starts, torch.full((3,), -1, device=DEVICE),
+        workspace=Workspace(400, 64, DEVICE), config=LoneFewConfig(block_n=16, splits=4),
+    )  # fmt: skip
+    for name, part, old in zip(("keys", "values"), batch.cache[:2], before, strict=True):
+        assert torch.equal(part.nan_to_num(7.0), old.nan_to_num(7.0)), f"{name} of slot -1 were stored"
 
 
 @pytest.mark.parametrize("size", [48, 512, 1536])

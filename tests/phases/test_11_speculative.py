@@ -15,6 +15,7 @@ import pytest
 import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 pytest.importorskip("triton")
 
@@ -37,6 +38,9 @@ from continuous.work import Work
 from cuda_graphs.buckets import verify_sizes
 from cuda_graphs.capture import Capturer
 from cuda_graphs.engine import RunAhead
+from cuda_graphs.latency import surgery
+from cuda_graphs.latency.attention import LatencyAttention
+from cuda_graphs.latency.tables import GEMV, GemvConfig
 from cuda_graphs.runner import GraphRunner
 from forward.model import Model
 from forward.models.llama import Llama
@@ -1519,6 +1523,43 @@ def ahead_engine(model: Model, kind: str, folder: Any, rows: int = 2, **options:
     given = {"drafter": kind, "draft_model": drafts, "draft_adaptive": False, "draft_length": 2}
     given["max_rows"] = rows
     return speculative.load(model, **{**AHEAD, **given, **options})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["in the verify graph", "in the graph that drafts, too"])
+def test_a_lone_request_is_verified_by_the_kernels_for_few(
+    model: Model, where: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All its tokens in one kernel of attention a layer, padding included, behind its lone tokens."""
+    monkeypatch.setattr(surgery, "few_pays", lambda *_: True)  # the interpreter knows float32
+    monkeypatch.setattr(Capturer, "capture", lambda self, function: function)
+    monkeypatch.setattr(GEMV, "_chosen", {})
+    monkeypatch.setattr(GEMV, "default", lambda *_: GemvConfig(64, 128))  # each program takes it a while
+    few, seen = LatencyAttention.attend_few, []
+
+    def counted(self: LatencyAttention, layer: Any, qkv: Tensor, *rest: Any) -> Tensor:
+        seen.append(len(qkv))
+        return few(self, layer, qkv, *rest)
+
+    monkeypatch.setattr(LatencyAttention, "attend_few", counted)
+    output = 8 if where == "in the verify graph" else 6
+    prompts, params = [[5, 6, 7]], [SamplingParams(max_tokens=output, ignore_eos=True)]
+    right = continuous.load(model, max_rows=1, max_len=64).generate(prompts, params)
+    fused = {**dict.fromkeys(PLAIN, "triton"), "latency": True, "overlap": False}
+    if where == "in the verify graph":
+        options = {**AHEAD, "max_rows": 1, "drafter": "ngram", "draft_length": 6, **fused}
+        engine = scripted(model, right, "right at first", **options)
+        seen.clear()
+        made = engine.generate(prompts, params)
+        assert set(seen) == {4, 7}, f"the prompt of 3 in a graph of 4, and six drafts: {seen}"
+    else:
+        engine = ahead_engine(model, "model", tmp_path, rows=1, **{**fused, "overlap": True})
+        seen.clear()
+        made = engine.generate(prompts, params)
+        assert isinstance(engine, AheadEngine) and engine.ahead is not None and engine.ahead.replays > 1
+        assert seen.count(3) >= 6, f"verified in two layers, and caught up with in two others: {seen}"
+    assert plain(made) == plain(right), "a token differs from the engine's without drafts"
+    clean(engine)
 
 
 @pytest.mark.slow

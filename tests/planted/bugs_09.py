@@ -18,6 +18,7 @@ FEATURE = HOME + "feature.py"
 GEMV = HOME + "latency/gemv.py"
 FEW = HOME + "latency/few.py"
 LONE = HOME + "latency/lone.py"
+LONE_FEW = HOME + "latency/lone_few.py"
 HEADS = HOME + "latency/heads.py"
 LINEAR = HOME + "latency/linear.py"
 BLOCK = HOME + "latency/block.py"
@@ -450,6 +451,76 @@ BUGS = (
         "linear.run_ahead = linear is not attend.qkv_proj",
         "linear.run_ahead = True",
         "Lets attention begin before what it reads is written: a race that shows on a GPU only.",
+    ),
+    Bug(
+        "drafts-see-each-other",
+        LONE_FEW,
+        "scores = hide(scores, new, token, 0, count, CAUSAL=True,",
+        "scores = hide(scores, new, token, 0, count, CAUSAL=False,",
+        "Lets a draft see the drafts behind it.",
+    ),
+    Bug(
+        "new-keys-in-every-split",
+        LONE_FEW,
+        "    if split == used - 1:\n        new_keys",
+        "    if split >= 0:\n        new_keys",
+        "Counts the new keys once for each split.",
+    ),
+    Bug(
+        "drafts-counted-as-cached",
+        LONE_FEW,
+        "cached = tl.maximum(tl.load(context_len) - count, 0)",
+        "cached = tl.maximum(tl.load(context_len), 0)",
+        "Reads the new keys from the cache, where nobody has stored them yet.",
+    ),
+    Bug(
+        "window-of-the-last-draft",
+        LONE_FEW,
+        "begin = tl.maximum(cached - WINDOW + 1, 0) // BLOCK_N * BLOCK_N",
+        "begin = (tl.maximum(cached + count - WINDOW, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N",
+        "Begins to read where the window of the last token does.",
+    ),
+    Bug(
+        "drafts-all-at-one-place",
+        LONE_FEW,
+        "position = cached + token",
+        "position = cached + token * 0",
+        "Gives every draft the window of the first.",
+    ),
+    Bug(
+        "angles-of-the-first-draft",
+        LONE_FEW,
+        "c = tl.load(cos + token[:, None] * D + d[None, :], mask=real, other=0.0)",
+        "c = tl.load(cos + token[:, None] * 0 + d[None, :], mask=real, other=0.0)",
+        "Turns every query as the first token's.",
+    ),
+    Bug(
+        "padding-of-few-is-stored",
+        LONE_FEW,
+        "slot = tl.load(slots + new, mask=new < count, other=-1)",
+        "slot = tl.maximum(tl.load(slots + new, mask=new < count, other=-1), 0)",
+        "Stores keys and values of padding in the first slot.",
+    ),
+    Bug(
+        "splits-of-few-unsorted",
+        LONE_FEW,
+        "at_split = (kv_head * SPLITS + split) * (TOKENS * GROUP) + row",
+        "at_split = (kv_head * SPLITS + split) * GROUP + row",
+        "Writes the splits of several tokens over each other.",
+    ),
+    Bug(
+        "one-query-head-for-all",
+        LONE_FEW,
+        "token, head = row // GROUP, kv_head * GROUP + row % GROUP",
+        "token, head = row // GROUP, kv_head * GROUP + row // GROUP",
+        "Mixes up rows: a token's number is taken for its head's.",
+    ),
+    Bug(
+        "counters-left-behind",
+        LONE_FEW,
+        "            tl.store(arrived + kv_head, 0)  # ready for the next launch\n",
+        "",
+        "Leaves its counters as they are, so that the next launch never combines.",
     ),
     Bug(
         "few-for-other-formats",

@@ -33,6 +33,32 @@ behind 100, 300 and 1,000 others took 12.8, 13.1 and 13.7 us in up to 32 splits 
 combining; behind 100 others 5.3 in one."""
 
 
+@triton.jit
+def combine_rows(
+    out, partial, lse, first_split, used, first_token, count, kv_head,
+    H: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    SPLITS_PAD: tl.constexpr,
+):  # fmt: skip
+    """Combine the `used` splits of `count` tokens of a key/value head's group into `out`."""
+    # As many rows at a time as registers hold: each time waits for its loads.
+    ROWS: tl.constexpr = (
+        2 if QUERIES * GROUP <= 2
+        else 4 if QUERIES * GROUP <= 4 or SPLITS_PAD > 16
+        else 8 if QUERIES * GROUP <= 8 or SPLITS_PAD > 8
+        else 16
+    )  # fmt: skip
+    d = tl.arange(0, D_PAD)
+    split = tl.arange(0, SPLITS_PAD)
+    for first in tl.range(0, count * GROUP, ROWS):
+        r = first + tl.arange(0, ROWS)
+        at_r = (first_split + split)[:, None] * (QUERIES * GROUP) + r[None, :]
+        filled = (split < used)[:, None] & (r < count * GROUP)[None, :]
+        mixed = combine(partial, lse, at_r, filled, d, D, D_PAD)
+        at_out = ((first_token + r // GROUP) * H + kv_head * GROUP + r % GROUP)[:, None] * D + d[None, :]
+        keep = (r < count * GROUP)[:, None] & (d < D)[None, :]
+        tl.store(out + at_out, mixed.to(out.dtype.element_ty), mask=keep)
+
+
 @triton.jit(do_not_specialize=["table_stride"])
 def decode_kernel(
     out, q,  # [T, H, D]
@@ -109,24 +135,10 @@ def decode_kernel(
         tl.debug_barrier()
         if tl.atomic_add(arrived + slot, 1, sem="acq_rel") == used - 1:
             tl.store(arrived + slot, 0)  # ready for the next launch
-            # As many rows at a time as registers hold: each time waits for its loads.
-            ROWS: tl.constexpr = (
-                2 if QUERIES * GROUP <= 2
-                else 4 if QUERIES * GROUP <= 4 or SPLITS_PAD > 16
-                else 8 if QUERIES * GROUP <= 8 or SPLITS_PAD > 8
-                else 16
+            combine_rows(
+                out, partial, lse, slot * splits, used, first_token, count, kv_head,
+                H=H, GROUP=GROUP, QUERIES=QUERIES, D=D, D_PAD=D_PAD, SPLITS_PAD=SPLITS_PAD,
             )  # fmt: skip
-            s_id = tl.arange(0, SPLITS_PAD)
-            for first in tl.range(0, count * GROUP, ROWS):
-                r = first + tl.arange(0, ROWS)
-                at_r = (slot * splits + s_id)[:, None] * (QUERIES * GROUP) + r[None, :]
-                filled = (s_id < used)[:, None] & (r < count * GROUP)[None, :]
-                mixed = combine(partial, lse, at_r, filled, d, D, D_PAD)
-                at_out = ((first_token + r // GROUP) * H + kv_head * GROUP + r % GROUP)[:, None] * D + d[
-                    None, :
-                ]
-                keep = (r < count * GROUP)[:, None] & (d < D)[None, :]
-                tl.store(out + at_out, mixed.to(out.dtype.element_ty), mask=keep)
 
 
 class Workspace:

@@ -1,4 +1,4 @@
-"""Attention with a kernel of its own for the only token of the only request."""
+"""Attention with kernels of its own for the only request of a step, with one token or a few."""
 
 from __future__ import annotations
 
@@ -7,33 +7,46 @@ from typing import Any
 from torch import Tensor
 
 from cuda_graphs.latency.lone import Parts, attend_lone
-from cuda_graphs.latency.tables import LONE, LoneKey
+from cuda_graphs.latency.lone_few import MOST_ROWS, attend_few, fits
+from cuda_graphs.latency.tables import LONE, LoneKey, lone_few_config
 from forward.attention import LayerSpec
-from paged_cache import BlockPool
+from paged_cache import BlockPool, PagedBatch
 from triton_paged_attention.attention import TritonPagedAttention
+from triton_paged_attention.decode import Workspace
 from triton_paged_attention.kernels.rope import HeadNorms
 
 
 class LatencyAttention(TritonPagedAttention):
-    """`TritonPagedAttention`, and what `LatencyBlock` calls in its place for a lone token."""
+    """`TritonPagedAttention`, and what `LatencyBlock` calls in its place for a lone request."""
 
     def __init__(self, pool: BlockPool, num_heads: int, **options: Any) -> None:
         super().__init__(pool, num_heads, **options)
         d_pad = self._workspace.d_pad
         self._lone_key = LoneKey(pool.data.shape[-2], d_pad, pool.data.element_size())
+        self._few_config = lone_few_config(self._lone_key)
+        rows = self._lone_key.kv_heads * self._few_config.splits * MOST_ROWS
+        self._few_workspace = Workspace(rows, d_pad, pool.data.device)
+        self._requests = 0
 
     @property
     def alone(self) -> bool:
-        """Whether the step is one request's: with one token, `attend_lone` then knows whose it is.
+        """Whether the step is one request's, whose tokens then come first, and the cache has no scales."""
+        return self.stores_early and not self.pool.layers[0].scaled and self._requests == 1
 
-        It knows no scales.
-        """
-        return self.stores_early and not self.pool.layers[0].scaled and len(self.batch.context_lens) == 1
+    def takes_few(self, layer: LayerSpec, tokens: int) -> bool:
+        """Whether `attend_few` may be called for this step of so many tokens."""
+        return self.alone and fits(tokens, layer)
 
     def plan(self) -> None:
         """Also: look up, once a step and not in every layer, how a lone token's attention runs."""
         super().plan()
+        self._requests = len(self.batch.context_lens)
         self._lone_config = LONE.lookup(self._lone_key, self.pool.data.device)
+
+    def begin_sorted(self, batch: PagedBatch, members: Tensor, tiles: Tensor) -> None:
+        """See `TritonPagedAttention.begin_sorted`; the last request is padding."""
+        super().begin_sorted(batch, members, tiles)
+        self._requests = len(batch.context_lens) - 1
 
     def attend_lone(
         self,
@@ -58,4 +71,23 @@ class LatencyAttention(TritonPagedAttention):
             workspace=self._workspace,
             config=self._lone_config,
             meet=meet,
+        )
+
+    def attend_few(
+        self, layer: LayerSpec, qkv: Tensor, cos_sin: tuple[Tensor, Tensor], norms: HeadNorms | None
+    ) -> Tensor:
+        """The same for a few tokens, `[T, (H + 2 KH) D]` -> `[T, H D]`."""
+        batch = self.batch
+        return attend_few(
+            qkv,
+            cos_sin,
+            norms,
+            layer,
+            self.pool.layers[layer.index],
+            batch.block_tables,
+            batch.context_lens,
+            batch.query_starts,
+            batch.slots,
+            workspace=self._few_workspace,
+            config=self._few_config,
         )

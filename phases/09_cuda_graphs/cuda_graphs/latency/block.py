@@ -56,10 +56,14 @@ class LatencyBlock(FusedBlock):
         return out(attention.attend_lone(attend.spec, qkv, cos_sin, attend.norms, meet=True).out, residual=x)
 
     def _attend_few(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: LatencyAttention) -> Tensor:
-        """Two to eight tokens: the same with attention in two kernels, which may be of several requests."""
+        """Two to eight tokens: the same, with attention in two kernels where they are of several requests."""
         attend = self.self_attn
         qkv = attend.qkv_proj(x, norm=self.input_layernorm.weights)
-        return attend.o_proj(attend.attend(qkv, cos_sin, attention), residual=x)
+        if attention.takes_few(attend.spec, len(x)):
+            out = attention.attend_few(attend.spec, qkv, cos_sin, attend.norms)
+        else:
+            out = attend.attend(qkv, cos_sin, attention)
+        return attend.o_proj(out, residual=x)
 
     def _mlp(self, x: Tensor) -> Tensor:
         """Two kernels that read a matrix each, and nothing in between."""

@@ -30,7 +30,7 @@ def few_kernel(
     out, x, weight, norm_weight, bias, residual, eps, tokens, N,
     K: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, NORM: tl.constexpr,
     ONE_PLUS: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
-    PDL: tl.constexpr,
+    RUN_AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per `ROWS` outputs of all tokens; `GATED`: rows `r` of the gate and `N + r` of the up
     projection. A sweep takes `PARTS * PART` inputs, a part for each warp.
@@ -45,8 +45,11 @@ def few_kernel(
     up_at = at + N.to(tl.int64) * K
     up = tl.load(weight + up_at, mask=real & (k < K)[:, None, :], other=0.0) if GATED else w
     if PDL:
-        gdc_launch_dependents()  # which reads nothing but weights before its own wait
+        if RUN_AHEAD:
+            gdc_launch_dependents()  # which reads nothing but weights before its own wait
         gdc_wait()
+        if not RUN_AHEAD:
+            gdc_launch_dependents()
     at_x = token[None, :, None] * K + k[:, None, :]
     here = (token < tokens)[None, :, None]
     scale = tl.full([TOKENS], 1.0, tl.float32)
@@ -97,6 +100,7 @@ def few(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     gate: str | None = None,
+    run_ahead: bool = True,
 ) -> Tensor:
     """`gemv` for up to `FEW_TOKENS` tokens: `[T, N]`. See there for the arguments."""
     tokens, size = x.shape
@@ -111,7 +115,7 @@ def few(
         eps, tokens, rows,
         K=size, ROWS=shape.rows, PARTS=shape.num_warps, PART=shape.block_k // shape.num_warps,
         NORM=norm is not None, ONE_PLUS=one_plus, BIAS=bias is not None, ADD=residual is not None,
-        GATED=gate is not None, KIND=0 if gate is None else KINDS[gate], PDL=early,
+        GATED=gate is not None, KIND=0 if gate is None else KINDS[gate], RUN_AHEAD=run_ahead, PDL=early,
         num_warps=shape.num_warps, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out

@@ -56,7 +56,15 @@ class LatencyLinear(FusedLinear):
                     run_ahead=self.run_ahead,
                 )
             if self.few and tokens <= FEW_TOKENS:
-                return few(x, self.weight, norm=norm, bias=self.bias, residual=residual, gate=gate)
+                return few(
+                    x,
+                    self.weight,
+                    norm=norm,
+                    bias=self.bias,
+                    residual=residual,
+                    gate=gate,
+                    run_ahead=self.run_ahead,
+                )
         return super().forward(x, norm=norm, gate=gate, residual=residual)
 
 

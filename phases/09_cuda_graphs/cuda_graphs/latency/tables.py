@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from triton_paged_attention.decode import LEAST_KEYS, MOST_SPLITS
 from triton_paged_attention.hardware import AMPERE, at_least, multiprocessors
 from triton_paged_attention.tuning.winners import Table
 
@@ -92,6 +93,25 @@ def lone_default(key: LoneKey, device: torch.device) -> LoneConfig:
 
 
 LONE = Table("lone", LoneConfig, lone_default)
+
+
+@dataclass(frozen=True)
+class LoneFewConfig:
+    """How attention of a few tokens of a lone request runs: keys per tile, at most so many programs (a power
+    of two) per key/value head, and at least so many tiles in each.
+    """
+
+    block_n: int = 64
+    num_warps: int = 4
+    num_stages: int = 2
+    splits: int = MOST_SPLITS
+    min_tiles: int = 2
+
+
+def lone_few_config(key: LoneKey) -> LoneFewConfig:
+    """Defaults: tiles like a lone token's, and splits like those of the decode kernel for several tokens."""
+    block_n = max(16, min(64, 16_384 // (key.d_pad * key.itemsize)))
+    return LoneFewConfig(block_n, min_tiles=max(1, LEAST_KEYS // block_n))
 
 
 @dataclass(frozen=True)
