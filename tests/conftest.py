@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -19,6 +20,10 @@ from tests.poison import poison as poison
 
 # Sums in one order on every machine, and no fight over cores between the workers of pytest-xdist.
 torch.set_num_threads(1)
+
+# A shell's background jobs ignore Ctrl-C, and so would every process that a test interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _REAL_MODELS = {"smollm2_folder", "gemma3_folder"}
 

@@ -78,7 +78,7 @@ def test_the_default_needs_no_download_where_the_phase_is_not_at_home(
 ) -> None:
     monkeypatch.setattr(profile, "FOLDER", tmp_path)
     monkeypatch.setattr(profile, "fetch_with_progress", lambda name: pytest.fail(name))
-    code, _, err = ladder(capsys, "6", "--device", "cpu")
+    code, _, err = ladder(capsys, "6", "--device", "cpu", *SIZE[2:])
     assert code == 0
     assert "runs a tiny" in err  # the line is broken where the screen ends
     assert [path.name for path in tmp_path.iterdir()] == ["06_triton_paged_attention.json.gz"]

@@ -39,6 +39,9 @@ NAMES = ("kernels", "chunked_prefill", "prefix_cache", "overlap", "graphs")
 SUBSETS = list(chain.from_iterable(combinations(NAMES, count) for count in range(len(NAMES) + 1)))
 # Kernels for one token replace layers of the others: alone, with kernels, in graphs, with everything.
 SUBSETS += [(*on, "latency") for on in ((), ("kernels",), ("kernels", "graphs"), NAMES)]
+# The interpreter takes its time: with kernels, `make test` tries each feature alone, and all of them.
+QUICK = [on for on in SUBSETS if "kernels" not in on or len(on) <= 2 or set(NAMES) <= set(on)]
+SETS = [on if on in QUICK else pytest.param(on, marks=pytest.mark.long) for on in SUBSETS]
 SMALL = {"max_rows": 4, "max_len": 48, "step_tokens": 48, "block_size": 4, "cache_bytes": 1 << 20}
 
 
@@ -60,7 +63,7 @@ def phase(name: str) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("on", SUBSETS, ids=lambda names: "+".join(names) or "none")
+@pytest.mark.parametrize("on", SETS, ids=lambda names: "+".join(names) or "none")
 def test_every_set_of_features_gives_the_same_tokens(
     on: tuple[str, ...], model: Model, expected: list[list[int]]
 ) -> None:

@@ -17,7 +17,7 @@ from tests.fuzz.machines import MACHINES, machine
 from tests.schedules import play_seeds
 
 SHORT = 60
-LONG = int(os.environ.get("LADDER_FUZZ", "2000"))
+LONG = int(os.environ.get("LADDER_FUZZ", "1000"))
 
 
 def fuzz(kind: str, seeds: range) -> None:

@@ -212,7 +212,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latency, "SPACE", {"lone": {"splits": (1, 2, 4)}, "gemv": {"rows": (1, 2)}})
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_shape_of_a_model_is_tuned_and_the_engine_uses_it(
     monkeypatch: pytest.MonkeyPatch, home: Path, capsys: Any
 ) -> None:

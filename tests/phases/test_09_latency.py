@@ -23,7 +23,7 @@ from cuda_graphs.latency.heads import project_heads
 from cuda_graphs.latency.linear import LatencyLinear
 from cuda_graphs.latency.lone import attend_lone
 from cuda_graphs.latency.lone_few import attend_few
-from cuda_graphs.latency.tables import GEMV, GemvConfig, HeadsConfig, LoneConfig, LoneFewConfig
+from cuda_graphs.latency.tables import HeadsConfig, LoneConfig, LoneFewConfig
 from forward.attention import LayerSpec
 from forward.loading import load_model, random_model
 from forward.shapes import SHAPES
@@ -35,16 +35,6 @@ from triton_paged_attention.kernels.rope import HeadNorms, norm_rope
 from triton_paged_attention.surgery import optimize
 
 pytestmark = pytest.mark.usefixtures("poison")
-
-
-@pytest.fixture(autouse=True)
-def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter takes a millisecond a program, and by default each row of a small matrix is one."""
-    if DEVICE == "cpu":
-        monkeypatch.setattr(GEMV, "_chosen", {})
-        monkeypatch.setattr(
-            GEMV, "default", lambda key, device: GemvConfig(32, min(512, 1 << (key.size - 1).bit_length()))
-        )
 
 
 @pytest.mark.parametrize("meet", [False, True], ids=["combined in the projection", "combined by the last"])

@@ -40,7 +40,6 @@ from cuda_graphs.capture import Capturer
 from cuda_graphs.engine import RunAhead
 from cuda_graphs.latency import surgery
 from cuda_graphs.latency.attention import LatencyAttention
-from cuda_graphs.latency.tables import GEMV, GemvConfig
 from cuda_graphs.runner import GraphRunner
 from forward.model import Model
 from forward.models.llama import Llama
@@ -1446,7 +1445,7 @@ def test_verify_graphs_give_the_same_tokens(model: Model, script: str, overlap: 
     clean(engine)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_head_with_graphs_changes_no_token(model: Model, tmp_path: Any) -> None:
     """Head and model both replay; the head reads the hidden states that graphs leave behind."""
     path = tmp_path / "head.safetensors"
@@ -1533,8 +1532,6 @@ def test_a_lone_request_is_verified_by_the_kernels_for_few(
     """All its tokens in one kernel of attention a layer, padding included, behind its lone tokens."""
     monkeypatch.setattr(surgery, "few_pays", lambda *_: True)  # the interpreter knows float32
     monkeypatch.setattr(Capturer, "capture", lambda self, function: function)
-    monkeypatch.setattr(GEMV, "_chosen", {})
-    monkeypatch.setattr(GEMV, "default", lambda *_: GemvConfig(64, 128))  # each program takes it a while
     few, seen = LatencyAttention.attend_few, []
 
     def counted(self: LatencyAttention, layer: Any, qkv: Tensor, *rest: Any) -> Tensor:
@@ -1563,7 +1560,7 @@ def test_a_lone_request_is_verified_by_the_kernels_for_few(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["head", "layers", "model"])
+@pytest.mark.parametrize("kind", ["head", pytest.param("layers", marks=pytest.mark.long), "model"])
 def test_drafting_inside_the_graph_changes_no_token(
     model: Model, tmp_path: Any, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

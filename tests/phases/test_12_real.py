@@ -126,7 +126,10 @@ def test_people_are_extracted(folder: Path, backend: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "in turn"])
+@pytest.mark.parametrize(
+    "overlap",
+    [pytest.param(True, id="overlap"), pytest.param(False, id="in turn", marks=pytest.mark.long)],
+)
 def test_jumping_forward_saves_a_tenth_of_the_steps(smollm2_folder: Path, overlap: bool) -> None:
     pytest.importorskip("llguidance")
     steps, texts = [], []

@@ -285,7 +285,7 @@ def run(engine: PagedEngine, seconds: float = 20.0) -> list[Any]:
 
 
 def test_a_request_waits_for_its_grammar_and_nobody_else_does(model: Model) -> None:
-    engine = engine_of(model)
+    engine = engine_of(model, grammar_seconds=60.0)
     Slow(engine, 2.0)
     (waits,) = engine.add(PROMPT, SamplingParams(max_tokens=9, grammar=Grammar.regex("slow")))
     (quick,) = engine.add(PROMPT, SamplingParams(max_tokens=9, grammar=Grammar.regex("quick")))

@@ -41,6 +41,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PLACE: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
 SIZES: dict[str, Any] = {"max_rows": 4, "max_len": 64, "step_tokens": 40, "block_size": 4}
 SMALL: dict[str, Any] = {**PLACE, **SIZES, "cache_bytes": 1 << 20}
+KERNELS: dict[str, Any] = {"kernels": True, "max_len": 32}
 TIGHT: dict[str, Any] = {**SMALL, "cache_bytes": 40 << 10}
 
 BEGIN = [5, 6, 7, 8, 9, 10, 11, 12]
@@ -242,8 +243,15 @@ def test_every_feature_in_two_ranks(llama: Path, options: dict[str, Any]) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["head", "layers"])
-@pytest.mark.parametrize("options", [{}, {"kernels": True, "max_len": 32}], ids=["torch", "kernels"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        pytest.param("head", {}, id="head"),
+        pytest.param("layers", {}, id="layers"),
+        pytest.param("head", KERNELS, id="head by kernels"),
+        pytest.param("layers", KERNELS, id="layers by kernels", marks=pytest.mark.long),
+    ],
+)
 def test_trained_drafters_in_two_ranks(
     llama: Path, tmp_path: Path, kind: str, options: dict[str, Any]
 ) -> None:

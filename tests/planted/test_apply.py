@@ -1,4 +1,7 @@
-"""The planted bugs keep step with the code; the first two of each phase are planted, the rest by hand."""
+"""The planted bugs keep step with the code; the first two of each phase are planted, the rest by hand.
+
+The second is planted by `make test-long`.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,11 @@ def nursery() -> Iterator[Nursery]:
 @pytest.mark.slow  # PyTorch is imported by a process of its own
 @pytest.mark.parametrize(
     ("phase", "bug"),
-    [pytest.param(phase, bug, id=f"{phase}-{bug.name}") for phase in phases() for bug in bugs_of(phase)[:2]],
+    [
+        pytest.param(phase, bug, id=f"{phase}-{bug.name}", marks=[pytest.mark.long] if number else [])
+        for phase in phases()
+        for number, bug in enumerate(bugs_of(phase)[:2])
+    ],
 )
 def test_the_first_two_die(nursery: Nursery, phase: str, bug: Bug) -> None:
     outcome = try_out(nursery, phase, bug)

@@ -39,7 +39,11 @@ def gemv_default(key: GemvKey, device: torch.device) -> GemvConfig:
 
     As long as a row is read in one sweep, the next kernel may start at once and wait with its own weights in
     registers; otherwise it would only take this one's place.
+
+    On a CPU kernels are interpreted, a millisecond a program: few of them, whatever they do.
     """
+    if device.type == "cpu":
+        return GemvConfig(32, min(512, 1 << (key.size - 1).bit_length()))
     block_k = min(4096, 1 << (key.size - 1).bit_length())
     wanted = max(1, min(16_384 // (key.size * (2 if key.gated else 1)), key.rows // 256))
     num_warps = 4 if key.gated and key.size <= 2048 else 8
