@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import argparse
 import gc
+import hashlib
+import json
 import os
 import signal
 import socket
@@ -132,7 +134,7 @@ def measure(
                     found = child.ask(part, min(seconds, SUMS_SECONDS) if sums else seconds)
                 except Failure as error:
                     said = {"ranks": ranks, "part": part, "error": str(error), **options_of}
-                    found = [facts(options, FAILED, {}, said)]
+                    found = [facts(options, FAILED, {"failures": Metric((1.0,))}, said)]
                     if child is not None:
                         child.end()
                     child = None
@@ -166,9 +168,11 @@ def groups(parts: Sequence[str], ranks: int, device: torch.device) -> Iterator[l
 def facts(
     options: BenchOptions, name: str, metrics: Mapping[str, Metric], said: Mapping[str, Any], model: str = ""
 ) -> Run:
-    """Evidence that is not of a workload."""
+    """Evidence that is not of a workload, but of what is `said` of it."""
     model = (model or model_of(options)).removeprefix("random:")
-    return Run(PHASE, name, "", model, "random", str(options.dtype).removeprefix("torch."), metrics, said)
+    dtype = str(options.dtype).removeprefix("torch.")
+    sha = hashlib.sha256(json.dumps([name, model, dict(said)], default=str).encode()).hexdigest()
+    return Run(PHASE, name, sha, model, "random", dtype, metrics, said)
 
 
 def model_of(options: BenchOptions) -> str:
