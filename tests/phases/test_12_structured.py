@@ -529,10 +529,18 @@ def test_a_thousand_grammars_are_forgotten(model: Model) -> None:
 
 
 def test_outputs_that_run_together_do_not_share_a_lexer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is shared is locked while it works: threads would wait for each other."""
+    """One that is shared is locked while it works: threads would wait for each other. One that no thread can
+    use beside the others learns again what they know."""
     from structured.backends import llguidance
 
-    compiled = llguidance.GuidanceBackend(vocabulary()).compile(Grammar.regex("[a-z]+"))
+    for cores, most in ((1, 1), (2, 1), (3, 2), (16, 16), (64, 16)):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        backend = llguidance.GuidanceBackend(vocabulary())
+        assert backend.lexers == most, f"{cores} cores: {backend.lexers} lexers of a grammar"
+        many = backend.compile(Grammar.regex("[a-z]+"))
+        outputs = [many.matcher() for _ in range(20)]
+        assert len(set(map(llguidance.lexer_of, outputs))) == most, f"{cores} cores"
+    compiled = backend.compile(Grammar.regex("[a-z]+"))
     together = [compiled.matcher() for _ in range(3)]
     lexers = list(map(llguidance.lexer_of, together))
     assert lexers == [0, 1, 2], f"three outputs at a time have lexers {lexers}"

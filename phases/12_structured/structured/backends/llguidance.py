@@ -51,8 +51,7 @@ NOTHING = "NoExtensionBias"
 
 FEW = 4
 """Up to so many masks are made by the thread that asks: waking others takes longer."""
-LEXERS = 64
-"""Of one grammar, at most. Only one thread at a time may use a lexer, and outputs share them."""
+MOST_THREADS = 16
 MAKING = 0.1
 """Seconds that may go into further lexers of one grammar; who asks for a matcher waits for his."""
 CHARACTER = r'[^"\\\x00-\x1F\x7F]'
@@ -106,21 +105,28 @@ class GuidanceMatcher(Matcher):
 
 class GuidanceGrammar(Compiled):
     """A grammar and its lexers. An output gets a copy of a parser, and shares that one's lexer: what it has
-    learnt for one output is known to the others, but only one thread at a time may use it. So there are
-    more, if many outputs want them, and each output gets the one that fewest have.
+    learnt for one output is known to the others, but only one thread at a time may use it. So there is one
+    for each thread, if enough outputs want them, and each output gets the one that fewest have. More would
+    only learn the same once more.
 
     Args:
         first: a parser at its start.
         make: makes another one, with a lexer of its own.
         seconds: what that takes.
+        most: lexers.
     """
 
     def __init__(
-        self, first: ll.LLMatcher, make: Callable[[], ll.LLMatcher], seconds: float, characters: int
+        self,
+        first: ll.LLMatcher,
+        make: Callable[[], ll.LLMatcher],
+        seconds: float,
+        most: int,
+        characters: int,
     ) -> None:
         self._make = make
         self._lexers = [Lexer(0, first)]
-        self._most = max(1, min(LEXERS, int(MAKING / max(seconds, 1e-6))))
+        self._most = max(1, min(most, int(MAKING / max(seconds, 1e-6))))
         self._lock = threading.Lock()
         self.bytes = BASE_BYTES + BYTES_PER_CHARACTER * characters
 
@@ -158,7 +164,9 @@ class GuidanceBackend(Backend):
             slices=SLICES,
         )
         self.limits = ll.LLParserLimits(**LIMITS)
-        self.threads = ll.LLExecutor(max(1, min(16, len(os.sched_getaffinity(0)) - 1)))
+        threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) - 1))
+        self.threads = ll.LLExecutor(threads)
+        self.lexers = 1 << (threads - 1).bit_length()  # of a grammar: threads halve a list again and again
         self.asker = ThreadPoolExecutor(1, thread_name_prefix="masks")
 
     def compile(self, grammar: Grammar) -> Compiled:
@@ -176,7 +184,8 @@ class GuidanceBackend(Backend):
                 said = "no output satisfies it"
             raise UserError(f"grammar ({grammar}) is refused: {said}")
         seconds = time.perf_counter() - begun
-        return GuidanceGrammar(inner, partial(self._parser, source), seconds, len(grammar.source))
+        make = partial(self._parser, source)
+        return GuidanceGrammar(inner, make, seconds, self.lexers, len(grammar.source))
 
     def _parser(self, source: str) -> ll.LLMatcher:
         """At its start; its lexer has made the first mask, and is warm for the next."""
