@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -200,6 +201,9 @@ def _serve(app: App, host: str, port: int) -> int:
 
 def _greet(app: App, host: str, port: int) -> None:
     """The memory, and how to call it."""
+    # As in the engine's process: what is imported is here to stay, and looking at it stops streams for 80 ms.
+    gc.collect()
+    gc.freeze()
     ready = app.engine.ready
     if ready is not None and ready.ledger:
         err.print(f"[dim]{ready.ledger}[/dim]")

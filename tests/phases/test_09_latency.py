@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +30,7 @@ from forward.attention import LayerSpec
 from forward.loading import load_model, random_model
 from forward.shapes import SHAPES
 from paged_cache import LayerCache
+from phases import ROOT
 from tests.paged_batches import DEVICE, FEATURES, GARBAGE, assert_attention, assert_near, make, walled
 from triton_paged_attention.decode import Workspace, paged_decode
 from triton_paged_attention.kernels.norms import NormWeights
@@ -278,3 +281,14 @@ def test_a_lone_request_gets_its_tokens_whatever_the_size_of_a_head(d: int) -> N
     assert [c.token_ids for c in after] == [c.token_ids for c in before], (
         f"heads of {d}: not the tokens of phase 05"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.long)])
+def test_kernels_for_few_tokens_compile_for_a_gpu(capability: int) -> None:
+    """And keep what they hold in registers: what these lose would be read and written at every step."""
+    call = [sys.executable, "-m", "tests.compiled", str(capability)]
+    done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert len(lines) == 4 and all(line.endswith("spills 0") for line in lines), done.stdout

@@ -455,8 +455,8 @@ BUGS = (
     Bug(
         "drafts-see-each-other",
         LONE_FEW,
-        "scores = hide(scores, new, token, 0, count, CAUSAL=True,",
-        "scores = hide(scores, new, token, 0, count, CAUSAL=False,",
+        "own = hide(own, new, token, 0, count, CAUSAL=True,",
+        "own = hide(own, new, token, 0, count, CAUSAL=False,",
         "Lets a draft see the drafts behind it.",
     ),
     Bug(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,27 +45,12 @@ class LatencyLinear(FusedLinear):
         """See `FusedLinear.forward`."""
         tokens = x.numel() // self.weight.shape[1]
         if self.bias is None or gate is None:  # the kernels have no gate for biased outputs
+            around: dict[str, Any] = {"norm": norm, "bias": self.bias, "residual": residual, "gate": gate}
+            around["run_ahead"] = self.run_ahead
             if tokens == 1:
-                return gemv(
-                    x,
-                    self.weight,
-                    norm=norm,
-                    bias=self.bias,
-                    residual=residual,
-                    gate=gate,
-                    out_dtype=self.out_dtype,
-                    run_ahead=self.run_ahead,
-                )
+                return gemv(x, self.weight, out_dtype=self.out_dtype, **around)
             if self.few and tokens <= FEW_TOKENS:
-                return few(
-                    x,
-                    self.weight,
-                    norm=norm,
-                    bias=self.bias,
-                    residual=residual,
-                    gate=gate,
-                    run_ahead=self.run_ahead,
-                )
+                return few(x, self.weight, **around)
         return super().forward(x, norm=norm, gate=gate, residual=residual)
 
 

@@ -24,8 +24,9 @@ from triton_paged_attention.hardware import dependent_launch
 from triton_paged_attention.kernels.rope import HeadNorms
 from triton_paged_attention.tiles import attend, fold, hide, load_tile, lookup, raw_scores, unit
 
-MOST_ROWS = 64
-"""Of a tile: new tokens times the query heads of a key/value head."""
+MOST_ROWS, WIDEST = 64, 128
+"""Rows of a tile: new tokens times the query heads of a key/value head. Wider heads do not fit into registers
+with all that is loaded before the wait."""
 NEW = tl.constexpr(16)
 """Keys in the tile of new ones; tensor cores have no smaller one."""
 
@@ -122,11 +123,11 @@ def lone_few_kernel(
         tl.store(k_cache + at_new[:, None] + d[None, :], new_keys, mask=stored)
         tl.store(v_cache + at_new[:, None] + d[None, :], new_values, mask=stored)
         # As who reads them from the cache later will see them.
-        new_keys = new_keys.to(k_cache.dtype.element_ty).to(query.dtype)
-        new_values = new_values.to(v_cache.dtype.element_ty).to(query.dtype)
-        scores = raw_scores(query, new_keys, scale, soft_cap, SOFT_CAP)
-        scores = hide(scores, new, token, 0, count, CAUSAL=True, WINDOW=WINDOW, TMA=False)
-        m, total, acc = fold(scores, new_values, m, total, acc, factor)
+        own_keys = new_keys.to(k_cache.dtype.element_ty).to(query.dtype)
+        own_values = new_values.to(v_cache.dtype.element_ty).to(query.dtype)
+        own = raw_scores(query, own_keys, scale, soft_cap, SOFT_CAP)
+        own = hide(own, new, token, 0, count, CAUSAL=True, WINDOW=WINDOW, TMA=False)
+        m, total, acc = fold(own, own_values, m, total, acc, factor)
 
     weight_sum = tl.where(total > 0, total, 1.0)  # total 0: a row that sees none of these keys, m = -1e30
     acc = acc * (1.0 / weight_sum)[:, None]
@@ -148,8 +149,8 @@ def lone_few_kernel(
 
 def fits(tokens: int, layer: LayerSpec) -> bool:
     """Whether so many tokens of a request may go through this kernel."""
-    group = layer.num_heads // layer.num_kv_heads
-    return tokens <= FEW_TOKENS and triton.next_power_of_2(tokens) * group <= MOST_ROWS
+    rows = triton.next_power_of_2(tokens) * (layer.num_heads // layer.num_kv_heads)
+    return tokens <= FEW_TOKENS and rows <= MOST_ROWS and layer.head_dim <= WIDEST
 
 
 def attend_few(

@@ -113,9 +113,14 @@ class LoneFewConfig:
 
 
 def lone_few_config(key: LoneKey) -> LoneFewConfig:
-    """Defaults: tiles like a lone token's, and splits like those of the decode kernel for several tokens."""
+    """Defaults: tiles like a lone token's, and splits like those of the decode kernel for several tokens.
+
+    Wide heads take twice the warps, whose registers hold the first tile, the new keys and all queries at
+    once.
+    """
     block_n = max(16, min(64, 16_384 // (key.d_pad * key.itemsize)))
-    return LoneFewConfig(block_n, min_tiles=max(1, LEAST_KEYS // block_n))
+    num_warps = 4 if key.d_pad <= 64 else 8
+    return LoneFewConfig(block_n, num_warps, min_tiles=max(1, LEAST_KEYS // block_n))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,102 @@
+"""Compile kernels for GPUs that are not here: `python -m tests.compiled 80 90`, for these capabilities.
+
+A variable that gets another shape in a branch, a tile that no tensor core has, more registers than there are:
+the interpreter minds none of these. Triton needs no device to compile for one, only not to be interpreting,
+so this is a program of its own. It prints one line a kernel.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "0"  # before triton is imported
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import phases  # noqa: F401  # puts every phase's package on the path
+from cuda_graphs.latency.few import few_kernel
+from cuda_graphs.latency.lone_few import lone_few_kernel
+from cuda_graphs.latency.tables import LoneKey, few_config, lone_few_config
+
+HOPPER = 90
+TYPES = {
+    "block_table": "*i32", "context_len": "*i32", "query_starts": "*i32", "arrived": "*i32", "slots": "*i64",
+    "cos": "*fp32", "sin": "*fp32", "partial": "*fp32", "lse": "*fp32",
+    "eps": "fp32", "scale": "fp32", "soft_cap": "fp32",
+    "block_stride": "i32", "slot_stride": "i32", "head_stride": "i32", "tokens": "i32", "N": "i32",
+}  # fmt: skip
+"""Of arguments; the others point to numbers of half precision."""
+
+
+def spills(kernel: Any, capability: int, constants: Mapping[str, Any], *, warps: int, stages: int = 1) -> int:
+    """Compile a kernel; returns the bytes that registers could not hold. Raises what the compiler does."""
+    names = kernel.arg_names
+    given = {name: TYPES.get(name, "*bf16") for name in names if name not in constants}
+    source = ASTSource(
+        fn=kernel,
+        signature={name: given.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={  # as the launcher finds of memory from torch
+            (names.index(name),): [["tt.divisibility", 16]]
+            for name, kind in given.items()
+            if kind.startswith("*") or "stride" in name
+        },
+    )
+    options = {"num_warps": warps, "num_stages": stages}
+    if constants["PDL"]:
+        options["launch_pdl"] = True
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(made.asm["ptx"])
+        file.flush()
+        name = f"sm_{capability}{'a' if capability >= HOPPER else ''}"
+        call = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={name}", file.name, "-o", os.devnull]
+        said = subprocess.run(call, capture_output=True, text=True, check=True).stderr
+    found = re.search(r"(\d+) bytes spill stores", said)
+    assert found is not None, said
+    return int(found[1])
+
+
+def main() -> None:
+    """All kernels for the GPUs that are asked for."""
+    for capability in map(int, sys.argv[1:]):
+        early = capability >= HOPPER
+        for heads, kv_heads, d, tokens, window, cap in (
+            (9, 3, 64, 8, 0, False),
+            (32, 8, 128, 8, 0, False),
+            (4, 1, 128, 4, 512, True),
+        ):
+            config = lone_few_config(LoneKey(kv_heads, d, 2))
+            group = heads // kv_heads
+            constants = {
+                "H": heads, "KH": kv_heads, "GROUP": group, "D": d, "D_PAD": d, "P": 16, "WINDOW": window,
+                "SOFT_CAP": cap, "NORM": d == 128, "ONE_PLUS": False, "TOKENS": tokens,
+                "BLOCK_M": max(16, triton.next_power_of_2(tokens * group)), "BLOCK_N": config.block_n,
+                "SPLITS": config.splits, "MIN_TILES": config.min_tiles, "PDL": early,
+            }  # fmt: skip
+            lost = spills(
+                lone_few_kernel, capability, constants, warps=config.num_warps, stages=config.num_stages
+            )
+            print(
+                f"sm_{capability} lone_few, {tokens} tokens, {heads} heads of {d}: spills {lost}", flush=True
+            )
+        shape = few_config(576)
+        constants = {
+            "K": 576, "ROWS": shape.rows, "PARTS": shape.num_warps, "PART": shape.block_k // shape.num_warps,
+            "NORM": True, "ONE_PLUS": False, "BIAS": False, "ADD": False, "GATED": True, "KIND": 0,
+            "RUN_AHEAD": False, "PDL": early,
+        }  # fmt: skip
+        lost = spills(few_kernel, capability, constants, warps=shape.num_warps)
+        print(f"sm_{capability} few, 576 inputs: spills {lost}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
