@@ -75,6 +75,7 @@ def test_pictures_are_what_the_engine_does(phase: Phase) -> None:
 
 
 @pytest.mark.parametrize("package", STEPS)
+@pytest.mark.slow
 def test_every_step_that_a_notebook_can_show(package: str) -> None:
     show = import_module(f"benchmarks.pictures.{package}").show
     for step in STEPS[package]:

@@ -59,6 +59,7 @@ def test_nothing_to_draw_is_an_error():
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])
+@pytest.mark.slow
 def test_the_same_evidence_gives_the_same_bytes(tmp_path, ending):
     evidence = collect("02_kv_cache", RUNS, torch.device("cpu"))
     files = []

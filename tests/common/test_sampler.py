@@ -349,6 +349,7 @@ def test_tokens_are_those_of_the_reference() -> None:
         {"temperature": 1.3, "top_k": 8, "top_p": 0.9, "min_p": 0.02},
     ],
 )
+@pytest.mark.slow
 def test_the_drawn_distribution_is_the_references(settings: dict[str, Any]) -> None:
     logits = np.random.default_rng(3).uniform(-2, 2, size=20).astype(np.float32).tolist()
     params = SamplingParams(**settings, seed=11)
@@ -432,6 +433,7 @@ def test_truncation_keeps_the_noise_of_what_it_keeps() -> None:
     ("top_p", "kept"),
     [(0.01, {0}), (0.499, {0}), (0.501, {0, 1}), (0.79, {0, 1}), (0.81, {0, 1, 2}), (0.96, {0, 1, 2, 3})],
 )
+@pytest.mark.slow
 def test_top_p_keeps_the_token_that_crosses_p(top_p: float, kept: set[int]) -> None:
     logits = np.log([0.5, 0.3, 0.15, 0.05]).tolist()
     counts = histogram(SamplingParams(temperature=1.0, top_p=top_p, seed=0), logits, 2_000)

@@ -70,6 +70,7 @@ def test_special_tokens_in_contents_are_text(model, data) -> None:
     assert tokenizer.decode(found, skip_special_tokens=False) == rendered, "text was lost or changed"
 
 
+@pytest.mark.slow
 def test_a_special_token_is_encoded_like_a_word(model) -> None:
     tokenizer = model[0]
     for token in ("<|im_start|>", "<eos>", "<|im_end|>"):

@@ -96,6 +96,7 @@ def assert_clean(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_the_set_is_worth_comparing(name: str) -> None:
     reasons = [completion.finish_reason for completion in truth(name)]
     assert reasons.count("stop") >= 3 and reasons.count("length") >= 5
@@ -104,6 +105,7 @@ def test_the_set_is_worth_comparing(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("engine", [*list(SLOW)[1:], *ENGINES])
+@pytest.mark.slow
 def test_mixed_requests(engine: str, name: str) -> None:
     made = {**SLOW, **ENGINES}[engine](model(name))
     assert_all_same(model(name), truth(name), generate(made, *mixed(name)))
@@ -115,6 +117,7 @@ def test_mixed_requests(engine: str, name: str) -> None:
 
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_arrivals_in_the_middle(engine: str, every: int) -> None:
     name = MODELS[0]
     made = ENGINES[engine](model(name))
@@ -123,6 +126,7 @@ def test_arrivals_in_the_middle(engine: str, every: int) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_abort_of_neighbours(engine: str) -> None:
     name, victims = MODELS[0], (0, 4, 7, 8, 11)
     made = ENGINES[engine](model(name))
@@ -157,6 +161,7 @@ def test_sampled_requests_with_seeds(engine: str) -> None:
 
 
 @pytest.mark.parametrize("chunk", range(1, 41))
+@pytest.mark.slow
 def test_every_chunk_size(chunk: int) -> None:
     name = MODELS[chunk % 2]
     prompts, params = mixed(name)
@@ -172,6 +177,7 @@ def test_every_chunk_size(chunk: int) -> None:
 
 @pytest.mark.parametrize("index", ["radix", "hash"])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_a_warm_prefix_cache(name: str, index: str) -> None:
     """The second time most of each prompt is found, and the outputs stay the same."""
     made = prefix_cache.load(model(name), max_rows=4, index=index, block_size=8)

@@ -339,6 +339,7 @@ def alone(model: Model) -> list[Completion]:
 
 @pytest.mark.parametrize("batch_size", [1, 3, MIXED])
 @pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.slow
 def test_tokens_equal_phase_02(model: Model, alone: list[Completion], batch_size: int, compact: bool) -> None:
     engine = batching.load(model, batch_size=batch_size, compact=compact)
     assert_all_same(model, alone, generate(engine, *mixed_requests(MIXED)))

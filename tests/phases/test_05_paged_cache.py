@@ -100,6 +100,7 @@ def test_any_schedule(script: list[Any], rows: int, block_size: int, spare: int,
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_many_schedules() -> None:
     preempted = sum(
         engine.scheduler.preemptions > 0 for engine, _ in play_seeds(range(200), partial(machine, "05"))

@@ -26,6 +26,7 @@ def model() -> Model:
 
 
 @pytest.mark.parametrize("options", [{}, {"step_tokens": 7}, {"max_rows": 1}, {"max_len": 8}], ids=str)
+@pytest.mark.slow
 def test_an_engine_forgets_its_rehearsal(model: Model, options: dict[str, Any]) -> None:
     given = {"max_rows": 4, "max_len": 200, "step_tokens": 64, "cache_bytes": 1 << 20} | options
     plain, rehearsed = (prefix_cache.load(model, **given) for _ in range(2))

@@ -104,6 +104,7 @@ def test_decode_matches_the_reference(version: str, feature: str) -> None:
 
 @pytest.mark.parametrize("version", [name for name in VERSIONS if "tma" not in name])
 @pytest.mark.parametrize("feature", ["plain", "window"])
+@pytest.mark.slow
 def test_scores_in_the_hundreds(version: str, feature: str) -> None:
     """exp(200) is infinite: only the largest score saves it, and a key outside the window decides everything.
 
@@ -148,6 +149,7 @@ def test_every_split_sums_its_own_keys(version: str, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("block", [4, 16, 64, 256])
 @pytest.mark.parametrize("heads,d", [((3, 1), 64), ((6, 2), 80), ((2, 2), 96), ((8, 1), 128), ((4, 1), 256)])
+@pytest.mark.slow
 def test_decode_over_head_shapes_and_block_sizes(block: int, heads: tuple[int, int], d: int) -> None:
     batch = make([3, 70], heads=heads, d=d, block=block, seed=d)
     out = paged_decode(*batch.arguments, scale=0.2, config=DecodeConfig(block_n=32, splits=2, num_stages=2))
@@ -191,6 +193,7 @@ def test_padding_rows_of_a_graph_read_nothing() -> None:
         assert not out[0].isnan().any(), f"{splits} splits: request 0 has read what it may not"
 
 
+@pytest.mark.slow
 def test_a_workspace_is_clean_after_use() -> None:
     """The counters that splits meet at return to zero, so the next layer may use them at once."""
     batch = make([1, 16, 50, 100])
@@ -216,6 +219,7 @@ def test_prefill_of_ragged_queries(feature: str, tma: bool) -> None:
 
 @pytest.mark.parametrize("block", [4, 16, 128])
 @pytest.mark.parametrize("heads,d", [((3, 1), 64), ((6, 2), 80), ((2, 2), 96), ((4, 1), 256)])
+@pytest.mark.slow
 def test_prefill_over_head_shapes_and_block_sizes(block: int, heads: tuple[int, int], d: int) -> None:
     batch = make([40, 90], [40, 30], heads=heads, d=d, block=block, seed=d)
     out = prefill(batch, PrefillConfig(block_m=32, block_n=32))
@@ -308,6 +312,7 @@ def test_kv_store_scatters_by_slot_and_skips_padding() -> None:
 
 @pytest.mark.parametrize("norm", ["no norm", "norm", "norm of 1 + weight"])
 @pytest.mark.parametrize("heads,kv_heads,d", [(9, 3, 16), (16, 8, 64)])
+@pytest.mark.slow
 def test_norm_rope_and_store(heads: int, kv_heads: int, d: int, norm: str) -> None:
     tokens = 5
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * d, device=DEVICE)
@@ -347,6 +352,7 @@ def test_angles_are_those_of_phase_01() -> None:
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NaN in the interpreter's numpy
 @pytest.mark.parametrize("vocab", [16, 300, 9000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.slow
 def test_drawn_tokens_are_the_samplers(vocab: int, dtype: torch.dtype) -> None:
     """Greedy, hot and cold rows, in another order than the table's, with ties, NaN and infinities."""
     sampler = Sampler(9, vocab, DEVICE, seed=0)

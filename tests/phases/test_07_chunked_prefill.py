@@ -76,6 +76,7 @@ def fake(
     chunk_tokens=st.integers(1, 20),
     overlap=st.booleans(),
 )
+@pytest.mark.slow
 def test_any_schedule(
     script: list[Any],
     rows: int,
@@ -99,6 +100,7 @@ def test_any_schedule(
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_many_schedules() -> None:
     for engine, runner in play_seeds(range(200), partial(machine, "07")):
         most = engine.scheduler.step_tokens

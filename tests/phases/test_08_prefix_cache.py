@@ -96,6 +96,7 @@ def run(engine: Any, *asked: Any) -> list[Any]:
     step_tokens=st.integers(2, 30),
     overlap=st.booleans(),
 )
+@pytest.mark.slow
 def test_any_schedule(
     index: str, script: list[Any], rows: int, block_size: int, spare: int, step_tokens: int, overlap: bool
 ) -> None:
@@ -112,6 +113,7 @@ def test_any_schedule(
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", INDEXES)
+@pytest.mark.slow
 def test_many_schedules(kind: str) -> None:
     engines = [engine for engine, _ in play_seeds(range(150), partial(machine, kind))]
     hits = sum(engine.scheduler.cache.stats.hit_tokens > 0 for engine in engines)  # type: ignore[attr-defined]

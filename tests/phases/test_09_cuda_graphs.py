@@ -449,6 +449,7 @@ def test_padding_is_nobody_even_where_somebody_was(model: Model, monkeypatch: py
         assert set(padding) <= {-1}, f"a step of {count} requests has padding at positions {padding}"
 
 
+@pytest.mark.slow
 def test_capped_logits_are_drawn_from_as_capped() -> None:
     """The cap changes no greedy token; what is drawn at a low temperature depends on it."""
     capped = random_model(replace(SHAPES["tiny"], final_soft_cap=0.5), device=DEVICE, dtype=torch.float32)
@@ -460,6 +461,7 @@ def test_capped_logits_are_drawn_from_as_capped() -> None:
     )
 
 
+@pytest.mark.slow
 def test_steps_that_fit_no_graph_run_eagerly(model: Model) -> None:
     engine = load(model, graph_rows=1, graph_tokens=0)
     prompts, params = [[5, 6, 7], [8, 9]], SamplingParams(max_tokens=3)

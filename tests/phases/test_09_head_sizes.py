@@ -79,6 +79,7 @@ DECODES: dict[str, Callable[..., Tensor]] = {
 
 @each_size
 @pytest.mark.parametrize("version", DECODES)
+@pytest.mark.slow
 def test_decode(version: str, d: int, dtype: torch.dtype) -> None:
     if CUDA and version in ("v1", "v2", "v3") and d not in QUICK:
         pytest.skip("the first versions are for reading, and take a second each to compile")
@@ -145,6 +146,7 @@ def test_norm_rope_and_both_stores(d: int, dtype: torch.dtype) -> None:
 
 @each_size
 @pytest.mark.parametrize("meet", [False, True], ids=["combined in the projection", "combined by the last"])
+@pytest.mark.slow
 def test_a_lone_token(meet: bool, d: int, dtype: torch.dtype) -> None:
     """From the QKV projection through attention to the residual, 40 keys in three of four splits."""
     context, size = 40, 24

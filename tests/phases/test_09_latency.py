@@ -102,6 +102,7 @@ def test_attention_of_a_lone_token(context: int, heads: tuple[int, int], feature
         *(pytest.param(*case, marks=pytest.mark.slow) for case in ((17, 5, 0), (19, 2, 0), (101, 3, 1))),
     ],
 )
+@pytest.mark.slow
 def test_attention_of_a_few_tokens_of_a_lone_request(
     context: int, tokens: int, padding: int, heads: tuple[int, int], feature: str
 ) -> None:
@@ -181,6 +182,7 @@ def test_gemv_with_norm_bias_residual_and_gate(size: int, gate: str | None) -> N
 
 @pytest.mark.parametrize("size", [48, 512, 1536, 2560])
 @pytest.mark.parametrize("tokens", [2, 5, 8])
+@pytest.mark.slow
 def test_few_tokens_with_norm_bias_residual_and_gate(size: int, tokens: int) -> None:
     kind = torch.float16 if DEVICE == "cuda" else torch.float32  # natively for tensor cores only
     x, norm = torch.randn(tokens, size, device=DEVICE), torch.randn(size, device=DEVICE)
@@ -268,6 +270,7 @@ def test_a_step_of_one_token_takes_the_direct_way(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("d", [8, 80, *(pytest.param(d, marks=pytest.mark.slow) for d in (24, 40, 100, 192))])
+@pytest.mark.slow
 def test_a_lone_request_gets_its_tokens_whatever_the_size_of_a_head(d: int) -> None:
     """A head is padded to a power of two, and nobody writes the padding in the workspace."""
     config = replace(SHAPES["tiny"], head_dim=d, attention_scale=d**-0.5)

@@ -349,6 +349,7 @@ def test_preempted_requests_are_guessed_for_again(
     clean(engine)
 
 
+@pytest.mark.slow
 def test_the_prefix_cache_finds_as_much_as_without(model: Model) -> None:
     prompts, params = asks()
     hits = []
@@ -380,6 +381,7 @@ class Waiting(FakeDrafter):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.slow
 def test_schedules_with_accepted_lengths_at_random(overlap: bool) -> None:
     drafted = accepted = 0
 
@@ -828,6 +830,7 @@ def clean_drafts(source: DraftModel) -> None:
 
 @pytest.mark.parametrize("noise", [0.0, 0.3])
 @pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "ahead"])
+@pytest.mark.slow
 def test_a_draft_model_changes_no_token(
     model: Model, truth: list[Completion], noise: float, overlap: bool
 ) -> None:
@@ -985,6 +988,7 @@ def with_head(model: Model, **options: Any) -> tuple[PagedEngine, HeadSource]:
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "ahead"])
+@pytest.mark.slow
 def test_a_head_changes_no_token(model: Model, truth: list[Completion], overlap: bool) -> None:
     engine, source = with_head(model, overlap=overlap)
     for _ in range(2):  # the second time prefixes are found, whose hidden states nobody has seen
@@ -1045,6 +1049,7 @@ def test_a_head_drafts_what_it_would_say_to_the_whole_text(model: Model) -> None
     assert seen > 20
 
 
+@pytest.mark.slow
 def test_drafters_go_to_a_file_and_back(model: Model, truth: list[Completion], tmp_path: Any) -> None:
     for kind, layers in ((Head, 1), (Layers, 2)):
         made = drafter_of(model, kind, layers)
@@ -1223,6 +1228,7 @@ class Written:
         return [250, 251, *({"A": [65], "Why": [87]}[messages[0]["content"]]), 2, 252]
 
 
+@pytest.mark.slow
 def test_the_model_asks_and_answers(model: Model) -> None:
     before, between = text.template(Written())  # type: ignore[arg-type]
     assert (before, between) == ([250, 251], [2, 252])
@@ -1274,6 +1280,7 @@ def test_questions_begin_in_many_ways() -> None:
     assert not set(begun) & set(questions.PEOPLE), "what people ask is kept for the evaluation"
 
 
+@pytest.mark.slow
 def test_answers_cut_off_by_the_time_are_kept(model: Model) -> None:
     engine = continuous.load(model, max_rows=4, max_len=300)
     eos = model.config.eos_token_ids[0]
@@ -1336,6 +1343,7 @@ def chi_square(counts: np.ndarray, p: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.slow
 def test_rejection_keeps_the_distribution(seed: int) -> None:
     p, q = distributions(seed, vocab=12)
     second, _ = distributions(seed + 50, vocab=12)
