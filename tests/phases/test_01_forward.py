@@ -402,7 +402,9 @@ def builds_or_is_refused(raw: dict[str, Any]) -> bool:
     return True
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "count", [60, pytest.param(400, marks=pytest.mark.slow), pytest.param(1_000, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("name", ORACLES)
 def test_changed_configurations_build_or_are_refused(name: str, count: int) -> None:
     valid = oracle_config(name).to_json_string()

@@ -98,7 +98,7 @@ class GrammarMasks:
         device: torch.device,
         *,
         refusal: str = "",
-        most_forced: int = 64,
+        most_forced: int,
     ) -> None:
         self.pool, self.eos, self.refusal = pool, frozenset(eos), refusal
         self.most_forced = most_forced

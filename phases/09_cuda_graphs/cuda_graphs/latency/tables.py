@@ -86,14 +86,18 @@ class LoneKey(NamedTuple):
     itemsize: int
 
 
+def tile_keys(key: LoneKey) -> int:
+    """Keys of a tile that fits a program's registers."""
+    return max(16, min(64, 16_384 // (key.d_pad * key.itemsize)))
+
+
 def lone_default(key: LoneKey, device: torch.device) -> LoneConfig:
     """Two programs per multiprocessor, and tiles that fit a program's registers.
 
     One stage, so that little shared memory is taken and the programs of neighbouring kernels fit beside it.
     """
     splits = max(1, min(32, 2 * multiprocessors(device) // key.kv_heads))
-    block_n = max(16, min(64, 16_384 // (key.d_pad * key.itemsize)))
-    return LoneConfig(block_n, splits=1 << (splits.bit_length() - 1))
+    return LoneConfig(tile_keys(key), splits=1 << (splits.bit_length() - 1))
 
 
 LONE = Table("lone", LoneConfig, lone_default)
@@ -118,7 +122,7 @@ def lone_few_config(key: LoneKey) -> LoneFewConfig:
     Wide heads take twice the warps, whose registers hold the first tile, the new keys and all queries at
     once.
     """
-    block_n = max(16, min(64, 16_384 // (key.d_pad * key.itemsize)))
+    block_n = tile_keys(key)
     num_warps = 4 if key.d_pad <= 64 else 8
     return LoneFewConfig(block_n, num_warps, min_tiles=max(1, LEAST_KEYS // block_n))
 

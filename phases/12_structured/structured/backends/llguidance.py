@@ -68,7 +68,7 @@ class GuidanceMatcher(Matcher):
     lexer: the number of the lexer that it shares with other outputs.
     """
 
-    def __init__(self, inner: ll.LLMatcher, lexer: int = 0) -> None:
+    def __init__(self, inner: ll.LLMatcher, lexer: int) -> None:
         self.inner, self.lexer = inner, lexer
 
     def fill(self, words: Words) -> None:
