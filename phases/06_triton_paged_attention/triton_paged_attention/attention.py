@@ -21,6 +21,7 @@ from triton_paged_attention.tuning.tables import PREFILL, PrefillKey, for_keys
 TILE_ROWS = 16
 """Rows of the decode kernel's tile. A request with at most `16 / GROUP` new tokens goes through it, rounded
 up to a power of two, for which the kernel is compiled in any case."""
+NO_TILES: NDArray[np.int32] = np.zeros((0, 4), np.int32)
 
 
 class TritonPagedAttention(PagedAttention):
@@ -91,6 +92,8 @@ class TritonPagedAttention(PagedAttention):
         return np.flatnonzero(short), self._cut(host, ~short)
 
     def _cut(self, host: HostBatch, longer: NDArray[np.bool_]) -> NDArray[np.int32]:
+        if not longer.any():
+            return NO_TILES
         tokens = self._prefill_config.block_m // self._group
         return query_tiles(host.query_lens, host.context_lens, tokens, longer)
 

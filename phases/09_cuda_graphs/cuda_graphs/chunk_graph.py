@@ -44,14 +44,16 @@ NOTHING: Ints = np.zeros(0, np.int64)
 class Layout:
     """Where each input of a chunk graph lies in one flat array of int64, so that one copy sends them all.
 
-    samples: the most tokens that are sampled; None: one a request.
+    samples: the most tokens that are sampled; None: one a request, and drafts are in the rows already.
 
     With room for one request more than are served: the last one has no tokens, and pads what lists requests.
     """
 
     def __init__(self, tokens: int, requests: int, tiles: int, samples: int | None = None) -> None:
-        everybody, samples = requests + 1, requests if samples is None else samples
+        everybody, drafts = requests + 1, {} if samples is None else {"drafts": tokens}
+        samples = requests if samples is None else samples
         self.sizes = {
+            **drafts,
             "token_rows": tokens,
             "positions": tokens,
             "rows": everybody,
@@ -66,12 +68,21 @@ class Layout:
         }
         self.starts = dict(zip(self.sizes, accumulate(self.sizes.values(), initial=0), strict=False))
         self.size = sum(self.sizes.values())
-        self.empty = {"positions": -1, "members": requests}
+        self.empty = {"positions": -1, "members": requests, "drafts": -1}
         self.tile = np.array([requests, 0, 0, 0])
 
-    def fill(self, flat: Ints, host: HostBatch, members: Ints, tiles: NDArray[np.integer[Any]]) -> None:
-        """Write a batch into `flat [size]`, padding included."""
+    def fill(
+        self,
+        flat: Ints,
+        host: HostBatch,
+        members: Ints,
+        tiles: NDArray[np.integer[Any]],
+        drafts: Ints | None = None,
+    ) -> None:
+        """Write a batch into `flat [size]`, padding included. drafts: `[T]`, see `gather_inputs`."""
         given: dict[str, Ints] = {name: getattr(host, name) for name in GIVEN}
+        if "drafts" in self.sizes:
+            given["drafts"] = NOTHING if drafts is None else drafts
         for name, values in (given | {"members": members, "tiles": tiles.ravel()}).items():
             part = self.part(flat, name)
             part[: len(values)] = values
@@ -129,6 +140,7 @@ class ChunkGraph:
             ids=batch.input_ids,
             positions=batch.positions,
             slots=batch.slots,
+            drafts=given.get("drafts"),
         )
         sizes = [self.layout.sizes[name] for name in NARROW]
         query_starts, context_lens, members, tiles = torch.split(self._narrow.int(), sizes)

@@ -231,7 +231,7 @@ class GraphRunner(PagedRunner):
         tokens = smallest(self._verify_sizes[requests], sum(work.count for work in works))
         if tokens is None or any(len(work.takers) > 1 for work in works):
             return None
-        self.refresh(works)  # or the plan would not know the newest settings
+        self.refresh(())  # or the plan would not know the newest settings; drafts go along with the rest
         plan = self.sampler.plan([work.row for work in works])
         if plan.features not in CAPTURED or plan.wanted is not None:
             return None
@@ -240,7 +240,7 @@ class GraphRunner(PagedRunner):
     def _verify(self, works: Sequence[Work], graph: VerifyGraph) -> Forwarded:
         works, host = self._replay(works, graph)
         sampled = Sampled(graph.tokens_out[: len(host.sample_at)])
-        return Replayed(works, graph.sampled(host), graph.hidden, sampled=sampled)
+        return Replayed(works, graph.batch, graph.hidden, sampled=sampled)
 
     def _chunk(self, works: Sequence[Work], graph: ChunkGraph) -> Forwarded:
         self.refresh(works)
@@ -253,9 +253,18 @@ class GraphRunner(PagedRunner):
         host = HostBatch.of(works, self.rows.prompt_lens)
         self.tables.update(host.rows, self.cache.blocks_for(int(host.context_lens.max())))
         with self._staging.fill(graph.layout.size) as flat:
-            graph.layout.fill(flat, host, *self.attention.sort(host))
+            graph.layout.fill(flat, host, *self.attention.sort(host), drafts_of(works, host))
         graph.replay()
         return works, host
+
+
+def drafts_of(works: Sequence[Work], host: HostBatch) -> Ints:
+    """Each token's draft `[T]`, -1 where it is none: the last ones of a work."""
+    drafts: Ints = np.full(len(host.positions), -1)
+    for work, end in zip(works, host.query_starts[1:].tolist(), strict=True):
+        if work.drafts:
+            drafts[end - len(work.drafts) : end] = work.drafts
+    return drafts
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 @triton.jit
 def gather_kernel(
-    ids, positions, slots, contexts, batch_tables, rows, at, tokens, tables,
-    max_len, width, P: tl.constexpr, TABLES: tl.constexpr, BLOCK: tl.constexpr,
+    ids, positions, slots, contexts, batch_tables, rows, at, tokens, tables, drafts,
+    max_len, width, P: tl.constexpr, TABLES: tl.constexpr, DRAFTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per token."""
     i = tl.program_id(0)
@@ -21,7 +21,11 @@ def gather_kernel(
     real = position >= 0
     place = tl.maximum(position, 0)
     block = tl.load(tables + row * width + place // P).to(tl.int64)
-    tl.store(ids + i, tl.load(tokens + row * max_len + place))
+    token = tl.load(tokens + row * max_len + place)
+    if DRAFTS:
+        draft = tl.load(drafts + i)
+        token = tl.where(draft >= 0, draft, token)
+    tl.store(ids + i, token)
     tl.store(positions + i, place)
     tl.store(slots + i, tl.where(real, block * P + place % P, -1))
     if TABLES:
@@ -45,6 +49,7 @@ def gather_inputs(
     slots: Tensor,
     contexts: Tensor | None = None,  # [T] int32
     batch_tables: Tensor | None = None,  # [T, max_blocks] int32
+    drafts: Tensor | None = None,  # [T] int64
 ) -> None:
     """Fill in a step's inputs from each token's row and position.
 
@@ -52,12 +57,13 @@ def gather_inputs(
 
     contexts, batch_tables: where every token is a request of its own (decodes), its context length and its
         block table, as far as the context needs it.
+    drafts: tokens that stand in no row yet; -1: the row's own.
     """
     decodes = contexts is not None and batch_tables is not None
     gather_kernel[(len(rows),)](
         ids, positions, slots, contexts if decodes else ids, batch_tables if decodes else ids,
-        rows, at, tokens, tables, tokens.shape[1], tables.shape[1],
-        P=block_size, TABLES=decodes, BLOCK=128, num_warps=1,
+        rows, at, tokens, tables, ids if drafts is None else drafts, tokens.shape[1], tables.shape[1],
+        P=block_size, TABLES=decodes, DRAFTS=drafts is not None, BLOCK=128, num_warps=1,
     )  # fmt: skip
 
 
