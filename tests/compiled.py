@@ -23,8 +23,9 @@ from triton.compiler import ASTSource
 
 import phases  # noqa: F401  # puts every phase's package on the path
 from cuda_graphs.latency.few import few_kernel
+from cuda_graphs.latency.heads import few_heads_kernel
 from cuda_graphs.latency.lone_few import lone_few_kernel
-from cuda_graphs.latency.tables import LoneKey, few_config, lone_few_config
+from cuda_graphs.latency.tables import LoneKey, few_config, few_heads_config, lone_few_config
 
 HOPPER = 90
 TYPES = {
@@ -69,10 +70,11 @@ def main() -> None:
     """All kernels for the GPUs that are asked for."""
     for capability in map(int, sys.argv[1:]):
         early = capability >= HOPPER
-        for heads, kv_heads, d, tokens, window, cap in (
-            (9, 3, 64, 8, 0, False),
-            (32, 8, 128, 8, 0, False),
-            (4, 1, 128, 4, 512, True),
+        for heads, kv_heads, d, tokens, window, cap, meet in (
+            (9, 3, 64, 8, 0, False, False),
+            (32, 8, 128, 8, 0, False, True),
+            (4, 1, 128, 4, 512, True, True),
+            (16, 8, 128, 8, 0, False, False),
         ):
             config = lone_few_config(LoneKey(kv_heads, d, 2))
             group = heads // kv_heads
@@ -80,7 +82,7 @@ def main() -> None:
                 "H": heads, "KH": kv_heads, "GROUP": group, "D": d, "D_PAD": d, "P": 16, "WINDOW": window,
                 "SOFT_CAP": cap, "NORM": d == 128, "ONE_PLUS": False, "TOKENS": tokens,
                 "BLOCK_M": max(16, triton.next_power_of_2(tokens * group)), "BLOCK_N": config.block_n,
-                "SPLITS": config.splits, "MIN_TILES": config.min_tiles, "PDL": early,
+                "SPLITS": config.splits, "MIN_TILES": config.min_tiles, "MEET": meet, "PDL": early,
             }  # fmt: skip
             lost = spills(
                 lone_few_kernel, capability, constants, warps=config.num_warps, stages=config.num_stages
@@ -88,6 +90,16 @@ def main() -> None:
             print(
                 f"sm_{capability} lone_few, {tokens} tokens, {heads} heads of {d}: spills {lost}", flush=True
             )
+        for heads, d, rows, tokens in ((9, 64, 576, 8), (8, 128, 1024, 4)):
+            config, made = lone_few_config(LoneKey(heads, d, 2)), few_heads_config(rows, heads * d)
+            assert made is not None
+            constants = {
+                "H": heads, "D": d, "WINDOW": 0, "BLOCK_N": config.block_n, "SPLITS": config.splits,
+                "MIN_TILES": config.min_tiles, "CAPACITY": tokens, "CHUNK": made.chunk, "ROWS": made.rows,
+                "PARTS": made.num_warps, "PART": made.part, "BIAS": True, "PDL": early,
+            }  # fmt: skip
+            lost = spills(few_heads_kernel, capability, constants, warps=made.num_warps)
+            print(f"sm_{capability} few_heads, {heads} heads of {d}: spills {lost}", flush=True)
         shape = few_config(576)
         constants = {
             "K": 576, "ROWS": shape.rows, "PARTS": shape.num_warps, "PART": shape.block_k // shape.num_warps,

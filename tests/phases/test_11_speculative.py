@@ -1542,9 +1542,9 @@ def test_a_lone_request_is_verified_by_the_kernels_for_few(
     monkeypatch.setattr(Capturer, "capture", lambda self, function: function)
     few, seen = LatencyAttention.attend_few, []
 
-    def counted(self: LatencyAttention, layer: Any, qkv: Tensor, *rest: Any) -> Tensor:
+    def counted(self: LatencyAttention, layer: Any, qkv: Tensor, *rest: Any, **options: Any) -> Any:
         seen.append(len(qkv))
-        return few(self, layer, qkv, *rest)
+        return few(self, layer, qkv, *rest, **options)
 
     monkeypatch.setattr(LatencyAttention, "attend_few", counted)
     output = 8 if where == "in the verify graph" else 6

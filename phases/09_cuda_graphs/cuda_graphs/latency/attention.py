@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from cuda_graphs.latency.lone import Parts, attend_lone
-from cuda_graphs.latency.lone_few import MOST_ROWS, attend_few, fits
+from cuda_graphs.latency.lone_few import MOST_ROWS, FewParts, attend_few, fits
 from cuda_graphs.latency.tables import LONE, LoneKey, lone_few_config
 from forward.attention import LayerSpec
 from paged_cache import BlockPool, PagedBatch
@@ -74,9 +74,15 @@ class LatencyAttention(TritonPagedAttention):
         )
 
     def attend_few(
-        self, layer: LayerSpec, qkv: Tensor, cos_sin: tuple[Tensor, Tensor], norms: HeadNorms | None
-    ) -> Tensor:
-        """The same for a few tokens, `[T, (H + 2 KH) D]` -> `[T, H D]`."""
+        self,
+        layer: LayerSpec,
+        qkv: Tensor,
+        cos_sin: tuple[Tensor, Tensor],
+        norms: HeadNorms | None,
+        *,
+        meet: bool,
+    ) -> FewParts:
+        """The same for a few tokens."""
         batch = self.batch
         return attend_few(
             qkv,
@@ -90,4 +96,5 @@ class LatencyAttention(TritonPagedAttention):
             batch.slots,
             workspace=self._few_workspace,
             config=self._few_config,
+            meet=meet,
         )

@@ -44,6 +44,14 @@ def few_kernel(
     w = tl.load(weight + at, mask=real & (k < K)[:, None, :], other=0.0)  # [PARTS, ROWS, PART]
     up_at = at + N.to(tl.int64) * K
     up = tl.load(weight + up_at, mask=real & (k < K)[:, None, :], other=0.0) if GATED else w
+    factors = ()
+    if NORM:
+        for start in tl.static_range(0, K, SWEEP):
+            factor = tl.load(norm_weight + start + k, mask=start + k < K, other=0.0).to(tl.float32)
+            factors += (factor + 1.0 if ONE_PLUS else factor,)  # type: ignore[assignment]
+    added = tl.zeros([ROWS], tl.float32)
+    if BIAS:
+        added += tl.load(bias + row, mask=row < N, other=0.0).to(tl.float32)
     if PDL:
         if RUN_AHEAD:
             gdc_launch_dependents()  # which reads nothing but weights before its own wait
@@ -52,43 +60,40 @@ def few_kernel(
             gdc_launch_dependents()
     at_x = token[None, :, None] * K + k[:, None, :]
     here = (token < tokens)[None, :, None]
+    at_out = token[:, None].to(tl.int64) * N + row[None, :]
+    keep = (token < tokens)[:, None] & (row < N)[None, :]
+    # All that has to be waited for at once: each further load would wait for itself.
+    vectors = ()
+    for start in tl.static_range(0, K, SWEEP):  # [PARTS, TOKENS, PART] each
+        part = tl.load(x + at_x + start, mask=here & (start + k < K)[:, None, :], other=0.0)
+        vectors += (part,)  # type: ignore[assignment]
+    more = tl.load(residual + at_out, mask=keep, other=0.0).to(tl.float32) if ADD else 0.0
     scale = tl.full([TOKENS], 1.0, tl.float32)
     if NORM:
         squares = tl.zeros([PARTS, TOKENS], tl.float32)
-        for start in tl.static_range(0, K, SWEEP):
-            part = tl.load(x + at_x + start, mask=here & (start + k < K)[:, None, :], other=0.0).to(
-                tl.float32
-            )
-            squares += tl.sum(part * part, axis=2)
+        for i in tl.static_range((K + SWEEP - 1) // SWEEP):
+            full = vectors[i].to(tl.float32)  # type: ignore[var-annotated]
+            squares += tl.sum(full * full, axis=2)
         scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
     total = tl.zeros([PARTS, TOKENS, ROWS], tl.float32)
     total_up = tl.zeros([PARTS, TOKENS, ROWS], tl.float32)
-    for start in tl.static_range(0, K, SWEEP):
-        inside = (start + k < K)[:, None, :]
-        if start > 0:
-            w = tl.load(weight + at + start, mask=real & inside, other=0.0)
+    for i in tl.static_range((K + SWEEP - 1) // SWEEP):
+        if i > 0:
+            inside = real & (i * SWEEP + k < K)[:, None, :]
+            w = tl.load(weight + at + i * SWEEP, mask=inside, other=0.0)
             if GATED:
-                up = tl.load(weight + up_at + start, mask=real & inside, other=0.0)
-        vectors = tl.load(x + at_x + start, mask=here & inside, other=0.0)  # [PARTS, TOKENS, PART]
+                up = tl.load(weight + up_at + i * SWEEP, mask=inside, other=0.0)
+        vector = vectors[i]
         if NORM:  # rounded as a norm apart
-            factor = tl.load(norm_weight + start + k, mask=start + k < K, other=0.0).to(tl.float32)[
-                :, None, :
-            ]
-            if ONE_PLUS:
-                factor += 1.0
-            vectors = (vectors.to(tl.float32) * scale[None, :, None] * factor).to(vectors.dtype)
-        total = tl.dot(vectors, tl.permute(w, (0, 2, 1)), total, input_precision="ieee")
+            normed = vector.to(tl.float32) * scale[None, :, None] * factors[i][:, None, :]  # type: ignore[var-annotated]
+            vector = normed.to(vector.dtype)
+        total = tl.dot(vector, tl.permute(w, (0, 2, 1)), total, input_precision="ieee")
         if GATED:
-            total_up = tl.dot(vectors, tl.permute(up, (0, 2, 1)), total_up, input_precision="ieee")
+            total_up = tl.dot(vector, tl.permute(up, (0, 2, 1)), total_up, input_precision="ieee")
     result = tl.sum(total, axis=0)  # [TOKENS, ROWS]
     if GATED:
         result = activate(result, KIND) * tl.sum(total_up, axis=0)
-    at_out = token[:, None].to(tl.int64) * N + row[None, :]
-    keep = (token < tokens)[:, None] & (row < N)[None, :]
-    if BIAS:
-        result += tl.load(bias + row, mask=row < N, other=0.0).to(tl.float32)[None, :]
-    if ADD:
-        result += tl.load(residual + at_out, mask=keep, other=0.0).to(tl.float32)
+    result += added[None, :] + more
     tl.store(out + at_out, result.to(out.dtype.element_ty), mask=keep)
 
 

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from cuda_graphs.latency.few import FEW_TOKENS, few
 from cuda_graphs.latency.gemv import gemv
-from cuda_graphs.latency.heads import project_heads
+from cuda_graphs.latency.heads import project_few_heads, project_heads
 from cuda_graphs.latency.lone import Parts
-from cuda_graphs.latency.tables import HeadsConfig, heads_config
+from cuda_graphs.latency.lone_few import FewParts
+from cuda_graphs.latency.tables import HeadsConfig, few_heads_config, heads_config
+from forward.attention import LayerSpec
 from triton_paged_attention.kernels.norms import NormWeights
 from triton_paged_attention.linear import FusedLinear
 
@@ -80,3 +82,13 @@ class OutputLinear(LatencyLinear, CombinesHeads):
         config = self.heads_config
         assert config is not None
         return project_heads(residual, self.weight, self.bias, parts, shape=config)
+
+    def takes_few(self, layer: LayerSpec) -> bool:
+        """Whether it combines the splits of a few tokens as well."""
+        return self.few and few_heads_config(*self.weight.shape) is not None and layer.head_dim % 8 == 0
+
+    def combine_few(self, parts: FewParts, residual: Tensor) -> Tensor:
+        """`combine` for a few tokens: `[T, hidden]`."""
+        config = few_heads_config(*self.weight.shape)
+        assert config is not None
+        return project_few_heads(residual, self.weight, self.bias, parts, shape=config)

@@ -2,11 +2,13 @@
 
 `lone.py` for two to eight tokens, where a step is as much a chain of kernels as with one. The keys of the
 new tokens are a tile of their own, which comes from registers; what is in the cache does not depend on them
-and is being loaded before the wait. Several tokens have too many rows for every program of the projection to
-combine them, so the last split to arrive does, as in `decode.py`.
+and is being loaded before the wait. Its splits are combined as a lone token's are: by every program of the
+output projection (`project_few_heads`), or by the last of them to arrive.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -32,6 +34,24 @@ NEW = tl.constexpr(16)
 
 
 @triton.jit
+def few_splits_of(
+    context_len, query_starts, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+):  # fmt: skip
+    """New tokens, keys that are cached, the first tile's first one, tiles a split, and splits that have work.
+
+    At least one has, which may be empty.
+    """
+    count = tl.load(query_starts + 1) - tl.load(query_starts)
+    cached = tl.maximum(tl.load(context_len) - count, 0)
+    # The first new token sees the most of what is cached.
+    begin = tl.maximum(cached - WINDOW + 1, 0) // BLOCK_N * BLOCK_N if WINDOW > 0 else 0
+    tiles = tl.maximum(tl.cdiv(cached - begin, BLOCK_N), 1)
+    tiles_per_split = tl.maximum(tl.cdiv(tiles, SPLITS), MIN_TILES)
+    return count, cached, begin, tiles_per_split, tl.cdiv(tiles, tiles_per_split)
+
+
+@triton.jit
 def lone_few_kernel(
     out,  # [T, H, D]
     qkv, cos, sin, q_weight, k_weight, k_cache, v_cache, block_table, context_len, query_starts, slots,
@@ -39,20 +59,16 @@ def lone_few_kernel(
     H: tl.constexpr, KH: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     P: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, NORM: tl.constexpr,
     ONE_PLUS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, MEET: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per key/value head and split of the cached keys; the last split takes the new ones, too.
 
     Row `r` of the tile is new token `r // GROUP` and query head `r % GROUP` of this key/value head.
     """
     kv_head, split = tl.program_id(0), tl.program_id(1)
-    count = tl.load(query_starts + 1) - tl.load(query_starts)
-    cached = tl.maximum(tl.load(context_len) - count, 0)
-    # The first new token sees the most of what is cached.
-    begin = tl.maximum(cached - WINDOW + 1, 0) // BLOCK_N * BLOCK_N if WINDOW > 0 else 0
-    tiles = tl.maximum(tl.cdiv(cached - begin, BLOCK_N), 1)
-    tiles_per_split = tl.maximum(tl.cdiv(tiles, SPLITS), MIN_TILES)
-    used = tl.cdiv(tiles, tiles_per_split)
+    count, cached, begin, tiles_per_split, used = few_splits_of(
+        context_len, query_starts, WINDOW, BLOCK_N, SPLITS, MIN_TILES
+    )
     if split >= used:
         return
     low = begin + split * tiles_per_split * BLOCK_N
@@ -131,7 +147,12 @@ def lone_few_kernel(
 
     weight_sum = tl.where(total > 0, total, 1.0)  # total 0: a row that sees none of these keys, m = -1e30
     acc = acc * (1.0 / weight_sum)[:, None]
-    if used == 1:
+    if not MEET:
+        at_part = (split * TOKENS + token) * H + head
+        part = acc.to(partial.dtype.element_ty)
+        tl.store(partial + at_part[:, None] * D + d[None, :], part, mask=real)
+        tl.store(lse + at_part, m + tl.log2(weight_sum), mask=token < count)
+    elif used == 1:
         at_out = (token * H + head)[:, None] * D + d[None, :]
         tl.store(out + at_out, acc.to(out.dtype.element_ty), mask=real)
     else:
@@ -153,6 +174,21 @@ def fits(tokens: int, layer: LayerSpec) -> bool:
     return tokens <= FEW_TOKENS and rows <= MOST_ROWS and layer.head_dim <= WIDEST
 
 
+class FewParts(NamedTuple):
+    """Attention's output of a few tokens of a lone request.
+
+    out: `[T, H D]`, if attention has combined its splits; otherwise `workspace` holds them, numbers of a
+    split, token and head one after the other.
+    """
+
+    out: Tensor
+    layer: LayerSpec
+    context_lens: Tensor
+    query_starts: Tensor
+    workspace: Workspace
+    config: LoneFewConfig
+
+
 def attend_few(
     qkv: Tensor,  # [T, (H + 2 KH) D]
     cos_sin: tuple[Tensor, Tensor],  # T D numbers each, float32
@@ -166,8 +202,11 @@ def attend_few(
     *,
     workspace: Workspace,
     config: LoneFewConfig,
-) -> Tensor:
-    """Attention's output for the tokens of one request, `[T, H D]`; rows of padding are left as they are.
+    meet: bool,
+) -> FewParts:
+    """Attention's output for the tokens of one request; rows of padding are left as they are.
+
+    With `meet` false, its splits stay apart in the workspace for `project_few_heads`.
 
     Launch it behind a projection with `run_ahead=False`: it reads what that one's predecessors have written.
     """
@@ -182,14 +221,14 @@ def attend_few(
     early = dependent_launch(qkv.device)
     lone_few_kernel[(kv_heads, config.splits)](
         out, qkv, *cos_sin, q_weight, k_weight, cache.k, cache.v, block_tables, context_lens, query_starts,
-        slots, workspace.partial, workspace.lse, workspace.arrived,
-        eps, layer.scale, layer.soft_cap or 1.0, *cache.k.stride()[:3],
+        slots, workspace.partial if meet else workspace.partial.view(qkv.dtype), workspace.lse,
+        workspace.arrived, eps, layer.scale, layer.soft_cap or 1.0, *cache.k.stride()[:3],
         H=heads, KH=kv_heads, GROUP=group, D=d, D_PAD=max(16, triton.next_power_of_2(d)),
         P=cache.k.shape[1], WINDOW=layer.sliding_window or 0, SOFT_CAP=layer.soft_cap is not None,
         NORM=norms is not None, ONE_PLUS=one_plus, TOKENS=tokens,
         BLOCK_M=max(16, triton.next_power_of_2(tokens * group)), BLOCK_N=config.block_n,
-        SPLITS=config.splits, MIN_TILES=config.min_tiles, PDL=early,
+        SPLITS=config.splits, MIN_TILES=config.min_tiles, MEET=meet, PDL=early,
         num_warps=config.num_warps, num_stages=config.num_stages,
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
-    return out
+    return FewParts(out, layer, context_lens, query_starts, workspace, config)

@@ -7,6 +7,7 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+import triton
 
 from triton_paged_attention.decode import LEAST_KEYS, MOST_SPLITS
 from triton_paged_attention.hardware import AMPERE, at_least, multiprocessors
@@ -113,7 +114,7 @@ class LoneFewConfig:
     num_warps: int = 4
     num_stages: int = 2
     splits: int = MOST_SPLITS
-    min_tiles: int = 2
+    min_tiles: int = 1
 
 
 def lone_few_config(key: LoneKey) -> LoneFewConfig:
@@ -134,6 +135,24 @@ class HeadsConfig:
     rows: int = 8
     num_warps: int = 8
     chunk: int = 10
+
+
+@dataclass(frozen=True)
+class FewHeadsConfig:
+    """The same for a few tokens; each warp has `part` inputs of every row."""
+
+    num_warps: int
+    part: int = 128
+    rows: int = 16
+    chunk: int = 4
+
+
+@cache
+def few_heads_config(rows: int, size: int) -> FewHeadsConfig | None:
+    """Like `heads_config`. A few tokens have a few times the parts, which are to fit into registers."""
+    if rows > 1024 or size > 1024:
+        return None
+    return FewHeadsConfig(max(1, triton.next_power_of_2(size) // FewHeadsConfig.part))
 
 
 @cache
