@@ -105,9 +105,10 @@ def tasks(options: BenchOptions) -> list[Run]:
             continue
         engine = Bench(options, model, **sizes, drafter=kind).engine
         contenders[f"{PHASE}, {kind}"] = (engine, engine.scheduler.drafter)
-        if cuda and kind == "head":
-            engine = Bench(options, model, **sizes, drafter=kind, draft_ahead=False).engine
-            contenders[f"{PHASE}, {kind}, host in between"] = (engine, engine.scheduler.drafter)
+        if cuda and kind == "head":  # where guessing does not pay, it is off: what it would reach
+            for name, more in (("always", {}), ("always, host in between", {"draft_ahead": False})):
+                engine = Bench(options, model, **sizes, drafter=kind, draft_adaptive=False, **more).engine
+                contenders[f"{PHASE}, {kind}, {name}"] = (engine, engine.scheduler.drafter)
     if cuda:
         waiting = Bench(options, model, **sizes, drafter="none", overlap=False).engine
         contenders[WAITING] = (waiting, NO_DRAFTS)
@@ -364,7 +365,7 @@ def _synthetic(runs: list[Run], axes: Axes) -> None:
 
 def _hidden(runs: list[Run], axes: Axes) -> None:
     """Chat, one request: what a step loses whose host waits for the one before."""
-    shown = [BEFORE, WAITING, f"{PHASE}, head", f"{PHASE}, head, host in between", PHASE]
+    shown = [BEFORE, WAITING, f"{PHASE}, head, always", f"{PHASE}, head, always, host in between", PHASE]
     found = [run for name in shown for run in runs if run.variant == name]
     bars(found, "output_tokens_per_s", axes=axes, gain=False, label=_label)
     axes.set_title("Chat, one request: what is hidden by overlap")

@@ -26,7 +26,7 @@ from benchmarks.measure import Sample, alternate, request_metrics, summarize
 from benchmarks.plotting import bars, colours, log_axis, panels, save
 from benchmarks.roofline import ceilings
 from benchmarks.targets import load_target, targets
-from benchmarks.workloads import Workload, uniform
+from benchmarks.workloads import Workload, uniform, workload
 from common.device import synchronize
 from common.errors import UserError
 from common.events import generate
@@ -132,57 +132,72 @@ class Bench:
     # Throughput.
 
     def throughput(self) -> list[Run]:
-        """All rows constrained, one of them, none of them, and the phase before, at equal lengths."""
+        """All rows constrained, one of them, none of them, and the phase before, at equal lengths.
+
+        On a GPU twice: at the lengths that all phases are measured with, and at short ones, where a step of
+        a small model takes no longer than its masks.
+        """
         count, prompt, output = (16, 16, 24) if self.on_cpu else (256, 128, 256)
         if self.options.quick:
             count, prompt, output = min(count, 4), 8, 8
-        work = uniform(f"constrained-{count}x{prompt}+{output}", count, prompt, output)
-        free = SamplingParams(max_tokens=output, temperature=0.8, seed=1, ignore_eos=True)
-        bound = replace(free, grammar=RECORDS)
+        short = uniform(f"constrained-{count}x{prompt}+{output}", count, prompt, output)
+        if self.on_cpu or self.options.quick:
+            return self.rates(short, (FREE, ONE, PHASE, SHORT))
+        return self.rates(workload("offline-256"), (ONE, PHASE)) + self.rates(
+            short, (FREE, ONE, PHASE, SHORT, JUMP)
+        )
+
+    def rates(self, work: Workload, variants: Sequence[str]) -> list[Run]:
+        """Tokens a second of the phase before and of these variants."""
+        count = len(work.items)
+        free = [
+            SamplingParams(max_tokens=n, temperature=0.8, seed=1, ignore_eos=True) for n in work.output_lens
+        ]
+        bound = [replace(params, grammar=RECORDS) for params in free]
         asked = {
-            BEFORE: [free] * count,
-            FREE: [free] * count,
-            ONE: [bound, *[free] * (count - 1)],
-            PHASE: [bound] * count,
-            SHORT: [replace(free, grammar=STRINGS)] * count,
+            BEFORE: free,
+            FREE: free,
+            ONE: [bound[0], *free[1:]],
+            PHASE: bound,
+            SHORT: [replace(params, grammar=STRINGS) for params in free],
+            JUMP: bound,
         }
-        engines: dict[str, PagedEngine] = {BEFORE: cuda_graphs.load(self.model, **self.sizes(count))}
-        engines[FREE] = engines[ONE] = engines[PHASE] = engines[SHORT] = self.engine(count)
-        if not self.on_cpu:
-            asked[JUMP], engines[JUMP] = asked[PHASE], self.engine(count, jump_rows=count)
+        lengths = [len(item.prompt) + item.max_tokens for item in work.items]
+        sizes = self.sizes(count, 512 if max(lengths) <= 512 else 2048, max(2048, sum(lengths) + 64 * count))
+        engines: dict[str, PagedEngine] = {BEFORE: cuda_graphs.load(self.model, **sizes)}
+        engine = self.engine(**sizes)
+        for name in variants:
+            engines[name] = self.engine(**sizes, jump_rows=count) if name == JUMP else engine
 
         def timed(name: str) -> Callable[[int], Sample]:
             return lambda repeat: self.time(engines[name], work.cold(repeat), asked[name])
 
-        for name, params in asked.items():  # a short warm-up of each instead of a whole run
-            self.time(
-                engines[name],
-                uniform("warm-up", count, prompt, 2),
-                [replace(p, max_tokens=2) for p in params],
-            )
-        idle: dict[str, Callable[[], None]] = {name: lambda: None for name in asked}
-        kept = alternate({name: timed(name) for name in asked}, self.options.repeats, warm=idle)
+        for name in engines:  # a short warm-up of each instead of a whole run
+            warm = [replace(params, max_tokens=2) for params in asked[name]]
+            self.time(engines[name], uniform("warm-up", count, 128 if count > 16 else 16, 2), warm)
+        idle: dict[str, Callable[[], None]] = {name: lambda: None for name in engines}
+        kept = alternate({name: timed(name) for name in engines}, self.options.repeats, warm=idle)
         facts = {"batch": count, "masks by": self.backend}
         return [
             summarize(name, work, samples, model=self.name, dtype=self.options.dtype, options=facts)
             for name, samples in kept.items()
         ]
 
-    def sizes(self, count: int) -> dict[str, Any]:
+    def sizes(self, count: int, max_len: int = 512, tokens: int | None = None) -> dict[str, Any]:
         """Room for everybody, and for the other phase's engine beside this one."""
-        tokens = 512 * self.model.config.kv_bytes_per_token(self.options.dtype)
+        tokens = max(count, 4) * max_len if tokens is None else tokens
         return {
             "max_rows": count,
-            "max_len": 512,
+            "max_len": max_len,
             "prefix_cache": False,
-            "cache_bytes": max(count, 4) * tokens,
+            "cache_bytes": tokens * self.model.config.kv_bytes_per_token(self.options.dtype),
         }
 
-    def engine(self, count: int, **options: Any) -> PagedEngine:
+    def engine(self, count: int = 0, **options: Any) -> PagedEngine:
         """This phase's engine with the vocabulary, which a random model has from nowhere else."""
         # Guesses would need a mask for each of their places, and phase 09 guesses nothing either.
-        options = {"speculate": False, **options}
-        engine = structured.load(self.model, **self.sizes(count), **options)
+        options = {"speculate": False, **(self.sizes(count) if count else {}), **options}
+        engine = structured.load(self.model, **options)
         config = self.model.config
         pool = GrammarPool(
             lambda: backend_named(self.backend)(self.vocabulary), cache_bytes=1 << 28, seconds=60.0
