@@ -151,7 +151,7 @@ def _seconds(reference: Model, tokens: Sequence[int], most: int, ways: int) -> f
 
 
 def draw(evidence: Evidence, out: Path) -> None:
-    """What each way costs; and, where speed was measured on the same kind of machine, what it brings."""
+    """What each way costs, and what it brings on a CPU, where SmolLM2's speed was measured."""
     names = list(dict.fromkeys(run.model for run in evidence.runs))
     traded = _traded(evidence)
     figure, axes = panels(len(names) + bool(traded), height=3.6)
@@ -179,7 +179,7 @@ def draw(evidence: Evidence, out: Path) -> None:
     if traded:
         axes[-1].set_yscale("log")
         axes[-1].margins(x=0.3, y=0.1)
-        axes[-1].set_xlabel("times as fast as phase 09, one request")
+        axes[-1].set_xlabel("times as fast as phase 09, one request on a CPU")
         axes[-1].set_ylabel("KL divergence")
         axes[-1].set_title("SmolLM2: faster is farther from float32; best is below on the right")
     save(figure, out, evidence)
@@ -187,7 +187,7 @@ def draw(evidence: Evidence, out: Path) -> None:
 
 def _traded(evidence: Evidence) -> list[tuple[str, float, float]]:
     """Name, gain over phase 09 for one request, and divergence, of each way whose scheme has a speed."""
-    path = RESULTS / evidence.folder / "10_quant.json"
+    path = RESULTS / "cpu" / "10_quant.json"
     if not path.is_file():
         return []
     speeds = {

@@ -354,8 +354,8 @@ def deciding(route: str, bodies: Sequence[bytes]) -> Sample:
 @contextmanager
 def listening(command: Sequence[str], says: str) -> Iterator[str]:
     """A process, as soon as it has said where it listens (a regular expression with one group)."""
-    path = os.pathsep.join([str(ROOT), *map(str, sorted((ROOT / "phases").glob("[0-9]*")))])
-    env = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    own = [str(ROOT), *map(str, sorted((ROOT / "phases").glob("[0-9]*"))), os.environ.get("PYTHONPATH", "")]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, own)), "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=env
     )
@@ -363,7 +363,9 @@ def listening(command: Sequence[str], says: str) -> Iterator[str]:
     timer = threading.Timer(60, process.kill)
     timer.start()
     found = None
+    said: list[str] = []
     for line in process.stdout:
+        said = [*said[-9:], line]
         found = re.search(says, line)
         if found:
             break
@@ -372,7 +374,7 @@ def listening(command: Sequence[str], says: str) -> Iterator[str]:
     rest.start()
     try:
         if found is None:
-            raise RuntimeError(f"{command[2]} has not started")
+            raise RuntimeError(f"{command[2]} has not started. It said last:\n{''.join(said)}")
         yield found[1]
     finally:
         end(process)

@@ -386,10 +386,10 @@ def _tasks(runs: list[Run], axes: Axes) -> None:
             (one,) = (run for run in found if (run.variant, run.workload) == (variant, name))
             value = one.median("tokens_per_step")
             at = row + (place - (len(variants) - 1) / 2) * 0.8 / len(variants)
-            label = _label(one) if row == 0 else None
-            axes.barh(at, value, height=0.7 / len(variants), color=shown[variant], label=label)
+            axes.barh(at, value, height=0.7 / len(variants), color=shown[variant])
+            gain = one.median("output_tokens_per_s") / before[name]
             axes.annotate(
-                f"{value:.2f} ({one.median('output_tokens_per_s') / before[name]:.2f}× the speed)",
+                f"{_label(one)}: {value:.2f}, {gain:.2f}× the speed",
                 (value, at),
                 (4, 0),
                 textcoords="offset points",
@@ -399,13 +399,12 @@ def _tasks(runs: list[Run], axes: Axes) -> None:
     axes.axvline(1.0, color=GREY, linewidth=1.0)
     axes.set_yticks(range(len(tasks)), [name.rsplit("-", 1)[0] for name in tasks])
     axes.invert_yaxis()
-    axes.margins(x=0.45 if len(variants) < 4 else 1.1)  # labels, and the legend beside them
+    axes.margins(x=0.8)  # labels
     axes.set_xlabel("tokens a step; 1: no draft is right")
     most = max(found, key=lambda run: run.median("tokens_per_step"))
     task = most.workload.rsplit("-", 1)[0]
     axes.set_title(f"A step yields up to {number(most.median('tokens_per_step'))} tokens: {task}")
     axes.grid(visible=False, axis="y")
-    axes.legend(loc="lower right")
 
 
 def _agreement(found: list[Run], axes: Axes) -> None:

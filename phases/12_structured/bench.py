@@ -442,7 +442,8 @@ def draw(evidence: Evidence, out: Path) -> None:
     saved = 1 - found["jump"].median("steps") / found["no jump"].median("steps")
     middle.set_title(f"Forced tokens as drafts save {saved:.0%} of the steps")
     names = {BEFORE: "phase 09", FREE: "no grammar", ONE: "one row of them", PHASE: "all rows"}
-    rates = [next(run for run in evidence.runs if run.variant == name) for name in names]
+    work = next(run.workload for run in evidence.runs if run.variant == PHASE)
+    rates = [run for name in names for run in evidence.find(name, workload=work)]
     metric = "output_tokens_per_s"
     bars(rates, metric, axes=right, gain=False, label=lambda run: names[run.variant])
     kept = rates[-1].median(metric) / rates[0].median(metric)
