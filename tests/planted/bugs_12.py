@@ -149,8 +149,8 @@ BUGS = (
     Bug(
         "held-back-for-ever",
         f"{HERE}/masks.py",
-        "            if not row.any():\n                row[:] = before\n",
-        "",
+        "back = np.isin(rows, touched[~words[touched].any(axis=1)])",
+        "back = np.isin(rows, touched[:0])",
         "Forbids the end where nothing else is left.",
     ),
     Bug(
@@ -221,8 +221,8 @@ BUGS = (
     Bug(
         "ends-unseen",
         f"{HERE}/masks.py",
-        "            if (any_may and some[rows].any()) or request.params.stop_token_ids:\n",
-        "            if request.params.stop_token_ids:\n",
+        "                if some[row] and (short or params.ignore_eos):\n",
+        "                if not some[row] and (short or params.ignore_eos):\n",
         "Does not hold the end back from outputs that are to be longer.",
     ),
     Bug(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from common.errors import UserError
 from common.request import Request
@@ -241,23 +242,27 @@ class GrammarMasks:
         ends = sorted(self.eos)
         may_end = words[:, [token >> 5 for token in ends]] >> [token & 31 for token in ends] & 1  # [M, E]
         some = np.asarray(may_end.any(axis=1))
-        any_may = bool(some.any())
+        held: list[tuple[int, int]] = []  # a mask's row, and a token
         for job, request in longer:
-            rows = slice(job.row, job.row + len(job.drafts) + 1)
-            if (any_may and some[rows].any()) or request.params.stop_token_ids:
-                self._hold_back(request, words[rows])
+            params = request.params
+            length = len(request.tokens) - request.prompt_len
+            for row in range(job.row, job.row + len(job.drafts) + 1):
+                length += 1  # the number of the output's token that this mask is for
+                short = length <= params.min_tokens
+                if some[row] and (short or params.ignore_eos):
+                    held += [(row, token) for token in ends]
+                if short:
+                    held += [(row, token) for token in params.stop_token_ids]
+        if held:
+            rows, tokens = np.array(held).T
+            hold_back(words, rows, tokens)
 
-    def _hold_back(self, request: Request, words: Words) -> None:
-        """Keep the end from an output that is to be longer, as far as its grammar lets it go on."""
-        params = request.params
-        length = len(request.tokens) - request.prompt_len
-        for row in words:  # of the output's token number length + 1, and the next
-            length += 1
-            short = length <= params.min_tokens
-            ends = self.eos if short or params.ignore_eos else frozenset()
-            ends |= frozenset(params.stop_token_ids if short else ())
-            before = row.copy()
-            for token in ends:
-                row[token >> 5] &= ~np.int32(np.uint32(1 << (token & 31)).view(np.int32))
-            if not row.any():
-                row[:] = before
+
+def hold_back(words: Words, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
+    """Take tokens out of masks `words [M, W]`, each out of its row, unless nothing else is left in that."""
+    bits = (1 << (tokens & 31)).astype(np.uint32).view(np.int32)
+    taken = words[rows, tokens >> 5] & bits
+    np.bitwise_and.at(words, (rows, tokens >> 5), ~bits)
+    touched = np.unique(rows)
+    back = np.isin(rows, touched[~words[touched].any(axis=1)])
+    np.bitwise_or.at(words, (rows[back], tokens[back] >> 5), taken[back])
