@@ -62,8 +62,8 @@ BUGS = (
     Bug(
         "token-of-the-row-before",
         STEP,
-        "tl.store(ids + i, tl.load(tokens + row * max_len + place))",
-        "tl.store(ids + i, tl.load(tokens + i * max_len + place))",
+        "token = tl.load(tokens + row * max_len + place)",
+        "token = tl.load(tokens + i * max_len + place)",
         "Reads a token by the request's place in the batch, not by its row.",
     ),
     Bug(
@@ -111,8 +111,8 @@ BUGS = (
     Bug(
         "padding-repeats-a-request",
         CHUNK,
-        'self.empty = {"positions": -1, "members": requests}',
-        'self.empty = {"positions": -1, "members": 0}',
+        'self.empty = {"positions": -1, "members": requests,',
+        'self.empty = {"positions": -1, "members": 0,',
         "Pads the list of decodes with request 0, which may have a chunk.",
     ),
     Bug(
@@ -364,8 +364,8 @@ BUGS = (
     Bug(
         "few-sweep-unmasked",
         FEW,
-        "        inside = (start + k < K)[:, None, :]\n",
-        "        inside = (k < K)[:, None, :]\n",
+        "part = tl.load(x + at_x + start, mask=here & (start + k < K)[:, None, :], other=0.0)",
+        "part = tl.load(x + at_x + start, mask=here & (k < K)[:, None, :], other=0.0)",
         "Masks the first sweep's tail and none after it.",
     ),
     Bug(
@@ -378,8 +378,8 @@ BUGS = (
     Bug(
         "few-residual-of-the-first",
         FEW,
-        "result += tl.load(residual + at_out, mask=keep, other=0.0)",
-        "result += tl.load(residual + row[None, :] + 0 * at_out, mask=keep, other=0.0)",
+        "more = tl.load(residual + at_out, mask=keep, other=0.0)",
+        "more = tl.load(residual + row[None, :] + 0 * at_out, mask=keep, other=0.0)",
         "Adds the first token's residual to all.",
     ),
     Bug(
@@ -427,8 +427,8 @@ BUGS = (
     Bug(
         "combined-with-the-padding",
         HEADS,
-        "mask=filled[:, :, None] & (e[:, :, None] * 8 + lane < D), other=0.0)",
-        "mask=filled[:, :, None] & (lane < D), other=0.0)",
+        "present[:, :, None] & (e[:, :, None] * 8 + lane < D)",
+        "present[:, :, None] & (lane < D)",
         "Reads the lanes behind a head whose size is no power of two, which nobody writes.",
     ),
     Bug(
@@ -521,6 +521,62 @@ BUGS = (
         "            tl.store(arrived + kv_head, 0)  # ready for the next launch\n",
         "",
         "Leaves its counters as they are, so that the next launch never combines.",
+    ),
+    Bug(
+        "parts-of-few-over-each-other",
+        LONE_FEW,
+        "at_part = (split * TOKENS + token) * H + head",
+        "at_part = (split + token) * H + head",
+        "Writes the splits of several tokens over each other, for the projection.",
+    ),
+    Bug(
+        "few-without-the-last-tile",
+        LONE_FEW,
+        "tiles = tl.maximum(tl.cdiv(cached - begin, BLOCK_N), 1)",
+        "tiles = tl.maximum((cached - begin) // BLOCK_N, 1)",
+        "Leaves out the keys of a tile that is not full.",
+    ),
+    Bug(
+        "splits-as-far-as-tokens-go",
+        HEADS,
+        "CAPACITY * K, CAPACITY * H, ROWS=PARTS * PART // 8,",
+        "tokens * K, tokens * H, ROWS=PARTS * PART // 8,",
+        "Looks for the next split behind as many tokens as there are, not as there is room for.",
+    ),
+    Bug(
+        "weight-of-the-first-head",
+        HEADS,
+        "token[None, :] * H + e * 8 // D, present",
+        "token[None, :] * H + e * 0, present",
+        "Weighs all heads of a split as its first.",
+    ),
+    Bug(
+        "padding-read-from-the-workspace",
+        HEADS,
+        "present = (e * 8 < K) & (token < count)[None, :]",
+        "present = (e * 8 < K) & (token < tokens)[None, :]",
+        "Combines parts of tokens that are padding, which nobody has written.",
+    ),
+    Bug(
+        "few-heads-without-residual",
+        HEADS,
+        "result = tl.sum(product, axis=0) + added[None, :] + more.to(tl.float32)",
+        "result = tl.sum(product, axis=0) + added[None, :]",
+        "Forgets the residual where a few tokens' splits are combined.",
+    ),
+    Bug(
+        "few-heads-of-one-warp",
+        HEADS,
+        "result = tl.sum(product, axis=0) + added[None, :]",
+        "result = tl.max(product, axis=0) + added[None, :]",
+        "Takes the largest of the warps' sums for their sum.",
+    ),
+    Bug(
+        "norm-weights-of-the-first-sweep",
+        FEW,
+        "factor = tl.load(norm_weight + start + k,",
+        "factor = tl.load(norm_weight + k,",
+        "Multiplies every sweep by the norm's first weights.",
     ),
     Bug(
         "few-for-other-formats",

@@ -14,6 +14,8 @@ NGRAM = "phases/11_speculative/speculative/ngram.py"
 SUFFIX = "phases/11_speculative/speculative/suffix.py"
 MODEL = "phases/11_speculative/speculative/draft_model.py"
 HEAD = "phases/11_speculative/speculative/head.py"
+GRAPHS = "phases/09_cuda_graphs/cuda_graphs/runner.py"
+CHUNK = "phases/09_cuda_graphs/cuda_graphs/chunk_graph.py"
 REJECTION = "phases/11_speculative/speculative/rejection.py"
 STATS = "phases/11_speculative/speculative/stats.py"
 SYNTHETIC = "phases/11_speculative/speculative/synthetic.py"
@@ -284,5 +286,19 @@ BUGS = (
         "return later + self._kept",
         "return later",
         "Lets guesses use up what is kept for prompts.",
+    ),
+    Bug(
+        "graph-without-its-drafts",
+        CHUNK,
+        'given["drafts"] = NOTHING if drafts is None else drafts',
+        'given["drafts"] = NOTHING',
+        "Verifies what stood in the row before, in the place of the drafts.",
+    ),
+    Bug(
+        "drafts-one-place-too-early",
+        GRAPHS,
+        "drafts[end - len(work.drafts) : end] = work.drafts",
+        "drafts[end - len(work.drafts) - 1 : end - 1] = work.drafts",
+        "Puts the drafts in a graph in the place of the newest token and behind it.",
     ),
 )
