@@ -59,12 +59,14 @@ class LatencyBlock(FusedBlock):
         """Two to eight tokens: the same, with attention in two kernels where they are of several requests."""
         attend = self.self_attn
         qkv = attend.qkv_proj(x, norm=self.input_layernorm.weights)
-        out = attend.o_proj
         if not attention.takes_few(attend.spec, len(x)):
-            return out(attend.attend(qkv, cos_sin, attention), residual=x)
-        apart = isinstance(out, OutputLinear) and out.takes_few(attend.spec)
-        parts = attention.attend_few(attend.spec, qkv, cos_sin, attend.norms, meet=not apart)
-        return out.combine_few(parts, x) if apart else out(parts.out, residual=x)
+            return attend.o_proj(attend.attend(qkv, cos_sin, attention), residual=x)
+        out = attend.o_proj
+        if isinstance(out, OutputLinear) and out.takes_few(attend.spec):
+            parts = attention.attend_few(attend.spec, qkv, cos_sin, attend.norms, meet=False)
+            return out.combine_few(parts, x)
+        parts = attention.attend_few(attend.spec, qkv, cos_sin, attend.norms, meet=True)
+        return attend.o_proj(parts.out, residual=x)
 
     def _mlp(self, x: Tensor) -> Tensor:
         """Two kernels that read a matrix each, and nothing in between."""

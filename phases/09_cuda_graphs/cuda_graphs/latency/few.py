@@ -83,9 +83,9 @@ def few_kernel(
             w = tl.load(weight + at + i * SWEEP, mask=inside, other=0.0)
             if GATED:
                 up = tl.load(weight + up_at + i * SWEEP, mask=inside, other=0.0)
-        vector = vectors[i]
+        vector = vectors[i]  # type: ignore[var-annotated]
         if NORM:  # rounded as a norm apart
-            normed = vector.to(tl.float32) * scale[None, :, None] * factors[i][:, None, :]  # type: ignore[var-annotated]
+            normed = vector.to(tl.float32) * scale[None, :, None] * factors[i][:, None, :]
             vector = normed.to(vector.dtype)
         total = tl.dot(vector, tl.permute(w, (0, 2, 1)), total, input_precision="ieee")
         if GATED:
