@@ -8,6 +8,7 @@ schemas that nobody has sent before. What differs between the gaps of tokens is 
 from __future__ import annotations
 
 import gc
+import json
 import resource
 import time
 from collections.abc import Callable
@@ -36,21 +37,24 @@ def nested(depth: int) -> Any:
 
 
 def hostile() -> dict[str, Callable[[], Grammar]]:
-    """Each makes a grammar, or raises `UserError` at once."""
+    """Each makes a grammar, or raises `UserError` at once. The texts are here before, as a client's are."""
+
+    def schema(value: Any) -> Callable[[], Grammar]:
+        source = value if isinstance(value, str) else json.dumps(value)
+        return lambda: Grammar.json_schema(source)
+
     return {
         "counts": lambda: Grammar.regex("a{1,9999}{1,9999}"),
         "counts of counts": lambda: Grammar.regex("(a{1,999}b?){1,999}"),
         "catastrophic": lambda: Grammar.regex("((a+)+|(a|aa)+b|(.*a){25})c"),
         "blow-up": lambda: Grammar.regex("(a|b)*a(a|b){20}"),
-        "deep": lambda: Grammar.json_schema(nested(42)),
-        "too deep": lambda: Grammar.json_schema('{"a":' * 500_000),
-        "4 MB": lambda: Grammar.json_schema({"enum": ["x" * 1000 + str(n) for n in range(4000)]}),
-        "wide": lambda: Grammar.json_schema({"properties": {f"p{n}": True for n in range(7000)}}),
-        "many strings": lambda: Grammar.json_schema({"enum": [f"{'x' * 20}{n}" for n in range(8000)]}),
-        "no base": lambda: Grammar.json_schema(
-            {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
-        ),
-        "itself": lambda: Grammar.json_schema({"$ref": "#"}),
+        "deep": schema(nested(42)),
+        "too deep": schema('{"a":' * 500_000),
+        "4 MB": schema({"enum": ["x" * 1000 + str(n) for n in range(4000)]}),
+        "wide": schema({"properties": {f"p{n}": True for n in range(7000)}}),
+        "many strings": schema({"enum": [f"{'x' * 20}{n}" for n in range(8000)]}),
+        "no base": schema({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
+        "itself": schema({"$ref": "#"}),
         "ambiguous": lambda: Grammar.lark('start: s\ns: s s | "a" |'),
         "left": lambda: Grammar.lark('start: start "a" | "b"'),
     }
