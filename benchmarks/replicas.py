@@ -36,7 +36,7 @@ from benchmarks.evidence import ROOT, BenchOptions, Evidence, Run, collect
 from benchmarks.measure import Sample, Samples, alternate, percentiles, summarize
 from benchmarks.plotting import colours, number, panels, save
 from benchmarks.roofline import ceilings
-from benchmarks.server import Server, answered, bodies_of, measured
+from benchmarks.server import Server, answered, bodies_of, import_path, measured
 from benchmarks.workloads import Item, Workload, uniform, workload
 from common.device import synchronize
 from common.request import Request
@@ -354,8 +354,7 @@ def deciding(route: str, bodies: Sequence[bytes]) -> Sample:
 @contextmanager
 def listening(command: Sequence[str], says: str) -> Iterator[str]:
     """A process, as soon as it has said where it listens (a regular expression with one group)."""
-    own = [str(ROOT), *map(str, sorted((ROOT / "phases").glob("[0-9]*"))), os.environ.get("PYTHONPATH", "")]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, own)), "PYTHONUNBUFFERED": "1"}
+    env = os.environ | {"PYTHONPATH": import_path(), "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=env
     )

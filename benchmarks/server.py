@@ -24,6 +24,12 @@ STARTS_WITHIN = 600.0
 """Seconds: on a GPU kernels are compiled before the server is ready."""
 
 
+def import_path() -> str:
+    """PYTHONPATH for a process of ours: this checkout, and where this process has found its libraries."""
+    own = [str(ROOT), *map(str, sorted((ROOT / "phases").glob("[0-9]*"))), os.environ.get("PYTHONPATH", "")]
+    return os.pathsep.join(filter(None, own))
+
+
 class Server:
     """`ladder serve MODEL` with these options, as a context. Its errors are shown as they come.
 
@@ -38,15 +44,12 @@ class Server:
                 flags.append(flag if value else flag.replace("--", "--no-", 1))
             else:
                 flags += [flag, str(value)]
-        path = os.pathsep.join([str(ROOT), *map(str, sorted((ROOT / "phases").glob("[0-9]*")))])
-        if os.environ.get("PYTHONPATH"):  # where this process has found its libraries
-            path += os.pathsep + os.environ["PYTHONPATH"]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "phases", "serve", model, "--port", "0", "--access-log", "none", *flags],
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": path, "COLUMNS": "200"} | dict(env or {}),
+            env=os.environ | {"PYTHONPATH": import_path(), "COLUMNS": "200"} | dict(env or {}),
         )
         self.target = Target("", 0)
 

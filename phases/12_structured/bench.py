@@ -165,16 +165,16 @@ class Bench:
         lengths = [len(item.prompt) + item.max_tokens for item in work.items]
         sizes = self.sizes(count, 512 if max(lengths) <= 512 else 2048, max(2048, sum(lengths) + 64 * count))
         engines: dict[str, PagedEngine] = {BEFORE: cuda_graphs.load(self.model, **sizes)}
-        engine = self.engine(**sizes)
+        engine = self.engine(sizes)
         for name in variants:
-            engines[name] = self.engine(**sizes, jump_rows=count) if name == JUMP else engine
+            engines[name] = self.engine(sizes, jump_rows=count) if name == JUMP else engine
 
         def timed(name: str) -> Callable[[int], Sample]:
             return lambda repeat: self.time(engines[name], work.cold(repeat), asked[name])
 
         for name in engines:  # a short warm-up of each instead of a whole run
             warm = [replace(params, max_tokens=2) for params in asked[name]]
-            self.time(engines[name], uniform("warm-up", count, 128 if count > 16 else 16, 2), warm)
+            self.time(engines[name], uniform("warm-up", count, min(work.prompt_lens), 2), warm)
         idle: dict[str, Callable[[], None]] = {name: lambda: None for name in engines}
         kept = alternate({name: timed(name) for name in engines}, self.options.repeats, warm=idle)
         facts = {"batch": count, "masks by": self.backend}
@@ -193,11 +193,10 @@ class Bench:
             "cache_bytes": tokens * self.model.config.kv_bytes_per_token(self.options.dtype),
         }
 
-    def engine(self, count: int = 0, **options: Any) -> PagedEngine:
+    def engine(self, sizes: Mapping[str, Any], **options: Any) -> PagedEngine:
         """This phase's engine with the vocabulary, which a random model has from nowhere else."""
         # Guesses would need a mask for each of their places, and phase 09 guesses nothing either.
-        options = {"speculate": False, **(self.sizes(count) if count else {}), **options}
-        engine = structured.load(self.model, **options)
+        engine = structured.load(self.model, **{"speculate": False, **sizes, **options})
         config = self.model.config
         pool = GrammarPool(
             lambda: backend_named(self.backend)(self.vocabulary), cache_bytes=1 << 28, seconds=60.0
@@ -284,7 +283,7 @@ class Bench:
 
     def hostile(self) -> list[Run]:
         """What others notice of grammars that are sent to stop an engine."""
-        engine = self.engine(32)
+        engine = self.engine(self.sizes(32))
         tokens, repeats = (4, 1) if self.options.quick else (66, 2)
         found = hostile_grammars.measure(engine, tokens, repeats)
         return [self.fact(f"{PHASE}+{name}", "gaps of others", facts) for name, facts in found.items()]
@@ -306,7 +305,7 @@ class Bench:
         runs = []
         tokens: dict[bool, list[list[int]]] = {}
         for overlap, jump in ((True, False), (True, True), (False, True)):
-            engine = self.engine(1, overlap=overlap, jump_forward=jump)
+            engine = self.engine(self.sizes(1), overlap=overlap, jump_forward=jump)
             done = generate(engine, prompts, params)
             tokens[jump] = [completion.token_ids for completion in done]
             found = {"steps": float(engine.stats.steps)}
@@ -327,7 +326,7 @@ class Bench:
         assert self.tokenizer is not None
         people = PEOPLE[:2] if self.options.quick else PEOPLE
         prompts = [self.tokenizer.chat([{"role": "user", "content": question(*person)}]) for person in people]
-        engine = self.engine(len(prompts))
+        engine = self.engine(self.sizes(len(prompts)))
         validator = jsonschema.Draft202012Validator(PERSON)
         runs = []
         for label, grammar in (("without", None), ("with", Grammar.json_schema(PERSON))):

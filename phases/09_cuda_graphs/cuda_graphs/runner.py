@@ -252,8 +252,9 @@ class GraphRunner(PagedRunner):
         works = sorted(works, key=_by_row)
         host = HostBatch.of(works, self.rows.prompt_lens)
         self.tables.update(host.rows, self.cache.blocks_for(int(host.context_lens.max())))
+        drafts = drafts_of(works, host) if "drafts" in graph.layout.sizes else None
         with self._staging.fill(graph.layout.size) as flat:
-            graph.layout.fill(flat, host, *self.attention.sort(host), drafts_of(works, host))
+            graph.layout.fill(flat, host, *self.attention.sort(host), drafts)
         graph.replay()
         return works, host
 
