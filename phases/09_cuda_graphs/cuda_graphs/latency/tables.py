@@ -7,9 +7,8 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-import triton
 
-from triton_paged_attention.decode import LEAST_KEYS, MOST_SPLITS
+from triton_paged_attention.decode import MOST_SPLITS
 from triton_paged_attention.hardware import AMPERE, at_least, multiprocessors
 from triton_paged_attention.tuning.winners import Table
 
@@ -118,14 +117,14 @@ class LoneFewConfig:
 
 
 def lone_few_config(key: LoneKey) -> LoneFewConfig:
-    """Defaults: tiles like a lone token's, and splits like those of the decode kernel for several tokens.
+    """Defaults: tiles like a lone token's, one or more a split, and as many splits as the decode kernel has.
 
     Wide heads take twice the warps, whose registers hold the first tile, the new keys and all queries at
     once.
     """
     block_n = tile_keys(key)
     num_warps = 4 if key.d_pad <= 64 else 8
-    return LoneFewConfig(block_n, num_warps, min_tiles=max(1, LEAST_KEYS // block_n))
+    return LoneFewConfig(block_n, num_warps)
 
 
 @dataclass(frozen=True)
@@ -137,9 +136,18 @@ class HeadsConfig:
     chunk: int = 10
 
 
+@cache
+def heads_config(rows: int, size: int) -> HeadsConfig | None:
+    """Defaults for `[rows, size]`; None: the splits of attention had better be combined before.
+
+    Every program reads all parts, so there may not be many programs nor large parts.
+    """
+    return HeadsConfig() if size <= 2048 and rows <= 2048 else None
+
+
 @dataclass(frozen=True)
 class FewHeadsConfig:
-    """The same for a few tokens; each warp has `part` inputs of every row."""
+    """`HeadsConfig` for a few tokens; each warp has `part` inputs of every row."""
 
     num_warps: int
     part: int = 128
@@ -152,13 +160,4 @@ def few_heads_config(rows: int, size: int) -> FewHeadsConfig | None:
     """Like `heads_config`. A few tokens have a few times the parts, which are to fit into registers."""
     if rows > 1024 or size > 1024:
         return None
-    return FewHeadsConfig(max(1, triton.next_power_of_2(size) // FewHeadsConfig.part))
-
-
-@cache
-def heads_config(rows: int, size: int) -> HeadsConfig | None:
-    """Defaults for `[rows, size]`; None: the splits of attention had better be combined before.
-
-    Every program reads all parts, so there may not be many programs nor large parts.
-    """
-    return HeadsConfig() if size <= 2048 and rows <= 2048 else None
+    return FewHeadsConfig(max(1, (1 << (size - 1).bit_length()) // FewHeadsConfig.part))
