@@ -111,7 +111,8 @@ class KernelOutput(KernelLinear, CombinesHeads):
     def heads_config(self) -> HeadsConfig | None:
         """See `CombinesHeads.heads_config`."""
         plain = self.scheme.scales == "channel" and self.order is None
-        return heads_config(*self.shape) if plain else None
+        found = heads_config(*self.shape) if plain else None
+        return found and replace(found, rows=2 * found.rows)  # of half the bytes
 
     def combine(self, parts: Parts, residual: Tensor) -> Tensor:
         """See `CombinesHeads.combine`."""

@@ -12,54 +12,43 @@ from triton_paged_attention.hardware import multiprocessors
 
 BLOCK_K = (128, 4096)
 """Fewest and most inputs that a tile holds of a row: a span of four-bit words, and what registers hold."""
-WARPS = 4
-REGISTERS = 65_536
-"""Of a multiprocessor."""
-INPUT_BYTES = {8: 20_480, 4: 40_960}
-"""What preparing the input costs a program, as bytes that it could have read instead, by bits; measured."""
+NUMBERS = 16_384
+"""Weights that a program multiplies while as many more are on their way."""
+ROWS = 16
+EACH = {(8, 1): 4, (8, 2): 12, (4, 1): 4, (4, 2): 3}
+"""Programs of a multiprocessor, by bits and matrices; measured with the kernels before and behind. About as
+many as run at once, and a place is left for the next kernel's, which load their weights there."""
 
 
 @dataclass(frozen=True)
-class StepsConfig:
+class LoopConfig:
     """How a matrix-vector kernel with few bits runs.
 
-    rows: of a tile; steps: tiles of rows a program; ahead: tiles that are on their way while one is
-    multiplied. block_k, num_warps, late: see `cuda_graphs.latency.tables.GemvConfig`.
+    rows: outputs of a tile. block_k: inputs of a tile. each: programs of a multiprocessor, at most.
     """
 
     rows: int
-    steps: int
     block_k: int
-    num_warps: int = WARPS
-    ahead: int = 2
-    late: bool = False
+    each: int
+    num_warps: int = 4
+
+    def programs(self, rows: int, device: torch.device) -> int:
+        """For `rows` outputs."""
+        return min(triton.cdiv(rows, self.rows), self.each * multiprocessors(device))
 
 
 @cache
-def steps_config(rows: int, size: int, matrices: int, bits: int, device: torch.device) -> StepsConfig:
-    """For `rows` outputs of `size` inputs, and as many matrices as are multiplied at once.
+def loop_config(outputs: int, size: int, matrices: int, bits: int, device: torch.device) -> LoopConfig:
+    """For `outputs` of `size` inputs, and as many matrices as are multiplied at once.
 
-    All programs prepare the same input, so there had better be few; but they run in waves, and a wave that is
-    not full takes as long as a full one. So what counts is how many waves there are, times what a program
-    takes. Longer rows than a tile leave no registers to choose from.
+    In four bits a weight costs half the registers, and what a program does around its weights as much as
+    ever. Inputs that are longer than a tile take the registers of twice as many threads.
     """
     block_k = min(BLOCK_K[1], max(BLOCK_K[0], triton.next_power_of_2(size)))
-    row = block_k * bits // 8
     parts = triton.cdiv(size, block_k)
     if parts > 1:
-        return StepsConfig(2, 16 // bits, block_k, ahead=16 // bits)
-    choices = [
-        StepsConfig(tile // row, steps, block_k)
-        for tile in (8_192, 16_384)
-        for steps in (1, 2, 4)
-        if tile >= row and (bits == 8 or tile == 8_192)
-    ]
-
-    def cost(config: StepsConfig) -> tuple[int, int]:
-        tile = config.rows * row
-        registers = 72 + (config.ahead + 1) * tile // (4 * 32 * WARPS)
-        slots = multiprocessors(device) * (REGISTERS // (32 * WARPS * registers))
-        programs = triton.cdiv(rows, config.rows * config.steps)
-        return triton.cdiv(programs, slots) * (config.steps * tile * matrices + INPUT_BYTES[bits]), -tile
-
-    return min(choices, key=cost)
+        return LoopConfig(2, block_k, each=2, num_warps=8)
+    wanted = NUMBERS // (block_k if bits == 4 else block_k * matrices)
+    wanted = min(wanted, outputs // multiprocessors(device), ROWS)  # a program for everybody
+    rows = max(2, triton.next_power_of_2(wanted + 1) // 2)
+    return LoopConfig(rows, block_k, EACH[bits, matrices])
