@@ -92,6 +92,8 @@ class Grammar:
 
 def check_depth(source: str) -> None:
     """Raise `UserError` if brackets of a JSON text, those in strings aside, nest deeper than `MAX_DEPTH`."""
+    if source.count("[") + source.count("{") <= MAX_DEPTH:
+        return  # and strings need not be told from what is around them
     depth = 0
     for bracket in _OTHERS.sub("", source):
         depth += 1 if bracket in "[{" else -1

@@ -40,7 +40,7 @@ def test_a_hostile_grammar_is_refused_or_served_at_once(name: str, engine: Paged
 
 @pytest.mark.slow
 def test_gaps_are_measured_beside_each_kind(engine: PagedEngine) -> None:
-    found = hostile_grammars.measure(engine, tokens=4, repeats=1)
+    found = hostile_grammars.measure(engine, tokens=4)
     assert list(found) == ["harmless grammars", "hostile grammars", "distinct grammars"]
     assert all(metrics["itl_ms_p99"] > 0 for metrics in found.values())
     assert found["hostile grammars"]["peak_memory_bytes"] < MOST_BYTES

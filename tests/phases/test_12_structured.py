@@ -6,7 +6,9 @@ import json
 import os
 import random
 import re
+import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -550,6 +552,49 @@ def test_outputs_that_run_together_do_not_share_a_lexer(monkeypatch: pytest.Monk
     compiled = llguidance.GuidanceBackend(vocabulary()).compile(Grammar.regex("[a-z]+"))
     together = [compiled.matcher() for _ in range(3)]
     assert {llguidance.lexer_of(one) for one in together} == {0}, "a lexer that takes long is made again"
+
+
+def test_who_must_not_wait_does_not_wait_for_a_lexer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that made lexers for the requests that came with it held everybody else up for 75 ms."""
+    from structured.backends import llguidance
+
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(9)))
+    backend = llguidance.GuidanceBackend(vocabulary())
+    compiled = backend.compile(Grammar.regex("[a-z]+"))
+    go, make = threading.Event(), compiled._make  # type: ignore[attr-defined]
+
+    def slowly() -> Any:
+        assert go.wait(30), "nobody lets it go on"
+        return make()
+
+    compiled._make = slowly  # type: ignore[attr-defined]
+    outputs = [compiled.soon() for _ in range(llguidance.FEW + 2)]
+    got = [output is not None for output in outputs]
+    assert got == [True] * llguidance.FEW + [False] * 2, f"with one lexer these got an output at once: {got}"
+    go.set()
+    deadline = time.monotonic() + 30
+    while len(outputs) < 80 and time.monotonic() < deadline:
+        outputs.append(compiled.soon())
+        time.sleep(0.001)
+    counts = Counter(llguidance.lexer_of(output) for output in outputs if output is not None)
+    assert len(counts) == 8, f"8 threads, but lexers {sorted(counts)}"
+    assert max(counts.values()) - min(counts.values()) <= 1, f"outputs of each lexer: {dict(counts)}"
+
+
+def test_a_lexer_that_cannot_be_made_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    from structured.backends import llguidance
+
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(9)))
+    compiled = llguidance.GuidanceBackend(vocabulary()).compile(Grammar.regex("[a-z]+"))
+    compiled._make = lambda: 1 // 0  # type: ignore[attr-defined]
+    outputs: list[Matcher] = []
+    deadline = time.monotonic() + 30
+    while len(outputs) < 2 * llguidance.FEW and time.monotonic() < deadline:
+        if (made := compiled.soon()) is not None:
+            outputs.append(made)
+    assert len(outputs) == 2 * llguidance.FEW, (
+        f"after {len(outputs)} outputs of a lexer nobody gets one any more"
+    )
 
 
 @pytest.mark.parametrize("schema", [{"type": "string", "maxLength": 5}, {"enum": ["abc", "the"]}, True])

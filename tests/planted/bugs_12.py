@@ -156,8 +156,8 @@ BUGS = (
     Bug(
         "one-matcher-for-all",
         f"{HERE}/masks.py",
-        "            request.constraint = Constraint(compiled.matcher())\n",
-        "            compiled.one = getattr(compiled, 'one', None) or compiled.matcher()\n"
+        "            request.constraint = Constraint(matcher)\n",
+        "            compiled.one = getattr(compiled, 'one', matcher)\n"
         "            request.constraint = Constraint(compiled.one)\n",
         "Lets all requests of a grammar share one place in it.",
     ),

@@ -86,8 +86,11 @@ class Masks(Protocol):
         """Whether any taker of these works is constrained. If so, `fill` must know every token before."""
         ...
 
-    def begin(self, works: Sequence[Work]) -> None:
-        """Begin what `fill` will be asked for, now that every token before is known. No need to call it."""
+    def begin(self, works: Sequence[Work]) -> bool:
+        """Begin what `fill` will be asked for, now that every token before is known. No need to call it.
+
+        Returns whether it is done already, so that nobody would wait for it.
+        """
         ...
 
     def fill(self, works: Sequence[Work]) -> Tensor | Allowed | None:
@@ -130,8 +133,9 @@ class NoMasks:
         """Never."""
         return False
 
-    def begin(self, works: Sequence[Work]) -> None:
+    def begin(self, works: Sequence[Work]) -> bool:
         """Not asked for."""
+        return True
 
     def fill(self, works: Sequence[Work]) -> None:
         """Not asked for."""

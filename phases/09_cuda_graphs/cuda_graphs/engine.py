@@ -23,8 +23,8 @@ class RunAhead(Engine):
     `collect` drops; its row and blocks may have a new owner by then, whose first write comes later in the
     device's queue than that last stray one.
 
-    Where tokens are masked, a step's second half waits for the tokens of the step before. Its masks are made
-    while the device computes its first half and the host schedules the step behind it.
+    Where tokens are masked, a step's second half waits for the tokens of the step before. Masks that take
+    their time are made while the device computes its first half and the host schedules the step behind it.
 
     _flying: the newest step that is wholly handed to the device.
     _half: a step whose second half comes with the next call of `advance`.
@@ -68,15 +68,19 @@ class RunAhead(Engine):
                 self.collect(landing)
 
     def _begin_masks(self, step: Forwarded) -> None:
-        """Begin to make the masks of a step, whose second half then comes with the next one."""
+        """Begin to make the masks of a step, whose second half then comes with the next one, or at once where
+        they are made already.
+        """
         try:
-            self.masks.begin(step.works)
+            made = self.masks.begin(step.works)
         except BaseException as error:
             self.fail(step.works, error)
             if not isinstance(error, Exception):
                 raise
             return
         self._half = step
+        if made:
+            self._finish_half()
 
     def _finish_half(self) -> None:
         """Hand the second half of a step to the device, if one is left."""

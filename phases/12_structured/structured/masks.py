@@ -130,9 +130,10 @@ class GrammarMasks:
             request.constraint = self.pool.ask(grammar)
         assert isinstance(request.constraint, Compilation)
         compiled = request.constraint.get()
-        if compiled is not None:
-            request.constraint = Constraint(compiled.matcher())
-        return compiled is not None
+        matcher = None if compiled is None else compiled.soon()
+        if matcher is not None:
+            request.constraint = Constraint(matcher)
+        return matcher is not None
 
     def settle(self, params: SamplingParams) -> None:
         """Wait for a grammar."""
@@ -145,7 +146,7 @@ class GrammarMasks:
         """Whether any taker has a grammar; until the first grammar comes, this costs nothing."""
         return self._any and any(taker.constraint is not None for work in works for taker in work.takers)
 
-    def begin(self, works: Sequence[Work]) -> None:
+    def begin(self, works: Sequence[Work]) -> bool:
         """Move the matchers, and begin to make the masks of those samples of the step that have a grammar."""
         self._finish()  # of a step that failed in between
         found = self._follow(works)
@@ -171,6 +172,7 @@ class GrammarMasks:
                     words[job.row + 1 : job.row + 1 + len(job.drafts)] = 0
             done = self.pool.backend.begin(jobs, words)
             self._filling = Filling(works, jobs, owners, places, words, done)
+        return self._filling is None or self._filling.done is None
 
     def fill(self, works: Sequence[Work]) -> Allowed | None:
         """The masks of those samples of the step that have a grammar; None if none has."""

@@ -68,6 +68,10 @@ class Compiled(ABC):
     def matcher(self) -> Matcher:
         """A new output's."""
 
+    def soon(self) -> Matcher | None:
+        """A new output's, for somebody who must not wait; None: it is being made, ask again."""
+        return self.matcher()
+
 
 class Job(NamedTuple):
     """Masks to be made: of a matcher's next token into `row`, and after each draft into the rows behind."""

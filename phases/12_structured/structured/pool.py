@@ -72,7 +72,7 @@ class GrammarPool:
     ) -> None:
         self._make, self.cache_bytes, self.seconds = make_backend, cache_bytes, seconds
         self._backend: Backend | None = None
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="grammar", initializer=_step_back)
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="grammar", initializer=step_back)
         self._lock, self._making = threading.Lock(), threading.Lock()
         self._known: OrderedDict[Grammar, Compilation] = OrderedDict()
         self.bytes = 0  # of all that are kept
@@ -129,7 +129,7 @@ class GrammarPool:
             return list(self._known)
 
 
-def _step_back() -> None:
+def step_back() -> None:
     """Let this thread have only what processor time others leave: nobody's step waits for a grammar."""
     with suppress(AttributeError, OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

@@ -120,9 +120,10 @@ class FirstMasks(Masks):
         """See `Masks.wants`."""
         return self.inner.wants(works)
 
-    def begin(self, works: Sequence[Work]) -> None:
-        """See `Masks.begin`."""
+    def begin(self, works: Sequence[Work]) -> bool:
+        """See `Masks.begin`. They are handed out at the same place of a step, however soon they are made."""
         self.inner.begin(works)
+        return False
 
     def fill(self, works: Sequence[Work]) -> Tensor | Allowed | None:
         """Masks, or none for nobody."""
@@ -151,8 +152,9 @@ class OtherMasks(Masks):
     def settle(self, params: SamplingParams) -> None:
         """Rank 0's business."""
 
-    def begin(self, works: Sequence[Work]) -> None:
-        """Nothing to begin."""
+    def begin(self, works: Sequence[Work]) -> bool:
+        """As rank 0's."""
+        return False
 
     def wants(self, works: Sequence[Work]) -> bool:
         """Whether any taker has a grammar."""

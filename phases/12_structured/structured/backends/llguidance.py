@@ -12,7 +12,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ import llguidance as ll
 from common.errors import UserError
 from common.sampling.grammar import Grammar
 from structured.matcher import Backend, Compiled, Job, Matcher, Words
+from structured.pool import step_back
 from structured.vocabulary import Vocabulary
 
 LIMITS: dict[str, Any] = {
@@ -50,10 +51,11 @@ NOTHING = "NoExtensionBias"
 """What the library says of a mask in which there is no token, and nothing else."""
 
 FEW = 4
-"""Up to so many masks are made by the thread that asks: waking others takes longer."""
+"""Up to so many masks are made by the thread that asks: waking others takes longer. As many outputs share a
+lexer before another one is made."""
 MOST_THREADS = 16
 MAKING = 0.1
-"""Seconds that may go into further lexers of one grammar; who asks for a matcher waits for his."""
+"""Seconds that may go into further lexers of one grammar."""
 CHARACTER = r'[^"\\\x00-\x1F\x7F]'
 SLICES = [f"{CHARACTER}{{1,{most}}}" for most in (2, 4, 6, 8, 10, 14, 30)] + [f"{CHARACTER}+"]
 """Tokens by their length, as they stand in a string of JSON. As long as all of a slice fit, none of its
@@ -114,6 +116,7 @@ class GuidanceGrammar(Compiled):
         make: makes another one, with a lexer of its own.
         seconds: what that takes.
         most: lexers.
+        maker: makes them for those who must not wait.
     """
 
     def __init__(
@@ -123,23 +126,55 @@ class GuidanceGrammar(Compiled):
         seconds: float,
         most: int,
         characters: int,
+        maker: Executor,
     ) -> None:
-        self._make = make
+        self._make, self._maker = make, maker
         self._lexers = [Lexer(0, first)]
         self._most = max(1, min(most, int(MAKING / max(seconds, 1e-6))))
         self._lock = threading.Lock()
+        self._making = False
         self.bytes = BASE_BYTES + BYTES_PER_CHARACTER * characters
 
     def matcher(self) -> Matcher:
         """A copy of a parser at its start."""
         with self._lock:
-            lexer = min(self._lexers, key=lambda lexer: len(lexer.users))
+            lexer = self._fewest
             if lexer.users and len(self._lexers) < self._most:
-                lexer = Lexer(len(self._lexers), self._make())
-                self._lexers.append(lexer)
-            made = GuidanceMatcher(lexer.start.deep_copy(), lexer.number)
-            lexer.users.add(made)
-        return made
+                lexer = self._further(self._make())
+            return lexer.output()
+
+    def soon(self) -> Matcher | None:
+        """The same, but a few outputs share a lexer, and those behind them wait until a thread has made more,
+        twice as many as there were.
+        """
+        with self._lock:
+            lexer = self._fewest
+            if len(lexer.users) < FEW or len(self._lexers) >= self._most:
+                return lexer.output()
+            if not self._making:
+                self._making = True
+                self._maker.submit(self._double)
+            return None
+
+    @property
+    def _fewest(self) -> Lexer:
+        return min(self._lexers, key=lambda lexer: len(lexer.users))
+
+    def _further(self, start: ll.LLMatcher) -> Lexer:
+        self._lexers.append(Lexer(len(self._lexers), start))
+        return self._lexers[-1]
+
+    def _double(self) -> None:
+        made = []
+        try:
+            made = [self._make() for _ in range(min(len(self._lexers), self._most - len(self._lexers)))]
+        finally:
+            with self._lock:
+                for start in made:
+                    self._further(start)
+                if not made:  # what has failed once is not tried again
+                    self._most = len(self._lexers)
+                self._making = False
 
 
 class Lexer:
@@ -148,6 +183,12 @@ class Lexer:
     def __init__(self, number: int, start: ll.LLMatcher) -> None:
         self.number, self.start = number, start
         self.users: WeakSet[GuidanceMatcher] = WeakSet()
+
+    def output(self) -> GuidanceMatcher:
+        """A new one's parser."""
+        made = GuidanceMatcher(self.start.deep_copy(), self.number)
+        self.users.add(made)
+        return made
 
 
 class GuidanceBackend(Backend):
@@ -168,6 +209,7 @@ class GuidanceBackend(Backend):
         self.threads = ll.LLExecutor(threads)
         self.lexers = 1 << (threads - 1).bit_length()  # of a grammar: threads halve a list again and again
         self.asker = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        self.maker = ThreadPoolExecutor(1, thread_name_prefix="lexers", initializer=step_back)
 
     def compile(self, grammar: Grammar) -> Compiled:
         """See `Backend.compile`."""
@@ -185,7 +227,7 @@ class GuidanceBackend(Backend):
             raise UserError(f"grammar ({grammar}) is refused: {said}")
         seconds = time.perf_counter() - begun
         make = partial(self._parser, source)
-        return GuidanceGrammar(inner, make, seconds, self.lexers, len(grammar.source))
+        return GuidanceGrammar(inner, make, seconds, self.lexers, len(grammar.source), self.maker)
 
     def _parser(self, source: str) -> ll.LLMatcher:
         """At its start; its lexer has made the first mask, and is warm for the next."""
@@ -265,6 +307,8 @@ def _schemas_in(grammar: Grammar) -> list[Any]:
 
 
 def _refuse_wide_objects(grammar: Grammar) -> None:
+    if grammar.source.count(":") <= MOST_PROPERTIES:
+        return  # Python would read all of it, and nobody else would run meanwhile
     todo = _schemas_in(grammar)
     while todo:
         part = todo.pop()
