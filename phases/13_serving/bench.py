@@ -160,7 +160,7 @@ class OnCuda:
             ENGINE: lambda _: time_generation(self.engine, self.cold(work), self.options.device),
             PHASE: lambda _: server.sample(self.cold(work), users=users),
         }
-        runs = self.compare(work, variants, facts, server)
+        runs = self.compare(work, variants, facts)
         if self.options.model == "random:qwen3-0.6b" and not self.options.quick:
             kept = [{name: values[at] for name, values in PEER_METRICS.items()} for at in range(2)]
             runs.append(one(PEER, work, self.options, Samples(kept), facts))
@@ -181,7 +181,7 @@ class OnCuda:
             ENGINE: alone,
             PHASE: lambda _: server.sample(self.cold(work), users=1, processes=1),
         }
-        return self.compare(work, variants, {"users": 1}, server)
+        return self.compare(work, variants, {"users": 1})
 
     def arrivals(self, server: Server) -> list[Run]:
         """Five workloads at three rates."""
@@ -203,24 +203,10 @@ class OnCuda:
         return replace(work, items=tuple(items[:count]), shift=0)
 
     def compare(
-        self,
-        work: Workload,
-        variants: Mapping[str, Callable[[int], Sample]],
-        facts: Mapping[str, Any],
-        server: Server,
+        self, work: Workload, variants: Mapping[str, Callable[[int], Sample]], facts: Mapping[str, Any]
     ) -> list[Run]:
-        """Evidence of each variant, and of a server that has had something to do just before.
-
-        While this process's engine is measured the server's processes sleep for seconds, and the first second
-        after that they are slow: 256 first tokens came 800 to 1,200 ms later than in the next sample.
-        """
-        wake = uniform("wake-64x64+64", 64, 64, 64)
-
-        def awake(number: int) -> Sample:
-            server.sample(self.cold(wake), users=len(wake.items))
-            return variants[PHASE](number)
-
-        kept = taken({**variants, PHASE: awake}, min(2, self.options.repeats))
+        """Evidence of each variant."""
+        kept = taken(variants, min(2, self.options.repeats))
         return [one(name, work, self.options, samples, facts) for name, samples in kept.items()]
 
 

@@ -2,7 +2,8 @@
 
 Triton compiles a kernel when it is first launched, and once more for every set of constants and every class
 of integer arguments (1, divisible by 16, others). Graphs compile what they capture. What only eager steps use
-is met when the first long prompt comes, or the first request with penalties.
+is met when the first long prompt comes, or the first request with penalties. The library of matrix products
+has kernels for every size, too, and loads one when it first chooses it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from paged_cache import PagedEngine
 from triton_paged_attention.tuning.tables import LONG
 
 GREEDY = SamplingParams()
+EAGER = 1024
+"""Tokens of the smallest step that may have no graph."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ def scenes(engine: PagedEngine) -> list[Scene]:
     # A decode's context is split over programs, fewer the more requests decode, and each number of splits (a
     # power of two) is a kernel of its own.
     beside = [count for count in (1, 2, 4, 8, 16, 32) if count < rows]
+    # From what graphs hold up to the largest step, each a quarter more than the one before.
+    sizes = [round(EAGER * 1.25**number) for number in range(40)]
     return [
         Scene("one short prompt", (33,), 4),
         Scene("one prompt of whole tiles", (64,), 4, sampled),
@@ -58,6 +63,7 @@ def scenes(engine: PagedEngine) -> list[Scene]:
         Scene("a long context", (LONG + 100,), 2),
         *(Scene(f"a long prompt beside {n} decodes", (most // 2 + 2,), 2, running=n) for n in beside),
         *(Scene(f"and one of few tokens beside {n}", (most // 2, 3), 2, running=n) for n in beside),
+        *(Scene(f"a step of {n} tokens", 8 * (n // 8,), 1, sampled) for n in sizes if n < most and rows >= 8),
         Scene("many requests", full, 3),
         Scene("many sampled requests", (*full, 31), 3, sampled),
         Scene("top-k, top-p and log-probabilities", (16, 40), 3, picky),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import multiprocessing
 import os
 import signal
@@ -20,6 +21,8 @@ from paged_cache import PagedEngine
 from serving.messages import Command, Failed, Ready, Report, commands, encode
 from serving.seams import Served
 from serving.worker import Worker
+
+log = logging.getLogger(__name__)
 
 
 def ready(engine: Served, vocab_size: int, seconds: float) -> Ready:
@@ -86,11 +89,23 @@ def main(make: Callable[[], Any], address: str) -> None:
         raise
     gc.collect()
     gc.freeze()  # the model and its modules are here to stay: no collection looks at them again
+    _tell_of_late_kernels()
     pipe.send(ready(engine, engine.config.vocab_size, time.perf_counter() - started))
     try:
         Worker(engine, pipe).run()
     finally:
         sys.stderr.flush()
+
+
+def _tell_of_late_kernels() -> None:
+    """From now on whoever asks waits for a compiler, if the rehearsal has left a kernel out. Log which."""
+
+    def note(**facts: Any) -> None:
+        log.warning("a kernel was compiled while requests waited: %s", facts.get("repr"))
+
+    triton: Any = sys.modules.get("triton")  # an engine without kernels does without
+    if triton is not None:
+        triton.knobs.runtime.jit_post_compile_hook = note
 
 
 def _die_with_parent() -> None:

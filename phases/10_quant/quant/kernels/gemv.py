@@ -228,9 +228,9 @@ def gemv8_kernel(
         if NORM:
             vector = (vector * norm).to(x.dtype.element_ty).to(tl.float32)  # rounded as a norm apart
         if ROUND:
-            vector = rounded(vector * inverse, LARGEST, WHOLE, HARDWARE) * SMALLER  # type: ignore[assignment]
+            vector = rounded(vector * inverse, LARGEST, WHOLE, HARDWARE) * SMALLER
         elif WORDS != "":
-            vector = vector * inverse
+            vector = vector * inverse  # type: ignore[assignment]
         vectors += (vector,)  # type: ignore[assignment]
     step = tl.num_programs(0) * ROWS
     for here in tl.range(first_row, N, step):
