@@ -115,7 +115,8 @@ def run(options: BenchOptions) -> Evidence:
             runs += bench.validity()
     if options.device.type == "cuda" and options.model is None and not options.quick:
         del bench  # memory
-        runs += Bench(replace(options, model=LARGE)).rates(workload("offline-256"), (ONE, PHASE))
+        large = Bench(replace(options, model=LARGE))
+        runs += large.rates(workload("offline-256"), (ONE, PHASE)) + large.hostile()
     return collect(PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json())
 
 

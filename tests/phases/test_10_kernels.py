@@ -22,6 +22,8 @@ from quant.activations import quantize_tokens, rounded
 from quant.formats import FP8, FP8_BLOCK, INT4, INT8, W8A8, Scheme
 from quant.fused import QuantFusedLinear
 from quant.kernel_layers import KernelLinear, KernelOutput
+from quant.kernels import gemv, gemv4
+from quant.kernels.configs import LoopConfig
 from quant.kernels.gemv4 import from_words, to_words
 from quant.kernels.inputs import Pending, gated_rows, norm_rows, round_rows
 from quant.linear import QuantLinear
@@ -98,6 +100,31 @@ def test_one_token_with_norm_gate_and_residual(
     if gate is not None:
         out = F.silu(out[:, :rows]) * out[:, rows:]
     assert_close(found, out + residual.float(), f"{scheme.name}, one token")
+
+
+@named
+@pytest.mark.parametrize("gate", [None, "silu"])
+@pytest.mark.parametrize("block_k", [128, 512])
+def test_a_program_takes_row_after_row(
+    scheme: Scheme, gate: str | None, block_k: int, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three programs, whose last round ends in the middle of a tile; inputs of one tile, and of three."""
+    n, k = 86, 384
+    for module in (gemv, gemv4):
+        monkeypatch.setattr(module, "loop_config", lambda *_: LoopConfig(4, block_k, each=1))
+    monkeypatch.setattr(LoopConfig, "programs", lambda *_: 3)
+    plain = layer_of(scheme, n, k, rng)
+    x = torch.randn(1, k, device=DEVICE, generator=rng).to(DTYPE)
+    rows = n // (1 if gate is None else 2)
+    residual = torch.randn(1, rows, device=DEVICE, generator=rng).to(DTYPE)
+    out = plain.exact(x)
+    if gate is not None:
+        out = F.silu(out[:, :rows]) * out[:, rows:]
+    wanted = out + residual.float()
+    found = KernelLinear(plain)(x, gate=gate, residual=residual)
+    off = (found.float() - wanted).abs()[0] / wanted.abs().max()
+    wrong = (~(off < CLOSE[DTYPE])).nonzero()[:, 0].tolist()  # nor may they be NaN
+    assert not wrong, f"{scheme.name}: outputs {wrong} of {rows} are wrong; a round has 12"
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])

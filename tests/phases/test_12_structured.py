@@ -581,6 +581,27 @@ def test_who_must_not_wait_does_not_wait_for_a_lexer(monkeypatch: pytest.MonkeyP
     assert max(counts.values()) - min(counts.values()) <= 1, f"outputs of each lexer: {dict(counts)}"
 
 
+def test_no_step_makes_a_lexer(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    from structured.backends import llguidance
+
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(9)))
+    made: list[str] = []
+    parser = llguidance.GuidanceBackend._parser
+
+    def noted(self: Any, source: str) -> Any:
+        made.append(threading.current_thread().name)
+        return parser(self, source)
+
+    monkeypatch.setattr(llguidance.GuidanceBackend, "_parser", noted)
+    engine = engine_of(model)
+    params = SamplingParams(max_tokens=4, temperature=1.0, seed=1, n=8, grammar=Grammar.regex("[a-z]{3}"))
+    requests = engine.add(PROMPT, params)
+    run(engine)
+    assert [request.finish_reason for request in requests] == ["stop"] * 8
+    makers = {name.partition("_")[0] for name in made}
+    assert makers == {"grammar", "lexers"}, f"threads that have made lexers of one grammar: {sorted(makers)}"
+
+
 def test_a_lexer_that_cannot_be_made_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
     from structured.backends import llguidance
 

@@ -13,6 +13,7 @@ CPU = f"{HERE}/cpu.py"
 LINEAR = f"{HERE}/linear.py"
 LOADING = f"{HERE}/loading.py"
 QUALITY = f"{HERE}/quality.py"
+GEMV, GEMV4 = f"{HERE}/kernels/gemv.py", f"{HERE}/kernels/gemv4.py"
 
 CHANGE = "change(name, block, hessians)"
 AGAIN = "inputs = [block(x, *rest[place]) for x, (_, rest) in zip(inputs, calls, strict=True)]"
@@ -248,5 +249,40 @@ BUGS = (
         "(true.exp() * (true - found))",
         "(found.exp() * (found - true))",
         "Weighs differences with the wrong model's probabilities.",
+    ),
+    Bug(
+        "the-first-weights-again",
+        GEMV,
+        "        weights, scales = later, later_scales\n",
+        "        scales = later_scales\n",
+        "Multiplies the first rows' weights in every round of a program.",
+    ),
+    Bug(
+        "the-first-words-again",
+        GEMV4,
+        "        words, scales, zeros = later, later_scales, later_zeros\n",
+        "        scales, zeros = later_scales, later_zeros\n",
+        "The same in four bits.",
+    ),
+    Bug(
+        "scales-of-the-rows-before",
+        GEMV,
+        "        weights, scales = later, later_scales\n",
+        "        weights = later\n",
+        "Multiplies later rows by the first rows' scales.",
+    ),
+    Bug(
+        "one-row-too-few-a-round",
+        GEMV,
+        "    step = tl.num_programs(0) * ROWS\n",
+        "    step = tl.num_programs(0) * (ROWS + 1)\n",
+        "Leaves rows out between the rounds of a program.",
+    ),
+    Bug(
+        "residual-of-the-first-rows",
+        GEMV4,
+        "        added = load_addends(bias, residual, row, N, ROWS, BIAS, ADD)\n",
+        "        added = load_addends(bias, residual, first_row + tl.arange(0, ROWS), N, ROWS, BIAS, ADD)\n",
+        "Adds the first rows' residual to those of every round.",
     ),
 )

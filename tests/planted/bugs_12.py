@@ -253,4 +253,25 @@ BUGS = (
         "",
         "Lets a format pass that is asked for without a type.",
     ),
+    Bug(
+        "lexers-are-never-made",
+        f"{HERE}/backends/llguidance.py",
+        "for _ in range(min(len(self._lexers), self._most - len(self._lexers)))]",
+        "for _ in range(0)]",
+        "Lets all outputs of a grammar share the first lexer.",
+    ),
+    Bug(
+        "lexers-are-made-for-ever",
+        f"{HERE}/backends/llguidance.py",
+        "                self._making = False\n",
+        "                pass\n",
+        "Believes that lexers are being made, for ever: who asks for one waits for ever, too.",
+    ),
+    Bug(
+        "whoever-asks-makes-the-lexer",
+        f"{HERE}/masks.py",
+        "None if compiled is None else compiled.soon()",
+        "None if compiled is None else compiled.matcher()",
+        "A step makes lexers, and everybody waits for them.",
+    ),
 )

@@ -51,8 +51,9 @@ def scenes(engine: PagedEngine) -> list[Scene]:
     # A decode's context is split over programs, fewer the more requests decode, and each number of splits (a
     # power of two) is a kernel of its own.
     beside = [count for count in (1, 2, 4, 8, 16, 32) if count < rows]
-    # From what graphs hold up to the largest step, each a quarter more than the one before.
-    sizes = [round(EAGER * 1.25**number) for number in range(40)]
+    # From what graphs hold up to the largest step: a quarter more tokens each, and half more requests.
+    sizes = [(round(EAGER * 1.25**number), min(rows, round(1.5**number))) for number in range(40)]
+    sizes = [(tokens, count) for tokens, count in sizes if tokens < most]
     return [
         Scene("one short prompt", (33,), 4),
         Scene("one prompt of whole tiles", (64,), 4, sampled),
@@ -63,7 +64,7 @@ def scenes(engine: PagedEngine) -> list[Scene]:
         Scene("a long context", (LONG + 100,), 2),
         *(Scene(f"a long prompt beside {n} decodes", (most // 2 + 2,), 2, running=n) for n in beside),
         *(Scene(f"and one of few tokens beside {n}", (most // 2, 3), 2, running=n) for n in beside),
-        *(Scene(f"a step of {n} tokens", 8 * (n // 8,), 1, sampled) for n in sizes if n < most and rows >= 8),
+        *(Scene(f"a step of {n} tokens", count * (n // count,), 1, sampled) for n, count in sizes),
         Scene("many requests", full, 3),
         Scene("many sampled requests", (*full, 31), 3, sampled),
         Scene("top-k, top-p and log-probabilities", (16, 40), 3, picky),
