@@ -1,4 +1,5 @@
-"""Compile kernels for GPUs that are not here: `python -m tests.compiled 80 90`, for these capabilities.
+"""Compile kernels for GPUs that are not here: `python -m tests.compiled 80 90`, for these capabilities; with
+`--quant` behind it those of phase 10, without it those for a few tokens of phase 09.
 
 A variable that gets another shape in a branch, a tile that no tensor core has, more registers than there are:
 the interpreter minds none of these. Triton needs no device to compile for one, only not to be interpreting,
@@ -17,6 +18,7 @@ from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "0"  # before triton is imported
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -26,21 +28,34 @@ from cuda_graphs.latency.few import few_kernel
 from cuda_graphs.latency.heads import few_heads_kernel
 from cuda_graphs.latency.lone_few import lone_few_kernel
 from cuda_graphs.latency.tables import LoneKey, few_config, few_heads_config, lone_few_config
+from quant.kernels.configs import loop_config
+from quant.kernels.gemv import gemv8_kernel
+from quant.kernels.gemv4 import gemv4_kernel
 
-HOPPER = 90
+HOPPER, ADA = 90, 89
 TYPES = {
     "block_table": "*i32", "context_len": "*i32", "query_starts": "*i32", "arrived": "*i32", "slots": "*i64",
     "cos": "*fp32", "sin": "*fp32", "partial": "*fp32", "lse": "*fp32",
     "eps": "fp32", "scale": "fp32", "soft_cap": "fp32",
     "block_stride": "i32", "slot_stride": "i32", "head_stride": "i32", "tokens": "i32", "N": "i32",
+    "scale_stride": "i32", "weight_scale": "*fp32", "zero": "*u8",
 }  # fmt: skip
 """Of arguments; the others point to numbers of half precision."""
 
 
-def spills(kernel: Any, capability: int, constants: Mapping[str, Any], *, warps: int, stages: int = 1) -> int:
+def spills(
+    kernel: Any,
+    capability: int,
+    constants: Mapping[str, Any],
+    *,
+    warps: int,
+    stages: int = 1,
+    types: Mapping[str, str] | None = None,
+) -> int:
     """Compile a kernel; returns the bytes that registers could not hold. Raises what the compiler does."""
     names = kernel.arg_names
-    given = {name: TYPES.get(name, "*bf16") for name in names if name not in constants}
+    known = TYPES | dict(types or {})
+    given = {name: known.get(name, "*bf16") for name in names if name not in constants}
     source = ASTSource(
         fn=kernel,
         signature={name: given.get(name, "constexpr") for name in names},
@@ -67,47 +82,77 @@ def spills(kernel: Any, capability: int, constants: Mapping[str, Any], *, warps:
 
 
 def main() -> None:
-    """All kernels for the GPUs that are asked for."""
-    for capability in map(int, sys.argv[1:]):
-        early = capability >= HOPPER
-        for heads, kv_heads, d, tokens, window, cap, meet in (
-            (9, 3, 64, 8, 0, False, False),
-            (32, 8, 128, 8, 0, False, True),
-            (4, 1, 128, 4, 512, True, True),
-            (16, 8, 128, 8, 0, False, False),
-        ):
-            config = lone_few_config(LoneKey(kv_heads, d, 2))
-            group = heads // kv_heads
-            constants = {
-                "H": heads, "KH": kv_heads, "GROUP": group, "D": d, "D_PAD": d, "P": 16, "WINDOW": window,
-                "SOFT_CAP": cap, "NORM": d == 128, "ONE_PLUS": False, "TOKENS": tokens,
-                "BLOCK_M": max(16, triton.next_power_of_2(tokens * group)), "BLOCK_N": config.block_n,
-                "SPLITS": config.splits, "MIN_TILES": config.min_tiles, "MEET": meet, "PDL": early,
-            }  # fmt: skip
-            lost = spills(
-                lone_few_kernel, capability, constants, warps=config.num_warps, stages=config.num_stages
-            )
-            print(
-                f"sm_{capability} lone_few, {tokens} tokens, {heads} heads of {d}: spills {lost}", flush=True
-            )
-        for heads, d, rows, tokens in ((9, 64, 576, 8), (8, 128, 1024, 4)):
-            config, made = lone_few_config(LoneKey(heads, d, 2)), few_heads_config(rows, heads * d)
-            assert made is not None
-            constants = {
-                "H": heads, "D": d, "WINDOW": 0, "BLOCK_N": config.block_n, "SPLITS": config.splits,
-                "MIN_TILES": config.min_tiles, "CAPACITY": tokens, "CHUNK": made.chunk, "ROWS": made.rows,
-                "PARTS": made.num_warps, "PART": made.part, "BIAS": True, "PDL": early,
-            }  # fmt: skip
-            lost = spills(few_heads_kernel, capability, constants, warps=made.num_warps)
-            print(f"sm_{capability} few_heads, {heads} heads of {d}: spills {lost}", flush=True)
-        shape = few_config(576)
+    """The kernels that are asked for."""
+    wanted = sys.argv[1:]
+    for capability in map(int, filter(str.isdigit, wanted)):
+        (few_bits if "--quant" in wanted else few_tokens)(capability)
+
+
+def few_tokens(capability: int) -> None:
+    """A few tokens in the latency kernels."""
+    early = capability >= HOPPER
+    for heads, kv_heads, d, tokens, window, cap, meet in (
+        (9, 3, 64, 8, 0, False, False),
+        (32, 8, 128, 8, 0, False, True),
+        (4, 1, 128, 4, 512, True, True),
+        (16, 8, 128, 8, 0, False, False),
+    ):
+        config = lone_few_config(LoneKey(kv_heads, d, 2))
+        group = heads // kv_heads
         constants = {
-            "K": 576, "ROWS": shape.rows, "PARTS": shape.num_warps, "PART": shape.block_k // shape.num_warps,
-            "NORM": True, "ONE_PLUS": False, "BIAS": False, "ADD": False, "GATED": True, "KIND": 0,
-            "RUN_AHEAD": False, "PDL": early,
+            "H": heads, "KH": kv_heads, "GROUP": group, "D": d, "D_PAD": d, "P": 16, "WINDOW": window,
+            "SOFT_CAP": cap, "NORM": d == 128, "ONE_PLUS": False, "TOKENS": tokens,
+            "BLOCK_M": max(16, triton.next_power_of_2(tokens * group)), "BLOCK_N": config.block_n,
+            "SPLITS": config.splits, "MIN_TILES": config.min_tiles, "MEET": meet, "PDL": early,
         }  # fmt: skip
-        lost = spills(few_kernel, capability, constants, warps=shape.num_warps)
-        print(f"sm_{capability} few, 576 inputs: spills {lost}", flush=True)
+        lost = spills(
+            lone_few_kernel, capability, constants, warps=config.num_warps, stages=config.num_stages
+        )
+        print(f"sm_{capability} lone_few, {tokens} tokens, {heads} heads of {d}: spills {lost}", flush=True)
+    for heads, d, rows, tokens in ((9, 64, 576, 8), (8, 128, 1024, 4)):
+        config, made = lone_few_config(LoneKey(heads, d, 2)), few_heads_config(rows, heads * d)
+        assert made is not None
+        constants = {
+            "H": heads, "D": d, "WINDOW": 0, "BLOCK_N": config.block_n, "SPLITS": config.splits,
+            "MIN_TILES": config.min_tiles, "CAPACITY": tokens, "CHUNK": made.chunk, "ROWS": made.rows,
+            "PARTS": made.num_warps, "PART": made.part, "BIAS": True, "PDL": early,
+        }  # fmt: skip
+        lost = spills(few_heads_kernel, capability, constants, warps=made.num_warps)
+        print(f"sm_{capability} few_heads, {heads} heads of {d}: spills {lost}", flush=True)
+    shape = few_config(576)
+    constants = {
+        "K": 576, "ROWS": shape.rows, "PARTS": shape.num_warps, "PART": shape.block_k // shape.num_warps,
+        "NORM": True, "ONE_PLUS": False, "BIAS": False, "ADD": False, "GATED": True, "KIND": 0,
+        "RUN_AHEAD": False, "PDL": early,
+    }  # fmt: skip
+    lost = spills(few_kernel, capability, constants, warps=shape.num_warps)
+    print(f"sm_{capability} few, 576 inputs: spills {lost}", flush=True)
+
+
+def few_bits(capability: int) -> None:
+    """One token in eight bits and in four: Qwen3-8B's products behind a norm, and before a residual."""
+    for size, matrices in ((4096, 2), (12_288, 1)):
+        around = {
+            "K": size, "NORM": matrices == 2, "ONE_PLUS": False, "BIAS": False, "ADD": matrices == 1,
+            "GATED": matrices == 2, "KIND": 0, "PDL": capability >= HOPPER, "AHEAD": True,
+        }  # fmt: skip
+        for kind in ("fp8", "int8", "int4"):
+            if kind == "fp8" and capability < ADA:
+                continue
+            bits = 4 if kind == "int4" else 8
+            shape = loop_config(4096, size, matrices, bits, torch.device("cpu"))
+            tile = {"ROWS": shape.rows, "BLOCK_K": shape.block_k}
+            if kind == "int4":
+                how = {"GROUP": 128, "ZEROS": True, "ASM": True}
+                kernel, types = gemv4_kernel, {"weight": "*i32", "scale": "*fp16"}
+            else:
+                how = {
+                    "SIDE": 0, "ROUND": True, "LARGEST": 448.0 if kind == "fp8" else 127.0,
+                    "WHOLE": kind == "int8", "HARDWARE": kind == "fp8", "WORDS": kind,
+                }  # fmt: skip
+                kernel, types = gemv8_kernel, {"weight": "*i32"}
+            lost = spills(kernel, capability, around | tile | how, warps=shape.num_warps, types=types)
+            print(f"sm_{capability} one token, {kind}, {size} inputs: spills {lost}", flush=True)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,6 +39,7 @@ from triton_paged_attention.kernels.rope import HeadNorms, ProductScales, norm_r
 from triton_paged_attention.prefill import paged_prefill, query_tiles
 from triton_paged_attention.tuning.tables import DecodeConfig, PrefillConfig
 
+ROOT = Path(__file__).parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 CLOSE = {torch.float32: 2e-4, torch.bfloat16: 2e-2}
@@ -100,6 +104,17 @@ def test_one_token_with_norm_gate_and_residual(
     if gate is not None:
         out = F.silu(out[:, :rows]) * out[:, rows:]
     assert_close(found, out + residual.float(), f"{scheme.name}, one token")
+
+
+@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.long)])
+def test_kernels_for_few_bits_compile_for_a_gpu(capability: int) -> None:
+    """The interpreter knows nothing of the instructions that make pairs of float16. Nor may they spill."""
+    call = [sys.executable, "-m", "tests.compiled", str(capability), "--quant"]
+    done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    wanted = 6 if capability >= 90 else 4  # without e4m3
+    assert len(lines) == wanted and all(int(line.split()[-1]) <= 16 for line in lines), done.stdout
 
 
 @named
