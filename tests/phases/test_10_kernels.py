@@ -118,8 +118,7 @@ def test_kernels_for_few_bits_compile_for_a_gpu(capability: int) -> None:
 
 
 @named
-@pytest.mark.parametrize("gate", [None, "silu"])
-@pytest.mark.parametrize("block_k", [128, 512])
+@pytest.mark.parametrize(("gate", "block_k"), [(None, 512), ("silu", 128)])
 def test_a_program_takes_row_after_row(
     scheme: Scheme, gate: str | None, block_k: int, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
