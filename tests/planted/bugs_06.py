@@ -436,6 +436,20 @@ BUGS = (
         "Leaves the blocks of the rehearsal in the cache.",
     ),
     Bug(
+        "a-scene-knows-anothers-prompts",
+        REHEARSAL,
+        'salt=f"rehearsal: {scene.title}"',
+        'salt="rehearsal"',
+        "Finds most of a long prompt in the prefix cache, so that its step is a small one with a graph.",
+    ),
+    Bug(
+        "few-decodes-are-rehearsed",
+        REHEARSAL,
+        "for power in range(40)",
+        "for power in range(9)",
+        "Leaves out the numbers of splits that more than 26 decodes of few key/value heads have.",
+    ),
+    Bug(
         "winners-of-another-triton",
         WINNERS,
         '        if found["triton"] != triton.__version__:\n            return {}\n',

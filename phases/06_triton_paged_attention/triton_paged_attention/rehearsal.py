@@ -2,8 +2,7 @@
 
 Triton compiles a kernel when it is first launched, and once more for every set of constants and every class
 of integer arguments (1, divisible by 16, others). Graphs compile what they capture. What only eager steps use
-is met when the first long prompt comes, or the first request with penalties. The library of matrix products
-has kernels for every size, too, and loads one when it first chooses it.
+is met when the first long prompt comes, or the first request with penalties.
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ from paged_cache import PagedEngine
 from triton_paged_attention.tuning.tables import LONG
 
 GREEDY = SamplingParams()
-EAGER = 1024
-"""Tokens of the smallest step that may have no graph."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +46,8 @@ def scenes(engine: PagedEngine) -> list[Scene]:
     penalized = SamplingParams(temperature=0.8, repetition_penalty=1.1, logit_bias={0: 1.0}, seed=1)
     full = min(rows, 64) * (32,)
     # A decode's context is split over programs, fewer the more requests decode, and each number of splits (a
-    # power of two) is a kernel of its own.
-    beside = [count for count in (1, 2, 4, 8, 16, 32) if count < rows]
-    # From what graphs hold up to the largest step: a quarter more tokens each, and half more requests.
-    sizes = [(round(EAGER * 1.25**number), min(rows, round(1.5**number))) for number in range(40)]
-    sizes = [(tokens, count) for tokens, count in sizes if tokens < most]
+    # power of two) is a kernel of its own. Half more at a time misses none.
+    beside = sorted({count for power in range(40) if (count := round(1.5**power)) < rows})
     return [
         Scene("one short prompt", (33,), 4),
         Scene("one prompt of whole tiles", (64,), 4, sampled),
@@ -64,7 +58,6 @@ def scenes(engine: PagedEngine) -> list[Scene]:
         Scene("a long context", (LONG + 100,), 2),
         *(Scene(f"a long prompt beside {n} decodes", (most // 2 + 2,), 2, running=n) for n in beside),
         *(Scene(f"and one of few tokens beside {n}", (most // 2, 3), 2, running=n) for n in beside),
-        *(Scene(f"a step of {n} tokens", count * (n // count,), 1, sampled) for n, count in sizes),
         Scene("many requests", full, 3),
         Scene("many sampled requests", (*full, 31), 3, sampled),
         Scene("top-k, top-p and log-probabilities", (16, 40), 3, picky),
@@ -94,24 +87,27 @@ def play(engine: PagedEngine, scene: Scene) -> None:
         RuntimeError: a step failed.
     """
     for number in range(scene.running):
-        _add(engine, number, 16, 6, scene.params)
+        _add(engine, scene, number, 16, 6)
     for _ in range(2 if scene.running else 0):
         _step(engine, scene)
     for number, length in enumerate(scene.lengths):
-        _add(engine, scene.running + number, length, scene.tokens, scene.params)
+        _add(engine, scene, scene.running + number, length, scene.tokens)
     while not engine.idle:
         _step(engine, scene)
 
 
-def _add(engine: PagedEngine, number: int, length: int, tokens: int, params: SamplingParams) -> None:
-    """A request with a prompt of `length` tokens, or as many as this engine serves."""
+def _add(engine: PagedEngine, scene: Scene, number: int, length: int, tokens: int) -> None:
+    """A request with a prompt of `length` tokens, or as many as this engine serves.
+
+    A prefix cache finds nothing of another scene's in it: what is left of a long prompt would be a short one.
+    """
     vocab = min(1000, engine.config.vocab_size)
     prompt = [
         (7 * number + token) % vocab for token in range(max(1, min(length, engine.max_len - tokens - 1)))
     ]
-    given = SamplingParams(**{**vars(params), "max_tokens": tokens, "ignore_eos": True})
+    given = SamplingParams(**{**vars(scene.params), "max_tokens": tokens, "ignore_eos": True})
     with suppress(UserError):  # its cache is smaller than that
-        engine.add(prompt, given, salt="rehearsal")
+        engine.add(prompt, given, salt=f"rehearsal: {scene.title}")
 
 
 def _step(engine: PagedEngine, scene: Scene) -> None:
