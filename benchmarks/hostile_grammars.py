@@ -98,17 +98,25 @@ def alone(make: Callable[[], Grammar], engine: PagedEngine) -> tuple[float, int]
     return time.perf_counter() - begun, max(0, resident_bytes() - before)
 
 
+def checked(make: Callable[[], Grammar]) -> Grammar | None:
+    """A grammar that is one, by its text; None: it is refused. A server's other process does this."""
+    try:
+        return make()
+    except UserError:
+        return None
+
+
 def gaps(engine: PagedEngine, given: Given, tokens: int) -> list[float]:
     """Milliseconds between the tokens of bystanders while requests come in, `PER_STEP` each step."""
     free = SamplingParams(max_tokens=tokens, temperature=1.0, seed=1, ignore_eos=True)
     others = [engine.add(PROMPT, free)[0] for _ in range(BYSTANDERS)]
     times: dict[Request, list[float]] = {request: [] for request in others}
-    waiting = list(given.values())
+    waiting = [grammar for make in given.values() if (grammar := checked(make)) is not None]
     while any(request.finish_reason is None for request in others):
         ready = all(len(found) >= 2 for found in times.values())
         for _ in range(min(PER_STEP, len(waiting)) if ready else 0):
             try:
-                params = SamplingParams(max_tokens=2, temperature=1.0, seed=2, grammar=waiting.pop()())
+                params = SamplingParams(max_tokens=2, temperature=1.0, seed=2, grammar=waiting.pop())
                 engine.add(PROMPT, params)
             except UserError:
                 pass

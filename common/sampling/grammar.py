@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
 
 from common.errors import UserError, brief, choice, text
@@ -21,6 +22,8 @@ MAX_GRAMMAR_CHARACTERS: Final = 1 << 18
 MAX_CHOICES: Final = 10_000
 MAX_DEPTH: Final = 128
 """Deepest nesting of brackets in a JSON schema: what reads one recurses."""
+MAX_KEYS: Final = 2_000
+"""Of one object in a JSON schema: llguidance's time grows with their square, and 7,000 took it 13 seconds."""
 
 _OTHERS: Final = re.compile(r'(?:"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|[^\[{\]}"]++)++', re.DOTALL)
 """All but brackets; those in strings go with their strings."""
@@ -34,14 +37,22 @@ class Grammar:
         (a JSON list of strings, one of which is the output), or "lark" (a Lark grammar, or one in the EBNF of
         GBNF, whose rule `start` or `root` is the output).
     source: its text.
+    checked: whether it is known to be one. Reading a large schema takes milliseconds, in which nothing else
+        runs in a process; what one process has checked, another need not check again.
 
     Two of the same kind and source are one grammar: an engine compiles it once.
     """
 
     kind: Kind
     source: str
+    checked: bool = field(default=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        if not self.checked:
+            self._check()
+            object.__setattr__(self, "checked", True)
+
+    def _check(self) -> None:
         choice("a grammar's kind", self.kind, get_args(Kind))
         known = isinstance(self.source, str)
         text(f"grammar ({self.kind})", self.source[: MAX_GRAMMAR_CHARACTERS + 1] if known else self.source)
@@ -54,10 +65,28 @@ class Grammar:
             raise UserError(f"grammar ({self.kind}) is empty, but must have at least 1 character")
         if self.kind == "json_schema":
             check_depth(self.source)
-            if not isinstance(_read("json_schema", self.source), (dict, bool)):
+            schema = _read("json_schema", self.source)
+            if not isinstance(schema, (dict, bool)):
                 raise UserError("grammar (json_schema) must be a JSON object, true or false")
+            self._check_width([schema])
+        if self.kind == "lark":
+            self._check_width(_schemas_in(self.source))
         if self.kind == "choice":
             _check_choices(_read("choice", self.source))
+
+    def _check_width(self, todo: list[Any]) -> None:
+        if self.source.count(":") <= MAX_KEYS:
+            return
+        while todo:
+            part = todo.pop()
+            if isinstance(part, dict):
+                if len(part) > MAX_KEYS:
+                    raise UserError(
+                        f"grammar ({self}) has an object of {len(part):,} keys, but may have {MAX_KEYS:,}"
+                    )
+                todo += part.values()
+            elif isinstance(part, list):
+                todo += part
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Grammar:
@@ -99,6 +128,15 @@ def check_depth(source: str) -> None:
         depth += 1 if bracket in "[{" else -1
         if depth > MAX_DEPTH:
             raise UserError(f"grammar (json_schema) nests deeper than {MAX_DEPTH} levels")
+
+
+def _schemas_in(source: str) -> list[Any]:
+    """The JSON schemas that stand in a Lark grammar."""
+    found = []
+    for start in re.finditer(r"%json\s*", source):
+        with suppress(ValueError, RecursionError):  # whoever compiles it says what is wrong
+            found.append(json.JSONDecoder().raw_decode(source, start.end())[0])
+    return found
 
 
 def _dump(kind: Kind, value: object) -> str:

@@ -486,7 +486,7 @@ HOSTILE: dict[str, Grammar] = {
     "catastrophic": Grammar.regex("((a+)+|(a|aa)+b|(.*a){25})c"),
     "blow-up": Grammar.regex("(a|b)*a(a|b){20}"),
     "deep": Grammar.json_schema(nested(42)),
-    "wide": Grammar.json_schema({"type": "object", "properties": {f"p{n}": True for n in range(7000)}}),
+    "wide": Grammar.json_schema({"type": "object", "properties": {f"p{n}": True for n in range(2000)}}),
     "many strings": Grammar.json_schema({"enum": [f"{'x' * 20}{n}" for n in range(8000)]}),
     "no base": Grammar.json_schema({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
     "itself": Grammar.json_schema({"$ref": "#"}),

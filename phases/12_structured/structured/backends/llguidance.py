@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -35,12 +34,11 @@ LIMITS: dict[str, Any] = {
     "max_grammar_size": 250_000,
     "verbose_errors": False,
 }
-MOST_PROPERTIES = 2_000
-"""Of one object: the library's time grows with their square, and 7,000 took 13 seconds."""
-
 OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
 """Models like to indent. Without a limit some write spaces for ever, and every mask lets them."""
 
+OWN_OPTIONS = "x-guidance"
+"""The key under which a schema has options for the library."""
 OLDER = re.compile(r"json-schema\.org/draft-0[3467]/")
 """Dialects to which a `$ref` overrules what stands beside it; to the library it does in none."""
 REFERRED = ("$ref", "$schema", "$defs", "definitions")
@@ -213,7 +211,6 @@ class GuidanceBackend(Backend):
 
     def compile(self, grammar: Grammar) -> Compiled:
         """See `Backend.compile`."""
-        _refuse_wide_objects(grammar)
         begun = time.perf_counter()
         try:
             source = source_of(grammar)
@@ -295,42 +292,23 @@ def lexer_of(matcher: Matcher) -> int:
     return matcher.lexer
 
 
-def _schemas_in(grammar: Grammar) -> list[Any]:
-    """The schema that a grammar is, or those that stand in it."""
-    if grammar.kind == "json_schema":
-        return [grammar.loaded()]
-    found = []
-    for start in re.finditer(r"%json\s*", grammar.source if grammar.kind == "lark" else ""):
-        with suppress(ValueError, RecursionError):  # the library says what is wrong with it
-            found.append(json.JSONDecoder().raw_decode(grammar.source, start.end())[0])
-    return found
-
-
-def _refuse_wide_objects(grammar: Grammar) -> None:
-    if grammar.source.count(":") <= MOST_PROPERTIES:
-        return  # Python would read all of it, and nobody else would run meanwhile
-    todo = _schemas_in(grammar)
-    while todo:
-        part = todo.pop()
-        if isinstance(part, dict):
-            if len(part) > MOST_PROPERTIES:
-                raise UserError(
-                    f"grammar ({grammar}) is refused: an object in it has {len(part):,} keys, but may have "
-                    f"{MOST_PROPERTIES:,}"
-                )
-            todo += part.values()
-        elif isinstance(part, list):
-            todo += part
-
-
 def source_of(grammar: Grammar) -> str:
-    """A grammar in the library's own notation."""
+    """A grammar in the library's own notation.
+
+    A schema is put there as it stands, wherever that can be: reading it, here or in the library, would hold
+    Python's lock, and with it the engine's step, a millisecond for every 100 kB.
+    """
     if grammar.kind == "json_schema":
-        schema: Any = grammar.loaded()
-        source: Any = {"true": "{}", "false": '{"not": {}}'}.get(grammar.source.strip(), grammar.source)
-        if isinstance(schema, dict) and OLDER.search(str(schema.get("$schema"))):
-            source = _alone(schema)
-        return ll.LLMatcher.grammar_from_json_schema(source, defaults=OPTIONS)  # type: ignore[arg-type]
+        source = {"true": "{}", "false": '{"not": {}}'}.get(grammar.source.strip(), grammar.source.strip())
+        if "\\" in source or OLDER.search(source):  # behind a backslash a character may be hidden
+            schema: Any = json.loads(source)
+            if OLDER.search(str(schema.get("$schema"))):
+                source = json.dumps(_alone(schema))
+        if OWN_OPTIONS in source or "\\" in source:
+            return ll.LLMatcher.grammar_from_json_schema(source, defaults=OPTIONS)
+        rest = source[1:].lstrip()
+        comma = "" if rest == "}" else ","
+        return f'{{"grammars":[{{"json_schema":{{"{OWN_OPTIONS}":{json.dumps(OPTIONS)}{comma}{rest}}}]}}'
     if grammar.kind == "regex":
         return ll.LLMatcher.grammar_from_regex(grammar.source)
     return ll.grammar_from("choice" if grammar.kind == "choice" else "grammar", grammar.source)
