@@ -3,7 +3,7 @@
 Used by the benchmark of phase 12. Some requests without a grammar generate while others come in, several each
 step: harmless ones, whose grammar is known; or, one in some steps, a hostile one among them; or all of them
 with schemas that nobody has sent before. What differs between the gaps of tokens is what the grammars have
-done.
+done. The kinds take turns, because one turn differs from the next by as much.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import resource
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -62,15 +63,24 @@ def hostile() -> Given:
     }
 
 
-def schemas(count: int, *, distinct: bool) -> Given:
-    """Small schemas, all of them the same, or each of its own."""
+def schemas(count: int, *, distinct: bool, first: int = 0) -> Given:
+    """Small schemas, all of them the same, or each of its own; those are numbered from `first` on."""
 
     def make(number: int) -> Callable[[], Grammar]:
         key = {"type": "string", "maxLength": 20}
-        schema = {"type": "object", "properties": {f"key{number * distinct}": key}}
+        schema = {"type": "object", "properties": {f"key{(first + number) * distinct}": key}}
         return lambda: Grammar.json_schema(schema)
 
     return {f"schema {number}": make(number) for number in range(count)}
+
+
+def unknown(given: Given, turn: int) -> Given:
+    """The same, but not as they were in another turn: an engine remembers what it has compiled."""
+
+    def spaced(make: Callable[[], Grammar]) -> Callable[[], Grammar]:
+        return lambda: replace(grammar := make(), source=grammar.source + turn * " ")
+
+    return {name: spaced(make) for name, make in given.items()}
 
 
 def among(some: Given, many: Given) -> Given:
@@ -137,25 +147,27 @@ def resident_bytes() -> int:
         return 0
 
 
-def measure(engine: PagedEngine, tokens: int) -> dict[str, dict[str, float]]:
-    """Metrics by workload: beside harmless, hostile and distinct grammars."""
+def measure(engine: PagedEngine, tokens: int, turns: int) -> dict[str, dict[str, list[float]]]:
+    """Metrics by workload, a sample each turn: beside harmless, hostile and distinct grammars."""
     count = PER_STEP * tokens
-    harmless = schemas(count, distinct=False)
-    sets = {
-        "harmless grammars": harmless,
-        "hostile grammars": among(hostile(), harmless),
-        "distinct grammars": schemas(min(count, DISTINCT), distinct=True),
-    }
+    harmless, new = schemas(count, distinct=False), min(count, DISTINCT)
     gaps(engine, schemas(8, distinct=False), 8)
     gc.collect()
     gc.freeze()  # as a server does: a collection that looks at every module takes 200 ms
-    found: dict[str, dict[str, float]] = {}
-    for name, given in sets.items():  # once: a grammar that has been seen is known
-        waits = gaps(engine, given, tokens)
-        found[name] = {"itl_ms_p99": float(np.percentile(waits, 99)), "itl_ms_max": max(waits)}
-    each = [alone(make, engine) for make in hostile().values()]
+    found: dict[str, dict[str, list[float]]] = {}
+    for turn in range(turns):
+        sets = {
+            "harmless grammars": harmless,
+            "hostile grammars": among(unknown(hostile(), turn), harmless),
+            "distinct grammars": schemas(new, distinct=True, first=turn * new),
+        }
+        for name, given in sets.items():
+            waits, metrics = gaps(engine, given, tokens), found.setdefault(name, {})
+            metrics.setdefault("itl_ms_p99", []).append(float(np.percentile(waits, 99)))
+            metrics.setdefault("itl_ms_max", []).append(max(waits))
+    each = [alone(make, engine) for make in unknown(hostile(), turns).values()]
     found["hostile grammars"] |= {
-        "worst_seconds": max(seconds for seconds, _ in each),
-        "peak_memory_bytes": float(max(grown for _, grown in each)),
+        "worst_seconds": [max(seconds for seconds, _ in each)],
+        "peak_memory_bytes": [float(max(grown for _, grown in each))],
     }
     return found

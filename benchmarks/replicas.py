@@ -194,10 +194,11 @@ class Bench:
     def policies(self) -> list[Run]:
         """16 beginnings of which no replica can keep all: every policy."""
         count = max(n for n in (2, 4, 8) if n <= self.gpus)
-        work = prefixes(12, prefix=1024, rest=(32, 128), output=64)
+        work = prefixes(24, prefix=1024, rest=(32, 128), output=64)
         config = SHAPES[self.model.removeprefix("random:")]
-        # What runs, and in all replicas together once what is shared, with a quarter to spare.
-        tokens = 32 * 1300 + PREFIXES * 1024 * 5 // (4 * count)
+        # What each request has for itself, and in all replicas together once what is shared, a quarter to
+        # spare. With room for all beginnings everywhere it would not matter who knows which.
+        tokens = 32 * 256 + PREFIXES * 1024 * 5 // (4 * count)
         size = {"cache_bytes": tokens * config.kv_bytes_per_token(self.options.dtype), "max_rows": 32}
         runs, shift = [], 0
         with self.servers(count, **size) as targets:

@@ -290,7 +290,8 @@ class Bench:
     def hostile(self) -> list[Run]:
         """What others notice of grammars that are sent to stop an engine."""
         engine = self.engine(self.sizes(32))
-        found = hostile_grammars.measure(engine, 4 if self.options.quick else 200)
+        tokens, turns = (4, 1) if self.options.quick else (200, 1 if self.on_cpu else 5)
+        found = hostile_grammars.measure(engine, tokens, turns)
         return [self.fact(f"{PHASE}+{name}", "gaps of others", facts) for name, facts in found.items()]
 
     # Steps.
@@ -347,9 +348,12 @@ class Bench:
             runs.append(self.fact(f"{PHASE}+{label} a grammar", "extraction", found))
         return runs
 
-    def fact(self, variant: str, work: str, found: Mapping[str, float], **options: Any) -> Run:
-        """Evidence of something that was done once."""
-        metrics = {name: Metric((float(value),)) for name, value in found.items()}
+    def fact(
+        self, variant: str, work: str, found: Mapping[str, float | Sequence[float]], **options: Any
+    ) -> Run:
+        """Evidence of something that was done once, or of which there are some samples."""
+        samples = {name: value if isinstance(value, Sequence) else [value] for name, value in found.items()}
+        metrics = {name: Metric(tuple(map(float, values))) for name, values in samples.items()}
         kind = "random" if self.name.startswith("random:") else "real"
         dtype = str(self.options.dtype).removeprefix("torch.")
         sha = hashlib.sha256(json.dumps([work, SCHEMAS, PEOPLE]).encode()).hexdigest()  # what it was made of

@@ -40,7 +40,22 @@ def test_a_hostile_grammar_is_refused_or_served_at_once(name: str, engine: Paged
 
 @pytest.mark.slow
 def test_gaps_are_measured_beside_each_kind(engine: PagedEngine) -> None:
-    found = hostile_grammars.measure(engine, tokens=4)
+    found = hostile_grammars.measure(engine, tokens=4, turns=2)
     assert list(found) == ["harmless grammars", "hostile grammars", "distinct grammars"]
-    assert all(metrics["itl_ms_p99"] > 0 for metrics in found.values())
-    assert found["hostile grammars"]["peak_memory_bytes"] < MOST_BYTES
+    assert all(len(metrics["itl_ms_p99"]) == 2 for metrics in found.values())
+    assert all(gap > 0 for metrics in found.values() for gap in metrics["itl_ms_p99"])
+    assert max(found["hostile grammars"]["peak_memory_bytes"]) < MOST_BYTES
+
+
+def test_a_turn_has_grammars_that_no_turn_before_has_had() -> None:
+    turns = [
+        [hostile_grammars.checked(make) for make in hostile_grammars.unknown(GIVEN, turn).values()]
+        for turn in range(3)
+    ]
+    turns += [
+        [make() for make in hostile_grammars.schemas(5, distinct=True, first=5 * turn).values()]
+        for turn in range(3)
+    ]
+    known = [grammar for turn in turns for grammar in turn if grammar is not None]
+    assert len(set(known)) == len(known), "an engine remembers a grammar that it has compiled"
+    assert [g is None for g in turns[0]] == [g is None for g in turns[2]], "another text is refused"

@@ -31,6 +31,7 @@ from continuous.seams import Drafter
 from continuous.work import Work
 from forward.model import Model
 from paged_cache import BlockPool, PagedEngine
+from structured.backends.llguidance import OPTIONS, source_of
 from structured.drafter import FEW_IN_TURN, GrammarDrafter
 from structured.masks import GrammarMasks
 from structured.matcher import Job, Matcher
@@ -365,6 +366,7 @@ def test_wrong_grammars(engine: PagedEngine, grammar: Grammar, says: str) -> Non
         (lambda: Grammar.json_schema([]), "must be a JSON object"),  # type: ignore[arg-type]
         (lambda: Grammar.json_schema('{"a":' * 200 + "1" + "}" * 200), "nests deeper than 128"),
         (lambda: Grammar.json_schema({"a": object()}), "is not JSON"),
+        (lambda: Grammar.json_schema({"a": {"b": dict.fromkeys(map(str, range(3000)), 1)}}), "3,000 keys"),
         (lambda: Grammar.choice("abc"), "must be a list"),
         (lambda: Grammar.choice({"a": 1}), "must be a list"),
         (lambda: Grammar.choice(5), "must be a list"),  # type: ignore[arg-type]
@@ -380,6 +382,37 @@ def test_wrong_grammars(engine: PagedEngine, grammar: Grammar, says: str) -> Non
 def test_no_grammars(make: Any, says: str) -> None:
     with pytest.raises(UserError, match=says):
         make()
+
+
+def test_a_schema_reaches_the_library_as_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else runs in a process while it reads a large schema: an engine compiles one unread."""
+    schema = Grammar.json_schema({"enum": ["x" * 20 + str(n) for n in range(100)]})
+
+    def read_again(*given: Any, **options: Any) -> Any:
+        raise AssertionError("a schema that was checked is read once more")
+
+    monkeypatch.setattr("common.sampling.grammar.json.loads", read_again)
+    assert schema.source[1:] in source_of(schema)
+    with pytest.raises(AssertionError, match="once more"):
+        Grammar.json_schema("{}")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        "{}",
+        " true ",
+        '{"type": "object", "properties": {"b": {}, "a": {"const": "{x}"}}}\n',
+        json.dumps({"enum": ["ä☃", "\u20ac"]}, ensure_ascii=False),
+        json.dumps({"pattern": r"\d+"}),
+        json.dumps({"x-guidance": {"whitespace_pattern": " "}}),
+    ],
+)
+def test_a_schema_reaches_the_library_with_our_options(schema: str) -> None:
+    given = json.loads(schema)
+    given = {} if given is True else given
+    (found,) = json.loads(source_of(Grammar.json_schema(schema)))["grammars"]
+    assert found["json_schema"] == {"x-guidance": OPTIONS} | given
 
 
 def test_engines_that_take_none(model: Model) -> None:

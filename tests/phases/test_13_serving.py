@@ -1523,3 +1523,16 @@ def test_an_early_phase_behind_the_same_loop(model):
     assert got == {0: oracle[0].token_ids, 3: oracle[1].token_ids}
     ends = {end.number: end.reason for step in channel.steps for end in step.ends}
     assert ends == {0: "length", 1: "abort", 2: "abort", 3: "length"}
+
+
+def test_a_grammar_is_not_checked_again_where_it_arrives(monkeypatch: pytest.MonkeyPatch):
+    """The engine's steps would wait while a large schema is read; the API process has read it."""
+    schema = Grammar.json_schema({"enum": list(range(100))})
+    data = messages.encode([Add(1, [1, 2], SamplingParams(grammar=schema))])
+
+    def read_again(*given: Any) -> Any:
+        raise AssertionError("a schema that was checked is read once more")
+
+    monkeypatch.setattr("common.sampling.grammar._read", read_again)
+    (received,) = messages.commands(data)
+    assert isinstance(received, Add) and received.params.grammar == schema, "a grammar has changed on its way"

@@ -274,4 +274,25 @@ BUGS = (
         "None if compiled is None else compiled.matcher()",
         "A step makes lexers, and everybody waits for them.",
     ),
+    Bug(
+        "every-schema-is-read-to-compile-it",
+        f"{HERE}/backends/llguidance.py",
+        'if "\\\\" in source or OLDER.search(source):',
+        "if True:",
+        "Reads a schema in a thread that holds Python's lock meanwhile, so that the engine's step waits.",
+    ),
+    Bug(
+        "options-go-after-nothing",
+        f"{HERE}/backends/llguidance.py",
+        'comma = "" if rest == "}" else ","',
+        'comma = ","',
+        "Puts a comma behind the options of a schema that says nothing.",
+    ),
+    Bug(
+        "only-the-first-object-may-not-be-wide",
+        "common/sampling/grammar.py",
+        "                todo += part.values()\n",
+        "",
+        "Counts the keys of the outermost object, and of none in it.",
+    ),
 )

@@ -257,4 +257,11 @@ BUGS = (
         'if reason in ("refused", "died"):',
         "Answers a request whose step has failed as if it were done.",
     ),
+    Bug(
+        "grammars-are-checked-twice",
+        "common/sampling/grammar.py",
+        '            object.__setattr__(self, "checked", True)\n',
+        "",
+        "Reads a schema in both processes, and the engine's steps wait for that.",
+    ),
 )

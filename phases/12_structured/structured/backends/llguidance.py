@@ -305,7 +305,7 @@ def source_of(grammar: Grammar) -> str:
             if OLDER.search(str(schema.get("$schema"))):
                 source = json.dumps(_alone(schema))
         if OWN_OPTIONS in source or "\\" in source:
-            return ll.LLMatcher.grammar_from_json_schema(source, defaults=OPTIONS)
+            return ll.LLMatcher.grammar_from_json_schema(source, defaults=OPTIONS)  # type: ignore[arg-type]
         rest = source[1:].lstrip()
         comma = "" if rest == "}" else ","
         return f'{{"grammars":[{{"json_schema":{{"{OWN_OPTIONS}":{json.dumps(OPTIONS)}{comma}{rest}}}]}}'
