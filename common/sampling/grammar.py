@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
@@ -74,9 +74,10 @@ class Grammar:
         if self.kind == "choice":
             _check_choices(_read("choice", self.source))
 
-    def _check_width(self, todo: list[Any]) -> None:
+    def _check_width(self, schemas: Iterable[Any]) -> None:
         if self.source.count(":") <= MAX_KEYS:
             return
+        todo = list(schemas)
         while todo:
             part = todo.pop()
             if isinstance(part, dict):
@@ -130,13 +131,11 @@ def check_depth(source: str) -> None:
             raise UserError(f"grammar (json_schema) nests deeper than {MAX_DEPTH} levels")
 
 
-def _schemas_in(source: str) -> list[Any]:
+def _schemas_in(source: str) -> Iterator[Any]:
     """The JSON schemas that stand in a Lark grammar."""
-    found = []
     for start in re.finditer(r"%json\s*", source):
         with suppress(ValueError, RecursionError):  # whoever compiles it says what is wrong
-            found.append(json.JSONDecoder().raw_decode(source, start.end())[0])
-    return found
+            yield json.JSONDecoder().raw_decode(source, start.end())[0]
 
 
 def _dump(kind: Kind, value: object) -> str:
