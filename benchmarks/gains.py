@@ -35,7 +35,7 @@ def gain(phase: Phase, evidence: Evidence | None) -> Gain | None:
         for after in evidence.find(variant, **wanted):
             if phase.headline not in after.metrics:
                 continue
-            for name in [phase.headline_before] if phase.headline_before else names:
+            for name in phase.headline_before or names:
                 for before in evidence.find(name):
                     if phase.headline in before.metrics and _same_work(before, after, wanted):
                         return Gain(_factor(phase.headline, before, after), phase.headline, before, after)

@@ -29,8 +29,8 @@ class Phase:
     """Which runs that is read from, by kind of device: one model for all, options one would choose."""
     headline_variants: tuple[str, ...] = ()
     """And of which variants, the first that was measured, where none has just the phase's name."""
-    headline_before: str = ""
-    """What it is compared with, where that is not just the phase before."""
+    headline_before: tuple[str, ...] = ()
+    """What it is compared with, the first that was measured, where that is not just the phase before."""
     hours: float = 2.0
     """To read the lesson, take the notebook apart and do the exercises: an estimate."""
 
@@ -113,7 +113,7 @@ LADDER: tuple[Phase, ...] = (
         "cuda_graphs",
         "CUDA graphs and overlap",
         "a step is one launch, and the next is scheduled meanwhile",
-        headline_before="08_prefix_cache, kernels of 06",
+        headline_before=("08_prefix_cache, kernels of 06",),
         hours=5,
     ),
     Phase(
@@ -144,11 +144,16 @@ LADDER: tuple[Phase, ...] = (
         "serving",
         "Serving",
         "the engine behind the API that every client speaks",
-        headline_before="13_serving, phase 02 one at a time",
+        headline_before=("13_serving, phase 02 one at a time", "09_cuda_graphs, no server"),
         hours=5,
     ),
     Phase(
-        14, "parallel", "More than one GPU", "a model split over GPUs, and servers copied over many", hours=5
+        14,
+        "parallel",
+        "More than one GPU",
+        "a model split over GPUs, and servers copied over many",
+        headline_runs={"cuda": {"ranks": 2, "part": "offline"}},
+        hours=5,
     ),
 )
 """Every phase there is a plan for up to now; `PHASES` holds those that exist."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,15 @@ def test_gain_compares_the_same_work_with_the_phase_below():
     assert gain(phase, evidence(other_model, run("02_kv_cache", 52.0))) is None
     assert gain(phase, None) is None
     assert gain_text(phase, None) == ""
+
+
+def test_gain_is_over_the_first_that_was_measured():
+    own = {"cpu": {"ranks": 2}}
+    phase = replace(find_phase("02"), headline_before=("without", "01_forward"), headline_runs=own)
+    after = run("02_kv_cache", 52.0, ranks=2)
+    assert gain(phase, evidence(run("01_forward", 26.0, ranks=1), after)).factor == pytest.approx(2.0)
+    both = evidence(run("01_forward", 26.0, ranks=1), after, run("without", 13.0, ranks=1))
+    assert gain(phase, both).factor == pytest.approx(4.0)
 
 
 def test_a_table_may_wait_for_its_evidence(tmp_path: Path) -> None:
