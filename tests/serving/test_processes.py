@@ -27,7 +27,8 @@ openai = pytest.importorskip("openai")
 
 SMALL = ("--max-rows", "8", "--cache-bytes", "3000000", "--step-tokens", "256", "--access-log", "none")
 LEAVERS = int(os.environ.get("LADDER_LEAVERS", "40"))
-LIMITS = ("--slow-seconds", "1", "--body-seconds", "1", "--max-body-bytes", "100000", "--max-unsent", "200")
+LIMITS = ("--slow-seconds", "1", "--body-seconds", "4", "--max-body-bytes", "100000", "--max-unsent", "200")
+# Who sends a request may be held up for a second by the tests beside this one.
 
 
 @pytest.fixture(scope="module")

@@ -99,9 +99,7 @@ class Guarded(HttpToolsProtocol):
     def _late(self) -> None:
         self._timer = None
         if not self.transport.is_closing():
-            self.transport.write(
-                b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
-            )
+            self.transport.write(LATE)
             self.transport.close()
 
     def _stop_clock(self) -> None:
