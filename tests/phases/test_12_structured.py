@@ -27,7 +27,7 @@ from common.sampling import ops
 from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import Allowed, Sampler
-from continuous.seams import Drafter
+from continuous.seams import NOBODYS, Drafter, Landed
 from continuous.work import Work
 from forward.model import Model
 from paged_cache import BlockPool, PagedEngine
@@ -471,14 +471,98 @@ def test_masks_that_cannot_be_made_end_their_own_step(model: Model, monkeypatch:
         engine.step()
         if len(first.output_ids) >= 3:
             break
+    known = len(first.output_ids)
     with monkeypatch.context() as patch:
-        patch.setattr(type(engine.masks), "_follow", lambda self, works: 1 / 0)
-        engine.step()
+        patch.setattr(type(engine.masks), "_follow", lambda self, works, landed: 1 / 0)
+        outputs = engine.step()
     assert first.finish_reason == "error" and isinstance(first.error, ZeroDivisionError), first.error
+    assert len(first.output_ids) == known + 1, "the token of the step before, which went well, is lost"
+    assert outputs[0].token_id == first.output_ids[-1]
     (second,) = engine.add(PROMPT, SamplingParams(max_tokens=20, grammar=Grammar.regex("b{9}")))
     run(engine)
     assert second.finish_reason == "stop", f"after a step that failed: {second.finish_reason}"
     assert not late, f"requests {late} are computed in rows that they have given back"
+    check(engine)
+
+
+@pytest.mark.parametrize("count", [2, 6])
+def test_grammars_that_all_fail_at_once_end_each_output_once(
+    model: Model, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step in which nobody is left to make a mask for."""
+    engine = engine_of(model, speculate=False)
+    assert isinstance(engine.masks, GrammarMasks)
+    backend = engine.masks.pool.backend
+    advance, calls = backend.advance, Counter[str]()
+
+    def refuse(moves: Sequence[tuple[Matcher, Sequence[int]]]) -> list[int]:
+        calls["moves"] += bool(moves)
+        return [0] * len(moves) if calls["moves"] > 3 else advance(moves)
+
+    monkeypatch.setattr(backend, "advance", refuse)
+    params = SamplingParams(max_tokens=20, temperature=1.0, seed=1, grammar=Grammar.regex("[ab]{18}"))
+    ends = Counter(
+        event.index for event in engine.stream([PROMPT] * count, params) if event.finish_reason is not None
+    )
+    assert ends == dict.fromkeys(range(count), 1), f"ends by request: {dict(ends)}"
+    assert calls["moves"] == 4, f"matchers were moved {calls['moves']} times, but four tokens had come"
+    check(engine)
+
+
+def test_who_has_ended_does_not_fail_as_well(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(model, speculate=False)
+    failed = engine.masks.take_failed
+    (request,) = engine.add(PROMPT, SamplingParams(max_tokens=20, grammar=Grammar.regex("[ab]{18}")))
+    error = UserError("its grammar")
+
+    def twice() -> list[tuple[Request, Exception]]:
+        return [*failed(), *([(request, error)] * 2 if len(request.output_ids) > 3 else [])]
+
+    monkeypatch.setattr(engine.masks, "take_failed", twice)
+    ends = []
+    for _ in range(60):
+        ends += [output for output in engine.step() if output.finish_reason is not None]
+    assert len(ends) == 1 and request.error is error, f"request {request.id} has ended {len(ends)} times"
+    check(engine)
+
+
+def test_masks_are_begun_before_tokens_are_dealt_out(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dealing out 256 tokens takes a millisecond, in which threads make masks, but none of who has ended."""
+    engine = engine_of(model, speculate=False)
+    assert isinstance(engine.masks, GrammarMasks)
+    begin, fill = engine.masks.begin, engine.masks.fill
+    early = 0
+    expected: dict[Request, int] = {}
+
+    def begun(works: Sequence[Work], landed: Landed = NOBODYS) -> bool:
+        nonlocal early
+        for request, tokens in landed.items():
+            if request.finish_reason is None:
+                expected[request] = len(request.tokens) + len(tokens)
+                early += 1
+        return begin(works, landed)
+
+    def filled(works: Sequence[Work]) -> Allowed | None:
+        made = engine.masks._filling  # type: ignore[attr-defined]
+        for request in made.owners if made is not None else ():
+            if request in expected:
+                assert len(request.tokens) == expected.pop(request), (
+                    f"request {request.id}: not dealt out yet"
+                )
+            assert request.finish_reason is None, f"request {request.id} has ended, and a mask is made for it"
+            taken = request.constraint.taken  # type: ignore[attr-defined]
+            assert taken == len(request.output_ids), f"request {request.id}: its matcher is {taken} tokens in"
+        return fill(works)
+
+    monkeypatch.setattr(engine.masks, "begin", begun)
+    monkeypatch.setattr(engine.masks, "fill", filled)
+    params = [
+        SamplingParams(max_tokens=most, temperature=1.0, seed=most, grammar=Grammar.regex("[ab]{3,9}"))
+        for most in range(4, 12)
+    ]
+    done = engine.generate([PROMPT] * len(params), params)
+    assert early > 20, f"of {sum(len(c.token_ids) for c in done)} tokens, masks knew {early} early"
+    assert {c.finish_reason for c in done} == {"stop", "length"}
     check(engine)
 
 

@@ -6,7 +6,7 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 
@@ -30,7 +30,7 @@ from common.text.tokenizer import Tokenizer
 from continuous.messages import Abort, Add, Output
 from continuous.runner import Forwarded, Pending, RequestError, Runner, Token
 from continuous.scheduler import Scheduler
-from continuous.seams import NO_MASKS, Masks
+from continuous.seams import NO_MASKS, Landed, Masks
 from continuous.stats import Stats as Stats
 from continuous.work import Work
 
@@ -252,8 +252,9 @@ class Engine:
             pending = self.runner.sample(step, allowed)
             pending.prompts = self.runner.read_prompts(step)
             for request, error in self.masks.take_failed():  # as if they were aborted now
-                request.error = error
-                self._end(request, "error", time.perf_counter())
+                if request.finish_reason is None:
+                    request.error = error
+                    self._end(request, "error", time.perf_counter())
         except BaseException as error:
             self.fail(step.works, error)
             if not isinstance(error, Exception):
@@ -262,8 +263,11 @@ class Engine:
         pending.started = step.started
         return pending
 
-    def collect(self, pending: Pending) -> None:
-        """Wait for a step and deal out its tokens; a step that failed ends its own requests and no others."""
+    def collect(self, pending: Pending, first: Callable[[Landed], None] | None = None) -> None:
+        """Wait for a step and deal out its tokens; a step that failed ends its own requests and no others.
+
+        first: is told the tokens before they are dealt out, if somebody cannot wait.
+        """
         try:
             results = pending.get()
             for part in pending.prompts:
@@ -276,6 +280,9 @@ class Engine:
         now = time.perf_counter()
         self._clock(pending, now)
         self._interrupt = None
+        if first is not None:
+            takers = [request for work in pending.works for request in work.takers]
+            first({r: [token for token, _ in tokens] for r, tokens in zip(takers, results, strict=True)})
         result = iter(results)
         for work in pending.works:
             accepted, ended = 0, []
@@ -372,7 +379,7 @@ class Engine:
         try:
             self._sinks.update((request, mine) for request in requests)
             self._inbox.extend(Add(group) for group in groups)
-            left = len(requests)
+            left = set(requests)
             while left:
                 if not mine:
                     outputs = self.step()
@@ -380,7 +387,8 @@ class Engine:
                     self._outputs[:0] = [o for o in outputs if o.request not in self._sinks]
                 while mine:
                     request, token, reason, now, logprob, text = mine.popleft()
-                    left -= reason is not None
+                    if reason is not None:
+                        left.discard(request)
                     yield TokenEvent(request.index, token, reason, now, logprob, request.sample, text)
         finally:
             for request in requests:

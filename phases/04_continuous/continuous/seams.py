@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 from torch import Tensor
@@ -56,6 +57,11 @@ class Drafter(Protocol):
         return None
 
 
+Landed = Mapping[Request, Sequence[int]]
+"""Tokens that have been sampled for requests."""
+NOBODYS: Landed = MappingProxyType({})
+
+
 class Masks(Protocol):
     """Says which tokens may be chosen, between the two halves of a step.
 
@@ -86,8 +92,10 @@ class Masks(Protocol):
         """Whether any taker of these works is constrained. If so, `fill` must know every token before."""
         ...
 
-    def begin(self, works: Sequence[Work]) -> bool:
+    def begin(self, works: Sequence[Work], landed: Landed = NOBODYS) -> bool:
         """Begin what `fill` will be asked for, now that every token before is known. No need to call it.
+
+        landed: those of them that requests have not been given yet.
 
         Returns whether it is done already, so that nobody would wait for it.
         """
@@ -133,7 +141,7 @@ class NoMasks:
         """Never."""
         return False
 
-    def begin(self, works: Sequence[Work]) -> bool:
+    def begin(self, works: Sequence[Work], landed: Landed = NOBODYS) -> bool:
         """Not asked for."""
         return True
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from continuous.engine import Engine
 from continuous.runner import Forwarded, Pending
+from continuous.seams import Landed
 from continuous.work import Work
 from paged_cache import PagedEngine
 
@@ -24,7 +25,8 @@ class RunAhead(Engine):
     device's queue than that last stray one.
 
     Where tokens are masked, a step's second half waits for the tokens of the step before. Masks that take
-    their time are made while the device computes its first half and the host schedules the step behind it.
+    their time are begun as soon as these have come, and made while the device computes the first half and the
+    host deals out the tokens and schedules the step behind.
 
     _flying: the newest step that is wholly handed to the device.
     _half: a step whose second half comes with the next call of `advance`.
@@ -60,26 +62,36 @@ class RunAhead(Engine):
             step = self.forward(works)
             landing, self._flying = self._flying, None
             if landing is not None and step is not None and self.masks.wants(step.works):
-                self.collect(landing)
-                self._begin_masks(step)
+                self._begin_masks(step, landing)
                 return
             self._flying = self.sample(step)
             if landing is not None:
                 self.collect(landing)
 
-    def _begin_masks(self, step: Forwarded) -> None:
-        """Begin to make the masks of a step, whose second half then comes with the next one, or at once where
-        they are made already.
+    def _begin_masks(self, step: Forwarded, landing: Pending) -> None:
+        """Begin to make the masks of a step, and deal out the tokens of the one before meanwhile.
+
+        Its second half then comes with the next step, or at once where the masks are made already.
         """
-        try:
-            made = self.masks.begin(step.works)
-        except BaseException as error:
-            self.fail(step.works, error)
-            if not isinstance(error, Exception):
-                raise
+        made: list[bool | BaseException] = []
+
+        def begin(landed: Landed) -> None:
+            try:
+                made.append(self.masks.begin(step.works, landed))
+            except BaseException as error:  # whoever gets a token of the step before gets it all the same
+                made.append(error)
+
+        self.collect(landing, begin)
+        if not made:  # the step before has failed
+            begin({})
+        (begun,) = made
+        if isinstance(begun, BaseException):
+            self.fail(step.works, begun)
+            if not isinstance(begun, Exception):
+                raise begun
             return
         self._half = step
-        if made:
+        if begun:
             self._finish_half()
 
     def _finish_half(self) -> None:

@@ -14,6 +14,7 @@ from common.errors import UserError
 from common.request import Request
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import Allowed
+from continuous.seams import NOBODYS, Landed
 from continuous.work import Work
 from structured.matcher import Job, Matcher, Words
 from structured.pool import Compilation, GrammarPool
@@ -76,8 +77,8 @@ class GrammarMasks:
     """`Masks` that follow grammars; see `continuous.seams`.
 
     A step is: launch forward n + 1, read token n, and then `begin`: advance every matcher by token n, and let
-    threads write the masks of n + 1, while the device computes and the host schedules n + 2. `fill` waits for
-    them and sends them off. Last the sampling of n + 1 is launched.
+    threads write the masks of n + 1, while the device computes and the host deals out n and schedules n + 2.
+    `fill` waits for them and sends them off. Last the sampling of n + 1 is launched.
 
     Args:
         pool: where compiled grammars come from.
@@ -146,10 +147,10 @@ class GrammarMasks:
         """Whether any taker has a grammar; until the first grammar comes, this costs nothing."""
         return self._any and any(taker.constraint is not None for work in works for taker in work.takers)
 
-    def begin(self, works: Sequence[Work]) -> bool:
+    def begin(self, works: Sequence[Work], landed: Landed = NOBODYS) -> bool:
         """Move the matchers, and begin to make the masks of those samples of the step that have a grammar."""
         self._finish()  # of a step that failed in between
-        found = self._follow(works)
+        found = self._follow(works, landed)
         asked = len(works) <= self.most_forced
         jobs: list[Job] = []
         owners: list[Request] = []
@@ -165,21 +166,20 @@ class GrammarMasks:
                     owners.append(request)
                     places += range(place, place + count)
                 place += count
-        if jobs:
-            words = self._staging.host(len(places))
-            for job in jobs:
-                if job.drafts:  # behind a draft that ends the output no mask is made
-                    words[job.row + 1 : job.row + 1 + len(job.drafts)] = 0
-            done = self.pool.backend.begin(jobs, words)
-            self._filling = Filling(works, jobs, owners, places, words, done)
-        return self._filling is None or self._filling.done is None
+        words = self._staging.host(len(places))
+        for job in jobs:
+            if job.drafts:  # behind a draft that ends the output no mask is made
+                words[job.row + 1 : job.row + 1 + len(job.drafts)] = 0
+        done = self.pool.backend.begin(jobs, words) if jobs else None
+        self._filling = Filling(works, jobs, owners, places, words, done)
+        return done is None
 
     def fill(self, works: Sequence[Work]) -> Allowed | None:
         """The masks of those samples of the step that have a grammar; None if none has."""
         if self._filling is None or self._filling.works is not works:
             self.begin(works)
         made = self._finish()
-        if made is None:
+        if made is None or not made.jobs:
             return None
         longer = []
         for job, request in zip(made.jobs, made.owners, strict=True):
@@ -206,17 +206,20 @@ class GrammarMasks:
             made.done.result()
         return made
 
-    def _follow(self, works: Sequence[Work]) -> dict[Request, Constraint]:
+    def _follow(self, works: Sequence[Work], landed: Landed) -> dict[Request, Constraint]:
         """Move the matchers of all takers to where their outputs are; returns those that could be moved.
 
-        One that has ended meanwhile is left out: it gets some token, which nobody reads.
+        One that has ended meanwhile, or will with what has landed, is left out: it gets some token, which
+        nobody reads.
         """
         moved: list[tuple[Request, Constraint, list[int]]] = []
         for work in works:
             for request in work.takers:
                 constraint = request.constraint
                 if isinstance(constraint, Constraint) and request.finish_reason is None:
-                    moved.append((request, constraint, constraint.unseen(request)))
+                    news = landed.get(request, ())
+                    if not self._ends(request, news):
+                        moved.append((request, constraint, [*constraint.unseen(request), *news]))
         counts = self.pool.backend.advance([(constraint.matcher, new) for _, constraint, new in moved])
         found = {}
         for (request, constraint, new), count in zip(moved, counts, strict=True):
@@ -226,6 +229,11 @@ class GrammarMasks:
             else:
                 found[request] = constraint
         return found
+
+    def _ends(self, request: Request, news: Sequence[int]) -> bool:
+        """Whether a request's output ends with these tokens, as far as that shows without its text."""
+        full = len(request.tokens) + len(news) >= request.limit
+        return bool(news) and (full or not (request.params.ignore_eos or self.eos.isdisjoint(news)))
 
     def _fail(self, request: Request, problem: str) -> None:
         error = UserError(f"grammar ({request.params.grammar}) cannot be followed: {problem}")

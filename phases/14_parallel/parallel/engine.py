@@ -16,6 +16,7 @@ from common.request import Request
 from continuous.engine import Engine
 from continuous.messages import Output
 from continuous.runner import Forwarded, Pending, RequestError, Token
+from continuous.seams import Landed
 from continuous.work import Work
 from parallel import crew as crews
 from parallel.crew import Crew, RanksLost
@@ -158,9 +159,9 @@ class Leader(InRanks):
             self._failing |= dict(failed)
         return pending
 
-    def collect(self, pending: Pending) -> None:
+    def collect(self, pending: Pending, first: Callable[[Landed], None] | None = None) -> None:
         """See `Engine.collect`; a token that was chosen after its request's grammar had failed is none."""
-        super().collect(pending)
+        super().collect(pending, first)
         if self._failing:
             self._outputs = [
                 output

@@ -10,7 +10,7 @@ from torch import Tensor
 from common.request import Request
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import Allowed
-from continuous.seams import Drafter, Masks
+from continuous.seams import NOBODYS, Drafter, Landed, Masks
 from continuous.work import Work
 from parallel.member import Line
 from parallel.messages import Drafts
@@ -120,9 +120,9 @@ class FirstMasks(Masks):
         """See `Masks.wants`."""
         return self.inner.wants(works)
 
-    def begin(self, works: Sequence[Work]) -> bool:
+    def begin(self, works: Sequence[Work], landed: Landed = NOBODYS) -> bool:
         """See `Masks.begin`. They are handed out at the same place of a step, however soon they are made."""
-        self.inner.begin(works)
+        self.inner.begin(works, landed)
         return False
 
     def fill(self, works: Sequence[Work]) -> Tensor | Allowed | None:
@@ -152,7 +152,7 @@ class OtherMasks(Masks):
     def settle(self, params: SamplingParams) -> None:
         """Rank 0's business."""
 
-    def begin(self, works: Sequence[Work]) -> bool:
+    def begin(self, works: Sequence[Work], landed: Landed = NOBODYS) -> bool:
         """As rank 0's."""
         return False
 
