@@ -264,10 +264,7 @@ class Engine:
         return pending
 
     def collect(self, pending: Pending, first: Callable[[Landed], None] | None = None) -> None:
-        """Wait for a step and deal out its tokens; a step that failed ends its own requests and no others.
-
-        first: is told the tokens before they are dealt out, if somebody cannot wait.
-        """
+        """Wait for a step, tell `first` its tokens, and deal them out; one that fails ends its own requests."""
         try:
             results = pending.get()
             for part in pending.prompts:
@@ -281,8 +278,7 @@ class Engine:
         self._clock(pending, now)
         self._interrupt = None
         if first is not None:
-            takers = [request for work in pending.works for request in work.takers]
-            first({r: [token for token, _ in tokens] for r, tokens in zip(takers, results, strict=True)})
+            first(pending.by_request(results))
         result = iter(results)
         for work in pending.works:
             accepted, ended = 0, []
@@ -376,10 +372,10 @@ class Engine:
     def _stream(self, groups: list[list[Request]]) -> Iterator[TokenEvent]:
         mine: deque[Output] = deque()
         requests = [request for group in groups for request in group]
+        left = set(requests)
         try:
             self._sinks.update((request, mine) for request in requests)
             self._inbox.extend(Add(group) for group in groups)
-            left = set(requests)
             while left:
                 if not mine:
                     outputs = self.step()
@@ -387,8 +383,7 @@ class Engine:
                     self._outputs[:0] = [o for o in outputs if o.request not in self._sinks]
                 while mine:
                     request, token, reason, now, logprob, text = mine.popleft()
-                    if reason is not None:
-                        left.discard(request)
+                    left -= {request} if reason is not None else set()
                     yield TokenEvent(request.index, token, reason, now, logprob, request.sample, text)
         finally:
             for request in requests:

@@ -78,6 +78,11 @@ class Pending:
             return [[token] for token in tokens]
         return list(self._accepted(iter(tokens)))
 
+    def by_request(self, results: Sequence[Sequence[Token]]) -> dict[Request, list[int]]:
+        """The tokens that `get` has given, without their log-probabilities."""
+        takers = [request for work in self.works for request in work.takers]
+        return {r: [token for token, _ in tokens] for r, tokens in zip(takers, results, strict=True)}
+
     def _accepted(self, tokens: Iterator[Token]) -> Iterator[list[Token]]:
         for work in self.works:
             for _ in work.takers:
