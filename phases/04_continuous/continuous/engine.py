@@ -264,7 +264,7 @@ class Engine:
         return pending
 
     def collect(self, pending: Pending, first: Callable[[Landed], None] | None = None) -> None:
-        """Wait for a step, tell `first` its tokens, and deal them out; one that fails ends its own requests."""
+        """Wait for a step, tell `first` its tokens, deal them out; one that fails ends its own requests."""
         try:
             results = pending.get()
             for part in pending.prompts:
