@@ -125,11 +125,8 @@ def gaps(engine: PagedEngine, given: Given, tokens: int) -> list[float]:
     while any(request.finish_reason is None for request in others):
         ready = all(len(found) >= 2 for found in times.values())
         for _ in range(min(PER_STEP, len(waiting)) if ready else 0):
-            try:
-                params = SamplingParams(max_tokens=2, temperature=1.0, seed=2, grammar=waiting.pop())
-                engine.add(PROMPT, params)
-            except UserError:
-                pass
+            params = SamplingParams(max_tokens=2, temperature=1.0, seed=2, grammar=waiting.pop())
+            engine.add(PROMPT, params)
         for output in engine.step():
             if output.request in times and output.token_id is not None:
                 times[output.request].append(output.time)

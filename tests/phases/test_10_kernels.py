@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ from cuda_graphs.latency.tables import LoneConfig
 from forward.attention import LayerSpec
 from forward.loading import load_model
 from paged_cache.pool import LayerCache
+from phases import ROOT
 from quant.activations import quantize_tokens, rounded
 from quant.formats import FP8, FP8_BLOCK, INT4, INT8, W8A8, Scheme
 from quant.fused import QuantFusedLinear
@@ -39,7 +39,6 @@ from triton_paged_attention.kernels.rope import HeadNorms, ProductScales, norm_r
 from triton_paged_attention.prefill import paged_prefill, query_tiles
 from triton_paged_attention.tuning.tables import DecodeConfig, PrefillConfig
 
-ROOT = Path(__file__).parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 CLOSE = {torch.float32: 2e-4, torch.bfloat16: 2e-2}

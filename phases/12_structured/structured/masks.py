@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from common.errors import UserError
 from common.request import Request
+from common.rules import finish_reason
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import Allowed
 from continuous.seams import NOBODYS, Landed
@@ -232,8 +233,12 @@ class GrammarMasks:
 
     def _ends(self, request: Request, news: Sequence[int]) -> bool:
         """Whether a request's output ends with these tokens, as far as that shows without its text."""
-        full = len(request.tokens) + len(news) >= request.limit
-        return bool(news) and (full or not (request.params.ignore_eos or self.eos.isdisjoint(news)))
+        length, most = len(request.tokens) - request.prompt_len, request.limit - request.prompt_len
+        reasons = (
+            finish_reason(token, length + number, request.params, self.eos, most)
+            for number, token in enumerate(news, 1)
+        )
+        return any(reason is not None for reason in reasons)
 
     def _fail(self, request: Request, problem: str) -> None:
         error = UserError(f"grammar ({request.params.grammar}) cannot be followed: {problem}")
