@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import re
@@ -812,6 +813,13 @@ def test_the_kernel_masks_what_torch_masks() -> None:
             expected = ops.forbid(logits.clone(), allowed.words, allowed.places)
             forbid(logits, allowed)
             assert torch.equal(logits, expected), f"{vocab} tokens in {dtype}"
+            forbid(wide := logits.new_zeros(vocab, 6).T, allowed)
+            assert torch.equal(wide == 0, expected > -math.inf), f"{vocab} tokens in columns, {dtype}"
+            padded = Allowed(allowed.words, torch.tensor([0, -1, -1], device=device))
+            room = logits.new_zeros(8, vocab)
+            forbid(room[2:], padded)
+            touched = room.any(1).nonzero().flatten().tolist()
+            assert touched in ([], [2]), f"padding masks places {[place - 2 for place in touched]}"
     assert with_kernel(TritonSampler).forbid is not TritonSampler.forbid
 
 
@@ -851,20 +859,76 @@ def obey_beside_free_rows(model: Model, **options: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(280)
-def test_masks_behind_kernels_and_graphs(model: Model) -> None:
-    """Steps are replayed up to the hidden states, and sampled under masks by the kernel."""
+def test_masked_steps_are_two_graphs(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some rows end before others, so a graph's masks are fewer than in the step before, at other places."""
     pytest.importorskip("triton")
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("needs Triton's interpreter")
-    engine = engine_of(model, kernels=True, graphs=True, graph_rows=2, graph_tokens=0, max_rows=2)
-    free = SamplingParams(max_tokens=3, ignore_eos=True)
-    bound = SamplingParams(max_tokens=3, temperature=1.0, seed=1, grammar=Grammar.regex("[xyz]{9}"))
-    left, right = engine.generate([PROMPT] * 2, [free, bound])
-    (expected,) = cuda_graphs.load(model, **SMALL).generate([PROMPT], free)
-    assert set(text_of(right)) <= set("xyz"), f"masked by the kernel, and yet {text_of(right)!r}"
-    assert left.token_ids == expected.token_ids, "a neighbour's grammar changes tokens"
-    assert engine.runner.replays > 0  # type: ignore[attr-defined]
+    options: dict[str, Any] = {"kernels": True, "graphs": True, "graph_tokens": 0, "max_rows": 4}
+    letters, digits = Grammar.regex("[xyz]{9}"), Grammar.regex("[0-9]{9}")
+    params = [
+        SamplingParams(max_tokens=5, ignore_eos=True),
+        SamplingParams(max_tokens=3, grammar=letters),
+        SamplingParams(max_tokens=5, temperature=1.0, seed=1, grammar=digits),
+        SamplingParams(max_tokens=5, temperature=1.0, seed=2, ignore_eos=True),
+    ]
+    from cuda_graphs.masked_graph import MaskedGraph
+
+    compute, captured = MaskedGraph.compute, list[list[int]]()
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            MaskedGraph, "compute", lambda self: captured.append(self.half.at.tolist()) or compute(self)
+        )
+        engine = engine_of(model, **options)
+    assert all(set(at) == {-1} for at in captured), f"captured with somebody at positions {captured}"
+    graphs = engine.runner._masked_graphs  # type: ignore[attr-defined]
+    assert sorted(size for size, _ in graphs) == [1, 1, 2, 2, 4, 4], f"masked graphs: {sorted(graphs)}"
+    replayed: Counter[tuple[int, Any]] = Counter()
+    for key, graph in graphs.items():
+        replay = graph.replay
+        graph.replay = lambda key=key, replay=replay: replayed.update([key]) or replay()
+    found = engine.generate([PROMPT] * 4, params)
+    eager = engine_of(model, **options)
+    eager.runner._masked_graphs.clear()  # type: ignore[attr-defined]
+    free = cuda_graphs.load(model, **SMALL).generate([PROMPT] * 2, [params[0], params[3]])
+    for one, other in zip(found, eager.generate([PROMPT] * 4, params), strict=True):
+        assert one.token_ids == other.token_ids, (
+            f"prompt {one.index}: {one.token_ids} from graphs, {other.token_ids} without"
+        )
+    for place, other in zip((0, 3), free, strict=True):
+        assert found[place].token_ids == other.token_ids, (
+            f"prompt {place}: a neighbour's grammar changes tokens"
+        )
+    for completion, allowed in zip(found[1:3], ("xyz", "0123456789"), strict=True):
+        assert set(text_of(completion)) <= set(allowed), (
+            f"prompt {completion.index} may write {allowed}, and yet it wrote {text_of(completion)!r}"
+        )
+    assert sum(replayed.values()) == 4, f"of four masked decode steps {dict(replayed)} were graphs"
     check(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_masked_steps_that_a_graph_cannot_sample(model: Model) -> None:
+    """Log-probabilities and top-k are sampled eagerly, from what the first graph leaves."""
+    pytest.importorskip("triton")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("needs Triton's interpreter")
+    letters = Grammar.regex("[a-z]{9}")
+    params = [
+        SamplingParams(max_tokens=3, grammar=letters, logprobs=1),
+        SamplingParams(max_tokens=3, temperature=2.0, top_k=2, seed=3, grammar=letters),
+    ]
+    for one in params:
+        engine = engine_of(model, kernels=True, graphs=True, graph_tokens=0, max_rows=1)
+        (found,) = engine.generate([PROMPT], [one])
+        (wanted,) = engine_of(model).generate([PROMPT], [one])
+        said = f"top_k {one.top_k}, logprobs {one.logprobs}"
+        assert found.token_ids == wanted.token_ids, (
+            f"{said}: {found.token_ids}, and without graphs {wanted.token_ids}"
+        )
+        assert (found.logprobs is None) == (wanted.logprobs is None), f"{said}: log-probabilities are lost"
+        assert engine.runner.replays == 2, "a decode step was not replayed"  # type: ignore[attr-defined]
 
 
 @pytest.mark.gpu

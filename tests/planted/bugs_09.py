@@ -195,15 +195,15 @@ BUGS = (
     Bug(
         "masks-come-too-late",
         RUNNER,
-        "inside = plan.features in CAPTURED and plan.wanted is None and not masked",
-        "inside = plan.features in CAPTURED and plan.wanted is None",
+        "inside = fixed and not masked",
+        "inside = fixed",
         "Samples inside the graph, where the masks are still to come.",
     ),
     Bug(
         "no-logprobs-inside",
         RUNNER,
-        "inside = plan.features in CAPTURED and plan.wanted is None and not masked",
-        "inside = plan.features in CAPTURED and not masked",
+        "fixed = plan.features in CAPTURED and plan.wanted is None",
+        "fixed = plan.features in CAPTURED",
         "Samples inside the graph for who wants log-probabilities.",
     ),
     Bug(

@@ -296,7 +296,7 @@ BUGS = (
     ),
     Bug(
         "drafts-one-place-too-early",
-        GRAPHS,
+        "phases/09_cuda_graphs/cuda_graphs/verify_graph.py",
         "drafts[end - len(work.drafts) : end] = work.drafts",
         "drafts[end - len(work.drafts) - 1 : end - 1] = work.drafts",
         "Puts the drafts in a graph in the place of the newest token and behind it.",

@@ -68,8 +68,12 @@ class DecodeGraph:
         self.rows, self.at, self.steps = inputs
         self.plan = None if features is None else Plan(features, (), None).for_any_rows()
         self.batch = fixed_batch(size, machine.tables.data.shape[1], inputs.device)
-        inputs[0], inputs[1], inputs[2] = 0, -1, 0  # all padding, which harms nobody
+        self.pad()
         self.replay = capturer.capture(self.compute)
+
+    def pad(self) -> None:
+        """Before a capture: all is padding, which harms nobody. Graphs of other sizes share this memory."""
+        self.rows[:], self.at[:], self.steps[:] = 0, -1, 0
 
     def compute(self) -> None:
         """The step; what is captured."""

@@ -9,6 +9,8 @@ from paged_cache.memory import activation_bytes
 
 PER_GRAPH = 8 << 20
 """Nodes and their parameters, kept by the driver."""
+PER_HALF = 1 << 20
+"""The same for a graph of a few nodes."""
 
 
 def graph_bytes(model: Model, rows: int, tokens: int) -> int:
@@ -29,3 +31,9 @@ def verify_bytes(model: Model, rows: int, drafts: int) -> int:
     """The same for the graphs that verify up to `drafts` drafts of each of up to `rows` requests."""
     count = sum(len(tokens) for tokens in verify_sizes(rows, drafts).values()) * len(CAPTURED)
     return activation_bytes(model, MOST_VERIFIED, MOST_VERIFIED) + count * PER_GRAPH
+
+
+def masked_bytes(model: Model, rows: int) -> int:
+    """The same for the second halves of masked decode steps of up to `rows` requests, and their masks."""
+    words = -(-model.config.vocab_size // 32)
+    return rows * (4 * words + 8) + len(decode_sizes(rows)) * len(CAPTURED) * PER_HALF

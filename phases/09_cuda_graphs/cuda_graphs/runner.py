@@ -24,9 +24,10 @@ from cuda_graphs.capture import Capturer
 from cuda_graphs.chain_graph import ChainGraph
 from cuda_graphs.chunk_graph import ChunkGraph, Layout
 from cuda_graphs.decode_graph import CAPTURED, KINDS, DecodeGraph, Machine, narrow_logits
+from cuda_graphs.masked_graph import MaskedGraph, MaskInputs
 from cuda_graphs.staging import Staging
 from cuda_graphs.tables import DeviceTables
-from cuda_graphs.verify_graph import VerifyGraph
+from cuda_graphs.verify_graph import VerifyGraph, drafts_of
 from forward.model import Model
 from paged_cache.cache import PagedCache
 from paged_cache.runner import PagedRunner
@@ -55,6 +56,13 @@ class Replayed(Forwarded):
     sampled: Sampled | None = None
 
 
+@dataclass
+class Half(Forwarded):
+    """A step whose second half has a graph, too."""
+
+    rest: MaskedGraph | None = None
+
+
 class GraphRunner(PagedRunner):
     """Replays steps of one token a request from `DecodeGraph`s, those that verify drafts from `VerifyGraph`s,
     and other small steps from `ChunkGraph`s.
@@ -65,6 +73,7 @@ class GraphRunner(PagedRunner):
         most_tokens: tokens in the largest chunk graph; 0: none.
         most_drafts: drafts of a request in the largest verify graph; 0: none.
         most_chained: decode steps in the longest chain; 0: there are no chains.
+        masked: whether decode steps whose samples are masked have a second graph for the sampling.
 
     startup: what capturing took.
     let_go: destroys the graphs, after the last step.
@@ -85,6 +94,7 @@ class GraphRunner(PagedRunner):
         most_tokens: int,
         most_drafts: int = 0,
         most_chained: int = 0,
+        masked: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(model, attention, rows, cache, **options)
@@ -109,6 +119,7 @@ class GraphRunner(PagedRunner):
         layouts = (*self._layouts.values(), *self._verify_layouts.values())
         largest = max([3 * self._sizes[-1], *(layout.size for layout in layouts)])
         self._staging = Staging(largest, model.device)
+        self._masked = masked
         self.startup = self._capture()
 
     @torch.inference_mode()
@@ -146,6 +157,12 @@ class GraphRunner(PagedRunner):
                 part(f"{size} requests")
                 given = inputs[: 3 * size].view(3, size)
                 self.decode_graphs[size, features] = DecodeGraph(machine, size, given, features, capturer)
+            self._masked_graphs: dict[tuple[int, Feature | None], MaskedGraph] = {}
+            if self._masked:
+                masks = MaskInputs(self._sizes[-1], self.model.config.vocab_size, device)
+                for size, kind in product(reversed(self._sizes), CAPTURED):
+                    half = self.decode_graphs[size, None]
+                    self._masked_graphs[size, kind] = MaskedGraph(half, masks, kind, capturer)
         return Startup(capturer.count, time.perf_counter() - started, before - _free_bytes(device))
 
     @torch.inference_mode()
@@ -171,6 +188,9 @@ class GraphRunner(PagedRunner):
         """See `continuous.Runner.sample`; a graph may have done it already."""
         if isinstance(step, Replayed):
             return Pending(step.works, step.sampled, self.agree)
+        if isinstance(step, Half) and step.rest is not None and isinstance(allowed, Allowed):
+            step.rest.run(allowed)
+            return Pending(step.works, Sampled(step.rest.tokens[: len(step.works)]), self.agree)
         return super().sample(step, allowed)
 
     def logits(self, hidden: Tensor, plan: Plan) -> Tensor:
@@ -214,12 +234,14 @@ class GraphRunner(PagedRunner):
         self.refresh(works)
         count, rows = len(works), self._stage(works, size)
         plan = self.sampler.plan(rows.tolist())
-        inside = plan.features in CAPTURED and plan.wanted is None and not masked
+        fixed = plan.features in CAPTURED and plan.wanted is None
+        inside = fixed and not masked
         graph = self.decode_graphs[size, plan.features if inside else None]
         graph.replay()
         if inside:
             return Replayed(works, graph.batch, graph.hidden, sampled=Sampled(graph.tokens[:count]))
-        return Forwarded(works, graph.sampled(rows), graph.hidden)
+        rest = self._masked_graphs.get((size, plan.features)) if fixed else None
+        return Half(works, graph.sampled(rows), graph.hidden, rest=rest)
 
     def _verify_graph(self, works: Sequence[Work], masked: bool) -> VerifyGraph | None:
         """The graph for a small step, if there is one that samples as these requests want it."""
@@ -257,15 +279,6 @@ class GraphRunner(PagedRunner):
             graph.layout.fill(flat, host, *self.attention.sort(host), drafts)
         graph.replay()
         return works, host
-
-
-def drafts_of(works: Sequence[Work], host: HostBatch) -> Ints:
-    """Each token's draft `[T]`, -1 where it is none: the last ones of a work."""
-    drafts: Ints = np.full(len(host.positions), -1)
-    for work, end in zip(works, host.query_starts[1:].tolist(), strict=True):
-        if work.drafts:
-            drafts[end - len(work.drafts) : end] = work.drafts
-    return drafts
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -6,9 +6,14 @@ sampled, and inside the graph, since the host is waiting for the result.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 from torch import Tensor
 
 from common.sampling.sampler import Feature, Plan
+from continuous.batch import HostBatch, Ints
+from continuous.work import Work
 from cuda_graphs.capture import Capturer
 from cuda_graphs.chunk_graph import ChunkGraph, Layout
 from cuda_graphs.decode_graph import Machine, narrow_logits
@@ -48,3 +53,12 @@ class VerifyGraph(ChunkGraph):
         self.tokens_out = on.sampler.sample(logits, rows, (), steps, self.plan).tokens
         # A padded sample's position is 0, so that it would be written behind position -1: nowhere.
         scatter_tokens(rows, given["sample_positions"] - 1, self.tokens_out, on.rows.tokens)
+
+
+def drafts_of(works: Sequence[Work], host: HostBatch) -> Ints:
+    """Each token's draft `[T]`, -1 where it is none: the last ones of a work."""
+    drafts: Ints = np.full(len(host.positions), -1)
+    for work, end in zip(works, host.query_starts[1:].tolist(), strict=True):
+        if work.drafts:
+            drafts[end - len(work.drafts) : end] = work.drafts
+    return drafts

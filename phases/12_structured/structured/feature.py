@@ -11,6 +11,7 @@ from common.errors import UserError, choice, integer, number
 from common.options import option
 from common.text.tokenizer import Tokenizer
 from continuous.seams import NO_DRAFTS
+from cuda_graphs.feature import Graphs
 from paged_cache import Feature, Parts
 from structured.drafter import GrammarDrafter
 from structured.masks import GrammarMasks
@@ -75,6 +76,15 @@ class Structured(Feature):
             from structured.kernel import with_kernel
 
             parts.sampler = with_kernel(parts.sampler)
+            graphs = parts.features.get("graphs")
+            if isinstance(graphs, Graphs) and "parallel" not in parts.features:  # whose ranks talk in between
+                from cuda_graphs.memory import masked_bytes
+
+                parts.runner = partial(parts.runner, masked=True)
+                most = graphs.graph_rows
+                parts.reserve.append(
+                    lambda whole: masked_bytes(whole.model, min(most, whole.size("max_rows")))
+                )
         if parts.drafter is not NO_DRAFTS or self.jump_forward:
             parts.drafter = GrammarDrafter(
                 parts.drafter,

@@ -12,23 +12,27 @@ BLOCK = 4096
 
 
 @triton.jit
-def forbid_kernel(logits, words, places, row_stride, word_stride, V: tl.constexpr, BLOCK: tl.constexpr):
-    """One program per masked place and chunk of the vocabulary."""
+def forbid_kernel(
+    logits, words, places, row_stride, token_stride, word_stride, V: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One program per mask and chunk of the vocabulary; place -1 is padding of a graph."""
     mask, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    token = chunk * BLOCK + tl.arange(0, BLOCK)
-    word = tl.load(words + mask * word_stride + token // 32, mask=token < V, other=-1)
-    barred = ((word >> (token % 32)) & 1) == 0
     row = tl.load(places + mask)
-    tl.store(logits + row * row_stride + token, -float("inf"), mask=barred & (token < V))
+    token = chunk * BLOCK + tl.arange(0, BLOCK)
+    real = (token < V) & (row >= 0)
+    word = tl.load(words + mask * word_stride + token // 32, mask=real, other=-1)
+    barred = ((word >> (token % 32)) & 1) == 0
+    tl.store(logits + row * row_stride + token * token_stride, -float("inf"), mask=barred & real)
 
 
 def forbid(logits: Tensor, allowed: Allowed) -> None:
-    """`common.sampling.ops.forbid` in place: `logits [B, V]` of any dtype, columns side by side."""
+    """`common.sampling.ops.forbid` in place: `logits [B, V]` of any dtype."""
     count, vocab = len(allowed.places), logits.shape[1]
     block = min(BLOCK, max(32, triton.next_power_of_2(vocab)))
     if count:
         forbid_kernel[(count, triton.cdiv(vocab, block))](
-            logits, allowed.words, allowed.places, logits.stride(0), allowed.words.stride(0),
+            logits, allowed.words, allowed.places,
+            logits.stride(0), logits.stride(1), allowed.words.stride(0),
             V=vocab, BLOCK=block,
         )  # fmt: skip
 
@@ -38,10 +42,7 @@ class MaskingSampler(Sampler):
 
     def forbid(self, logits: Tensor, allowed: Allowed) -> None:
         """See `Sampler.forbid`."""
-        if logits.stride(1) == 1:
-            forbid(logits, allowed)
-        else:
-            super().forbid(logits, allowed)
+        forbid(logits, allowed)
 
 
 def with_kernel(sampler: type[Sampler]) -> type[Sampler]:
