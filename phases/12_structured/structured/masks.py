@@ -234,11 +234,11 @@ class GrammarMasks:
     def _ends(self, request: Request, news: Sequence[int]) -> bool:
         """Whether a request's output ends with these tokens, as far as that shows without its text."""
         length, most = len(request.tokens) - request.prompt_len, request.limit - request.prompt_len
-        reasons = (
-            finish_reason(token, length + number, request.params, self.eos, most)
-            for number, token in enumerate(news, 1)
-        )
-        return any(reason is not None for reason in reasons)
+        for token in news:
+            length += 1
+            if finish_reason(token, length, request.params, self.eos, most) is not None:
+                return True
+        return False
 
     def _fail(self, request: Request, problem: str) -> None:
         error = UserError(f"grammar ({request.params.grammar}) cannot be followed: {problem}")
