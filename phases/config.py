@@ -126,4 +126,4 @@ def _values(feature: Feature) -> dict[str, Any]:
 
 def _lines(values: Mapping[str, Any], help: Mapping[str, str], indent: str) -> list[str]:
     shown = [f"{indent}{name}: {yaml.safe_dump(value).split(chr(10))[0]}" for name, value in values.items()]
-    return [f"{text:<32}# {help[name]}" for text, name in zip(shown, values, strict=True)]
+    return [f"{text:<31} # {help[name]}" for text, name in zip(shown, values, strict=True)]

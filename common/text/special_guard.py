@@ -11,6 +11,7 @@ import tokenizers
 from tokenizers import AddedToken, normalizers
 
 from common.errors import UserError
+from common.text.ids import ids_of
 from common.text.stop_strings import StopStrings
 
 _STAND_INS = [chr(code) for code in (*range(0xFDD0, 0xFDF0), *range(0x10FF00, 0x10FFFE))]
@@ -65,8 +66,8 @@ class SpecialGuard:
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text in which users' special tokens are hidden, and no other special tokens added."""
-        encoding = self._blind.encode(text, add_special_tokens=False)
-        return [self._renumbered.get(index, index) for index in encoding.ids]
+        ids = ids_of(self._blind, text, add_special_tokens=False)
+        return [self._renumbered.get(index, index) for index in ids]
 
     def _hide(self, text: str, whole: bool) -> str:
         if not any(char in text for char in self._stand_in):

@@ -14,6 +14,7 @@ import tokenizers
 from common.errors import UserError, integer
 from common.text.chat_template import ChatTemplate, Message
 from common.text.detokenizer import Detokenizer, TokenBytes
+from common.text.ids import ids_of
 from common.text.special_guard import SpecialGuard
 from common.text.template_sandbox import SOURCE_CHARACTERS
 
@@ -161,7 +162,7 @@ class Tokenizer:
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         with _named("the text"):
-            return list(self.backend.encode(_unicode(text), add_special_tokens=add_special_tokens).ids)
+            return ids_of(self.backend, _unicode(text), add_special_tokens=add_special_tokens)
 
     def _model_config(self, field: str) -> Any:
         return _read_json(self.folder / "config.json").get(field)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from tokenizers import models
 from common.errors import UserError
 from common.models.gguf_import import import_gguf
 from common.text.detokenizer import Detokenizer
+from common.text.ids import LONG, ids_of
 from common.text.tokenizer import Tokenizer
 from tests.common import tiny_gguf
 
@@ -159,6 +162,29 @@ def test_unusable_files_are_named(llama_folder):
         path.write_bytes(content)
         with pytest.raises(UserError, match=r"tokenizer\.json cannot be used"):
             Tokenizer(llama_folder)
+
+
+@pytest.mark.parametrize("text", [text * (1 + 3000 // max(1, len(text))) for text in HARD[:-1]])
+def test_long_texts_have_the_ids_that_the_library_gives_short_ones(folder, text):
+    tokenizer = Tokenizer(folder)
+    assert len(text) > LONG
+    text = f"<|im_start|>{text}<bos>{text}"
+    for special in (True, False):
+        found = ids_of(tokenizer.backend, text, add_special_tokens=special)
+        assert found == tokenizer.backend.encode(text, add_special_tokens=special).ids
+
+
+def test_a_long_text_holds_nobody_up(folder):
+    tokenizer, text = Tokenizer(folder), " ".join(map(str, range(150_000)))
+    with ThreadPoolExecutor(1) as threads:
+        begun = time.perf_counter()
+        done, longest = threads.submit(tokenizer.encode, text), 0.0
+        while not done.done():
+            before = time.perf_counter()
+            time.sleep(0.002)
+            longest = max(longest, time.perf_counter() - before)
+        seconds = time.perf_counter() - begun
+    assert longest < seconds / 2, f"another thread stood still for {longest:.2f} of {seconds:.2f} s"
 
 
 def test_a_missing_unknown_token_is_named(tmp_path):

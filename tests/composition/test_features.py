@@ -199,6 +199,19 @@ def test_a_config_goes_to_a_file_and_back(tmp_path: Path) -> None:
     assert again.features["overlap"] is None and again.sizes.max_rows == 7
 
 
+@pytest.mark.parametrize("number", ["05", "06", "07", "08", "09", "10", "11", "12", "13", "14"])
+def test_what_a_phase_prints_is_taken_back(tmp_path: Path, number: str) -> None:
+    path = tmp_path / "engine.yaml"
+    config = EngineConfig.of(phase(number), {}, CPU)
+    path.write_text(config.to_yaml(), encoding="utf-8")
+    again = EngineConfig.of(phase(number), options_from_yaml(path), CPU)
+    for name, feature in config.features.items():
+        assert again.features[name] == feature, (
+            f"{name} of {number} was {feature}, and is {again.features[name]}"
+        )
+    assert again == config
+
+
 FILES: dict[str, tuple[str, str]] = {
     "no YAML": ("a: [", "is not YAML"),
     "a list": ("- 1", "holds a list"),

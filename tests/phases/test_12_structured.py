@@ -416,6 +416,28 @@ def test_a_schema_reaches_the_library_with_our_options(schema: str) -> None:
     assert found["json_schema"] == {"x-guidance": OPTIONS} | given
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lenient": True},
+        {"coerce_one_of": True},
+        {"item_separator": ";"},
+        {"whitespace_pattern": "X"},
+        {"whitespace_pattern": "[^a]"},
+        {"whitespace_pattern": r"\s+"},
+        5,
+    ],
+    ids=str,
+)
+def test_no_option_makes_a_schema_less_than_it_says(engine: PagedEngine, options: Any) -> None:
+    schema = {"x-guidance": options, "type": "array", "items": {"enum": [1, 2]}}
+    with pytest.raises(UserError, match="x-guidance"):
+        list(engine.stream([PROMPT], SamplingParams(grammar=Grammar.json_schema(schema))))
+    named = {"properties": {"x-guidance": {"const": 1}}, "required": ["x-guidance"]}
+    kept = source_of(Grammar.json_schema({"type": "object", "additionalProperties": False} | named))
+    assert "const" in kept, "a property of that name is no option"
+
+
 def test_engines_that_take_none(model: Model) -> None:
     grammar = SamplingParams(grammar=Grammar.regex("a"))
     for engine in (forward.load(model), cuda_graphs.load(model, **SMALL)):

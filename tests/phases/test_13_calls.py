@@ -27,7 +27,7 @@ from serving.http.limits import Limits
 from serving.http.schema import ChatRequest
 from serving.tools.formats import HERMES, LLAMA, MISTRAL, CallFormat, format_of
 from serving.tools.reader import CallReader
-from serving.tools.request import conversation, tools_of
+from serving.tools.request import conversation, refusal, tools_of
 from structured.backends.llguidance import GuidanceBackend
 from structured.vocabulary import Vocabulary
 from tests.equivalence.engines import blocks
@@ -369,7 +369,45 @@ def test_special_tokens_in_the_keys_of_arguments_are_text(tmp_path):
     assert "<|end|>" in made.decode(made.chat([{"role": "user", "content": "x"}], tools=[{"<|end|>": 1}]))
 
 
+def test_a_tool_that_cannot_be_compiled_is_named(backend):
+    bad = {"type": "object", "not": {}}
+    for name, format in FORMATS.items():
+        grammar = format.grammar([("now", NOTHING), ("wea-ther", bad)], must=True, several=True)
+        with pytest.raises(UserError) as said:
+            backend.compile(grammar)
+        found = refusal(str(said.value), grammar)
+        assert found.startswith("tools: the parameters of 'wea-ther' are refused: "), f"{name}: {found}"
+        assert "not" in found and "llguidance" not in found, f"{name}: {found}"
+    assert (
+        refusal("grammar (x) takes longer", grammar) == "tools cannot be compiled: grammar (x) takes longer"
+    )
+
+
 # Answers.
+
+
+@pytest.mark.parametrize("most", [1, 16, 30, 45])
+def test_a_call_that_is_cut_is_told_alike_at_once_and_in_pieces(make, most):
+    async def test() -> None:
+        client = Client(make())
+        body = {
+            "messages": [{"role": "user", "content": "x"}],
+            "tools": [WEATHER],
+            "tool_choice": "required",
+            "max_tokens": most,
+            "seed": 1,
+        }
+        (whole,) = (await client.post("/v1/chat/completions", body))[1]["choices"]
+        streamed = await client.request("/v1/chat/completions", body | {"stream": True}).run()
+        deltas = [event["choices"][0]["delta"] for event in streamed.events()[:-1]]
+        content = "".join(delta.get("content", "") for delta in deltas)
+        said = whole["message"]["content"] or ""
+        assert said == content, f"after {most} tokens the content is {said!r}, and in a stream {content!r}"
+        assert not said or most == 1, f"after {most} tokens of a call its beginning is content: {said!r}"
+        called = sum("id" in one for delta in deltas for one in delta.get("tool_calls", []))
+        assert len(whole["message"].get("tool_calls", [])) == called
+
+    asynchronously(test)
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])

@@ -35,8 +35,12 @@ from paged_cache import PagedEngine
 from serving import load, messages
 from serving.app import App
 from serving.http import orders
+from serving.http.answers import Answer
+from serving.http.errors import ApiError
 from serving.http.limits import Limits
+from serving.http.orders import as_asked
 from serving.http.origins import origins
+from serving.http.schema import CompletionRequest
 from serving.messages import Abort, Add, Step
 from serving.versions.one_at_a_time import OneAtATime
 from serving.watching.traces import Traces
@@ -631,6 +635,7 @@ REFUSED: dict[str, tuple[Any, int, str | None, str]] = {
     "logprobs": ({"prompt": "a", "logprobs": 21}, 400, "logprobs", "20"),
     "seed": ({"prompt": "a", "seed": 2**70}, 400, "seed", "between"),
     "best_of": ({"prompt": "a", "n": 2, "best_of": 1}, 400, "best_of", "at least n"),
+    "best_of above the rows": ({"prompt": "a", "best_of": 9}, 400, "best_of", "max_rows, 8"),
     "best_of beyond": ({"prompt": "a", "best_of": 129}, 400, "best_of", "at most 128"),
     "best_of streamed": ({"prompt": "a", "best_of": 2, "stream": True}, 400, "best_of", "stream"),
     "suffix": ({"prompt": "a", "suffix": "b"}, 400, "suffix", "empty"),
@@ -644,7 +649,14 @@ REFUSED: dict[str, tuple[Any, int, str | None, str]] = {
     "options without stream": ({"prompt": "a", "stream_options": {}}, 400, "stream_options", "stream"),
     "another model": ({"prompt": "a", "model": "gpt-9"}, 404, "model", "'tiny'"),
     "priority": ({"prompt": "a", "priority": 1}, 400, "priority", "fcfs"),
-    "deadline": ({"prompt": "a", "deadline_ms": 0}, 400, "deadline_ms", "at least 1"),
+    "huge priority": ({"prompt": "a", "priority": 10**30}, 400, "priority", "between -2147483647"),
+    "deadline": ({"prompt": "a", "deadline_ms": 0}, 400, "deadline_ms", "between 1"),
+    "deadline of 400 digits": (
+        b'{"prompt": "a", "deadline_ms": ' + b"9" * 400 + b"}",
+        400,
+        "deadline_ms",
+        "2147483647",
+    ),
     "grammar": ({"prompt": "a", "guided_regex": "a+"}, 400, "guided_regex", "no tokenizer"),
     "two grammars": (
         {"prompt": "a", "guided_regex": "a+", "guided_choice": ["a"]},
@@ -1468,10 +1480,62 @@ def test_the_simplest_client(make):
         asked = await Client(app).request("/generate", body | {"stream": True}).run()
         assert "".join(event["text"] for event in asked.events()[:-1]) == whole["text"]
         assert whole["finish_reason"] == asked.events()[-2]["finish_reason"] == "length"
+        more = {"stream": True, "return_token_marks": True, "stream_options": {"include_usage": True}}
+        *pieces, told, _ = (await Client(app).request("/generate", body | more).run()).events()
+        marked = "".join(text for piece in pieces for text, _ in piece["token_marks"])
+        assert marked == whole["text"], f"token_marks hold {marked!r}"
+        assert told == {"usage": whole["usage"]}, f"the last chunk is {told}, in another route's shape"
         status, refused = await Client(app).post("/generate", body | {"n": 2})
         assert status == 400 and refused["error"]["param"] == "n", (
             "the second text has no place in the answer"
         )
+
+    asynchronously(test)
+
+
+def test_names_are_those_that_the_client_has_sent():
+    error = ApiError(400, "prompt_logprobs is set, but must be None", param=None)
+    found = as_asked(error, CompletionRequest(prompt="a", echo=True, logprobs=1))
+    assert (found.param, str(found)) == ("echo", "echo with logprobs is set, but must be None")
+    kept = as_asked(error, CompletionRequest(prompt="a", prompt_logprobs=1))
+    assert str(kept) == str(error), "the client has sent prompt_logprobs, and is told of another field"
+
+
+def test_nobody_waits_for_a_long_request_of_another(make, tokenizer, monkeypatch):
+    """What takes long is done by threads, on the way in and on the way out."""
+    seen: dict[str, str] = {}
+    chat, place = Tokenizer.chat, Answer._place
+
+    def noted(name: str, function: Any) -> Any:
+        def note(*given: Any, **more: Any) -> Any:
+            seen[name] = threading.current_thread().name
+            return function(*given, **more)
+
+        return note
+
+    monkeypatch.setattr(Tokenizer, "chat", noted("chat", chat))
+    monkeypatch.setattr(Answer, "_place", noted("answer", place))
+    loop = threading.current_thread().name
+
+    async def test() -> None:
+        client = Client(make())
+        long = {
+            "many empty messages": [{"role": "user", "content": ""}] * 100,
+            "a long role": [{"role": "user" * 1000, "content": ""}],
+            "long calls": [
+                {"role": "user", "content": "x"},
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f" * 3000, "arguments": "{}"}}]},
+            ],
+        }
+        for what, said in long.items():
+            await client.post("/v1/chat/completions", {"messages": said, "max_tokens": 1})
+            assert seen.pop("chat") != loop, f"the event loop itself has tokenized {what}"
+        body = {"prompt": [5] * 600, "max_tokens": 1, "prompt_logprobs": 1}
+        status, found = await client.post("/v1/completions", body)
+        assert status == 200 and len(found["choices"][0]["prompt_logprobs"]) == 600
+        assert seen.pop("answer") != loop, "the event loop itself has put 600 log-probabilities together"
+        await client.post("/v1/completions", body | {"prompt": [5]})
+        assert seen.pop("answer") == loop, "a thread for a short answer costs more than it saves"
 
     asynchronously(test)
 

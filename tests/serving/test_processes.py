@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 
 import psutil
 import pytest
@@ -19,6 +21,7 @@ import pytest
 import cuda_graphs
 from common.sampling.params import SamplingParams
 from forward.loading import load_model
+from serving.alive import EngineProcess
 from tests.servers import Running, wait_until
 
 pytestmark = pytest.mark.slow  # real processes
@@ -489,6 +492,25 @@ def test_a_server_that_cannot_start_says_why(arguments, words):
     with pytest.raises(AssertionError) as said, Running(*arguments):
         pass
     assert words in str(said.value) and "Traceback" not in str(said.value)
+
+
+def test_an_engine_that_is_still_starting_is_ended_at_once(caplog: pytest.LogCaptureFixture):
+    async def test() -> None:
+        complaints: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+        engine = EngineProcess(partial(time.sleep, 60))
+        life = asyncio.ensure_future(engine.run())
+        await asyncio.sleep(0.3)
+        begun = time.monotonic()
+        await engine.stop()
+        await life
+        seconds = time.monotonic() - begun
+        assert seconds < 3, f"{seconds:.1f} s were waited for an engine that cannot hear yet"
+        gc.collect()
+        await asyncio.sleep(0)
+        assert not complaints, f"asyncio complains: {complaints}"
+
+    asyncio.run(test())
 
 
 def test_no_two_servers_on_one_port(server):

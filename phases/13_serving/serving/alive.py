@@ -10,7 +10,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import zmq
@@ -55,8 +54,9 @@ class EngineProcess(EngineClient):
     def transmit(self, data: bytes) -> None:
         """See `EngineClient`. That the engine has gone is noticed in `_live`."""
         if self._socket is not None:
-            with suppress(zmq.ZMQError):
-                self._socket.send(data, zmq.NOBLOCK)
+            # A future, also where nobody is there yet to send it to; unasked, it would complain of that.
+            sent = asyncio.ensure_future(self._socket.send(data, zmq.NOBLOCK))
+            sent.add_done_callback(lambda sent: sent.cancelled() or sent.exception())
 
     async def run(self) -> None:
         """Start the engine, and start it again whenever it ends, until `stop`.
@@ -82,9 +82,10 @@ class EngineProcess(EngineClient):
 
     async def stop(self) -> None:
         """End the engine for good; whoever still waits is told an error."""
+        listens = self.state == "ready"
         self._stopping, self.state = True, "stopped"
         self._send(Stop())
-        for _ in range(50):
+        for _ in range(50 if listens else 0):
             if self.process is None or not self.process.is_alive():
                 break
             await asyncio.sleep(0.1)

@@ -9,13 +9,15 @@ from common.errors import UserError
 from common.text.tokenizer import Tokenizer
 from serving.client import EngineClient
 from serving.completion import Call
-from serving.http.answers import Answer, likeliest
+from serving.http.answers import Answer
 from serving.http.errors import STATUS, ApiError, of_user_error
 from serving.http.exchange import EVENTS, Exchange, Gone
 from serving.http.limits import Limits
+from serving.http.orders import as_asked
 from serving.http.schema import Generation
 from serving.messages import Ready
 from serving.order import Order
+from serving.tools.request import refusal
 from serving.watching.metrics import Metrics
 
 RETRY_SECONDS = 1
@@ -72,24 +74,24 @@ class Service:
             salt = request.cache_salt or ""
             call.send(priority=request.priority or 0, salt=salt, seconds=seconds, traced=self.traced)
             if request.stream:
-                await self._stream(exchange, call, answer)
+                await self._stream(exchange, call, request, answer)
             else:
                 while call.left and call.trouble is None:
                     await call.news()
-                self._raise_trouble(exchange, call)
-                await exchange.json(answer.whole(call, likeliest(call, request.n or 1)))
+                self._raise_trouble(call, request)
+                await exchange.answer(200, await answer.body(call, request.n or 1))
         finally:
             leaving.cancel()
             call.close()
             exchange.call, exchange.done = None, call
             self._count(exchange, call)
 
-    async def _stream(self, exchange: Exchange, call: Call, answer: Answer) -> None:
+    async def _stream(self, exchange: Exchange, call: Call, request: Generation, answer: Answer) -> None:
         """Send events as they come. Before the first token nothing is sent, so that errors have a status."""
         waiting = call.choices
         while True:
             await call.news()
-            self._raise_trouble(exchange, call)
+            self._raise_trouble(call, request)
             events = []
             for choice in waiting:
                 if choice.fresh or choice.reason is not None:
@@ -109,17 +111,19 @@ class Service:
             if not waiting:
                 return
 
-    def _raise_trouble(self, exchange: Exchange, call: Call) -> None:
+    def _raise_trouble(self, call: Call, request: Generation) -> None:
         if call.trouble is None:
             return
         kind, message = call.trouble
         if kind in ("left", "slow"):
             raise Gone
         if kind == "refused":
-            error = of_user_error(UserError(message), Generation.__struct_fields__)
+            order = call.orders[0]
             if message.startswith("grammar"):
-                error.param = call.orders[0].asked or None
-            raise error
+                if order.calls is not None and order.params.grammar is not None:
+                    message = refusal(message, order.params.grammar)
+                raise ApiError(400, message, param=order.asked or None)
+            raise as_asked(of_user_error(UserError(message), type(request).__struct_fields__), request)
         raise ApiError(STATUS[kind], message, retry=RETRY_SECONDS if kind == "died" else None, code=kind)
 
     def _admit(self, more: int, priority: int, ready: Ready) -> None:
@@ -147,10 +151,6 @@ class Service:
         """Seconds that are left: the client's count from the beginning of the request."""
         if request.deadline_ms is None:
             return self.limits.max_seconds
-        if request.deadline_ms < 1:
-            raise ApiError(
-                400, f"deadline_ms is {request.deadline_ms}, but must be at least 1", param="deadline_ms"
-            )
         left = request.deadline_ms / 1e3 - (time.perf_counter() - started)
         return min(max(0.0, left), self.limits.max_seconds)
 

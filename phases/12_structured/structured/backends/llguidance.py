@@ -38,7 +38,10 @@ OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
 """Models like to indent. Without a limit some write spaces for ever, and every mask lets them."""
 
 OWN_OPTIONS = "x-guidance"
-"""The key under which a schema has options for the library."""
+"""The key under which a schema has options for the library. Some of them let through what does not validate,
+or is no JSON; `HARMLESS` ones do not, as long as white space is that of JSON."""
+HARMLESS = ("whitespace_flexible", "whitespace_pattern")
+WHITE_SPACE = re.compile(r"(\\x20|\\x0[9aAdD]|\\[nrt]|\{\d*,?\d*\}|[ \n\r\t\[\]()?*+|])*")
 OLDER = re.compile(r"json-schema\.org/draft-0[3467]/")
 """Dialects to which a `$ref` overrules what stands beside it; to the library it does in none."""
 REFERRED = ("$ref", "$schema", "$defs", "definitions")
@@ -305,6 +308,7 @@ def source_of(grammar: Grammar) -> str:
             if OLDER.search(str(schema.get("$schema"))):
                 source = json.dumps(_alone(schema))
         if OWN_OPTIONS in source or "\\" in source:
+            _check_options(json.loads(source))
             return ll.LLMatcher.grammar_from_json_schema(source, defaults=OPTIONS)  # type: ignore[arg-type]
         rest = source[1:].lstrip()
         comma = "" if rest == "}" else ","
@@ -312,6 +316,15 @@ def source_of(grammar: Grammar) -> str:
     if grammar.kind == "regex":
         return ll.LLMatcher.grammar_from_regex(grammar.source)
     return ll.grammar_from("choice" if grammar.kind == "choice" else "grammar", grammar.source)
+
+
+def _check_options(schema: Any) -> None:
+    """Raise `ValueError` for options with which an output might not be what the schema says."""
+    given = schema.get(OWN_OPTIONS, {}) if isinstance(schema, dict) else {}
+    if not isinstance(given, dict) or not given.keys() <= set(HARMLESS):
+        raise ValueError(f"{OWN_OPTIONS} may have {' and '.join(HARMLESS)}, and nothing else")
+    if not WHITE_SPACE.fullmatch(str(given.get("whitespace_pattern") or "")):
+        raise ValueError(f"whitespace_pattern of {OWN_OPTIONS} must match nothing but JSON's white space")
 
 
 def _alone(schema: Any, names: bool = False) -> Any:

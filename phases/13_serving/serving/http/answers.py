@@ -5,6 +5,7 @@ A chunk differs from the one before it in a few words, so all that surrounds the
 
 from __future__ import annotations
 
+import asyncio
 import time
 from itertools import accumulate
 from typing import Any
@@ -19,6 +20,8 @@ from serving.tools.reader import CallReader
 
 _json = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
+LONG_ANSWER = 250
+"""Tokens with log-probabilities in an answer above which it is long: each takes up to 40 us."""
 
 
 def usage(call: Call) -> dict[str, Any]:
@@ -86,8 +89,20 @@ class Answer:
         """A completion as a whole."""
         raise NotImplementedError
 
+    async def body(self, call: Call, n: int) -> bytes:
+        """The answer to a request that is not streamed, with the `n` likeliest completions of each prompt.
+
+        With log-probabilities of long prompts it takes seconds, and a thread, so that others do not wait.
+        """
+
+        def make() -> bytes:
+            return _json(self.whole(call, likeliest(call, n)))
+
+        told = [order.read for order in call.orders] + [choice.logprobs for choice in call.choices]
+        return await asyncio.to_thread(make) if sum(map(len, told)) > LONG_ANSWER else make()
+
     def whole(self, call: Call, keep: list[Choice]) -> dict[str, Any]:
-        """The answer to a request that is not streamed."""
+        """The same, before it is written as JSON."""
         return {
             "id": self.id,
             "object": self.object,
@@ -251,6 +266,7 @@ class ChatAnswer(Answer):
         if choice.reader is not None:
             news = choice.reader.read(choice.text, True)
             reason = _reason(choice, choice.reader)
+            message["content"] = news.content  # a call that was cut before its name is neither
             if choice.reader.calls:
                 message["content"] = news.content or None
                 message["tool_calls"] = [
@@ -292,9 +308,17 @@ class GenerateAnswer(Answer):
         body: dict[str, Any] = {"text": piece.text}
         if self.ids:
             body["token_ids"] = piece.tokens
+        if self.marks:
+            body["token_marks"] = piece.marks
         if last:
             body["finish_reason"] = choice.reason
+        if self.continuous:
+            body["usage"] = usage(choice.call)
         return b"data: " + _json(body) + b"\n\n"
+
+    def end(self, call: Call) -> bytes:
+        """See `Answer`."""
+        return (b"data: " + _json({"usage": usage(call)}) + b"\n\n" if self.usage else b"") + DONE
 
     def whole(self, call: Call, keep: list[Choice]) -> dict[str, Any]:
         """See `Answer`."""

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from common.errors import UserError
 from common.rules import check_prompt
 from common.sampling.params import MAX_INT, MAX_N, SamplingParams
+from common.text.ids import LONG
 from common.text.tokenizer import Tokenizer
 from serving.http import grammars
 from serving.http.errors import ApiError, of_user_error
@@ -19,8 +20,8 @@ from serving.messages import Ready
 from serving.order import Order
 from serving.tools.request import conversation, tools_of
 
-LONG = 2000
-"""Characters of a text above which it is tokenized by a thread: 10 KB take a millisecond, and others wait."""
+MANY = 50
+"""Messages above which a conversation is long, whatever stands in them."""
 USUAL_TOKENS = 16
 """`max_tokens` of a completion that does not say; OpenAI's default."""
 _COPIED = (
@@ -98,16 +99,16 @@ class Orders:
         self, messages: list[dict[str, Any]], add_generation_prompt: bool, variables: dict[str, Any]
     ) -> list[int]:
         """The token ids of a conversation. Raises `ApiError`."""
-        messages = conversation(messages)
-        size = sum(len(str(message.get("content", ""))) for message in messages)
-        size += len(str(variables)) if variables else 0
-        return await self._make(
-            size, lambda: self.tokenizer.chat(messages, add_generation_prompt, **variables), "messages"
-        )
+        long = len(messages) > MANY or sum(len(str(part)) for part in (*messages, variables)) > LONG
+
+        def make() -> list[int]:
+            return self.tokenizer.chat(conversation(messages), add_generation_prompt, **variables)
+
+        return await self._make(long, make, "messages")
 
     async def encode(self, text: str) -> list[int]:
         """The token ids of a text. Raises `ApiError`."""
-        return await self._make(len(text), lambda: self.tokenizer.encode(text), "prompt")
+        return await self._make(len(text) > LONG, lambda: self.tokenizer.encode(text), "prompt")
 
     async def tokenize(self, request: TokenizeRequest) -> list[int]:
         """The token ids of either. Raises `ApiError`."""
@@ -127,10 +128,10 @@ class Orders:
                 )
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
-    async def _make(self, size: int, make: Callable[[], T], param: str) -> T:
-        """Run it here if it is short, in a thread otherwise."""
+    async def _make(self, long: bool, make: Callable[[], T], param: str) -> T:
+        """Run it here if it is short, in a thread otherwise: 10 KB take a millisecond, and others wait."""
         try:
-            if size <= LONG:
+            if not long:
                 return make()
             return await asyncio.get_running_loop().run_in_executor(self._threads, make)
         except UserError as error:
@@ -165,7 +166,7 @@ class Orders:
             params = SamplingParams(**given)
             check_prompt(ids, ready.vocab_size, ready.max_len, params, continuous=True)
         except UserError as error:
-            raise _as_asked(of_user_error(error, names), request) from None
+            raise as_asked(of_user_error(error, names), request) from None
         return Order(ids, params, text, asked="" if found is None else found[2])
 
     def _room(self, ids: list[int], ready: Ready) -> int:
@@ -208,14 +209,23 @@ def _prompts(given: str | list[str | int | list[int]] | list[int]) -> list[str |
     )
 
 
-def _as_asked(error: ApiError, request: Generation) -> ApiError:
+def as_asked(error: ApiError, request: Generation) -> ApiError:
     """Under the name that the field has in this request."""
     words, chat = str(error), isinstance(request, ChatRequest)
     if "the prompt " in words and error.param is None:
         error.param = "messages" if chat else "prompt"
-    for ours, theirs in (("max_tokens", "max_completion_tokens"), ("logprobs", "top_logprobs")):
-        if chat and error.param == ours and getattr(request, theirs) is not None:
-            return ApiError(400, words.replace(ours, theirs, 1), param=theirs)
+    theirs = dict[str, str]()
+    if isinstance(request, ChatRequest):
+        pairs = ("max_tokens", "max_completion_tokens"), ("logprobs", "top_logprobs")
+        theirs = {ours: name for ours, name in pairs if getattr(request, name) is not None}
+    elif isinstance(request, CompletionRequest):
+        if request.best_of is not None:
+            theirs["n"] = "best_of"
+        if request.prompt_logprobs is None:  # it is what `echo` makes of `logprobs`
+            theirs["prompt_logprobs"] = "echo with logprobs"
+    for ours, name in theirs.items():
+        if error.param == ours or words.startswith(f"{ours} "):
+            return ApiError(400, name + words.removeprefix(ours), param=name.split()[0])
     return error
 
 

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct
 
+from common.errors import UserError, integer
+from common.sampling.params import MAX_INT
 from serving.http.errors import ApiError
 
 
@@ -128,6 +130,9 @@ class DetokenizeRequest(Struct, kw_only=True):
     model: str | None = None
 
 
+BOUNDS = {"priority": (-MAX_INT, MAX_INT), "deadline_ms": (1, MAX_INT)}
+"""Of numbers that nothing else checks; a larger one could not be sent to the engine."""
+
 Body = TypeVar("Body", bound=Struct)
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _decoders: dict[type, msgspec.json.Decoder[Any]] = {}
@@ -137,7 +142,7 @@ def decode(kind: type[Body], body: bytes) -> tuple[Body, list[str]]:
     """Read a request; also returns the names of the fields that it has and `kind` has not.
 
     Raises:
-        ApiError: it is no JSON, or a field has the wrong type.
+        ApiError: it is no JSON, or a field has the wrong type or is out of its bounds.
     """
     decoder = _decoders.get(kind)
     if decoder is None:
@@ -152,4 +157,10 @@ def decode(kind: type[Body], body: bytes) -> tuple[Body, list[str]]:
         raise ApiError(400, "the body is nested too deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(400, f"the body is no JSON: {error}") from None
+    for name, (low, high) in BOUNDS.items():
+        if (value := getattr(request, name, None)) is not None:
+            try:
+                integer(name, value, low=low, high=high)
+            except UserError as error:
+                raise ApiError(400, str(error), param=name) from None
     return request, sorted(given.keys() - set(kind.__struct_fields__))

@@ -123,4 +123,4 @@ def _text(text: str) -> str:
 
 
 def _json(schema: Schema) -> str:
-    return "%json " + json.dumps({"x-guidance": _SPACES, **schema})
+    return "%json " + json.dumps({**schema, "x-guidance": _SPACES})

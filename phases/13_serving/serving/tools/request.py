@@ -87,6 +87,17 @@ def conversation(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [_message(f"messages[{place}]", message) for place, message in enumerate(messages)]
 
 
+def refusal(message: str, grammar: Grammar) -> str:
+    """What an engine says of the grammar of tools, in the words of who has sent the tools."""
+    found = re.search(r" is refused: at (\d+)\(\d+\): (.*?)(?: 1 \| |$)", message)
+    if found is None:
+        return f"tools cannot be compiled: {message}"
+    line = grammar.source.split("\n")[int(found[1]) - 1]
+    name = re.search(r'\{\\"name\\": \\"([\w-]+)', line)
+    whose = f"the parameters of {name[1]!r} are" if name else "their grammar is"
+    return f"tools: {whose} refused: {found[2]}"
+
+
 def _message(where: str, message: dict[str, Any]) -> dict[str, Any]:
     if message.get("role") == "developer":  # OpenAI's newer name, which templates do not know
         message = {**message, "role": "system"}
