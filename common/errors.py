@@ -17,6 +17,13 @@ class UserError(ValueError):
     """
 
 
+class EngineLost(RuntimeError):
+    """A process or a device that an engine needs is gone, through no fault of the program.
+
+    The command line prints the sentence alone and exits with status 1.
+    """
+
+
 def shown(value: object, write: Callable[[object], str] = repr) -> str:
     """`repr(value)`; Python writes out no integer of more than 4,300 digits, so these go by their size."""
     try:

@@ -24,7 +24,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from common.errors import UserError
+from common.errors import EngineLost, UserError
 
 INTERRUPTED, TERMINATED = 130, 143
 LONGEST_LINE = 1000
@@ -111,6 +111,8 @@ def _judge(error: BaseException, caught: int) -> tuple[int, str] | None:
         return (error.code if isinstance(error.code, int) else int(error.code is not None)), ""
     if isinstance(error, UserError):
         return 2, f"error: {error}"
+    if isinstance(error, EngineLost):
+        return 1, f"error: {error}"
     if isinstance(error, OSError) and error.errno in CANNOT_WRITE:
         return 1, f"error: {error.filename or 'the output'} cannot be written: {error.strerror}"
     return None

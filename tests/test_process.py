@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from common.console import StandardError, Terminal
-from common.errors import UserError
+from common.errors import EngineLost, UserError
 from common.files import check_folder, whole
 from phases import ROOT
 from phases.process import exit_code
@@ -53,6 +53,7 @@ def raises(error: BaseException) -> Callable[[], int]:
 def test_what_a_command_raises_becomes_a_code_and_a_line(capsys: Any) -> None:
     for error, code, line in (
         (UserError("x is 3"), 2, "error: x is 3\n"),
+        (EngineLost("rank 2 has ended"), 1, "error: rank 2 has ended\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
         (BrokenPipeError(errno.EPIPE, "Broken pipe"), 0, ""),
         (OSError(errno.ENOSPC, "No space left"), 1, "error: the output cannot be written: No space left\n"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Collection, Iterator, Mapping
 
@@ -158,7 +159,7 @@ def graft(reference: str, student: str, names: Collection[str]) -> str:
     names: qualified names of the functions that count.
 
     Raises:
-        NotThere: a function is gone.
+        NotThere: a function is gone, or takes other arguments.
         cst.ParserSyntaxError: the student's text is no Python.
     """
     theirs, tree = functions(student), cst.parse_module(reference)
@@ -166,6 +167,12 @@ def graft(reference: str, student: str, names: Collection[str]) -> str:
     gone = sorted(set(names) - set(theirs))
     if gone:
         raise NotThere(f"{', '.join(gone)} is gone")
+    for name in names:
+        if _outside(theirs[name]) != _outside(ours[name]):
+            raise NotThere(
+                f"{name} takes other arguments, or has other decorators, than its callers expect: "
+                f"def {ours[name].name.value}({text_of(ours[name].params).strip()})"
+            )
     grafter = _Grafter({name: theirs[name] for name in names}, _new_methods(theirs, ours))
     module = tree.visit(grafter)
     top = [statement for statement in cst.parse_module(student).body if _is_new(statement, tree)]
@@ -174,6 +181,19 @@ def graft(reference: str, student: str, names: Collection[str]) -> str:
         len(module.body),
     )
     return module.with_changes(body=[*module.body[:at], *top, *module.body[at:]]).code
+
+
+def _outside(node: cst.FunctionDef) -> tuple[object, ...]:
+    """What callers see of a function: whether it is asynchronous, its decorators, and its parameters."""
+    written = ast.parse(f"def f({text_of(node.params)}): ...").body[0]
+    assert isinstance(written, ast.FunctionDef)
+    given = written.args
+    every = (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg)
+    for each in every:
+        if each is not None:
+            each.annotation = None
+    decorators = [text_of(each.decorator).strip() for each in node.decorators]
+    return node.asynchronous is not None, decorators, ast.dump(given)
 
 
 class _Grafter(_Replacing):

@@ -159,7 +159,8 @@ def _failed(exercise: Exercise, node: str, told: Mapping[str, str]) -> Verdict:
     if node.startswith(CASES):
         case = exercise.cases[int(test.partition("[")[2].rstrip("]"))]
         known = {key: told.get(key, "") for key in ("message", "expected", "got", "place")}
-        trap = trap_with(exercise.phase, case.trap) if case.trap else ""
+        # What raises instead of answering resembles no wrong answer.
+        trap = trap_with(exercise.phase, case.trap) if case.trap and known["got"] else ""
         expected = known.pop("expected") or case.expect
         return Verdict(
             exercise,

@@ -100,7 +100,7 @@ def text_in(folder: Path, file: str, errors: str = "strict") -> str:
     path = folder / file
     if path.is_symlink() or not path.is_file() or folder.resolve() not in path.resolve().parents:
         raise FileNotFoundError(f"{file} is no file of this copy")
-    with path.open(encoding="utf-8", errors=errors) as opened_file:
+    with path.open(encoding="utf-8-sig", errors=errors) as opened_file:
         text = opened_file.read(LARGEST + 1)
     if len(text) > LARGEST:
         raise OSError(f"{file} is larger than {LARGEST:,} characters")

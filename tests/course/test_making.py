@@ -79,6 +79,24 @@ def test_a_graft_takes_the_functions_and_what_is_new() -> None:
         graft(SOURCE, SOURCE.replace("def total", "def sums"), ["total"])
 
 
+@pytest.mark.parametrize("change", ["renamed", "more", "default", "asynchronous", "decorated"])
+def test_a_function_that_callers_would_not_know_is_not_taken(change: str) -> None:
+    """The body alone would be run with the reference's parameters, and say something else than was meant."""
+    head = next(line for line in SOURCE.splitlines() if "def total" in line)
+    made = {
+        "renamed": head.replace("(x", "(y"),
+        "more": head.replace("(x", "(x, more"),
+        "default": head.replace("(x", "(x=None, *_"),
+        "asynchronous": "async " + head,
+        "decorated": "@staticmethod\n" + head,
+    }[change]
+    assert made != head
+    with pytest.raises(NotThere, match=r"total takes other arguments, .* def total"):
+        graft(SOURCE, SOURCE.replace(head, made), ["total"])
+    annotated = head.replace("(x", "(x: object")
+    assert "def total" in graft(SOURCE, SOURCE.replace(head, annotated), ["total"])
+
+
 def test_hidden_tests_are_cut_out() -> None:
     assert "total" not in without(SOURCE, ["total"]) and "class Cache" in without(SOURCE, ["total"])
 

@@ -397,6 +397,17 @@ UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
     "static": ({**QWEN, "activation_scheme": "static"}, "activation_scheme is 'static', but only 'dynamic'"),
     "other blocks": ({**QWEN, "weight_block_size": [64, 128]}, r"weight_block_size is \[64, 128\]"),
     "e5m2": ({**QWEN, "fmt": "e5m2"}, "fmt is 'e5m2'"),
+    "gptq_v2 by its other name": ({**GPTQ, "format": "marlin"}, "format 'marlin' is not supported"),
+    "rotated": ({**GPTQ, "rotation": "hadamard"}, "rotation is 'hadamard', but is not supported"),
+    "marlin's own": ({**GPTQ, "is_marlin_format": True}, "is_marlin_format is True, but is not supported"),
+    "an order": (compressed(weights={"actorder": "foo"}), "actorder is 'foo', but must be group, weight"),
+    "scales of powers": (compressed(weights={"scale_dtype": "float8_e8m0fnu"}), "scale_dtype 'float8_e8m0"),
+    "a field of weights": (compressed(weights={"num_bitz": 3}), "weights.'num_bitz' is not known, only num"),
+    "a field of a group": (compressed(more={"hadamard": True}), "'hadamard' is not known, only targets"),
+    "a field of inputs": (
+        compressed("int-quantized", {**W8}, {"input_activations": {**TOKENS, "clip": 3}}),
+        "input_activations.'clip' is not known",
+    ),
     "gptq of 8 bits": ({**GPTQ, "bits": 8}, "gptq: bits is 8, but only 4"),
     "gptq of 3 bits": ({**GPTQ, "bits": 3}, "gptq: bits is 3, but only 4"),
     "a group for all": ({**GPTQ, "group_size": -1}, "group_size is -1, but must be one of 16, 32"),
@@ -445,6 +456,13 @@ UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
     "a pattern that is none": (compressed(ignore=[3]), "ignore is 3, but must be a string"),
     "frozen": (compressed(quantization_status="frozen"), "quantization_status is 'frozen'"),
 }
+
+
+def test_the_second_version_of_gptq_by_either_name() -> None:
+    for name in ("checkpoint_format", "format"):
+        for version, less in (("gptq", True), ("gptq_v2", False)):
+            layout = stored({**GPTQ, "sym": False, name: version}).layout("layers.0.mlp.up_proj")
+            assert layout is not None and layout.one_less == less, f"{name} {version} is read as the other"
 
 
 @pytest.mark.parametrize(("raw", "says"), UNKNOWN.values(), ids=UNKNOWN)

@@ -357,10 +357,11 @@ def test_fp8_by_tensor_with_scales_of_keys_and_values(
         .runner.attention.pool.layers[0]
         .scaled
     )
-    tensors["model.layers.1.self_attn.v_scale"] = torch.tensor([float("nan")])
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=r"layers\.1\.self_attn\.v_scale holds NaN"):
-        quant.load(str(tmp_path), device="cpu", **SMALL)
+    for value, says in ((float("nan"), "holds NaN"), (0.0, "is 0, but must be above 0")):
+        tensors["model.layers.1.self_attn.v_scale"] = torch.tensor([value])
+        save_file(tensors, tmp_path / "model.safetensors")
+        with pytest.raises(UserError, match=rf"layers\.1\.self_attn\.v_scale {says}"):
+            quant.load(str(tmp_path), device="cpu", **SMALL)
 
 
 @pytest.mark.slow
@@ -677,6 +678,20 @@ def test_awq_moves_scales_without_changing_the_model(
     assert not torch.equal(moved, model.layers[0].mlp.up_proj.weight)  # type: ignore[union-attr,index,arg-type]
     assert torch.allclose(logits(changed), want, atol=1e-4 * float(want.abs().max())), (
         f"{family}: scales were moved into a layer, but not out of what is before it"
+    )
+
+
+def test_awq_divides_biases_too(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_model(str(folders["llama"]), device="cpu", dtype="float32")
+    for block in model.layers:
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            layer = block.get_submodule(f"mlp.{name}")
+            layer.bias = nn.Parameter(torch.randn(layer.out_features), requires_grad=False)  # type: ignore[arg-type]
+    want, changed = logits(model), clone(model)
+    monkeypatch.setattr("quant.methods._each", lambda *given: None)
+    quantize_model(changed, INT4, "awq", [list(range(1, 60))])
+    assert torch.allclose(logits(changed), want, atol=1e-4 * float(want.abs().max())), (
+        "up_proj's outputs were made smaller without its bias"
     )
 
 

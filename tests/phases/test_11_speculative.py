@@ -1157,6 +1157,21 @@ def test_packed_linears_say_the_same_and_are_copied_with_their_model() -> None:
             assert difference < 1e-5, f"{shape} is off by {difference}"
 
 
+def test_the_ledger_tells_of_the_second_copy(model: Model) -> None:
+    if not packed.can_pack([torch.nn.Linear(2, 2)]):
+        pytest.skip("this PyTorch has no oneDNN")
+    linears = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
+    engine = speculative.load(model, drafter="ngram", **SMALL)
+    assert engine.ledger.reserved == sum(layer.weight.nbytes for layer in linears)
+    assert speculative.load(model, drafter="none", **SMALL).ledger.reserved == 0
+
+
+@pytest.mark.parametrize("name", ["draft_adaptive", "draft_ahead"])
+def test_switches_are_true_or_false(name: str) -> None:
+    with pytest.raises(UserError, match=f"{name} is 'no', but must be True or False"):
+        speculative.Speculate(**{name: "no"})
+
+
 def test_large_models_are_not_kept_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "MOST_BYTES", 63)
     layer = torch.nn.Linear(4, 4)

@@ -1,7 +1,9 @@
 """What a checkpoint's ``quantization_config`` says, and what of it can be computed here.
 
-Five methods of naming the same few facts. Whatever is not known is refused by its name: numbers that are read
-as something else still make fluent text, only worse, and nobody notices.
+Five methods of naming the same few facts. A scheme that is not known is refused by its name: numbers that are
+read as something else still make fluent text, only worse, and nobody notices. The fields of a scheme are a
+closed list in compressed-tensors, so there any other is refused. The other methods' files have whatever the
+tool that wrote them had to say of itself; there those are refused that change what numbers mean.
 
 Formats: https://github.com/vllm-project/compressed-tensors (``compressed-tensors``), ``fp8`` as in
 https://huggingface.co/Qwen/Qwen3-8B-FP8, GPTQ as AutoGPTQ and GPTQModel write it, AWQ as AutoAWQ writes it.
@@ -24,6 +26,12 @@ _GROUP = Field("group_size q_group_size", int, -1, 1 << 20)
 _NAMES = Field("ignore", list, default=[])
 _PATTERN = 200
 """The longest pattern for names, in characters."""
+_GROUP_FIELDS = ("targets", "weights", "input_activations", "output_activations", "format")
+_ARGUMENTS = (
+    *("num_bits", "type", "symmetric", "group_size", "strategy", "block_structure", "dynamic", "actorder"),
+    *("scale_dtype", "zp_dtype", "observer", "observer_kwargs"),
+)
+_FLOATS = tuple(f"{prefix}{kind}" for prefix in ("torch.", "") for kind in ("float16", "bfloat16", "float32"))
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")
 """What checkpoints put before our names of layers."""
 
@@ -122,7 +130,10 @@ def _gptq(raw: Mapping[str, Any]) -> Stored:
     for name in ("dynamic", "meta_quantizer"):
         if raw.get(name):
             raise UserError(f"{name} is {shown(raw[name])}, but layers of different kinds are not supported")
-    version = Field("checkpoint_format", str, default="gptq", choices=("gptq", "gptq_v2")).read(raw)
+    for name in ("rotation", "is_marlin_format", "adapter"):
+        if raw.get(name):
+            raise UserError(f"{name} is {shown(raw[name])}, but is not supported")
+    version = Field("checkpoint_format format", str, default="gptq", choices=("gptq", "gptq_v2")).read(raw)
     symmetric = Field("sym", bool, default=True).read(raw)
     scheme = Scheme("gptq", "int4", "group", group=_group(raw), zeros=not symmetric)
     head = () if Field("lm_head", bool, default=False).read(raw) else ("lm_head",)
@@ -150,6 +161,7 @@ def _compressed(raw: Mapping[str, Any]) -> Stored:
     for key, given in groups.items():
         try:
             group = Field(key, dict).check(given, key)
+            _known(group, _GROUP_FIELDS)
             form = group.get("format") or raw.get("format")
             rules.append(Rule(_patterns(group.get("targets"), "targets"), _compressed_layout(group, form)))
         except UserError as error:
@@ -172,6 +184,8 @@ def _compressed_layout(group: Mapping[str, Any], form: Any) -> Layout:
     if group.get("output_activations"):
         raise UserError("output_activations are not supported")
     weights = Field("weights", dict).read(group)
+    _known(weights, _ARGUMENTS, "weights.")
+    Field("scale_dtype", str, default="", choices=_FLOATS).read(weights)
     kind = Field("type", str, default="int", choices=("int", "float")).read(weights)
     bits, (wanted, layout) = _BITS.read(weights), _FORMATS[form]
     if kind != (wanted or kind) or (bits, kind) not in ((8, "float"), (8, "int"), (4, "int")):
@@ -186,6 +200,8 @@ def _compressed_layout(group: Mapping[str, Any], form: Any) -> Layout:
         raise UserError(f"block_structure is {found}, but only [{BLOCK}, {BLOCK}] is supported")
     numbers = {(8, "float"): "fp8", (8, "int"): "int8", (4, "int"): "int4"}[bits, kind]
     order = weights.get("actorder")
+    if order not in (None, False, True, "group", "dynamic", "weight", "static"):
+        raise UserError(f"actorder is {shown(order)}, but must be group, weight, dynamic or static")
     scheme = Scheme(
         name=f"{form}-{numbers}",
         weights=numbers,  # type: ignore[arg-type]
@@ -201,6 +217,7 @@ def _activations(raw: Any, numbers: str) -> str | None:
     if raw is None:
         return None
     given = Field("input_activations", dict).check(raw, "input_activations")
+    _known(given, _ARGUMENTS, "input_activations.")
     kind = {"float": "fp8", "int": "int8"}[
         Field("type", str, default="int", choices=("int", "float")).read(given)
     ]
@@ -219,6 +236,7 @@ def _kv(raw: Any) -> str | None:
     if raw is None:
         return None
     given = Field("kv_cache_scheme", dict).check(raw, "kv_cache_scheme")
+    _known(given, _ARGUMENTS, "kv_cache_scheme.")
     kind = Field("type", str, default="int", choices=("int", "float")).read(given)
     strategy = given.get("strategy") or "tensor"
     fine = _BITS.read(given) == 8 and not given.get("dynamic") and given.get("symmetric", True) is True
@@ -239,6 +257,13 @@ def _group(raw: Mapping[str, Any]) -> int:
     if size not in GROUPS:
         raise UserError(f"group_size is {size}, but must be one of {', '.join(map(str, sorted(GROUPS)))}")
     return size
+
+
+def _known(raw: Mapping[str, Any], fields: tuple[str, ...], where: str = "") -> None:
+    """Raise `UserError` for a field that is none of these."""
+    for name in raw:
+        if name not in fields:
+            raise UserError(f"{where}{shown(name)} is not known, only {', '.join(fields)}")
 
 
 def _only(raw: Mapping[str, Any], name: str, value: Any, missing: bool = False) -> None:

@@ -121,7 +121,10 @@ def _take_kv_scales(model: Model) -> Tensor:
     for index, attention in enumerate(_attentions(model)):
         for side in SIDES:
             scale = attention.get_buffer(side).float()
-            check_scale(f"layers.{index}.self_attn.{side}", scale)
+            name = f"layers.{index}.self_attn.{side}"
+            check_scale(name, scale)
+            if not scale.all():  # of a row of zeros in a weight it is; keys and values are not known yet
+                raise UserError(f"{name} is 0, but must be above 0")
             scales.append(scale.expand(model.config.num_kv_heads))
             delattr(attention, side)
     return torch.stack(scales).view(len(model.layer_specs), len(SIDES), -1)

@@ -133,6 +133,9 @@ def _divide(maker: nn.Module, scales: Tensor) -> None:
     elif isinstance(maker, RMSNorm):
         divided = weight.float() / scales
     else:
-        assert isinstance(maker, nn.Linear) and maker.bias is None
+        assert isinstance(maker, nn.Linear)
         divided = weight.float() / scales[:, None]
+        if maker.bias is not None:
+            bias = maker.bias.float() / scales
+            maker.bias = nn.Parameter(bias.to(maker.bias.dtype), requires_grad=False)
     maker.weight = nn.Parameter(divided.to(weight.dtype), requires_grad=False)

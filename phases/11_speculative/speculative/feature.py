@@ -15,7 +15,7 @@ from speculative.control import Control
 from speculative.draft_model import STEP_TOKENS, DraftModel, draft_engine
 from speculative.head import WEIGHTS, Head, HeadSource, load
 from speculative.ngram import NGrams
-from speculative.packed import pack_linears
+from speculative.packed import pack_linears, packed_bytes
 from speculative.speculator import Source, Speculator
 from speculative.suffix import Suffixes
 from speculative.synthetic import Synthetic
@@ -54,6 +54,9 @@ class Speculate(Feature):
         choice("drafter", self.drafter, get_args(Kind))
         if self.draft_length is not None:
             integer("draft_length", self.draft_length, low=1, high=MOST_DRAFTS)
+        for name in ("draft_adaptive", "draft_ahead"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise UserError(f"{name} is {value!r}, but must be True or False")
         number("draft_accept", self.draft_accept, low=0.0, high=float(MOST_DRAFTS))
         integer("suffix_bytes", self.suffix_bytes, low=0, high=1 << 36)
         if self.drafter == "model" and self.draft_model is None:
@@ -75,6 +78,7 @@ class Speculate(Feature):
             return
         if parts.model.device.type == "cpu":
             pack_linears(parts.own_model())
+            parts.reserve.append(lambda whole: packed_bytes(whole.model))
         source = self.source(parts)
         speculator = Speculator(source, Control(self.length, adaptive=self.draft_adaptive))
         parts.bring(self, drafter=speculator)

@@ -59,6 +59,11 @@ def pack_linears(model: nn.Module) -> int:
     return len(linears)
 
 
+def packed_bytes(model: nn.Module) -> int:
+    """What the second copies take."""
+    return sum(module.weight.nbytes for module in model.modules() if isinstance(module, PackedLinear))
+
+
 def can_pack(linears: list[nn.Linear]) -> bool:
     """Whether these are float32 on a CPU, and this PyTorch has what it takes."""
     if not all(m.weight.device.type == "cpu" and m.weight.dtype == torch.float32 for m in linears):

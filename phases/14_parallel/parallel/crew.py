@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+from common.errors import EngineLost
 from parallel.ranks import ENVIRONMENT
 
 PROGRAM = (
@@ -28,7 +29,7 @@ LAST_RESORT = 8.0
 """Seconds after which a process ends itself that still waits, on its device, for a rank that is gone."""
 
 
-class RanksLost(RuntimeError):
+class RanksLost(EngineLost):
     """A rank has ended or does not agree with the others: the engine cannot go on."""
 
 
