@@ -7,9 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from common.errors import UserError
 from forward.attention import LayerSpec, RecomputeAttention
 from forward.model import Model
 from paged_cache.pool import KVFormat, largest
+from quant.weights import check_scale
 
 KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 ROOM = {"fp8": 2.0, "int8": 1.1}
@@ -28,6 +30,15 @@ class StoredKV(nn.Module):
         super().__init__()
         self.kind = kind
         self.register_buffer("scales", scales, persistent=False)
+
+
+def check_kv_scale(name: str, scale: Tensor) -> None:
+    """Raise `UserError` for a scale that cannot be one. In a weight a row of zeros may have the scale 0; what keys
+    and values will be is not known yet.
+    """
+    check_scale(name, scale)
+    if not scale.all():
+        raise UserError(f"{name} is 0, but must be above 0")
 
 
 def stored_kind(model: Model) -> str | None:

@@ -12,10 +12,9 @@ from common.models.checkpoint import assign
 from forward.model import Model
 from quant.checkpoints import stored
 from quant.formats import Scheme
-from quant.kv import StoredKV
+from quant.kv import StoredKV, check_kv_scale
 from quant.layouts import Layout
 from quant.linear import QuantLinear, quantized
-from quant.weights import check_scale
 
 HEAD = "lm_head"
 SIDES = ("k_scale", "v_scale")
@@ -121,10 +120,7 @@ def _take_kv_scales(model: Model) -> Tensor:
     for index, attention in enumerate(_attentions(model)):
         for side in SIDES:
             scale = attention.get_buffer(side).float()
-            name = f"layers.{index}.self_attn.{side}"
-            check_scale(name, scale)
-            if not scale.all():  # of a row of zeros in a weight it is; keys and values are not known yet
-                raise UserError(f"{name} is 0, but must be above 0")
+            check_kv_scale(f"layers.{index}.self_attn.{side}", scale)
             scales.append(scale.expand(model.config.num_kv_heads))
             delattr(attention, side)
     return torch.stack(scales).view(len(model.layer_specs), len(SIDES), -1)
