@@ -285,4 +285,25 @@ BUGS = (
         "        added = load_addends(bias, residual, first_row + tl.arange(0, ROWS), N, ROWS, BIAS, ADD)\n",
         "Adds the first rows' residual to those of every round.",
     ),
+    Bug(
+        "awq-leaves-the-bias",
+        "phases/10_quant/quant/methods.py",
+        "            bias = maker.bias.float() / scales\n",
+        "            bias = maker.bias.float()\n",
+        "Makes what a layer computes smaller, but not what it adds.",
+    ),
+    Bug(
+        "keys-that-are-all-zero",
+        "phases/10_quant/quant/kv.py",
+        "    if not scale.all():\n",
+        "    if False:\n",
+        "Takes a scale of 0 for keys, which makes all of them equal.",
+    ),
+    Bug(
+        "version-by-one-name",
+        "phases/10_quant/quant/checkpoints.py",
+        'Field("checkpoint_format format", str',
+        'Field("checkpoint_format", str',
+        "Overlooks GPTQ's second version, whose zero points are stored as they are, in a file's other field.",
+    ),
 )

@@ -301,4 +301,11 @@ BUGS = (
         "drafts[end - len(work.drafts) - 1 : end - 1] = work.drafts",
         "Puts the drafts in a graph in the place of the newest token and behind it.",
     ),
+    Bug(
+        "second-copy-for-free",
+        "phases/11_speculative/speculative/feature.py",
+        "            parts.reserve.append(lambda whole: packed_bytes(whole.model))\n",
+        "",
+        "Keeps all weights a second time and tells nobody.",
+    ),
 )

@@ -379,4 +379,11 @@ BUGS = (
         "        self.words[:count] |= allowed.words\n",
         "Adds a step's masks to those of the step before.",
     ),
+    Bug(
+        "options-of-the-sender",
+        f"{HERE}/backends/llguidance.py",
+        "            _check_options(json.loads(source))\n",
+        "",
+        "Lets a schema say that it need not be followed.",
+    ),
 )

@@ -33,8 +33,9 @@ class StoredKV(nn.Module):
 
 
 def check_kv_scale(name: str, scale: Tensor) -> None:
-    """Raise `UserError` for a scale that cannot be one. In a weight a row of zeros may have the scale 0; what keys
-    and values will be is not known yet.
+    """Raise `UserError` for a scale that cannot be one.
+
+    In a weight a row of zeros may have the scale 0; what keys and values will be is not known yet.
     """
     check_scale(name, scale)
     if not scale.all():
