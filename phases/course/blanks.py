@@ -185,7 +185,7 @@ def graft(reference: str, student: str, names: Collection[str]) -> str:
 
 def _outside(node: cst.FunctionDef) -> tuple[object, ...]:
     """What callers see of a function: whether it is asynchronous, its decorators, and its parameters."""
-    written = ast.parse(f"def f({text_of(node.params)}): ...").body[0]
+    written = ast.parse(f"def f({text_of(node.params)}\n): ...").body[0]
     assert isinstance(written, ast.FunctionDef)
     given = written.args
     every = (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg)
