@@ -17,6 +17,7 @@ import torch
 from common.errors import UserError
 from common.models import hf_fields as hf
 from common.models.fields import Field, read_object, shown
+from common.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -108,12 +109,13 @@ class ModelConfig:
         with _named(path):
             config = cls.from_hf(raw)
         generation = Path(folder) / "generation_config.json"
-        if not generation.is_file():
-            return config
-        ends = read_object(generation)
-        with _named(generation):  # chat models name the tokens that end a turn only here
-            ids = _eos_token_ids(ends, config.vocab_size)
-        return replace(config, eos_token_ids=ids) if ids else config
+        ids = config.eos_token_ids
+        if generation.is_file():  # chat models name the tokens that end a turn only here
+            with _named(generation):
+                ids = _eos_token_ids(read_object(generation), config.vocab_size) or ids
+        if not ids and (Path(folder) / "tokenizer.json").is_file():  # or only among the tokenizer's settings
+            ids = tuple(token for token in Tokenizer(folder).eos_token_ids if token < config.vocab_size)
+        return replace(config, eos_token_ids=ids)
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> ModelConfig:

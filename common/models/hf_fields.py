@@ -6,6 +6,8 @@ enough that no table made from them is a surprise.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from common.models.fields import Field
 
 FAMILIES = {
@@ -63,6 +65,11 @@ FIELDS: dict[str, dict[str, Field]] = {
     },
     "gemma3": {
         **_SIZES,
+        # Google's own files of the larger sizes leave out what transformers has as its default.
+        "vocab_size": replace(_SIZES["vocab_size"], default=262_208),
+        "num_heads": replace(_SIZES["num_heads"], default=8),
+        "num_kv_heads": replace(_SIZES["num_kv_heads"], default=4),
+        "max_position_embeddings": replace(_SIZES["max_position_embeddings"], default=131_072),
         "activation": Field("hidden_activation", str, default="gelu_pytorch_tanh"),
         "attention_bias": _ATTENTION_BIAS,
         "attention_soft_cap": Field("attn_logit_softcapping", float, 1e-3, 1e6, None),

@@ -26,6 +26,7 @@ GREEDY_BELOW: Final = 1e-5
 """Temperatures under this one mean greedy: dividing by them says nothing that the argmax does not."""
 
 MAX_TEMPERATURE: Final = 100.0
+MIN_REPETITION_PENALTY: Final = 0.01  # a product with what is forbidden, minus infinity, must stay so
 MAX_REPETITION_PENALTY: Final = 100.0
 MAX_PENALTY: Final = 2.0
 MAX_LOGPROBS: Final = 20
@@ -65,8 +66,8 @@ class SamplingParams:
     top_p: keep the most likely tokens until their probabilities reach p; the token that crosses p is kept.
         Above 0, at most 1.
     min_p: keep the tokens at least min_p times as likely as the most likely one. 0 to 1.
-    repetition_penalty: above 1 makes every token of the prompt and of the output so far less likely. Above
-        0, at most `MAX_REPETITION_PENALTY`.
+    repetition_penalty: above 1 makes every token of the prompt and of the output so far less likely. At least
+        `MIN_REPETITION_PENALTY`, at most `MAX_REPETITION_PENALTY`.
     presence_penalty: subtracted from the logit of every token that stands in the output. At most
         `MAX_PENALTY`, at least its negative.
     frequency_penalty: subtracted once for each time the token stands in the output; limits as above.
@@ -122,7 +123,7 @@ class SamplingParams:
         put("min_p", number("min_p", self.min_p, low=0.0, high=1.0))
         high = MAX_REPETITION_PENALTY
         name = "repetition_penalty"
-        put(name, number(name, self.repetition_penalty, low=0.0, high=high, above_low=True))
+        put(name, number(name, self.repetition_penalty, low=MIN_REPETITION_PENALTY, high=high))
         for name in ("presence_penalty", "frequency_penalty"):
             put(name, number(name, getattr(self, name), low=-MAX_PENALTY, high=MAX_PENALTY))
         if self.seed is not None:

@@ -219,10 +219,12 @@ class Sampler(SamplerRows):
     def weigh(self, logits: Tensor, rows: Tensor, features: Feature) -> Tensor:
         """Return exp((logit - largest) / temperature), or 0 where truncation excludes a token: `[B, V]`.
 
+        Logits in half precision, as graphs may leave them, are widened: weights are float32.
+
         NaN says that a token wins without a draw, the first of several: the largest logit of a greedy row
         (which a plan for any rows brings here), and logits that are NaN or infinite.
         """
-        floats, ints = self.floats[rows], self.ints[rows]
+        floats, ints, logits = self.floats[rows], self.ints[rows], logits.float()
         weights = self.weights(logits, logits.amax(1, keepdim=True), rows)
         if Feature.MIN_P in features:
             weights = torch.where(weights < floats[:, MIN_P, None], 0.0, weights)

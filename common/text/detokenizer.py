@@ -95,9 +95,8 @@ class Detokenizer:
             return ""
         else:
             text = self._utf8.decode(data)
-            if (
-                text == " " and self._last is None
-            ):  # SentencePiece's decoders strip a space that begins a text
+            # SentencePiece's decoders strip a space that begins a text. (Bytes of a character may follow it.)
+            if data == b" " and self._last is None:
                 text = self._backend.decode([token_id], skip_special_tokens=False)
         self._last = token_id
         return text

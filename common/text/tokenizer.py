@@ -11,7 +11,7 @@ from typing import Any
 
 import tokenizers
 
-from common.errors import UserError, integer
+from common.errors import UserError, integer, shown
 from common.text.chat_template import ChatTemplate, Message
 from common.text.detokenizer import Detokenizer, TokenBytes
 from common.text.ids import ids_of
@@ -164,6 +164,14 @@ class Tokenizer:
         with _named("the text"):
             return ids_of(self.backend, _unicode(text), add_special_tokens=add_special_tokens)
 
+    def _special(self, name: str) -> str | None:
+        """The text of a special token, if `tokenizer_config.json` names it."""
+        token = _content(self._config.get(name))
+        if token is not None and not isinstance(token, str):
+            found = f"{name} of {self.folder / 'tokenizer_config.json'} is {shown(self._config[name])}"
+            raise UserError(f"{found}, but must be a string, or an object with a content")
+        return token
+
     def _model_config(self, field: str) -> Any:
         return _read_json(self.folder / "config.json").get(field)
 
@@ -175,13 +183,13 @@ class Tokenizer:
                 return tuple(
                     integer(f"eos_token_id of {self.folder / name}", index, low=0) for index in several
                 )
-        token = _content(self._config.get("eos_token"))
+        token = self._special("eos_token")
         index = None if token is None else self.backend.token_to_id(token)
         return () if index is None else (index,)
 
     def _bos_token_id(self) -> int | None:
         if "bos_token" in self._config:
-            token = _content(self._config["bos_token"])
+            token = self._special("bos_token")
             return None if token is None else self.backend.token_to_id(token)
         found = self._model_config("bos_token_id")
         return found if isinstance(found, int) else None
@@ -226,6 +234,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _content(token: Any) -> str | None:
+def _content(token: Any) -> Any:
     """The text of a special token, which the configuration holds as a string or as an object."""
     return token.get("content") if isinstance(token, dict) else token

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from common.errors import UserError
 from common.models.config import ModelConfig
@@ -41,6 +42,31 @@ def test_text_model_inside_a_multimodal_one() -> None:
     inner = {**LLAMA, "model_type": "gemma3_text", "eos_token_id": 3, "hidden_size": 12}
     config = ModelConfig.from_hf({"model_type": "gemma3", "eos_token_id": [5, 6], "text_config": inner})
     assert (config.family, config.hidden_size, config.eos_token_ids) == ("gemma3", 12, (5, 6))
+
+
+@pytest.mark.parametrize(("hidden", "heads", "layers"), [(2560, 8, 34), (5376, 32, 62)])
+def test_googles_files_of_gemma_leave_out_the_defaults(hidden: int, heads: int, layers: int) -> None:
+    """As those of the sizes 4B and 27B do."""
+    inner = {
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": layers,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    inner |= {"num_attention_heads": heads} if heads != 8 else {}
+    found = ModelConfig.from_hf({"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": inner})
+    expected = transformers.Gemma3TextConfig(**inner)
+    for ours, theirs in (
+        ("vocab_size", "vocab_size"),
+        ("num_heads", "num_attention_heads"),
+        ("num_kv_heads", "num_key_value_heads"),
+        ("head_dim", "head_dim"),
+        ("max_position_embeddings", "max_position_embeddings"),
+        ("norm_eps", "rms_norm_eps"),
+    ):
+        assert getattr(found, ours) == getattr(expected, theirs), ours
 
 
 def test_switched_off_window_is_off() -> None:

@@ -6,6 +6,7 @@ import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import transformers
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
 from common.errors import UserError
+from common.models.config import ModelConfig
 from common.models.gguf_import import import_gguf
 from common.text.detokenizer import Detokenizer
 from common.text.ids import LONG, ids_of
@@ -27,6 +29,8 @@ HARD = [
     "  two  spaces\n\n",
     "𐍈𝔘",
     "مرحبا",
+    " 😀 hi",
+    " ∈ A",
     "",
 ]
 
@@ -108,6 +112,31 @@ def test_eos_ids_come_from_the_first_file_that_names_them(llama_folder):
     assert Tokenizer(llama_folder).eos_token_ids == (2,)
     change(llama_folder / "tokenizer_config.json", eos_token=None)
     assert Tokenizer(llama_folder).eos_token_ids == ()
+
+
+def test_the_engine_knows_an_end_that_only_the_tokenizer_names(llama_folder):
+    for name in ("config.json", "generation_config.json"):
+        if (llama_folder / name).exists():
+            change(llama_folder / name, eos_token_id=...)
+    tokenizer = Tokenizer(llama_folder)
+    assert tokenizer.eos_token_ids, "this tokenizer's settings name no end"
+    assert ModelConfig.from_folder(llama_folder).eos_token_ids == tokenizer.eos_token_ids
+
+
+@pytest.mark.parametrize("token", [5, {"content": 5}, ["a"]], ids=str)
+def test_a_special_token_of_the_wrong_type_is_named(llama_folder, token):
+    change(llama_folder / "tokenizer_config.json", bos_token=token)
+    with pytest.raises(UserError, match=r"bos_token of .*tokenizer_config.json is .* but must be a string"):
+        Tokenizer(llama_folder)
+
+
+def test_a_text_may_begin_with_a_space_and_half_a_character():
+    class Parts(dict):
+        byte_fallback = False
+
+    parts = Parts({0: b" \xf0\x9f\x98", 1: b"\x80", 2: b" hi"})
+    tokenizer = SimpleNamespace(backend=None, token_bytes=parts, special_ids=frozenset())
+    assert pieces(tokenizer, [0, 1, 2]) == [" ", "😀", " hi"], "the bytes that wait are shown twice"
 
 
 def test_published_truncation_and_padding_are_switched_off(llama_folder):

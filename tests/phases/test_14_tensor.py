@@ -334,6 +334,22 @@ def test_grammars_in_two_ranks(overlap: bool) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_masked_steps_are_no_graphs_where_ranks_talk() -> None:
+    """Rank 0 chooses and tells the others: in a graph nobody could."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("needs Triton's interpreter")
+    options = {"kernels": True, "graphs": True, "graph_tokens": 0, "max_rows": 1, "rehearsal": False}
+    options |= {"max_len": 32, "cache_bytes": 1 << 20, "tokenizer": structured_kit.tokenizer()}
+    engine: Any = parallel.load("random:tiny-window", tensor_parallel=2, **SMALL | options)
+    try:
+        assert engine.runner.decode_graphs and not engine.runner._masked_graphs
+        assert engine.runner.sampler.gathered == 0, "logits were gathered while graphs were captured"
+    finally:
+        engine.close()
+
+
+@pytest.mark.slow
 def test_aborts_reach_every_rank(llama: Path) -> None:
     engine: Any = parallel.load(str(llama), tensor_parallel=2, rank_check=1, **SMALL)
     long = SamplingParams(max_tokens=40, ignore_eos=True)

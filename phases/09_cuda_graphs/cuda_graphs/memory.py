@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from cuda_graphs.buckets import MOST_VERIFIED, chunk_sizes, decode_sizes, verify_sizes
 from cuda_graphs.decode_graph import CAPTURED, KINDS
 from forward.model import Model
@@ -37,3 +39,11 @@ def masked_bytes(model: Model, rows: int) -> int:
     """The same for the second halves of masked decode steps of up to `rows` requests, and their masks."""
     words = -(-model.config.vocab_size // 32)
     return rows * (4 * words + 8) + len(decode_sizes(rows)) * len(CAPTURED) * PER_HALF
+
+
+def free_bytes(device: torch.device) -> int:
+    """Free memory of the device; what the allocator merely keeps for later counts as free."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]

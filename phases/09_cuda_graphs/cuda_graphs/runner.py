@@ -25,6 +25,7 @@ from cuda_graphs.chain_graph import ChainGraph
 from cuda_graphs.chunk_graph import ChunkGraph, Layout
 from cuda_graphs.decode_graph import CAPTURED, KINDS, DecodeGraph, Machine, narrow_logits
 from cuda_graphs.masked_graph import MaskedGraph, MaskInputs
+from cuda_graphs.memory import free_bytes
 from cuda_graphs.staging import Staging
 from cuda_graphs.tables import DeviceTables
 from cuda_graphs.verify_graph import VerifyGraph, drafts_of
@@ -126,7 +127,7 @@ class GraphRunner(PagedRunner):
     def _capture(self) -> Startup:
         """Capture every graph, the largest first."""
         device, started = self.model.device, time.perf_counter()
-        before = _free_bytes(device)
+        before = free_bytes(device)
         capturer, inputs = Capturer(device), self._staging.device
         self.let_go = capturer.let_go
         machine = Machine(
@@ -136,6 +137,7 @@ class GraphRunner(PagedRunner):
         self._verify_graphs: dict[tuple[int, int, Feature], VerifyGraph] = {}
         self.decode_graphs: dict[tuple[int, Feature | None], DecodeGraph] = {}
         count = len(self._layouts) + len(self._verify_layouts) * len(CAPTURED) + len(self._sizes) * len(KINDS)
+        count += len(self._sizes) * len(CAPTURED) * self._masked
         with bar("capturing graphs", count) as part:
             for (tokens, requests), layout in reversed(self._layouts.items()):
                 part(f"{tokens} tokens of {requests} requests")
@@ -161,9 +163,10 @@ class GraphRunner(PagedRunner):
             if self._masked:
                 masks = MaskInputs(self._sizes[-1], self.model.config.vocab_size, device)
                 for size, kind in product(reversed(self._sizes), CAPTURED):
+                    part(f"{size} requests, masked")
                     half = self.decode_graphs[size, None]
                     self._masked_graphs[size, kind] = MaskedGraph(half, masks, kind, capturer)
-        return Startup(capturer.count, time.perf_counter() - started, before - _free_bytes(device))
+        return Startup(capturer.count, time.perf_counter() - started, before - free_bytes(device))
 
     @torch.inference_mode()
     def forward(self, works: Sequence[Work], *, masked: bool = False) -> Forwarded:
@@ -279,11 +282,3 @@ class GraphRunner(PagedRunner):
             graph.layout.fill(flat, host, *self.attention.sort(host), drafts)
         graph.replay()
         return works, host
-
-
-def _free_bytes(device: torch.device) -> int:
-    """Free memory of the device; what the allocator merely keeps for later counts as free."""
-    if device.type != "cuda":
-        return 0
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info(device)[0]

@@ -151,6 +151,8 @@ class Split(Feature):
         kernels = getattr(parts.features.get("kernels"), "sampling", "") == "triton"
         parts.sampler = over(ranks, parts.sampler, kernels=kernels)
         parts.agree = self._agree
+        if "graphs" in parts.features:  # where a step is masked, rank 0 tells the others what it has chosen
+            parts.runner = partial(parts.runner, masked=False)
         about = model.config.vocab_size, model.device
         extra: dict[str, Any] = {"ranks": ranks, "every": self.options.rank_check}
         kind: Any = engines.Leader
