@@ -77,7 +77,7 @@ class Structured(Feature):
 
             parts.sampler = with_kernel(parts.sampler)
             graphs = parts.features.get("graphs")
-            if isinstance(graphs, Graphs) and not refusal:
+            if isinstance(graphs, Graphs):
                 from cuda_graphs.memory import masked_bytes
 
                 parts.runner = partial(parts.runner, masked=True)
