@@ -89,6 +89,17 @@ def choice(name: str, value: object, allowed: Iterable[str]) -> str:
     raise UserError(f"{name} is {shown(value)}, but must be one of {', '.join(names)}{hint}")
 
 
+def boolean(name: str, value: object) -> bool:
+    """`value` itself, which is True or False.
+
+    Raises:
+        UserError: it is something else, however true or false that may be: "no" is true.
+    """
+    if not isinstance(value, bool):
+        raise UserError(f"{name} is {shown(value)}, but must be True or False")
+    return value
+
+
 def text(name: str, value: str) -> str:
     """`value`, which must be a string that has a UTF-8 form.
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final, SupportsIndex
 
-from common.errors import UserError, brief, integer, number, shown
+from common.errors import UserError, boolean, brief, integer, number, shown
 from common.sampling.grammar import Grammar
 
 GREEDY_BELOW: Final = 1e-5
@@ -131,8 +131,7 @@ class SamplingParams:
             put("seed", integer("seed", self.seed, low=lowest, high=highest))
         put("stop", _stop_strings(self.stop))
         put("stop_token_ids", _token_ids(self.stop_token_ids))
-        if not isinstance(self.ignore_eos, bool):
-            raise UserError(f"ignore_eos is {shown(self.ignore_eos)}, but must be True or False")
+        boolean("ignore_eos", self.ignore_eos)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 put(name, integer(name, getattr(self, name), low=0, high=MAX_LOGPROBS))

@@ -277,7 +277,7 @@ BUGS = (
     Bug(
         "every-schema-is-read-to-compile-it",
         f"{HERE}/backends/llguidance.py",
-        'if "\\\\" in source or OLDER.search(source):',
+        'if "\\\\" in source or OWN_OPTIONS in source or OLDER.search(source):',
         "if True:",
         "Reads a schema in a thread that holds Python's lock meanwhile, so that the engine's step waits.",
     ),
@@ -382,7 +382,7 @@ BUGS = (
     Bug(
         "options-of-the-sender",
         f"{HERE}/backends/llguidance.py",
-        "            _check_options(json.loads(source))\n",
+        "            _check_options(schema)\n",
         "",
         "Lets a schema say that it need not be followed.",
     ),

@@ -494,7 +494,7 @@ def test_a_server_that_cannot_start_says_why(arguments, words):
     assert words in str(said.value) and "Traceback" not in str(said.value)
 
 
-def test_an_engine_that_is_still_starting_is_ended_at_once(caplog: pytest.LogCaptureFixture):
+def test_an_engine_that_is_still_starting_is_ended_at_once():
     async def test() -> None:
         complaints: list[object] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))

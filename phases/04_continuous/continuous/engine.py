@@ -372,7 +372,7 @@ class Engine:
     def _stream(self, groups: list[list[Request]]) -> Iterator[TokenEvent]:
         mine: deque[Output] = deque()
         requests = [request for group in groups for request in group]
-        left = set(requests)
+        left, gone = set(requests), set(requests)
         try:
             self._sinks.update((request, mine) for request in requests)
             self._inbox.extend(Add(group) for group in groups)
@@ -383,7 +383,8 @@ class Engine:
                     self._outputs[:0] = [o for o in outputs if o.request not in self._sinks]
                 while mine:
                     request, token, reason, now, logprob, text = mine.popleft()
-                    left -= {request} if reason is not None else set()
+                    if reason is not None:
+                        left.discard(request)
                     yield TokenEvent(request.index, token, reason, now, logprob, request.sample, text)
         finally:
             for request in requests:
@@ -391,8 +392,7 @@ class Engine:
                 if request.finish_reason is None:
                     self.abort(request)
             self.take_in()  # this thread runs the steps: what is left can end at once
-            gone = set(requests)  # nobody is left to read their last events
-            self._outputs = [output for output in self._outputs if output.request not in gone]
+            self._outputs = [o for o in self._outputs if o.request not in gone]  # nobody reads these any more
 
     def generate(self, prompts: Sequence[Sequence[int]], params: Params) -> list[Completion]:
         """Generate for all prompts and wait for the last; completions in (prompt, sample) order."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from common.device import pick_device
-from common.errors import UserError, shown
+from common.errors import UserError, boolean, shown
 from common.options import route
 from common.text.tokenizer import Tokenizer
 from continuous.policies import POLICIES
@@ -169,10 +169,8 @@ class Preset:
             if isinstance(switch, Feature):
                 features[kind.name] = switch
                 continue
-            if switch is not None and not isinstance(switch, bool):
-                raise UserError(f"{kind.name} is {shown(switch)}, but must be True or False")
             usual = kind in self.on or (kind in self.fitting and kind.pays(device, features))
-            on = usual if switch is None else switch
+            on = usual if switch is None else boolean(kind.name, switch)
             made = kind(**given)  # which refuses wrong values, whether it is on or not
             features[kind.name] = made if on else None
             if not on:

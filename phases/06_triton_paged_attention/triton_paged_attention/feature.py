@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from common.errors import UserError, shown
+from common.errors import UserError, boolean
 from common.options import option
 from forward.model import Model
 from paged_cache import Feature, PagedAttention, Parts
@@ -42,8 +42,7 @@ class Kernels(Feature):
         """Check the options."""
         for name in KINDS:
             check_backend(name, getattr(self, name))
-        if not isinstance(self.rehearsal, bool):
-            raise UserError(f"rehearsal is {shown(self.rehearsal)}, but must be True or False")
+        boolean("rehearsal", self.rehearsal)
 
     @classmethod
     def pays(cls, device: torch.device, others: Mapping[str, Feature | None]) -> bool:

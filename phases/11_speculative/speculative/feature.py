@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
-from common.errors import UserError, choice, integer, number
+from common.errors import UserError, boolean, choice, integer, number
 from common.options import option
 from paged_cache import Feature, PagedEngine, Parts
 from speculative.control import Control
@@ -54,9 +54,8 @@ class Speculate(Feature):
         choice("drafter", self.drafter, get_args(Kind))
         if self.draft_length is not None:
             integer("draft_length", self.draft_length, low=1, high=MOST_DRAFTS)
-        for name in ("draft_adaptive", "draft_ahead"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise UserError(f"{name} is {value!r}, but must be True or False")
+        boolean("draft_adaptive", self.draft_adaptive)
+        boolean("draft_ahead", self.draft_ahead)
         number("draft_accept", self.draft_accept, low=0.0, high=float(MOST_DRAFTS))
         integer("suffix_bytes", self.suffix_bytes, low=0, high=1 << 36)
         if self.drafter == "model" and self.draft_model is None:

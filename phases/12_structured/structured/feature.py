@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal, get_args
 
-from common.errors import UserError, choice, integer, number
+from common.errors import UserError, boolean, choice, integer, number
 from common.options import option
 from common.text.tokenizer import Tokenizer
 from continuous.seams import NO_DRAFTS
@@ -40,8 +40,7 @@ class Structured(Feature):
     def __post_init__(self) -> None:
         """Check the options."""
         choice("backend", self.backend, get_args(Name))
-        if not isinstance(self.jump_forward, bool):
-            raise UserError(f"jump_forward is {self.jump_forward!r}, but must be True or False")
+        boolean("jump_forward", self.jump_forward)
         integer("jump_rows", self.jump_rows, low=0)
         number("grammar_seconds", self.grammar_seconds, low=0.0, high=600.0, above_low=True)
         integer("grammar_cache_bytes", self.grammar_cache_bytes, low=0)

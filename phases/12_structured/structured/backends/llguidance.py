@@ -303,12 +303,14 @@ def source_of(grammar: Grammar) -> str:
     """
     if grammar.kind == "json_schema":
         source = {"true": "{}", "false": '{"not": {}}'}.get(grammar.source.strip(), grammar.source.strip())
-        if "\\" in source or OLDER.search(source):  # behind a backslash a character may be hidden
+        # Behind a backslash a character may be hidden.
+        if "\\" in source or OWN_OPTIONS in source or OLDER.search(source):
             schema: Any = json.loads(source)
             if OLDER.search(str(schema.get("$schema"))):
-                source = json.dumps(_alone(schema))
+                schema = _alone(schema)
+                source = json.dumps(schema)
+            _check_options(schema)
         if OWN_OPTIONS in source or "\\" in source:
-            _check_options(json.loads(source))
             return ll.LLMatcher.grammar_from_json_schema(source, defaults=OPTIONS)  # type: ignore[arg-type]
         rest = source[1:].lstrip()
         comma = "" if rest == "}" else ","
