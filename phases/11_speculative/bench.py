@@ -32,6 +32,7 @@ from common.text.tokenizer import Tokenizer
 from continuous.runner import agreeing
 from continuous.seams import NO_DRAFTS, Drafter
 from forward.attention import RecomputeAttention
+from forward.cpu_linear import flip_linears, flipping_pays
 from forward.loading import load_model
 from forward.model import Model
 from forward.surgery import clone
@@ -298,8 +299,10 @@ def each(layers: torch.nn.ModuleList, x: Tensor) -> None:
 
 
 def few_rows(options: BenchOptions) -> list[Run]:
-    """Matrices of SmolLM2's MLP, more than a cache holds, times a few rows: MKL's way, and rearranged."""
+    """Matrices of SmolLM2's MLP, more than a cache holds, times a few rows: phase 01's way and rearranged."""
     plain = torch.nn.ModuleList(torch.nn.Linear(576, 1536, bias=False) for _ in range(24))
+    if flipping_pays():
+        flip_linears(plain)
     packed = copy.deepcopy(plain)
     if not pack_linears(packed):
         return []

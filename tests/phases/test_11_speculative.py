@@ -41,6 +41,7 @@ from cuda_graphs.engine import RunAhead
 from cuda_graphs.latency import surgery
 from cuda_graphs.latency.attention import LatencyAttention
 from cuda_graphs.runner import GraphRunner
+from forward.cpu_linear import FlippedLinear, flip_linears
 from forward.model import Model
 from forward.models.llama import Llama
 from forward.surgery import clone
@@ -1142,14 +1143,19 @@ def test_the_reduced_head_never_names_other_tokens(model: Model) -> None:
 # Linear layers on a CPU.
 
 
+@pytest.mark.parametrize("flipped", [False, True], ids=["plain", "flipped"])
 @torch.inference_mode()
-def test_packed_linears_say_the_same_and_are_copied_with_their_model() -> None:
+def test_packed_linears_say_the_same_and_are_copied_with_their_model(flipped: bool) -> None:
     if not packed.can_pack([torch.nn.Linear(2, 2)]):
         pytest.skip("this PyTorch has no oneDNN")
     torch.manual_seed(2)
     plain_ones = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.Linear(48, 32, bias=False))
     ours = copy.deepcopy(plain_ones)
-    assert packed.pack_linears(ours) == 2 and packed.pack_linears(ours) == 0, "packed twice"
+    if flipped:  # as phase 01 leaves them on an AMD processor
+        flip_linears(ours)
+    assert packed.pack_linears(ours) == 2, "not all layers are packed"
+    assert packed.pack_linears(ours) == 0, "packed twice"
+    assert all(isinstance(layer, FlippedLinear) == flipped for layer in ours), "the way of one row is lost"
     for made in (ours, copy.deepcopy(ours)):
         for shape in ((1, 64), (4, 64), (9, 64), (2, 3, 64), (33, 64)):
             x = torch.randn(*shape)

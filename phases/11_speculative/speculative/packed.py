@@ -4,13 +4,22 @@ A decode step on a CPU takes as long as its weights take to read, and a few rows
 But PyTorch's float32 product is MKL's, which for a handful of rows rearranges the whole weight matrix first.
 oneDNN, which PyTorch has as well, takes a matrix that was rearranged once. `ladder bench 11` measures both.
 It costs the memory of the weights once more, so it is done for small models only.
+
+Phase 01 flips the product where that pays, which is as fast for four rows and slower from there on. Measured
+as its table was (two cores of an AMD EPYC, Zen 4, weights of 1536 x 576, GB/s of weights read):
+
+    rows         4     6     8    12    16    24    32
+    x @ W.T      9    11    10     9     8     7     6
+    W @ x.T     21    16    15     8    10     8     7
+    rearranged  26    30    23    19    17    13    11
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from forward.cpu_linear import FlippedLinear
 
 FEW_ROWS = range(4, 33)
 """With how many rows the rearranged weights are faster."""
@@ -38,22 +47,32 @@ class PackedLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in]`` -> ``[..., out]``."""
         if x.numel() // self.in_features not in FEW_ROWS:
-            return F.linear(x, self.weight, self.bias)
+            return super().forward(x)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed.tensor, self.bias, "none", [], "")
         return out
 
 
+class PackedFlippedLinear(PackedLinear, FlippedLinear):
+    """The same; but fewer rows than that are multiplied as phase 01 does it."""
+
+
+PACKED: dict[type[nn.Module], type[PackedLinear]] = {
+    nn.Linear: PackedLinear,
+    FlippedLinear: PackedFlippedLinear,
+}
+
+
 def pack_linears(model: nn.Module) -> int:
-    """Turn every `nn.Linear` of a float32 model on a CPU into a `PackedLinear`, in place; the weights stay.
+    """Turn every linear layer of a float32 model on a CPU into a `PackedLinear`, in place; the weights stay.
 
     Returns how many; none where it does not pay or cannot be done.
     """
-    linears = [module for module in model.modules() if type(module) is nn.Linear]
+    linears = [m for m in model.modules() if isinstance(m, nn.Linear) and type(m) in PACKED]
     if not linears or not can_pack(linears) or sum(m.weight.nbytes for m in linears) > MOST_BYTES:
         return 0
     with torch.no_grad():
         for linear in linears:
-            linear.__class__ = PackedLinear
+            linear.__class__ = PACKED[type(linear)]
             assert isinstance(linear, PackedLinear)
             linear.packed = Packed(linear.weight)
     return len(linears)
