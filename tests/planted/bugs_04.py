@@ -247,7 +247,7 @@ BUGS = (
     Bug(
         "gone-but-fresh",
         ROWS,
-        "        self._fresh.pop(request.row, None)\n",
+        "        self.fresh.pop(request.row, None)\n",
         "",
         "Uploads a request that has left before its first step.",
     ),

@@ -38,7 +38,8 @@ log = logging.getLogger(__name__)
 
 WAIT = 0.005
 """Seconds that an engine sleeps which has nothing to do but to wait for a grammar."""
-
+MOST_LOOKS = 64
+"""Requests that wait for their grammar and are looked at in a step; if there are more, they take turns."""
 STEP = "step: "
 """Begins the name of the range around a step in a profile; the rest is "prefill" or "decode"."""
 
@@ -71,7 +72,7 @@ class Engine:
         self._ids = count()
         self._seeds = random.Random()
         self._inbox: deque[Add | Abort] = deque()
-        self._held: list[list[Request]] = []  # not in line yet: what they need is being made
+        self._held: deque[list[Request]] = deque()  # not in line yet: what they need is being made
         self._outputs: list[Output] = []
         self._sinks: dict[Request, deque[Output]] = {}
         self._whole = Uninterrupted()
@@ -145,10 +146,9 @@ class Engine:
                 self._enter(command.requests)
             else:
                 self._abort(command.request)
-        if self._held:
-            held, self._held = self._held, []
-            for requests in held:
-                self._enter([request for request in requests if request.finish_reason is None])
+        for _ in range(min(len(self._held), MOST_LOOKS)):
+            requests = self._held.popleft()
+            self._enter([request for request in requests if request.finish_reason is None])
 
     def _enter(self, requests: list[Request]) -> None:
         """Put requests in line, or hold them until they may stand there."""

@@ -21,6 +21,7 @@ class Rows:
     tokens: `[R, max_len]` int64 on the device. A sampled token is written here by the device, so the next
         step can read it before the host has seen it.
     prompt_lens: `[R]` int64 on the host.
+    fresh: by row, requests of which the device knows nothing yet.
     """
 
     def __init__(self, count: int, max_len: int, device: torch.device | str = "cpu") -> None:
@@ -28,7 +29,7 @@ class Rows:
         self.tokens = torch.zeros(count, max_len, dtype=torch.int64, device=device)  # [R, max_len]
         self.prompt_lens = np.zeros(count, np.int64)  # [R]
         self._free = list(range(count))  # a heap: the lowest row first keeps running requests adjacent
-        self._fresh: dict[int, Request] = {}
+        self.fresh: dict[int, Request] = {}
 
     @property
     def free(self) -> int:
@@ -39,12 +40,12 @@ class Rows:
         """Give `request` the lowest free row."""
         request.row = heapq.heappop(self._free)
         self.prompt_lens[request.row] = request.prompt_len
-        self._fresh[request.row] = request
+        self.fresh[request.row] = request
 
     def release(self, request: Request) -> None:
         """Take the row of `request` back."""
         heapq.heappush(self._free, request.row)
-        self._fresh.pop(request.row, None)
+        self.fresh.pop(request.row, None)
         request.row = NO_ROW
 
     def upload(self) -> Iterator[Request]:
@@ -52,11 +53,11 @@ class Rows:
 
         One counts as handed over when the next is asked for. So what its user raises concerns it alone.
         """
-        while self._fresh:
-            row, request = next(iter(self._fresh.items()))
+        while self.fresh:
+            row, request = next(iter(self.fresh.items()))
             known = torch.tensor(request.tokens)
             if self.tokens.is_cuda:
                 known = known.pin_memory()  # or the copy would wait for the device
             self.tokens[row, : len(known)].copy_(known, non_blocking=True)
             yield request
-            del self._fresh[row]
+            del self.fresh[row]

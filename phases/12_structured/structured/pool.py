@@ -16,6 +16,9 @@ from structured.matcher import Backend, Compiled
 
 NICE = 10
 """By how much threads that compile step back behind those that compute."""
+SPACING = 0.004
+"""Seconds between the beginnings of two compilations. However short each is, threads that compile one after
+the other ask for Python's lock again and again, and who computes has to wait for it as often."""
 REFUSED_BYTES = 1024
 """What it costs to remember that a grammar was refused."""
 
@@ -73,7 +76,7 @@ class GrammarPool:
         self._make, self.cache_bytes, self.seconds = make_backend, cache_bytes, seconds
         self._backend: Backend | None = None
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="grammar", initializer=step_back)
-        self._lock, self._making = threading.Lock(), threading.Lock()
+        self._lock, self._making, self._beginning = threading.Lock(), threading.Lock(), threading.Lock()
         self._known: OrderedDict[Grammar, Compilation] = OrderedDict()
         self.bytes = 0  # of all that are kept
         self.compiled = 0  # how often there was something to do
@@ -102,6 +105,8 @@ class GrammarPool:
     def _compile(self, entry: Compilation) -> None:
         try:
             backend = self.backend
+            with self._beginning:
+                time.sleep(SPACING)
             entry.started = time.monotonic()
             made = backend.compile(entry.grammar)
             entry.bytes = made.bytes + 2 * len(entry.grammar.source)
