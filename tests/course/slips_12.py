@@ -133,8 +133,8 @@ SLIPS = {
         ),
         Slip(
             "one-place-each",
-            "count = len(work.drafts) + 1",
-            "count = 1",
+            "range(place, place + len(drafts) + 1)",
+            "range(place, place + 1)",
             "Gives a request one place, whatever its drafts.",
         ),
         Slip(

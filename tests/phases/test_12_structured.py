@@ -28,6 +28,7 @@ from common.sampling import ops
 from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import Allowed, Sampler
+from continuous.engine import MOST_LOOKS
 from continuous.seams import NOBODYS, Drafter, Landed
 from continuous.work import Work
 from forward.model import Model
@@ -301,6 +302,31 @@ def test_a_request_waits_for_its_grammar_and_nobody_else_does(model: Model) -> N
     assert time.monotonic() - started < 1.5
     run(engine)
     assert waits.finish_reason == "stop" and tokenizer().decode(waits.output_ids[:-1]) == "slow"
+    check(engine)
+
+
+def test_everybody_who_waits_is_asked_again(model: Model) -> None:
+    """More than a step looks at: each is asked as often as any other, and no step asks them all."""
+    engine = engine_of(model)
+    asked: Counter[Request] = Counter()
+
+    def never(request: Request) -> bool:
+        asked[request] += 1
+        return False
+
+    engine.masks.ready = never  # type: ignore[method-assign]
+    params = SamplingParams(max_tokens=3, grammar=Grammar.regex("abc"))
+    requests = [request for _ in range(MOST_LOOKS + 6) for request in engine.add(PROMPT, params)]
+    engine.step()
+    asked.clear()
+    for step in range(1, 4):
+        engine.step()
+        assert sum(asked.values()) <= step * MOST_LOOKS, f"{sum(asked.values())} looks in {step} steps"
+    for number, request in enumerate(requests):
+        assert asked[request] in (2, 3), f"request {number} was asked {asked[request]} times in three steps"
+    for request in requests:
+        engine.abort(request)
+    run(engine)
     check(engine)
 
 
@@ -670,28 +696,35 @@ def test_a_thousand_grammars_are_forgotten(model: Model) -> None:
 # The library.
 
 
+def lexer_of(matcher: Any) -> int:
+    """The number of the lexer that an output of llguidance shares with others."""
+    number: int = matcher.lexer
+    return number
+
+
 def test_outputs_that_run_together_do_not_share_a_lexer(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is shared is locked while it works: threads would wait for each other. One that no thread can
     use beside the others learns again what they know."""
     from structured.backends import llguidance
 
-    for cores, most in ((1, 1), (2, 1), (3, 2), (16, 16), (64, 16)):
+    monkeypatch.setattr(llguidance, "MAKING", 60.0)
+    for cores, most in ((1, 1), (2, 1), (3, 8), (16, 64), (64, 64)):
         monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: set(range(cores)))
         backend = llguidance.GuidanceBackend(vocabulary())
         assert backend.lexers == most, f"{cores} cores: {backend.lexers} lexers of a grammar"
         many = backend.compile(Grammar.regex("[a-z]+"))
-        outputs = [many.matcher() for _ in range(20)]
-        assert len(set(map(llguidance.lexer_of, outputs))) == most, f"{cores} cores"
+        outputs = [many.matcher() for _ in range(70)]
+        assert len(set(map(lexer_of, outputs))) == most, f"{cores} cores"
     compiled = backend.compile(Grammar.regex("[a-z]+"))
     together = [compiled.matcher() for _ in range(3)]
-    lexers = list(map(llguidance.lexer_of, together))
+    lexers = list(map(lexer_of, together))
     assert lexers == [0, 1, 2], f"three outputs at a time have lexers {lexers}"
     del together[1]
-    assert llguidance.lexer_of(compiled.matcher()) == 1, "a lexer that nobody uses is not taken again"
+    assert lexer_of(compiled.matcher()) == 1, "a lexer that nobody uses is not taken again"
     monkeypatch.setattr(llguidance, "MAKING", 0.0)
     compiled = llguidance.GuidanceBackend(vocabulary()).compile(Grammar.regex("[a-z]+"))
     together = [compiled.matcher() for _ in range(3)]
-    assert {llguidance.lexer_of(one) for one in together} == {0}, "a lexer that takes long is made again"
+    assert {lexer_of(one) for one in together} == {0}, "a lexer that takes long is made again"
 
 
 def test_who_must_not_wait_does_not_wait_for_a_lexer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -713,11 +746,11 @@ def test_who_must_not_wait_does_not_wait_for_a_lexer(monkeypatch: pytest.MonkeyP
     assert got == [True] * llguidance.FEW + [False] * 2, f"with one lexer these got an output at once: {got}"
     go.set()
     deadline = time.monotonic() + 30
-    while len(outputs) < 80 and time.monotonic() < deadline:
+    while sum(output is not None for output in outputs) < 32 * llguidance.FEW and time.monotonic() < deadline:
         outputs.append(compiled.soon())
         time.sleep(0.001)
-    counts = Counter(llguidance.lexer_of(output) for output in outputs if output is not None)
-    assert len(counts) == 8, f"8 threads, but lexers {sorted(counts)}"
+    counts = Counter(lexer_of(output) for output in outputs if output is not None)
+    assert len(counts) == 32, f"8 threads, but lexers {sorted(counts)}"
     assert max(counts.values()) - min(counts.values()) <= 1, f"outputs of each lexer: {dict(counts)}"
 
 
@@ -899,11 +932,11 @@ def test_masked_steps_are_two_graphs(model: Model, monkeypatch: pytest.MonkeyPat
     compute, captured = MaskedGraph.compute, list[list[int]]()
     with monkeypatch.context() as patch:
         patch.setattr(
-            MaskedGraph, "compute", lambda self: captured.append(self.half.at.tolist()) or compute(self)
+            MaskedGraph, "compute", lambda self: captured.append(self.inputs[1].tolist()) or compute(self)
         )
         engine = engine_of(model, **options)
     assert all(set(at) == {-1} for at in captured), f"captured with somebody at positions {captured}"
-    graphs = engine.runner._masked_graphs  # type: ignore[attr-defined]
+    graphs = engine.runner.masked_graphs  # type: ignore[attr-defined]
     assert sorted(size for size, _ in graphs) == [1, 1, 2, 2, 4, 4], f"masked graphs: {sorted(graphs)}"
     replayed: Counter[tuple[int, Any]] = Counter()
     for key, graph in graphs.items():
@@ -911,7 +944,7 @@ def test_masked_steps_are_two_graphs(model: Model, monkeypatch: pytest.MonkeyPat
         graph.replay = lambda key=key, replay=replay: replayed.update([key]) or replay()
     found = engine.generate([PROMPT] * 4, params)
     eager = engine_of(model, **options)
-    eager.runner._masked_graphs.clear()  # type: ignore[attr-defined]
+    eager.runner.masked_graphs.clear()  # type: ignore[attr-defined]
     free = cuda_graphs.load(model, **SMALL).generate([PROMPT] * 2, [params[0], params[3]])
     for one, other in zip(found, eager.generate([PROMPT] * 4, params), strict=True):
         assert one.token_ids == other.token_ids, (
@@ -927,6 +960,66 @@ def test_masked_steps_are_two_graphs(model: Model, monkeypatch: pytest.MonkeyPat
         )
     assert sum(replayed.values()) == 4, f"of four masked decode steps {dict(replayed)} were graphs"
     check(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_the_next_step_is_staged_while_masks_are_made(model: Model) -> None:
+    """With rows that become free, get new owners with nothing but one token to compute, and fail."""
+    pytest.importorskip("triton")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("needs Triton's interpreter")
+    options: dict[str, Any] = {"kernels": True, "graphs": True, "graph_tokens": 0, "max_rows": 7}
+    options |= {"jump_forward": False, "speculate": False}
+    grammars = [Grammar.regex("[xyz]{30}"), Grammar.regex("[0-9]{30}")]
+    lengths = [7, 3, 6, 7, 5, 7, 7]
+    prompts, late = [[10 + n, 20 + n] for n in range(len(lengths))], [[40], [41]]
+
+    def outputs(staging: bool) -> tuple[list[list[int]], list[int]]:
+        engine = engine_of(model, **options)
+        runner, masks = engine.runner, engine.masks
+        staged: list[int] = []
+        if not staging:
+            runner.masked_graphs.clear()  # type: ignore[attr-defined]
+        else:
+            stage = runner.stage  # type: ignore[attr-defined]
+
+            def noted(works: list[Any]) -> None:
+                stage(works)
+                if runner._staged is not None and runner._staged[0] is works:  # type: ignore[attr-defined]
+                    staged.append(len(works))
+
+            runner.stage = noted  # type: ignore[attr-defined]
+        requests = []
+        for number, (prompt, most) in enumerate(zip(prompts, lengths, strict=True)):
+            params = SamplingParams(
+                max_tokens=most, temperature=number % 2, seed=number, grammar=grammars[number % 2]
+            )
+            masks.settle(params)
+            requests += engine.add(prompt, params)
+        take_failed = masks.take_failed
+
+        def failed() -> list[tuple[Request, Exception]]:
+            if len(requests[4].output_ids) == 2 and requests[4].finish_reason is None:
+                return [*take_failed(), (requests[4], RuntimeError("this one"))]
+            return take_failed()
+
+        masks.take_failed = failed  # type: ignore[method-assign]
+        while not engine.idle:
+            engine.step()
+            if requests[1].finish_reason is not None and late:
+                params = SamplingParams(max_tokens=3, temperature=1.0, seed=5, grammar=grammars[0])
+                requests += [one for prompt in late for one in engine.add(prompt, params)]
+                late.clear()
+        check(engine)
+        late.extend([40 + n] for n in range(2))
+        assert [r.finish_reason for r in requests] == ["length"] * 4 + ["error"] + ["length"] * 4
+        return [request.output_ids for request in requests], staged
+
+    (found, staged), (wanted, _) = outputs(True), outputs(False)
+    for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        assert one == other, f"request {number}: {one} where steps are staged early, else {other}"
+    assert len(staged) >= 3, f"steps that were staged early, by requests: {staged}"
 
 
 @pytest.mark.slow
@@ -996,6 +1089,9 @@ def test_forced_tokens_save_steps_and_change_nothing(model: Model, overlap: bool
     with_, without = (
         engine_of(model, overlap=overlap, speculate=False, jump_forward=jump) for jump in (True, False)
     )
+    for engine in (with_, without):  # nobody waits for a lexer
+        compiled = engine.masks.pool.ask(schema).wait()  # type: ignore[attr-defined]
+        _ = [compiled.matcher() for _ in range(count)]
     left, right = (engine.generate([PROMPT] * count, params) for engine in (with_, without))
     assert [c.token_ids for c in left] == [c.token_ids for c in right], "jumping forward changes the text"
     drafter = with_.scheduler.drafter

@@ -343,7 +343,7 @@ def test_masked_steps_are_no_graphs_where_ranks_talk() -> None:
     options |= {"max_len": 32, "cache_bytes": 1 << 20, "tokenizer": structured_kit.tokenizer()}
     engine: Any = parallel.load("random:tiny-window", tensor_parallel=2, **SMALL | options)
     try:
-        assert engine.runner.decode_graphs and not engine.runner._masked_graphs
+        assert engine.runner.decode_graphs and not hasattr(engine.runner, "masked_graphs")
         assert engine.runner.sampler.gathered == 0, "logits were gathered while graphs were captured"
     finally:
         engine.close()

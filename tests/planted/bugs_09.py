@@ -195,15 +195,15 @@ BUGS = (
     Bug(
         "masks-come-too-late",
         RUNNER,
-        "inside = fixed and not masked",
-        "inside = fixed",
+        "inside = captured(plan) and not masked",
+        "inside = captured(plan)",
         "Samples inside the graph, where the masks are still to come.",
     ),
     Bug(
         "no-logprobs-inside",
-        RUNNER,
-        "fixed = plan.features in CAPTURED and plan.wanted is None",
-        "fixed = plan.features in CAPTURED",
+        DECODE,
+        "return plan.features in CAPTURED and plan.wanted is None",
+        "return plan.features in CAPTURED",
         "Samples inside the graph for who wants log-probabilities.",
     ),
     Bug(
@@ -230,8 +230,8 @@ BUGS = (
     Bug(
         "token-lands-on-its-parent",
         DECODE,
-        "sample_positions=self.at[own] + 1,",
-        "sample_positions=self.at[own],",
+        "sample_positions=at[own] + 1,",
+        "sample_positions=at[own],",
         "Writes an eagerly sampled token over the one that it was computed from.",
     ),
     Bug(

@@ -142,8 +142,8 @@ BUGS = (
     Bug(
         "wrong-places",
         f"{HERE}/masks.py",
-        "                    places += range(place, place + count)\n",
-        "                    places += range(len(places), len(places) + count)\n",
+        "            places += range(place, place + len(drafts) + 1)\n",
+        "            places += range(len(places), len(places) + len(drafts) + 1)\n",
         "Gives the masks to the first rows of the batch.",
     ),
     Bug(
@@ -214,8 +214,8 @@ BUGS = (
     Bug(
         "stale-forced-tokens",
         f"{HERE}/masks.py",
-        "                    constraint.forced = constraint.matcher.forced() if asked else ()\n",
-        "                    constraint.forced = constraint.forced or constraint.matcher.forced()\n",
+        "            constraint.forced = constraint.matcher.forced() if asked else ()\n",
+        "            constraint.forced = constraint.forced or constraint.matcher.forced()\n",
         "Keeps what was forced earlier.",
     ),
     Bug(
@@ -354,7 +354,7 @@ BUGS = (
     Bug(
         "masked-tokens-stay-in-the-graph",
         "phases/09_cuda_graphs/cuda_graphs/masked_graph.py",
-        "        scatter_tokens(half.rows, half.at, self.tokens, on.rows.tokens)\n",
+        "        scatter_tokens(rows, at, self.tokens, on.rows.tokens)\n",
         "",
         "Forgets to write a masked step's tokens to where the next step reads them.",
     ),
@@ -367,9 +367,9 @@ BUGS = (
     ),
     Bug(
         "one-graph-for-all-sampling",
-        "phases/09_cuda_graphs/cuda_graphs/runner.py",
-        "        rest = self._masked_graphs.get((size, plan.features)) if fixed else None\n",
-        "        rest = self._masked_graphs.get((size, plan.features & CAPTURED[1]))\n",
+        "phases/09_cuda_graphs/cuda_graphs/masked_runner.py",
+        "self.masked_graphs.get((size, plan.features)) if captured(plan) else None\n",
+        "self.masked_graphs.get((size, plan.features & CAPTURED[1]))\n",
         "Samples top-k and log-probabilities under masks by a graph that knows neither.",
     ),
     Bug(
@@ -378,6 +378,41 @@ BUGS = (
         "        self.words[:count].copy_(allowed.words)\n",
         "        self.words[:count] |= allowed.words\n",
         "Adds a step's masks to those of the step before.",
+    ),
+    Bug(
+        "samples-of-the-step-behind",
+        "phases/09_cuda_graphs/cuda_graphs/masked_graph.py",
+        "self.half.machine, self.inputs\n",
+        "self.half.machine, self.half.inputs\n",
+        "Takes the requests of the step that is already staged for those whose tokens it samples.",
+    ),
+    Bug(
+        "nobody-remembers-whose-samples",
+        "phases/09_cuda_graphs/cuda_graphs/masked_runner.py",
+        "        rest.keep()\n",
+        "",
+        "Samples for the requests of some step before.",
+    ),
+    Bug(
+        "staged-before-they-are-known",
+        "phases/09_cuda_graphs/cuda_graphs/masked_runner.py",
+        " and not self.rows.fresh:",
+        ":",
+        "Stages a step of requests whose tokens and settings the device has not got yet.",
+    ),
+    Bug(
+        "staged-for-others",
+        "phases/09_cuda_graphs/cuda_graphs/masked_runner.py",
+        "        if staged is not None and staged[0] is works:\n",
+        "        if staged is not None:\n",
+        "Runs a step as it was staged, though a request has failed since.",
+    ),
+    Bug(
+        "a-few-wait-for-ever",
+        "phases/04_continuous/continuous/engine.py",
+        "            requests = self._held.popleft()\n",
+        "            requests = self._held.pop()\n",
+        "Looks at those again that were looked at last; who stands before them is never asked.",
     ),
     Bug(
         "options-of-the-sender",

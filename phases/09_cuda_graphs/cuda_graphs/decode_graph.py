@@ -23,6 +23,11 @@ KINDS = (*CAPTURED, None)
 """`None`: none; the hidden states of a batch that needs anything else are sampled eagerly."""
 
 
+def captured(plan: Plan) -> bool:
+    """Whether a graph can sample like this."""
+    return plan.features in CAPTURED and plan.wanted is None
+
+
 @dataclass(frozen=True)
 class Machine:
     """What a step works with; all of it stays where it is as long as the engine lives."""
@@ -65,6 +70,7 @@ class DecodeGraph:
         self, machine: Machine, size: int, inputs: Tensor, features: Feature | None, capturer: Capturer
     ) -> None:
         self.machine, self.size = machine, size
+        self.inputs = inputs
         self.rows, self.at, self.steps = inputs
         self.plan = None if features is None else Plan(features, (), None).for_any_rows()
         self.batch = fixed_batch(size, machine.tables.data.shape[1], inputs.device)
@@ -100,14 +106,18 @@ class DecodeGraph:
         self.tokens = on.sampler.sample(logits, self.rows, (), self.steps, self.plan).tokens
         scatter_tokens(self.rows, self.at, self.tokens, on.rows.tokens)
 
-    def sampled(self, rows: Ints) -> PagedBatch:
-        """The batch of requests in these rows with their samples, as `Runner` samples them from `hidden`."""
+    def sampled(self, rows: Ints, inputs: Tensor | None = None) -> PagedBatch:
+        """The batch of requests in these rows with their samples, as `Runner` samples them from `hidden`.
+
+        inputs: what was in `inputs` at the last replay, if other numbers may be there now.
+        """
         own = slice(len(rows))
+        device_rows, at, steps = self.inputs if inputs is None else inputs
         return replace(
             self.batch,
             host=replace(self.batch.host, sample_rows=rows),
             sample_at=self.batch.query_starts[:-1][own],
-            sample_rows=self.rows[own],
-            sample_positions=self.at[own] + 1,
-            sample_steps=self.steps[own],
+            sample_rows=device_rows[own],
+            sample_positions=at[own] + 1,
+            sample_steps=steps[own],
         )

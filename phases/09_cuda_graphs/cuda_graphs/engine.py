@@ -7,8 +7,6 @@ next step reads them. So the host runs one step ahead and learns what a token wa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from continuous.engine import Engine
 from continuous.runner import Forwarded, Pending
 from continuous.seams import Landed
@@ -57,6 +55,8 @@ class RunAhead(Engine):
             raise AssertionError("requests are left, but the scheduler finds nothing to do")
         with self.marked(works):
             if self._half is not None:
+                if works and hasattr(self.runner, "stage"):
+                    self.runner.stage(works)
                 self._finish_half()
                 works = self._alive(works)
             step = self.forward(works)
@@ -100,7 +100,7 @@ class RunAhead(Engine):
             half, self._half = self._half, None
             self._flying = self.sample(half)
 
-    def _alive(self, works: Sequence[Work]) -> list[Work]:
+    def _alive(self, works: list[Work]) -> list[Work]:
         """Without the works of requests that ended since they were scheduled: their room is given back."""
         alive = []
         for work in works:
@@ -108,7 +108,7 @@ class RunAhead(Engine):
                 alive.append(work)
             else:
                 self.scheduler.land(work, computed=False)
-        return alive
+        return works if len(alive) == len(works) else alive
 
     def _clock(self, pending: Pending, now: float) -> None:
         """A step's time begins when the one before it has ended, not when it was put into the queue."""

@@ -38,7 +38,7 @@ def verify_bytes(model: Model, rows: int, drafts: int) -> int:
 def masked_bytes(model: Model, rows: int) -> int:
     """The same for the second halves of masked decode steps of up to `rows` requests, and their masks."""
     words = -(-model.config.vocab_size // 32)
-    return rows * (4 * words + 8) + len(decode_sizes(rows)) * len(CAPTURED) * PER_HALF
+    return rows * (4 * words + 8 + 3 * 8) + len(decode_sizes(rows)) * len(CAPTURED) * PER_HALF
 
 
 def free_bytes(device: torch.device) -> int:

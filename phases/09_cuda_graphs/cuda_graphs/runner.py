@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from operator import attrgetter
@@ -23,8 +23,7 @@ from cuda_graphs.buckets import chunk_sizes, decode_sizes, smallest, verify_size
 from cuda_graphs.capture import Capturer
 from cuda_graphs.chain_graph import ChainGraph
 from cuda_graphs.chunk_graph import ChunkGraph, Layout
-from cuda_graphs.decode_graph import CAPTURED, KINDS, DecodeGraph, Machine, narrow_logits
-from cuda_graphs.masked_graph import MaskedGraph, MaskInputs
+from cuda_graphs.decode_graph import CAPTURED, KINDS, DecodeGraph, Machine, captured, narrow_logits
 from cuda_graphs.memory import free_bytes
 from cuda_graphs.staging import Staging
 from cuda_graphs.tables import DeviceTables
@@ -57,13 +56,6 @@ class Replayed(Forwarded):
     sampled: Sampled | None = None
 
 
-@dataclass
-class Half(Forwarded):
-    """A step whose second half has a graph, too."""
-
-    rest: MaskedGraph | None = None
-
-
 class GraphRunner(PagedRunner):
     """Replays steps of one token a request from `DecodeGraph`s, those that verify drafts from `VerifyGraph`s,
     and other small steps from `ChunkGraph`s.
@@ -74,7 +66,6 @@ class GraphRunner(PagedRunner):
         most_tokens: tokens in the largest chunk graph; 0: none.
         most_drafts: drafts of a request in the largest verify graph; 0: none.
         most_chained: decode steps in the longest chain; 0: there are no chains.
-        masked: whether decode steps whose samples are masked have a second graph for the sampling.
 
     startup: what capturing took.
     let_go: destroys the graphs, after the last step.
@@ -83,6 +74,7 @@ class GraphRunner(PagedRunner):
     """
 
     attention: TritonPagedAttention
+    _more = 0
 
     def __init__(
         self,
@@ -95,7 +87,6 @@ class GraphRunner(PagedRunner):
         most_tokens: int,
         most_drafts: int = 0,
         most_chained: int = 0,
-        masked: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(model, attention, rows, cache, **options)
@@ -120,7 +111,6 @@ class GraphRunner(PagedRunner):
         layouts = (*self._layouts.values(), *self._verify_layouts.values())
         largest = max([3 * self._sizes[-1], *(layout.size for layout in layouts)])
         self._staging = Staging(largest, model.device)
-        self._masked = masked
         self.startup = self._capture()
 
     @torch.inference_mode()
@@ -137,7 +127,7 @@ class GraphRunner(PagedRunner):
         self._verify_graphs: dict[tuple[int, int, Feature], VerifyGraph] = {}
         self.decode_graphs: dict[tuple[int, Feature | None], DecodeGraph] = {}
         count = len(self._layouts) + len(self._verify_layouts) * len(CAPTURED) + len(self._sizes) * len(KINDS)
-        count += len(self._sizes) * len(CAPTURED) * self._masked
+        count += self._more
         with bar("capturing graphs", count) as part:
             for (tokens, requests), layout in reversed(self._layouts.items()):
                 part(f"{tokens} tokens of {requests} requests")
@@ -159,14 +149,11 @@ class GraphRunner(PagedRunner):
                 part(f"{size} requests")
                 given = inputs[: 3 * size].view(3, size)
                 self.decode_graphs[size, features] = DecodeGraph(machine, size, given, features, capturer)
-            self._masked_graphs: dict[tuple[int, Feature | None], MaskedGraph] = {}
-            if self._masked:
-                masks = MaskInputs(self._sizes[-1], self.model.config.vocab_size, device)
-                for size, kind in product(reversed(self._sizes), CAPTURED):
-                    part(f"{size} requests, masked")
-                    half = self.decode_graphs[size, None]
-                    self._masked_graphs[size, kind] = MaskedGraph(half, masks, kind, capturer)
+            self._capture_more(capturer, part)
         return Startup(capturer.count, time.perf_counter() - started, before - free_bytes(device))
+
+    def _capture_more(self, capturer: Capturer, part: Callable[[str], object]) -> None:
+        """`_more` graphs of a later phase."""
 
     @torch.inference_mode()
     def forward(self, works: Sequence[Work], *, masked: bool = False) -> Forwarded:
@@ -191,15 +178,11 @@ class GraphRunner(PagedRunner):
         """See `continuous.Runner.sample`; a graph may have done it already."""
         if isinstance(step, Replayed):
             return Pending(step.works, step.sampled, self.agree)
-        if isinstance(step, Half) and step.rest is not None and isinstance(allowed, Allowed):
-            step.rest.run(allowed)
-            return Pending(step.works, Sampled(step.rest.tokens[: len(step.works)]), self.agree)
         return super().sample(step, allowed)
 
     def logits(self, hidden: Tensor, plan: Plan) -> Tensor:
         """In the model's own precision where graphs have them so, and nobody wants log-probabilities."""
-        narrow = plan.features in CAPTURED and plan.wanted is None
-        return narrow_logits(self.model, hidden) if narrow else super().logits(hidden, plan)
+        return narrow_logits(self.model, hidden) if captured(plan) else super().logits(hidden, plan)
 
     @torch.inference_mode()
     def chain(self, works: Sequence[Work], steps: int) -> HostSampled | None:
@@ -212,7 +195,7 @@ class GraphRunner(PagedRunner):
             return None
         self.refresh(works)
         plan = self.sampler.plan([work.row for work in works])
-        if plan.features not in CAPTURED or plan.wanted is not None:
+        if not captured(plan):
             return None
         graph = self._chains[size, steps, plan.features]
         self.replays += 1
@@ -237,14 +220,12 @@ class GraphRunner(PagedRunner):
         self.refresh(works)
         count, rows = len(works), self._stage(works, size)
         plan = self.sampler.plan(rows.tolist())
-        fixed = plan.features in CAPTURED and plan.wanted is None
-        inside = fixed and not masked
+        inside = captured(plan) and not masked
         graph = self.decode_graphs[size, plan.features if inside else None]
         graph.replay()
         if inside:
             return Replayed(works, graph.batch, graph.hidden, sampled=Sampled(graph.tokens[:count]))
-        rest = self._masked_graphs.get((size, plan.features)) if fixed else None
-        return Half(works, graph.sampled(rows), graph.hidden, rest=rest)
+        return Forwarded(works, graph.sampled(rows), graph.hidden)
 
     def _verify_graph(self, works: Sequence[Work], masked: bool) -> VerifyGraph | None:
         """The graph for a small step, if there is one that samples as these requests want it."""
@@ -258,7 +239,7 @@ class GraphRunner(PagedRunner):
             return None
         self.refresh(())  # or the plan would not know the newest settings; drafts go along with the rest
         plan = self.sampler.plan([work.row for work in works])
-        if plan.features not in CAPTURED or plan.wanted is not None:
+        if not captured(plan):
             return None
         return self._verify_graphs[tokens, requests, plan.features]
 

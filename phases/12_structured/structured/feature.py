@@ -77,9 +77,10 @@ class Structured(Feature):
             parts.sampler = with_kernel(parts.sampler)
             graphs = parts.features.get("graphs")
             if isinstance(graphs, Graphs):
+                from cuda_graphs.masked_runner import MaskedRunner, remade
                 from cuda_graphs.memory import masked_bytes
 
-                parts.runner = partial(parts.runner, masked=True)
+                parts.runner = remade(parts.runner, MaskedRunner)
                 most = graphs.graph_rows
                 parts.reserve.append(
                     lambda whole: masked_bytes(whole.model, min(most, whole.size("max_rows")))

@@ -48,11 +48,14 @@ class Constraint:
     def moved(self, new: Sequence[int], count: int) -> str:
         """The matcher was given `new` and has taken `count` of them; returns what is wrong."""
         self.taken += count
-        if self.matcher.problem:
-            return self.matcher.problem
-        if count < len(new):
-            return f"token {self.taken} of the output, id {new[count]}, is not in the grammar"
-        return ""
+        if count == len(new):
+            return ""
+        problem = self.matcher.problem
+        return problem or f"token {self.taken} of the output, id {new[count]}, is not in the grammar"
+
+
+Followed = tuple[int, tuple[int, ...], Request, Constraint]
+"""The first place in the batch of a request's samples, its drafts, itself, and where it stands."""
 
 
 @dataclass
@@ -151,22 +154,15 @@ class GrammarMasks:
     def begin(self, works: Sequence[Work], landed: Landed = NOBODYS) -> bool:
         """Move the matchers, and begin to make the masks of those samples of the step that have a grammar."""
         self._finish()  # of a step that failed in between
-        found = self._follow(works, landed)
         asked = len(works) <= self.most_forced
         jobs: list[Job] = []
         owners: list[Request] = []
         places: list[int] = []
-        place = 0
-        for work in works:
-            count = len(work.drafts) + 1
-            for request in work.takers:
-                constraint = found.get(request)
-                if constraint is not None:
-                    constraint.forced = constraint.matcher.forced() if asked else ()
-                    jobs.append(Job(constraint.matcher, len(places), work.drafts))
-                    owners.append(request)
-                    places += range(place, place + count)
-                place += count
+        for place, drafts, request, constraint in self._follow(works, landed):
+            constraint.forced = constraint.matcher.forced() if asked else ()
+            jobs.append(Job(constraint.matcher, len(places), drafts))
+            owners.append(request)
+            places += range(place, place + len(drafts) + 1)
         words = self._staging.host(len(places))
         for job in jobs:
             if job.drafts:  # behind a draft that ends the output no mask is made
@@ -189,7 +185,7 @@ class GrammarMasks:
             elif request.params.min_tokens or request.params.ignore_eos:
                 longer.append((job, request))
         self._lengthen(longer, made.words)
-        for job, request in zip(made.jobs, made.owners, strict=True):
+        for job, request in zip(made.jobs, made.owners, strict=True) if self.single else ():
             if request in self.single:
                 self._note_single(request, made.words[job.row : job.row + len(job.drafts) + 1])
         self.filled += len(made.places)
@@ -207,29 +203,31 @@ class GrammarMasks:
             made.done.result()
         return made
 
-    def _follow(self, works: Sequence[Work], landed: Landed) -> dict[Request, Constraint]:
+    def _follow(self, works: Sequence[Work], landed: Landed) -> list[Followed]:
         """Move the matchers of all takers to where their outputs are; returns those that could be moved.
 
         One that has ended meanwhile, or will with what has landed, is left out: it gets some token, which
         nobody reads.
         """
-        moved: list[tuple[Request, Constraint, list[int]]] = []
+        found: list[Followed] = []
+        moves: list[tuple[Matcher, list[int]]] = []
+        place = 0
         for work in works:
             for request in work.takers:
                 constraint = request.constraint
                 if isinstance(constraint, Constraint) and request.finish_reason is None:
                     news = landed.get(request, ())
                     if not self._ends(request, news):
-                        moved.append((request, constraint, [*constraint.unseen(request), *news]))
-        counts = self.pool.backend.advance([(constraint.matcher, new) for _, constraint, new in moved])
-        found = {}
-        for (request, constraint, new), count in zip(moved, counts, strict=True):
-            wrong = constraint.moved(new, count)
-            if wrong:
-                self._fail(request, wrong)
-            else:
-                found[request] = constraint
-        return found
+                        found.append((place, work.drafts, request, constraint))
+                        moves.append((constraint.matcher, [*constraint.unseen(request), *news]))
+                place += len(work.drafts) + 1
+        counts = self.pool.backend.advance(moves)
+        wrong = []
+        for one, (_, new), count in zip(found, moves, counts, strict=True):
+            if problem := one[3].moved(new, count):
+                self._fail(one[2], problem)
+                wrong.append(one)
+        return [one for one in found if one not in wrong] if wrong else found
 
     def _ends(self, request: Request, news: Sequence[int]) -> bool:
         """Whether a request's output ends with these tokens, as far as that shows without its text."""
@@ -257,9 +255,12 @@ class GrammarMasks:
         ends = sorted(self.eos)
         may_end = words[:, [token >> 5 for token in ends]] >> [token & 31 for token in ends] & 1  # [M, E]
         some = np.asarray(may_end.any(axis=1))
+        nobody = not some.any()
         held: list[tuple[int, int]] = []  # a mask's row, and a token
         for job, request in longer:
             params = request.params
+            if nobody and not params.min_tokens:
+                continue
             length = len(request.tokens) - request.prompt_len
             for row in range(job.row, job.row + len(job.drafts) + 1):
                 length += 1  # the number of the output's token that this mask is for

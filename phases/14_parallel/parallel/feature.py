@@ -152,7 +152,10 @@ class Split(Feature):
         parts.sampler = over(ranks, parts.sampler, kernels=kernels)
         parts.agree = self._agree
         if "graphs" in parts.features:  # where a step is masked, rank 0 tells the others what it has chosen
-            parts.runner = partial(parts.runner, masked=False)
+            from cuda_graphs.masked_runner import remade
+            from cuda_graphs.runner import GraphRunner
+
+            parts.runner = remade(parts.runner, GraphRunner)
         about = model.config.vocab_size, model.device
         extra: dict[str, Any] = {"ranks": ranks, "every": self.options.rank_check}
         kind: Any = engines.Leader

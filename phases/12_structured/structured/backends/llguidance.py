@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from weakref import WeakSet
 
 import llguidance as ll
@@ -58,9 +58,10 @@ MOST_THREADS = 16
 MAKING = 0.1
 """Seconds that may go into further lexers of one grammar."""
 CHARACTER = r'[^"\\\x00-\x1F\x7F]'
-SLICES = [f"{CHARACTER}{{1,{most}}}" for most in (2, 4, 6, 8, 10, 14, 30)] + [f"{CHARACTER}+"]
+SLICES = [f"{CHARACTER}{{1,{most}}}" for most in (*range(5, 13), 14, 18, 30)] + [f"{CHARACTER}+"]
 """Tokens by their length, as they stand in a string of JSON. As long as all of a slice fit, none of its
-tokens is looked at. The library has three slices; where strings are short, eight halve the time of a mask."""
+tokens is looked at. The library has three slices; where strings are short, these halve the time of a mask.
+The slices that do not fit are looked through one by one, so where most tokens are too long few are best."""
 BASE_BYTES, BYTES_PER_CHARACTER = 100_000, 60
 """About what a compiled grammar takes, by its source: measured as the growth of a process."""
 
@@ -108,7 +109,7 @@ class GuidanceMatcher(Matcher):
 
 class GuidanceGrammar(Compiled):
     """A grammar and its lexers. An output gets a copy of a parser, and shares that one's lexer: what it has
-    learnt for one output is known to the others, but only one thread at a time may use it. So there is one
+    learnt for one output is known to the others, but only one thread at a time may use it. So there are some
     for each thread, if enough outputs want them, and each output gets the one that fewest have. More would
     only learn the same once more.
 
@@ -208,7 +209,9 @@ class GuidanceBackend(Backend):
         self.limits = ll.LLParserLimits(**LIMITS)
         threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) - 1))
         self.threads = ll.LLExecutor(threads)
-        self.lexers = 1 << (threads - 1).bit_length()  # of a grammar: threads halve a list again and again
+        # Of a grammar. Some masks take a hundred times longer than most, and those of the same lexer wait for
+        # them: 256 masks take 15 threads 3.7 ms with a lexer for each, and 2.7 with four times as many.
+        self.lexers = 1 if threads == 1 else 4 << (threads - 1).bit_length()
         self.asker = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self.maker = ThreadPoolExecutor(1, thread_name_prefix="lexers", initializer=step_back)
 
@@ -238,14 +241,14 @@ class GuidanceBackend(Backend):
 
     def advance(self, moves: Sequence[tuple[Matcher, Sequence[int]]]) -> list[int]:
         """Several matchers at a time, where each takes one token, without Python's lock."""
-        counts = [int(len(tokens) == 1) for _, tokens in moves]
-        single = [(inner_of(move[0]), move[1][0]) for move, one in zip(moves, counts, strict=True) if one]
+        own = cast("Sequence[tuple[GuidanceMatcher, Sequence[int]]]", moves)
+        single = [(matcher.inner, tokens[0]) for matcher, tokens in own if len(tokens) == 1]
         if len(single) <= FEW:
             return super().advance(moves)
         taken = iter(self.threads.consume_token_par(single))
         return [
-            int(next(taken)) if one else matcher.advance(tokens) if tokens else 0
-            for (matcher, tokens), one in zip(moves, counts, strict=True)
+            int(next(taken)) if len(tokens) == 1 else matcher.advance(tokens) if tokens else 0
+            for matcher, tokens in own
         ]
 
     def begin(self, jobs: Sequence[Job], words: Words) -> Future[None] | None:
@@ -273,26 +276,15 @@ class GuidanceBackend(Backend):
             super().fill(jobs, words)
             return
         at, width, count = words.ctypes.data, words.strides[0], len(words)
+        own = cast("Sequence[tuple[GuidanceMatcher, int, Sequence[int]]]", jobs)
         # Threads divide the list: neighbours should have one lexer, or threads would wait for each other.
-        ordered = sorted(jobs, key=lambda job: lexer_of(job.matcher))
-        plain = [(inner_of(job.matcher), job.row) for job in ordered if not job.drafts]
-        drafted = [(inner_of(job.matcher), job.row, list(job.drafts)) for job in ordered if job.drafts]
+        ordered = sorted(own, key=lambda job: job[0].lexer)
+        plain = [(matcher.inner, row) for matcher, row, drafts in ordered if not drafts]
+        drafted = [(matcher.inner, row, list(drafts)) for matcher, row, drafts in ordered if drafts]
         if plain:
             self.threads.unsafe_compute_mask_ptr(plain, at, width, count)
         if drafted:
             self.threads.unsafe_compute_mask_ptr_with_draft_token(drafted, at, width, count)
-
-
-def inner_of(matcher: Matcher) -> ll.LLMatcher:
-    """The library's matcher in one of this backend's."""
-    assert isinstance(matcher, GuidanceMatcher)
-    return matcher.inner
-
-
-def lexer_of(matcher: Matcher) -> int:
-    """The number of the lexer that a matcher shares, among those of its grammar."""
-    assert isinstance(matcher, GuidanceMatcher)
-    return matcher.lexer
 
 
 def source_of(grammar: Grammar) -> str:
