@@ -46,8 +46,9 @@ from structured.vocabulary import Vocabulary
 PHASE, BEFORE = "12_structured", "09_cuda_graphs"
 ONE, FREE = f"{PHASE}+one", f"{PHASE}+no grammar"
 """One request among many has a grammar; or none has."""
-SHORT, JUMP = f"{PHASE}+short strings", f"{PHASE}+jump"
-"""All rows have a grammar of nothing but short strings; or what is forced is drafted however many run."""
+FIELDS, SHORT, JUMP = f"{PHASE}+no strings", f"{PHASE}+short strings", f"{PHASE}+jump"
+"""All rows have a grammar without strings, or of nothing but short ones; or what is forced is drafted however
+many run."""
 LARGE = "random:qwen3-8b"
 """A model whose steps take a GPU longer than their masks take the host; measured beside the usual one."""
 
@@ -62,11 +63,28 @@ PERSON = {
     "additionalProperties": False,
 }
 RECORDS = Grammar.json_schema({"type": "array", "items": PERSON, "minItems": 500})
+ORDER = {
+    "type": "object",
+    "properties": {
+        "number": {"type": "integer", "minimum": 1, "maximum": 999_999},
+        "status": {"enum": ["new", "paid", "shipped", "delivered", "returned"]},
+        "gift": {"type": "boolean"},
+        "amounts": {
+            "type": "array",
+            "items": {"type": "integer", "minimum": 0, "maximum": 99},
+            "maxItems": 3,
+        },
+    },
+    "required": ["number", "status", "gift", "amounts"],
+    "additionalProperties": False,
+}
+ORDERS = Grammar.json_schema({"type": "array", "items": ORDER, "minItems": 500})
 STRINGS = Grammar.json_schema(
     {"type": "array", "items": {"type": "string", "maxLength": 20}, "minItems": 500}
 )
 """Their outputs end after more tokens than are asked for, so that all variants generate equally many. The end
-of a string that may not grow much longer is what costs most: most of the vocabulary has to be looked at."""
+of a string that may not grow much longer is what costs most: most of the vocabulary has to be looked at. And
+random weights hardly ever end a string earlier. What has no strings shows the rest."""
 
 SCHEMAS: dict[str, Any] = {
     "person": PERSON,
@@ -148,9 +166,9 @@ class Bench:
             count, prompt, output = min(count, 4), 8, 8
         short = uniform(f"constrained-{count}x{prompt}+{output}", count, prompt, output)
         if self.on_cpu or self.options.quick:
-            return self.rates(short, (FREE, ONE, PHASE, SHORT))
-        return self.rates(workload("offline-256"), (ONE, PHASE)) + self.rates(
-            short, (FREE, ONE, PHASE, SHORT, JUMP)
+            return self.rates(short, (FREE, ONE, FIELDS, PHASE, SHORT))
+        return self.rates(workload("offline-256"), (ONE, FIELDS, PHASE)) + self.rates(
+            short, (FREE, ONE, FIELDS, PHASE, SHORT, JUMP)
         )
 
     def rates(self, work: Workload, variants: Sequence[str]) -> list[Run]:
@@ -164,6 +182,7 @@ class Bench:
             BEFORE: free,
             FREE: free,
             ONE: [bound[0], *free[1:]],
+            FIELDS: [replace(params, grammar=ORDERS) for params in free],
             PHASE: bound,
             SHORT: [replace(params, grammar=STRINGS) for params in free],
             JUMP: bound,
@@ -267,7 +286,7 @@ class Bench:
         rows, steps = (256, 12) if not self.options.quick else (16, 3)
         backend = backend_named(self.backend)(self.vocabulary)
         runs = []
-        for name, grammar in (("records", RECORDS), ("short strings", STRINGS)):
+        for name, grammar in (("orders", ORDERS), ("records", RECORDS), ("short strings", STRINGS)):
             compiled = backend.compile(grammar)
             matchers = [compiled.matcher() for _ in range(rows)]
             words = np.zeros((rows, self.vocabulary.words), np.int32)
@@ -290,7 +309,7 @@ class Bench:
     def hostile(self) -> list[Run]:
         """What others notice of grammars that are sent to stop an engine."""
         engine = self.engine(self.sizes(32))
-        tokens, turns = (4, 1) if self.options.quick else (200, 1 if self.on_cpu else 5)
+        tokens, turns = (4, 1) if self.options.quick else (200, 1 if self.on_cpu else 9)
         found = hostile_grammars.measure(engine, tokens, turns)
         return [self.fact(f"{PHASE}+{name}", "gaps of others", facts) for name, facts in found.items()]
 
@@ -457,7 +476,13 @@ def draw(evidence: Evidence, out: Path) -> None:
     bars(list(found.values()), "steps", axes=middle, label=lambda run: kinds[run.variant.split("+")[1]])
     saved = 1 - found["jump"].median("steps") / found["no jump"].median("steps")
     middle.set_title(f"Forced tokens as drafts save {saved:.0%} of the steps")
-    names = {BEFORE: "phase 09", FREE: "no grammar", ONE: "one row of them", PHASE: "all rows"}
+    names = {
+        BEFORE: "phase 09",
+        FREE: "no grammar",
+        ONE: "one row of them",
+        FIELDS: "all, no strings",
+        PHASE: "all rows",
+    }
     first = next(run for run in evidence.runs if run.variant == PHASE)
     rates = [run for name in names for run in evidence.find(name, workload=first.workload, model=first.model)]
     metric = "output_tokens_per_s"
