@@ -39,6 +39,9 @@ class MaskedRunner(GraphRunner):
 
     _staged: tuple[Sequence[Work], Ints] | None = None
 
+    def _count_more(self) -> int:
+        return len(self._sizes) * len(CAPTURED)
+
     def _capture_more(self, capturer: Capturer, part: Callable[[str], object]) -> None:
         masks = MaskInputs(self._sizes[-1], self.model.config.vocab_size, self.model.device)
         self.masked_graphs: dict[tuple[int, Feature], MaskedGraph] = {}
@@ -46,10 +49,6 @@ class MaskedRunner(GraphRunner):
             part(f"{size} requests, masked")
             half = self.decode_graphs[size, None]
             self.masked_graphs[size, kind] = MaskedGraph(half, masks, kind, capturer)
-
-    @property
-    def _more(self) -> int:  # type: ignore[override]
-        return len(self._sizes) * len(CAPTURED)
 
     @torch.inference_mode()
     def stage(self, works: Sequence[Work]) -> None:

@@ -74,7 +74,6 @@ class GraphRunner(PagedRunner):
     """
 
     attention: TritonPagedAttention
-    _more = 0
 
     def __init__(
         self,
@@ -127,7 +126,7 @@ class GraphRunner(PagedRunner):
         self._verify_graphs: dict[tuple[int, int, Feature], VerifyGraph] = {}
         self.decode_graphs: dict[tuple[int, Feature | None], DecodeGraph] = {}
         count = len(self._layouts) + len(self._verify_layouts) * len(CAPTURED) + len(self._sizes) * len(KINDS)
-        count += self._more
+        count += self._count_more()
         with bar("capturing graphs", count) as part:
             for (tokens, requests), layout in reversed(self._layouts.items()):
                 part(f"{tokens} tokens of {requests} requests")
@@ -152,8 +151,12 @@ class GraphRunner(PagedRunner):
             self._capture_more(capturer, part)
         return Startup(capturer.count, time.perf_counter() - started, before - free_bytes(device))
 
+    def _count_more(self) -> int:
+        """How many graphs `_capture_more` captures."""
+        return 0
+
     def _capture_more(self, capturer: Capturer, part: Callable[[str], object]) -> None:
-        """`_more` graphs of a later phase."""
+        """Graphs of a later phase."""
 
     @torch.inference_mode()
     def forward(self, works: Sequence[Work], *, masked: bool = False) -> Forwarded:
