@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import signal
@@ -50,7 +51,6 @@ class Stream(threading.Thread):
     """One streamed completion, read in a thread.
 
     replica: who answers; set when the first token is here.
-    began: when that was.
     whole: whether the stream has ended as it should; otherwise `error` is the event it ended with, if any.
     """
 
@@ -63,7 +63,7 @@ class Stream(threading.Thread):
         self.tokens: list[int] = []
         self.error: Any = None
         self.said: list[bytes] = []
-        self.status, self.began = 0, 0.0
+        self.status = 0
         self.start()
 
     def run(self) -> None:
@@ -90,7 +90,6 @@ class Stream(threading.Thread):
             self.error = event.get("error", self.error)
             for choice in event.get("choices", []):
                 self.tokens += choice.get("token_ids") or []
-            self.began = self.began or time.monotonic()
             self.first.set()
 
 
@@ -116,6 +115,18 @@ def replica_named(server: Running, name: str) -> psutil.Process:
 def engine_of(replica: psutil.Process) -> psutil.Process:
     """The process that computes a replica's tokens."""
     return next(child for child in replica.children() if "spawn_main" in named(child))
+
+
+def begun(streams: list[Stream], engines: list[psutil.Process]) -> None:
+    """Let engines go on in short turns until all streams have begun; none has ended then. Stop them."""
+    deadline = time.monotonic() + 60
+    while not all(stream.first.is_set() for stream in streams):
+        assert time.monotonic() < deadline, "a stream has no first token after 60 s"
+        for engine in engines:
+            engine.resume()
+        time.sleep(0.01)
+        for engine in engines:
+            engine.suspend()
 
 
 def both_serve(server: Running) -> bool:
@@ -180,10 +191,16 @@ def test_who_leaves_is_let_go(server):
 def test_who_is_killed_loses_its_own_streams_only_and_comes_back(server, victim):
     wait_until(lambda: both_serve(server), "there are no two replicas", 60)
     before = {process.pid for process in actors(server)}
-    streams = started([Stream(server, [n, 2, 3], LONG) for n in range(1, 5)])
-    # The others may have ended by now, but who began last has a second left.
-    process = replica_named(server, max(streams, key=lambda stream: stream.began).replica)
-    (engine_of(process) if victim == "engine" else process).kill()
+    engines = [engine_of(replica) for replica in actors(server)]
+    streams = [Stream(server, [n, 2, 3], LONG) for n in range(1, 5)]
+    try:
+        begun(streams, engines)
+        process = replica_named(server, streams[0].replica)
+        (engine_of(process) if victim == "engine" else process).kill()
+    finally:
+        for engine in engines:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                engine.resume()
     assert all(stream.status == 200 for stream in streams), f"refused: {[stream.said for stream in streams]}"
     joined(streams)
     lost = [stream for stream in streams if not stream.whole]
