@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 import pytest
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from tests.servers import Running
 
@@ -20,14 +20,20 @@ NAME = "random:tiny"
 SAID = [{"role": "user", "content": "How is it in Rome?"}]
 
 
-class Weather(BaseModel):
+class Closed(BaseModel):
+    """No other properties: random weights would write them until `max_tokens` cuts them off, now and then."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Weather(Closed):
     """The weather of a city."""
 
     city: Literal["Rome", "Oslo"]
     days: int = Field(ge=1, le=9)
 
 
-class Verdict(BaseModel):
+class Verdict(Closed):
     word: Literal["yes", "no"]
     sure: bool
 
