@@ -14,7 +14,7 @@ import tokenizers
 from common.errors import UserError, integer, shown
 from common.text.chat_template import ChatTemplate, Message
 from common.text.detokenizer import Detokenizer, TokenBytes
-from common.text.ids import ids_of
+from common.text.ids import ids_of, text_of
 from common.text.special_guard import SpecialGuard
 from common.text.template_sandbox import SOURCE_CHARACTERS
 
@@ -70,7 +70,7 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`; invalid UTF-8 becomes U+FFFD, and an id outside the vocabulary nothing."""
-        text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        text = text_of(self.backend, ids, skip_special_tokens=skip_special_tokens)
         if self.token_bytes.byte_fallback and "\ufffd" in text:
             # One invalid byte spoils the whole run of bytes around it for the library. SentencePiece itself
             # keeps the run's characters, and a stream has to: it has shown them before the byte arrives.

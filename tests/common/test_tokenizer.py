@@ -203,11 +203,22 @@ def test_long_texts_have_the_ids_that_the_library_gives_short_ones(folder, text)
         assert found == tokenizer.backend.encode(text, add_special_tokens=special).ids
 
 
-def test_a_long_text_holds_nobody_up(folder):
+@pytest.mark.parametrize("text", [text * (1 + 3000 // max(1, len(text))) for text in HARD[:-1]])
+def test_many_ids_have_the_text_that_the_library_gives_few(folder, text):
+    tokenizer = Tokenizer(folder)
+    ids = tokenizer.encode(f"<|im_start|>{text}<bos>{text}" * 2)
+    assert len(ids) > LONG
+    for skip in (True, False):
+        assert tokenizer.decode(ids, skip) == tokenizer.backend.decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize("way", ["encode", "decode"])
+def test_a_long_text_holds_nobody_up(folder, way):
     tokenizer, text = Tokenizer(folder), " ".join(map(str, range(150_000)))
+    given = text if way == "encode" else tokenizer.encode(text) * 4
     with ThreadPoolExecutor(1) as threads:
         begun = time.perf_counter()
-        done, longest = threads.submit(tokenizer.encode, text), 0.0
+        done, longest = threads.submit(getattr(tokenizer, way), given), 0.0
         while not done.done():
             before = time.perf_counter()
             time.sleep(0.002)

@@ -1504,7 +1504,7 @@ def test_names_are_those_that_the_client_has_sent():
 def test_nobody_waits_for_a_long_request_of_another(make, tokenizer, monkeypatch):
     """What takes long is done by threads, on the way in and on the way out."""
     seen: dict[str, str] = {}
-    chat, place = Tokenizer.chat, Answer._place
+    chat, decode, place = Tokenizer.chat, Tokenizer.decode, Answer._place
 
     def noted(name: str, function: Any) -> Any:
         def note(*given: Any, **more: Any) -> Any:
@@ -1514,6 +1514,7 @@ def test_nobody_waits_for_a_long_request_of_another(make, tokenizer, monkeypatch
         return note
 
     monkeypatch.setattr(Tokenizer, "chat", noted("chat", chat))
+    monkeypatch.setattr(Tokenizer, "decode", noted("decode", decode))
     monkeypatch.setattr(Answer, "_place", noted("answer", place))
     loop = threading.current_thread().name
 
@@ -1530,6 +1531,9 @@ def test_nobody_waits_for_a_long_request_of_another(make, tokenizer, monkeypatch
         for what, said in long.items():
             await client.post("/v1/chat/completions", {"messages": said, "max_tokens": 1})
             assert seen.pop("chat") != loop, f"the event loop itself has tokenized {what}"
+        status, found = await client.post("/detokenize", {"tokens": [5] * 3000})
+        assert seen.pop("decode") != loop, "the event loop itself has decoded 3,000 ids"
+        assert status == 200 and found["prompt"] == tokenizer.decode([5] * 3000, skip_special_tokens=False)
         body = {"prompt": [5] * 600, "max_tokens": 1, "prompt_logprobs": 1}
         status, found = await client.post("/v1/completions", body)
         assert status == 200 and len(found["choices"][0]["prompt_logprobs"]) == 600

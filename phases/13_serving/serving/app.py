@@ -269,7 +269,7 @@ class App:
 
     async def _detokenize(self, exchange: Exchange) -> None:
         request, ready = await self._begin(exchange, DetokenizeRequest)
-        await exchange.json({"prompt": self.orders.decode(request.tokens, ready)})
+        await exchange.json({"prompt": await self.orders.decode(request.tokens, ready)})
 
     async def _health(self, exchange: Exchange) -> None:
         await exchange.json({"status": "alive"})

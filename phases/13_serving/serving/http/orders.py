@@ -63,7 +63,7 @@ class Orders:
             ids = await self.encode(prompt) if isinstance(prompt, str) else prompt
             text = ""
             if echo:
-                text = prompt if isinstance(prompt, str) else self.decode(ids, ready, "prompt")
+                text = prompt if isinstance(prompt, str) else await self.decode(ids, ready, "prompt")
             orders.append(self._order(request, ids, ready, more, USUAL_TOKENS, text))
         return self._checked(orders)
 
@@ -119,14 +119,16 @@ class Orders:
         variables = {"tools": request.tools} if request.tools else {}
         return await self.chat_ids(request.messages or [], request.add_generation_prompt, variables)
 
-    def decode(self, ids: list[int], ready: Ready, param: str = "tokens") -> str:
+    async def decode(self, ids: list[int], ready: Ready, param: str = "tokens") -> str:
         """The text of token ids, special ones too, which stand in the field `param`. Raises `ApiError`."""
-        for token in ids:
-            if not 0 <= token < ready.vocab_size:
-                raise ApiError(
-                    400, f"token id {token} must be between 0 and {ready.vocab_size - 1}", param=param
-                )
-        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+        def make() -> str:
+            for token in ids:
+                if not 0 <= token < ready.vocab_size:
+                    raise UserError(f"token id {token} must be between 0 and {ready.vocab_size - 1}")
+            return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+        return await self._make(len(ids) > LONG, make, param)
 
     async def _make(self, long: bool, make: Callable[[], T], param: str) -> T:
         """Run it here if it is short, in a thread otherwise: 10 KB take a millisecond, and others wait."""
