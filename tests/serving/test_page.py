@@ -102,6 +102,7 @@ def test_a_chat_in_a_browser(visit, width, scheme):
     from playwright.sync_api import expect
 
     page = visit(width, scheme)
+    page.evaluate("document.getElementById('seed').value = 1")  # some first tokens end the answer
     page.keyboard.type("hello")  # the field has the focus
     page.keyboard.press("Enter")
     expect(page.locator("#speed")).to_contain_text("tokens", timeout=20_000)
@@ -117,6 +118,21 @@ def test_a_chat_in_a_browser(visit, width, scheme):
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == (
         "rgb(247, 246, 243)" if scheme == "light" else "rgb(20, 20, 18)"
     )
+
+
+@pytest.mark.slow
+def test_an_answer_without_text_says_so(visit):
+    from playwright.sync_api import expect
+
+    page, usage = visit(), '"usage": {"completion_tokens": 1}'
+    event = f'{{"choices": [{{"delta": {{"content": ""}}, "finish_reason": "stop"}}], {usage}}}'
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(
+        content_type="text/event-stream", body=f"data: {event}\n\ndata: [DONE]\n\n"))  # fmt: skip
+    page.keyboard.type("hello")
+    page.keyboard.press("Enter")
+    expect(page.locator("#speed")).to_contain_text("no text", timeout=20_000)
+    expect(page.locator(".turn.assistant")).to_have_count(0)
+    expect(page.locator("#send")).to_be_enabled()
 
 
 @pytest.mark.slow
