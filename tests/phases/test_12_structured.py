@@ -930,12 +930,16 @@ def test_masked_steps_are_two_graphs(model: Model, monkeypatch: pytest.MonkeyPat
         SamplingParams(max_tokens=5, temperature=1.0, seed=1, grammar=digits),
         SamplingParams(max_tokens=5, temperature=1.0, seed=2, ignore_eos=True),
     ]
-    from cuda_graphs.masked_graph import MaskedGraph
+    from cuda_graphs.masked_graph import LogitsGraph, MaskedGraph
 
-    compute, captured = MaskedGraph.compute, list[list[int]]()
+    captured: list[list[int]] = []
+    first, rest = LogitsGraph.compute, MaskedGraph.compute
     with monkeypatch.context() as patch:
         patch.setattr(
-            MaskedGraph, "compute", lambda self: captured.append(self.inputs[1].tolist()) or compute(self)
+            LogitsGraph, "compute", lambda self: captured.append(self.half.at.tolist()) or first(self)
+        )
+        patch.setattr(
+            MaskedGraph, "compute", lambda self: captured.append(self.first.inputs[1].tolist()) or rest(self)
         )
         engine = engine_of(model, **options)
     assert all(set(at) == {-1} for at in captured), f"captured with somebody at positions {captured}"

@@ -221,8 +221,8 @@ BUGS = (
     Bug(
         "ends-unseen",
         f"{HERE}/masks.py",
-        "                if some[row] and (short or params.ignore_eos):\n",
-        "                if not some[row] and (short or params.ignore_eos):\n",
+        "        rows = rows[may_end]\n",
+        "        rows = rows[~may_end]\n",
         "Does not hold the end back from outputs that are to be longer.",
     ),
     Bug(
@@ -382,16 +382,23 @@ BUGS = (
     Bug(
         "samples-of-the-step-behind",
         "phases/09_cuda_graphs/cuda_graphs/masked_graph.py",
-        "self.half.machine, self.inputs\n",
-        "self.half.machine, self.half.inputs\n",
+        "self.first.half.machine, self.first.inputs\n",
+        "self.first.half.machine, self.first.half.inputs\n",
         "Takes the requests of the step that is already staged for those whose tokens it samples.",
     ),
     Bug(
         "nobody-remembers-whose-samples",
-        "phases/09_cuda_graphs/cuda_graphs/masked_runner.py",
-        "        rest.keep()\n",
+        "phases/09_cuda_graphs/cuda_graphs/masked_graph.py",
+        "        self.inputs.copy_(self.half.inputs)\n",
         "",
         "Samples for the requests of some step before.",
+    ),
+    Bug(
+        "logits-of-the-step-before",
+        "phases/09_cuda_graphs/cuda_graphs/masked_graph.py",
+        "        self.logits.copy_(narrow_logits(self.half.machine.model, self.half.hidden))\n",
+        "        narrow_logits(self.half.machine.model, self.half.hidden)\n",
+        "Leaves the logits where they were made, and samples from some that were there before.",
     ),
     Bug(
         "staged-before-they-are-known",

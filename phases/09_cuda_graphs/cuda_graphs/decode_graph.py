@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from common.sampling.sampler import Feature, Plan, Sampler
@@ -49,6 +50,11 @@ def narrow_logits(model: Model, hidden: Tensor) -> Tensor:
     capped = model.config.final_soft_cap is not None
     logits: Tensor = model.logits(hidden) if capped else model.lm_head(hidden)
     return logits
+
+
+def logits_dtype(model: Model) -> torch.dtype:
+    """That of `narrow_logits`."""
+    return model.dtype if model.config.final_soft_cap is None else torch.float32
 
 
 class DecodeGraph:

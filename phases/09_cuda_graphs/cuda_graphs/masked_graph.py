@@ -1,6 +1,7 @@
 """The second half of a decode step as a graph of its own, for steps whose samples are masked (phase 12).
 
-Such a step cannot be one graph: the host makes its masks while the device computes the first half.
+Such a step cannot be one graph: the host makes its masks while the device computes the first half. What does
+not need them is done before: a `LogitsGraph` belongs to the first half.
 """
 
 from __future__ import annotations
@@ -10,20 +11,24 @@ from torch import Tensor
 
 from common.sampling.sampler import Allowed, Feature, Plan
 from cuda_graphs.capture import Capturer
-from cuda_graphs.decode_graph import DecodeGraph, narrow_logits
+from cuda_graphs.decode_graph import DecodeGraph, logits_dtype, narrow_logits
 from cuda_graphs.step_kernels import scatter_tokens
+from forward.model import Model
 
 
 class MaskInputs:
-    """Where masked graphs find the masks of up to `most` places of a step, and what the first half was given.
+    """What masked graphs of all sizes read, of up to `most` places: masks, and what the first half left.
 
     words: `[most, ceil(V / 32)]` int32; places: `[most]` int64, -1: padding. See `Allowed`.
+    logits: `[most, V]`, in the precision of `narrow_logits`.
     requests: `[3 * most]` int64, the `inputs` of decode graphs, one behind the other.
     """
 
-    def __init__(self, most: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, most: int, model: Model) -> None:
+        vocab_size, device = model.config.vocab_size, model.device
         self.words = torch.zeros(most, -(-vocab_size // 32), dtype=torch.int32, device=device)
         self.places = torch.full((most,), -1, dtype=torch.int64, device=device)
+        self.logits = torch.zeros(most, vocab_size, dtype=logits_dtype(model), device=device)
         self.requests = torch.zeros(3 * most, dtype=torch.int64, device=device)
 
     def put(self, allowed: Allowed | None, size: int) -> None:
@@ -35,42 +40,57 @@ class MaskInputs:
         self.places[count:size].fill_(-1)
 
 
-class MaskedGraph:
-    """From the hidden states of a decode graph that does not sample, and from masks, to tokens.
+class LogitsGraph:
+    """From the hidden states of a decode graph that does not sample to logits, before their masks are known.
 
     Args:
         half: the graph that is replayed right before.
-        masks: of `half.size` places or more.
-        features: how it samples, one of `CAPTURED`.
+        masks: where its logits go, of `half.size` places or more.
 
     inputs: `[3, size]` int64, a copy of the half's: in those the next step's may be while masks are made.
+    """
+
+    def __init__(self, half: DecodeGraph, masks: MaskInputs, capturer: Capturer) -> None:
+        self.half, self.masks = half, masks
+        self.logits = masks.logits[: half.size]
+        self.inputs = masks.requests[: 3 * half.size].view(3, half.size)
+        half.pad()
+        self.replay = capturer.capture(self.compute)
+
+    def compute(self) -> None:
+        """What is captured."""
+        self.inputs.copy_(self.half.inputs)
+        self.logits.copy_(narrow_logits(self.half.machine.model, self.half.hidden))
+
+
+class MaskedGraph:
+    """From logits and masks to tokens.
+
+    Args:
+        first: the graph that was replayed for this step.
+        features: how it samples, one of `CAPTURED`.
+
     tokens: `[size]` int64, good until the next replay.
     """
 
     tokens: Tensor
 
-    def __init__(self, half: DecodeGraph, masks: MaskInputs, features: Feature, capturer: Capturer) -> None:
-        self.half, self.masks = half, masks
+    def __init__(self, first: LogitsGraph, features: Feature, capturer: Capturer) -> None:
+        self.first = first
         self.plan = Plan(features, (), None).for_any_rows()
-        self._allowed = Allowed(masks.words[: half.size], masks.places[: half.size])
-        self.inputs = masks.requests[: 3 * half.size].view(3, half.size)
-        half.pad()
-        self.keep()
+        masks, size = first.masks, first.half.size
+        self._allowed = Allowed(masks.words[:size], masks.places[:size])
         self.replay = capturer.capture(self.compute)
-
-    def keep(self) -> None:
-        """Remember whose samples these are, right behind the first half."""
-        self.inputs.copy_(self.half.inputs)
 
     @torch.inference_mode()
     def run(self, allowed: Allowed | None) -> None:
         """The half step, under these masks; None: nobody has one."""
-        self.masks.put(allowed, self.half.size)
+        self.first.masks.put(allowed, self.first.half.size)
         self.replay()
 
     def compute(self) -> None:
         """The half step; what is captured."""
-        on, (rows, at, steps) = self.half.machine, self.inputs
-        logits = narrow_logits(on.model, self.half.hidden)
+        on, (rows, at, steps) = self.first.half.machine, self.first.inputs
+        logits = self.first.logits
         self.tokens = on.sampler.sample(logits, rows, (), steps, self.plan, allowed=self._allowed).tokens
         scatter_tokens(rows, at, self.tokens, on.rows.tokens)

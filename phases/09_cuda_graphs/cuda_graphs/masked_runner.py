@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from continuous.work import Work
 from cuda_graphs.buckets import smallest
 from cuda_graphs.capture import Capturer
 from cuda_graphs.decode_graph import CAPTURED, captured
-from cuda_graphs.masked_graph import MaskedGraph, MaskInputs
+from cuda_graphs.masked_graph import LogitsGraph, MaskedGraph, MaskInputs
 from cuda_graphs.runner import GraphRunner
 from paged_cache.runner import PagedRunner
 
@@ -40,15 +39,17 @@ class MaskedRunner(GraphRunner):
     _staged: tuple[Sequence[Work], Ints] | None = None
 
     def _count_more(self) -> int:
-        return len(self._sizes) * len(CAPTURED)
+        return len(self._sizes) * (1 + len(CAPTURED))
 
     def _capture_more(self, capturer: Capturer, part: Callable[[str], object]) -> None:
-        masks = MaskInputs(self._sizes[-1], self.model.config.vocab_size, self.model.device)
+        masks = MaskInputs(self._sizes[-1], self.model)
         self.masked_graphs: dict[tuple[int, Feature], MaskedGraph] = {}
-        for size, kind in product(reversed(self._sizes), CAPTURED):
-            part(f"{size} requests, masked")
-            half = self.decode_graphs[size, None]
-            self.masked_graphs[size, kind] = MaskedGraph(half, masks, kind, capturer)
+        for size in reversed(self._sizes):
+            part(f"{size} requests, logits")
+            first = LogitsGraph(self.decode_graphs[size, None], masks, capturer)
+            for kind in CAPTURED:
+                part(f"{size} requests, masked")
+                self.masked_graphs[size, kind] = MaskedGraph(first, kind, capturer)
 
     @torch.inference_mode()
     def stage(self, works: Sequence[Work]) -> None:
@@ -77,7 +78,7 @@ class MaskedRunner(GraphRunner):
         rest = self.masked_graphs.get((size, plan.features)) if captured(plan) else None
         if rest is None:
             return Forwarded(works, graph.sampled(rows), graph.hidden)
-        rest.keep()
+        rest.first.replay()
         return Half(works, graph.batch, graph.hidden, rest=rest, rows=rows)
 
     def sample(self, step: Forwarded, allowed: Tensor | Allowed | None = None) -> Pending:
@@ -86,7 +87,8 @@ class MaskedRunner(GraphRunner):
             if not isinstance(allowed, Tensor):
                 step.rest.run(allowed)
                 return Pending(step.works, Sampled(step.rest.tokens[: len(step.works)]), self.agree)
-            step.batch = step.rest.half.sampled(step.rows, step.rest.inputs)
+            first = step.rest.first
+            step.batch = first.half.sampled(step.rows, first.inputs)
         return super().sample(step, allowed)
 
 

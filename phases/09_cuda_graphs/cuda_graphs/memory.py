@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cuda_graphs.buckets import MOST_VERIFIED, chunk_sizes, decode_sizes, verify_sizes
-from cuda_graphs.decode_graph import CAPTURED, KINDS
+from cuda_graphs.decode_graph import CAPTURED, KINDS, logits_dtype
 from forward.model import Model
 from paged_cache.memory import activation_bytes
 
@@ -36,9 +36,10 @@ def verify_bytes(model: Model, rows: int, drafts: int) -> int:
 
 
 def masked_bytes(model: Model, rows: int) -> int:
-    """The same for the second halves of masked decode steps of up to `rows` requests, and their masks."""
-    words = -(-model.config.vocab_size // 32)
-    return rows * (4 * words + 8 + 3 * 8) + len(decode_sizes(rows)) * len(CAPTURED) * PER_HALF
+    """The same for the second halves of masked decode steps of up to `rows` requests, and what they read."""
+    vocab_size = model.config.vocab_size
+    row = 4 * -(-vocab_size // 32) + vocab_size * logits_dtype(model).itemsize + 8 + 3 * 8
+    return rows * row + len(decode_sizes(rows)) * (1 + len(CAPTURED)) * PER_HALF
 
 
 def free_bytes(device: torch.device) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -77,6 +78,17 @@ class Filling:
     done: Future[None] | None
 
 
+class Longer(NamedTuple):
+    """Masks of outputs that are to be longer.
+
+    endless: of those that may not end yet.
+    stops: those that may not have a stop token yet, and which.
+    """
+
+    endless: NDArray[np.int64]
+    stops: list[tuple[int, int]]
+
+
 class GrammarMasks:
     """`Masks` that follow grammars; see `continuous.seams`.
 
@@ -107,6 +119,7 @@ class GrammarMasks:
         most_forced: int,
     ) -> None:
         self.pool, self.eos, self.refusal = pool, frozenset(eos), refusal
+        self._ends_at = np.array(sorted(eos), np.int64)
         self.most_forced = most_forced
         self.vocab_size, self.device = vocab_size, device
         self.filled = 0
@@ -175,15 +188,14 @@ class GrammarMasks:
         """The masks of those samples of the step that have a grammar; None if none has."""
         if self._filling is None or self._filling.works is not works:
             self.begin(works)
+        assert self._filling is not None
+        longer = self._longer(self._filling)  # what is known without masks, before waiting for them
         made = self._finish()
         if made is None or not made.jobs:
             return None
-        longer = []
         for job, request in zip(made.jobs, made.owners, strict=True):
             if job.matcher.problem:
                 self._fail(request, job.matcher.problem)
-            elif request.params.min_tokens or request.params.ignore_eos:
-                longer.append((job, request))
         self._lengthen(longer, made.words)
         for job, request in zip(made.jobs, made.owners, strict=True) if self.single else ():
             if request in self.single:
@@ -250,28 +262,35 @@ class GrammarMasks:
             if len(used) == 1 and (int(row[used[0]]) & 0xFFFFFFFF).bit_count() == 1:
                 self.single[request].add(place)
 
-    def _lengthen(self, longer: Sequence[tuple[Job, Request]], words: Words) -> None:
-        """Keep the end from outputs that are to be longer, as far as their grammars let them go on."""
-        ends = sorted(self.eos)
-        may_end = words[:, [token >> 5 for token in ends]] >> [token & 31 for token in ends] & 1  # [M, E]
-        some = np.asarray(may_end.any(axis=1))
-        nobody = not some.any()
-        held: list[tuple[int, int]] = []  # a mask's row, and a token
-        for job, request in longer:
+    def _longer(self, made: Filling) -> Longer:
+        """Masks of outputs that are to be longer."""
+        endless: list[int] = []
+        stops: list[tuple[int, int]] = []
+        for job, request in zip(made.jobs, made.owners, strict=True):
             params = request.params
-            if nobody and not params.min_tokens:
-                continue
-            length = len(request.tokens) - request.prompt_len
-            for row in range(job.row, job.row + len(job.drafts) + 1):
-                length += 1  # the number of the output's token that this mask is for
-                short = length <= params.min_tokens
-                if some[row] and (short or params.ignore_eos):
-                    held += [(row, token) for token in ends]
-                if short:
-                    held += [(row, token) for token in params.stop_token_ids]
-        if held:
-            rows, tokens = np.array(held).T
-            hold_back(words, rows, tokens)
+            if params.min_tokens or params.ignore_eos:
+                length = len(request.tokens) - request.prompt_len
+                for row in range(job.row, job.row + len(job.drafts) + 1):
+                    length += 1  # the number of the output's token that this mask is for
+                    short = length <= params.min_tokens
+                    if short or params.ignore_eos:
+                        endless.append(row)
+                    if short:
+                        stops += [(row, token) for token in params.stop_token_ids]
+        return Longer(np.array(endless, np.int64), stops)
+
+    def _lengthen(self, longer: Longer, words: Words) -> None:
+        """Keep the end from outputs that are to be longer, as far as their grammars let them go on."""
+        rows, ends = longer.endless, self._ends_at
+        may_end = (words[rows[:, None], ends >> 5] >> (ends & 31) & 1).any(axis=1)
+        rows = rows[may_end]
+        stops = np.array(longer.stops, np.int64).reshape(-1, 2)
+        if len(rows) or len(stops):
+            hold_back(
+                words,
+                np.concatenate([rows.repeat(len(ends)), stops[:, 0]]),
+                np.concatenate([np.tile(ends, len(rows)), stops[:, 1]]),
+            )
 
 
 def hold_back(words: Words, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:

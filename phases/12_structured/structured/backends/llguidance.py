@@ -242,14 +242,15 @@ class GuidanceBackend(Backend):
     def advance(self, moves: Sequence[tuple[Matcher, Sequence[int]]]) -> list[int]:
         """Several matchers at a time, where each takes one token, without Python's lock."""
         own = cast("Sequence[tuple[GuidanceMatcher, Sequence[int]]]", moves)
-        single = [(matcher.inner, tokens[0]) for matcher, tokens in own if len(tokens) == 1]
+        single = [at for at, (_, tokens) in enumerate(own) if len(tokens) == 1]
         if len(single) <= FEW:
             return super().advance(moves)
-        taken = iter(self.threads.consume_token_par(single))
-        return [
-            int(next(taken)) if len(tokens) == 1 else matcher.advance(tokens) if tokens else 0
-            for matcher, tokens in own
-        ]
+        single.sort(key=lambda at: own[at][0].lexer)  # as in `fill`
+        moved = self.threads.consume_token_par([(own[at][0].inner, own[at][1][0]) for at in single])
+        counts = [matcher.advance(tokens) if len(tokens) > 1 else 0 for matcher, tokens in own]
+        for at, count in zip(single, moved, strict=True):
+            counts[at] = int(count)
+        return counts
 
     def begin(self, jobs: Sequence[Job], words: Words) -> Future[None] | None:
         """A thread asks the library's threads, so that who calls this can go on meanwhile.
