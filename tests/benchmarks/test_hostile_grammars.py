@@ -44,6 +44,10 @@ def test_gaps_are_measured_beside_each_kind(engine: PagedEngine) -> None:
     assert list(found) == ["harmless grammars", "hostile grammars", "distinct grammars"]
     assert all(len(metrics["itl_ms_p99"]) == 2 for metrics in found.values())
     assert all(gap > 0 for metrics in found.values() for gap in metrics["itl_ms_p99"])
+    for name, metrics in found.items():
+        (gap,) = metrics["itl_ms_p99_all_turns"]
+        most = max(metrics["itl_ms_max"])
+        assert min(metrics["itl_ms_p99"]) <= gap <= most, f"{name}: {gap} ms, but single turns have {metrics}"
     assert max(found["hostile grammars"]["peak_memory_bytes"]) < MOST_BYTES
 
 
