@@ -474,7 +474,9 @@ def test_the_engine_runs_on_automata() -> None:
     stopped = 0
     for completion, name in zip(engine.generate([[1, 2]] * len(names), params), names, strict=True):
         text = tokenizer().decode([token for token in completion.token_ids if token != EOS])
-        assert completion.finish_reason in ("stop", "length"), completion
+        assert completion.finish_reason in ("stop", "length"), (
+            f"request {completion.index}, {name}: {completion.finish_reason} behind {text!r}"
+        )
         if completion.finish_reason == "stop":
             stopped += 1
             must_validate(text, SCHEMAS[name], f"{name}, request {completion.index}")
