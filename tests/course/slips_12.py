@@ -139,8 +139,8 @@ SLIPS = {
         ),
         Slip(
             "end-not-held-back",
-            "elif request.params.min_tokens or request.params.ignore_eos:",
-            "elif False:",
+            "longer.apply(made.words, self._ends_at)",
+            "longer",
             "Lets a text end before min_tokens.",
         ),
     ),

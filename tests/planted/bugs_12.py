@@ -148,7 +148,7 @@ BUGS = (
     ),
     Bug(
         "held-back-for-ever",
-        f"{HERE}/masks.py",
+        f"{HERE}/longer.py",
         "back = np.isin(rows, touched[~words[touched].any(axis=1)])",
         "back = np.isin(rows, touched[:0])",
         "Forbids the end where nothing else is left.",
@@ -220,7 +220,7 @@ BUGS = (
     ),
     Bug(
         "ends-unseen",
-        f"{HERE}/masks.py",
+        f"{HERE}/longer.py",
         "        rows = rows[may_end]\n",
         "        rows = rows[~may_end]\n",
         "Does not hold the end back from outputs that are to be longer.",

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from common.errors import UserError
 from common.request import Request
@@ -18,6 +16,7 @@ from common.sampling.params import SamplingParams
 from common.sampling.sampler import Allowed
 from continuous.seams import NOBODYS, Landed
 from continuous.work import Work
+from structured.longer import Longer
 from structured.matcher import Job, Matcher, Words
 from structured.pool import Compilation, GrammarPool
 from structured.staging import MaskStaging
@@ -76,17 +75,6 @@ class Filling:
     places: list[int]
     words: Words
     done: Future[None] | None
-
-
-class Longer(NamedTuple):
-    """Masks of outputs that are to be longer.
-
-    endless: of those that may not end yet.
-    stops: those that may not have a stop token yet, and which.
-    """
-
-    endless: NDArray[np.int64]
-    stops: list[tuple[int, int]]
 
 
 class GrammarMasks:
@@ -189,14 +177,14 @@ class GrammarMasks:
         if self._filling is None or self._filling.works is not works:
             self.begin(works)
         assert self._filling is not None
-        longer = self._longer(self._filling)  # what is known without masks, before waiting for them
+        longer = Longer.of(self._filling.jobs, self._filling.owners)  # while masks are made
         made = self._finish()
         if made is None or not made.jobs:
             return None
         for job, request in zip(made.jobs, made.owners, strict=True):
             if job.matcher.problem:
                 self._fail(request, job.matcher.problem)
-        self._lengthen(longer, made.words)
+        longer.apply(made.words, self._ends_at)
         for job, request in zip(made.jobs, made.owners, strict=True) if self.single else ():
             if request in self.single:
                 self._note_single(request, made.words[job.row : job.row + len(job.drafts) + 1])
@@ -261,43 +249,3 @@ class GrammarMasks:
             (used,) = np.nonzero(row)
             if len(used) == 1 and (int(row[used[0]]) & 0xFFFFFFFF).bit_count() == 1:
                 self.single[request].add(place)
-
-    def _longer(self, made: Filling) -> Longer:
-        """Masks of outputs that are to be longer."""
-        endless: list[int] = []
-        stops: list[tuple[int, int]] = []
-        for job, request in zip(made.jobs, made.owners, strict=True):
-            params = request.params
-            if params.min_tokens or params.ignore_eos:
-                length = len(request.tokens) - request.prompt_len
-                for row in range(job.row, job.row + len(job.drafts) + 1):
-                    length += 1  # the number of the output's token that this mask is for
-                    short = length <= params.min_tokens
-                    if short or params.ignore_eos:
-                        endless.append(row)
-                    if short:
-                        stops += [(row, token) for token in params.stop_token_ids]
-        return Longer(np.array(endless, np.int64), stops)
-
-    def _lengthen(self, longer: Longer, words: Words) -> None:
-        """Keep the end from outputs that are to be longer, as far as their grammars let them go on."""
-        rows, ends = longer.endless, self._ends_at
-        may_end = (words[rows[:, None], ends >> 5] >> (ends & 31) & 1).any(axis=1)
-        rows = rows[may_end]
-        stops = np.array(longer.stops, np.int64).reshape(-1, 2)
-        if len(rows) or len(stops):
-            hold_back(
-                words,
-                np.concatenate([rows.repeat(len(ends)), stops[:, 0]]),
-                np.concatenate([np.tile(ends, len(rows)), stops[:, 1]]),
-            )
-
-
-def hold_back(words: Words, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
-    """Take tokens out of masks `words [M, W]`, each out of its row, unless nothing else is left in that."""
-    bits = (1 << (tokens & 31)).astype(np.uint32).view(np.int32)
-    taken = words[rows, tokens >> 5] & bits
-    np.bitwise_and.at(words, (rows, tokens >> 5), ~bits)
-    touched = np.unique(rows)
-    back = np.isin(rows, touched[~words[touched].any(axis=1)])
-    np.bitwise_or.at(words, (rows[back], tokens[back] >> 5), taken[back])
