@@ -22,6 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import psutil
+
 from common.text.tokenizer import Tokenizer
 from continuous.engine import Engine
 from phases import ROOT
@@ -140,6 +142,22 @@ def wait_until(condition: Callable[[], bool], message: str, seconds: float = 20.
     while not condition():
         assert time.monotonic() < end, message
         time.sleep(0.02)
+
+
+def in_turns(engines: list[psutil.Process], until: Callable[[], bool], message: str) -> None:
+    """Let engines go on for some milliseconds at a time until it is so; they are stopped then.
+
+    What they can compute before somebody looks does not depend on how busy the machine is.
+    """
+    deadline = time.monotonic() + 60
+    while not until():
+        assert time.monotonic() < deadline, f"{message} after 60 s"
+        for engine in engines:
+            engine.resume()
+        time.sleep(0.01)
+        for engine in engines:
+            engine.suspend()
+        time.sleep(0.05)
 
 
 class Loopback(EngineClient):

@@ -22,7 +22,7 @@ import cuda_graphs
 from common.sampling.params import SamplingParams
 from forward.loading import load_model
 from serving.alive import EngineProcess
-from tests.servers import Running, wait_until
+from tests.servers import Running, in_turns, wait_until
 
 pytestmark = pytest.mark.slow  # real processes
 
@@ -410,13 +410,16 @@ def test_the_engine_is_killed_with_64_in_flight_and_the_server_lives(server):
             answer = everything(connection).decode()
             return int(answer.split(" ")[1]), answer
 
+    engine = engine_of(server)
+    engine.suspend()  # or the first are done before the last have come, on a busy machine
     with ThreadPoolExecutor(64) as pool:
-        asked = [pool.submit(ask, number) for number in range(64)]
-        wait_until(lambda: server.metric("vllm:num_requests_running") == 8, "nobody runs")
-        engine = engine_of(server)
-        engine.suspend()  # or the first are done before the last have come, on a busy machine
-        wait_until(lambda: server.metric("vllm:num_requests_waiting") == 56, "nobody waits")
-        engine.kill()
+        try:
+            asked = [pool.submit(ask, number) for number in range(64)]
+            wait_until(lambda: server.metric("vllm:num_requests_waiting") == 64, "not all have come", 60)
+            in_turns([engine], lambda: server.metric("vllm:num_requests_running") == 8, "nobody runs")
+            assert server.metric("vllm:num_requests_waiting") == 56, "somebody has ended already"
+        finally:
+            engine.kill()
         answers = [one.result(timeout=30) for one in asked]
     assert all('"code":"died"' in answer for _, answer in answers), "somebody was not told"
     assert {status for status, _ in answers} <= {200, 503}

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import psutil
@@ -17,7 +18,7 @@ import pytest
 import cuda_graphs
 from common.sampling.params import SamplingParams
 from forward.loading import load_model
-from tests.servers import Running, wait_until
+from tests.servers import Running, in_turns, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 pytest.importorskip("ray.serve")
@@ -117,16 +118,28 @@ def engine_of(replica: psutil.Process) -> psutil.Process:
     return next(child for child in replica.children() if "spawn_main" in named(child))
 
 
-def begun(streams: list[Stream], engines: list[psutil.Process]) -> None:
-    """Let engines go on in short turns until all streams have begun; none has ended then. Stop them."""
-    deadline = time.monotonic() + 60
-    while not all(stream.first.is_set() for stream in streams):
-        assert time.monotonic() < deadline, "a stream has no first token after 60 s"
+def in_flight(server: Running, engines: list[psutil.Process]) -> list[Stream]:
+    """Four streams that have all begun, none of them computed to its end; engines are stopped afterwards.
+
+    On a busy machine an engine may be done with a stream before another has reached its own: what took
+    too long ends, and four others are sent.
+    """
+    for _ in range(5):
+        streams = [Stream(server, [n, 2, 3], LONG) for n in range(1, 5)]
+        in_turns(engines, partial(all_begun, streams), "a stream has no first token")
+        said = -1
+        while said != (said := sum(len(stream.tokens) for stream in streams)):
+            time.sleep(0.5)  # what was computed is still on its way
+        if all(len(stream.tokens) < LONG for stream in streams):
+            return streams
         for engine in engines:
             engine.resume()
-        time.sleep(0.01)
-        for engine in engines:
-            engine.suspend()
+        joined(streams)
+    raise AssertionError(f"four streams of {LONG} tokens are never under way together")
+
+
+def all_begun(streams: list[Stream]) -> bool:
+    return all(stream.first.is_set() for stream in streams)
 
 
 def both_serve(server: Running) -> bool:
@@ -192,9 +205,8 @@ def test_who_is_killed_loses_its_own_streams_only_and_comes_back(server, victim)
     wait_until(lambda: both_serve(server), "there are no two replicas", 60)
     before = {process.pid for process in actors(server)}
     engines = [engine_of(replica) for replica in actors(server)]
-    streams = [Stream(server, [n, 2, 3], LONG) for n in range(1, 5)]
     try:
-        begun(streams, engines)
+        streams = in_flight(server, engines)
         process = replica_named(server, streams[0].replica)
         (engine_of(process) if victim == "engine" else process).kill()
     finally:
