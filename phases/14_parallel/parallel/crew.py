@@ -57,11 +57,11 @@ class Member:
         self._lost(f"rank {self.rank} has ended (exit code {code})")
 
     def send(self, data: bytes) -> None:
-        """Send a message. That the other one is gone is noticed elsewhere."""
+        """Send a message. That nobody hears it any more is told as it is elsewhere: by how it has ended."""
         try:
             self.connection.send_bytes(data)
-        except OSError as error:
-            self._lost(f"rank {self.rank} does not listen ({error})")
+        except OSError:
+            self._lost(self.end())
 
     def end(self) -> str:
         """How it has ended, if its connection has."""
