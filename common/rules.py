@@ -31,6 +31,8 @@ def check_prompt(
         tell the log-probabilities of prompts.
     """
     last = vocab_size - 1
+    if not isinstance(params, SamplingParams):
+        raise UserError(f"params is {shown(params)}, but must be a SamplingParams")
     try:
         kinds, count = set(map(type, prompt_ids)), len(prompt_ids)
     except TypeError:

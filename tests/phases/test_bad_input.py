@@ -141,6 +141,8 @@ def test_what_is_no_list_of_token_ids(model: Model, phase: ModuleType, prompts: 
 def test_what_is_no_params(model: Model, params: Any) -> None:
     with pytest.raises(UserError, match=r"params is .*, but must be SamplingParams, or a list of them"):
         forward.load(model).stream([[1]], params)
+    with pytest.raises(UserError, match=r"params is .*, but must be a SamplingParams"):
+        continuous.load(model).add([1], params)
 
 
 @pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.__name__)
