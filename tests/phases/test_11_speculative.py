@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -54,10 +56,11 @@ from quant import SCHEMES, QuantLinear
 from quant.export import export
 from quant.kernel_layers import KernelLinear
 from quant.methods import quantize_model
-from speculative import draft_model, head, ngram, packed, rejection, suffix
+from speculative import feature, head, ngram, packed, rejection, suffix
 from speculative.ahead import AheadEngine
-from speculative.control import CREDIT, Control, Cost, Rate
-from speculative.draft_model import DraftModel, draft_engine
+from speculative.control import CREDIT, GRACE, SAMPLES, Control, Cost, Rate
+from speculative.draft_model import DraftModel
+from speculative.feature import draft_engine
 from speculative.head import WEIGHTS, Head, HeadSource, Layers
 from speculative.ngram import NGramIndex, follow
 from speculative.speculator import Speculator
@@ -648,9 +651,59 @@ def test_who_has_nothing_to_guess_does_not_make_steps_wait(model: Model) -> None
     assert waited < 60, f"request 0: {waited} of the last 600 steps waited for the one before, with no drafts"
 
 
+@pytest.mark.parametrize("script", ["nothing", "always wrong"])
+def test_who_watches_is_judged_by_steps_that_do_not_wait(model: Model, script: str) -> None:
+    """A head sees its first request from the prompt on, so that all steps of it wait, and are slow."""
+    steps = list[bool]()
+
+    def took(pending: Any) -> float:
+        steps.append(speculator.waits)
+        return (1.5 if speculator.waits else 1.0) + 0.1 * sum(len(work.drafts) for work in pending.works)
+
+    engine, speculator, clock = clocked(model, script, took)
+    speculator._watches = speculator._on = True
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    engine.generate([[1, 2, 3]], params)
+    assert all(steps), "request 0: a step was not watched"
+    assert speculator.control.costs[1].plain == pytest.approx(1.5)
+    engine.generate([[1, 2, 3]], params)
+    assert speculator.control.costs[1].plain == pytest.approx(1.0), (
+        "request 1: guessing is compared with steps that wait for each other"
+    )
+    for _ in range(4):
+        engine.generate([[1, 2, 3]], params)
+    before = clock.now
+    for number in range(5):
+        steps.clear()
+        engine.generate([[1, 2, 3]], params)
+        turned_on = sum(after and not before for before, after in pairwise(steps))
+        assert not turned_on, f"request {6 + number}: guessing has begun in the middle of it"
+    assert clock.now - before < 1.03 * 5 * 41, "guessing in vain has cost more than it may"
+
+
+@pytest.mark.parametrize(("watched", "first", "last"), [(True, 6, 8), (False, 1, 2)])
+def test_a_few_wrong_drafts_at_the_beginning_say_little(watched: bool, first: int, last: int) -> None:
+    """To a head that comes back with a new request only. Others may try again at once."""
+    cost, lost = Cost(), 0
+    for _ in range(SAMPLES):
+        cost.saw_plain(1.0, waited=watched)
+    assert cost.decide()
+    for _ in range(GRACE):
+        cost.saw_drafts(1.6, 1, 4, 1)
+    while cost.decide():
+        cost.saw_drafts(1.6, 1, 4, 1)
+        lost += 1
+    assert first <= lost <= last, (
+        f"guessing was off after {lost} wrong guesses, each of which costs 0.6 steps"
+    )
+    cost.unsure = 0
+    cost.saw_plain(1.0)
+    assert not cost.decide(), "guessing has its first credit again"
+
+
 def test_a_cost_table_learns_slopes_and_ignores_interruptions() -> None:
     cost = Cost()
-    for seconds in (1.0, 1.0, 30.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0):
+    for seconds in (1.0, 1.0, 30.0, 1.0, 1.0, 30.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0):
         cost.saw_plain(seconds)
     assert cost.plain < 1.1, "one step that was interrupted spoils the table"
     for drafts in (8, 4, 8, 2, 8, 8):
@@ -822,7 +875,9 @@ def with_draft_model(model: Model, small: Model, **options: Any) -> tuple[PagedE
     return engine, source
 
 
-def clean_drafts(source: DraftModel) -> None:
+def clean_drafts(source: DraftModel | None) -> None:
+    if source is None:
+        return
     assert not source.shadows, "a request that has ended is still in the draft model"
     assert source.cache.free == source.cache.allocator.count, "blocks of the draft model leak"
     assert source.rows.free == source.rows.count, "rows of the draft model leak"
@@ -957,7 +1012,7 @@ def test_preemption_and_aborts_leave_nothing_in_the_draft_model(
 def test_long_prompts_reach_the_draft_model_in_pieces(
     model: Model, truth: list[Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(draft_model, "STEP_TOKENS", 7)
+    monkeypatch.setattr(feature, "STEP_TOKENS", 7)
     engine, source = with_draft_model(model, small_model(model, 0.0))
     assert source.engine.scheduler.step_tokens == 7
     assert plain(engine.generate(*asks())) == plain(truth)
@@ -971,6 +1026,12 @@ def drafter_of(model: Model, kind: type[head.Drafting], layers: int) -> head.Dra
     assert isinstance(model, Llama)
     torch.manual_seed(1)
     made = kind(model, layers, 32, torch.arange(0, 257, 2, device=model.device)).to(model.device)
+    with torch.no_grad():  # as if trained: norms that do something, and attention that looks somewhere
+        for name, weight in made.named_parameters():
+            if weight.ndim == 1:
+                weight.uniform_(0.5, 1.5)
+            elif "q_proj" in name or "k_proj" in name or "qkv" in name:
+                weight.mul_(8.0)
     return made.to(model.dtype).requires_grad_(False).eval()
 
 
@@ -1547,11 +1608,12 @@ AHEAD = {
 def ahead_engine(model: Model, kind: str, folder: Any, rows: int = 2, **options: Any) -> PagedEngine:
     """An engine whose drafter guesses inside the graphs; they are called here, not replayed."""
     path = folder / f"{kind}.safetensors"
-    if kind != "model":
+    if kind in ("head", "layers"):
         shape: tuple[type[head.Drafting], int] = (Head, 1) if kind == "head" else (Layers, 2)
         head.save(drafter_of(model, *shape), path, {})
     drafts = "random:tiny" if kind == "model" else str(path)  # the model itself is always right
-    given = {"drafter": kind, "draft_model": drafts, "draft_adaptive": False, "draft_length": 2}
+    given = {"drafter": kind, "draft_adaptive": False, "draft_length": 2}
+    given |= {} if kind == "ngram" else {"draft_model": drafts}
     given["max_rows"] = rows
     return speculative.load(model, **{**AHEAD, **given, **options})
 
@@ -1591,22 +1653,44 @@ def test_a_lone_request_is_verified_by_the_kernels_for_few(
     clean(engine)
 
 
+def of_few_words(model: Model) -> Model:
+    """Says hardly anything but the first eight tokens."""
+    own = clone(model)
+    with torch.no_grad():
+        own.lm_head.weight[8:] *= 0.2
+    return own
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["head", pytest.param("layers", marks=pytest.mark.long), "model"])
+@pytest.mark.parametrize(
+    ("kind", "length"),
+    [
+        ("head", 2),
+        pytest.param("layers", 2, marks=pytest.mark.long),
+        ("model", 2),
+        ("model", 8),
+        ("ngram", 2),
+        ("ngram", 9),
+    ],
+)
 def test_drafting_inside_the_graph_changes_no_token(
-    model: Model, tmp_path: Any, kind: str, monkeypatch: pytest.MonkeyPatch
+    model: Model, tmp_path: Any, kind: str, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of few drafts or more than the decode kernel takes at a time."""
     monkeypatch.setattr(Capturer, "capture", lambda self, function: function)  # or each is called once before
-    prompts = [[5, 6, 7], [9] * 12, [4, 4]]
+    prompts, longer = [[5, 6, 7], [9] * 12, [4, 4]], 0
+    if kind == "ngram":
+        model, longer = of_few_words(model), 30  # or nothing ever repeats
     params = [
-        SamplingParams(max_tokens=9, ignore_eos=True),
-        SamplingParams(max_tokens=11, temperature=0.8, seed=1, ignore_eos=True),
+        SamplingParams(max_tokens=9 + longer, ignore_eos=True),
+        SamplingParams(max_tokens=11 + longer, temperature=0.8, seed=1, ignore_eos=True),
         SamplingParams(max_tokens=5, frequency_penalty=0.5, ignore_eos=True),  # ordinary steps meanwhile
     ]
     right = continuous.load(model, max_rows=2, max_len=64).generate(prompts, params)
-    engine = ahead_engine(model, kind, tmp_path)
+    engine = ahead_engine(model, kind, tmp_path, draft_length=length, max_len=64 if length < 8 else 128)
     assert isinstance(engine, AheadEngine) and engine.ahead is not None
     ahead, stage, overlapped = engine.ahead, engine.ahead._stage, 0
+    assert (length < ahead.runner.attention.most_queries) == (length == 2), "tiles are not what is tested"
 
     def checked(running: Sequence[Request], size: int, farthest: int) -> None:
         nonlocal overlapped
@@ -1617,6 +1701,28 @@ def test_drafting_inside_the_graph_changes_no_token(
         stage(running, size, farthest)
 
     ahead._stage = checked  # type: ignore[method-assign]
+    landed, blank = ahead.speculator.landed, 0
+
+    def counted(work: Work, accepted: int) -> None:
+        nonlocal blank
+        if kind == "ngram" and ahead.landing is not None and id(work) in ahead.landing.lines:
+            index = NGramIndex()
+            index.extend(work.request.tokens[: work.start + 1])
+            found = bool(index.propose(1))
+            nothing = not found and work.request.finish_reason is None
+            where = f"request {work.request.id}, behind token {work.start}"
+            assert work.drafts or not found, f"{where}: what was guessed does not count"
+            assert not nothing or accepted or not work.drafts, (
+                f"{where}: nothing was guessed, and counts as wrong"
+            )
+            known = work.start + 1 + accepted
+            assert work.request.row < 0 or work.request.num_computed_tokens == known, (
+                f"{where}: {work.request.num_computed_tokens} tokens are said to be computed, not {known}"
+            )
+            blank += nothing
+        landed(work, accepted)
+
+    ahead.speculator.landed = counted  # type: ignore[method-assign]
     got = engine.generate(prompts, params)
     assert plain(got) == plain(right), "a token differs from the engine's without drafts"
     assert ahead.replays > 3, "no step has drafted on the device"
@@ -1624,6 +1730,10 @@ def test_drafting_inside_the_graph_changes_no_token(
     if kind == "model":
         stats = ahead.speculator.stats
         assert stats.accepted[0] > 0.6 * stats.drafted[0], f"the model does not guess itself: {stats.lines()}"
+    elif kind == "ngram":
+        stats = ahead.speculator.stats
+        assert sum(stats.accepted) > 5, f"n-grams that were found are never right: {stats.lines()}"
+        assert blank, "in every step something was guessed"
     clean(engine)
     clean_drafts(ahead.source)
     # One request is aborted and another comes while a step is on its way.
@@ -1648,6 +1758,49 @@ def test_drafting_inside_the_graph_changes_no_token(
     clean(engine)
 
 
+@pytest.mark.parametrize("at_once", [16, 1024])
+def test_ngrams_on_the_device_are_those_of_the_host(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three requests in rows of their own, and padding; what the row held before is still behind the text."""
+    from speculative.ahead import lookup
+
+    monkeypatch.setattr(lookup, "AT_ONCE", at_once)
+    rng, k, found = random.Random(3), 3, 0
+    for _ in range(12):
+        tokens = torch.randint(4, (4, 90), generator=torch.Generator().manual_seed(rng.randrange(99)))
+        texts = [[rng.randrange(4) for _ in range(rng.choice((1, 2, 3, 5, 17, 60)))] for _ in range(3)]
+        rows, next_at = torch.tensor([2, 0, 3, 0]), torch.zeros(4, dtype=torch.int64)
+        for row, written in zip((2, 0, 3), texts, strict=True):
+            tokens[row, : len(written)] = torch.tensor(written)
+            next_at[row] = len(written) - 1
+        before, told = tokens.clone(), torch.zeros(4, 2 * k + 2, dtype=torch.int64)
+        at = torch.tensor([5, 0, 7, -1])  # where the step began, which only says who is padding
+        lookup.look_up(at, rows, tokens, next_at, told, k)
+        for request, (row, written) in enumerate(zip((2, 0, 3), texts, strict=True)):
+            index, size = NGramIndex(), len(written)
+            index.extend(written)
+            expected = index.propose(k)
+            where = f"request {request}, behind {written}"
+            assert told[request, k + 2 :].tolist() == (expected or [-1] * k), f"{where}: the host is told"
+            assert tokens[row, size : size + k].tolist() == (expected or written[-1:] * k), (
+                f"{where}: other drafts"
+            )
+            assert torch.equal(tokens[row, :size], before[row, :size]), f"{where}: the text is another"
+            assert torch.equal(tokens[row, size + k :], before[row, size + k :]), f"{where}: more was written"
+            found += bool(expected)
+        assert torch.equal(tokens[1], before[1]), "padding has drafts"
+    assert 10 < found < 36
+    # Of a text that is too long to be searched, the end is.
+    monkeypatch.setattr(lookup, "MOST_TOKENS", 32)
+    long = torch.zeros(1, 90, dtype=torch.int64)
+    long[0, :60] = torch.arange(60)
+    for end, expected in (([20, 21], [-1]), ([40, 41], [42])):
+        long[0, 58:60] = torch.tensor(end)
+        told = torch.zeros(1, 4, dtype=torch.int64)
+        nought = torch.zeros(1, dtype=torch.int64)
+        lookup.look_up(nought, nought, long, torch.tensor([59]), told, 1)
+        assert told[0, 3:].tolist() == expected, f"behind {end}, which stood here {60 - end[0]} tokens before"
+
+
 def test_between_the_layers_of_a_step_that_drafts() -> None:
     """Two requests and a row of padding, two drafts each: the second is right once, then wrong."""
     from speculative.ahead.kernels import accept, find_places, hand_on
@@ -1656,7 +1809,7 @@ def test_between_the_layers_of_a_step_that_drafts() -> None:
     ints = partial(torch.zeros, dtype=torch.int64)
     given = torch.tensor([[3, 1, -1], [0, 2, 0], [4, 0, 0], [5, 2, 0]])  # row, drafter's row, base, prompt
     next_at = torch.tensor([0, 6, 0, 9])
-    at, rows, small_rows, picked, draft_steps = (ints(size) for _ in range(5))
+    at, rows, small_rows, picked = (ints(size) for _ in range(4))
     token_rows, token_at, steps, small_token_rows, small_at = (ints(places) for _ in range(5))
     contexts, small_contexts = (torch.zeros(size, dtype=torch.int32) for _ in range(2))
     find_places(
@@ -1680,24 +1833,72 @@ def test_between_the_layers_of_a_step_that_drafts() -> None:
     assert steps.tolist()[:6] == [5, 6, 7, 5, 6, 7], "a token is sampled with another step's noise"
     assert contexts.tolist() == [12, 9, 3] and small_contexts.tolist() == [9, 10, 3]
 
-    tokens, small_tokens, told, chain = ints(4, 20), ints(3, 20), ints(size, 2 * k + 2), ints(3, size)
+    tokens, small_tokens, told, newest = ints(4, 20), ints(3, 20), ints(size, 2 * k + 2), ints(size)
+    draft_steps, chain_rows, chain_at = ints(k, size), ints(size), ints(size)
+    chain = {"chain_rows": chain_rows, "chain_at": chain_at, "chain_contexts": contexts}
     sampled = torch.tensor([70, 71, 72, 80, 81, 82, 1, 1, 1])
     ids = torch.tensor([60, 70, 79, 61, 89, 81, 0, 1, 1])  # newest, draft, draft
     where: dict[str, Any] = {"at": at, "rows": rows, "given": given, "tokens": tokens, "next_at": next_at}
-    accept(sampled, ids, told=told, picked=picked, draft_steps=draft_steps, drafts=k, **where)
+    accept(sampled, ids, told=told, picked=picked, draft_steps=draft_steps, drafts=k, **where, **chain)
     assert told[:, 0].tolist()[:2] == [1, 0], "a right draft does not count, or one behind a wrong draft does"
     assert tokens[3].tolist()[9:13] == [0, 70, 71, 0] and tokens[1].tolist()[6:9] == [0, 80, 0]
     assert not tokens[0].any(), "padding was written"
     assert next_at.tolist() == [0, 7, 0, 11] and picked.tolist()[:2] == [1, 3]
-    assert draft_steps.tolist()[:2] == [7, 6]
-
-    hand_on(
-        torch.tensor([33, 44, 9]), 1, told=told, small_tokens=small_tokens, chain=chain, drafts=k, **where
+    assert draft_steps[:, :2].tolist() == [[7, 6], [8, 7]], "a draft is drawn with another step's noise"
+    assert chain_rows[:2].tolist() == [0, 2] and chain_at.tolist() == [8, 8, -1], (
+        "the drafter goes on behind the first draft from another place"
     )
+    assert contexts.tolist() == [9, 9, 0], "the drafter sees other keys"
+
+    names = torch.arange(0, 100, 11)
+    where |= {"told": told, "small_tokens": small_tokens, "newest": newest, "drafts": k}
+    hand_on(torch.tensor([3, 4, 9]), 1, names=names, **where)
+    assert newest[:2].tolist() == [33, 44], "the drafter goes on from another token"
     assert (int(tokens[3, 13]), int(tokens[1, 9])) == (33, 44), "a draft is verified in another place"
     assert (int(small_tokens[0, 9]), int(small_tokens[2, 9])) == (33, 44), "the drafter reads another draft"
-    assert chain[:, :2].tolist() == [[0, 2], [9, 9], [9, 8]] and int(chain[1, 2]) == -1
     assert told[:2, 5].tolist() == [33, 44]
+    hand_on(torch.tensor([33, 44, 9]), 0, **where)
+    assert newest[:2].tolist() == [33, 44] and told[:2, 4].tolist() == [33, 44]
+
+
+@pytest.mark.slow
+@torch.inference_mode()
+def test_a_head_inside_the_graph_drafts_what_it_would_say(
+    model: Model, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With kernels of its own: the oracle is the head's forward pass over the whole text, drafts included."""
+    monkeypatch.setattr(Capturer, "capture", lambda self, function: function)
+    options = {"rows": 2, "draft_length": 3, "prefix_cache": False, "max_len": 96}
+    engine = ahead_engine(model, "head", tmp_path, **options)
+    assert isinstance(engine, AheadEngine) and engine.ahead is not None
+    source, seen = engine.ahead.source, 0
+    assert isinstance(source, HeadSource)
+    made, carried = source.head, source.carried
+
+    def checked(request: Request, drafts: Sequence[int]) -> None:
+        nonlocal seen
+        carried(request, drafts)
+        ids = torch.tensor(request.tokens)
+        features = made.mix(unroll.hidden_states(model, ids[None], made.taps)[0, :-1])
+        tokens = ids[1:]
+        for place, draft in enumerate(drafts):
+            attention, places = forward.attention.RecomputeAttention(), torch.arange(len(tokens))
+            out = made.step(tokens, features, places, attention)
+            logits = made.logits(out[-1])
+            if request.params.temperature == 0:
+                assert float(logits[draft]) >= float(logits.max()) - 1e-4, (
+                    f"request {request.id}, draft {place} behind {len(ids)} tokens is not the head's"
+                )
+            assert float(logits[draft]) > -math.inf, f"request {request.id} drafts an unknown token {draft}"
+            tokens, features = torch.cat((tokens, torch.tensor([draft]))), torch.cat((features, out[-1:]))
+            seen += 1
+
+    source.carried = checked  # type: ignore[method-assign]
+    usual = {"max_tokens": 12, "ignore_eos": True}
+    params = [SamplingParams(**usual), SamplingParams(temperature=0.8, seed=1, **usual)]
+    for some, each in (([[1, 2, 3]], params[0]), ([[1, 2, 3], [5] * 20], params)):
+        engine.generate(some, each)
+    assert seen > 40
 
 
 @torch.inference_mode()

@@ -18,6 +18,11 @@ GRAPHS = "phases/09_cuda_graphs/cuda_graphs/runner.py"
 CHUNK = "phases/09_cuda_graphs/cuda_graphs/chunk_graph.py"
 REJECTION = "phases/11_speculative/speculative/rejection.py"
 STATS = "phases/11_speculative/speculative/stats.py"
+DRAFTS = "phases/11_speculative/speculative/ahead/drafts.py"
+AHEAD = "phases/11_speculative/speculative/ahead/kernels.py"
+LOOKUP = "phases/11_speculative/speculative/ahead/lookup.py"
+GRAPH = "phases/11_speculative/speculative/ahead/graph.py"
+STEPS = "phases/11_speculative/speculative/ahead/steps.py"
 SYNTHETIC = "phases/11_speculative/speculative/synthetic.py"
 
 BUGS = (
@@ -307,5 +312,124 @@ BUGS = (
         "            parts.reserve.append(lambda whole: packed_bytes(whole.model))\n",
         "",
         "Keeps all weights a second time and tells nobody.",
+    ),
+    Bug(
+        "columns-are-no-tokens",
+        AHEAD,
+        "        draft = tl.load(names + draft)\n",
+        "        draft = draft + 0\n",
+        "Takes the place in a reduced vocabulary for the token itself.",
+    ),
+    Bug(
+        "chain-one-place-behind",
+        AHEAD,
+        "position = tl.where(real, start + 1 + right + j - base, -1)",
+        "position = tl.where(real, start + right + j - base, -1)",
+        "Computes every draft in the place of the token before it.",
+    ),
+    Bug(
+        "chain-blind-to-itself",
+        AHEAD,
+        "tl.store(chain_contexts + place, (position + 1).to(tl.int32))",
+        "tl.store(chain_contexts + place, position.to(tl.int32))",
+        "A token does not see its own key.",
+    ),
+    Bug(
+        "angles-of-the-first-step",
+        DRAFTS,
+        "(cos[number], sin[number])",
+        "(cos[0], sin[0])",
+        "Turns all drafts of a chain by the first one's angle.",
+    ),
+    Bug(
+        "features-as-they-are",
+        DRAFTS,
+        "eps, ids=ids, norm_last=True)",
+        "eps, ids=ids, norm_last=False)",
+        "Gives the head hidden states that nobody has normalized.",
+    ),
+    Bug(
+        "last-states-normalized",
+        AHEAD,
+        "if NORM_LAST or part < PARTS - 1:",
+        "if part < PARTS:",
+        "Normalizes the last layer's hidden states a second time.",
+    ),
+    Bug(
+        "off-at-the-first-mistake",
+        CONTROL,
+        "self.lost = -FIRST_CREDIT * self.plain",
+        "self.lost = 0.0",
+        "Judges a drafter by its first guesses.",
+    ),
+    Bug(
+        "judged-by-steps-that-wait",
+        CONTROL,
+        "self.unsure = REST - 1 if waited else max(0, self.unsure - 1)",
+        "self.unsure = 0",
+        "Compares guessing with steps that had to wait, as those without guessing do not.",
+    ),
+    Bug(
+        "back-in-the-middle",
+        SPECULATOR,
+        "return (self._on or self.control.fresh) and self.control.decide(rows)",
+        "return self.control.decide(rows)",
+        "Lets a head come back to texts whose beginning it has not seen.",
+    ),
+    Bug(
+        "two-tokens-are-enough",
+        LOOKUP,
+        "agree * 0x1000000 + place",
+        "0x1000000 + place",
+        "Takes the last place where two tokens agree, however many agree elsewhere.",
+    ),
+    Bug(
+        "match-for-what-follows",
+        LOOKUP,
+        "(found & 0xFFFFFF) + 1, newest",
+        "found & 0xFFFFFF, newest",
+        "Drafts the end of the n-gram that was found, not what followed it.",
+    ),
+    Bug(
+        "over-the-newest-token",
+        LOOKUP,
+        "tl.store(text + newest + 1 + j, draft, mask=real)",
+        "tl.store(text + newest + j, draft, mask=real)",
+        "Writes drafts one place too early.",
+    ),
+    Bug(
+        "nothing-looks-like-something",
+        LOOKUP,
+        "tl.where(found >= 0, draft, -1)",
+        "draft",
+        "Does not tell the host that nothing was found.",
+    ),
+    Bug(
+        "no-guess-counts-as-wrong",
+        STEPS,
+        "if work.row in self.blank and not right:",
+        "if False:",
+        "Counts a step in which nobody guessed as a mistake.",
+    ),
+    Bug(
+        "once-blank-always-blank",
+        STEPS,
+        "(self.blank.discard if guessed else self.blank.add)(work.row)",
+        "self.blank.add(work.row)",
+        "Does not count guesses behind a step in which there were none.",
+    ),
+    Bug(
+        "a-token-behind",
+        STEPS,
+        "                    work.request.num_computed_tokens = work.start + 1\n",
+        "                    pass\n",
+        "Forgets that a step without drafts computes a token, too.",
+    ),
+    Bug(
+        "tiles-stand-still",
+        GRAPH,
+        "            self._tiles[:, 3] = batch.positions[self._first]\n",
+        "            pass\n",
+        "Leaves query tiles at the positions that they were captured with.",
     ),
 )

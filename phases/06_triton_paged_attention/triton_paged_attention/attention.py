@@ -94,13 +94,21 @@ class TritonPagedAttention(PagedAttention):
     def _cut(self, host: HostBatch, longer: NDArray[np.bool_]) -> NDArray[np.int32]:
         if not longer.any():
             return NO_TILES
-        tokens = self._prefill_config.block_m // self._group
-        return query_tiles(host.query_lens, host.context_lens, tokens, longer)
+        return query_tiles(host.query_lens, host.context_lens, self.tile_tokens, longer)
 
     def most_tiles(self, tokens: int) -> int:
         """The most tiles that a batch of so many tokens can have."""
-        per_tile = self._prefill_config.block_m // self._group
-        return tokens // per_tile + tokens // (self._most_queries + 1)
+        return tokens // self.tile_tokens + tokens // (self._most_queries + 1)
+
+    @property
+    def tile_tokens(self) -> int:
+        """Query tokens in a tile, at most."""
+        return self._prefill_config.block_m // self._group
+
+    def begin_tiled(self, batch: PagedBatch, tiles: Tensor) -> None:
+        """Start a step all of whose requests are cut into `tiles [n, 4]`: a graph, which refills them."""
+        self.batch, self._needs_torch, self._prefill_keys = batch, False, 0
+        self._max_queries, self._only, self._tiles = 0, None, tiles
 
     def begin_sorted(self, batch: PagedBatch, members: Tensor, tiles: Tensor) -> None:
         """Start a step whose requests the caller has sorted: a graph, which refills both before each replay.

@@ -20,13 +20,17 @@ SAMPLES = 4
 """Steps without drafts that must be timed before anybody guesses."""
 CREDIT = 10.0
 """What guessing has gained it may lose again, up to so many steps."""
+FIRST_CREDIT = 4.0
+"""So many it may lose before it has gained any, if it cannot come back at once: a few wrong drafts at the
+beginning say little."""
 GRACE = 4
 """Steps with drafts at a batch size that are not charged: the first replay of each length is slow, and
 where a step takes half a millisecond a few such would be held against guessing for a thousand steps."""
 REFRESH = 128
 """Every so many steps with drafts one without: contexts grow, and with them all steps."""
 REST = 4
-"""So many of these with guessing off, unless a source has to see them: what waits for nothing is faster."""
+"""So many of these with guessing off: what waits for nothing is faster. Where a source has to see every step
+it is off for the second request: the steps that were timed in the first one had to wait for each other."""
 FIRST_RATE = 0.7
 """The chance that a draft is right, as long as nothing is known."""
 FIRST_SLOPE = 0.1
@@ -41,7 +45,8 @@ class Cost:
 
     plain: seconds of a step without drafts. slope: seconds more for each draft in it.
     seconds: time spent at this size. lost: of that, what guessing has cost; negative where it has gained.
-    tried: steps with drafts.
+    tried: steps with drafts. unsure: so many more steps have to be timed that do not wait for each other;
+    barred: guessing is off until they have been.
     """
 
     plain: float = 0.0
@@ -52,6 +57,8 @@ class Cost:
     on: bool = False
     since: int = 0
     tried: int = 0
+    unsure: int = 0
+    barred: bool = False
     _xy: float = 0.0
     _xx: float = 0.0
 
@@ -60,15 +67,22 @@ class Cost:
         first = FIRST_SLOPE * self.plain / max(1, rows)
         return max(first / 100, self._xy / self._xx) if self._xx else first
 
-    def saw_plain(self, seconds: float) -> None:
-        """A step without drafts. One that took much longer was interrupted; the very first are slow."""
+    def saw_plain(self, seconds: float, *, waited: bool = False) -> None:
+        """A step without drafts. One that took much longer was interrupted; the very first are slow.
+
+        waited: it could not begin before the one before it had ended, which costs something by itself.
+        """
         if self.samples:
             seconds = min(seconds, 1.5 * self.plain)
         self.samples += 1
-        if self.samples <= SAMPLES:
+        if self.samples <= SAMPLES or self.unsure:
             self.plain = min(self.plain or seconds, seconds)
         else:
             self.plain += (seconds - self.plain) / min(self.samples, 8)
+        if waited or self.unsure:
+            self.lost = -FIRST_CREDIT * self.plain
+        self.unsure = REST - 1 if waited else max(0, self.unsure - 1)
+        self.barred = self.barred and self.unsure > 0
         self.seconds += seconds
 
     def saw_drafts(self, seconds: float, rows: int, drafts: int, tokens: int) -> None:
@@ -122,6 +136,8 @@ class Control:
     Args:
         most: drafts of a request in a step.
         adaptive: False: always the most.
+
+    fresh: a request has ended since the last decision, and another may come.
     """
 
     def __init__(self, most: int, *, adaptive: bool = True) -> None:
@@ -129,6 +145,7 @@ class Control:
         self.costs: dict[int, Cost] = {}
         self.rates: dict[Request, Rate] = {}
         self.overall = Rate(FIRST_RATE)
+        self.fresh = True
 
     def cost(self, rows: int) -> Cost:
         """The account of batches of about so many requests: a power of two."""
@@ -136,10 +153,11 @@ class Control:
 
     def decide(self, rows: int) -> bool:
         """Whether to guess in a step of so many requests."""
+        self.fresh = False
         if not self.adaptive:
             return True
         cost = self.cost(rows)
-        on = cost.decide()
+        on = not cost.barred and cost.decide()
         cost.since = cost.since + 1 if on else 0
         return on
 
@@ -175,3 +193,7 @@ class Control:
     def leave(self, request: Request) -> None:
         """Nothing more is asked about a request."""
         self.rates.pop(request, None)
+        self.fresh = True
+        for cost in self.costs.values():
+            if cost.unsure:
+                cost.on, cost.barred = False, True

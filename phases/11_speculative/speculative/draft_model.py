@@ -7,26 +7,17 @@ both add the same noise to their logits, and a sampled draft is right nearly as 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from common.errors import UserError
 from common.request import Request
 from common.sampling.sampler import HostSampled
 from continuous.batch import upload
 from continuous.runner import Forwarded, Pending
 from continuous.work import Work
-from forward.loading import load_model
-from forward.model import Model
-from paged_cache import Feature, PagedEngine, PagedSizes, Parts, build
-from quant import Quant
-
-MOST_CACHED = 1 << 17
-"""Tokens in the draft model's cache, for all requests together."""
-STEP_TOKENS = 2048
-"""Tokens that the draft model computes at once."""
+from paged_cache import PagedEngine
 
 
 @dataclass(eq=False, slots=True)
@@ -207,35 +198,3 @@ class DraftModel:
         if shadow is not None:
             self.cache.release(shadow.request)
             self.rows.release(shadow.request)
-
-
-def draft_engine(parts: Parts, model: str | Model, features: Iterable[Feature]) -> PagedEngine:
-    """An engine for a draft model with these features, beside the engine that is being made.
-
-    Raises:
-        UserError: its vocabulary is another one.
-    """
-    large = parts.model
-    few_bits = Quant(kv_cache="none")  # a checkpoint may have its weights in few bits; keys are not worth it
-    small = load_model(
-        model,
-        device=str(large.device),
-        dtype=str(large.dtype).removeprefix("torch."),
-        linears=few_bits.linears(),
-    )
-    if small.config.vocab_size != large.config.vocab_size:
-        raise UserError(
-            f"draft_model has {small.config.vocab_size} token ids, but the model has "
-            f"{large.config.vocab_size}: both must have the same tokenizer"
-        )
-    rows, length = parts.size("max_rows"), min(parts.sizes.context(large), small.max_len)
-    tokens = min(MOST_CACHED, rows * length)
-    block = parts.size("block_size")
-    sizes = PagedSizes(
-        max_rows=rows,
-        max_len=length,
-        step_tokens=max(STEP_TOKENS, rows),
-        block_size=block,
-        cache_bytes=(tokens + 2 * block) * small.config.kv_bytes_per_token(small.dtype),
-    )
-    return build(small, sizes, [*features, few_bits])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,9 +10,12 @@ from typing import Any, ClassVar, Literal, get_args
 
 from common.errors import UserError, boolean, choice, integer, number
 from common.options import option
-from paged_cache import Feature, PagedEngine, Parts
+from forward.loading import load_model
+from forward.model import Model
+from paged_cache import Feature, PagedEngine, PagedSizes, Parts, build
+from quant import Quant
 from speculative.control import Control
-from speculative.draft_model import STEP_TOKENS, DraftModel, draft_engine
+from speculative.draft_model import DraftModel
 from speculative.head import WEIGHTS, Head, HeadSource, load
 from speculative.ngram import NGrams
 from speculative.packed import pack_linears, packed_bytes
@@ -23,6 +26,10 @@ from speculative.taps import Taps
 
 Kind = Literal["ngram", "suffix", "model", "head", "layers", "synthetic", "none"]
 MOST_DRAFTS = 32
+STEP_TOKENS = 2048
+"""Tokens that the draft model computes at once."""
+MOST_CACHED = 1 << 17
+"""Tokens in the draft model's cache, for all requests together."""
 USUAL = {"ngram": 7, "suffix": 7, "model": 4, "head": 4, "layers": 4, "synthetic": 3}
 """Drafts of a request in a step, at most, unless the caller says otherwise. Seven and the newest are eight,
 up to which phase 09 has kernels for a few tokens."""
@@ -46,7 +53,7 @@ class Speculate(Feature):
     draft_adaptive: bool = option(True, "guess only as many as pay; without it always the most")
     draft_model: str | None = option(None, "model or weights that guess, for model, head and layers")
     draft_accept: float = option(3.0, "drafts that synthetic counts as right in a step, on average")
-    draft_ahead: bool = option(True, "where there are graphs, models draft inside the graph that verifies")
+    draft_ahead: bool = option(True, "where there are graphs, models and n-grams draft inside them")
     suffix_bytes: int = option(64 << 20, "memory on the host for what suffix shares over requests")
 
     def __post_init__(self) -> None:
@@ -85,7 +92,7 @@ class Speculate(Feature):
         SmallSteps(self.length).install(parts)
         if (
             self.draft_ahead
-            and isinstance(source, DraftModel)
+            and isinstance(source, (DraftModel, NGrams))
             and {"graphs", "overlap"} <= set(parts.features)
         ):
             self._go_ahead(parts, speculator)
@@ -100,7 +107,10 @@ class Speculate(Feature):
 
         parts.engine = AheadEngine
         parts.finish.append(begin)
-        parts.reserve.append(lambda whole: ahead_bytes(whole.model, whole.size("max_rows"), self.length))
+        models = 2 if isinstance(speculator.source, DraftModel) else 1
+        parts.reserve.append(
+            lambda whole: ahead_bytes(whole.model, whole.size("max_rows"), self.length, models=models)
+        )
 
     def source(self, parts: Parts) -> Source:
         """Who guesses, for an engine of these parts. Raises `UserError` if they do not go together."""
@@ -153,3 +163,35 @@ class SmallSteps(Feature):
             chained = self.drafts - 1 if self.chained else 0
             parts.runner = partial(parts.runner, most_drafts=self.drafts, most_chained=chained)
             parts.reserve.append(lambda whole: verify_bytes(whole.model, whole.size("max_rows"), self.drafts))
+
+
+def draft_engine(parts: Parts, model: str | Model, features: Iterable[Feature]) -> PagedEngine:
+    """An engine for a draft model with these features, beside the engine that is being made.
+
+    Raises:
+        UserError: its vocabulary is another one.
+    """
+    large = parts.model
+    few_bits = Quant(kv_cache="none")  # a checkpoint may have its weights in few bits; keys are not worth it
+    small = load_model(
+        model,
+        device=str(large.device),
+        dtype=str(large.dtype).removeprefix("torch."),
+        linears=few_bits.linears(),
+    )
+    if small.config.vocab_size != large.config.vocab_size:
+        raise UserError(
+            f"draft_model has {small.config.vocab_size} token ids, but the model has "
+            f"{large.config.vocab_size}: both must have the same tokenizer"
+        )
+    rows, length = parts.size("max_rows"), min(parts.sizes.context(large), small.max_len)
+    tokens = min(MOST_CACHED, rows * length)
+    block = parts.size("block_size")
+    sizes = PagedSizes(
+        max_rows=rows,
+        max_len=length,
+        step_tokens=max(STEP_TOKENS, rows),
+        block_size=block,
+        cache_bytes=(tokens + 2 * block) * small.config.kv_bytes_per_token(small.dtype),
+    )
+    return build(small, sizes, [*features, few_bits])

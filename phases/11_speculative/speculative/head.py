@@ -98,9 +98,8 @@ class Drafting(Model):
             name: value for name, value in self.named_parameters() if not name.startswith("embed_tokens.")
         }
 
-    def run(self, x: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+    def through(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
         """The layers and the last norm: `[..., hidden]` -> `[..., hidden]`."""
-        cos_sin = self.rope(positions)
         for layer in self.layers:
             x = layer(x, cos_sin, attention)
         return self.norm(x)
@@ -113,7 +112,7 @@ class Layers(Drafting):
 
     def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """See `Model.forward`."""
-        return self.run(self.embed_tokens(input_ids), positions, attention)
+        return self.through(self.embed_tokens(input_ids), self.rope(positions), attention)
 
 
 class Head(Drafting):
@@ -164,7 +163,7 @@ class Head(Drafting):
         """`input_ids [...]`, `features [..., hidden]` -> `[..., hidden]`, the features of the next place."""
         tokens = self.token_norm(self.embed_tokens(input_ids))
         x = self.fuse(torch.cat((tokens, self.feature_norm(features)), dim=-1))
-        return self.run(x, positions, attention)
+        return self.through(x, self.rope(positions), attention)
 
 
 def head_weight(large: Model) -> Tensor:

@@ -119,7 +119,9 @@ class Speculator(Drafter):
         return bool(requests)
 
     def _decide(self, rows: int) -> bool:
-        return self.control.decide(rows) and (self._watches or not self.control.resting(rows))
+        if self._watches:  # what it has not seen from the beginning it guesses badly
+            return (self._on or self.control.fresh) and self.control.decide(rows)
+        return self.control.decide(rows) and not self.control.resting(rows)
 
     # For steps that draft on the device; an ordinary step that comes in the place of one asks `begin` again.
 
@@ -186,7 +188,7 @@ class Speculator(Drafter):
             cost = self.control.cost(rows)
             most = cost.plain * (3 + drafts / rows)  # beyond that it was interrupted by something else
             if not drafts and cost.samples < SAMPLES:
-                cost.saw_plain(now - began)
+                cost.saw_plain(now - began, waited=True)
                 return
             cost.saw_drafts(min(now - began, most), rows, drafts, tokens)
             # Other steps without drafts have waited for the one before, which steps with guessing off do not.

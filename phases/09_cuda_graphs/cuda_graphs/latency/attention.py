@@ -43,6 +43,11 @@ class LatencyAttention(TritonPagedAttention):
         self._requests = len(self.batch.context_lens)
         self._lone_config = LONE.lookup(self._lone_key, self.pool.data.device)
 
+    def begin_tiled(self, batch: PagedBatch, tiles: Tensor) -> None:
+        """See `TritonPagedAttention.begin_tiled`."""
+        super().begin_tiled(batch, tiles)
+        self._requests = len(batch.context_lens)
+
     def begin_sorted(self, batch: PagedBatch, members: Tensor, tiles: Tensor) -> None:
         """See `TritonPagedAttention.begin_sorted`; the last request is padding."""
         super().begin_sorted(batch, members, tiles)

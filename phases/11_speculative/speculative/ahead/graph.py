@@ -2,13 +2,12 @@
 
 Which tokens were right is known on the device before the host hears of it. So nothing here asks the host: a
 request's position lies in `next_at`, its drafts lie behind its newest token in its row, and a replay reads
-both and leaves them for the next one. Lengths are padded: the drafter catches up with all places that were
-verified, and what it computes behind a wrong draft is written over when the right tokens come.
+both and leaves them for the next one. Lengths are padded: a model that drafts catches up with all places that
+were verified, and what it computes behind a wrong draft is written over when the right tokens come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,38 +15,31 @@ import torch
 from torch import Tensor
 
 from common.sampling.sampler import Feature, Plan
-from cuda_graphs.capture import Capturer, Replay
-from cuda_graphs.decode_graph import DecodeGraph, Machine, narrow_logits
+from cuda_graphs.capture import Capturer
+from cuda_graphs.decode_graph import Machine, narrow_logits
 from cuda_graphs.step_kernels import gather_inputs
 from paged_cache.attention import PagedBatch
+from speculative.ahead.drafts import HeadDrafts, ModelDrafts
 from speculative.ahead.kernels import accept, find_places, hand_on
-from speculative.head import Head
+from speculative.ahead.lookup import look_up
+from triton_paged_attention.attention import TritonPagedAttention
 from triton_paged_attention.batch import fixed_batch
+from triton_paged_attention.prefill import query_tiles
 
 
 @dataclass(frozen=True)
 class Pair:
     """The model and who drafts for it; all of it stays where it is as long as the engine lives.
 
+    small: None: n-grams are looked up in the text.
     next_at: `[R]` int64, the position of the newest token of each row of the model.
-    states: `[T, 3 * hidden]` of the newest step, for a head: what its taps kept, and the last hidden states.
+    kept: `[T, taps * hidden]`, hidden states between the layers in the newest step, for a head.
     """
 
     large: Machine
-    small: Machine
+    small: Machine | None
     next_at: Tensor
-    states: Callable[[Tensor], Tensor] | None = None
-
-
-class Uncaptured(Capturer):
-    """For a graph that is part of another: the function itself."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
-
-    def capture(self, function: Callable[[], None]) -> Replay:
-        """Nothing is recorded, and nothing runs."""
-        return function
+    kept: Tensor | None = None
 
 
 class AheadGraph:
@@ -73,12 +65,23 @@ class AheadGraph:
             return torch.zeros(*shape, dtype=torch.int64, device=device)
 
         self.batch, self.small_batch = (several(size, drafts + 1, device) for _ in range(2))
-        self.at, self.rows, self.picked, self.draft_steps, self.small_rows = (ints(size) for _ in range(5))
+        self.at, self.rows, self.picked, self.newest, self.small_rows = (ints(size) for _ in range(5))
         self.token_rows, self.token_at, self.steps = (ints(places) for _ in range(3))
         self.small_token_rows, self.small_at, self.unread = (ints(places) for _ in range(3))
-        chain = ints(3, size)
-        self.chain = DecodeGraph(pair.small, size, chain, kind, Uncaptured())
-        self.chained = chain
+        self.draft_steps = ints(drafts, size)
+        self.chain_rows, self.chain_at, self.chain_positions, self.chain_slots, self.chain_unread = (
+            ints((drafts - 1) * size) for _ in range(5)
+        )
+        self.chain_contexts = torch.zeros(drafts - 1, size, dtype=torch.int32, device=device)
+        chain = fixed_batch(size, 1, device)
+        self.chain = [
+            replace(chain, context_lens=contexts, slots=slots)
+            for contexts, slots in zip(self.chain_contexts, self.chain_slots.view(-1, size), strict=True)
+        ]
+        self.verified = Beginning(pair.large.attention, size, drafts + 1, device)
+        self.drafter = drafter_of(pair, self.plan)
+        if self.drafter is not None:
+            self.caught_up = Beginning(self.drafter.on.attention, size, drafts + 1, device)
         given[0], given[1:] = -1, 0  # all padding, which harms nobody
         self.replay = capturer.capture(self.compute)
 
@@ -100,82 +103,107 @@ class AheadGraph:
             small_contexts=self.small_batch.context_lens,
             drafts=self.drafts,
         )
-        hidden = self._forward(
-            pair.large, self.batch, self.rows, self.token_rows, self.token_at, ids=self.batch.input_ids
-        )
-        sampled = self._sample(pair.large, hidden, self.token_rows, self.steps)
+        large, batch = pair.large, self.batch
+        self._find(large, self.token_rows, self.token_at, batch.input_ids, batch.positions, batch.slots)
+        self.verified.begin(replace(batch, block_tables=large.tables.data[self.rows]))
+        hidden = large.model(batch.input_ids, batch.positions, large.attention)  # [places, hidden]
+        logits = narrow_logits(large.model, hidden)
+        sampled = large.sampler.sample(logits, self.token_rows, (), self.steps, self.plan).tokens
         # Made anew: where nothing is captured, the host reads it after the next step has run.
         self.told = self.at.new_empty(self.size, 2 * self.drafts + 2)
         accept(
             sampled,
-            self.batch.input_ids,
+            batch.input_ids,
             at=self.at,
             rows=self.rows,
             given=self.given,
-            tokens=pair.large.rows.tokens,
+            tokens=large.rows.tokens,
             next_at=pair.next_at,
             told=self.told,
             picked=self.picked,
             draft_steps=self.draft_steps,
+            chain_rows=self.chain_rows,
+            chain_at=self.chain_at,
+            chain_contexts=self.chain_contexts,
             drafts=self.drafts,
         )
-        self._draft(hidden, sampled)
+        if self.drafter is None:
+            look_up(self.at, self.rows, large.rows.tokens, pair.next_at, self.told, self.drafts)
+        else:
+            self._draft(self.drafter, hidden, sampled)
 
-    def _draft(self, hidden: Tensor, sampled: Tensor) -> None:
+    def _draft(self, drafter: ModelDrafts, hidden: Tensor, sampled: Tensor) -> None:
         """The drafter catches up with what was sampled, and writes ahead from the last right place."""
-        small = self.pair.small
-        head = small.model if isinstance(small.model, Head) else None
-        if head is not None:
-            assert self.pair.states is not None
-            head.feed(head.mix(self.pair.states(hidden)))
-        self.small_batch.input_ids.copy_(sampled)
-        out = self._forward(
-            small, self.small_batch, self.small_rows, self.small_token_rows, self.small_at, ids=self.unread
-        )
+        small, batch = drafter.on, self.small_batch
+        tables = small.tables.data[self.small_rows]
+        self._find(small, self.small_token_rows, self.small_at, self.unread, batch.positions, batch.slots)
+        self.caught_up.begin(replace(batch, block_tables=tables))
+        out = drafter.catch_up(sampled, hidden, batch.positions, small.attention)
         last = out[self.picked]  # [size, hidden]
-        self._hand_on(self._sample(small, last, self.small_rows, self.draft_steps), 0)
-        for number in range(1, self.drafts):
-            if head is not None:
-                head.feed(last)
-            self.chain.compute()
-            last = self.chain.hidden
-            self._hand_on(self.chain.tokens, number)
+        self._hand_on(drafter, last, 0)
+        if not self.chain:
+            return
+        positions = self.chain_positions
+        self._find(small, self.chain_rows, self.chain_at, self.chain_unread, positions, self.chain_slots)
+        drafter.go_on(positions.view(-1, self.size))
+        for number, decodes in enumerate(self.chain):
+            small.attention.begin(replace(decodes, block_tables=tables))
+            last = drafter.step(number, self.newest, last, small.attention)
+            self._hand_on(drafter, last, number + 1)
 
-    def _hand_on(self, made: Tensor, number: int) -> None:
+    def _hand_on(self, drafter: ModelDrafts, last: Tensor, number: int) -> None:
         hand_on(
-            made,
+            drafter.choose(last, self.small_rows, self.draft_steps[number], self.plan),
             number,
+            names=drafter.names,
             at=self.at,
             rows=self.rows,
             given=self.given,
             tokens=self.pair.large.rows.tokens,
             next_at=self.pair.next_at,
             told=self.told,
-            small_tokens=self.pair.small.rows.tokens,
-            chain=self.chained,
+            small_tokens=drafter.on.rows.tokens,
+            newest=self.newest,
             drafts=self.drafts,
         )
 
-    def _forward(
-        self, on: Machine, batch: PagedBatch, rows: Tensor, token_rows: Tensor, at: Tensor, *, ids: Tensor
-    ) -> Tensor:
-        """Hidden states of the tokens `batch.input_ids` in these places: `[places, hidden]`."""
+    @staticmethod
+    def _find(on: Machine, rows: Tensor, at: Tensor, ids: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """What tokens stand in these places, and where their keys go."""
         gather_inputs(
-            token_rows,
-            at,
-            on.rows.tokens,
-            on.tables.data,
-            on.block_size,
-            ids=ids,
-            positions=batch.positions,
-            slots=batch.slots,
+            rows, at, on.rows.tokens, on.tables.data, on.block_size, ids=ids, positions=positions, slots=slots
         )
-        on.attention.begin(replace(batch, block_tables=on.tables.data[rows]))
-        hidden: Tensor = on.model(batch.input_ids, batch.positions, on.attention)
-        return hidden
 
-    def _sample(self, on: Machine, hidden: Tensor, rows: Tensor, steps: Tensor) -> Tensor:
-        return on.sampler.sample(narrow_logits(on.model, hidden), rows, (), steps, self.plan).tokens
+
+class Beginning:
+    """Begins steps of `size` requests with `each` tokens each.
+
+    The decode kernel takes a few tokens of a request. What has more is cut into tiles, always the same ones
+    but for the positions they begin at.
+    """
+
+    def __init__(self, attention: TritonPagedAttention, size: int, each: int, device: torch.device) -> None:
+        self.attention = attention
+        self._tiles: Tensor | None = None
+        if each > attention.most_queries:
+            lens = np.full(size, each)
+            self._tiles = torch.from_numpy(query_tiles(lens, lens, attention.tile_tokens)).to(device)
+            self._first = self._tiles[:, 1].long()
+
+    def begin(self, batch: PagedBatch) -> None:
+        """`attention.begin`; nothing is sent to the device, so that it can be captured."""
+        if self._tiles is None:
+            self.attention.begin(batch)
+        else:
+            self._tiles[:, 3] = batch.positions[self._first]
+            self.attention.begin_tiled(batch, self._tiles)
+
+
+def drafter_of(pair: Pair, plan: Plan) -> ModelDrafts | None:
+    """The model that drafts, whose drafts are sampled by this plan."""
+    if pair.small is None:
+        return None
+    return ModelDrafts(pair.small) if pair.kept is None else HeadDrafts(pair.small, pair.kept, plan)
 
 
 def several(size: int, each: int, device: torch.device) -> PagedBatch:

@@ -8,9 +8,13 @@ length of its prompt.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from triton_paged_attention.hardware import dependent_launch
 
 
 @triton.jit
@@ -42,11 +46,16 @@ def places_kernel(
 
 @triton.jit
 def accept_kernel(
-    sampled, ids, at, rows, given, tokens, next_at, told, picked, draft_steps, max_len, size, K: tl.constexpr
+    sampled, ids, at, rows, given, tokens, next_at, told, picked, draft_steps,
+    chain_rows, chain_at, chain_contexts, max_len, size, K: tl.constexpr,
 ):  # fmt: skip
-    """Compare drafts with what was sampled in their places, keep what agrees, and move on behind it."""
+    """Compare drafts with what was sampled in their places, keep what agrees, and move on behind it.
+
+    With that it is known, too, where all drafts will stand.
+    """
     i = tl.program_id(0)
     start, row, prompt = tl.load(at + i), tl.load(rows + i), tl.load(given + 3 * size + i)
+    small_row, base = tl.load(given + size + i), tl.load(given + 2 * size + i)
     real = start >= 0
     right = 0
     same = 1
@@ -60,31 +69,58 @@ def accept_kernel(
         tl.store(tokens + row * max_len + start + 1 + j, said, mask=real & (j <= right))
     tl.store(told + i * (2 * K + 2), right)
     tl.store(picked + i, i * (K + 1) + right)
-    tl.store(draft_steps + i, start + 2 + right - prompt)
+    for j in tl.static_range(K):
+        tl.store(draft_steps + j * size + i, start + 2 + right + j - prompt)
+    for j in tl.static_range(1, K):
+        place = (j - 1) * size + i
+        position = tl.where(real, start + 1 + right + j - base, -1)
+        tl.store(chain_rows + place, small_row)
+        tl.store(chain_at + place, position)
+        tl.store(chain_contexts + place, (position + 1).to(tl.int32))
     tl.store(next_at + row, start + 1 + right, mask=real)
 
 
 @triton.jit
 def hand_on_kernel(
-    drafts, at, rows, given, tokens, next_at, told, small_tokens, chain, max_len, small_len, size,
-    K: tl.constexpr, D: tl.constexpr,
+    drafts, names, at, rows, given, tokens, next_at, told, small_tokens, newest, max_len, small_len, size,
+    K: tl.constexpr, D: tl.constexpr, NAMED: tl.constexpr,
 ):  # fmt: skip
-    """Draft number `D` goes to the model's row, to be verified, and to the drafter's, to be gone on from.
-
-    chain `[3, B]`: what the drafter's next step reads, see `DecodeGraph`.
-    """
+    """Draft number `D` goes to the model's row, to be verified, and to the drafter's, to be gone on from."""
     i = tl.program_id(0)
     real = tl.load(at + i) >= 0
-    row, small_row = tl.load(rows + i), tl.load(given + size + i)
-    base, prompt = tl.load(given + 2 * size + i), tl.load(given + 3 * size + i)
+    row, small_row, base = tl.load(rows + i), tl.load(given + size + i), tl.load(given + 2 * size + i)
     place = tl.load(next_at + row) + 1 + D
     draft = tl.load(drafts + i)
+    if NAMED:
+        draft = tl.load(names + draft)
+    tl.store(newest + i, draft)
     tl.store(told + i * (2 * K + 2) + K + 2 + D, draft)
     tl.store(tokens + row * max_len + place, draft, mask=real)
     tl.store(small_tokens + small_row * small_len + place - base, draft, mask=real)
-    tl.store(chain + i, small_row)
-    tl.store(chain + size + i, tl.where(real, place - base, -1))
-    tl.store(chain + 2 * size + i, place + 1 - prompt)
+
+
+@triton.jit
+def side_by_side_kernel(
+    out, first, second, weights, ids, eps, PARTS: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr,
+    INDEXED: tl.constexpr, NORM_LAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program per token and part of its row."""
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i = tl.arange(0, SIZE_PAD)
+    mask = i < SIZE
+    weight = tl.load(weights + part * SIZE + i, mask=mask, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    if part == PARTS - 1:
+        x = tl.load(second + token * SIZE + i, mask=mask, other=0.0)
+    else:
+        row = tl.load(ids + token) if INDEXED else token
+        x = tl.load(first + (row * (PARTS - 1) + part) * SIZE + i, mask=mask, other=0.0)
+    if NORM_LAST or part < PARTS - 1:
+        full = x.to(tl.float32)
+        x = (full * tl.rsqrt(tl.sum(full * full, axis=0) / SIZE + eps) * weight).to(x.dtype)
+    tl.store(out + (token * PARTS + part) * SIZE + i, x, mask=mask)
 
 
 def find_places(
@@ -122,20 +158,24 @@ def accept(
     next_at: Tensor,
     told: Tensor,  # [B, 2 * K + 2] int64: how many were right, all that was sampled, the drafts made since
     picked: Tensor,  # [B] int64, where among the places the last right one is
-    draft_steps: Tensor,  # [B] int64, the step number of the first draft
+    draft_steps: Tensor,  # [K, B] int64, the step number of each draft
+    chain_rows: Tensor,  # [(K - 1) * B] int64, and so the next: for all drafts but the first
+    chain_at: Tensor,  # where the drafter computes the draft before it; -1: padding
+    chain_contexts: Tensor,  # int32
     drafts: int,
 ) -> None:
-    """Write the tokens that are kept behind the newest, and move `next_at` on."""
+    """Write the tokens that are kept behind the newest, move `next_at` on, and fill in the last five."""
     accept_kernel[(len(at),)](
         sampled, ids, at, rows, given, tokens, next_at, told, picked, draft_steps,
-        tokens.shape[1], len(at), K=drafts, num_warps=1,
+        chain_rows, chain_at, chain_contexts, tokens.shape[1], len(at), K=drafts, num_warps=1,
     )  # fmt: skip
 
 
 def hand_on(
-    made: Tensor,  # [B] int64, the drafts
+    made: Tensor,  # [B] int64, the drafts, or where they stand in `names`
     number: int,  # of these drafts, from 0
     *,
+    names: Tensor | None = None,  # [N] int64, token ids
     at: Tensor,
     rows: Tensor,
     given: Tensor,
@@ -143,11 +183,35 @@ def hand_on(
     next_at: Tensor,
     told: Tensor,
     small_tokens: Tensor,  # [R, max_len] int64, the drafter's
-    chain: Tensor,  # [3, B] int64
+    newest: Tensor,  # [B] int64, the drafts' token ids
     drafts: int,
 ) -> None:
     """Write one draft of each request where it will be read."""
     hand_on_kernel[(len(at),)](
-        made, at, rows, given, tokens, next_at, told, small_tokens, chain,
-        tokens.shape[1], small_tokens.shape[1], len(at), K=drafts, D=number, num_warps=1,
+        made, made if names is None else names, at, rows, given, tokens, next_at, told, small_tokens, newest,
+        tokens.shape[1], small_tokens.shape[1], len(at),
+        K=drafts, D=number, NAMED=names is not None, num_warps=1,
     )  # fmt: skip
+
+
+def side_by_side(
+    first: Tensor,  # [rows, (parts - 1) * h]
+    second: Tensor,  # [T, h]
+    weights: Tensor,  # [parts, h]
+    eps: float,
+    *,
+    ids: Tensor | None = None,  # [T] int64
+    norm_last: bool = False,
+) -> Tensor:
+    """A row of `first` (`ids` says which; by default the rows in turn) and one of `second`, each part's
+    RMSNorm applied, the last one's with `norm_last` only: `[T, parts * h]`.
+    """
+    (tokens, size), parts = second.shape, len(weights)
+    out = torch.empty(tokens, parts * size, dtype=second.dtype, device=second.device)
+    early, padded = dependent_launch(second.device), triton.next_power_of_2(size)
+    side_by_side_kernel[(tokens, parts)](
+        out, first, second.contiguous(), weights, out if ids is None else ids, eps,
+        PARTS=parts, SIZE=size, SIZE_PAD=padded, INDEXED=ids is not None, NORM_LAST=norm_last, PDL=early,
+        num_warps=min(8, max(1, padded // 256)), **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
+    return out

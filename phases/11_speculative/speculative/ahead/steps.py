@@ -4,13 +4,12 @@ and what came of it, one step later.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from common.request import Request
 from common.sampling.sampler import Feature, HostSampled, Sampled
@@ -29,11 +28,16 @@ from paged_cache.memory import activation_bytes
 from speculative.ahead.graph import AheadGraph, Pair
 from speculative.draft_model import DraftModel
 from speculative.head import HeadSource
+from speculative.ngram import NGrams
 from speculative.speculator import Speculator
+
+FEW_LOOKED_UP = 4
+"""Requests in a graph that looks n-grams up, at most. Every engine pays for these graphs with memory and time
+at its start, and few have texts that repeat themselves."""
 
 
 class Line(NamedTuple):
-    """What a step tells of one request."""
+    """What a step tells of one request; -1: in the place of a draft stands a token that nobody guessed."""
 
     right: int
     sampled: list[int]
@@ -43,12 +47,13 @@ class Line(NamedTuple):
 class Flight(Pending):
     """A step whose beginning the host does not know while it is on its way.
 
-    drafts: of each request. lines: for each work, once it has landed.
+    drafts: of each request. blank: rows in which nobody has guessed; known when the step before has landed.
+    lines: for each work, once it has landed.
     """
 
-    def __init__(self, works: Sequence[Work], drafts: int, told: HostSampled) -> None:
+    def __init__(self, works: Sequence[Work], drafts: int, told: HostSampled, blank: set[int]) -> None:
         super().__init__(works, None)
-        self.drafts, self._told = drafts, told
+        self.drafts, self._told, self.blank = drafts, told, blank
         self.lines: dict[int, Line] = {}
 
     def get(self) -> list[list[Token]]:
@@ -59,6 +64,10 @@ class Flight(Pending):
         for place, given in enumerate(self.works):
             right, *rest = numbers[place * width : (place + 1) * width]
             work = given._replace(start=len(given.request.tokens) - 1)
+            if work.row in self.blank and not right:
+                work = work._replace(count=1, drafts=())  # what was not guessed was not wrong
+                if work.request.row == work.row:  # a step without drafts counts its token in advance
+                    work.request.num_computed_tokens = work.start + 1
             works.append(work)
             self.lines[id(work)] = Line(right, rest[: k + 1], rest[k + 1 :])
             found.append([(token, None) for token in rest[: right + 1]])
@@ -71,27 +80,33 @@ class Ahead:
 
     Args:
         engine: with a `GraphRunner`; its drafter is `speculator`.
-        speculator: over a `DraftModel` with a `GraphRunner` of its own.
+        speculator: over a `DraftModel` with a `GraphRunner` of its own, or over `NGrams`.
         most: drafts of a request in a step.
 
     landing: the flight that is being collected. replays: steps that were launched.
+    blank: rows behind whose newest token stand no guesses, as far as the host knows.
     """
 
     def __init__(self, engine: PagedEngine, speculator: Speculator, most: int) -> None:
         source = speculator.source
-        assert isinstance(source, DraftModel) and isinstance(engine.runner, GraphRunner)
-        assert isinstance(source.runner, GraphRunner)
-        self.engine, self.runner, self.speculator, self.source = engine, engine.runner, speculator, source
-        self.small = source.runner
+        assert isinstance(source, (DraftModel, NGrams)) and isinstance(engine.runner, GraphRunner)
+        self.engine, self.runner, self.speculator = engine, engine.runner, speculator
+        self.source = source if isinstance(source, DraftModel) else None
+        self.runners = [engine.runner]
+        if self.source is not None:
+            assert isinstance(self.source.runner, GraphRunner)
+            self.runners.append(self.source.runner)
         self.landing: Flight | None = None
         self.replays = 0
+        self.blank: set[int] = set()
         device = engine.runner.model.device
         self.next_at = torch.zeros(engine.scheduler.rows.count, dtype=torch.int64, device=device)
-        queries = min(runner.attention.most_queries for runner in (self.runner, self.small))
-        self.lengths = draft_lengths(min(most, queries - 1))
-        self.sizes = [size for size in decode_sizes(min(FEW, engine.scheduler.rows.count)) if size <= FEW]
+        self.lengths = draft_lengths(most)
+        self.sizes = request_sizes(engine.scheduler.rows.count, models=len(self.runners))
         self._staging = Staging(4 * self.sizes[-1], device)
-        pair = Pair(self._machine(self.runner), self._machine(self.small), self.next_at, self._states())
+        kept = source.taps.kept if isinstance(source, HeadSource) else None
+        large, *small = map(self._machine, self.runners)
+        pair = Pair(large, small[0] if small else None, self.next_at, kept)
         capturer = Capturer(device)
         self._graphs: dict[tuple[int, int, Feature], AheadGraph] = {}
         with torch.inference_mode():
@@ -105,17 +120,6 @@ class Ahead:
         return Machine(
             runner.model, runner.attention, runner.sampler, runner.rows, runner.tables, cache.block_size
         )
-
-    def _states(self) -> Callable[[Tensor], Tensor] | None:
-        source = self.source
-        if not isinstance(source, HeadSource):
-            return None
-        kept = source.taps.kept
-
-        def states(hidden: Tensor) -> Tensor:
-            return torch.cat((kept[: len(hidden)], hidden), dim=-1)
-
-        return states
 
     # Launching.
 
@@ -144,13 +148,13 @@ class Ahead:
             request.in_flight += 1
             request.placeholders += 1
         try:
-            for runner in (self.runner, self.small):
+            for runner in self.runners:
                 runner.refresh(())  # blocks that a write is about to part are copied before it
             self._stage(running, size, behind + k)
             graph = self._graphs[size, k, kind]
             graph.replay()
             self.replays += 1
-            return Flight(works, k, Sampled(graph.told[: len(running)].flatten()).to_host())
+            return Flight(works, k, Sampled(graph.told[: len(running)].flatten()).to_host(), self.blank)
         except BaseException as error:
             self.engine.fail(works, error)
             if not isinstance(error, Exception):
@@ -180,11 +184,16 @@ class Ahead:
     def _enter(self, running: Sequence[Request]) -> int:
         """Guess as before an ordinary step, and put the guesses where the graph reads them."""
         guesses = self.speculator.guesses(running)
-        if not guesses or any(not guesses.get(request) for request in running):
+        if not guesses or any(request not in guesses for request in running):
             return 0
-        shortest = min(len(guesses[request]) for request in running)
-        k = max(length for length in self.lengths if length <= shortest)
-        drafts = [list(guesses[request])[:k] for request in running]
+        lengths = [len(guesses[request]) for request in running]
+        # Where a model has not guessed it has no room. N-grams are looked up behind the next token, too.
+        wanted = max(lengths) if self.source is None else min(lengths)
+        if not wanted:
+            return 0
+        k = max(length for length in self.lengths if length <= wanted)
+        drafts = [[*guesses[r], *[r.tokens[-1]] * k][:k] for r in running]
+        self.blank = {r.row for r in running if not guesses[r]}
         rows = np.array([request.row for request in running])
         newest = np.array([len(request.tokens) - 1 for request in running])
         columns = {
@@ -204,30 +213,34 @@ class Ahead:
     def _go_on(self, running: Sequence[Request]) -> int:
         """How many of the drafts that are on the device already are to be verified."""
         wanted = self.speculator.wanted(running)
-        if not wanted or any(request not in self.source.shadows for request in running):
+        if not wanted:
+            return 0
+        if self.source is not None and any(request not in self.source.shadows for request in running):
             return 0
         return smallest(self.lengths, wanted) or self.lengths[-1]
 
     def _reserve(self, request: Request, behind: int, k: int) -> bool:
         """Room for all that two steps may write, however much of the one on its way is right."""
+        newest = len(request.tokens) - 1 + behind  # at most
+        last = newest + 1 + 2 * k  # the last draft, if all before it are right
+        if last >= self.engine.scheduler.rows.max_len:
+            return False
+        fits = self.engine.cache.reserve(request, newest + k + 1)
+        if self.source is None:
+            return fits
         shadow = self.source.shadows.get(request)
         if shadow is None:
             return False
-        newest = len(request.tokens) - 1 + behind  # at most
-        last = newest + 1 + 2 * k  # the last draft, if all before it are right
-        base = len(request.tokens) - len(shadow.request.tokens)
-        if last >= self.engine.scheduler.rows.max_len or last - base >= self.source.rows.max_len:
-            return False
-        fits = self.engine.cache.reserve(request, newest + k + 1)
-        return fits and self.source.cache.reserve(shadow.request, last - base)
+        last -= len(request.tokens) - len(shadow.request.tokens)
+        return fits and last < self.source.rows.max_len and self.source.cache.reserve(shadow.request, last)
 
     def _stage(self, running: Sequence[Request], size: int, ahead: int) -> None:
-        shadows = [self.source.shadows[request].request for request in running]
+        owns = running if self.source is None else [self.source.shadows[r].request for r in running]
         rows = np.array([request.row for request in running])
-        small_rows = np.array([own.row for own in shadows])
-        base = np.array([len(r.tokens) - len(own.tokens) for r, own in zip(running, shadows, strict=True)])
+        small_rows = np.array([own.row for own in owns])
+        base = np.array([len(r.tokens) - len(own.tokens) for r, own in zip(running, owns, strict=True)])
         longest = max(len(request.tokens) for request in running) + ahead + self.lengths[-1] + 1
-        for runner, some in ((self.runner, rows), (self.small, small_rows)):
+        for runner, some in zip(self.runners, (rows, small_rows), strict=False):
             runner.tables.update(some, min(runner.cache.blocks_for(longest), runner.cache.tables.shape[1]))
         with self._staging.fill(4 * size) as flat:
             given = flat.reshape(4, size)
@@ -241,7 +254,9 @@ class Ahead:
         line = None if self.landing is None else self.landing.lines.pop(id(work), None)
         if line is None:
             return False
-        if work.request.row >= 0 and work.request in self.source.shadows:
+        guessed = line.drafts[0] >= 0
+        (self.blank.discard if guessed else self.blank.add)(work.row)
+        if self.source is not None and work.request.row >= 0 and work.request in self.source.shadows:
             self.source.carried(work.request, line.drafts)
         return True
 
@@ -251,9 +266,15 @@ def draft_lengths(most: int) -> list[int]:
     return sorted({length for length in (1, 2, most) if 1 <= length <= most})
 
 
-def ahead_bytes(model: Model, rows: int, drafts: int) -> int:
-    """What the graphs take, an estimate from above."""
-    most = min(FEW, rows)
-    tokens = most * (drafts + 1)
-    graphs = len(decode_sizes(most)) * 3 * len(CAPTURED)
-    return activation_bytes(model, tokens, tokens) + 2 * graphs * PER_GRAPH
+def request_sizes(rows: int, *, models: int) -> list[int]:
+    """Requests for which there are graphs, of engines with so many rows."""
+    most = min(FEW if models > 1 else FEW_LOOKED_UP, rows)
+    return [size for size in decode_sizes(most) if size <= most]
+
+
+def ahead_bytes(model: Model, rows: int, drafts: int, *, models: int) -> int:
+    """What the graphs take, an estimate from above; `models` counts the model itself."""
+    sizes, lengths = request_sizes(rows, models=models), draft_lengths(drafts)
+    tokens = sizes[-1] * (drafts + 1)
+    graphs = len(sizes) * len(lengths) * len(CAPTURED)
+    return activation_bytes(model, tokens, tokens) + models * graphs * PER_GRAPH

@@ -31,7 +31,7 @@ from speculative.training.questions import PEOPLE, beginning
 from speculative.training.text import Talk, batches, frequent, template, write
 from speculative.training.unroll import accepted, loss, padded
 
-SHARES = {"text": 0.42, "head": 0.68}
+SHARES = {"text": 0.42, "head": 0.78}
 """Of the whole time: loading, and writing the text. Of what is left then: the head. The rest: two layers."""
 SAVING = 6.0
 """Seconds at the end for the last evaluation and for what could take longer than expected."""
