@@ -95,20 +95,25 @@ def tasks(options: BenchOptions) -> list[Run]:
     model = load_target(options)
     sizes: dict[str, Any] = {"max_rows": 1, "max_len": 1024}
     bench = Bench(options, model, **sizes, draft_length=7 if cuda else 15)
-    contenders: dict[str, Contender] = {
-        BEFORE: (bench.engine, NO_DRAFTS),
-        PHASE: (bench.engine, bench.drafter(drafter="ngram", draft_length=bench.length)),
-        f"{PHASE}, suffix": (bench.engine, bench.drafter(drafter="suffix", draft_length=bench.length)),
-    }
+    ngrams = (bench.engine, bench.drafter(drafter="ngram", draft_length=bench.length))
+    contenders: dict[str, Contender] = {BEFORE: (bench.engine, NO_DRAFTS), PHASE: ngrams}
+    if cuda:  # they are looked up in the graph
+        engine = Bench(options, model, **sizes, drafter="ngram", draft_ahead=True).engine
+        contenders |= {PHASE: (engine, engine.scheduler.drafter), f"{PHASE}, host in between": ngrams}
+    contenders[f"{PHASE}, suffix"] = (
+        bench.engine,
+        bench.drafter(drafter="suffix", draft_length=bench.length),
+    )
     for kind in ("head", "layers") if cuda else ("head",):
         if not (WEIGHTS / f"{options.model}-{kind}.safetensors").is_file():
             print(f"no weights for {kind}: train.py makes them")
             continue
-        engine = Bench(options, model, **sizes, drafter=kind).engine
+        engine = Bench(options, model, **sizes, drafter=kind, draft_ahead=True).engine
         contenders[f"{PHASE}, {kind}"] = (engine, engine.scheduler.drafter)
         if cuda and kind == "head":  # where guessing does not pay, it is off: what it would reach
-            for name, more in (("always", {}), ("always, host in between", {"draft_ahead": False})):
-                engine = Bench(options, model, **sizes, drafter=kind, draft_adaptive=False, **more).engine
+            for name, ahead in (("always", True), ("always, host in between", False)):
+                more = {"draft_adaptive": False, "draft_ahead": ahead}
+                engine = Bench(options, model, **sizes, drafter=kind, **more).engine
                 contenders[f"{PHASE}, {kind}, {name}"] = (engine, engine.scheduler.drafter)
     if cuda:
         waiting = Bench(options, model, **sizes, drafter="none", overlap=False).engine
@@ -135,7 +140,7 @@ class Bench:
             torch.cuda.empty_cache()
         self.options, self.name = options, options.model or ""
         self.model = load_target(options) if model is None else model
-        self.given = {"prefix_cache": False, **given}
+        self.given = {"prefix_cache": False, "draft_ahead": False, **given}  # or drafters take no turns
         self.length = int(given.get("draft_length", LENGTH))
         self.engine = speculative.load(self.model, **self.given)
 
