@@ -1,5 +1,5 @@
 """Compile kernels for GPUs that are not here: `python -m tests.compiled 80 90`, for these capabilities; with
-`--quant` behind it those of phase 10, without it those for a few tokens of phase 09.
+`--quant` behind it those of phase 10, with `--ahead` those of phase 11, else phase 09's for a few tokens.
 
 A variable that gets another shape in a branch, a tile that no tensor core has, more registers than there are:
 the interpreter minds none of these. Triton needs no device to compile for one, only not to be interpreting,
@@ -31,6 +31,9 @@ from cuda_graphs.latency.tables import LoneKey, few_config, few_heads_config, lo
 from quant.kernels.configs import loop_config
 from quant.kernels.gemv import gemv8_kernel
 from quant.kernels.gemv4 import gemv4_kernel
+from speculative.ahead import kernels as ahead
+from speculative.ahead.lookup import AT_ONCE, look_up_kernel
+from speculative.ngram import MOST_TOKENS
 
 HOPPER, ADA = 90, 89
 TYPES = {
@@ -67,7 +70,7 @@ def spills(
         },
     )
     options = {"num_warps": warps, "num_stages": stages}
-    if constants["PDL"]:
+    if constants.get("PDL"):
         options["launch_pdl"] = True
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
@@ -85,7 +88,8 @@ def main() -> None:
     """The kernels that are asked for."""
     wanted = sys.argv[1:]
     for capability in map(int, filter(str.isdigit, wanted)):
-        (few_bits if "--quant" in wanted else few_tokens)(capability)
+        made = few_bits if "--quant" in wanted else drafting if "--ahead" in wanted else few_tokens
+        made(capability)
 
 
 def few_tokens(capability: int) -> None:
@@ -153,6 +157,28 @@ def few_bits(capability: int) -> None:
                 kernel, types = gemv8_kernel, {"weight": "*i32"}
             lost = spills(kernel, capability, around | tile | how, warps=shape.num_warps, types=types)
             print(f"sm_{capability} one token, {kind}, {size} inputs: spills {lost}", flush=True)
+
+
+def drafting(capability: int) -> None:
+    """What stands between the layers of a step that drafts: numbers of tokens, and SmolLM2's head."""
+    numbers = dict.fromkeys(
+        ("sampled", "ids", "at", "rows", "given", "tokens", "next_at", "told", "picked", "draft_steps",
+         "steps", "chain_rows", "chain_at", "small_at", "small_rows", "token_rows", "token_at",
+         "small_token_rows", "drafts", "names", "small_tokens", "newest"), "*i64",
+    )  # fmt: skip
+    numbers |= dict.fromkeys(("contexts", "small_contexts", "chain_contexts"), "*i32")
+    numbers |= dict.fromkeys(("max_len", "small_len", "size"), "i32")
+    around = {"PARTS": 2, "SIZE": 576, "SIZE_PAD": 1024, "INDEXED": True, "NORM_LAST": True}
+    around["PDL"] = capability >= HOPPER
+    for name, kernel, constants, warps, types in (
+        ("places", ahead.places_kernel, {"K": 4}, 1, numbers),
+        ("accept", ahead.accept_kernel, {"K": 4}, 1, numbers),
+        ("hand_on", ahead.hand_on_kernel, {"K": 4, "D": 1, "NAMED": True}, 1, numbers),
+        ("side_by_side", ahead.side_by_side_kernel, around, 4, {"ids": "*i64"}),
+        ("look_up", look_up_kernel, {"K": 7, "AT_ONCE": AT_ONCE, "MOST": MOST_TOKENS}, 8, numbers),
+    ):  # fmt: skip
+        lost = spills(kernel, capability, constants, warps=warps, types=types)
+        print(f"sm_{capability} {name}: spills {lost}", flush=True)
 
 
 if __name__ == "__main__":
