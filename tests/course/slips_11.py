@@ -76,17 +76,21 @@ SLIPS = {
         "losses-are-free",
         "gains-without-end",
         Slip(
-            "always-the-most", "return min(self.most, pays)", "return self.most", "Guesses as far as it may."
+            "always-the-most",
+            "found.append(count if pays else 0)",
+            "found.append(self.most)",
+            "Guesses as far as it may.",
         ),
+        "having-any-is-free",
         Slip(
             "a-step-for-a-token",
-            "worth = cost.plain / max(1, rows)",
-            "worth = cost.plain",
+            "worth = cost.plain / rows or 1.0",
+            "worth = cost.plain or 1.0",
             "Takes a step's time for a token's.",
         ),
         Slip(
             "nothing-grows-old",
-            "self.right = MEMORY * self.right + accepted",
+            "self.right = LONGER * self.right + accepted",
             "self.right = accepted",
             "Remembers the last step only.",
         ),

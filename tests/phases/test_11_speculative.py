@@ -6,6 +6,8 @@ import copy
 import json
 import math
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -48,6 +50,7 @@ from forward.model import Model
 from forward.models.llama import Llama
 from forward.surgery import clone
 from paged_cache import PagedEngine, PagedSizes, Parts
+from phases import ROOT
 from phases.cli import main
 from phases.commands.benches import _module as bench_of
 from phases.commands.run import Tint
@@ -63,6 +66,7 @@ from speculative.draft_model import DraftModel
 from speculative.feature import draft_engine
 from speculative.head import WEIGHTS, Head, HeadSource, Layers
 from speculative.ngram import NGramIndex, follow
+from speculative.price import Price
 from speculative.speculator import Speculator
 from speculative.stats import SpeculationStats
 from speculative.suffix import BREAK, SuffixAutomaton, Suffixes
@@ -568,7 +572,7 @@ def simulate(rate: float, plain: float, slope: float, fixed: float, rows: int, s
     cost = control.cost(rows)
     for _ in range(steps):
         if control.decide(rows):
-            lengths = [control.length(request, rows) for request in requests]
+            lengths = control.lengths(requests, rows)
             seconds = plain + fixed + slope * sum(lengths)
             came = 0
             for request, length in zip(requests, lengths, strict=True):
@@ -630,7 +634,7 @@ def test_real_steps_are_accounted_for_where_they_belong(model: Model) -> None:
     assert list(speculator.control.costs) == [1], "the steps of one request are booked for more"
     cost = speculator.control.costs[1]
     assert cost.plain == pytest.approx(1.0), "steps without drafts take a second"
-    assert cost.slope(1) == pytest.approx(0.1) and speculator.stats.steps > 0
+    assert sum(cost.price.line(1, 0.1)) == pytest.approx(0.1) and speculator.stats.steps > 0
     assert clock.now < 1.04 * 91, "guessing in vain has cost more than it may"
 
 
@@ -706,9 +710,160 @@ def test_a_cost_table_learns_slopes_and_ignores_interruptions() -> None:
     for seconds in (1.0, 1.0, 30.0, 1.0, 1.0, 30.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0):
         cost.saw_plain(seconds)
     assert cost.plain < 1.1, "one step that was interrupted spoils the table"
-    for drafts in (8, 4, 8, 2, 8, 8):
-        cost.saw_drafts(cost.plain + 0.05 * drafts, 2, drafts, 2)
-    assert cost.slope(2) == pytest.approx(0.05, rel=0.05)
+    for drafts in (8, 4, 8, 2) * 4:
+        cost.saw_drafts(cost.plain + 0.3 + 0.05 * drafts, 2, drafts, 2)
+    fixed, each = cost.price.line(2, 0.1)
+    assert fixed == pytest.approx(0.3, abs=0.06), "what it costs to have any drafts is not told apart"
+    assert each == pytest.approx(0.05, abs=0.015), "a draft more costs something else"
+
+
+def test_a_line_begins_at_no_cost_until_something_else_is_seen() -> None:
+    price = Price()
+    assert price.line(3, 0.1) == pytest.approx((0.0, 0.1)), "nothing was seen, and something is known"
+    for _ in range(20):
+        price.saw(4, 0.6)
+    fixed, each = price.line(1, 0.1)
+    assert fixed < 0.01 and each == pytest.approx(0.15, rel=0.05), "each of four may cost a fourth"
+    price.saw(2, 0.6)
+    price.saw(2, 0.6)
+    fixed, each = price.line(1, 0.1)
+    assert fixed > 0.3 and each < 0.08, "two cost as much as four: it is having any that costs"
+    price.saw(8, 0.3)
+    fixed, each = price.line(1, 0.1)
+    assert each == 0.001 and 0.3 < fixed < 0.6, "more drafts are faster, which cannot be"
+    price.forget(0.999)
+    assert price.line(1, 0.1) == pytest.approx((0.0, 0.1), abs=0.01), "what is old is still believed"
+
+
+def of_known_price(fixed: float, each: float, rows: int = 1) -> Control:
+    """Its plain steps take a second."""
+    control = Control(8)
+    for _ in range(SAMPLES):
+        control.cost(rows).saw_plain(1.0)
+    for drafts in (1, 8, 4, 2) * 10:
+        control.cost(rows).price.saw(drafts, fixed + each * drafts)
+    control.cost(rows).tried = GRACE
+    return control
+
+
+@pytest.mark.parametrize(
+    ("fixed", "each", "chance", "expected"),
+    [
+        (0.0, 0.2, 0.8, 7),  # 0.8 ** 7 is 0.21
+        (0.0, 0.2, 0.1, 0),
+        (0.0, 0.01, 0.98, 8),
+        (0.6, 0.02, 0.3, 0),  # nine are worth 0.43
+        (0.6, 0.02, 0.5, 5),  # 0.5 ** 5 is 0.03, and five are worth 0.97
+        (0.2, 0.3, 0.45, 0),  # the first is worth its 0.3, but not the 0.2 of having any
+    ],
+)
+def test_as_many_as_pay(fixed: float, each: float, chance: float, expected: int) -> None:
+    control, request = of_known_price(fixed, each), Request(0, [1], 1, 99, SamplingParams())
+    rate = control.rates[request]
+    rate.right, rate.tried = 1e6 * chance, 1e6
+    assert control.lengths([request], 1) == [expected], f"each is right with a chance of {chance}"
+
+
+def test_having_any_drafts_is_paid_by_all_requests_together() -> None:
+    control = of_known_price(0.3, 0.001, rows=4)
+    requests = [Request(n, [1], 1, 99, SamplingParams()) for n in range(4)]
+    for request in requests:
+        control.rates[request].right, control.rates[request].tried = 0.3e6, 1e6
+    assert all(control.lengths(requests, 4)), "0.43 of a token, or 0.11 seconds, are not worth a fourth of 0.3"
+
+
+def test_who_was_wrong_is_tried_again() -> None:
+    """Drafts of the first requests are all wrong, half of those of later ones are right."""
+    for wrong in (200, 4000):
+        rng = random.Random(0)
+        control, spent, steps = Control(4), 0.0, 0
+        cost = control.cost(1)
+        for number in range(wrong // 100 + 40):
+            request = Request(number, [1], 1, 10**9, SamplingParams())
+            come, began = 0, spent
+            while come < 100:
+                steps += 1
+                length = control.lengths([request], 1)[0] if control.decide(1) else 0
+                right = rng.choice((0, 4)) if number >= wrong // 100 else 0
+                if length:
+                    control.saw(request, length, min(right, length))
+                seconds = 1.0 + 0.4 * (length > 0)
+                if cost.on:
+                    cost.saw_drafts(seconds, 1, length, 1 + min(right, length))
+                else:
+                    cost.saw_plain(seconds)
+                spent, come = spent + seconds, come + 1 + min(right, length)
+            control.leave(request)
+        taken = (spent - began) / come
+        assert taken < 0.6, f"after {wrong} wrong steps and 4000 others a token takes {taken:.2f} steps"
+
+
+def test_steps_without_drafts_that_wait_are_not_free() -> None:
+    """Having drafts costs 0.6 of a step. But guessing is on, and a step without any takes 0.5 more, too."""
+    control, request = of_known_price(0.6, 0.02), Request(0, [1], 1, 99, SamplingParams())
+    rate = control.rates[request]
+    rate.right, rate.tried = 0.3e6, 1e6
+    assert control.lengths([request], 1) == [0]
+    for _ in range(40):
+        control.cost(1).saw_drafts(1.5, 1, 0, 1)
+    assert control.lengths([request], 1) == [3], "a step that waits for nothing is what it is compared with"
+
+
+def test_what_was_measured_grows_old() -> None:
+    """One step was interrupted, or the first few drafts were wrong: that is not believed for ever."""
+    for spoilt in ("price", "rate"):
+        control = of_known_price(0.0, 0.1)
+        if spoilt == "price":
+            for drafts in (1, 8, 4, 2):
+                control.cost(1).price.saw(drafts, 30.0)
+        else:
+            for _ in range(9):
+                control.overall.saw(4, 0)
+        request = Request(0, [1], 1, 99, SamplingParams())
+        assert control.lengths([request], 1) == [0], f"the {spoilt} is such that no draft pays"
+        asked = 1
+        while control.lengths([request], 1) == [0]:
+            asked += 1
+            assert asked < 400, f"after 400 steps without drafts the {spoilt} is still believed"
+        assert asked > 20, f"the {spoilt} is forgotten at once"
+
+
+def test_another_try_begins_anew() -> None:
+    control = of_known_price(0.0, 0.1)
+    request, cost = Request(0, [1], 1, 99, SamplingParams()), control.cost(1)
+    assert control.decide(1)
+    for _ in range(30):
+        control.saw(request, 4, 0)
+    cost.lost = cost.seconds
+    assert not control.decide(1), "all is lost, and nobody stops"
+    assert control.lengths([request], 1) == [0]
+    while not control.decide(1):
+        cost.saw_plain(1.0)
+    assert control.lengths([request], 1)[0] > 0, "another try, in which nobody guesses"
+
+
+def test_the_first_steps_have_few_drafts() -> None:
+    control, request = of_known_price(0.0, 0.001), Request(0, [1], 1, 99, SamplingParams())
+    found, control.cost(1).tried = [], 0
+    for _ in range(5):
+        found += control.lengths([request], 1)
+        control.cost(1).saw_drafts(1.0, 1, found[-1], 1)
+    assert found == [1, 2, 4, 8, 8]
+
+
+def test_all_requests_are_asked_at_once() -> None:
+    """What a step costs is worked out once for all of them: one by one took a millisecond."""
+    control = of_known_price(0.1, 0.001, rows=256)
+    requests = [Request(n, [1], 1, 99, SamplingParams()) for n in range(256)]
+    lines, line = 0, control.cost(256).price.line
+
+    def counted(rows: int, first: float) -> tuple[float, float]:
+        nonlocal lines
+        lines += 1
+        return line(rows, first)
+
+    control.cost(256).price.line = counted  # type: ignore[method-assign]
+    assert len(control.lengths(requests, 256)) == 256 and lines == 1
 
 
 def test_gains_may_not_be_gambled_away() -> None:
@@ -722,15 +877,19 @@ def test_gains_may_not_be_gambled_away() -> None:
 
 def test_rates_follow_what_is_accepted() -> None:
     rate = Rate(0.7)
-    for _ in range(30):
+    assert rate.value == 0.7
+    for _ in range(60):
         rate.saw(4, 4)
     assert rate.value > 0.95
-    for _ in range(30):
+    for _ in range(60):
         rate.saw(4, 0)
     assert rate.value < 0.25
-    for _ in range(60):
+    for _ in range(90):
         rate.saw(8, 1)  # one was right, one was wrong, and nobody knows about the other six
     assert rate.value == pytest.approx(0.5, abs=0.05)
+    for _ in range(400):
+        rate.forget(0.03, 0.9)
+    assert rate.value == pytest.approx(0.9, abs=0.01), "what nobody has tried for long is still believed"
 
 
 # Stats.
@@ -1799,6 +1958,16 @@ def test_ngrams_on_the_device_are_those_of_the_host(at_once: int, monkeypatch: p
         nought = torch.zeros(1, dtype=torch.int64)
         lookup.look_up(nought, nought, long, torch.tensor([59]), told, 1)
         assert told[0, 3:].tolist() == expected, f"behind {end}, which stood here {60 - end[0]} tokens before"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [90, pytest.param(75, marks=pytest.mark.long)])
+def test_what_stands_between_the_layers_compiles_for_a_gpu(capability: int) -> None:
+    call = [sys.executable, "-m", "tests.compiled", str(capability), "--ahead"]
+    done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert len(lines) == 5 and all(line.endswith("spills 0") for line in lines), done.stdout
 
 
 def test_between_the_layers_of_a_step_that_drafts() -> None:

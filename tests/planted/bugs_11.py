@@ -20,6 +20,7 @@ REJECTION = "phases/11_speculative/speculative/rejection.py"
 STATS = "phases/11_speculative/speculative/stats.py"
 DRAFTS = "phases/11_speculative/speculative/ahead/drafts.py"
 AHEAD = "phases/11_speculative/speculative/ahead/kernels.py"
+PRICE = "phases/11_speculative/speculative/price.py"
 LOOKUP = "phases/11_speculative/speculative/ahead/lookup.py"
 GRAPH = "phases/11_speculative/speculative/ahead/graph.py"
 STEPS = "phases/11_speculative/speculative/ahead/steps.py"
@@ -78,8 +79,8 @@ BUGS = (
     Bug(
         "guesses-in-prompts",
         SPECULATOR,
-        "if request.placeholders or request.prefilling or request.siblings:",
-        "if request.prefilling or request.siblings:",
+        "if not (r.placeholders or r.prefilling or r.siblings)",
+        "if not (r.prefilling or r.siblings)",
         "Guesses what follows a token that it does not know.",
     ),
     Bug(
@@ -88,7 +89,6 @@ BUGS = (
         "                self.control.saw(work.request, len(work.drafts), accepted)\n",
         "                pass\n",
         "Never tells the control what was accepted.",
-        unseen="the text is the same; it only guesses more or less than pays",
     ),
     Bug(
         "losses-are-free",
@@ -142,7 +142,6 @@ BUGS = (
         "ORDERS = (4, 3, 2)",
         "ORDERS = (2, 3, 4)",
         "Looks for the shortest n-gram first.",
-        unseen="the test takes the order from here; it guesses worse, and stays exact",
     ),
     Bug(
         "copies-share-children",
@@ -375,6 +374,69 @@ BUGS = (
         "return (self._on or self.control.fresh) and self.control.decide(rows)",
         "return self.control.decide(rows)",
         "Lets a head come back to texts whose beginning it has not seen.",
+    ),
+    Bug(
+        "begins-at-nothing",
+        PRICE,
+        "        return max(0.0, y - each * x), each\n",
+        "        return 0.0, y / x\n",
+        "Thinks that half as many drafts cost half as much.",
+    ),
+    Bug(
+        "having-any-is-free",
+        CONTROL,
+        "gain >= each * count + having",
+        "gain >= each * count",
+        "Overlooks what it costs to have any drafts.",
+    ),
+    Bug(
+        "everybody-pays-for-all",
+        CONTROL,
+        "max(0.0, fixed - cost.idle) / rows",
+        "max(0.0, fixed - cost.idle)",
+        "Lets each request pay alone for what drafts cost all.",
+    ),
+    Bug(
+        "waiting-is-free",
+        CONTROL,
+        "max(0.0, fixed - cost.idle) / rows",
+        "fixed / rows",
+        "Stops guessing for a moment, where steps wait for each other all the same.",
+    ),
+    Bug(
+        "wrong-for-ever",
+        CONTROL,
+        "            self.overall = Rate(FIRST_RATE)\n",
+        "",
+        "Tries again, and believes still that all drafts are wrong.",
+    ),
+    Bug(
+        "dear-for-ever",
+        CONTROL,
+        "                cost.price.forget(OLD / rows)\n",
+        "",
+        "Believes for ever what drafts cost in the step that was interrupted.",
+    ),
+    Bug(
+        "others-are-forgotten",
+        CONTROL,
+        "                self.overall.forget(OLD / rows, FIRST_RATE)\n",
+        "",
+        "Believes for ever that all drafts are wrong, if those of the first few were.",
+    ),
+    Bug(
+        "old-losses-count-for-ever",
+        CONTROL,
+        "LONGEST = 1 - 1 / 4000",
+        "LONGEST = 1.0",
+        "Waits the longer for another try the longer it has served.",
+    ),
+    Bug(
+        "most-at-once",
+        CONTROL,
+        "self.most if cost.tried >= GRACE else min(self.most, 1 << cost.tried)",
+        "self.most",
+        "Begins with the most drafts, before it knows what they cost.",
     ),
     Bug(
         "two-tokens-are-enough",

@@ -8,9 +8,12 @@ draft takes the place of work that somebody waits for. So times are measured, fo
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from common.request import Request
+from speculative.price import MEMORY, Price
 
 BUDGET = 0.02
 """The share of the time that guessing may lose, against steps without."""
@@ -21,11 +24,10 @@ SAMPLES = 4
 CREDIT = 10.0
 """What guessing has gained it may lose again, up to so many steps."""
 FIRST_CREDIT = 4.0
-"""So many it may lose before it has gained any, if it cannot come back at once: a few wrong drafts at the
-beginning say little."""
+"""So many before it has gained any, if it cannot come back at once: a few wrong drafts say little."""
 GRACE = 4
-"""Steps with drafts at a batch size that are not charged: the first replay of each length is slow, and
-where a step takes half a millisecond a few such would be held against guessing for a thousand steps."""
+"""Steps with drafts at a batch size that are not charged: the first replay of each length is slow, and a
+few such are many short steps. They have one draft a request, two, four and eight at most."""
 REFRESH = 128
 """Every so many steps with drafts one without: contexts grow, and with them all steps."""
 REST = 4
@@ -34,16 +36,21 @@ it is off for the second request: the steps that were timed in the first one had
 FIRST_RATE = 0.7
 """The chance that a draft is right, as long as nothing is known."""
 FIRST_SLOPE = 0.1
-"""The cost of a draft in decodes of the same batch, as long as nothing is known."""
-MEMORY = 0.9
-"""What each verified step leaves of the weight of those before it."""
+"""The cost of a draft in tokens of the same batch, as long as nothing is known."""
+LONGER = 0.95
+"""What each step leaves of the weight of those before it, where it is counted how many drafts are right."""
+OLD = 0.03
+"""The share of what is known that a step without drafts makes forget, so that sometimes it is tried again."""
+LONGEST = 1 - 1 / 4000
+"""The same in the account: who has lost may try again, however long the engine has served before."""
 
 
 @dataclass
 class Cost:
     """What steps take at one batch size, and the account of what guessing has gained and lost there.
 
-    plain: seconds of a step without drafts. slope: seconds more for each draft in it.
+    plain: seconds of a step without drafts. price: seconds more for those in it. idle: seconds more where
+    guessing is on, and there are none: such a step waits for the one before it.
     seconds: time spent at this size. lost: of that, what guessing has cost; negative where it has gained.
     tried: steps with drafts. unsure: so many more steps have to be timed that do not wait for each other;
     barred: guessing is off until they have been.
@@ -59,13 +66,8 @@ class Cost:
     tried: int = 0
     unsure: int = 0
     barred: bool = False
-    _xy: float = 0.0
-    _xx: float = 0.0
-
-    def slope(self, rows: int) -> float:
-        """Seconds that a draft adds to a step: least squares through what was measured."""
-        first = FIRST_SLOPE * self.plain / max(1, rows)
-        return max(first / 100, self._xy / self._xx) if self._xx else first
+    idle: float = 0.0
+    price: Price = field(default_factory=Price)
 
     def saw_plain(self, seconds: float, *, waited: bool = False) -> None:
         """A step without drafts. One that took much longer was interrupted; the very first are slow.
@@ -92,8 +94,9 @@ class Cost:
         if drafts and self.tried <= GRACE:
             return
         if drafts:
-            self._xy = MEMORY * self._xy + (seconds - self.plain) * drafts
-            self._xx = MEMORY * self._xx + drafts * drafts
+            self.price.saw(drafts, seconds - self.plain)
+        else:
+            self.idle += (1 - MEMORY) * (seconds - self.plain - self.idle)
         self.lost += seconds - self.plain * tokens / rows
         self.lost = max(self.lost, -CREDIT * self.plain)
         if self.lost < 0:
@@ -101,6 +104,7 @@ class Cost:
 
     def decide(self) -> bool:
         """Whether to guess in the next step: while the account is not overdrawn."""
+        self.seconds, self.lost = LONGEST * self.seconds, LONGEST * self.lost
         allowed = self.budget * self.seconds
         if self.on and self.lost > allowed:
             self.on, self.budget = False, max(LEAST_BUDGET, self.budget / 2)
@@ -110,7 +114,7 @@ class Cost:
 
 
 class Rate:
-    """How often a request's drafts were right lately: the chance of each, given those before it."""
+    """How often drafts were right lately: the chance of each, given those before it."""
 
     def __init__(self, first: float) -> None:
         self.first, self.right, self.tried = first, 0.0, 0.0
@@ -122,12 +126,13 @@ class Rate:
 
     def saw(self, drafts: int, accepted: int) -> None:
         """`accepted` of `drafts` were right; the first wrong one was tried too, those behind it were not."""
-        self.right = MEMORY * self.right + accepted
-        self.tried = MEMORY * self.tried + min(drafts, accepted + 1)
+        self.right = LONGER * self.right + accepted
+        self.tried = LONGER * self.tried + min(drafts, accepted + 1)
 
-    def forget(self) -> None:
-        """A step without drafts: what is known grows old, so that sometimes it is tried again."""
-        self.right, self.tried = 0.97 * self.right, 0.97 * self.tried
+    def forget(self, share: float, expected: float) -> None:
+        """What was seen counts less, and what others say counts more."""
+        self.right, self.tried = (1 - share) * self.right, (1 - share) * self.tried
+        self.first += share * (expected - self.first)
 
 
 class Control:
@@ -143,8 +148,8 @@ class Control:
     def __init__(self, most: int, *, adaptive: bool = True) -> None:
         self.most, self.adaptive = most, adaptive
         self.costs: dict[int, Cost] = {}
-        self.rates: dict[Request, Rate] = {}
         self.overall = Rate(FIRST_RATE)
+        self.rates = defaultdict[Request, Rate](lambda: Rate(self.overall.value))
         self.fresh = True
 
     def cost(self, rows: int) -> Cost:
@@ -157,29 +162,44 @@ class Control:
         if not self.adaptive:
             return True
         cost = self.cost(rows)
-        on = not cost.barred and cost.decide()
+        before, on = cost.on, not cost.barred and cost.decide()
+        if on and not before and cost.lost > 0:  # another try, or what went wrong would go wrong for ever
+            self.rates.clear()
+            self.overall = Rate(FIRST_RATE)
         cost.since = cost.since + 1 if on else 0
         return on
 
-    def length(self, request: Request, rows: int) -> int:
-        """How many drafts of this request pay: the last one is worth its chance times a token's time."""
-        if not self.adaptive:
-            return self.most
+    def lengths(self, requests: Sequence[Request], rows: int) -> list[int]:
+        """How many drafts of each of these requests pay in a step of so many.
+
+        A request's last draft has to be worth what it adds: its chance times a token's time. And all its
+        drafts have to be worth its share of what it costs to have any.
+        """
+        if not self.adaptive or self.refreshing(rows):
+            return [0 if self.adaptive else self.most] * len(requests)
         cost = self.cost(rows)
-        if self.refreshing(rows):
-            return 0
-        rate = self.rates.setdefault(request, Rate(self.overall.value))
-        worth = cost.plain / max(1, rows)  # of a token
-        chance = min(0.99, rate.value)
-        price = cost.slope(rows) / worth if worth else 0.0
-        pays = self.most if price <= 0 else math.floor(math.log(min(1.0, price)) / math.log(chance))
-        if pays == 0:
-            rate.forget()
-        return min(self.most, pays)
+        worth = cost.plain / rows or 1.0  # of a token; a clock may stand still
+        fixed, each = cost.price.line(rows, FIRST_SLOPE * worth)
+        having = max(0.0, fixed - cost.idle) / rows
+        price = math.log(min(1.0, each / worth))
+        most = self.most if cost.tried >= GRACE else min(self.most, 1 << cost.tried)
+        found = []
+        for request in requests:
+            rate = self.rates[request]
+            chance = min(0.99, rate.value)
+            count = min(most, math.floor(price / math.log(chance)))
+            gain = worth * chance * (1 - chance**count) / (1 - chance)
+            pays = count > 0 and gain >= each * count + having
+            if not pays:
+                rate.forget(OLD, self.overall.value)
+                self.overall.forget(OLD / rows, FIRST_RATE)
+                cost.price.forget(OLD / rows)
+            found.append(count if pays else 0)
+        return found
 
     def saw(self, request: Request, drafts: int, accepted: int) -> None:
         """What became of a request's drafts."""
-        self.rates.setdefault(request, Rate(self.overall.value)).saw(drafts, accepted)
+        self.rates[request].saw(drafts, accepted)
         self.overall.saw(drafts, accepted)
 
     def refreshing(self, rows: int) -> bool:

@@ -103,15 +103,13 @@ class Speculator(Drafter):
         self._steady = before == self._on
         if learning or not self._on:
             return False
+        known = [r for r in running if not (r.placeholders or r.prefilling or r.siblings)]
         requests, lengths = [], []
-        for request in running:
-            if request.placeholders or request.prefilling or request.siblings:
-                continue
+        for request, length in zip(known, self.control.lengths(known, rows), strict=True):
             left = request.limit - len(request.tokens) - 1  # one token is sampled in any case
-            length = min(left, self.control.length(request, rows))
-            if length > 0:
+            if min(left, length) > 0:
                 requests.append(request)
-                lengths.append(length)
+                lengths.append(min(left, length))
         if requests:
             guesses = self.source.guess(requests, lengths)
             for request, length, drafts in zip(requests, lengths, guesses, strict=True):
@@ -137,7 +135,7 @@ class Speculator(Drafter):
         self._begun = False
         before, self._on = self._on, self._decide(len(running))
         self._steady = before == self._on
-        return max(self.control.length(request, len(running)) for request in running) if self._on else 0
+        return max(self.control.lengths(running, len(running))) if self._on else 0
 
     def went_ahead(self) -> None:
         """No ordinary step comes in its place."""
