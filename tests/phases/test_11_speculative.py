@@ -769,7 +769,7 @@ def test_having_any_drafts_is_paid_by_all_requests_together() -> None:
     requests = [Request(n, [1], 1, 99, SamplingParams()) for n in range(4)]
     for request in requests:
         control.rates[request].right, control.rates[request].tried = 0.3e6, 1e6
-    assert all(control.lengths(requests, 4)), "0.43 of a token, or 0.11 seconds, are not worth a fourth of 0.3"
+    assert all(control.lengths(requests, 4)), "0.43 of a token, or 0.11 s, are not worth a fourth of 0.3"
 
 
 def test_who_was_wrong_is_tried_again() -> None:
