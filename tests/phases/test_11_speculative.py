@@ -842,6 +842,24 @@ def test_another_try_begins_anew() -> None:
     assert control.lengths([request], 1)[0] > 0, "another try, in which nobody guesses"
 
 
+def test_the_account_looks_back_some_thousand_steps() -> None:
+    """However long it has served, an engine neither loses 2 % of that at once nor waits as long to try again."""
+    control = of_known_price(0.0, 0.1)
+    cost = control.cost(1)
+    for _ in range(40_000):
+        control.decide(1)
+        cost.saw_plain(1.0)
+    lost = waited = 0
+    while control.decide(1):
+        cost.saw_drafts(2.0, 1, 1, 1)
+        lost += 1
+    assert 40 < lost < 120, f"{lost} steps in vain, after 40,000 others, before guessing is off"
+    while not control.decide(1):
+        cost.saw_plain(1.0)
+        waited += 1
+    assert 1000 < waited < 8000, f"another try after {waited} steps"
+
+
 def test_the_first_steps_have_few_drafts() -> None:
     control, request = of_known_price(0.0, 0.001), Request(0, [1], 1, 99, SamplingParams())
     found, control.cost(1).tried = [], 0

@@ -379,7 +379,7 @@ BUGS = (
         "begins-at-nothing",
         PRICE,
         "        return max(0.0, y - each * x), each\n",
-        "        return 0.0, y / x\n",
+        "        return 0.0, max(first / 100, y / x)\n",
         "Thinks that half as many drafts cost half as much.",
     ),
     Bug(
