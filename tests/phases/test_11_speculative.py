@@ -843,7 +843,7 @@ def test_another_try_begins_anew() -> None:
 
 
 def test_the_account_looks_back_some_thousand_steps() -> None:
-    """However long it has served, an engine neither loses 2 % of that at once nor waits as long to try again."""
+    """An engine that has served for days neither loses 2 % of them at once nor waits as long to try again."""
     control = of_known_price(0.0, 0.1)
     cost = control.cost(1)
     for _ in range(40_000):
