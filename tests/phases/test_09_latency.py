@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +28,7 @@ from forward.attention import LayerSpec
 from forward.loading import load_model, random_model
 from forward.shapes import SHAPES
 from paged_cache import LayerCache
-from phases import ROOT
+from tests.compiling import spilled
 from tests.paged_batches import (
     DEVICE,
     FEATURES,
@@ -318,8 +316,5 @@ def test_a_lone_request_gets_its_tokens_whatever_the_size_of_a_head(d: int) -> N
 @pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.long)])
 def test_kernels_for_few_tokens_compile_for_a_gpu(capability: int) -> None:
     """And keep what they hold in registers, but for a few bytes: versions of the compiler differ by these."""
-    call = [sys.executable, "-m", "tests.compiled", str(capability)]
-    done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = done.stdout.splitlines()
-    assert len(lines) == 7 and all(int(line.split()[-1]) <= 16 for line in lines), done.stdout
+    found = spilled(capability)
+    assert len(found) == 7 and max(found) <= 16, f"bytes that do not fit into registers: {found}"

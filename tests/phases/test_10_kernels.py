@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -20,7 +18,6 @@ from cuda_graphs.latency.tables import LoneConfig
 from forward.attention import LayerSpec
 from forward.loading import load_model
 from paged_cache.pool import LayerCache
-from phases import ROOT
 from quant.activations import quantize_tokens, rounded
 from quant.formats import FP8, FP8_BLOCK, INT4, INT8, W8A8, Scheme
 from quant.fused import QuantFusedLinear
@@ -32,6 +29,7 @@ from quant.kernels.inputs import Pending, gated_rows, norm_rows, round_rows
 from quant.linear import QuantLinear
 from quant.rtn import quantize
 from quant.weights import QuantizedWeight
+from tests.compiling import spilled
 from triton_paged_attention.decode import Workspace, paged_decode
 from triton_paged_attention.kernels.kv_store import kv_store
 from triton_paged_attention.kernels.norms import NormWeights
@@ -108,12 +106,9 @@ def test_one_token_with_norm_gate_and_residual(
 @pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.long)])
 def test_kernels_for_few_bits_compile_for_a_gpu(capability: int) -> None:
     """The interpreter knows nothing of the instructions that make pairs of float16. Nor may they spill."""
-    call = [sys.executable, "-m", "tests.compiled", str(capability), "--quant"]
-    done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = done.stdout.splitlines()
+    found = spilled(capability, "--quant")
     wanted = 6 if capability >= 90 else 4  # without e4m3
-    assert len(lines) == wanted and all(int(line.split()[-1]) <= 16 for line in lines), done.stdout
+    assert len(found) == wanted and max(found) <= 16, f"bytes that do not fit into registers: {found}"
 
 
 @named

@@ -6,8 +6,6 @@ import copy
 import json
 import math
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -50,7 +48,6 @@ from forward.model import Model
 from forward.models.llama import Llama
 from forward.surgery import clone
 from paged_cache import PagedEngine, PagedSizes, Parts
-from phases import ROOT
 from phases.cli import main
 from phases.commands.benches import _module as bench_of
 from phases.commands.run import Tint
@@ -75,6 +72,7 @@ from speculative.training import questions, text, unroll
 from speculative.training.run import main as train_drafters
 from speculative.training.text import Talk
 from structured.drafter import GrammarDrafter
+from tests.compiling import spilled
 from tests.equivalence.compare import assert_all_same, next_logits
 from tests.fakes import FakeDrafter
 from tests.schedules import check, fake_engine, play_seeds
@@ -1981,11 +1979,7 @@ def test_ngrams_on_the_device_are_those_of_the_host(at_once: int, monkeypatch: p
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [90, pytest.param(75, marks=pytest.mark.long)])
 def test_what_stands_between_the_layers_compiles_for_a_gpu(capability: int) -> None:
-    call = [sys.executable, "-m", "tests.compiled", str(capability), "--ahead"]
-    done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = done.stdout.splitlines()
-    assert len(lines) == 5 and all(line.endswith("spills 0") for line in lines), done.stdout
+    assert spilled(capability, "--ahead") == [0] * 5
 
 
 def test_between_the_layers_of_a_step_that_drafts() -> None:
