@@ -106,10 +106,10 @@ class Speculator(Drafter):
         known = [r for r in running if not (r.placeholders or r.prefilling or r.siblings)]
         requests, lengths = [], []
         for request, length in zip(known, self.control.lengths(known, rows), strict=True):
-            left = request.limit - len(request.tokens) - 1  # one token is sampled in any case
-            if min(left, length) > 0:
+            room = request.limit - len(request.tokens) - 1  # one token is sampled in any case
+            if (most := min(length, room)) > 0:
                 requests.append(request)
-                lengths.append(min(left, length))
+                lengths.append(most)
         if requests:
             guesses = self.source.guess(requests, lengths)
             for request, length, drafts in zip(requests, lengths, guesses, strict=True):
