@@ -31,7 +31,7 @@ LONG = 900
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with Running(*SMALL, *REPLICAS, "--grace-seconds", "20", within=200.0) as running:
+    with Running(*SMALL, *REPLICAS, "--grace-seconds", "100", within=200.0) as running:
         yield running
 
 
