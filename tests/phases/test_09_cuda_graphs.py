@@ -32,8 +32,9 @@ from common.events import Completion, generate
 from common.sampling.params import SamplingParams
 from continuous.batch import HostBatch
 from continuous.rows import Rows
+from continuous.runner import Forwarded
 from continuous.work import Work
-from cuda_graphs.buckets import chunk_sizes, decode_sizes, smallest
+from cuda_graphs.buckets import chunk_sizes, decode_sizes, full_step, smallest
 from cuda_graphs.chunk_graph import Layout
 from cuda_graphs.engine import OverlapEngine
 from cuda_graphs.memory import graph_bytes
@@ -90,6 +91,25 @@ def test_every_batch_has_a_size_with_little_padding(most: int) -> None:
 def test_chunk_sizes_end_with_the_largest(most: int) -> None:
     sizes = chunk_sizes(most)
     assert sizes == sorted(set(sizes)) and sizes[-1] == most and all(size >= 32 for size in sizes[:-1])
+
+
+@pytest.mark.parametrize(
+    ("shape", "device", "steps", "most", "right"),
+    [
+        ("qwen3-0.6b", "cuda", 8192, 1024, 8192),
+        ("qwen3-0.6b", "cuda", 16384, 1024, 16384),
+        ("qwen3-8b", "cuda", 8192, 1024, 0),  # the device takes longer than the launches
+        ("qwen3-0.6b", "cuda", 1024, 1024, 0),  # has one anyway
+        ("qwen3-0.6b", "cuda", 8192, 0, 0),  # chunk graphs are off
+        ("qwen3-0.6b", "cpu", 8192, 1024, 0),
+    ],
+)
+def test_full_steps_of_small_models_have_a_graph(
+    shape: str, device: str, steps: int, most: int, right: int
+) -> None:
+    model: Any = SimpleNamespace(config=SHAPES[shape], device=torch.device(device))
+    found = full_step(model, steps, most)
+    assert found == right, f"{shape} on {device}, {steps} tokens a step: a graph of {found}, not {right}"
 
 
 # What goes in and out.
@@ -462,6 +482,34 @@ def test_capped_logits_are_drawn_from_as_capped() -> None:
 
 
 @pytest.mark.slow
+def test_full_steps_are_replayed_and_half_full_ones_are_not(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_graphs.runner, "full_step", lambda model, steps, most: steps)
+    engine = load(model, max_rows=3, step_tokens=20, graph_tokens=4, overlap=False, prefix_cache=False)
+    runner, replayed = runner_of(engine), list[tuple[int, bool]]()
+    forward_ = runner.forward
+
+    def counted(works: Sequence[Work], **options: Any) -> Forwarded:
+        before = runner.replays
+        step = forward_(works, **options)
+        replayed.append((sum(work.count for work in works), runner.replays > before))
+        return step
+
+    monkeypatch.setattr(runner, "forward", counted)
+    # Two in a full step and one whose end makes another one nearly full; then one that is half full.
+    prompts = [[5 + n % 40 for n in range(length)] for length in (7, 31)]
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    plain = prefix_cache.load(model, max_rows=3, max_len=120)
+    assert_all_same(model, generate(plain, prompts, params), generate(engine, prompts, params))
+    assert_all_same(model, generate(plain, [[9] * 10], params), generate(engine, [[9] * 10], params))
+    sizes = [size for size, _ in replayed if size > 4]
+    assert sizes == [20, 19, 10], f"the test is about steps of 20, 19 and 10 tokens, not {sizes}"
+    for size, graph in replayed:
+        assert graph == (size != 10), f"a step of {size} of 20 tokens {'has' if graph else 'has no'} graph"
+
+
+@pytest.mark.slow
 def test_steps_that_fit_no_graph_run_eagerly(model: Model) -> None:
     engine = load(model, graph_rows=1, graph_tokens=0)
     prompts, params = [[5, 6, 7], [8, 9]], SamplingParams(max_tokens=3)
@@ -485,10 +533,10 @@ def test_startup_counts_the_graphs(model: Model) -> None:
 
 @pytest.mark.slow
 def test_the_budget_for_graphs_grows_with_them(model: Model) -> None:
-    small, large = graph_bytes(model, 8, 0), graph_bytes(model, 64, 0)
-    assert 0 < small < large < graph_bytes(model, 64, 512)
+    small, large = graph_bytes(model, 8, 0, 2048), graph_bytes(model, 64, 0, 2048)
+    assert 0 < small < large < graph_bytes(model, 64, 512, 2048)
     engine = load(model, graph_tokens=0)
-    assert engine.ledger.reserved == graph_bytes(model, 5, 0), "the ledger does not know of the graphs"
+    assert engine.ledger.reserved == graph_bytes(model, 5, 0, 2048), "the ledger does not know of the graphs"
 
 
 @pytest.mark.slow
@@ -583,6 +631,18 @@ def test_the_host_may_run_far_ahead_of_the_device() -> None:
     torch.cuda._sleep(200_000_000)  # a tenth of a second, in which everything is launched
     assert_all_same(model, expected, generate(engine, prompts, params))
     assert runner_of(engine).replays > 50
+
+
+@GPU
+def test_full_steps_on_a_gpu() -> None:
+    model = forward.load_model("random:tiny", device="cuda", dtype="float32")
+    prompts = [[(7 * i + n) % 250 + 1 for i in range(90 + 7 * n)] for n in range(5)]
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    options: dict[str, Any] = {"cache_bytes": 8_000_000, "max_rows": 5, "step_tokens": 256}
+    expected = generate(cuda_graphs.load(model, graphs=False, **options), prompts, params)
+    engine = cuda_graphs.load(model, graph_tokens=64, **options)
+    assert_all_same(model, expected, generate(engine, prompts, params))
+    assert runner_of(engine).replays == engine.stats.steps, "not every step was replayed"
 
 
 @GPU

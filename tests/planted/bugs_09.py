@@ -83,15 +83,15 @@ BUGS = (
     Bug(
         "all-tables-sent",
         TABLES,
-        "        self._sent[rows, :blocks] = now\n",
+        "        self._sent[rows[line], column] = values\n",
         "",
         "Forgets what it has sent, and sends it again at every step.",
     ),
     Bug(
         "only-new-blocks-sent",
         TABLES,
-        "line, column = np.nonzero(now != self._sent[rows, :blocks])",
-        "line, column = np.nonzero((now != self._sent[rows, :blocks]) & (self._sent[rows, :blocks] == 0))",
+        "found = np.flatnonzero(now != self._sent[rows, :blocks])",
+        "found = np.flatnonzero((now != self._sent[rows, :blocks]) & (self._sent[rows, :blocks] == 0))",
         "Sends a block that is new, and not one that has taken another's place.",
     ),
     Bug(
@@ -327,7 +327,10 @@ BUGS = (
         FEATURE,
         "        parts.reserve.append(\n"
         "            lambda whole: graph_bytes(\n"
-        '                whole.model, min(self.graph_rows, whole.size("max_rows")), self.graph_tokens\n'
+        "                whole.model,\n"
+        '                min(self.graph_rows, whole.size("max_rows")),\n'
+        "                self.graph_tokens,\n"
+        '                whole.size("step_tokens"),\n'
         "            )\n"
         "        )\n",
         "",

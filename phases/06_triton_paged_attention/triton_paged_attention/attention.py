@@ -96,9 +96,9 @@ class TritonPagedAttention(PagedAttention):
             return NO_TILES
         return query_tiles(host.query_lens, host.context_lens, self.tile_tokens, longer)
 
-    def most_tiles(self, tokens: int) -> int:
-        """The most tiles that a batch of so many tokens can have."""
-        return tokens // self.tile_tokens + tokens // (self._most_queries + 1)
+    def most_tiles(self, tokens: int, requests: int) -> int:
+        """The most tiles that a batch can have: full ones, and one more of each request that is cut."""
+        return tokens // self.tile_tokens + min(requests, tokens // (self._most_queries + 1))
 
     @property
     def tile_tokens(self) -> int:

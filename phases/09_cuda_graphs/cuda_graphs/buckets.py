@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
+from forward.model import Model
+
 
 def decode_sizes(most: int) -> list[int]:
     """Batch sizes up to `most`: powers of two up to 16, then steps of 16, so at most 15 rows are padding.
@@ -17,10 +19,7 @@ def decode_sizes(most: int) -> list[int]:
 
 
 def chunk_sizes(most: int) -> list[int]:
-    """Token counts up to `most` for steps with prompt tokens in them: powers of two from 32, and in between.
-
-    Beyond a few thousand tokens the device takes longer than the launches of an eager step do.
-    """
+    """Token counts up to `most` for steps with prompt tokens in them: powers of two from 32, and between."""
     sizes, size = [], 32
     while size < most:
         sizes.append(size)
@@ -28,6 +27,27 @@ def chunk_sizes(most: int) -> list[int]:
             sizes.append(size * 3 // 2)
         size *= 2
     return [*sizes, most]
+
+
+def full_step(model: Model, step_tokens: int, most: int) -> int:
+    """The tokens of a step that computes prompts as fast as it may, if it has a graph by itself; else 0.
+
+    Beyond the `most` tokens of a chunk graph padding would be dear, and the device takes longer than the
+    launches of an eager step do. Not so with a small model on a large GPU: there one more graph, for steps
+    that are full, pays. A large model has long steps, and would give memory for nothing.
+    """
+    config = model.config
+    heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
+    layer = config.hidden_size * (heads + 3 * config.intermediate_size)
+    flop = 2 * step_tokens * config.num_layers * layer
+    on_gpu = model.device.type == "cuda"
+    return step_tokens if on_gpu and step_tokens > most > 0 and flop <= LAUNCHED_FLOP else 0
+
+
+LAUNCHED_FLOP = 20e12
+"""What a large GPU computes while an eager step's launches take 25 ms, at 800 TFLOP/s."""
+FULL = 0.9
+"""How much of a full step's graph must be used, or padding would cost more than launches."""
 
 
 def verify_sizes(most_rows: int, most_drafts: int) -> dict[int, list[int]]:

@@ -47,11 +47,20 @@ class Graphs(Feature):
         from cuda_graphs.runner import GraphRunner
 
         parts.bring(
-            self, runner=partial(GraphRunner, most_rows=self.graph_rows, most_tokens=self.graph_tokens)
+            self,
+            runner=partial(
+                GraphRunner,
+                most_rows=self.graph_rows,
+                most_tokens=self.graph_tokens,
+                step_tokens=partial(parts.size, "step_tokens"),  # a later feature may have its own
+            ),
         )
         parts.reserve.append(
             lambda whole: graph_bytes(
-                whole.model, min(self.graph_rows, whole.size("max_rows")), self.graph_tokens
+                whole.model,
+                min(self.graph_rows, whole.size("max_rows")),
+                self.graph_tokens,
+                whole.size("step_tokens"),
             )
         )
 

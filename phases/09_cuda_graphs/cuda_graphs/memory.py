@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cuda_graphs.buckets import MOST_VERIFIED, chunk_sizes, decode_sizes, verify_sizes
+from cuda_graphs.buckets import MOST_VERIFIED, chunk_sizes, decode_sizes, full_step, verify_sizes
 from cuda_graphs.decode_graph import CAPTURED, KINDS, logits_dtype
 from forward.model import Model
 from paged_cache.memory import activation_bytes
@@ -15,7 +15,7 @@ PER_HALF = 1 << 20
 """The same for a graph of a few nodes."""
 
 
-def graph_bytes(model: Model, rows: int, tokens: int) -> int:
+def graph_bytes(model: Model, rows: int, tokens: int, step_tokens: int) -> int:
     """An estimate from above of what capturing takes.
 
     The graphs share one pool, so of the steps inside them only the largest counts.
@@ -23,10 +23,12 @@ def graph_bytes(model: Model, rows: int, tokens: int) -> int:
     Args:
         rows: requests in the largest decode graph.
         tokens: tokens in the largest chunk graph, 0 if there are none.
+        step_tokens: tokens of a full step, which may have a graph, too.
     """
-    step = max(activation_bytes(model, rows, rows), activation_bytes(model, tokens, rows))
+    full = full_step(model, step_tokens, tokens)
+    step = max(activation_bytes(model, size, rows) for size in (rows, tokens, full))
     graphs = len(decode_sizes(rows)) * len(KINDS) + (2 * len(chunk_sizes(tokens)) if tokens else 0)
-    return step + graphs * PER_GRAPH
+    return step + (graphs + bool(full)) * PER_GRAPH
 
 
 def verify_bytes(model: Model, rows: int, drafts: int) -> int:

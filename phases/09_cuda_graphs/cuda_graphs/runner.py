@@ -19,7 +19,7 @@ from continuous.batch import HostBatch, Ints
 from continuous.rows import Rows
 from continuous.runner import Forwarded, Pending
 from continuous.work import Work
-from cuda_graphs.buckets import chunk_sizes, decode_sizes, smallest, verify_sizes
+from cuda_graphs.buckets import FULL, chunk_sizes, decode_sizes, full_step, smallest, verify_sizes
 from cuda_graphs.capture import Capturer
 from cuda_graphs.chain_graph import ChainGraph
 from cuda_graphs.chunk_graph import ChunkGraph, Layout
@@ -32,6 +32,7 @@ from forward.model import Model
 from paged_cache.cache import PagedCache
 from paged_cache.runner import PagedRunner
 from triton_paged_attention.attention import TritonPagedAttention
+from triton_paged_attention.tuning.tables import LONG
 
 FEW = 16
 """Requests for which each size of chunk has a second graph. With few requests the decode kernel splits
@@ -64,6 +65,7 @@ class GraphRunner(PagedRunner):
         model, attention, rows, cache, options: see `paged_cache.PagedRunner`.
         most_rows: requests in the largest decode graph.
         most_tokens: tokens in the largest chunk graph; 0: none.
+        step_tokens: says how many tokens a step has at most: such steps may have a graph, see `full_step`.
         most_drafts: drafts of a request in the largest verify graph; 0: none.
         most_chained: decode steps in the longest chain; 0: there are no chains.
 
@@ -84,6 +86,7 @@ class GraphRunner(PagedRunner):
         *,
         most_rows: int,
         most_tokens: int,
+        step_tokens: Callable[[], int],
         most_drafts: int = 0,
         most_chained: int = 0,
         **options: Any,
@@ -94,14 +97,15 @@ class GraphRunner(PagedRunner):
         self._sizes = decode_sizes(min(most_rows, rows.count))
         self._chunks = chunk_sizes(most_tokens) if most_tokens else []
         self._requests = sorted({min(FEW, rows.count), rows.count})
+        self._full = full_step(model, step_tokens(), most_tokens)
+        mixed = [*product(self._chunks, self._requests), *[(self._full, rows.count)] * bool(self._full)]
         self._layouts = {
-            (tokens, requests): Layout(tokens, requests, attention.most_tiles(tokens))
-            for tokens in self._chunks
-            for requests in self._requests
+            (tokens, requests): Layout(tokens, requests, attention.most_tiles(tokens, requests))
+            for tokens, requests in mixed
         }
         self._verify_sizes = verify_sizes(self._sizes[-1], most_drafts) if most_drafts else {}
         self._verify_layouts = {
-            (tokens, requests): Layout(tokens, requests, attention.most_tiles(tokens), tokens)
+            (tokens, requests): Layout(tokens, requests, attention.most_tiles(tokens, requests), tokens)
             for requests, counts in self._verify_sizes.items()
             for tokens in counts
         }
@@ -170,11 +174,8 @@ class GraphRunner(PagedRunner):
             return self._decode(works, size, masked)
         if (verifying := self._verify_graph(works, masked)) is not None:
             return self._verify(works, verifying)
-        tokens = smallest(self._chunks, sum(work.count for work in works))
-        samples = sum(max(1, len(work.takers)) + len(work.drafts) for work in works)
-        requests = smallest(self._requests, samples)
-        if tokens is not None and requests is not None:
-            return self._chunk(works, self._chunk_graphs[tokens, requests])
+        if (mixed := self._chunk_graph(works)) is not None:
+            return self._chunk(works, mixed)
         return super().forward(works, masked=masked)
 
     def sample(self, step: Forwarded, allowed: Tensor | Allowed | None = None) -> Pending:
@@ -250,6 +251,17 @@ class GraphRunner(PagedRunner):
         works, host = self._replay(works, graph)
         sampled = Sampled(graph.tokens_out[: len(host.sample_at)])
         return Replayed(works, graph.batch, graph.hidden, sampled=sampled)
+
+    def _chunk_graph(self, works: Sequence[Work]) -> ChunkGraph | None:
+        """The smallest graph that holds any small step, or that of a step that is nearly full."""
+        count = sum(work.count for work in works)
+        samples = sum(max(1, len(work.takers)) + len(work.drafts) for work in works)
+        tokens, requests = smallest(self._chunks, count), smallest(self._requests, samples)
+        if tokens is None and FULL * self._full <= count <= self._full:
+            ends = [work.start + work.count for work in works if work.count > 1]
+            if max(ends, default=0) < LONG:  # attention to more keys is another kernel
+                tokens, requests = self._full, smallest(self._requests[-1:], samples)
+        return None if tokens is None or requests is None else self._chunk_graphs[tokens, requests]
 
     def _chunk(self, works: Sequence[Work], graph: ChunkGraph) -> Forwarded:
         self.refresh(works)

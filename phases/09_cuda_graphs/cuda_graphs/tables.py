@@ -31,10 +31,12 @@ class DeviceTables:
         and a block replaced by its twin in the prefix cache all look alike here.
         """
         now = self._tables[rows, :blocks]
-        line, column = np.nonzero(now != self._sent[rows, :blocks])
-        if not len(line):
+        found = np.flatnonzero(now != self._sent[rows, :blocks])
+        if not len(found):
             return
-        self._sent[rows, :blocks] = now
+        line, column = np.divmod(found, blocks)
+        values = now[line, column]
+        self._sent[rows[line], column] = values
         places = rows[line] * self.data.shape[1] + column
-        moved = upload(self.data.device, {"places": places}, {"values": now[line, column]})
+        moved = upload(self.data.device, {"places": places}, {"values": values})
         self.data.view(-1)[moved["places"]] = moved["values"]
