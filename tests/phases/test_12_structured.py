@@ -35,6 +35,7 @@ from forward.model import Model
 from paged_cache import BlockPool, PagedEngine
 from structured.backends.llguidance import FEW, OPTIONS, source_of
 from structured.drafter import FEW_IN_TURN, GrammarDrafter
+from structured.feature import Structured
 from structured.masks import GrammarMasks
 from structured.matcher import Job, Matcher
 from tests.schedules import check
@@ -915,6 +916,11 @@ def obey_beside_free_rows(model: Model, **options: Any) -> None:
     check(engine)
 
 
+PLAIN: dict[str, Any] = {"kernels": True, "graphs": True, "graph_tokens": 0, "latency": False}
+PLAIN |= dict.fromkeys(("norms", "rope", "activation", "projections"), "torch")
+"""Graphs around attention and sampling by kernels: the others would only take the interpreter's time."""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_masked_steps_are_two_graphs(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -922,7 +928,7 @@ def test_masked_steps_are_two_graphs(model: Model, monkeypatch: pytest.MonkeyPat
     pytest.importorskip("triton")
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("needs Triton's interpreter")
-    options: dict[str, Any] = {"kernels": True, "graphs": True, "graph_tokens": 0, "max_rows": 4}
+    options: dict[str, Any] = {**PLAIN, "max_rows": 4}
     letters, digits = Grammar.regex("[xyz]{9}"), Grammar.regex("[0-9]{9}")
     params = [
         SamplingParams(max_tokens=5, ignore_eos=True),
@@ -976,7 +982,7 @@ def test_the_next_step_is_staged_while_masks_are_made(model: Model) -> None:
     pytest.importorskip("triton")
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("needs Triton's interpreter")
-    options: dict[str, Any] = {"kernels": True, "graphs": True, "graph_tokens": 0, "max_rows": 7}
+    options: dict[str, Any] = {**PLAIN, "max_rows": 7}
     options |= {"jump_forward": False, "speculate": False}
     grammars = [Grammar.regex("[xyz]{30}"), Grammar.regex("[0-9]{30}")]
     lengths = [7, 3, 6, 7, 5, 7, 7]
@@ -1042,7 +1048,7 @@ def test_masked_steps_that_a_graph_cannot_sample(model: Model) -> None:
         SamplingParams(max_tokens=3, temperature=2.0, top_k=2, seed=3, grammar=letters),
     ]
     for one in params:
-        engine = engine_of(model, kernels=True, graphs=True, graph_tokens=0, max_rows=1)
+        engine = engine_of(model, **PLAIN, max_rows=1)
         (found,) = engine.generate([PROMPT], [one])
         (wanted,) = engine_of(model).generate([PROMPT], [one])
         said = f"top_k {one.top_k}, logprobs {one.logprobs}"
@@ -1077,7 +1083,16 @@ class Guess(Drafter):
         return self.ids[:most]
 
 
-@pytest.mark.parametrize("count", [1, 5], ids=["alone", "several"])
+def test_what_is_forced_is_drafted_for_a_few_and_not_for_many() -> None:
+    """Their steps have slower kernels, and everybody in them waits."""
+    drafter = GrammarDrafter(most_ahead=Structured().jump_rows)
+    running = [Request(n, [1], 1, 9, SamplingParams(), constraint=object()) for n in range(5)]
+    for count in range(1, 6):
+        drafter.begin(running[:count])
+        assert drafter.looks_ahead == (count <= 4), f"{count} requests: looks ahead is {drafter.looks_ahead}"
+
+
+@pytest.mark.parametrize("count", [1, 4], ids=["alone", "several"])
 @pytest.mark.parametrize("overlap", [True, False], ids=["ahead", "in turn"])
 def test_forced_tokens_save_steps_and_change_nothing(model: Model, overlap: bool, count: int) -> None:
     schema = Grammar.json_schema(

@@ -142,8 +142,8 @@ BUGS = (
     Bug(
         "wrong-places",
         f"{HERE}/masks.py",
-        "            places += range(place, place + len(drafts) + 1)\n",
-        "            places += range(len(places), len(places) + len(drafts) + 1)\n",
+        "            places.append(place)\n",
+        "            places.append(len(places))\n",
         "Gives the masks to the first rows of the batch.",
     ),
     Bug(
@@ -214,7 +214,8 @@ BUGS = (
     Bug(
         "stale-forced-tokens",
         f"{HERE}/masks.py",
-        "            constraint.forced = constraint.matcher.forced() if asked else ()\n",
+        "            if asked or constraint.forced:\n"
+        "                constraint.forced = constraint.matcher.forced() if asked else ()\n",
         "            constraint.forced = constraint.forced or constraint.matcher.forced()\n",
         "Keeps what was forced earlier.",
     ),

@@ -31,9 +31,7 @@ class Structured(Feature):
 
     backend: Name = option("llguidance", "who makes the masks: llguidance, automata (by hand) or xgrammar")
     jump_forward: bool = option(True, "tokens that a grammar forces are drafted")
-    jump_rows: int = option(
-        64, "running requests, at most, for which steps that overlap draft what is forced"
-    )
+    jump_rows: int = option(4, "running requests, at most, for which steps that overlap draft what is forced")
     grammar_seconds: float = option(2.0, "most seconds that a grammar may take to compile")
     grammar_cache_bytes: int = option(256 << 20, "memory for compiled grammars that nobody uses")
 

@@ -30,7 +30,9 @@ class Longer:
         stops: list[tuple[int, int]] = []
         for job, request in zip(jobs, owners, strict=True):
             params = request.params
-            if params.min_tokens or params.ignore_eos:
+            if params.ignore_eos and not (params.min_tokens or job.drafts):
+                endless.append(job.row)
+            elif params.min_tokens or params.ignore_eos:
                 length = len(request.tokens) - request.prompt_len
                 for row in range(job.row, job.row + len(job.drafts) + 1):
                     length += 1  # the number of the output's token that this mask is for

@@ -160,13 +160,16 @@ class GrammarMasks:
         owners: list[Request] = []
         places: list[int] = []
         for place, drafts, request, constraint in self._follow(works, landed):
-            constraint.forced = constraint.matcher.forced() if asked else ()
+            if asked or constraint.forced:
+                constraint.forced = constraint.matcher.forced() if asked else ()
             jobs.append(Job(constraint.matcher, len(places), drafts))
             owners.append(request)
-            places += range(place, place + len(drafts) + 1)
+            places.append(place)
+            if drafts:
+                places += range(place + 1, place + len(drafts) + 1)
         words = self._staging.host(len(places))
-        for job in jobs:
-            if job.drafts:  # behind a draft that ends the output no mask is made
+        if len(places) > len(jobs):  # behind a draft that ends the output no mask is made
+            for job in jobs:
                 words[job.row + 1 : job.row + 1 + len(job.drafts)] = 0
         done = self.pool.backend.begin(jobs, words) if jobs else None
         self._filling = Filling(works, jobs, owners, places, words, done)
@@ -232,9 +235,12 @@ class GrammarMasks:
     def _ends(self, request: Request, news: Sequence[int]) -> bool:
         """Whether a request's output ends with these tokens, as far as that shows without its text."""
         length, most = len(request.tokens) - request.prompt_len, request.limit - request.prompt_len
+        params = request.params
+        if length + len(news) < most and not params.stop_token_ids and self.eos.isdisjoint(news):
+            return False  # nearly always
         for token in news:
             length += 1
-            if finish_reason(token, length, request.params, self.eos, most) is not None:
+            if finish_reason(token, length, params, self.eos, most) is not None:
                 return True
         return False
 

@@ -24,6 +24,7 @@ class MaskStaging:
         cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
         self._buffers: tuple[Tensor, Tensor] | None = None
+        self._view: Words = np.zeros(0, np.int32)  # of the host's: tensors take longer to cut
 
     def host(self, count: int) -> Words:
         """`[count, W]`: the next masks, to be written over; they hold older ones."""
@@ -33,10 +34,10 @@ class MaskStaging:
             cuda = self._stream is not None
             host = torch.zeros(room, dtype=torch.int32, pin_memory=cuda)
             self._buffers = host, host.to(self.device) if cuda else host
+            self._view = host.numpy()
         if self._stream is not None:
             self._stream.synchronize()  # after a step that failed its copy may still be on its way
-        words: Words = self._buffers[0][: count * self.width].view(count, self.width).numpy()
-        return words
+        return self._view[: count * self.width].reshape(count, self.width)
 
     def send(self, places: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Allowed:
         """The masks that were written last, for these places of the batch."""
@@ -44,7 +45,7 @@ class MaskStaging:
         count = len(places)
         begin, end = self._places(count), self._places(count) + 2 * count
         host, device = self._buffers
-        host[begin:end].view(torch.int64).numpy()[:] = places
+        self._view[begin:end].view(np.int64)[:] = places
         if self._stream is not None:
             current = torch.cuda.current_stream(self.device)
             with torch.cuda.stream(self._stream):
