@@ -26,6 +26,7 @@ from paged_cache import PagedEngine
 PHASE, BEFORE = "10_quant", "09_cuda_graphs"
 SCHEMES_ON_CPU = ("int8", "w8a8", "int4")
 SCHEMES_ON_GPU = ("fp8", "int4")
+SMALL_HEAD = f"{PHASE} int4, int4 head"
 PEERS: Sequence[tuple[str, str, str, float]] = (
     ("qwen3-8b", "fp8", "offline-256", 11_257),
     ("qwen3-8b", "fp8", "single-512", 269),
@@ -73,10 +74,12 @@ def on_gpu(options: BenchOptions) -> list[Run]:
     ways: dict[str, dict[str, Any] | None] = {BEFORE: None}
     ways |= {f"{PHASE} {scheme}": {"quantization": scheme} for scheme in SCHEMES_ON_GPU}
     ways[f"{PHASE} fp8, fp8 keys"] = {"quantization": "fp8", "kv_cache": "fp8", "block_size": 128}
+    ways[SMALL_HEAD] = {"quantization": "int4", "head": "int4"}
     runs = []
     for variant, way in ways.items():
         engines = {variant: _engine(model, way, sizes)}
-        for name in ("single-512", "offline-256", "prefill-64x1024"):
+        alone = variant == SMALL_HEAD  # many requests read a head as fast as one does
+        for name in ("single-512", *(() if alone else ("offline-256", "prefill-64x1024"))):
             work = workload(name)
             if options.quick:
                 items = tuple(Item(item.prompt, min(item.max_tokens, 8)) for item in work.items[:8])
