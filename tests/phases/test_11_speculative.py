@@ -1843,9 +1843,9 @@ def of_few_words(model: Model) -> Model:
         ("head", 2),
         pytest.param("layers", 2, marks=pytest.mark.long),
         ("model", 2),
-        ("model", 8),
+        pytest.param("model", 8, marks=pytest.mark.long),
         ("ngram", 2),
-        ("ngram", 9),
+        pytest.param("ngram", 9, marks=pytest.mark.long),
     ],
 )
 def test_drafting_inside_the_graph_changes_no_token(
