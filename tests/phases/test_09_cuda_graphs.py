@@ -641,8 +641,10 @@ def test_full_steps_on_a_gpu() -> None:
     options: dict[str, Any] = {"cache_bytes": 8_000_000, "max_rows": 5, "step_tokens": 256}
     expected = generate(cuda_graphs.load(model, graphs=False, **options), prompts, params)
     engine = cuda_graphs.load(model, graph_tokens=64, **options)
+    rehearsed = runner_of(engine).replays
     assert_all_same(model, expected, generate(engine, prompts, params))
-    assert runner_of(engine).replays == engine.stats.steps, "not every step was replayed"
+    replays = runner_of(engine).replays - rehearsed
+    assert replays == engine.stats.steps, f"{replays} of {engine.stats.steps} steps were replayed"
 
 
 @GPU

@@ -55,8 +55,6 @@ FEW = 4
 """Up to so many masks are made by the thread that asks: waking others takes longer. As many outputs share a
 lexer before another one is made."""
 MOST_THREADS = 16
-MOVERS = 4
-"""Threads that move matchers by a token. That takes 3 us each, and waking more threads longer than that."""
 MAKING = 0.1
 """Seconds that may go into further lexers of one grammar."""
 CHARACTER = r'[^"\\\x00-\x1F\x7F]'
@@ -210,7 +208,7 @@ class GuidanceBackend(Backend):
         )
         self.limits = ll.LLParserLimits(**LIMITS)
         threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) - 1))
-        self.threads, self.movers = ll.LLExecutor(threads), ll.LLExecutor(min(MOVERS, threads))
+        self.threads = ll.LLExecutor(threads)
         # Of a grammar. Some masks take a hundred times longer than most, and those of the same lexer wait for
         # them: 256 masks take 15 threads 3.7 ms with a lexer for each, and 2.7 with four times as many.
         self.lexers = 1 if threads == 1 else 4 << (threads - 1).bit_length()
@@ -248,7 +246,7 @@ class GuidanceBackend(Backend):
         if len(single) <= FEW:
             return super().advance(moves)
         single.sort(key=lambda at: own[at][0].lexer)  # as in `fill`
-        moved = self.movers.consume_token_par([(own[at][0].inner, own[at][1][0]) for at in single])
+        moved = self.threads.consume_token_par([(own[at][0].inner, own[at][1][0]) for at in single])
         counts = [matcher.advance(tokens) if len(tokens) > 1 else 0 for matcher, tokens in own]
         for at, count in zip(single, moved, strict=True):
             counts[at] = int(count)
