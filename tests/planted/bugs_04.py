@@ -254,8 +254,8 @@ BUGS = (
     Bug(
         "prompt-uploaded-only",
         ROWS,
-        "known = torch.tensor(request.tokens)",
-        "known = torch.tensor(request.tokens[: request.prompt_len])",
+        "torch.from_numpy(np.array(request.tokens))",
+        "torch.from_numpy(np.array(request.tokens[: request.prompt_len]))",
         "Uploads the prompt of a request that comes back with output.",
     ),
     Bug(

@@ -27,8 +27,8 @@ def graph_bytes(model: Model, rows: int, tokens: int, step_tokens: int) -> int:
     """
     full = full_step(model, step_tokens, tokens)
     step = max(activation_bytes(model, size, rows) for size in (rows, tokens, full))
-    graphs = len(decode_sizes(rows)) * len(KINDS) + (2 * len(chunk_sizes(tokens)) if tokens else 0)
-    return step + (graphs + bool(full)) * PER_GRAPH
+    chunks = len(chunk_sizes(tokens)) + bool(full) if tokens else 0
+    return step + (len(decode_sizes(rows)) * len(KINDS) + 2 * chunks) * PER_GRAPH
 
 
 def verify_bytes(model: Model, rows: int, drafts: int) -> int:

@@ -97,11 +97,13 @@ class GraphRunner(PagedRunner):
         self._sizes = decode_sizes(min(most_rows, rows.count))
         self._chunks = chunk_sizes(most_tokens) if most_tokens else []
         self._requests = sorted({min(FEW, rows.count), rows.count})
-        self._full = full_step(model, step_tokens(), most_tokens)
-        mixed = [*product(self._chunks, self._requests), *[(self._full, rows.count)] * bool(self._full)]
+        if full := full_step(model, step_tokens(), most_tokens):
+            self._chunks.append(full)
+        self._full = full
         self._layouts = {
             (tokens, requests): Layout(tokens, requests, attention.most_tiles(tokens, requests))
-            for tokens, requests in mixed
+            for tokens in self._chunks
+            for requests in self._requests
         }
         self._verify_sizes = verify_sizes(self._sizes[-1], most_drafts) if most_drafts else {}
         self._verify_layouts = {
@@ -253,15 +255,19 @@ class GraphRunner(PagedRunner):
         return Replayed(works, graph.batch, graph.hidden, sampled=sampled)
 
     def _chunk_graph(self, works: Sequence[Work]) -> ChunkGraph | None:
-        """The smallest graph that holds any small step, or that of a step that is nearly full."""
+        """The smallest graph that holds a step; one so large only for a step that nearly fills it."""
         count = sum(work.count for work in works)
         samples = sum(max(1, len(work.takers)) + len(work.drafts) for work in works)
         tokens, requests = smallest(self._chunks, count), smallest(self._requests, samples)
-        if tokens is None and FULL * self._full <= count <= self._full:
+        if tokens is None or requests is None:
+            return None
+        if tokens == self._full:
             ends = [work.start + work.count for work in works if work.count > 1]
-            if max(ends, default=0) < LONG:  # attention to more keys is another kernel
-                tokens, requests = self._full, smallest(self._requests[-1:], samples)
-        return None if tokens is None or requests is None else self._chunk_graphs[tokens, requests]
+            if (
+                count < FULL * tokens or max(ends, default=0) >= LONG
+            ):  # to more keys attention is another kernel
+                return None
+        return self._chunk_graphs[tokens, requests]
 
     def _chunk(self, works: Sequence[Work], graph: ChunkGraph) -> Forwarded:
         self.refresh(works)
