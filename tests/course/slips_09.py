@@ -31,7 +31,7 @@ SLIPS = {
         "table-of-the-place",
         Slip(
             "never-remembers",
-            "        self._sent[rows, :blocks] = now\n",
+            "        self._sent[rows[line], column] = values\n",
             "",
             "Sends again what it has sent.",
         ),

@@ -133,8 +133,8 @@ SLIPS = {
         ),
         Slip(
             "one-place-each",
-            "range(place, place + len(drafts) + 1)",
-            "range(place, place + 1)",
+            "            if drafts:\n                places += range(place + 1, place + len(drafts) + 1)\n",
+            "",
             "Gives a request one place, whatever its drafts.",
         ),
         Slip(

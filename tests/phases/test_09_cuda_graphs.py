@@ -34,7 +34,7 @@ from continuous.batch import HostBatch
 from continuous.rows import Rows
 from continuous.runner import Forwarded
 from continuous.work import Work
-from cuda_graphs.buckets import chunk_sizes, decode_sizes, full_step, smallest
+from cuda_graphs.buckets import chunk_sizes, decode_sizes, fills, full_step, smallest
 from cuda_graphs.chunk_graph import Layout
 from cuda_graphs.engine import OverlapEngine
 from cuda_graphs.memory import graph_bytes
@@ -47,8 +47,10 @@ from forward.loading import random_model
 from forward.model import Model
 from forward.shapes import SHAPES
 from paged_cache import BlockPool, PagedCache, PagedEngine
+from paged_cache.memory import activation_bytes
 from tests.equivalence.compare import assert_all_same
 from tests.fakes import FakePending, FakeRunner, OddOnly
+from triton_paged_attention.tuning.tables import LONG
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -481,6 +483,23 @@ def test_capped_logits_are_drawn_from_as_capped() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("starts", "counts", "right"),
+    [
+        ([0, 0], [50, 50], True),
+        ([0, 30], [60, 30], True),  # 90 of 100
+        ([0, 30], [59, 30], False),
+        ([LONG - 91, 7], [90, 1], True),
+        ([LONG - 90, 7], [90, 1], False),  # its attention is another kernel
+        ([0, LONG + 7], [90, 1], True),  # that of a decode is not
+    ],
+)
+def test_which_steps_fill_a_full_ones_graph(starts: list[int], counts: list[int], right: bool) -> None:
+    pairs = zip(starts, counts, strict=True)
+    works: Any = [Work(None, row, start, count) for row, (start, count) in enumerate(pairs)]  # type: ignore[arg-type]
+    assert fills(100, works) == right, f"{counts} tokens behind {starts}"
+
+
 @pytest.mark.slow
 def test_full_steps_are_replayed_and_half_full_ones_are_not(
     model: Model, monkeypatch: pytest.MonkeyPatch
@@ -537,6 +556,10 @@ def test_the_budget_for_graphs_grows_with_them(model: Model) -> None:
     assert 0 < small < large < graph_bytes(model, 64, 512, 2048)
     engine = load(model, graph_tokens=0)
     assert engine.ledger.reserved == graph_bytes(model, 5, 0, 2048), "the ledger does not know of the graphs"
+    on_a_gpu: Any = SimpleNamespace(config=model.config, dtype=model.dtype, device=torch.device("cuda"))
+    without, with_ = (graph_bytes(on_a_gpu, 64, 512, steps) for steps in (512, 8192))
+    activations = activation_bytes(on_a_gpu, 8192, 64) - activation_bytes(on_a_gpu, 512, 64)
+    assert with_ - without > activations, "nothing is left for the graph of a full step"
 
 
 @pytest.mark.slow

@@ -5,7 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
+from continuous.work import Work
 from forward.model import Model
+from triton_paged_attention.tuning.tables import LONG
 
 
 def decode_sizes(most: int) -> list[int]:
@@ -48,6 +50,12 @@ LAUNCHED_FLOP = 20e12
 """What a large GPU computes while an eager step's launches take 25 ms, at 800 TFLOP/s."""
 FULL = 0.9
 """How much of a full step's graph must be used, or padding would cost more than launches."""
+
+
+def fills(full: int, works: Sequence[Work]) -> bool:
+    """Whether a step is for the graph of full ones. To many keys attention is another kernel, see `LONG`."""
+    ends = [work.start + work.count for work in works if work.count > 1]
+    return sum(work.count for work in works) >= FULL * full and max(ends, default=0) < LONG
 
 
 def verify_sizes(most_rows: int, most_drafts: int) -> dict[int, list[int]]:

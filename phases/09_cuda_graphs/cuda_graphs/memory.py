@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from cuda_graphs.buckets import MOST_VERIFIED, chunk_sizes, decode_sizes, full_step, verify_sizes
 from cuda_graphs.decode_graph import CAPTURED, KINDS, logits_dtype
 from forward.model import Model
 from paged_cache.memory import activation_bytes
+
+
+@dataclass(frozen=True)
+class Startup:
+    """What capturing took: graphs, seconds (compiling kernels included), and bytes of device memory."""
+
+    graphs: int
+    seconds: float
+    bytes: int
+
 
 PER_GRAPH = 8 << 20
 """Nodes and their parameters, kept by the driver."""

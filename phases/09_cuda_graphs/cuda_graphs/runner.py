@@ -19,12 +19,12 @@ from continuous.batch import HostBatch, Ints
 from continuous.rows import Rows
 from continuous.runner import Forwarded, Pending
 from continuous.work import Work
-from cuda_graphs.buckets import FULL, chunk_sizes, decode_sizes, full_step, smallest, verify_sizes
+from cuda_graphs.buckets import chunk_sizes, decode_sizes, fills, full_step, smallest, verify_sizes
 from cuda_graphs.capture import Capturer
 from cuda_graphs.chain_graph import ChainGraph
 from cuda_graphs.chunk_graph import ChunkGraph, Layout
 from cuda_graphs.decode_graph import CAPTURED, KINDS, DecodeGraph, Machine, captured, narrow_logits
-from cuda_graphs.memory import free_bytes
+from cuda_graphs.memory import Startup, free_bytes
 from cuda_graphs.staging import Staging
 from cuda_graphs.tables import DeviceTables
 from cuda_graphs.verify_graph import VerifyGraph, drafts_of
@@ -32,22 +32,12 @@ from forward.model import Model
 from paged_cache.cache import PagedCache
 from paged_cache.runner import PagedRunner
 from triton_paged_attention.attention import TritonPagedAttention
-from triton_paged_attention.tuning.tables import LONG
 
 FEW = 16
 """Requests for which each size of chunk has a second graph. With few requests the decode kernel splits
 contexts over programs, and how often is fixed at capture."""
 _by_row = attrgetter("row")
 _PADDING = np.array([[0], [-1], [0]])  # row 0, no position, no step
-
-
-@dataclass(frozen=True)
-class Startup:
-    """What capturing took: graphs, seconds (compiling kernels included), and bytes of device memory."""
-
-    graphs: int
-    seconds: float
-    bytes: int
 
 
 @dataclass
@@ -97,9 +87,8 @@ class GraphRunner(PagedRunner):
         self._sizes = decode_sizes(min(most_rows, rows.count))
         self._chunks = chunk_sizes(most_tokens) if most_tokens else []
         self._requests = sorted({min(FEW, rows.count), rows.count})
-        if full := full_step(model, step_tokens(), most_tokens):
-            self._chunks.append(full)
-        self._full = full
+        self._full = full_step(model, step_tokens(), most_tokens)
+        self._chunks += [self._full] * bool(self._full)
         self._layouts = {
             (tokens, requests): Layout(tokens, requests, attention.most_tiles(tokens, requests))
             for tokens in self._chunks
@@ -255,18 +244,12 @@ class GraphRunner(PagedRunner):
         return Replayed(works, graph.batch, graph.hidden, sampled=sampled)
 
     def _chunk_graph(self, works: Sequence[Work]) -> ChunkGraph | None:
-        """The smallest graph that holds a step; one so large only for a step that nearly fills it."""
+        """The smallest graph that holds a step; that of full steps only for one that nearly is."""
         count = sum(work.count for work in works)
         samples = sum(max(1, len(work.takers)) + len(work.drafts) for work in works)
         tokens, requests = smallest(self._chunks, count), smallest(self._requests, samples)
-        if tokens is None or requests is None:
+        if tokens is None or requests is None or (tokens == self._full and not fills(tokens, works)):
             return None
-        if tokens == self._full:
-            ends = [work.start + work.count for work in works if work.count > 1]
-            if (
-                count < FULL * tokens or max(ends, default=0) >= LONG
-            ):  # to more keys attention is another kernel
-                return None
         return self._chunk_graphs[tokens, requests]
 
     def _chunk(self, works: Sequence[Work], graph: ChunkGraph) -> Forwarded:
