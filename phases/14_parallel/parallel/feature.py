@@ -155,7 +155,8 @@ class Split(Feature):
             from cuda_graphs.masked_runner import remade
             from cuda_graphs.runner import GraphRunner
 
-            parts.runner = remade(parts.runner, GraphRunner)
+            # Graphs of full steps have not been tried in ranks: NCCL's sums would be in them.
+            parts.runner = partial(remade(parts.runner, GraphRunner), step_tokens=lambda: 0)
         about = model.config.vocab_size, model.device
         extra: dict[str, Any] = {"ranks": ranks, "every": self.options.rank_check}
         kind: Any = engines.Leader
