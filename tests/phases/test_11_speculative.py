@@ -2137,6 +2137,29 @@ def test_a_head_sees_the_prompt_of_its_first_request(model: Model, tmp_path: Any
     assert list(source._first.values()) == [0], "request 0: the head has not seen the prompt"
 
 
+@pytest.mark.parametrize("overlap", [True, False], ids=["ahead", "in turn"])
+def test_a_head_that_comes_back_sees_the_prompt(model: Model, tmp_path: Any, overlap: bool) -> None:
+    """Guessing is off for one request and on for the next: the step with its prompt has to be watched."""
+    path = tmp_path / "head.safetensors"
+    head.save(drafter_of(model, Head, 1), path, {})
+    engine = speculative.load(model, drafter="head", draft_model=str(path), overlap=overlap, **SMALL)
+    speculator: Any = engine.scheduler.drafter
+    allowed, speculator._on = False, False
+    speculator.control.cost(1).samples = SAMPLES
+    speculator.control.cost(1).decide = lambda: allowed
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    engine.generate([[5, 6, 7, 8]], params)
+    assert speculator.source._first == {}, "request 0: guessing was off, and somebody has watched"
+    allowed = True
+    engine.add([9, 8, 7, 6], params)
+    for _ in range(6):
+        engine.step()
+    assert list(speculator.source._first.values()) == [0], (
+        f"request 1: of its 4 prompt tokens the head has missed {list(speculator.source._first.values())}"
+    )
+    assert speculator.stats.steps > 0, "request 1: nothing was guessed"
+
+
 def test_lengths_that_have_graphs() -> None:
     from speculative.ahead.steps import draft_lengths
 

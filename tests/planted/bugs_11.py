@@ -494,4 +494,11 @@ BUGS = (
         "            pass\n",
         "Leaves query tiles at the positions that they were captured with.",
     ),
+    Bug(
+        "comes-back-behind-the-prompt",
+        SPECULATOR,
+        "                self._on = self.control.decide(1)\n",
+        "",
+        "Turns a head on when the step with the prompt, which it should see, is on its way already.",
+    ),
 )

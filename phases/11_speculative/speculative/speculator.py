@@ -70,15 +70,13 @@ class Speculator(Drafter):
         self._steady = True  # the first step after a switch overlaps with the one before, or with none
         self._began: float | None = None
         self._steps = self._decode_steps = 0
-        # What has landed since the step began: requests, drafts, tokens, and whether prompts were in it.
-        self._rows = self._drafts = self._tokens = 0
-        self._prompts = False
+        self._rows = self._drafts = self._tokens = 0  # what has landed since the step began
+        self._prompts = False  # whether any were in it
 
     def attach(self, engine: Engine) -> None:
         """The engine whose steps these are."""
         self._engine = engine
-        attach = getattr(self.source, "attach", None)
-        if attach is not None:
+        if (attach := getattr(self.source, "attach", None)) is not None:
             attach(engine)
 
     @property
@@ -96,6 +94,9 @@ class Speculator(Drafter):
         rows = len(running)
         if not rows:
             self._began = None
+            if self._watches and not self._on and self.control.fresh:  # the next request's first step is due
+                self._on = self.control.decide(1)
+                self.control.fresh = True  # more than one may come, and they have another account
             return False
         before, self._on = self._on, self._decide(rows)
         learning = not self._on and self._watches and self.control.cost(rows).samples < SAMPLES
@@ -170,8 +171,7 @@ class Speculator(Drafter):
 
     def _account(self) -> None:
         """Tell the control what the step before took, if it was one of decodes alone."""
-        now, began = self.clock(), self._began
-        self._began = now
+        began, self._began = self._began, (now := self.clock())
         rows, drafts, tokens, prompts = self._rows, self._drafts, self._tokens, self._prompts
         self._rows = self._drafts = self._tokens = 0
         self._prompts = False
