@@ -497,7 +497,7 @@ def test_capped_logits_are_drawn_from_as_capped() -> None:
 def test_which_steps_fill_a_full_ones_graph(starts: list[int], counts: list[int], right: bool) -> None:
     pairs = zip(starts, counts, strict=True)
     works: Any = [Work(None, row, start, count) for row, (start, count) in enumerate(pairs)]  # type: ignore[arg-type]
-    assert fills(100, works) == right, f"{counts} tokens behind {starts}"
+    assert fills(100, works, LONG) == right, f"{counts} tokens behind {starts}"
 
 
 @pytest.mark.slow

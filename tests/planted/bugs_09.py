@@ -339,14 +339,14 @@ BUGS = (
     Bug(
         "half-full-is-full",
         BUCKETS,
-        "    return sum(work.count for work in works) >= FULL * full and max(ends, default=0) < LONG\n",
-        "    return max(ends, default=0) < LONG\n",
+        "    return sum(work.count for work in works) >= FULL * full and max(ends, default=0) < longest\n",
+        "    return max(ends, default=0) < longest\n",
         "Pads any step up to a full one.",
     ),
     Bug(
         "long-contexts-in-full-steps",
         BUCKETS,
-        " and max(ends, default=0) < LONG\n",
+        " and max(ends, default=0) < longest\n",
         "\n",
         "Replays a step whose prompts have another kernel for their attention.",
     ),

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from continuous.work import Work
 from forward.model import Model
-from triton_paged_attention.tuning.tables import LONG
 
 
 def decode_sizes(most: int) -> list[int]:
@@ -52,10 +51,10 @@ FULL = 0.9
 """How much of a full step's graph must be used, or padding would cost more than launches."""
 
 
-def fills(full: int, works: Sequence[Work]) -> bool:
-    """Whether a step is for the graph of full ones. To many keys attention is another kernel, see `LONG`."""
+def fills(full: int, works: Sequence[Work], longest: int) -> bool:
+    """Whether a step is for the graph of full ones. Prompts of `longest` tokens have another kernel."""
     ends = [work.start + work.count for work in works if work.count > 1]
-    return sum(work.count for work in works) >= FULL * full and max(ends, default=0) < LONG
+    return sum(work.count for work in works) >= FULL * full and max(ends, default=0) < longest
 
 
 def verify_sizes(most_rows: int, most_drafts: int) -> dict[int, list[int]]:

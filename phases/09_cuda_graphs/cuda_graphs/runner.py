@@ -32,6 +32,7 @@ from forward.model import Model
 from paged_cache.cache import PagedCache
 from paged_cache.runner import PagedRunner
 from triton_paged_attention.attention import TritonPagedAttention
+from triton_paged_attention.tuning.tables import LONG
 
 FEW = 16
 """Requests for which each size of chunk has a second graph. With few requests the decode kernel splits
@@ -248,7 +249,7 @@ class GraphRunner(PagedRunner):
         count = sum(work.count for work in works)
         samples = sum(max(1, len(work.takers)) + len(work.drafts) for work in works)
         tokens, requests = smallest(self._chunks, count), smallest(self._requests, samples)
-        if tokens is None or requests is None or (tokens == self._full and not fills(tokens, works)):
+        if tokens is None or requests is None or (tokens == self._full and not fills(tokens, works, LONG)):
             return None
         return self._chunk_graphs[tokens, requests]
 
