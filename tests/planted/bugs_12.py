@@ -214,8 +214,7 @@ BUGS = (
     Bug(
         "stale-forced-tokens",
         f"{HERE}/masks.py",
-        "            if asked or constraint.forced:\n"
-        "                constraint.forced = constraint.matcher.forced() if asked else ()\n",
+        "            constraint.forced = constraint.matcher.forced() if asked else ()\n",
         "            constraint.forced = constraint.forced or constraint.matcher.forced()\n",
         "Keeps what was forced earlier.",
     ),

@@ -71,7 +71,7 @@ class Speculator(Drafter):
         self._began: float | None = None
         self._steps = self._decode_steps = 0
         self._rows = self._drafts = self._tokens = 0  # what has landed since the step began
-        self._prompts = False  # whether any were in it
+        self._prompts = False  # whether there were tokens of prompts in it
 
     def attach(self, engine: Engine) -> None:
         """The engine whose steps these are."""

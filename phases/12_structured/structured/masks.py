@@ -160,8 +160,7 @@ class GrammarMasks:
         owners: list[Request] = []
         places: list[int] = []
         for place, drafts, request, constraint in self._follow(works, landed):
-            if asked or constraint.forced:
-                constraint.forced = constraint.matcher.forced() if asked else ()
+            constraint.forced = constraint.matcher.forced() if asked else ()
             jobs.append(Job(constraint.matcher, len(places), drafts))
             owners.append(request)
             places.append(place)
