@@ -130,29 +130,31 @@ def alternate(
     gc.collect()
     gc.freeze()  # as a server does: a collection that looks at every module takes 200 ms of somebody's sample
     kept = {name: Samples() for name in variants}
-    for repeat in range(repeats):
-        order = list(variants)
-        for name in order if repeat % 2 == 0 else reversed(order):
-            best: tuple[Noise, Sample] | None = None
-            begun = time.perf_counter()
-            for attempt in range(tries):
-                if warm is not None and name in warm:
-                    warm[name]()
-                with Watch() as watch:
-                    sample = variants[name](next(number))
-                if best is None or watch.noise.score < best[0].score:
-                    best = watch.noise, sample
-                if log:
-                    log(_line(name, repeat, sample, watch.noise))
-                if not watch.noise.dirty or time.perf_counter() - begun > MAX_SAMPLE_SECONDS:
-                    break
-                if attempt + 1 < tries:
-                    time.sleep(settle * 2**attempt)
-            assert best is not None
-            kept[name].discarded += attempt
-            kept[name].noises.append(best[0])
-            kept[name].kept.append(best[1])
-    gc.unfreeze()
+    try:
+        for repeat in range(repeats):
+            order = list(variants)
+            for name in order if repeat % 2 == 0 else reversed(order):
+                best: tuple[Noise, Sample] | None = None
+                begun = time.perf_counter()
+                for attempt in range(tries):
+                    if warm is not None and name in warm:
+                        warm[name]()
+                    with Watch() as watch:
+                        sample = variants[name](next(number))
+                    if best is None or watch.noise.score < best[0].score:
+                        best = watch.noise, sample
+                    if log:
+                        log(_line(name, repeat, sample, watch.noise))
+                    if not watch.noise.dirty or time.perf_counter() - begun > MAX_SAMPLE_SECONDS:
+                        break
+                    if attempt + 1 < tries:
+                        time.sleep(settle * 2**attempt)
+                assert best is not None
+                kept[name].discarded += attempt
+                kept[name].noises.append(best[0])
+                kept[name].kept.append(best[1])
+    finally:
+        gc.unfreeze()
     return kept
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 
@@ -10,6 +11,7 @@ import torch
 
 from benchmarks.measure import (
     Noise,
+    Sample,
     Samples,
     Watch,
     alternate,
@@ -216,3 +218,14 @@ def test_time_call_counts():
     assert (len(times), len(calls)) == (5, 7)
     assert all(value >= 0 for value in times)
     assert len(time_call(lambda: time.sleep(0.01), repeats=1, warm_up=0, floor=0.05)) > 1
+
+
+def test_a_sample_that_fails_leaves_nothing_frozen():
+    gc.unfreeze()
+
+    def fails(number: int) -> Sample:
+        raise RuntimeError("no memory left")
+
+    with pytest.raises(RuntimeError, match="no memory left"):
+        alternate({"one": fails}, 1, warm={})
+    assert gc.get_freeze_count() == 0, "objects stay out of the collector's sight for ever"
