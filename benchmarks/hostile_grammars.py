@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.measure import frozen
 from common.errors import UserError
 from common.request import Request
 from common.sampling.grammar import Grammar
@@ -153,25 +154,24 @@ def measure(engine: PagedEngine, tokens: int, turns: int) -> dict[str, dict[str,
     count = PER_STEP * tokens
     harmless, new = schemas(count, distinct=False), min(count, DISTINCT)
     gaps(engine, schemas(8, distinct=False), 8)
-    gc.collect()
-    gc.freeze()  # as a server does: a collection that looks at every module takes 200 ms
     found: dict[str, dict[str, list[float]]] = {}
     all_waits: dict[str, list[float]] = {}
-    for turn in range(turns):
-        sets = {
-            "harmless grammars": harmless,
-            "hostile grammars": among(unknown(hostile(), turn), harmless),
-            "distinct grammars": schemas(new, distinct=True, first=turn * new),
+    with frozen():
+        for turn in range(turns):
+            sets = {
+                "harmless grammars": harmless,
+                "hostile grammars": among(unknown(hostile(), turn), harmless),
+                "distinct grammars": schemas(new, distinct=True, first=turn * new),
+            }
+            for name, given in sets.items():
+                waits, metrics = gaps(engine, given, tokens), found.setdefault(name, {})
+                all_waits.setdefault(name, []).extend(waits)
+                metrics.setdefault("itl_ms_p99", []).append(float(np.percentile(waits, 99)))
+                metrics.setdefault("itl_ms_max", []).append(max(waits))
+                metrics["itl_ms_p99_all_turns"] = [float(np.percentile(all_waits[name], 99))]
+        each = [alone(make, engine) for make in unknown(hostile(), turns).values()]
+        found["hostile grammars"] |= {
+            "worst_seconds": [max(seconds for seconds, _ in each)],
+            "peak_memory_bytes": [float(max(grown for _, grown in each))],
         }
-        for name, given in sets.items():
-            waits, metrics = gaps(engine, given, tokens), found.setdefault(name, {})
-            all_waits.setdefault(name, []).extend(waits)
-            metrics.setdefault("itl_ms_p99", []).append(float(np.percentile(waits, 99)))
-            metrics.setdefault("itl_ms_max", []).append(max(waits))
-            metrics["itl_ms_p99_all_turns"] = [float(np.percentile(all_waits[name], 99))]
-    each = [alone(make, engine) for make in unknown(hostile(), turns).values()]
-    found["hostile grammars"] |= {
-        "worst_seconds": [max(seconds for seconds, _ in each)],
-        "peak_memory_bytes": [float(max(grown for _, grown in each))],
-    }
     return found

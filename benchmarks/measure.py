@@ -103,6 +103,17 @@ class Watch:
         self.noise = Noise(max(share, 0.0), switches if elapsed >= 0.2 else 0.0)
 
 
+@contextmanager
+def frozen() -> Iterator[None]:
+    """No collection looks at what is there already, as in a server: it takes 200 ms of somebody's sample."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def alternate(
     variants: Mapping[str, Callable[[int], Sample]],
     repeats: int = 3,
@@ -127,10 +138,8 @@ def alternate(
     if warm is None:
         for run in variants.values():
             run(next(number))
-    gc.collect()
-    gc.freeze()  # as a server does: a collection that looks at every module takes 200 ms of somebody's sample
     kept = {name: Samples() for name in variants}
-    try:
+    with frozen():
         for repeat in range(repeats):
             order = list(variants)
             for name in order if repeat % 2 == 0 else reversed(order):
@@ -153,8 +162,6 @@ def alternate(
                 kept[name].discarded += attempt
                 kept[name].noises.append(best[0])
                 kept[name].kept.append(best[1])
-    finally:
-        gc.unfreeze()
     return kept
 
 
