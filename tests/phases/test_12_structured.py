@@ -35,8 +35,8 @@ from forward.model import Model
 from paged_cache import BlockPool, PagedEngine
 from structured.backends.llguidance import FEW, OPTIONS, source_of
 from structured.drafter import FEW_IN_TURN, GrammarDrafter
-from structured.feature import Structured
-from structured.masks import GrammarMasks
+from structured.feature import Structured, backend_named
+from structured.masks import Constraint, GrammarMasks
 from structured.matcher import Job, Matcher
 from tests.schedules import check
 from tests.structured_kit import EOS, SCHEMAS, SIZE, bits, must_validate, tokenizer, vocabulary
@@ -526,7 +526,7 @@ def test_masks_that_cannot_be_made_end_their_own_step(model: Model, monkeypatch:
             break
     known = len(first.output_ids)
     with monkeypatch.context() as patch:
-        patch.setattr(type(engine.masks), "_follow", lambda self, works, landed: 1 / 0)
+        patch.setattr(type(engine.masks), "_takers", lambda self, works, landed: 1 / 0)
         outputs = engine.step()
     assert first.finish_reason == "error" and isinstance(first.error, ZeroDivisionError), first.error
     assert len(first.output_ids) == known + 1, "the token of the step before, which went well, is lost"
@@ -549,7 +549,7 @@ def test_grammars_that_all_fail_at_once_end_each_output_once(
     advance, calls = backend.advance, Counter[str]()
 
     def refuse(moves: Sequence[tuple[Matcher, Sequence[int]]]) -> list[int]:
-        calls["moves"] += bool(moves)
+        calls["moves"] += any(tokens for _, tokens in moves)
         return [0] * len(moves) if calls["moves"] > 3 else advance(moves)
 
     monkeypatch.setattr(backend, "advance", refuse)
@@ -579,6 +579,63 @@ def test_who_has_ended_does_not_fail_as_well(model: Model, monkeypatch: pytest.M
     check(engine)
 
 
+def test_what_was_forced_is_forgotten_when_tokens_come() -> None:
+    matcher = backend_named("llguidance")(vocabulary()).compile(Grammar.regex("[ab]{3}")).matcher()
+    place = Constraint(matcher, taken=4, forced=(1, 2))
+    assert place.moved([], 0) == "" and place.forced == (1, 2), "nothing has come"
+    assert place.moved([1], 1) == "" and place.forced == (), "forced behind token 4, and it is token 5 now"
+
+
+def test_matchers_are_moved_while_tokens_are_dealt_out(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a thread that needs Python's lock when they have moved, and is given it before the next step."""
+    engine = engine_of(model, speculate=False)
+    assert isinstance(engine.masks, GrammarMasks)
+    backend = engine.masks.pool.backend
+    begin, dealt, advance = engine.masks.begin, engine.masks.dealt, backend.advance
+    receive = engine._receive
+    dealing = threading.Event()
+    waits = False
+    in_time: list[bool] = []
+    moved = told = 0
+
+    def begun(works: Sequence[Work], landed: Landed = NOBODYS) -> bool:
+        nonlocal waits
+        waits = bool(landed)
+        dealing.clear()
+        return begin(works, landed)
+
+    def moving(moves: Sequence[tuple[Matcher, Sequence[int]]]) -> list[int]:
+        nonlocal moved
+        if waits and len(moves) > 4:
+            in_time.append(dealing.wait(3))
+            time.sleep(0.01)
+        counts = advance(moves)
+        moved += 1
+        return counts
+
+    def received(*given: Any) -> bool:
+        dealing.set()
+        return receive(*given)
+
+    def left() -> None:
+        nonlocal told
+        before = len(in_time)
+        dealt()
+        told += 1
+        assert moved >= before, "the step goes on before matchers have moved"
+
+    monkeypatch.setattr(engine.masks, "begin", begun)
+    monkeypatch.setattr(engine.masks, "dealt", left)
+    monkeypatch.setattr(backend, "advance", moving)
+    monkeypatch.setattr(engine, "_receive", received)
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=1, grammar=Grammar.regex("[ab]{9}"))
+    done = engine.generate([PROMPT] * 7, params)
+    assert all(in_time) and len(in_time) >= 6, f"whether tokens were dealt out meanwhile, by steps: {in_time}"
+    assert told >= len(in_time), f"{told} steps waited for threads to go on, of {len(in_time)}"
+    assert {c.finish_reason for c in done} == {"stop"}
+    check(engine)
+
+
 def test_masks_are_begun_before_tokens_are_dealt_out(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dealing out 256 tokens takes a millisecond, in which threads make masks, but none of who has ended."""
     engine = engine_of(model, speculate=False)
@@ -597,15 +654,18 @@ def test_masks_are_begun_before_tokens_are_dealt_out(model: Model, monkeypatch: 
 
     def filled(works: Sequence[Work]) -> Allowed | None:
         made = engine.masks._filling  # type: ignore[attr-defined]
-        for request in made.owners if made is not None else ():
+        owners = [taker.request for taker in made.takers] if made is not None else []
+        for request in owners:
             if request in expected:
                 assert len(request.tokens) == expected.pop(request), (
                     f"request {request.id}: not dealt out yet"
                 )
             assert request.finish_reason is None, f"request {request.id} has ended, and a mask is made for it"
+        allowed = fill(works)
+        for request in owners:
             taken = request.constraint.taken  # type: ignore[attr-defined]
             assert taken == len(request.output_ids), f"request {request.id}: its matcher is {taken} tokens in"
-        return fill(works)
+        return allowed
 
     monkeypatch.setattr(engine.masks, "begin", begun)
     monkeypatch.setattr(engine.masks, "fill", filled)

@@ -214,8 +214,8 @@ BUGS = (
     Bug(
         "stale-forced-tokens",
         f"{HERE}/masks.py",
-        "            constraint.forced = constraint.matcher.forced() if asked else ()\n",
-        "            constraint.forced = constraint.forced or constraint.matcher.forced()\n",
+        "        if count:\n            self.forced = ()",
+        "        if count:\n            pass",
         "Keeps what was forced earlier.",
     ),
     Bug(
@@ -303,10 +303,31 @@ BUGS = (
         "Begins masks when all tokens have been dealt out, and threads idle meanwhile.",
     ),
     Bug(
+        "threads-wait-for-their-turn",
+        f"{HERE}/masks.py",
+        "            self._filling.making.moved.wait()\n",
+        "            pass\n",
+        "Schedules the next step while a thread that has moved the matchers waits for Python's lock.",
+    ),
+    Bug(
+        "nobody-says-that-tokens-are-dealt-out",
+        "phases/09_cuda_graphs/cuda_graphs/engine.py",
+        "        self.masks.dealt()\n",
+        "",
+        "Never gives threads a moment.",
+    ),
+    Bug(
+        "matchers-are-moved-first",
+        f"{HERE}/backends/llguidance.py",
+        "        making = Making(self.asker.submit(ask), moved)\n        running.wait()\n",
+        "        making = Making(self.asker.submit(ask), moved)\n        moved.wait()\n",
+        "Has matchers moved before it deals out any token.",
+    ),
+    Bug(
         "what-has-landed-is-not-followed",
         f"{HERE}/masks.py",
-        "[*constraint.unseen(request), *news]",
-        "constraint.unseen(request)",
+        "unseen = [*constraint.unseen(request), *news]",
+        "unseen = constraint.unseen(request)",
         "Makes the masks of the token before.",
     ),
     Bug(
@@ -326,8 +347,8 @@ BUGS = (
     Bug(
         "nobody-left-is-nothing-begun",
         f"{HERE}/masks.py",
-        "        self._filling = Filling(works, jobs, owners, places, words, done)\n",
-        "        self._filling = Filling(works, jobs, owners, places, words, done) if jobs else None\n",
+        "        self._filling = Filling(works, takers, jobs, places, words, making)\n",
+        "        self._filling = Filling(works, takers, jobs, places, words, making) if jobs else None\n",
         "Follows the grammars of a step twice, where all have failed the first time.",
     ),
     Bug(

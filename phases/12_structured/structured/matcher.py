@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -74,11 +75,26 @@ class Compiled(ABC):
 
 
 class Job(NamedTuple):
-    """Masks to be made: of a matcher's next token into `row`, and after each draft into the rows behind."""
+    """Masks to be made: of a matcher's next token into `row`, and after each draft into the rows behind.
+
+    news: tokens that the matcher has to take before.
+    """
 
     matcher: Matcher
     row: int
     drafts: Sequence[int]
+    news: Sequence[int] = ()
+
+
+class Making(NamedTuple):
+    """Masks that are being made, perhaps in threads.
+
+    taken: how many of its `news` each job's matcher has taken. All is done when this is.
+    moved: set as soon as all matchers have taken theirs, and nothing but masks is left to do.
+    """
+
+    taken: Future[list[int]]
+    moved: threading.Event
 
 
 class Backend(ABC):
@@ -91,18 +107,26 @@ class Backend(ABC):
     def compile(self, grammar: Grammar) -> Compiled:
         """Make a grammar ready. Raises `UserError` for one that is wrong, too large, or not understood."""
 
+    def begin(self, jobs: Sequence[Job], words: Words) -> Making:
+        """Begin to `make`. Until that is done no matcher of these may be used."""
+        making = Making(Future(), threading.Event())
+        making.taken.set_result(self.make(jobs, words, making.moved.set))
+        return making
+
+    def make(self, jobs: Sequence[Job], words: Words, moved: Callable[[], None]) -> list[int]:
+        """Move matchers, tell so, and fill the masks of those that have taken all; returns what they took."""
+        counts = self.advance([(job.matcher, job.news) for job in jobs])
+        moved()
+        self.fill([job for job, count in zip(jobs, counts, strict=True) if count == len(job.news)], words)
+        return counts
+
     def advance(self, moves: Sequence[tuple[Matcher, Sequence[int]]]) -> list[int]:
         """`Matcher.advance` for many matchers."""
         return [matcher.advance(tokens) if tokens else 0 for matcher, tokens in moves]
 
-    def begin(self, jobs: Sequence[Job], words: Words) -> Future[None] | None:
-        """Begin to `fill`, in threads; None: it is done. No matcher of these may be used until it is."""
-        self.fill(jobs, words)
-        return None
-
     def fill(self, jobs: Sequence[Job], words: Words) -> None:
         """Fill the rows of `words [M, ceil(V / 32)]`; every draft is one that its matcher agrees with."""
-        for matcher, row, drafts in jobs:
+        for matcher, row, drafts, _ in jobs:
             matcher.fill(words[row])
             for place, draft in enumerate(drafts, start=1):
                 matcher.advance((draft,))

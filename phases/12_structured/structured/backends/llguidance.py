@@ -12,7 +12,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from typing import Any, cast
 from weakref import WeakSet
@@ -21,7 +21,7 @@ import llguidance as ll
 
 from common.errors import UserError
 from common.sampling.grammar import Grammar
-from structured.matcher import Backend, Compiled, Job, Matcher, Words
+from structured.matcher import Backend, Compiled, Job, Making, Matcher, Words
 from structured.pool import step_back
 from structured.vocabulary import Vocabulary
 
@@ -252,24 +252,27 @@ class GuidanceBackend(Backend):
             counts[at] = int(count)
         return counts
 
-    def begin(self, jobs: Sequence[Job], words: Words) -> Future[None] | None:
+    def begin(self, jobs: Sequence[Job], words: Words) -> Making:
         """A thread asks the library's threads, so that who calls this can go on meanwhile.
 
         It needs Python's lock for a moment to hand over the matchers, and gets it because this one waits
-        until it runs: otherwise it would have to wait for its turn, which is 5 ms long.
+        until it runs: otherwise it would have to wait for its turn, which is 5 ms long. It needs it again
+        when they have moved, to hand them over once more: whoever waits for `moved` lets it have that.
         """
         if len(words) <= FEW:
-            self.fill(jobs, words)
-            return None
-        running = threading.Event()
+            return super().begin(jobs, words)
+        running, moved = threading.Event(), threading.Event()
 
-        def ask() -> None:
+        def ask() -> list[int]:
             running.set()
-            self.fill(jobs, words)
+            try:
+                return self.make(jobs, words, moved.set)
+            finally:
+                moved.set()  # if they could not be moved, too
 
-        done = self.asker.submit(ask)
+        making = Making(self.asker.submit(ask), moved)
         running.wait()
-        return done
+        return making
 
     def fill(self, jobs: Sequence[Job], words: Words) -> None:
         """Several matchers at a time, without Python's lock."""
@@ -277,11 +280,11 @@ class GuidanceBackend(Backend):
             super().fill(jobs, words)
             return
         at, width, count = words.ctypes.data, words.strides[0], len(words)
-        own = cast("Sequence[tuple[GuidanceMatcher, int, Sequence[int]]]", jobs)
+        own = cast("Sequence[tuple[GuidanceMatcher, int, Sequence[int], Sequence[int]]]", jobs)
         # Threads divide the list: neighbours should have one lexer, or threads would wait for each other.
         ordered = sorted(own, key=lambda job: job[0].lexer)
-        plain = [(matcher.inner, row) for matcher, row, drafts in ordered if not drafts]
-        drafted = [(matcher.inner, row, list(drafts)) for matcher, row, drafts in ordered if drafts]
+        plain = [(matcher.inner, row) for matcher, row, drafts, _ in ordered if not drafts]
+        drafted = [(matcher.inner, row, list(drafts)) for matcher, row, drafts, _ in ordered if drafts]
         if plain:
             self.threads.unsafe_compute_mask_ptr(plain, at, width, count)
         if drafted:
