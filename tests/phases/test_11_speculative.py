@@ -1534,10 +1534,30 @@ def test_training_makes_drafters_in_its_time(tmp_path: Any, capsys: pytest.Captu
 
 def test_questions_begin_in_many_ways() -> None:
     rng = random.Random(0)
-    begun = [questions.beginning(rng) for _ in range(3_000)]
-    assert 0.28 < begun.count("") / len(begun) < 0.39, "a third of them the model begins"
-    assert len(set(begun)) > 900 and not any("{" in one or "|" in one for one in begun)
+    words = [f"qx{chr(97 + n // 26)}{chr(97 + n % 26)}" for n in range(300)]
+    begun = [questions.beginning(rng, words) for _ in range(3_000)]
+    assert 0.12 < begun.count("") / len(begun) < 0.18, "the model begins about one of seven"
+    assert len(set(begun)) > 1_200 and not any("{" in one or "|" in one for one in begun)
+    found = {word for word in words if any(word in one for one in begun)}
+    assert len(found) > 270, f"of 300 words of the vocabulary {len(found)} are topics"
+    assert any("photosynthesis" in one for one in begun), "topics that people chose are gone"
+    assert "qx" not in "".join(questions.beginning(rng) for _ in range(300)), "words that nobody gave"
     assert not set(begun) & set(questions.PEOPLE), "what people ask is kept for the evaluation"
+
+
+def test_words_of_a_vocabulary_stand_alone_and_are_whole() -> None:
+    texts = [
+        " harbour",
+        "harbour",
+        " Harbour",
+        " bee",
+        " piano",
+        " piano",
+        " can't",
+        " naïve",
+        " under score",
+    ]
+    assert questions.words_of(texts) == ["harbour", "piano"]
 
 
 @pytest.mark.slow

@@ -1,21 +1,27 @@
 """How questions begin, so that not all of them are the ones the model likes best.
 
 A model that asks itself from nothing asks much the same: about scripts, about stories it was shown. A drafter
-that has read only answers to those guesses badly for people. So two of three questions are begun here, with a
-form of words and mostly a topic, and the model ends them.
+that has read only answers to those guesses badly for people. So most questions are begun here, with a form of
+words and mostly a topic, and the model ends them. Half of the topics are words of its own vocabulary: a list
+that somebody writes is read to its end in minutes.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Sequence
 
 
 def _parts(text: str) -> list[str]:
     return [part for line in text.split("\n") for part in line.split("|") if part]
 
 
-OWN = 1 / 3
+OWN = 0.15
 """Of all questions, those that the model begins as well."""
+FROM_VOCABULARY = 0.5
+"""Of all topics, those that are words of the vocabulary."""
+SHORTEST = 5
+"""Letters of such a word: shorter tokens are mostly parts of words."""
 FORMS = _parts("""
 What is {}?|What are the main ideas behind {}?|Why is {} important?|How does {} work?|Explain {} to a child.
 Explain {} in simple terms.|Give me three tips about {}.|What should I know about {}?
@@ -35,7 +41,9 @@ How can I learn|What is the best way to|Write a Python function that|Write a SQL
 What does this word mean:|Correct the grammar of this sentence:|Rewrite this more politely:
 Summarize this text:|Solve this step by step:|If a train|Name three|Give an example of|Should I|Can I
 Is it true that|What are some good|Recommend|Describe the city of|Imagine that|Pretend to be|Make a list of
-Explain why|What causes|What happens when
+Explain why|What causes|What happens when|Could you|Please|My|I want to|I cannot|Which|Tell me|Who invented
+How long|How often|How much|What should I do if|What should I|Write four sentences about {}.|Where do
+Do I need|Help me|Explain to a friend|In one sentence, what is {}?|How does somebody use {}?|What makes {} special?
 """)
 TOPICS = _parts("""
 the moon|gravity|rain|volcanoes|the sea|photosynthesis|black holes|electricity|magnets|atoms|vaccines
@@ -56,12 +64,24 @@ clocks|calendars|maps|newspapers|advertising
 """)
 
 
-def beginning(rng: random.Random) -> str:
-    """How a question begins; often that is all of it. Empty: the model begins as well."""
+def words_of(texts: Iterable[str]) -> list[str]:
+    """The lower-case words among a vocabulary's tokens, by their texts: those that stand behind a space."""
+    found = (text[1:] for text in texts if text.startswith(" ") and len(text) > SHORTEST)
+    return sorted({word for word in found if word.isascii() and word.isalpha() and word.islower()})
+
+
+def beginning(rng: random.Random, words: Sequence[str] = ()) -> str:
+    """How a question begins; often that is all of it. Empty: the model begins as well.
+
+    words: further topics.
+    """
     if rng.random() < OWN:
         return ""
     form = rng.choice(FORMS)
-    topics = rng.sample(TOPICS, form.count("{}"))
+    topics = [
+        rng.choice(words if words and rng.random() < FROM_VOCABULARY else TOPICS)
+        for _ in range(form.count("{}"))
+    ]
     return form.format(*topics)
 
 

@@ -27,11 +27,11 @@ from forward.loading import load_model
 from forward.model import Model
 from forward.models.llama import Llama
 from speculative.head import Drafting, Head, Layers, save
-from speculative.training.questions import PEOPLE, beginning
+from speculative.training.questions import PEOPLE, beginning, words_of
 from speculative.training.text import Talk, batches, frequent, template, write
 from speculative.training.unroll import accepted, loss, padded
 
-SHARES = {"text": 0.42, "head": 0.78}
+SHARES = {"text": 0.38, "head": 0.88}
 """Of the whole time: loading, and writing the text. Of what is left then: the head. The rest: two layers."""
 SAVING = 6.0
 """Seconds at the end for the last evaluation and for what could take longer than expected."""
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None, *, started: float | None = None) -> 
     parser.add_argument("--out", type=Path, required=True, help="folder for weights, evidence and card")
     parser.add_argument("--vocab", type=int, default=8192, help="tokens that may be drafted")
     parser.add_argument("--unroll", type=int, default=4, help="steps that the head is unrolled for")
-    parser.add_argument("--most", type=int, default=40_000, help="conversations at most")
+    parser.add_argument("--most", type=int, default=100_000, help="conversations at most")
     parser.add_argument("--toy", action="store_true", help="a random model of two layers, on the CPU")
     given = parser.parse_args(argv)
     if given.toy:
@@ -143,6 +143,7 @@ def write_text(
     else:
         tokenizer = Tokenizer(model_folder(given.model))
         before, between = template(tokenizer)
+        words = words_of(tokenizer.decode([token]) for token in range(tokenizer.vocab_size))
 
         def said(question: str) -> list[int]:
             return tokenizer.chat([{"role": "user", "content": question}], add_generation_prompt=True)
@@ -161,7 +162,7 @@ def write_text(
             between,
             seconds=seconds,
             most=given.most,
-            begun=lambda rng: said(beginning(rng))[len(before) : -len(between)],
+            begun=lambda rng: said(beginning(rng, words))[len(before) : -len(between)],
             told=told,
         )
         took = time.monotonic() - ready

@@ -14,11 +14,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forward.attention import LayerSpec, RecomputeAttention
+from forward.attention import LayerSpec
 from forward.model import Model
 from speculative.head import Drafting, Head, Layers, ReducedHead
 from speculative.taps import watching
 from speculative.training.text import Talk
+
+
+class WholeAttention:
+    """Attention of whole sequences, by PyTorch's fused kernel: the model's part of a training step."""
+
+    def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """`q [B, S, H, D]`, `k` and `v [B, S, KH, D]` -> `[B, S, H, D]`."""
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=layer.scale, enable_gqa=True)
+        return out.transpose(1, 2)
 
 
 class UnrolledAttention:
@@ -80,7 +90,7 @@ def hidden_states(model: Model, ids: Tensor, taps: Sequence[int] = ()) -> Tensor
     """
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     with watching(model, taps) as seen:
-        last = model(ids, positions, RecomputeAttention())
+        last = model(ids, positions, WholeAttention())
     return torch.cat((*seen, last), dim=-1)
 
 
