@@ -43,7 +43,8 @@ Summarize this text:|Solve this step by step:|If a train|Name three|Give an exam
 Is it true that|What are some good|Recommend|Describe the city of|Imagine that|Pretend to be|Make a list of
 Explain why|What causes|What happens when|Could you|Please|My|I want to|I cannot|Which|Tell me|Who invented
 How long|How often|How much|What should I do if|What should I|Write four sentences about {}.|Where do
-Do I need|Help me|Explain to a friend|In one sentence, what is {}?|How does somebody use {}?|What makes {} special?
+Do I need|Help me|Explain to a friend|In one sentence, what is {}?|How does somebody use {}?
+What makes {} special?
 """)
 TOPICS = _parts("""
 the moon|gravity|rain|volcanoes|the sea|photosynthesis|black holes|electricity|magnets|atoms|vaccines
