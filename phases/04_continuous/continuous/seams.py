@@ -101,10 +101,6 @@ class Masks(Protocol):
         """
         ...
 
-    def dealt(self) -> None:
-        """Requests have been given what had landed; whoever `begin` has set to work may need a moment."""
-        ...
-
     def fill(self, works: Sequence[Work]) -> Tensor | Allowed | None:
         """What `Sampler.sample` takes for the samples of the step, in order."""
         ...
@@ -148,9 +144,6 @@ class NoMasks:
     def begin(self, works: Sequence[Work], landed: Landed = NOBODYS) -> bool:
         """Not asked for."""
         return True
-
-    def dealt(self) -> None:
-        """Not asked for."""
 
     def fill(self, works: Sequence[Work]) -> None:
         """Not asked for."""

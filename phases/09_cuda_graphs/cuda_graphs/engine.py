@@ -82,7 +82,6 @@ class RunAhead(Engine):
                 made.append(error)
 
         self.collect(landing, begin)
-        self.masks.dealt()
         if not made:  # the step before has failed
             begin({})
         (begun,) = made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from common.sampling.sampler import Allowed
 from continuous.seams import NOBODYS, Landed
 from continuous.work import Work
 from structured.longer import Longer
-from structured.matcher import Job, Making, Matcher, Words
+from structured.matcher import Job, Matcher, Words
 from structured.pool import Compilation, GrammarPool
 from structured.staging import MaskStaging
 
@@ -78,7 +79,7 @@ class Filling:
     takers, jobs: for whom, and what is made.
     places: in the batch, one for each mask.
     words: where masks go.
-    making: how far that is; None: there is nothing to make.
+    taken: of each taker's news, how many its matcher has taken, when all is made; None: nothing is made.
     """
 
     works: Sequence[Work]
@@ -86,7 +87,7 @@ class Filling:
     jobs: list[Job]
     places: list[int]
     words: Words
-    making: Making | None
+    taken: Future[list[int]] | None
 
 
 class GrammarMasks:
@@ -181,14 +182,9 @@ class GrammarMasks:
         if len(places) > len(jobs):  # behind a draft that ends the output no mask is made
             for job in jobs:
                 words[job.row + 1 : job.row + 1 + len(job.drafts)] = 0
-        making = self.pool.backend.begin(jobs, words) if jobs else None
-        self._filling = Filling(works, takers, jobs, places, words, making)
-        return making is None or making.taken.done()
-
-    def dealt(self) -> None:
-        """Let a thread that has moved the matchers go on."""
-        if self._filling is not None and self._filling.making is not None:
-            self._filling.making.moved.wait()
+        taken = self.pool.backend.begin(jobs, words) if jobs else None
+        self._filling = Filling(works, takers, jobs, places, words, taken)
+        return taken is None or taken.done()
 
     def fill(self, works: Sequence[Work]) -> Allowed | None:
         """The masks of those samples of the step that have a grammar; None if none has."""
@@ -215,9 +211,8 @@ class GrammarMasks:
     def _finish(self) -> Filling | None:
         """Wait for masks that are being made. Whoever could not be given one fails, and gets any token."""
         made, self._filling = self._filling, None
-        if made is not None and made.making is not None:
-            counts = made.making.taken.result()
-            for taker, job, count in zip(made.takers, made.jobs, counts, strict=True):
+        if made is not None and made.taken is not None:
+            for taker, job, count in zip(made.takers, made.jobs, made.taken.result(), strict=True):
                 problem = taker.constraint.moved(taker.news, count) or job.matcher.problem
                 if problem:
                     self._fail(taker.request, problem)

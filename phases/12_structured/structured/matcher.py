@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -86,17 +85,6 @@ class Job(NamedTuple):
     news: Sequence[int] = ()
 
 
-class Making(NamedTuple):
-    """Masks that are being made, perhaps in threads.
-
-    taken: how many of its `news` each job's matcher has taken. All is done when this is.
-    moved: set as soon as all matchers have taken theirs, and nothing but masks is left to do.
-    """
-
-    taken: Future[list[int]]
-    moved: threading.Event
-
-
 class Backend(ABC):
     """Compiles grammars for a vocabulary and fills masks."""
 
@@ -107,16 +95,15 @@ class Backend(ABC):
     def compile(self, grammar: Grammar) -> Compiled:
         """Make a grammar ready. Raises `UserError` for one that is wrong, too large, or not understood."""
 
-    def begin(self, jobs: Sequence[Job], words: Words) -> Making:
-        """Begin to `make`. Until that is done no matcher of these may be used."""
-        making = Making(Future(), threading.Event())
-        making.taken.set_result(self.make(jobs, words, making.moved.set))
-        return making
+    def begin(self, jobs: Sequence[Job], words: Words) -> Future[list[int]]:
+        """Begin to `make`, perhaps in threads. Until that is done no matcher of these may be used."""
+        done: Future[list[int]] = Future()
+        done.set_result(self.make(jobs, words))
+        return done
 
-    def make(self, jobs: Sequence[Job], words: Words, moved: Callable[[], None]) -> list[int]:
-        """Move matchers, tell so, and fill the masks of those that have taken all; returns what they took."""
+    def make(self, jobs: Sequence[Job], words: Words) -> list[int]:
+        """Move matchers, and `fill` the masks of those that take all; returns how many each has taken."""
         counts = self.advance([(job.matcher, job.news) for job in jobs])
-        moved()
         self.fill([job for job, count in zip(jobs, counts, strict=True) if count == len(job.news)], words)
         return counts
 

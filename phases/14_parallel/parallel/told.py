@@ -125,10 +125,6 @@ class FirstMasks(Masks):
         self.inner.begin(works, landed)
         return False
 
-    def dealt(self) -> None:
-        """See `Masks.dealt`."""
-        self.inner.dealt()
-
     def fill(self, works: Sequence[Work]) -> Tensor | Allowed | None:
         """Masks, or none for nobody."""
         found = self.inner.fill(works)
@@ -159,9 +155,6 @@ class OtherMasks(Masks):
     def begin(self, works: Sequence[Work], landed: Landed = NOBODYS) -> bool:
         """As rank 0's."""
         return False
-
-    def dealt(self) -> None:
-        """Nothing has begun."""
 
     def wants(self, works: Sequence[Work]) -> bool:
         """Whether any taker has a grammar."""
