@@ -826,6 +826,23 @@ def test_what_was_measured_grows_old() -> None:
         assert asked > 20, f"the {spoilt} is forgotten at once"
 
 
+def test_a_step_counts_for_twice_what_was_expected_at_most() -> None:
+    """One that was interrupted may not use up what guessing may lose; dear drafts are found out anyway."""
+    cost = Cost()
+    for _ in range(SAMPLES):
+        cost.saw_plain(1.0)
+    assert cost.longest(1, 4) == pytest.approx(2.8) and cost.longest(1, 0) == pytest.approx(2.0)
+    cost.tried = GRACE
+    for _ in range(6):
+        cost.saw_drafts(min(1.6, cost.longest(1, 4)), 1, 4, 3)
+    assert cost.longest(1, 4) == pytest.approx(3.2, abs=0.2), "1.6 plain steps are expected"
+    believed = []
+    for _ in range(12):
+        believed.append(min(9.0, cost.longest(1, 4)))
+        cost.saw_drafts(believed[-1], 1, 4, 1)
+    assert believed[0] < 3.5 and believed[-1] > 6, f"steps of 9.0 count for {[round(b, 1) for b in believed]}"
+
+
 def test_another_try_begins_anew() -> None:
     control = of_known_price(0.0, 0.1)
     request, cost = Request(0, [1], 1, 99, SamplingParams()), control.cost(1)

@@ -112,6 +112,13 @@ BUGS = (
         "Believes a step that was interrupted.",
     ),
     Bug(
+        "interrupted-drafts-count",
+        CONTROL,
+        "        return 2 * (self.plain + (fixed",
+        "        return 9 * (self.plain + (fixed",
+        "Lets one step that was interrupted use up what guessing may lose.",
+    ),
+    Bug(
         "untried-drafts-count",
         CONTROL,
         "+ min(drafts, accepted + 1)",

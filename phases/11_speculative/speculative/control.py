@@ -1,8 +1,8 @@
 """How many tokens to guess: as many as pay, by what was accepted and by what a token more costs here.
 
 Whether a draft pays depends on the batch. Alone, a request's step reads all weights whatever it computes,
-and tokens more are nearly free. With hundreds of requests the device is busy with arithmetic, and each wrong
-draft takes the place of work that somebody waits for. So times are measured, for each batch size apart.
+and tokens more are nearly free. With hundreds of requests each wrong draft takes the place of work that
+somebody waits for. So times are measured, for each batch size apart.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ CREDIT = 10.0
 FIRST_CREDIT = 4.0
 """So many before it has gained any, if it cannot come back at once: a few wrong drafts say little."""
 GRACE = 4
-"""Steps with drafts at a batch size that are not charged: the first replay of each length is slow, and a
-few such are many short steps. They have one draft a request, two, four and eight at most."""
+"""Steps at a batch size, of 1, 2, 4 and 8 drafts a request, that are not charged: first replays are slow."""
 REFRESH = 128
 """Every so many steps with drafts one without: contexts grow, and with them all steps."""
 REST = 4
@@ -102,6 +101,11 @@ class Cost:
         if self.lost < 0:
             self.budget = min(BUDGET, 2 * self.budget)
 
+    def longest(self, rows: int, drafts: int) -> float:
+        """Seconds, twice what is expected, beyond which a step with guessing on was interrupted."""
+        fixed, each = self.price.line(rows, FIRST_SLOPE * self.plain / rows)
+        return 2 * (self.plain + (fixed + each * drafts if drafts else self.idle))
+
     def decide(self) -> bool:
         """Whether to guess in the next step: while the account is not overdrawn."""
         self.seconds, self.lost = LONGEST * self.seconds, LONGEST * self.lost
@@ -138,10 +142,7 @@ class Rate:
 class Control:
     """Decides for each step whether there is guessing at all, and for each request how far.
 
-    Args:
-        most: drafts of a request in a step.
-        adaptive: False: always the most.
-
+    most: drafts of a request in a step. adaptive: False: always the most.
     fresh: a request has ended since the last decision, and another may come.
     """
 

@@ -173,8 +173,7 @@ class Speculator(Drafter):
         """Tell the control what the step before took, if it was one of decodes alone."""
         began, self._began = self._began, (now := self.clock())
         rows, drafts, tokens, prompts = self._rows, self._drafts, self._tokens, self._prompts
-        self._rows = self._drafts = self._tokens = 0
-        self._prompts = False
+        self._rows, self._drafts, self._tokens, self._prompts = 0, 0, 0, False
         engine = self._engine
         if engine is None or not self.control.adaptive:
             return
@@ -184,11 +183,10 @@ class Speculator(Drafter):
             return
         if self._on and rows and not prompts:
             cost = self.control.cost(rows)
-            most = cost.plain * (3 + drafts / rows)  # beyond that it was interrupted by something else
             if not drafts and cost.samples < SAMPLES:
                 cost.saw_plain(now - began, waited=True)
                 return
-            cost.saw_drafts(min(now - began, most), rows, drafts, tokens)
+            cost.saw_drafts(min(now - began, cost.longest(rows, drafts)), rows, drafts, tokens)
             # Other steps without drafts have waited for the one before, which steps with guessing off do not.
             if not drafts and self.control.refreshing(rows):
                 cost.plain = max(cost.plain, min(now - began, 1.02 * cost.plain))
