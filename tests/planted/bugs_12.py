@@ -214,8 +214,8 @@ BUGS = (
     Bug(
         "stale-forced-tokens",
         f"{HERE}/masks.py",
-        "        if count:\n            self.forced = ()",
-        "        if count:\n            pass",
+        "            constraint.forced = constraint.matcher.forced() if asked else ()\n",
+        "            constraint.forced = constraint.forced or constraint.matcher.forced()\n",
         "Keeps what was forced earlier.",
     ),
     Bug(
@@ -303,31 +303,10 @@ BUGS = (
         "Begins masks when all tokens have been dealt out, and threads idle meanwhile.",
     ),
     Bug(
-        "threads-wait-for-their-turn",
-        f"{HERE}/backends/llguidance.py",
-        "            sys.setswitchinterval(SHORT_TURN)\n",
-        "",
-        "Lets a thread that has moved the matchers wait 5 ms for Python's lock before it makes masks.",
-    ),
-    Bug(
-        "short-turns-for-ever",
-        f"{HERE}/backends/llguidance.py",
-        "                sys.setswitchinterval(self.turn)\n",
-        "                pass\n",
-        "Has all threads of the process take short turns from then on.",
-    ),
-    Bug(
-        "matchers-are-moved-first",
-        f"{HERE}/backends/llguidance.py",
-        "        running.wait()\n        return done\n",
-        "        done.result()\n        return done\n",
-        "Makes all masks before it deals out any token.",
-    ),
-    Bug(
         "what-has-landed-is-not-followed",
         f"{HERE}/masks.py",
-        "unseen = [*constraint.unseen(request), *news]",
-        "unseen = constraint.unseen(request)",
+        "[*constraint.unseen(request), *news]",
+        "constraint.unseen(request)",
         "Makes the masks of the token before.",
     ),
     Bug(
@@ -347,8 +326,8 @@ BUGS = (
     Bug(
         "nobody-left-is-nothing-begun",
         f"{HERE}/masks.py",
-        "        self._filling = Filling(works, takers, jobs, places, words, taken)\n",
-        "        self._filling = Filling(works, takers, jobs, places, words, taken) if jobs else None\n",
+        "        self._filling = Filling(works, jobs, owners, places, words, done)\n",
+        "        self._filling = Filling(works, jobs, owners, places, words, done) if jobs else None\n",
         "Follows the grammars of a step twice, where all have failed the first time.",
     ),
     Bug(

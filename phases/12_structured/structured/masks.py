@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -49,26 +48,14 @@ class Constraint:
     def moved(self, new: Sequence[int], count: int) -> str:
         """The matcher was given `new` and has taken `count` of them; returns what is wrong."""
         self.taken += count
-        if count:
-            self.forced = ()  # they were those behind older tokens
         if count == len(new):
             return ""
         problem = self.matcher.problem
         return problem or f"token {self.taken} of the output, id {new[count]}, is not in the grammar"
 
 
-class Taker(NamedTuple):
-    """Somebody who is given masks in a step.
-
-    place: in the batch, of its first sample; behind it those of its drafts.
-    news: tokens that its matcher has not seen.
-    """
-
-    place: int
-    drafts: Sequence[int]
-    request: Request
-    constraint: Constraint
-    news: list[int]
+Followed = tuple[int, tuple[int, ...], Request, Constraint]
+"""The first place in the batch of a request's samples, its drafts, itself, and where it stands."""
 
 
 @dataclass
@@ -76,25 +63,25 @@ class Filling:
     """Masks of a step that are being made.
 
     works: of the step.
-    takers, jobs: for whom, and what is made.
+    jobs, owners: what is made, for whom.
     places: in the batch, one for each mask.
     words: where masks go.
-    taken: of each taker's news, how many its matcher has taken, when all is made; None: nothing is made.
+    done: the threads that make them; None: they are made.
     """
 
     works: Sequence[Work]
-    takers: list[Taker]
     jobs: list[Job]
+    owners: list[Request]
     places: list[int]
     words: Words
-    taken: Future[list[int]] | None
+    done: Future[None] | None
 
 
 class GrammarMasks:
     """`Masks` that follow grammars; see `continuous.seams`.
 
-    A step is: launch forward n + 1, read token n, and then `begin`: threads advance every matcher by token n
-    and write the masks of n + 1, while the device computes and the host deals out n and schedules n + 2.
+    A step is: launch forward n + 1, read token n, and then `begin`: advance every matcher by token n, and let
+    threads write the masks of n + 1, while the device computes and the host deals out n and schedules n + 2.
     `fill` waits for them and sends them off. Last the sampling of n + 1 is launched.
 
     Args:
@@ -166,15 +153,16 @@ class GrammarMasks:
         return self._any and any(taker.constraint is not None for work in works for taker in work.takers)
 
     def begin(self, works: Sequence[Work], landed: Landed = NOBODYS) -> bool:
-        """Begin to move the matchers, and to make the masks of those samples that have a grammar."""
+        """Move the matchers, and begin to make the masks of those samples of the step that have a grammar."""
         self._finish()  # of a step that failed in between
-        takers = self._takers(works, landed)
-        if len(works) <= self.most_forced:
-            takers = self._forced(takers)
+        asked = len(works) <= self.most_forced
         jobs: list[Job] = []
+        owners: list[Request] = []
         places: list[int] = []
-        for place, drafts, _, constraint, news in takers:
-            jobs.append(Job(constraint.matcher, len(places), drafts, news))
+        for place, drafts, request, constraint in self._follow(works, landed):
+            constraint.forced = constraint.matcher.forced() if asked else ()
+            jobs.append(Job(constraint.matcher, len(places), drafts))
+            owners.append(request)
             places.append(place)
             if drafts:
                 places += range(place + 1, place + len(drafts) + 1)
@@ -182,22 +170,24 @@ class GrammarMasks:
         if len(places) > len(jobs):  # behind a draft that ends the output no mask is made
             for job in jobs:
                 words[job.row + 1 : job.row + 1 + len(job.drafts)] = 0
-        taken = self.pool.backend.begin(jobs, words) if jobs else None
-        self._filling = Filling(works, takers, jobs, places, words, taken)
-        return taken is None or taken.done()
+        done = self.pool.backend.begin(jobs, words) if jobs else None
+        self._filling = Filling(works, jobs, owners, places, words, done)
+        return done is None
 
     def fill(self, works: Sequence[Work]) -> Allowed | None:
         """The masks of those samples of the step that have a grammar; None if none has."""
         if self._filling is None or self._filling.works is not works:
             self.begin(works)
         assert self._filling is not None
-        owners = [taker.request for taker in self._filling.takers]
-        longer = Longer.of(self._filling.jobs, owners)  # while masks are made
+        longer = Longer.of(self._filling.jobs, self._filling.owners)  # while masks are made
         made = self._finish()
         if made is None or not made.jobs:
             return None
+        for job, request in zip(made.jobs, made.owners, strict=True):
+            if job.matcher.problem:
+                self._fail(request, job.matcher.problem)
         longer.apply(made.words, self._ends_at)
-        for job, request in zip(made.jobs, owners, strict=True) if self.single else ():
+        for job, request in zip(made.jobs, made.owners, strict=True) if self.single else ():
             if request in self.single:
                 self._note_single(request, made.words[job.row : job.row + len(job.drafts) + 1])
         self.filled += len(made.places)
@@ -209,23 +199,20 @@ class GrammarMasks:
         return failed
 
     def _finish(self) -> Filling | None:
-        """Wait for masks that are being made. Whoever could not be given one fails, and gets any token."""
+        """Wait for the masks that are being made."""
         made, self._filling = self._filling, None
-        if made is not None and made.taken is not None:
-            for taker, job, count in zip(made.takers, made.jobs, made.taken.result(), strict=True):
-                problem = taker.constraint.moved(taker.news, count) or job.matcher.problem
-                if problem:
-                    self._fail(taker.request, problem)
-                    made.words[job.row : job.row + len(job.drafts) + 1] = -1
+        if made is not None and made.done is not None:
+            made.done.result()
         return made
 
-    def _takers(self, works: Sequence[Work], landed: Landed) -> list[Taker]:
-        """Who needs masks, and what its matcher has to see before.
+    def _follow(self, works: Sequence[Work], landed: Landed) -> list[Followed]:
+        """Move the matchers of all takers to where their outputs are; returns those that could be moved.
 
         One that has ended meanwhile, or will with what has landed, is left out: it gets some token, which
         nobody reads.
         """
-        found: list[Taker] = []
+        found: list[Followed] = []
+        moves: list[tuple[Matcher, list[int]]] = []
         place = 0
         for work in works:
             for request in work.takers:
@@ -233,22 +220,16 @@ class GrammarMasks:
                 if isinstance(constraint, Constraint) and request.finish_reason is None:
                     news = landed.get(request, ())
                     if not self._ends(request, news):
-                        unseen = [*constraint.unseen(request), *news]
-                        found.append(Taker(place, work.drafts, request, constraint, unseen))
+                        found.append((place, work.drafts, request, constraint))
+                        moves.append((constraint.matcher, [*constraint.unseen(request), *news]))
                 place += len(work.drafts) + 1
-        return found
-
-    def _forced(self, takers: list[Taker]) -> list[Taker]:
-        """Move matchers now: somebody will ask what is forced. Those that cannot be moved are left out."""
-        counts = self.pool.backend.advance([(taker.constraint.matcher, taker.news) for taker in takers])
-        moved = []
-        for taker, count in zip(takers, counts, strict=True):
-            if problem := taker.constraint.moved(taker.news, count):
-                self._fail(taker.request, problem)
-                continue
-            taker.constraint.forced = taker.constraint.matcher.forced()
-            moved.append(taker._replace(news=[]))
-        return moved
+        counts = self.pool.backend.advance(moves)
+        wrong = []
+        for one, (_, new), count in zip(found, moves, counts, strict=True):
+            if problem := one[3].moved(new, count):
+                self._fail(one[2], problem)
+                wrong.append(one)
+        return [one for one in found if one not in wrong] if wrong else found
 
     def _ends(self, request: Request, news: Sequence[int]) -> bool:
         """Whether a request's output ends with these tokens, as far as that shows without its text."""

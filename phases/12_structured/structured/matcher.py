@@ -74,15 +74,11 @@ class Compiled(ABC):
 
 
 class Job(NamedTuple):
-    """Masks to be made: of a matcher's next token into `row`, and after each draft into the rows behind.
-
-    news: tokens that the matcher has to take before.
-    """
+    """Masks to be made: of a matcher's next token into `row`, and after each draft into the rows behind."""
 
     matcher: Matcher
     row: int
     drafts: Sequence[int]
-    news: Sequence[int] = ()
 
 
 class Backend(ABC):
@@ -95,25 +91,18 @@ class Backend(ABC):
     def compile(self, grammar: Grammar) -> Compiled:
         """Make a grammar ready. Raises `UserError` for one that is wrong, too large, or not understood."""
 
-    def begin(self, jobs: Sequence[Job], words: Words) -> Future[list[int]]:
-        """Begin to `make`, perhaps in threads. Until that is done no matcher of these may be used."""
-        done: Future[list[int]] = Future()
-        done.set_result(self.make(jobs, words))
-        return done
-
-    def make(self, jobs: Sequence[Job], words: Words) -> list[int]:
-        """Move matchers, and `fill` the masks of those that take all; returns how many each has taken."""
-        counts = self.advance([(job.matcher, job.news) for job in jobs])
-        self.fill([job for job, count in zip(jobs, counts, strict=True) if count == len(job.news)], words)
-        return counts
-
     def advance(self, moves: Sequence[tuple[Matcher, Sequence[int]]]) -> list[int]:
         """`Matcher.advance` for many matchers."""
         return [matcher.advance(tokens) if tokens else 0 for matcher, tokens in moves]
 
+    def begin(self, jobs: Sequence[Job], words: Words) -> Future[None] | None:
+        """Begin to `fill`, in threads; None: it is done. No matcher of these may be used until it is."""
+        self.fill(jobs, words)
+        return None
+
     def fill(self, jobs: Sequence[Job], words: Words) -> None:
         """Fill the rows of `words [M, ceil(V / 32)]`; every draft is one that its matcher agrees with."""
-        for matcher, row, drafts, _ in jobs:
+        for matcher, row, drafts in jobs:
             matcher.fill(words[row])
             for place, draft in enumerate(drafts, start=1):
                 matcher.advance((draft,))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -56,8 +55,6 @@ FEW = 4
 """Up to so many masks are made by the thread that asks: waking others takes longer. As many outputs share a
 lexer before another one is made."""
 MOST_THREADS = 16
-SHORT_TURN = 2e-4
-"""Seconds that a thread may keep Python's lock while another one waits for it to make masks."""
 MAKING = 0.1
 """Seconds that may go into further lexers of one grammar."""
 CHARACTER = r'[^"\\\x00-\x1F\x7F]'
@@ -215,7 +212,6 @@ class GuidanceBackend(Backend):
         # Of a grammar. Some masks take a hundred times longer than most, and those of the same lexer wait for
         # them: 256 masks take 15 threads 3.7 ms with a lexer for each, and 2.7 with four times as many.
         self.lexers = 1 if threads == 1 else 4 << (threads - 1).bit_length()
-        self.turn = sys.getswitchinterval()
         self.asker = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self.maker = ThreadPoolExecutor(1, thread_name_prefix="lexers", initializer=step_back)
 
@@ -256,62 +252,40 @@ class GuidanceBackend(Backend):
             counts[at] = int(count)
         return counts
 
-    def begin(self, jobs: Sequence[Job], words: Words) -> Future[list[int]]:
+    def begin(self, jobs: Sequence[Job], words: Words) -> Future[None] | None:
         """A thread asks the library's threads, so that who calls this can go on meanwhile.
 
         It needs Python's lock for a moment to hand over the matchers, and gets it because this one waits
-        until it runs. It needs the lock again when they have moved, and would have to wait for its turn,
-        which is 5 ms long: so turns are short as long as masks are made.
+        until it runs: otherwise it would have to wait for its turn, which is 5 ms long.
         """
         if len(words) <= FEW:
-            return super().begin(jobs, words)
+            self.fill(jobs, words)
+            return None
         running = threading.Event()
 
-        def ask() -> list[int]:
+        def ask() -> None:
             running.set()
-            sys.setswitchinterval(SHORT_TURN)
-            try:
-                return self.make(jobs, words)
-            finally:
-                sys.setswitchinterval(self.turn)
+            self.fill(jobs, words)
 
         done = self.asker.submit(ask)
         running.wait()
         return done
 
-    def make(self, jobs: Sequence[Job], words: Words) -> list[int]:
-        """What masks need is made before matchers are moved: behind that the lock is asked for once more."""
-        if len(words) <= FEW:
-            return super().make(jobs, words)
-        fill = self._filling(jobs, words)
-        counts = self.advance([(job.matcher, job.news) for job in jobs])
-        whole = [job for job, count in zip(jobs, counts, strict=True) if count == len(job.news)]
-        (fill if len(whole) == len(jobs) else self._filling(whole, words))()
-        return counts
-
     def fill(self, jobs: Sequence[Job], words: Words) -> None:
         """Several matchers at a time, without Python's lock."""
         if len(words) <= FEW:
             super().fill(jobs, words)
-        else:
-            self._filling(jobs, words)()
-
-    def _filling(self, jobs: Sequence[Job], words: Words) -> Callable[[], None]:
-        """The call that fills masks."""
+            return
         at, width, count = words.ctypes.data, words.strides[0], len(words)
-        own = cast("Sequence[tuple[GuidanceMatcher, int, Sequence[int], Sequence[int]]]", jobs)
+        own = cast("Sequence[tuple[GuidanceMatcher, int, Sequence[int]]]", jobs)
         # Threads divide the list: neighbours should have one lexer, or threads would wait for each other.
         ordered = sorted(own, key=lambda job: job[0].lexer)
-        plain = [(matcher.inner, row) for matcher, row, drafts, _ in ordered if not drafts]
-        drafted = [(matcher.inner, row, list(drafts)) for matcher, row, drafts, _ in ordered if drafts]
-
-        def fill() -> None:
-            if plain:
-                self.threads.unsafe_compute_mask_ptr(plain, at, width, count)
-            if drafted:
-                self.threads.unsafe_compute_mask_ptr_with_draft_token(drafted, at, width, count)
-
-        return fill
+        plain = [(matcher.inner, row) for matcher, row, drafts in ordered if not drafts]
+        drafted = [(matcher.inner, row, list(drafts)) for matcher, row, drafts in ordered if drafts]
+        if plain:
+            self.threads.unsafe_compute_mask_ptr(plain, at, width, count)
+        if drafted:
+            self.threads.unsafe_compute_mask_ptr_with_draft_token(drafted, at, width, count)
 
 
 def source_of(grammar: Grammar) -> str:
