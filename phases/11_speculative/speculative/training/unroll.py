@@ -14,18 +14,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forward.attention import LayerSpec
+from forward.attention import LayerSpec, RecomputeAttention
 from forward.model import Model
 from speculative.head import Drafting, Head, Layers, ReducedHead
 from speculative.taps import watching
 from speculative.training.text import Talk
 
 
-class WholeAttention:
-    """Attention of whole sequences, by PyTorch's fused kernel: the model's part of a training step."""
+class WholeAttention(RecomputeAttention):
+    """The same by PyTorch's fused kernel, where a layer has neither a window nor a soft cap."""
 
     def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """`q [B, S, H, D]`, `k` and `v [B, S, KH, D]` -> `[B, S, H, D]`."""
+        if layer.soft_cap is not None or layer.sliding_window is not None:
+            return super().__call__(layer, q, k, v)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=layer.scale, enable_gqa=True)
         return out.transpose(1, 2)
