@@ -148,7 +148,9 @@ class Bench:
         """A drafter for the engine that guesses on the host, as the feature would make it."""
         feature = Speculate(**settings)
         source = feature.source(Parts(self.engine.runner.model))
-        return Speculator(source, Control(feature.length, adaptive=feature.draft_adaptive))
+        made = Speculator(source, Control(feature.length, adaptive=feature.draft_adaptive))
+        made.in_turn = self.options.device.type == "cpu"
+        return made
 
     def sweep(self, sizes: Sequence[int]) -> list[Run]:
         """Batch sizes: three right drafts, as many as pay, drafts that are always wrong, and none."""

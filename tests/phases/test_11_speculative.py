@@ -654,6 +654,27 @@ def test_who_has_nothing_to_guess_does_not_make_steps_wait(model: Model) -> None
     assert waited < 60, f"request 0: {waited} of the last 600 steps waited for the one before, with no drafts"
 
 
+def test_where_the_device_is_the_host_a_slow_moment_is_not_blamed_on_guessing(model: Model) -> None:
+    """Steps overlap with nothing there, so one without drafts takes what it takes without guessing. Seen on
+    two cores that did something else meanwhile: a head that had nothing to say was off for 600 tokens."""
+    steps = 0
+
+    def took(pending: Any) -> float:
+        nonlocal steps
+        steps += 1
+        return 2.0 if 60 <= steps < 160 else 1.0
+
+    engine, speculator, _clock = clocked(model, "nothing", took)
+    speculator._watches = speculator._on = speculator.in_turn = True
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    for number in range(8):
+        engine.generate([[1, 2, 3]], params)
+        assert speculator.waits, f"request {number}: guessing has paid for what the machine did meanwhile"
+        if number in (2, 7):
+            seen, now = speculator.control.costs[1].plain, 2.0 if number == 2 else 1.0
+            assert seen == pytest.approx(now, rel=0.02), f"request {number}: plain steps take {now} s now"
+
+
 @pytest.mark.parametrize("script", ["nothing", "always wrong"])
 def test_who_watches_is_judged_by_steps_that_do_not_wait(model: Model, script: str) -> None:
     """A head sees its first request from the prompt on, so that all steps of it wait, and are slow."""

@@ -119,6 +119,13 @@ BUGS = (
         "Lets one step that was interrupted use up what guessing may lose.",
     ),
     Bug(
+        "guessing-pays-for-the-machine",
+        SPECULATOR,
+        "if not drafts and (self.in_turn or cost.samples < SAMPLES)",
+        "if not drafts and cost.samples < SAMPLES",
+        "Charges guessing for what a laptop does meanwhile.",
+    ),
+    Bug(
         "untried-drafts-count",
         CONTROL,
         "+ min(drafts, accepted + 1)",

@@ -53,13 +53,13 @@ class Speculator(Drafter):
         clock: in seconds; replaced by tests.
 
     stats: what came of the guesses.
-    ahead: launches steps whose drafts are made on the device, if there are any.
+    ahead: launches steps that draft on the device, if any. in_turn: the device is the host: nothing overlaps.
     """
 
     def __init__(
         self, source: Source, control: Control, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self.source, self.control, self.clock = source, control, clock
+        self.source, self.control, self.clock, self.in_turn = source, control, clock, False
         self.stats = SpeculationStats(synthetic=getattr(source, "accept", None))
         self._engine: Engine | None = None
         self._guesses: dict[Request, Sequence[int]] = {}
@@ -174,8 +174,7 @@ class Speculator(Drafter):
         began, self._began = self._began, (now := self.clock())
         rows, drafts, tokens, prompts = self._rows, self._drafts, self._tokens, self._prompts
         self._rows, self._drafts, self._tokens, self._prompts = 0, 0, 0, False
-        engine = self._engine
-        if engine is None or not self.control.adaptive:
+        if (engine := self._engine) is None or not self.control.adaptive:
             return
         steps, decodes = engine.stats.steps - self._steps, engine.stats.decode_steps - self._decode_steps
         self._steps, self._decode_steps = engine.stats.steps, engine.stats.decode_steps
@@ -183,8 +182,9 @@ class Speculator(Drafter):
             return
         if self._on and rows and not prompts:
             cost = self.control.cost(rows)
-            if not drafts and cost.samples < SAMPLES:
-                cost.saw_plain(now - began, waited=True)
+            if not drafts and (self.in_turn or cost.samples < SAMPLES):
+                cost.saw_plain(now - began, waited=cost.samples < SAMPLES)
+                cost.unsure *= not self.in_turn
                 return
             cost.saw_drafts(min(now - began, cost.longest(rows, drafts)), rows, drafts, tokens)
             # Other steps without drafts have waited for the one before, which steps with guessing off do not.
