@@ -48,6 +48,7 @@ class Constraint:
     def moved(self, new: Sequence[int], count: int) -> str:
         """The matcher was given `new` and has taken `count` of them; returns what is wrong."""
         self.taken += count
+        self.forced = ()
         if count == len(new):
             return ""
         problem = self.matcher.problem
@@ -155,22 +156,22 @@ class GrammarMasks:
     def begin(self, works: Sequence[Work], landed: Landed = NOBODYS) -> bool:
         """Move the matchers, and begin to make the masks of those samples of the step that have a grammar."""
         self._finish()  # of a step that failed in between
-        asked = len(works) <= self.most_forced
+        followed = self._follow(works, landed)
         jobs: list[Job] = []
-        owners: list[Request] = []
         places: list[int] = []
-        for place, drafts, request, constraint in self._follow(works, landed):
-            constraint.forced = constraint.matcher.forced() if asked else ()
+        for place, drafts, _, constraint in followed:
             jobs.append(Job(constraint.matcher, len(places), drafts))
-            owners.append(request)
             places.append(place)
             if drafts:
                 places += range(place + 1, place + len(drafts) + 1)
+        for _, _, _, constraint in followed if len(works) <= self.most_forced else ():
+            constraint.forced = constraint.matcher.forced()
         words = self._staging.host(len(places))
         if len(places) > len(jobs):  # behind a draft that ends the output no mask is made
             for job in jobs:
                 words[job.row + 1 : job.row + 1 + len(job.drafts)] = 0
         done = self.pool.backend.begin(jobs, words) if jobs else None
+        owners = [request for _, _, request, _ in followed]
         self._filling = Filling(works, jobs, owners, places, words, done)
         return done is None
 
