@@ -288,7 +288,7 @@ class Bench:
         runs = []
         for name, grammar in (("orders", ORDERS), ("records", RECORDS), ("short strings", STRINGS)):
             compiled = backend.compile(grammar)
-            matchers = [compiled.matcher() for _ in range(rows)]
+            matchers = sorted((compiled.matcher() for _ in range(rows)), key=lambda matcher: matcher.group)
             words = np.zeros((rows, self.vocabulary.words), np.int32)
             rng, fills, moves = random.Random(1), list[float](), list[float]()
             for _ in range(steps):

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ from paged_cache import BlockPool, PagedEngine
 from structured.backends.llguidance import FEW, OPTIONS, source_of
 from structured.drafter import FEW_IN_TURN, GrammarDrafter
 from structured.feature import Structured
-from structured.masks import GrammarMasks
+from structured.masks import Constraint, Crowd, GrammarMasks
 from structured.matcher import Job, Matcher
 from tests.schedules import check
 from tests.structured_kit import EOS, SCHEMAS, SIZE, bits, must_validate, tokenizer, vocabulary
@@ -579,6 +579,62 @@ def test_who_has_ended_does_not_fail_as_well(model: Model, monkeypatch: pytest.M
     check(engine)
 
 
+class Still(Matcher):
+    """One that allows everything, and goes nowhere."""
+
+    fill = advance = rollback = lambda self, *_: 0  # type: ignore[assignment]
+    accepting = True  # type: ignore[assignment]
+
+
+def apart(crowd: Crowd, landed: dict[Request, Sequence[int]], what: str) -> None:
+    """Something has happened to the first of a crowd or its step, or nothing has."""
+    first = crowd.owners[0]
+    if what == "it was aborted":
+        first.finish_reason = "abort"
+    elif what == "this token is its last":
+        first.limit = len(first.tokens) + 1
+    elif what == "it ends the text":
+        landed[first] = [EOS]
+    elif what == "a draft has landed, too":
+        landed[first] = [7, 8]
+    elif what == "nothing has landed":
+        landed.pop(first)
+    elif what == "it was dealt out already":
+        first.tokens += landed.pop(first)
+    elif what == "a token was missed":
+        first.tokens.append(6)
+
+
+APART = ["it was aborted", "this token is its last", "it ends the text", "a draft has landed, too"]
+APART += ["nothing has landed", "it was dealt out already", "a token was missed"]
+
+
+@pytest.mark.parametrize(
+    "what", ["nothing", *APART, "another comes", "one has drafts", "one has a stop token"]
+)
+def test_a_step_is_like_the_last_if_nothing_has_happened(what: str) -> None:
+    """What is kept from the last step is right for this one, or is made anew."""
+    stops = SamplingParams(stop_token_ids=(7,)) if what == "one has a stop token" else SamplingParams()
+    drafts = (9, 9) if what == "one has drafts" else ()
+    requests = [Request(number, [1, 2, 3], 3, 20, stops) for number in range(4)]
+    for request in requests:
+        request.constraint = Constraint(Still())
+    shape = [((request,), drafts) for request in requests]
+    places = range(0, 4 * (len(drafts) + 1), len(drafts) + 1)
+    pairs = zip(places, requests[:3], strict=False)  # whoever waits for a grammar or ends is none of them
+    crowd = Crowd(
+        shape[:3], [(place, drafts, one, cast(Constraint, one.constraint), []) for place, one in pairs]
+    )
+    landed: dict[Request, Sequence[int]] = {request: [7] for request in requests}
+    apart(crowd, landed, what)
+    again = crowd.again([*shape[:2], shape[3 if what == "another comes" else 2]], landed, frozenset({EOS}))
+    assert again == (what == "nothing"), (
+        f"request 0: {what}, and the step is taken for one like the last: {again}"
+    )
+    if again:
+        assert [new for _, new in crowd.moves] == [[7]] * 3, "request 0: its matcher is not given token 7"
+
+
 def test_masks_are_begun_before_tokens_are_dealt_out(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dealing out 256 tokens takes a millisecond, in which threads make masks, but none of who has ended."""
     engine = engine_of(model, speculate=False)
@@ -597,7 +653,7 @@ def test_masks_are_begun_before_tokens_are_dealt_out(model: Model, monkeypatch: 
 
     def filled(works: Sequence[Work]) -> Allowed | None:
         made = engine.masks._filling  # type: ignore[attr-defined]
-        for request in made.owners if made is not None else ():
+        for request in made.crowd.owners if made is not None else ():
             if request in expected:
                 assert len(request.tokens) == expected.pop(request), (
                     f"request {request.id}: not dealt out yet"
@@ -702,7 +758,7 @@ def test_a_thousand_grammars_are_forgotten(model: Model) -> None:
 
 def lexer_of(matcher: Any) -> int:
     """The number of the lexer that an output of llguidance shares with others."""
-    number: int = matcher.lexer
+    number: int = matcher.group
     return number
 
 

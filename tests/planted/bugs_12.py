@@ -142,8 +142,8 @@ BUGS = (
     Bug(
         "wrong-places",
         f"{HERE}/masks.py",
-        "            places.append(place)\n",
-        "            places.append(len(places))\n",
+        "            self.places.append(place)\n",
+        "            self.places.append(len(self.places))\n",
         "Gives the masks to the first rows of the batch.",
     ),
     Bug(
@@ -317,6 +317,41 @@ BUGS = (
         "Makes masks for those whose last token has just come.",
     ),
     Bug(
+        "who-ends-comes-again",
+        f"{HERE}/masks.py",
+        "            or min([request.limit - len(request.tokens) for request in self.owners]) <= 1\n",
+        "",
+        "Takes a step in which outputs reach their limit for one like the last.",
+    ),
+    Bug(
+        "the-dead-come-again",
+        f"{HERE}/masks.py",
+        "            or any([request.finish_reason for request in self.owners])\n",
+        "",
+        "Makes masks for requests that have been aborted since the last step.",
+    ),
+    Bug(
+        "drafts-come-again",
+        f"{HERE}/masks.py",
+        "{*map(len, news)} != {1}",
+        "() in news",
+        "Takes a step that has landed drafts for one that has landed a token each.",
+    ),
+    Bug(
+        "others-come-again",
+        f"{HERE}/masks.py",
+        "if shape != self.shape or self._stops",
+        "if len(shape) != len(self.shape) or self._stops",
+        "Takes as many other requests for the same.",
+    ),
+    Bug(
+        "stop-tokens-do-not-end",
+        f"{HERE}/masks.py",
+        "if shape != self.shape or self._stops or",
+        "if shape != self.shape or",
+        "Goes on behind a stop token as if it were any other.",
+    ),
+    Bug(
         "an-error-loses-the-token-before",
         "phases/09_cuda_graphs/cuda_graphs/engine.py",
         "                made.append(error)\n",
@@ -326,8 +361,8 @@ BUGS = (
     Bug(
         "nobody-left-is-nothing-begun",
         f"{HERE}/masks.py",
-        "        self._filling = Filling(works, jobs, owners, places, words, done)\n",
-        "        self._filling = Filling(works, jobs, owners, places, words, done) if jobs else None\n",
+        "        self._filling = Filling(works, crowd, words, done)\n",
+        "        self._filling = Filling(works, crowd, words, done) if jobs else None\n",
         "Follows the grammars of a step twice, where all have failed the first time.",
     ),
     Bug(

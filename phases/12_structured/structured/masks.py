@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -48,32 +49,71 @@ class Constraint:
     def moved(self, new: Sequence[int], count: int) -> str:
         """The matcher was given `new` and has taken `count` of them; returns what is wrong."""
         self.taken += count
-        self.forced = ()
         if count == len(new):
             return ""
         problem = self.matcher.problem
         return problem or f"token {self.taken} of the output, id {new[count]}, is not in the grammar"
 
 
-Followed = tuple[int, tuple[int, ...], Request, Constraint]
-"""The first place in the batch of a request's samples, its drafts, itself, and where it stands."""
+Follower = tuple[int, tuple[int, ...], Request, Constraint, Sequence[int]]
+"""The first place in the batch of a request's samples, its drafts, itself, where it stands, what is new."""
+
+
+class Crowd:
+    """The outputs of a step that have a grammar.
+
+    Nearly every step is of the same requests as the one before, with a token each. What depends on nothing
+    but who they are is kept then: with hundreds of them it takes as long as to move their matchers.
+
+    shape: the takers and drafts of the step's works.
+    owners, constraints, jobs: one for each output. places: in the batch, one for each mask.
+    moves: the matchers, and the tokens that they have not seen.
+    """
+
+    def __init__(self, shape: Sequence[object] = (), found: Sequence[Follower] = ()) -> None:
+        # Threads divide the list. Neighbours should share what only one thread at a time may use.
+        found = sorted(found, key=lambda one: one[3].matcher.group)
+        self.shape, self.places = shape, list[int]()
+        self.owners = [one[2] for one in found]
+        self.constraints = [one[3] for one in found]
+        self.moves = [(one[3].matcher, one[4]) for one in found]
+        self.jobs = list[Job]()
+        for place, drafts, _, constraint, _ in found:
+            self.jobs.append(Job(constraint.matcher, len(self.places), drafts))
+            self.places.append(place)
+            if drafts:
+                self.places += range(place + 1, place + len(drafts) + 1)
+        self._stops = any([one.params.stop_token_ids for one in self.owners])
+
+    def again(self, shape: Sequence[object], landed: Landed, ends: Set[int]) -> bool:
+        """Whether a step is of the same, each has got one token, and all go on; `moves` are its then."""
+        if shape != self.shape or self._stops or len(self.places) != len(self.owners) or not self.owners:
+            return False
+        news = [landed.get(request, ()) for request in self.owners]
+        if (
+            {*map(len, news)} != {1}
+            or not ends.isdisjoint(chain.from_iterable(news))
+            or any([request.finish_reason for request in self.owners])
+            or min([request.limit - len(request.tokens) for request in self.owners]) <= 1
+            or [seen.taken for seen in self.constraints]
+            != [len(one.tokens) - one.prompt_len for one in self.owners]
+        ):
+            return False
+        self.moves = [(job.matcher, new) for job, new in zip(self.jobs, news, strict=True)]
+        return True
 
 
 @dataclass
 class Filling:
     """Masks of a step that are being made.
 
-    works: of the step.
-    jobs, owners: what is made, for whom.
-    places: in the batch, one for each mask.
+    works: of the step. crowd: those of them that have a grammar.
     words: where masks go.
     done: the threads that make them; None: they are made.
     """
 
     works: Sequence[Work]
-    jobs: list[Job]
-    owners: list[Request]
-    places: list[int]
+    crowd: Crowd
     words: Words
     done: Future[None] | None
 
@@ -117,6 +157,7 @@ class GrammarMasks:
         self._failed: list[tuple[Request, Exception]] = []
         self._staging = MaskStaging(-(-vocab_size // 32), device)
         self._filling: Filling | None = None
+        self._crowd = Crowd()  # of the last step
 
     # Before a request runs.
 
@@ -156,23 +197,16 @@ class GrammarMasks:
     def begin(self, works: Sequence[Work], landed: Landed = NOBODYS) -> bool:
         """Move the matchers, and begin to make the masks of those samples of the step that have a grammar."""
         self._finish()  # of a step that failed in between
-        followed = self._follow(works, landed)
-        jobs: list[Job] = []
-        places: list[int] = []
-        for place, drafts, _, constraint in followed:
-            jobs.append(Job(constraint.matcher, len(places), drafts))
-            places.append(place)
-            if drafts:
-                places += range(place + 1, place + len(drafts) + 1)
-        for _, _, _, constraint in followed if len(works) <= self.most_forced else ():
-            constraint.forced = constraint.matcher.forced()
-        words = self._staging.host(len(places))
-        if len(places) > len(jobs):  # behind a draft that ends the output no mask is made
+        crowd = self._follow(works, landed)
+        asked = len(works) <= self.most_forced
+        for constraint in crowd.constraints:
+            constraint.forced = constraint.matcher.forced() if asked else ()
+        jobs, words = crowd.jobs, self._staging.host(len(crowd.places))
+        if len(words) > len(jobs):  # behind a draft that ends the output no mask is made
             for job in jobs:
                 words[job.row + 1 : job.row + 1 + len(job.drafts)] = 0
         done = self.pool.backend.begin(jobs, words) if jobs else None
-        owners = [request for _, _, request, _ in followed]
-        self._filling = Filling(works, jobs, owners, places, words, done)
+        self._filling = Filling(works, crowd, words, done)
         return done is None
 
     def fill(self, works: Sequence[Work]) -> Allowed | None:
@@ -180,19 +214,20 @@ class GrammarMasks:
         if self._filling is None or self._filling.works is not works:
             self.begin(works)
         assert self._filling is not None
-        longer = Longer.of(self._filling.jobs, self._filling.owners)  # while masks are made
-        made = self._finish()
-        if made is None or not made.jobs:
+        crowd, words = self._filling.crowd, self._filling.words
+        longer = Longer.of(crowd.jobs, crowd.owners)  # while masks are made
+        places = np.array(crowd.places, np.int64)
+        if self._finish() is None or not crowd.jobs:
             return None
-        for job, request in zip(made.jobs, made.owners, strict=True):
+        longer.apply(words, self._ends_at)
+        allowed = self._staging.send(places)
+        for job, request in zip(crowd.jobs, crowd.owners, strict=True):
             if job.matcher.problem:
                 self._fail(request, job.matcher.problem)
-        longer.apply(made.words, self._ends_at)
-        for job, request in zip(made.jobs, made.owners, strict=True) if self.single else ():
-            if request in self.single:
-                self._note_single(request, made.words[job.row : job.row + len(job.drafts) + 1])
-        self.filled += len(made.places)
-        return self._staging.send(np.array(made.places, np.int64))
+            if self.single and request in self.single:
+                self._note_single(request, words[job.row : job.row + len(job.drafts) + 1])
+        self.filled += len(places)
+        return allowed
 
     def take_failed(self) -> list[tuple[Request, Exception]]:
         """Requests whose grammar cannot be followed any further."""
@@ -206,14 +241,27 @@ class GrammarMasks:
             made.done.result()
         return made
 
-    def _follow(self, works: Sequence[Work], landed: Landed) -> list[Followed]:
-        """Move the matchers of all takers to where their outputs are; returns those that could be moved.
+    def _follow(self, works: Sequence[Work], landed: Landed) -> Crowd:
+        """Move the matchers of all takers to where their outputs are; returns those that could be moved."""
+        shape = [(work.takers, work.drafts) for work in works]
+        if not self._crowd.again(shape, landed, self.eos):
+            self._crowd = Crowd(shape, list(self._followers(works, landed)))
+        crowd = self._crowd
+        counts = self.pool.backend.advance(crowd.moves)
+        moved = zip(crowd.constraints, crowd.moves, counts, strict=True)
+        problems = [seen.moved(new, count) for seen, (_, new), count in moved]
+        if any(problems):
+            wrong = {one: problem for one, problem in zip(crowd.owners, problems, strict=True) if problem}
+            for request, problem in wrong.items():
+                self._fail(request, problem)
+            rest = [one for one in self._followers(works, landed) if one[2] not in wrong]
+            self._crowd = Crowd(shape, rest)
+        return self._crowd
 
-        One that has ended meanwhile, or will with what has landed, is left out: it gets some token, which
-        nobody reads.
+    def _followers(self, works: Sequence[Work], landed: Landed) -> Iterator[Follower]:
+        """The takers that have a grammar. One that has ended meanwhile, or will with what has landed, is left
+        out: it gets some token, which nobody reads.
         """
-        found: list[Followed] = []
-        moves: list[tuple[Matcher, list[int]]] = []
         place = 0
         for work in works:
             for request in work.takers:
@@ -221,16 +269,8 @@ class GrammarMasks:
                 if isinstance(constraint, Constraint) and request.finish_reason is None:
                     news = landed.get(request, ())
                     if not self._ends(request, news):
-                        found.append((place, work.drafts, request, constraint))
-                        moves.append((constraint.matcher, [*constraint.unseen(request), *news]))
+                        yield place, work.drafts, request, constraint, [*constraint.unseen(request), *news]
                 place += len(work.drafts) + 1
-        counts = self.pool.backend.advance(moves)
-        wrong = []
-        for one, (_, new), count in zip(found, moves, counts, strict=True):
-            if problem := one[3].moved(new, count):
-                self._fail(one[2], problem)
-                wrong.append(one)
-        return [one for one in found if one not in wrong] if wrong else found
 
     def _ends(self, request: Request, news: Sequence[int]) -> bool:
         """Whether a request's output ends with these tokens, as far as that shows without its text."""

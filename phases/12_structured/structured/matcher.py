@@ -21,7 +21,11 @@ class Matcher(ABC):
     """Where one output stands in its grammar.
 
     An end-of-sequence token is allowed where the output may end; after it nothing is asked any more.
+
+    group: matchers of the same group share something that one thread at a time may use.
     """
+
+    group: int = 0
 
     @abstractmethod
     def fill(self, words: Words) -> None:

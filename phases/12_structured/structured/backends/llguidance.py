@@ -67,13 +67,10 @@ BASE_BYTES, BYTES_PER_CHARACTER = 100_000, 60
 
 
 class GuidanceMatcher(Matcher):
-    """One output in llguidance's parser.
-
-    lexer: the number of the lexer that it shares with other outputs.
-    """
+    """One output in llguidance's parser. Its group is the number of the lexer that it shares with others."""
 
     def __init__(self, inner: ll.LLMatcher, lexer: int) -> None:
-        self.inner, self.lexer = inner, lexer
+        self.inner, self.group = inner, lexer
 
     def fill(self, words: Words) -> None:
         """See `Matcher`; so are the others."""
@@ -214,6 +211,9 @@ class GuidanceBackend(Backend):
         self.lexers = 1 if threads == 1 else 4 << (threads - 1).bit_length()
         self.asker = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self.maker = ThreadPoolExecutor(1, thread_name_prefix="lexers", initializer=step_back)
+        self._jobs: Sequence[Job] = ()  # the last that were filled, and what the library is told of them:
+        self._plain: list[tuple[ll.LLMatcher, int]] = []
+        self._drafted: list[tuple[ll.LLMatcher, int, list[int]]] = []
 
     def compile(self, grammar: Grammar) -> Compiled:
         """See `Backend.compile`."""
@@ -242,15 +242,14 @@ class GuidanceBackend(Backend):
     def advance(self, moves: Sequence[tuple[Matcher, Sequence[int]]]) -> list[int]:
         """Several matchers at a time, where each takes one token, without Python's lock."""
         own = cast("Sequence[tuple[GuidanceMatcher, Sequence[int]]]", moves)
-        single = [at for at, (_, tokens) in enumerate(own) if len(tokens) == 1]
+        single = [(matcher.inner, tokens[0]) for matcher, tokens in own if len(tokens) == 1]
         if len(single) <= FEW:
             return super().advance(moves)
-        single.sort(key=lambda at: own[at][0].lexer)  # as in `fill`
-        moved = self.threads.consume_token_par([(own[at][0].inner, own[at][1][0]) for at in single])
-        counts = [matcher.advance(tokens) if len(tokens) > 1 else 0 for matcher, tokens in own]
-        for at, count in zip(single, moved, strict=True):
-            counts[at] = int(count)
-        return counts
+        moved = iter(self.threads.consume_token_par(single))
+        return [
+            int(next(moved)) if len(tokens) == 1 else matcher.advance(tokens) if tokens else 0
+            for matcher, tokens in own
+        ]
 
     def begin(self, jobs: Sequence[Job], words: Words) -> Future[None] | None:
         """A thread asks the library's threads, so that who calls this can go on meanwhile.
@@ -261,14 +260,15 @@ class GuidanceBackend(Backend):
         if len(words) <= FEW:
             self.fill(jobs, words)
             return None
-        running = threading.Event()
+        running = threading.Lock()
+        running.acquire()
 
         def ask() -> None:
-            running.set()
+            running.release()
             self.fill(jobs, words)
 
         done = self.asker.submit(ask)
-        running.wait()
+        running.acquire()
         return done
 
     def fill(self, jobs: Sequence[Job], words: Words) -> None:
@@ -278,14 +278,14 @@ class GuidanceBackend(Backend):
             return
         at, width, count = words.ctypes.data, words.strides[0], len(words)
         own = cast("Sequence[tuple[GuidanceMatcher, int, Sequence[int]]]", jobs)
-        # Threads divide the list: neighbours should have one lexer, or threads would wait for each other.
-        ordered = sorted(own, key=lambda job: job[0].lexer)
-        plain = [(matcher.inner, row) for matcher, row, drafts in ordered if not drafts]
-        drafted = [(matcher.inner, row, list(drafts)) for matcher, row, drafts in ordered if drafts]
-        if plain:
-            self.threads.unsafe_compute_mask_ptr(plain, at, width, count)
-        if drafted:
-            self.threads.unsafe_compute_mask_ptr_with_draft_token(drafted, at, width, count)
+        if jobs is not self._jobs:
+            self._plain = [(matcher.inner, row) for matcher, row, drafts in own if not drafts]
+            self._drafted = [(matcher.inner, row, list(drafts)) for matcher, row, drafts in own if drafts]
+            self._jobs = jobs
+        if self._plain:
+            self.threads.unsafe_compute_mask_ptr(self._plain, at, width, count)
+        if self._drafted:
+            self.threads.unsafe_compute_mask_ptr_with_draft_token(self._drafted, at, width, count)
 
 
 def source_of(grammar: Grammar) -> str:
