@@ -1,5 +1,6 @@
 """Compile kernels for GPUs that are not here: `python -m tests.compiled 80 90`, for these capabilities; with
-`--quant` behind it those of phase 10, with `--ahead` those of phase 11, else phase 09's for a few tokens.
+`--quant` behind it those of phase 10, with `--ahead` those of phase 11, with `--masks` those of phase 12,
+else phase 09's for a few tokens.
 
 A variable that gets another shape in a branch, a tile that no tensor core has, more registers than there are:
 the interpreter minds none of these. Triton needs no device to compile for one, only not to be interpreting,
@@ -34,6 +35,7 @@ from quant.kernels.gemv4 import gemv4_kernel
 from speculative.ahead import kernels as ahead
 from speculative.ahead.lookup import AT_ONCE, look_up_kernel
 from speculative.ngram import MOST_TOKENS
+from structured.kernel import masked_best_kernel, masked_race_kernel
 
 HOPPER, ADA = 90, 89
 TYPES = {
@@ -88,8 +90,8 @@ def main() -> None:
     """The kernels that are asked for."""
     wanted = sys.argv[1:]
     for capability in map(int, filter(str.isdigit, wanted)):
-        made = few_bits if "--quant" in wanted else drafting if "--ahead" in wanted else few_tokens
-        made(capability)
+        kinds = {"--quant": few_bits, "--ahead": drafting, "--masks": masking}
+        next((kinds[kind] for kind in wanted if kind in kinds), few_tokens)(capability)
 
 
 def few_tokens(capability: int) -> None:
@@ -178,6 +180,27 @@ def drafting(capability: int) -> None:
         ("look_up", look_up_kernel, {"K": 7, "AT_ONCE": AT_ONCE, "MOST": MOST_TOKENS}, 8, numbers),
     ):  # fmt: skip
         lost = spills(kernel, capability, constants, warps=warps, types=types)
+        print(f"sm_{capability} {name}: spills {lost}", flush=True)
+
+
+def masking(capability: int) -> None:
+    """What chooses under masks, for 256 rows of Qwen3's vocabulary."""
+    types = {
+        "best": "*fp32",
+        "races": "*fp32",
+        "ids": "*i32",
+        "words": "*i32",
+        "places": "*i64",
+        "rows": "*i64",
+    }
+    types |= {"steps": "*i64", "floats": "*fp32", "ints": "*i64", "M": "i32"}
+    types |= dict.fromkeys(("row_stride", "word_stride", "float_stride", "int_stride"), "i32")
+    cut = {"M_PAD": 256, "V": 151_936, "BLOCK": 4096, "CHUNKS": 38}
+    for name, kernel, more in (
+        ("masked_best", masked_best_kernel, {}),
+        ("masked_race", masked_race_kernel, {"NATIVE": True}),
+    ):
+        lost = spills(kernel, capability, cut | more, warps=4, types=types)
         print(f"sm_{capability} {name}: spills {lost}", flush=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -12,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -936,6 +938,64 @@ def test_the_kernel_masks_what_torch_masks() -> None:
             touched = room.any(1).nonzero().flatten().tolist()
             assert touched in ([], [2]), f"padding masks places {[place - 2 for place in touched]}"
     assert with_kernel(TritonSampler).forbid is not TritonSampler.forbid
+
+
+@pytest.mark.parametrize("vocab", [20, 257, 4096, 9001])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_reading_under_masks_chooses_what_is_chosen_behind_them(vocab: int, temperature: float) -> None:
+    """Masks of many tokens, of one, of none (whose token nobody reads), and no mask; padding of a graph."""
+    pytest.importorskip("triton")
+    from structured.kernel import with_kernel
+    from triton_paged_attention.sampler import TritonSampler
+
+    if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
+        pytest.skip("needs Triton's interpreter or a GPU")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    made, size = torch.Generator().manual_seed(vocab), 7
+    one = torch.zeros(3, -(-vocab // 32), dtype=torch.int32)
+    one[0, (vocab - 1) // 32] = 1 << (vocab - 1) % 31 if vocab % 32 != 1 else 1
+    many = torch.randint(-(2**31), 2**31 - 1, one.shape, generator=made, dtype=torch.int32)
+    many[1, 1:] = 0
+    words = torch.cat([many, one[:2]]).to(device)
+    places = torch.tensor([0, 2, 3, 5, -1], device=device)  # of masks 0 to 3; 1, 4 and 6 have none
+    tokens = {}
+    for kind in (TritonSampler, with_kernel(TritonSampler)):
+        sampler = kind(size, vocab, device)
+        for row in range(size):
+            heat = temperature if row != 2 else 0.0  # one of them is greedy
+            sampler.set_row(row, SamplingParams(temperature=heat, seed=row))
+        for dtype in (torch.float32, torch.bfloat16):
+            logits = torch.randn(size, vocab, generator=torch.Generator().manual_seed(5)).to(device, dtype)
+            before, rows = logits.clone(), torch.arange(size, device=device)
+            real = places[:4] if kind is TritonSampler else places  # torch has no padding
+            allowed = Allowed(words[: len(real)], real)
+            found = sampler.sample(logits, rows, list(range(size)), rows * 3, allowed=allowed).tokens.tolist()
+            assert found == tokens.setdefault(dtype, found), f"{dtype}, {kind.__name__}: {found}"
+            if kind is not TritonSampler:
+                assert torch.equal(logits, before), "the logits have been written"
+    assert len(tokens) == 2
+
+
+@pytest.mark.parametrize("size", [4, 16])
+def test_a_first_half_leaves_the_logits_where_the_second_reads_them(model: Model, size: int) -> None:
+    """By a product that writes them there, where the output head is no more than that."""
+    pytest.importorskip("triton")
+    from cuda_graphs.capture import Capturer
+    from cuda_graphs.masked_graph import LogitsGraph, MaskInputs, plain_head
+    from triton_paged_attention.linear import FusedLinear
+
+    model = copy.copy(model)
+    model._modules = dict(model._modules)
+    head = FusedLinear.of(cast(torch.nn.Linear, model.lm_head))
+    for kind in (model.lm_head, head):
+        model.lm_head = kind
+        assert (plain_head(model) is not None) == (kind is head)
+        masks, hidden = MaskInputs(16, model), torch.randn(size, model.config.hidden_size)
+        half = SimpleNamespace(size=size, hidden=hidden, inputs=torch.ones(3, size, dtype=torch.int64))
+        half.machine, half.pad = SimpleNamespace(model=model), lambda: None
+        made = LogitsGraph(cast(Any, half), masks, Capturer(model.device))
+        torch.testing.assert_close(made.logits, model.logits(hidden))
+        assert masks.logits[:size].data_ptr() == made.logits.data_ptr() and not masks.logits[size:].any()
 
 
 @pytest.mark.parametrize("wanted", [None, 1])

@@ -184,6 +184,41 @@ BUGS = (
         "Verifies drafts that the grammar forbids.",
     ),
     Bug(
+        "words-by-the-token",
+        f"{HERE}/kernel.py",
+        "at = chunk * (BLOCK // 32) + tl.arange(0, BLOCK // 32)",
+        "at = chunk * BLOCK + tl.arange(0, BLOCK // 32)",
+        "Looks for a chunk's words as many places on as it has tokens.",
+    ),
+    Bug(
+        "no-mask-forbids-all",
+        f"{HERE}/kernel.py",
+        "mask=(mask >= 0) & (at * 32 < V), other=-1)",
+        "mask=(mask >= 0) & (at * 32 < V), other=0)",
+        "Reads no logit of a row that has no mask.",
+    ),
+    Bug(
+        "masked-rows-by-number",
+        f"{HERE}/kernel.py",
+        "mask = tl.max(tl.where(own, i, -1)).to(tl.int64)",
+        "mask = tl.minimum(row, M - 1).to(tl.int64)",
+        "Takes mask n for row n, whoever has none.",
+    ),
+    Bug(
+        "masks-read-and-written-over",
+        f"{HERE}/kernel.py",
+        "        allowed, self._allowed = self._allowed, None\n",
+        "        allowed = self._allowed\n",
+        "Keeps a step's masks for the next, which may have none.",
+    ),
+    Bug(
+        "penalties-read-no-masks",
+        f"{HERE}/kernel.py",
+        " and not plan.features & ~Feature.RANDOM and",
+        " and",
+        "Hands logits on unmasked to penalties, top-k and top-p, and then draws from what they have left.",
+    ),
+    Bug(
         "bits-backwards",
         f"{HERE}/kernel.py",
         "((word >> (token % 32)) & 1) == 0",
@@ -431,8 +466,8 @@ BUGS = (
     Bug(
         "logits-of-the-step-before",
         "phases/09_cuda_graphs/cuda_graphs/masked_graph.py",
-        "        self.logits.copy_(narrow_logits(self.half.machine.model, self.half.hidden))\n",
-        "        narrow_logits(self.half.machine.model, self.half.hidden)\n",
+        "            self.logits.copy_(narrow_logits(model, hidden))\n",
+        "            narrow_logits(model, hidden)\n",
         "Leaves the logits where they were made, and samples from some that were there before.",
     ),
     Bug(

@@ -12,8 +12,17 @@ from torch import Tensor
 from common.sampling.sampler import Allowed, Feature, Plan
 from cuda_graphs.capture import Capturer
 from cuda_graphs.decode_graph import DecodeGraph, logits_dtype, narrow_logits
+from cuda_graphs.latency.few import FEW_TOKENS
 from cuda_graphs.step_kernels import scatter_tokens
 from forward.model import Model
+from triton_paged_attention.linear import FusedLinear
+
+
+def plain_head(model: Model) -> Tensor | None:
+    """The weight `[V, hidden]` of an output head that is a matrix product and no more; None: it is more."""
+    head = model.lm_head
+    plain = isinstance(head, FusedLinear) and type(head).product is FusedLinear.product and head.bias is None
+    return head.weight if plain and model.config.final_soft_cap is None else None
 
 
 class MaskInputs:
@@ -60,7 +69,11 @@ class LogitsGraph:
     def compute(self) -> None:
         """What is captured."""
         self.inputs.copy_(self.half.inputs)
-        self.logits.copy_(narrow_logits(self.half.machine.model, self.half.hidden))
+        model, hidden = self.half.machine.model, self.half.hidden
+        if (weight := plain_head(model)) is not None and self.half.size > FEW_TOKENS:
+            torch.mm(hidden, weight.t(), out=self.logits)
+        else:
+            self.logits.copy_(narrow_logits(model, hidden))
 
 
 class MaskedGraph:

@@ -71,18 +71,19 @@ class Crowd:
     """
 
     def __init__(self, shape: Sequence[object] = (), found: Sequence[Follower] = ()) -> None:
-        # Threads divide the list. Neighbours should share what only one thread at a time may use.
-        found = sorted(found, key=lambda one: one[3].matcher.group)
         self.shape, self.places = shape, list[int]()
-        self.owners = [one[2] for one in found]
-        self.constraints = [one[3] for one in found]
-        self.moves = [(one[3].matcher, one[4]) for one in found]
-        self.jobs = list[Job]()
+        jobs = list[Job]()
         for place, drafts, _, constraint, _ in found:
-            self.jobs.append(Job(constraint.matcher, len(self.places), drafts))
+            jobs.append(Job(constraint.matcher, len(self.places), drafts))
             self.places.append(place)
             if drafts:
                 self.places += range(place + 1, place + len(drafts) + 1)
+        # Threads divide the list. Neighbours should share what only one thread at a time may use.
+        order = sorted(range(len(jobs)), key=lambda at: jobs[at].matcher.group)
+        self.jobs = [jobs[at] for at in order]
+        self.owners = [found[at][2] for at in order]
+        self.constraints = [found[at][3] for at in order]
+        self.moves = [(jobs[at].matcher, found[at][4]) for at in order]
         self._stops = any([one.params.stop_token_ids for one in self.owners])
 
     def again(self, shape: Sequence[object], landed: Landed, ends: Set[int]) -> bool:
@@ -158,6 +159,7 @@ class GrammarMasks:
         self._staging = MaskStaging(-(-vocab_size // 32), device)
         self._filling: Filling | None = None
         self._crowd = Crowd()  # of the last step
+        self._sent: Crowd | None = None
 
     # Before a request runs.
 
@@ -220,17 +222,19 @@ class GrammarMasks:
         if self._finish() is None or not crowd.jobs:
             return None
         longer.apply(words, self._ends_at)
-        allowed = self._staging.send(places)
-        for job, request in zip(crowd.jobs, crowd.owners, strict=True):
-            if job.matcher.problem:
-                self._fail(request, job.matcher.problem)
-            if self.single and request in self.single:
+        for job, request in zip(crowd.jobs, crowd.owners, strict=True) if self.single else ():
+            if request in self.single:
                 self._note_single(request, words[job.row : job.row + len(job.drafts) + 1])
         self.filled += len(places)
-        return allowed
+        self._sent = crowd
+        return self._staging.send(places)
 
     def take_failed(self) -> list[tuple[Request, Exception]]:
-        """Requests whose grammar cannot be followed any further."""
+        """Requests whose grammar cannot be followed any further; asked when the step is on its way."""
+        sent, self._sent = self._sent, None
+        for job, request in zip(sent.jobs, sent.owners, strict=True) if sent is not None else ():
+            if job.matcher.problem:
+                self._fail(request, job.matcher.problem)
         failed, self._failed = self._failed, []
         return failed
 

@@ -75,10 +75,30 @@ def negative_exponentials(lower, upper, ids, NATIVE: tl.constexpr):
 def first_best(x, ids):
     """The largest of `x`, and the smallest of the ids that have it. NaN is larger than all, as in torch."""
     nan = x != x
-    any_nan = tl.max(nan.to(tl.int32), axis=0) > 0
-    largest = tl.max(tl.where(nan, -_INF, x), axis=0)
-    at = tl.min(tl.where(tl.where(any_nan, nan, x == largest), ids, _LAST), axis=0)
+    any_nan = tl.max(nan.to(tl.int32)) > 0
+    largest = tl.max(tl.where(nan, -_INF, x))
+    at = tl.min(tl.where(tl.where(any_nan, nan, x == largest), ids, _LAST))
     return tl.where(any_nan, float("nan"), largest), at
+
+
+@triton.jit
+def chunk_race(x, column, hot, key, step, first, NATIVE: tl.constexpr):
+    """Of a chunk's logits `x` the largest, and the winner's -E / weight and column.
+
+    A weight is exp((logit - largest of the chunk) / temperature), so it never overflows and needs no other
+    chunk. In a greedy row, or where the chunk's largest is not finite, the winner is the largest itself.
+    """
+    largest = tl.max(tl.where(x == x, x, _INF))  # NaN must not get lost
+    best = -float("inf")
+    if (hot > 0) & (tl.abs(largest) < _INF):
+        lower, upper = random_words(key, step)
+        noise = negative_exponentials(lower, upper, first + column, NATIVE)
+        races = noise * tl.exp2((largest - x) * (_LOG2_E / hot))  # no NaN: a logit is finite or -inf
+        best = tl.max(races)
+        at = tl.min(tl.where(races == best, column, _LAST))
+    else:
+        largest, at = first_best(x, column)
+    return largest, best, at
 
 
 @triton.jit
@@ -108,9 +128,6 @@ def race_kernel(
 ):  # fmt: skip
     """One program per row and chunk: its largest logit, its winner, and the winner's -E / weight.
 
-    A weight is exp((logit - largest of the chunk) / temperature), so it never overflows and needs no other
-    chunk. In a greedy row, or where the chunk's largest is not finite, the winner is the largest itself.
-
     first: the token id of the first column; the ids of the winners are columns.
     """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -118,19 +135,11 @@ def race_kernel(
     x = tl.load(logits + row * row_stride + column, mask=column < V, other=-float("inf")).to(tl.float32)
     settings = tl.load(rows + row)
     hot = tl.load(floats + settings * float_stride + _TEMPERATURE)
-    largest = tl.max(tl.where(x == x, x, _INF), axis=0)  # NaN must not get lost
-    race = -float("inf")
-    if (hot > 0) & (tl.abs(largest) < _INF):
-        lower, upper = random_words(tl.load(ints + settings * int_stride + _KEY), tl.load(steps + row))
-        noise = negative_exponentials(lower, upper, first + column, NATIVE)
-        races_here = noise * tl.exp2((largest - x) * (_LOG2_E / hot))  # no NaN: a logit is finite or -inf
-        race = tl.max(races_here, axis=0)
-        at = tl.min(tl.where(races_here == race, column, _LAST), axis=0)
-    else:
-        largest, at = first_best(x, column)
+    key = tl.load(ints + settings * int_stride + _KEY)
+    largest, won, at = chunk_race(x, column, hot, key, tl.load(steps + row), first, NATIVE)
     place = row * CHUNKS + chunk
     tl.store(best + place, largest)
-    tl.store(races + place, race)
+    tl.store(races + place, won)
     tl.store(ids + place, at)
 
 
@@ -150,12 +159,12 @@ def finish_kernel(
     tl.store(tokens + row, token.to(tl.int64))
 
 
-def _dense(logits: Tensor) -> Tensor:
+def dense(logits: Tensor) -> Tensor:
     """The same with columns side by side; some matrix products on CPUs leave them apart."""
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
-def _cut(batch: int, vocab: int) -> dict[str, int]:
+def cut_up(batch: int, vocab: int) -> dict[str, int]:
     """How the vocabulary is cut. Few rows take more programs, to fill the multiprocessors."""
     block = min(CHUNK if batch > 4 else CHUNK // 4, max(16, triton.next_power_of_2(vocab)))
     return {"BLOCK": block, "CHUNKS": triton.cdiv(vocab, block)}
@@ -193,10 +202,10 @@ def draw_rows(
 
 def best_of_chunks(logits: Tensor) -> Winners:
     """The first half of `argmax_rows`."""
-    logits, (batch, vocab) = _dense(logits), logits.shape
-    cut = _cut(batch, vocab)
+    logits, (batch, vocab) = dense(logits), logits.shape
+    cut = cut_up(batch, vocab)
     chunks = cut["CHUNKS"]
-    best, ids = _per_chunk(logits, chunks, torch.float32), _per_chunk(logits, chunks, torch.int32)
+    best, ids = per_chunk(logits, chunks, torch.float32), per_chunk(logits, chunks, torch.int32)
     if batch:
         best_kernel[(batch, chunks)](best, ids, logits, logits.stride(0), V=vocab, **cut)
     return Winners(best, None, ids)
@@ -216,11 +225,11 @@ def race_of_chunks(
     logits: Tensor, rows: Tensor, steps: Tensor, floats: Tensor, ints: Tensor, first: int = 0
 ) -> Winners:
     """The first half of `draw_rows`. first: the token id of the first column."""
-    logits, (batch, vocab) = _dense(logits), logits.shape
-    cut = _cut(batch, vocab)
+    logits, (batch, vocab) = dense(logits), logits.shape
+    cut = cut_up(batch, vocab)
     chunks = cut["CHUNKS"]
-    best, races = (_per_chunk(logits, chunks, torch.float32) for _ in range(2))
-    ids = _per_chunk(logits, chunks, torch.int32)
+    best, races = (per_chunk(logits, chunks, torch.float32) for _ in range(2))
+    ids = per_chunk(logits, chunks, torch.int32)
     if batch:
         race_kernel[(batch, chunks)](
             best, races, ids, logits, rows, steps, floats, ints,
@@ -241,5 +250,6 @@ def drawn(found: Winners, rows: Tensor, floats: Tensor) -> Tensor:
     return tokens
 
 
-def _per_chunk(logits: Tensor, chunks: int, dtype: torch.dtype) -> Tensor:
+def per_chunk(logits: Tensor, chunks: int, dtype: torch.dtype) -> Tensor:
+    """`[B, CHUNKS]`, not yet written."""
     return torch.empty(len(logits), chunks, dtype=dtype, device=logits.device)
