@@ -195,7 +195,7 @@ def masking(capability: int) -> None:
     }
     types |= {"steps": "*i64", "floats": "*fp32", "ints": "*i64", "M": "i32"}
     types |= dict.fromkeys(("row_stride", "word_stride", "float_stride", "int_stride"), "i32")
-    cut = {"M_PAD": 256, "V": 151_936, "BLOCK": 4096, "CHUNKS": 38}
+    cut = {"V": 151_936, "BLOCK": 4096, "CHUNKS": 38}
     for name, kernel, more in (
         ("masked_best", masked_best_kernel, {}),
         ("masked_race", masked_race_kernel, {"NATIVE": True}),

@@ -976,6 +976,32 @@ def test_reading_under_masks_chooses_what_is_chosen_behind_them(vocab: int, temp
     assert len(tokens) == 2
 
 
+def test_more_masks_than_are_looked_through_at_once() -> None:
+    pytest.importorskip("triton")
+    from structured.kernel import MASKS, rehearse, with_kernel
+    from triton_paged_attention.sampler import TritonSampler
+
+    if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
+        pytest.skip("needs Triton's interpreter or a GPU")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    count = MASKS.value + 4
+    sampler = with_kernel(TritonSampler)(1, 64, device)
+    rehearse(sampler)  # all that it does is compile
+    sampler.set_row(0, SamplingParams())
+    words, rows = (
+        torch.zeros(count, 2, dtype=torch.int32),
+        torch.zeros(count, dtype=torch.int64, device=device),
+    )
+    wanted = [1 + number % 60 for number in range(count)]
+    for number, token in enumerate(wanted):
+        words[number, token // 32] = torch.tensor(1 << token % 32, dtype=torch.int64).to(torch.int32)
+    allowed = Allowed(words.to(device), torch.arange(count, device=device))
+    logits = torch.zeros(count, 64, device=device)
+    found = sampler.sample(logits, rows, [0] * count, rows, allowed=allowed).tokens.tolist()
+    wrong = [number for number in range(count) if found[number] != wanted[number]]
+    assert not wrong, f"rows {wrong} are not given the token that their masks allow"
+
+
 @pytest.mark.parametrize("size", [4, 16])
 def test_a_first_half_leaves_the_logits_where_the_second_reads_them(model: Model, size: int) -> None:
     """By a product that writes them there, where the output head is no more than that."""

@@ -357,8 +357,8 @@ BUGS = (
     Bug(
         "last-of-equals",
         SAMPLING,
-        "    at = tl.min(tl.where(tl.where(any_nan, nan, x == largest), ids, _LAST), axis=0)\n",
-        "    at = tl.max(tl.where(tl.where(any_nan, nan, x == largest), ids, -1), axis=0)\n",
+        "    at = tl.min(tl.where(tl.where(any_nan, nan, x == largest), ids, _LAST))\n",
+        "    at = tl.max(tl.where(tl.where(any_nan, nan, x == largest), ids, -1))\n",
         "Takes the last of equal logits, where torch takes the first.",
     ),
     Bug(

@@ -200,9 +200,16 @@ BUGS = (
     Bug(
         "masked-rows-by-number",
         f"{HERE}/kernel.py",
-        "mask = tl.max(tl.where(own, i, -1)).to(tl.int64)",
-        "mask = tl.minimum(row, M - 1).to(tl.int64)",
+        "mask = tl.maximum(mask, tl.max(tl.where(own, i, -1)))",
+        "mask = tl.maximum(mask, tl.minimum(row, M - 1).to(tl.int32))",
         "Takes mask n for row n, whoever has none.",
+    ),
+    Bug(
+        "only-so-many-masks",
+        f"{HERE}/kernel.py",
+        "i = first + tl.arange(0, MASKS)",
+        "i = tl.arange(0, MASKS)",
+        "Looks through the first 256 masks, again and again.",
     ),
     Bug(
         "masks-read-and-written-over",

@@ -70,9 +70,11 @@ class Structured(Feature):
         )
         parts.bring(self, masks=masks)
         if "kernels" in parts.features:
-            from structured.kernel import with_kernel
+            from structured.kernel import rehearse, with_kernel
 
             parts.sampler = with_kernel(parts.sampler)
+            if parts.rehearse is not None:
+                parts.finish.append(lambda engine: rehearse(engine.runner.sampler))
             graphs = parts.features.get("graphs")
             if isinstance(graphs, Graphs):
                 from cuda_graphs.masked_runner import MaskedRunner, remade

@@ -18,6 +18,8 @@ from triton_paged_attention.kernels.sampling import chunk_race, first_best
 from triton_paged_attention.sampler import TritonSampler
 
 BLOCK = 4096
+MASKS = tl.constexpr(256)
+"""How many masks are looked through at once for a row's."""
 _TEMPERATURE, _KEY = tl.constexpr(TEMPERATURE), tl.constexpr(KEY)
 
 
@@ -38,16 +40,19 @@ def forbid_kernel(
 @triton.jit
 def allowed_chunk(
     logits, words, places, M, row_stride, word_stride, row, chunk,
-    M_PAD: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
+    V: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A chunk of a row's logits, minus infinity where its mask has no bit, and columns: `[BLOCK / 32, 32]`.
 
     A word is read once for its 32 tokens, and where it has no bit their logits are not read at all. A row
     without a mask has all.
     """
-    i = tl.arange(0, M_PAD)
-    own = tl.load(places + i, mask=i < M, other=-1) == row
-    mask = tl.max(tl.where(own, i, -1)).to(tl.int64)
+    mask = tl.full((), -1, tl.int32)
+    for first in range(0, M, MASKS):
+        i = first + tl.arange(0, MASKS)
+        own = tl.load(places + i, mask=i < M, other=-1) == row
+        mask = tl.maximum(mask, tl.max(tl.where(own, i, -1)))
+    mask = mask.to(tl.int64)
     at = chunk * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
     word = tl.load(words + mask * word_stride + at, mask=(mask >= 0) & (at * 32 < V), other=-1)
     bit = tl.arange(0, 32)[None, :]
@@ -57,28 +62,28 @@ def allowed_chunk(
     return tl.where((word[:, None] >> bit) & 1 != 0, x, -float("inf")), column
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def masked_best_kernel(
     best, ids, logits, words, places, M, row_stride, word_stride,
-    M_PAD: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+    V: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """`best_kernel` of phase 06, under masks."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    x, column = allowed_chunk(logits, words, places, M, row_stride, word_stride, row, chunk, M_PAD, V, BLOCK)
+    x, column = allowed_chunk(logits, words, places, M, row_stride, word_stride, row, chunk, V, BLOCK)
     largest, at = first_best(x, column)
     tl.store(best + row * CHUNKS + chunk, largest)
     tl.store(ids + row * CHUNKS + chunk, at)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def masked_race_kernel(
     best, races, ids, logits, words, places, M, rows, steps, floats, ints,
     row_stride, word_stride, float_stride, int_stride,
-    M_PAD: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, NATIVE: tl.constexpr,
+    V: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """`race_kernel` of phase 06, under masks."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    x, column = allowed_chunk(logits, words, places, M, row_stride, word_stride, row, chunk, M_PAD, V, BLOCK)
+    x, column = allowed_chunk(logits, words, places, M, row_stride, word_stride, row, chunk, V, BLOCK)
     settings = tl.load(rows + row)
     hot = tl.load(floats + settings * float_stride + _TEMPERATURE)
     key = tl.load(ints + settings * int_stride + _KEY)
@@ -142,7 +147,7 @@ class ReadingSampler(MaskingSampler, TritonSampler):
 
 def best_of_allowed(logits: Tensor, allowed: Allowed) -> sampling.Winners:
     """`best_of_chunks` of phase 06, under masks."""
-    logits, shape = sampling.dense(logits), _shape(logits, allowed)
+    logits, shape = sampling.dense(logits), _shape(logits)
     chunks = shape["CHUNKS"]
     best, ids = (sampling.per_chunk(logits, chunks, kind) for kind in (torch.float32, torch.int32))
     masked_best_kernel[(len(logits), chunks)](
@@ -155,7 +160,7 @@ def race_of_allowed(
     logits: Tensor, allowed: Allowed, rows: Tensor, steps: Tensor, floats: Tensor, ints: Tensor
 ) -> sampling.Winners:
     """`race_of_chunks` of phase 06, under masks."""
-    logits, shape = sampling.dense(logits), _shape(logits, allowed)
+    logits, shape = sampling.dense(logits), _shape(logits)
     chunks = shape["CHUNKS"]
     best, races = (sampling.per_chunk(logits, chunks, torch.float32) for _ in range(2))
     ids = sampling.per_chunk(logits, chunks, torch.int32)
@@ -167,11 +172,23 @@ def race_of_allowed(
     return sampling.Winners(best, races, ids)
 
 
-def _shape(logits: Tensor, allowed: Allowed) -> dict[str, int]:
-    """How kernels are compiled for a batch under masks."""
+def _shape(logits: Tensor) -> dict[str, int]:
+    """What the kernels are compiled for: a word has 32 tokens."""
     batch, vocab = logits.shape
-    cut = sampling.cut_up(batch, max(32, vocab))
-    return {"M_PAD": triton.next_power_of_2(len(allowed.places)), "V": vocab, **cut}
+    return {"V": vocab, **sampling.cut_up(batch, max(32, vocab))}
+
+
+def rehearse(sampler: Sampler) -> None:
+    """Compile what steps outside of graphs sample by, so that nobody's first mask waits for it."""
+    device = sampler.floats.device
+    for batch in (1, 8):  # few rows are cut otherwise
+        logits = torch.zeros(batch, sampler.vocab_size, device=device)
+        rows = torch.zeros(batch, dtype=torch.int64, device=device)
+        words = torch.full((1, -(-sampler.vocab_size // 32)), -1, dtype=torch.int32, device=device)
+        for features in (Feature(0), Feature.RANDOM):
+            plan = Plan(features, (), None).for_any_rows()
+            sampler.sample(logits, rows, (), rows, plan, allowed=Allowed(words, rows[:1]))
+        sampler.forbid(logits, Allowed(words, rows[:1]))
 
 
 def with_kernel(sampler: type[Sampler]) -> type[Sampler]:

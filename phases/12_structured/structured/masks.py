@@ -66,8 +66,7 @@ class Crowd:
     but who they are is kept then: with hundreds of them it takes as long as to move their matchers.
 
     shape: the takers and drafts of the step's works.
-    owners, constraints, jobs: one for each output. places: in the batch, one for each mask.
-    moves: the matchers, and the tokens that they have not seen.
+    owners, constraints, jobs, moves (a matcher, and its new tokens): of each output. places: of each mask.
     """
 
     def __init__(self, shape: Sequence[object] = (), found: Sequence[Follower] = ()) -> None:
@@ -96,8 +95,7 @@ class Crowd:
             or not ends.isdisjoint(chain.from_iterable(news))
             or any([request.finish_reason for request in self.owners])
             or min([request.limit - len(request.tokens) for request in self.owners]) <= 1
-            or [seen.taken for seen in self.constraints]
-            != [len(one.tokens) - one.prompt_len for one in self.owners]
+            or [c.taken for c in self.constraints] != [len(r.tokens) - r.prompt_len for r in self.owners]
         ):
             return False
         self.moves = [(job.matcher, new) for job, new in zip(self.jobs, news, strict=True)]
@@ -109,8 +107,7 @@ class Filling:
     """Masks of a step that are being made.
 
     works: of the step. crowd: those of them that have a grammar.
-    words: where masks go.
-    done: the threads that make them; None: they are made.
+    words: where masks go. done: the threads that make them; None: they are made.
     """
 
     works: Sequence[Work]
