@@ -133,13 +133,13 @@ SLIPS = {
         ),
         Slip(
             "one-place-each",
-            "            if drafts:\n                places += range(place + 1, place + len(drafts) + 1)\n",
+            "            if drafts:\n                self.places += range(place + 1, place + len(drafts) + 1)\n",
             "",
             "Gives a request one place, whatever its drafts.",
         ),
         Slip(
             "end-not-held-back",
-            "longer.apply(made.words, self._ends_at)",
+            "longer.apply(words, self._ends_at)",
             "longer",
             "Lets a text end before min_tokens.",
         ),

@@ -941,8 +941,12 @@ def test_the_kernel_masks_what_torch_masks() -> None:
 
 
 @pytest.mark.parametrize("vocab", [20, 257, 4096, 9001])
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_reading_under_masks_chooses_what_is_chosen_behind_them(vocab: int, temperature: float) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"temperature": 0.9}, {"temperature": 0.9, "top_k": 3}, {"presence_penalty": 0.5}],
+    ids=["greedy", "sampled", "top-k", "penalties"],
+)
+def test_reading_under_masks_chooses_what_is_chosen_behind_them(vocab: int, settings: dict[str, Any]) -> None:
     """Masks of many tokens, of one, of none (whose token nobody reads), and no mask; padding of a graph."""
     pytest.importorskip("triton")
     from structured.kernel import with_kernel
@@ -958,13 +962,14 @@ def test_reading_under_masks_chooses_what_is_chosen_behind_them(vocab: int, temp
     many[1, 1:] = 0
     words = torch.cat([many, one[:2]]).to(device)
     places = torch.tensor([0, 2, 3, 5, -1], device=device)  # of masks 0 to 3; 1, 4 and 6 have none
-    tokens = {}
+    tokens: dict[object, list[int]] = {}
     for kind in (TritonSampler, with_kernel(TritonSampler)):
         sampler = kind(size, vocab, device)
         for row in range(size):
-            heat = temperature if row != 2 else 0.0  # one of them is greedy
-            sampler.set_row(row, SamplingParams(temperature=heat, seed=row))
-        for dtype in (torch.float32, torch.bfloat16):
+            given = settings if row != 2 else {}  # one of them is greedy
+            sampler.set_row(row, SamplingParams(seed=row, **given))
+        alone = not settings.keys() - {"temperature"}
+        for dtype in (torch.float32, torch.bfloat16) if alone else (torch.float32,):
             logits = torch.randn(size, vocab, generator=torch.Generator().manual_seed(5)).to(device, dtype)
             before, rows = logits.clone(), torch.arange(size, device=device)
             real = places[:4] if kind is TritonSampler else places  # torch has no padding
@@ -972,8 +977,9 @@ def test_reading_under_masks_chooses_what_is_chosen_behind_them(vocab: int, temp
             found = sampler.sample(logits, rows, list(range(size)), rows * 3, allowed=allowed).tokens.tolist()
             assert found == tokens.setdefault(dtype, found), f"{dtype}, {kind.__name__}: {found}"
             if kind is not TritonSampler:
-                assert torch.equal(logits, before), "the logits have been written"
-    assert len(tokens) == 2
+                assert torch.equal(logits, before) or not alone, "the logits have been written"
+        free = sampler.sample(before.float(), rows, list(range(size)), rows * 3).tokens.tolist()
+        assert free == tokens.setdefault("free", free), f"{kind.__name__} without masks: {free}"
 
 
 def test_more_masks_than_are_looked_through_at_once() -> None:

@@ -128,7 +128,6 @@ class ReadingSampler(MaskingSampler, TritonSampler):
         allowed: Tensor | Allowed | None,
         drafts: Tensor | None,
     ) -> Tensor:
-        self._allowed = None
         if isinstance(allowed, Allowed) and not plan.features & ~Feature.RANDOM and len(allowed.places):
             self._allowed = allowed  # `choose` comes next
             return logits

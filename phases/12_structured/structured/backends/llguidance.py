@@ -54,10 +54,7 @@ NOTHING = "NoExtensionBias"
 FEW = 4
 """Up to so many masks are made by the thread that asks: waking others takes longer. As many outputs share a
 lexer before another one is made."""
-MOST_CORES = 16
-THREADS = 2
-"""For each core. The library gives each an equal part of the rows before it lets one help another, so smaller
-parts are fairer. They step back behind the one that schedules the next step meanwhile."""
+MOST_THREADS = 16
 MAKING = 0.1
 """Seconds that may go into further lexers of one grammar."""
 CHARACTER = r'[^"\\\x00-\x1F\x7F]'
@@ -207,15 +204,11 @@ class GuidanceBackend(Backend):
             slices=SLICES,
         )
         self.limits = ll.LLParserLimits(**LIMITS)
-        cores = max(1, min(MOST_CORES, len(os.sched_getaffinity(0)) - 1))
-        threads = 1 if cores == 1 else THREADS * cores
-        with ThreadPoolExecutor(
-            1, initializer=step_back
-        ) as low:  # threads have the priority of who makes them
-            self.threads = low.submit(ll.LLExecutor, threads).result()
+        threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) - 1))
+        self.threads = ll.LLExecutor(threads)
         # Of a grammar. Some masks take a hundred times longer than most, and those of the same lexer wait for
         # them: 256 masks take 15 threads 3.7 ms with a lexer for each, and 2.7 with four times as many.
-        self.lexers = 1 if cores == 1 else 4 << (cores - 1).bit_length()
+        self.lexers = 1 if threads == 1 else 4 << (threads - 1).bit_length()
         self.asker = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self.maker = ThreadPoolExecutor(1, thread_name_prefix="lexers", initializer=step_back)
         self._jobs: Sequence[Job] = ()  # the last that were filled, and what the library is told of them:
