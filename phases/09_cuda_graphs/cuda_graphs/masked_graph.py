@@ -20,9 +20,10 @@ from triton_paged_attention.linear import FusedLinear
 
 def plain_head(model: Model) -> Tensor | None:
     """The weight `[V, hidden]` of an output head that is a matrix product and no more; None: it is more."""
-    head = model.lm_head
-    plain = isinstance(head, FusedLinear) and type(head).product is FusedLinear.product and head.bias is None
-    return head.weight if plain and model.config.final_soft_cap is None else None
+    head, capped = model.lm_head, model.config.final_soft_cap is not None
+    if isinstance(head, FusedLinear) and type(head).product is FusedLinear.product and head.bias is None:
+        return None if capped else head.weight
+    return None
 
 
 class MaskInputs:

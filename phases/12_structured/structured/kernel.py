@@ -1,7 +1,7 @@
 """Masks applied by kernels: where nothing else changes the logits by the one that chooses, as it reads them.
 
-Elsewhere by one that writes minus infinities. On an H200 that took 0.15 ms for 256 rows of 151,936 tokens,
-longer than to choose among them.
+Elsewhere by one that writes minus infinities. With that one before it, the choice for 256 rows of 151,936
+tokens took an H200 0.22 ms, and its median step 0.1 more than now.
 """
 
 from __future__ import annotations
