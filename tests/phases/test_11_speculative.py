@@ -2164,9 +2164,12 @@ def test_taps_keep_what_the_layers_put_out(model: Model) -> None:
     ids = torch.tensor([5, 6, 7])
     own(ids, torch.arange(3), forward.attention.RecomputeAttention())
     right = unroll.hidden_states(model, ids[None], places)[0, :, : 2 * model.config.hidden_size]
-    assert torch.equal(taps.kept[:3], right) and not taps.kept[3:].any()
+    # Training attends by another product, whose rounding depends on the processor.
+    torch.testing.assert_close(taps.kept[:3], right)
+    assert not taps.kept[3:].any()
+    kept = taps.kept.clone()
     model(ids + 1, torch.arange(3), forward.attention.RecomputeAttention())
-    assert torch.equal(taps.kept[:3], right), "another engine's model writes into these taps"
+    assert torch.equal(taps.kept, kept), "another engine's model writes into these taps"
     assert not any(layer._forward_hooks for layer in layers_of(model)), "a hook stays in the shared model"
 
 
