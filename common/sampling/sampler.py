@@ -184,8 +184,11 @@ class Sampler(SamplerRows):
         chosen, ids, values = zip(*[ops.raw_logprobs(*part, top) for part in parts], strict=True)
         return torch.cat(chosen), torch.cat(ids) if top else None, torch.cat(values) if top else None
 
-    def forbid(self, logits: Tensor, allowed: Allowed) -> None:
-        """Put every token that is not allowed at minus infinity, in place; other places are not touched."""
+    def forbid(self, logits: Tensor, allowed: Allowed, plan: Plan) -> None:
+        """Put every token that is not allowed at minus infinity, in place; other places are not touched.
+
+        plan: what else happens to the logits before `choose`.
+        """
         for first in range(0, len(allowed.places), self._at_once):
             part = slice(first, first + self._at_once)
             ops.forbid(logits, allowed.words[part], allowed.places[part])
@@ -262,7 +265,7 @@ class Sampler(SamplerRows):
                 part = slice(first, first + self._at_once)
                 ops.forbid(logits[part], allowed[part])
         elif allowed is not None:
-            self.forbid(logits, allowed)
+            self.forbid(logits, allowed, plan)
         for places, width in plan.edits:
             at, some = rows[places], logits[places]
             active = steps[places].unsqueeze(1) < self.edit_until[at, :width]  # [B, E]

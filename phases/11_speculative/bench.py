@@ -148,9 +148,7 @@ class Bench:
         """A drafter for the engine that guesses on the host, as the feature would make it."""
         feature = Speculate(**settings)
         source = feature.source(Parts(self.engine.runner.model))
-        made = Speculator(source, Control(feature.length, adaptive=feature.draft_adaptive))
-        made.in_turn = self.options.device.type == "cpu"
-        return made
+        return Speculator(source, Control(feature.length, adaptive=feature.draft_adaptive))
 
     def sweep(self, sizes: Sequence[int]) -> list[Run]:
         """Batch sizes: three right drafts, as many as pay, drafts that are always wrong, and none."""

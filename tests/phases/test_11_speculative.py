@@ -613,7 +613,7 @@ def clocked(model: Model, script: str, took: Callable[[Any], float]) -> tuple[Pa
     speculator = engine.scheduler.drafter
     assert isinstance(speculator, Speculator)
     speculator.control, clock = Control(4), Clock()
-    speculator.clock, speculator._on = clock, False
+    speculator.clock, speculator._on, speculator.in_turn = clock, False, False
     collect = engine.collect
 
     def timed(pending: Any) -> None:
@@ -1467,7 +1467,6 @@ def test_large_models_are_not_kept_twice(monkeypatch: pytest.MonkeyPatch) -> Non
 # Training.
 
 
-@torch.inference_mode()
 @pytest.mark.parametrize(("window", "cap"), [(None, None), (3, None), (None, 5.0)])
 def test_training_attends_as_the_model_does(window: int | None, cap: float | None) -> None:
     layer = LayerSpec(0, 6, 2, 8, 0.35, window, cap)
@@ -1477,6 +1476,7 @@ def test_training_attends_as_the_model_does(window: int | None, cap: float | Non
     assert off < 1e-5, f"window {window}, soft cap {cap}: off by {off:.1e}"
 
 
+@torch.inference_mode()
 def test_training_unrolls_the_head_as_drafting_does(model: Model) -> None:
     """Each place of step j is what the head makes when its chain began j places before."""
     made = drafter_of(model, Head, 1)

@@ -913,14 +913,26 @@ def test_what_older_drafts_ignore_beside_a_reference_is_ignored() -> None:
 # The kernel.
 
 
+def kernels_run_on() -> str:
+    """A device; skips a test where there is none."""
+    if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
+        pytest.skip("needs Triton's interpreter or a GPU")
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def only(token: int, vocab: int) -> torch.Tensor:
+    """A mask that allows one token."""
+    words = np.zeros(-(-vocab // 32), np.uint32)
+    words[token // 32] = 1 << token % 32
+    return torch.from_numpy(words.view(np.int32))
+
+
 def test_the_kernel_masks_what_torch_masks() -> None:
     pytest.importorskip("triton")
     from structured.kernel import forbid, with_kernel
     from triton_paged_attention.sampler import TritonSampler
 
-    if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
-        pytest.skip("needs Triton's interpreter or a GPU")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = kernels_run_on()
     made = torch.Generator().manual_seed(3)
     for vocab in (257, 32, 4096, 9001):
         words = torch.randint(-(2**31), 2**31 - 1, (3, -(-vocab // 32)), generator=made, dtype=torch.int32)
@@ -952,15 +964,12 @@ def test_reading_under_masks_chooses_what_is_chosen_behind_them(vocab: int, sett
     from structured.kernel import with_kernel
     from triton_paged_attention.sampler import TritonSampler
 
-    if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
-        pytest.skip("needs Triton's interpreter or a GPU")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = kernels_run_on()
     made, size = torch.Generator().manual_seed(vocab), 7
-    one = torch.zeros(3, -(-vocab // 32), dtype=torch.int32)
-    one[0, (vocab - 1) // 32] = 1 << (vocab - 1) % 31 if vocab % 32 != 1 else 1
-    many = torch.randint(-(2**31), 2**31 - 1, one.shape, generator=made, dtype=torch.int32)
+    last = only(vocab - 1, vocab)
+    many = torch.randint(-(2**31), 2**31 - 1, (3, len(last)), generator=made, dtype=torch.int32)
     many[1, 1:] = 0
-    words = torch.cat([many, one[:2]]).to(device)
+    words = torch.stack([*many, last, 0 * last]).to(device)
     places = torch.tensor([0, 2, 3, 5, -1], device=device)  # of masks 0 to 3; 1, 4 and 6 have none
     tokens: dict[object, list[int]] = {}
     for kind in (TritonSampler, with_kernel(TritonSampler)):
@@ -987,20 +996,14 @@ def test_more_masks_than_are_looked_through_at_once() -> None:
     from structured.kernel import MASKS, rehearse, with_kernel
     from triton_paged_attention.sampler import TritonSampler
 
-    if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
-        pytest.skip("needs Triton's interpreter or a GPU")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = kernels_run_on()
     count = MASKS.value + 4
     sampler = with_kernel(TritonSampler)(1, 64, device)
     rehearse(sampler)  # all that it does is compile
     sampler.set_row(0, SamplingParams())
-    words, rows = (
-        torch.zeros(count, 2, dtype=torch.int32),
-        torch.zeros(count, dtype=torch.int64, device=device),
-    )
+    rows = torch.zeros(count, dtype=torch.int64, device=device)
     wanted = [1 + number % 60 for number in range(count)]
-    for number, token in enumerate(wanted):
-        words[number, token // 32] = torch.tensor(1 << token % 32, dtype=torch.int64).to(torch.int32)
+    words = torch.stack([only(token, 64) for token in wanted])
     allowed = Allowed(words.to(device), torch.arange(count, device=device))
     logits = torch.zeros(count, 64, device=device)
     found = sampler.sample(logits, rows, [0] * count, rows, allowed=allowed).tokens.tolist()
@@ -1013,7 +1016,7 @@ def test_a_first_half_leaves_the_logits_where_the_second_reads_them(model: Model
     """By a product that writes them there, where the output head is no more than that."""
     pytest.importorskip("triton")
     from cuda_graphs.capture import Capturer
-    from cuda_graphs.masked_graph import LogitsGraph, MaskInputs, plain_head
+    from cuda_graphs.masked_graph import LogitsGraph, MaskInputs
     from triton_paged_attention.linear import FusedLinear
 
     model = copy.copy(model)
@@ -1021,11 +1024,14 @@ def test_a_first_half_leaves_the_logits_where_the_second_reads_them(model: Model
     head = FusedLinear.of(cast(torch.nn.Linear, model.lm_head))
     for kind in (model.lm_head, head):
         model.lm_head = kind
-        assert (plain_head(model) is not None) == (kind is head)
+        asked = list[object]()
+        handle = kind.register_forward_hook(lambda *_, asked=asked: asked.append(_))
         masks, hidden = MaskInputs(16, model), torch.randn(size, model.config.hidden_size)
         half = SimpleNamespace(size=size, hidden=hidden, inputs=torch.ones(3, size, dtype=torch.int64))
         half.machine, half.pad = SimpleNamespace(model=model), lambda: None
         made = LogitsGraph(cast(Any, half), masks, Capturer(model.device))
+        handle.remove()
+        assert bool(asked) == (kind is not head), "logits are made somewhere, and copied"
         torch.testing.assert_close(made.logits, model.logits(hidden))
         assert masks.logits[:size].data_ptr() == made.logits.data_ptr() and not masks.logits[size:].any()
 

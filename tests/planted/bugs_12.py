@@ -221,8 +221,8 @@ BUGS = (
     Bug(
         "penalties-read-no-masks",
         f"{HERE}/kernel.py",
-        " and not plan.features & ~Feature.RANDOM and",
-        " and",
+        "if plan.features & ~Feature.RANDOM or not",
+        "if not",
         "Hands logits on unmasked to penalties, top-k and top-p, and then draws from what they have left.",
     ),
     Bug(

@@ -53,6 +53,13 @@ class FusedLinear(nn.Module):
         out = out if gate is None else gated(out, gate)
         return out if residual is None else out + residual
 
+    def write(self, x: Tensor, out: Tensor) -> None:
+        """`forward(x)` into `out`, `[T, in]` -> `[T, out]`; uncopied, where it is a product and no more."""
+        if type(self).product is FusedLinear.product and self.bias is None:
+            torch.mm(x, self.weight.t(), out=out)
+        else:
+            out.copy_(self(x))
+
 
 def _end_to_end(tensors: Sequence[Tensor]) -> nn.Parameter:
     if len(tensors) == 1 and isinstance(tensors[0], nn.Parameter):

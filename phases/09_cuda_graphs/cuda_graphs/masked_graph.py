@@ -12,18 +12,9 @@ from torch import Tensor
 from common.sampling.sampler import Allowed, Feature, Plan
 from cuda_graphs.capture import Capturer
 from cuda_graphs.decode_graph import DecodeGraph, logits_dtype, narrow_logits
-from cuda_graphs.latency.few import FEW_TOKENS
 from cuda_graphs.step_kernels import scatter_tokens
 from forward.model import Model
 from triton_paged_attention.linear import FusedLinear
-
-
-def plain_head(model: Model) -> Tensor | None:
-    """The weight `[V, hidden]` of an output head that is a matrix product and no more; None: it is more."""
-    head, capped = model.lm_head, model.config.final_soft_cap is not None
-    if isinstance(head, FusedLinear) and type(head).product is FusedLinear.product and head.bias is None:
-        return None if capped else head.weight
-    return None
 
 
 class MaskInputs:
@@ -71,8 +62,8 @@ class LogitsGraph:
         """What is captured."""
         self.inputs.copy_(self.half.inputs)
         model, hidden = self.half.machine.model, self.half.hidden
-        if (weight := plain_head(model)) is not None and self.half.size > FEW_TOKENS:
-            torch.mm(hidden, weight.t(), out=self.logits)
+        if isinstance(model.lm_head, FusedLinear) and model.config.final_soft_cap is None:
+            model.lm_head.write(hidden, self.logits)
         else:
             self.logits.copy_(narrow_logits(model, hidden))
 

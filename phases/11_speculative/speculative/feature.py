@@ -82,12 +82,11 @@ class Speculate(Feature):
         """A drafter; graphs that verify, where there are graphs."""
         if self.drafter == "none":
             return
-        if in_turn := parts.model.device.type == "cpu":
+        if parts.model.device.type == "cpu":
             pack_linears(parts.own_model())
             parts.reserve.append(lambda whole: packed_bytes(whole.model))
         source = self.source(parts)
         speculator = Speculator(source, Control(self.length, adaptive=self.draft_adaptive))
-        speculator.in_turn = in_turn
         parts.bring(self, drafter=speculator)
         parts.finish.append(speculator.attach)
         SmallSteps(self.length).install(parts)

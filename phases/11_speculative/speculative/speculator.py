@@ -75,7 +75,7 @@ class Speculator(Drafter):
 
     def attach(self, engine: Engine) -> None:
         """The engine whose steps these are."""
-        self._engine = engine
+        self._engine, self.in_turn = engine, engine.runner.model.device.type == "cpu"
         if (attach := getattr(self.source, "attach", None)) is not None:
             attach(engine)
 

@@ -109,7 +109,7 @@ def forbid(logits: Tensor, allowed: Allowed) -> None:
 class MaskingSampler(Sampler):
     """Put before another sampler's class: masks by the kernel."""
 
-    def forbid(self, logits: Tensor, allowed: Allowed) -> None:
+    def forbid(self, logits: Tensor, allowed: Allowed, plan: Plan) -> None:
         """See `Sampler.forbid`."""
         forbid(logits, allowed)
 
@@ -119,19 +119,12 @@ class ReadingSampler(MaskingSampler, TritonSampler):
 
     _allowed: Allowed | None = None
 
-    def _adjust(
-        self,
-        logits: Tensor,
-        rows: Tensor,
-        steps: Tensor,
-        plan: Plan,
-        allowed: Tensor | Allowed | None,
-        drafts: Tensor | None,
-    ) -> Tensor:
-        if isinstance(allowed, Allowed) and not plan.features & ~Feature.RANDOM and len(allowed.places):
+    def forbid(self, logits: Tensor, allowed: Allowed, plan: Plan) -> None:
+        """See `Sampler.forbid`."""
+        if plan.features & ~Feature.RANDOM or not len(allowed.places):
+            super().forbid(logits, allowed, plan)
+        else:
             self._allowed = allowed  # `choose` comes next
-            return logits
-        return super()._adjust(logits, rows, steps, plan, allowed, drafts)
 
     def choose(self, logits: Tensor, rows: Tensor, steps: Tensor, plan: Plan) -> Tensor:
         """See `Sampler.choose`."""
@@ -146,48 +139,38 @@ class ReadingSampler(MaskingSampler, TritonSampler):
 
 def best_of_allowed(logits: Tensor, allowed: Allowed) -> sampling.Winners:
     """`best_of_chunks` of phase 06, under masks."""
-    logits, shape = sampling.dense(logits), _shape(logits)
-    chunks = shape["CHUNKS"]
-    best, ids = (sampling.per_chunk(logits, chunks, kind) for kind in (torch.float32, torch.int32))
-    masked_best_kernel[(len(logits), chunks)](
-        best, ids, logits, *allowed, len(allowed.places), logits.stride(0), allowed.words.stride(0), **shape
-    )
-    return sampling.Winners(best, None, ids)
+    logits, found, cut = sampling.by_chunks(logits, races=False)
+    masked_best_kernel[found.ids.shape](
+        found.best, found.ids, logits, *allowed, len(allowed.places),
+        logits.stride(0), allowed.words.stride(0), **cut,
+    )  # fmt: skip
+    return found
 
 
 def race_of_allowed(
     logits: Tensor, allowed: Allowed, rows: Tensor, steps: Tensor, floats: Tensor, ints: Tensor
 ) -> sampling.Winners:
     """`race_of_chunks` of phase 06, under masks."""
-    logits, shape = sampling.dense(logits), _shape(logits)
-    chunks = shape["CHUNKS"]
-    best, races = (sampling.per_chunk(logits, chunks, torch.float32) for _ in range(2))
-    ids = sampling.per_chunk(logits, chunks, torch.int32)
-    masked_race_kernel[(len(logits), chunks)](
-        best, races, ids, logits, *allowed, len(allowed.places), rows, steps, floats, ints,
+    logits, found, cut = sampling.by_chunks(logits, races=True)
+    masked_race_kernel[found.ids.shape](
+        *found, logits, *allowed, len(allowed.places), rows, steps, floats, ints,
         logits.stride(0), allowed.words.stride(0), floats.stride(0), ints.stride(0),
-        NATIVE=logits.is_cuda, **shape,
+        NATIVE=logits.is_cuda, **cut,
     )  # fmt: skip
-    return sampling.Winners(best, races, ids)
-
-
-def _shape(logits: Tensor) -> dict[str, int]:
-    """What the kernels are compiled for: a word has 32 tokens."""
-    batch, vocab = logits.shape
-    return {"V": vocab, **sampling.cut_up(batch, max(32, vocab))}
+    return found
 
 
 def rehearse(sampler: Sampler) -> None:
     """Compile what steps outside of graphs sample by, so that nobody's first mask waits for it."""
-    device = sampler.floats.device
+    vocab, device = sampler.vocab_size, sampler.floats.device
+    words = torch.full((1, -(-vocab // 32)), -1, dtype=torch.int32, device=device)
     for batch in (1, 8):  # few rows are cut otherwise
-        logits = torch.zeros(batch, sampler.vocab_size, device=device)
+        logits = torch.zeros(batch, vocab, device=device)
         rows = torch.zeros(batch, dtype=torch.int64, device=device)
-        words = torch.full((1, -(-sampler.vocab_size // 32)), -1, dtype=torch.int32, device=device)
-        for features in (Feature(0), Feature.RANDOM):
-            plan = Plan(features, (), None).for_any_rows()
-            sampler.sample(logits, rows, (), rows, plan, allowed=Allowed(words, rows[:1]))
-        sampler.forbid(logits, Allowed(words, rows[:1]))
+        allowed = Allowed(words, rows[:1])
+        best_of_allowed(logits, allowed)
+        race_of_allowed(logits, allowed, rows, rows, sampler.floats, sampler.ints)
+        forbid(logits, allowed)
 
 
 def with_kernel(sampler: type[Sampler]) -> type[Sampler]:

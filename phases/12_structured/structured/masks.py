@@ -71,18 +71,18 @@ class Crowd:
 
     def __init__(self, shape: Sequence[object] = (), found: Sequence[Follower] = ()) -> None:
         self.shape, self.places = shape, list[int]()
-        jobs = list[Job]()
-        for place, drafts, _, constraint, _ in found:
-            jobs.append(Job(constraint.matcher, len(self.places), drafts))
+        lines = list[tuple[Job, Request, Constraint, Sequence[int]]]()
+        for place, drafts, request, constraint, new in found:
+            lines.append((Job(constraint.matcher, len(self.places), drafts), request, constraint, new))
             self.places.append(place)
             if drafts:
                 self.places += range(place + 1, place + len(drafts) + 1)
         # Threads divide the list. Neighbours should share what only one thread at a time may use.
-        order = sorted(range(len(jobs)), key=lambda at: jobs[at].matcher.group)
-        self.jobs = [jobs[at] for at in order]
-        self.owners = [found[at][2] for at in order]
-        self.constraints = [found[at][3] for at in order]
-        self.moves = [(jobs[at].matcher, found[at][4]) for at in order]
+        lines.sort(key=lambda line: line[0].matcher.group)
+        self.jobs = [job for job, _, _, _ in lines]
+        self.owners = [request for _, request, _, _ in lines]
+        self.constraints = [constraint for _, _, constraint, _ in lines]
+        self.moves = [(job.matcher, new) for job, _, _, new in lines]
         self._stops = any([one.params.stop_token_ids for one in self.owners])
 
     def again(self, shape: Sequence[object], landed: Landed, ends: Set[int]) -> bool:

@@ -159,17 +159,6 @@ def finish_kernel(
     tl.store(tokens + row, token.to(tl.int64))
 
 
-def dense(logits: Tensor) -> Tensor:
-    """The same with columns side by side; some matrix products on CPUs leave them apart."""
-    return logits if logits.stride(1) == 1 else logits.contiguous()
-
-
-def cut_up(batch: int, vocab: int) -> dict[str, int]:
-    """How the vocabulary is cut. Few rows take more programs, to fill the multiprocessors."""
-    block = min(CHUNK if batch > 4 else CHUNK // 4, max(16, triton.next_power_of_2(vocab)))
-    return {"BLOCK": block, "CHUNKS": triton.cdiv(vocab, block)}
-
-
 class Winners(NamedTuple):
     """Each row's chunks' best, `[B, CHUNKS]`: largest logit, its winner's -E / weight, the winner's column.
 
@@ -179,6 +168,25 @@ class Winners(NamedTuple):
     best: Tensor
     races: Tensor | None
     ids: Tensor
+
+
+def by_chunks(logits: Tensor, *, races: bool) -> tuple[Tensor, Winners, dict[str, int]]:
+    """`[B, V]` logits cut into chunks, as their kernels want them.
+
+    Returns them with columns side by side (some matrix products on CPUs leave them apart), room for what a
+    program for each row and chunk finds, and the constants of those.
+    """
+    batch, vocab = logits.shape
+    # Few rows take more programs, to fill the multiprocessors. A word of a mask has 32 tokens (phase 12).
+    block = min(CHUNK if batch > 4 else CHUNK // 4, max(32, triton.next_power_of_2(vocab)))
+    chunks = triton.cdiv(vocab, block)
+
+    def room(dtype: torch.dtype) -> Tensor:
+        return torch.empty(batch, chunks, dtype=dtype, device=logits.device)
+
+    found = Winners(room(torch.float32), room(torch.float32) if races else None, room(torch.int32))
+    dense = logits if logits.stride(1) == 1 else logits.contiguous()
+    return dense, found, {"V": vocab, "BLOCK": block, "CHUNKS": chunks}
 
 
 def argmax_rows(logits: Tensor) -> Tensor:
@@ -202,13 +210,10 @@ def draw_rows(
 
 def best_of_chunks(logits: Tensor) -> Winners:
     """The first half of `argmax_rows`."""
-    logits, (batch, vocab) = dense(logits), logits.shape
-    cut = cut_up(batch, vocab)
-    chunks = cut["CHUNKS"]
-    best, ids = per_chunk(logits, chunks, torch.float32), per_chunk(logits, chunks, torch.int32)
-    if batch:
-        best_kernel[(batch, chunks)](best, ids, logits, logits.stride(0), V=vocab, **cut)
-    return Winners(best, None, ids)
+    logits, found, cut = by_chunks(logits, races=False)
+    if len(logits):
+        best_kernel[found.ids.shape](found.best, found.ids, logits, logits.stride(0), **cut)
+    return found
 
 
 def winner(found: Winners) -> Tensor:
@@ -225,17 +230,13 @@ def race_of_chunks(
     logits: Tensor, rows: Tensor, steps: Tensor, floats: Tensor, ints: Tensor, first: int = 0
 ) -> Winners:
     """The first half of `draw_rows`. first: the token id of the first column."""
-    logits, (batch, vocab) = dense(logits), logits.shape
-    cut = cut_up(batch, vocab)
-    chunks = cut["CHUNKS"]
-    best, races = (per_chunk(logits, chunks, torch.float32) for _ in range(2))
-    ids = per_chunk(logits, chunks, torch.int32)
-    if batch:
-        race_kernel[(batch, chunks)](
-            best, races, ids, logits, rows, steps, floats, ints,
-            logits.stride(0), floats.stride(0), ints.stride(0), first, V=vocab, NATIVE=logits.is_cuda, **cut,
+    logits, found, cut = by_chunks(logits, races=True)
+    if len(logits):
+        race_kernel[found.ids.shape](
+            *found, logits, rows, steps, floats, ints,
+            logits.stride(0), floats.stride(0), ints.stride(0), first, NATIVE=logits.is_cuda, **cut,
         )  # fmt: skip
-    return Winners(best, races, ids)
+    return found
 
 
 def drawn(found: Winners, rows: Tensor, floats: Tensor) -> Tensor:
@@ -248,8 +249,3 @@ def drawn(found: Winners, rows: Tensor, floats: Tensor) -> Tensor:
             CHUNKS=chunks, CHUNKS_PAD=triton.next_power_of_2(chunks), num_warps=1,
         )  # fmt: skip
     return tokens
-
-
-def per_chunk(logits: Tensor, chunks: int, dtype: torch.dtype) -> Tensor:
-    """`[B, CHUNKS]`, not yet written."""
-    return torch.empty(len(logits), chunks, dtype=dtype, device=logits.device)

@@ -260,15 +260,14 @@ class GuidanceBackend(Backend):
         if len(words) <= FEW:
             self.fill(jobs, words)
             return None
-        running = threading.Lock()
-        running.acquire()
+        running = threading.Event()
 
         def ask() -> None:
-            running.release()
+            running.set()
             self.fill(jobs, words)
 
         done = self.asker.submit(ask)
-        running.acquire()
+        running.wait()
         return done
 
     def fill(self, jobs: Sequence[Job], words: Words) -> None:
