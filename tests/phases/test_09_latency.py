@@ -238,7 +238,9 @@ def test_a_gate_with_biases_is_applied_behind_them() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_what_the_second_surgery_makes_of_a_block(dtype: torch.dtype) -> None:
-    """Tensor cores have no float32; and before its wait, attention reads what came before its projection."""
+    """Tensor cores have no float32; and before its wait, attention reads what came before its projection, which
+    in all layers but the first is over when it starts.
+    """
     model = surgery.install(optimize(random_model(SHAPES["tiny"], device="cpu", dtype=dtype)))
     blocks = [module for module in model.modules() if isinstance(module, LatencyBlock)]
     assert len(blocks) == model.config.num_layers
@@ -246,7 +248,9 @@ def test_what_the_second_surgery_makes_of_a_block(dtype: torch.dtype) -> None:
         assert block.few == (dtype == torch.float16), f"kernels for a few tokens of {dtype}: {block.few}"
         linears = {name: part for name, part in block.named_modules() if isinstance(part, LatencyLinear)}
         waits = [name for name, linear in linears.items() if not linear.run_ahead]
-        assert waits == ["self_attn.qkv_proj"], f"the next kernel may not run ahead of {waits} alone"
+        index = block.self_attn.spec.index
+        expected = ["self_attn.qkv_proj"] if index == 0 else []
+        assert waits == expected, f"layer {index}: the next kernel may not run ahead of {waits}"
 
 
 @pytest.mark.slow

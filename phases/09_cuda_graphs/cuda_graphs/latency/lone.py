@@ -214,7 +214,8 @@ def attend_lone(
 ) -> Parts:
     """Attention's output; with `meet` false, its splits stay apart in the workspace for `project_heads`.
 
-    Launch it behind a `gemv` with `run_ahead=False`: it reads what that one's predecessors have written.
+    In a first layer, launch it behind a `gemv` with `run_ahead=False`: it reads what that one's predecessors
+    have written.
     """
     assert not cache.scaled, "a lone token's key and value are stored by a kernel that knows no scales"
     heads, kv_heads, d = layer.num_heads, layer.num_kv_heads, layer.head_dim
