@@ -238,8 +238,8 @@ def test_a_gate_with_biases_is_applied_behind_them() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_what_the_second_surgery_makes_of_a_block(dtype: torch.dtype) -> None:
-    """Tensor cores have no float32; and before its wait, attention reads what came before its projection, which
-    in all layers but the first is over when it starts.
+    """Tensor cores have no float32; and before its wait, attention reads what came before its projection. In
+    all layers but the first that is over when it starts.
     """
     model = surgery.install(optimize(random_model(SHAPES["tiny"], device="cpu", dtype=dtype)))
     blocks = [module for module in model.modules() if isinstance(module, LatencyBlock)]

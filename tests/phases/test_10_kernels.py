@@ -13,6 +13,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import quant
+from cuda_graphs.latency import install as latency
 from cuda_graphs.latency.lone import Parts
 from cuda_graphs.latency.tables import LoneConfig
 from forward.attention import LayerSpec
@@ -27,14 +28,18 @@ from quant.kernels.configs import LoopConfig
 from quant.kernels.gemv4 import from_words, to_words
 from quant.kernels.inputs import Pending, gated_rows, norm_rows, round_rows
 from quant.linear import QuantLinear
+from quant.loading import Quantize
 from quant.rtn import quantize
+from quant.surgery import install
 from quant.weights import QuantizedWeight
 from tests.compiling import spilled
 from triton_paged_attention.decode import Workspace, paged_decode
 from triton_paged_attention.kernels.kv_store import kv_store
 from triton_paged_attention.kernels.norms import NormWeights
 from triton_paged_attention.kernels.rope import HeadNorms, ProductScales, norm_rope
+from triton_paged_attention.layers import FusedAttention
 from triton_paged_attention.prefill import paged_prefill, query_tiles
+from triton_paged_attention.surgery import optimize
 from triton_paged_attention.tuning.tables import DecodeConfig, PrefillConfig
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -323,3 +328,12 @@ def test_the_ledger_knows_of_unpacked_weights() -> None:
     largest = model.config.vocab_size * model.config.hidden_size * 4  # the head, in float32
     more = engines[1].ledger.reserved - engines[0].ledger.reserved
     assert more == largest, f"{more} bytes are left free for weights of one byte, which need {largest}"
+
+
+def test_attention_waits_for_the_first_layers_projection_alone() -> None:
+    """Before its wait it reads what was written before that one; see `LatencyBlock`."""
+    model = load_model("random:tiny", device=DEVICE, dtype="float32", linears=Quantize(FP8, None))
+    blocks = install(latency(optimize(model))).modules()
+    projections = [block.qkv_proj for block in blocks if isinstance(block, FusedAttention)]
+    ahead = [layer.run_ahead for layer in projections if isinstance(layer, KernelLinear)]
+    assert ahead == [index > 0 for index in range(model.config.num_layers)], f"layers run ahead: {ahead}"

@@ -32,8 +32,8 @@ class LatencyBlock(FusedBlock):
         for linear in (attend.qkv_proj, attend.o_proj, mlp.gate_up_proj, mlp.down_proj):
             if isinstance(linear, LatencyLinear):
                 linear.few = few
-                # What attention reads before its wait must be complete when it starts. Behind the first layer it
-                # is: that one's attention lets nobody start before it has waited.
+                # What attention reads before its wait must be complete when it starts. Behind the first layer
+                # it is: that one's attention lets nobody start before it has waited.
                 linear.run_ahead = linear is not attend.qkv_proj or attend.spec.index > 0
 
     def forward(
