@@ -837,6 +837,41 @@ def test_no_step_makes_a_lexer(model: Model, monkeypatch: pytest.MonkeyPatch) ->
     assert makers == {"grammar", "lexers"}, f"threads that have made lexers of one grammar: {sorted(makers)}"
 
 
+def test_a_few_masks_that_are_dear_are_made_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four at a millisecond each would hold up the step's thread, one after the other."""
+    from structured.backends import llguidance
+
+    def threads_of(cores: int, dear: float) -> tuple[list[bool], list[bool]]:
+        """Whether threads make the masks of seven steps; and whether they are as one by itself makes them."""
+        monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+        monkeypatch.setattr(llguidance, "DEAR", dear)
+        known = vocabulary()
+        backend = llguidance.GuidanceBackend(known)
+        compiled = backend.compile(Grammar.regex("[a-z]{9}"))
+        outputs, other = [compiled.matcher() for _ in range(3)], compiled.matcher()
+        words, wanted = np.zeros((3, known.words), np.int32), np.zeros(known.words, np.int32)
+        by_threads, right = [], []
+        for _ in range(7):
+            words[:] = 0
+            done = backend.begin([Job(output, row, ()) for row, output in enumerate(outputs)], words)
+            by_threads.append(done is not None)
+            if done is not None:
+                done.result(30)
+            other.fill(wanted)
+            right.append(all((row == wanted).all() for row in words))
+            token = known.encode("a")[0]
+            for output in (*outputs, other):
+                assert output.advance((token,)) == 1
+        return by_threads, right
+
+    never, then = [False] * 7, [False, True, True, True, True, False, True]
+    for cores, dear, expected in ((9, 0.0, then), (9, 60.0, never), (2, 0.0, never)):
+        by_threads, right = threads_of(cores, dear)
+        what = f"{cores} cores, three masks, dear from {dear} s on, in seven steps"
+        assert by_threads == expected, f"{what}: made by threads: {by_threads}"
+        assert right == [True] * 7, f"{what}: as one makes them by itself: {right}"
+
+
 def test_a_lexer_that_cannot_be_made_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
     from structured.backends import llguidance
 

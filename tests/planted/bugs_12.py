@@ -505,4 +505,18 @@ BUGS = (
         "",
         "Lets a schema say that it need not be followed.",
     ),
+    Bug(
+        "dear-masks-one-by-one",
+        f"{HERE}/backends/llguidance.py",
+        "return masks <= FEW and (self._alone or self._woken == 0)",
+        "return masks <= FEW",
+        "Makes a few masks one after the other, however long the last ones took, while all threads sleep.",
+    ),
+    Bug(
+        "once-dear-always-dear",
+        f"{HERE}/backends/llguidance.py",
+        "self._woken = max(0, self._woken - 1)",
+        "pass",
+        "Wakes threads for few masks for ever, once some were dear.",
+    ),
 )

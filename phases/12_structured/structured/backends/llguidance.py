@@ -54,6 +54,11 @@ NOTHING = "NoExtensionBias"
 FEW = 4
 """Up to so many masks are made by the thread that asks: waking others takes longer. As many outputs share a
 lexer before another one is made."""
+DEAR, AGAIN = 0.0003, 4
+"""Seconds, and steps. If few masks took longer, others are woken for those of the next steps as well: one may
+take a millisecond, and outputs that have begun together come to such masks together. Most are at the end of a
+string, which is a few tokens long.
+"""
 MOST_THREADS = 16
 MAKING = 0.1
 """Seconds that may go into further lexers of one grammar."""
@@ -205,7 +210,8 @@ class GuidanceBackend(Backend):
         )
         self.limits = ll.LLParserLimits(**LIMITS)
         threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) - 1))
-        self.threads = ll.LLExecutor(threads)
+        self.threads, self._alone = ll.LLExecutor(threads), threads == 1
+        self._woken = 0  # steps for which few masks are made by others, too
         # Of a grammar. Some masks take a hundred times longer than most, and those of the same lexer wait for
         # them: 256 masks take 15 threads 3.7 ms with a lexer for each, and 2.7 with four times as many.
         self.lexers = 1 if threads == 1 else 4 << (threads - 1).bit_length()
@@ -257,7 +263,7 @@ class GuidanceBackend(Backend):
         It needs Python's lock for a moment to hand over the matchers, and gets it because this one waits
         until it runs: otherwise it would have to wait for its turn, which is 5 ms long.
         """
-        if len(words) <= FEW:
+        if self._by_itself(len(words)):
             self.fill(jobs, words)
             return None
         running = threading.Event()
@@ -271,10 +277,21 @@ class GuidanceBackend(Backend):
         return done
 
     def fill(self, jobs: Sequence[Job], words: Words) -> None:
-        """Several matchers at a time, without Python's lock."""
-        if len(words) <= FEW:
+        """See `Backend.fill`."""
+        if self._by_itself(len(words)):
+            begun = time.perf_counter()
             super().fill(jobs, words)
-            return
+            self._woken = AGAIN if time.perf_counter() - begun > DEAR else 0
+        else:  # how long it takes this thread cannot say: at the end it waits for Python's lock
+            self._woken = max(0, self._woken - 1)
+            self._fill_by_threads(jobs, words)
+
+    def _by_itself(self, masks: int) -> bool:
+        """Whether who asks for so many masks makes them."""
+        return masks <= FEW and (self._alone or self._woken == 0)
+
+    def _fill_by_threads(self, jobs: Sequence[Job], words: Words) -> None:
+        """Several matchers at a time, without Python's lock."""
         at, width, count = words.ctypes.data, words.strides[0], len(words)
         own = cast("Sequence[tuple[GuidanceMatcher, int, Sequence[int]]]", jobs)
         if jobs is not self._jobs:
