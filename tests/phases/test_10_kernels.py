@@ -331,7 +331,7 @@ def test_the_ledger_knows_of_unpacked_weights() -> None:
 
 
 def test_attention_waits_for_the_first_layers_projection_alone() -> None:
-    """Before its wait it reads what was written before that one; see `LatencyBlock`."""
+    """Before its wait it reads what was written before that one; see `starts_early`."""
     model = load_model("random:tiny", device=DEVICE, dtype="float32", linears=Quantize(FP8, None))
     blocks = install(latency(optimize(model))).modules()
     projections = [block.qkv_proj for block in blocks if isinstance(block, FusedAttention)]

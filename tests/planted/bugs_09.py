@@ -479,7 +479,7 @@ BUGS = (
     Bug(
         "weights-read-too-early",
         BLOCK,
-        "linear.run_ahead = linear is not attend.qkv_proj or attend.spec.index > 0",
+        "linear.run_ahead = linear is not attend.qkv_proj or starts_early(attend.spec)",
         "linear.run_ahead = True",
         "Lets attention begin before what it reads is written: a race that shows on a GPU only.",
     ),

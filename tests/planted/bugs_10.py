@@ -309,7 +309,7 @@ BUGS = (
     Bug(
         "attention-begins-too-early",
         f"{HERE}/surgery.py",
-        "block.qkv_proj.run_ahead = block.spec.index > 0",
+        "block.qkv_proj.run_ahead = starts_early(block.spec)",
         "block.qkv_proj.run_ahead = True",
         "Lets the first layer's attention begin before what it reads is written: a race, on a GPU only.",
     ),

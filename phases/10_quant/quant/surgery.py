@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from cuda_graphs.latency.block import LatencyBlock
+from cuda_graphs.latency.lone import starts_early
 from forward.model import Model
 from quant.formats import Activations
 from quant.fused import QuantFusedLinear
@@ -29,7 +30,7 @@ def install(model: Model) -> Model:
         model.norm = PendingNorm(model.norm)
     for block in model.modules():
         if isinstance(block, FusedAttention) and isinstance(block.qkv_proj, KernelLinear):
-            block.qkv_proj.run_ahead = block.spec.index > 0  # see `LatencyBlock`
+            block.qkv_proj.run_ahead = starts_early(block.spec)
     if isinstance(model.lm_head, KernelLinear):
         model.lm_head.out_dtype = torch.float32  # what is sampled
     return model

@@ -7,6 +7,7 @@ from torch import Tensor
 from cuda_graphs.latency.attention import LatencyAttention
 from cuda_graphs.latency.few import FEW_TOKENS
 from cuda_graphs.latency.linear import CombinesHeads, LatencyLinear, OutputLinear
+from cuda_graphs.latency.lone import starts_early
 from forward.attention import Attention
 from triton_paged_attention.layers import FusedAttention, FusedBlock, FusedMLP, Stream
 
@@ -32,9 +33,7 @@ class LatencyBlock(FusedBlock):
         for linear in (attend.qkv_proj, attend.o_proj, mlp.gate_up_proj, mlp.down_proj):
             if isinstance(linear, LatencyLinear):
                 linear.few = few
-                # What attention reads before its wait must be complete when it starts. Behind the first layer
-                # it is: that one's attention lets nobody start before it has waited.
-                linear.run_ahead = linear is not attend.qkv_proj or attend.spec.index > 0
+                linear.run_ahead = linear is not attend.qkv_proj or starts_early(attend.spec)
 
     def forward(
         self, x: Tensor | Stream, cos_sin: tuple[Tensor, Tensor], attention: Attention

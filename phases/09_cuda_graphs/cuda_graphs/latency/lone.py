@@ -185,6 +185,15 @@ def lone_kernel(
                 )  # fmt: skip
 
 
+def starts_early(layer: LayerSpec) -> bool:
+    """Whether attention may start before the projection in front of it has waited.
+
+    What it reads before its own wait must be complete then. Behind the first layer it is: that one's
+    attention lets nobody start before it has waited.
+    """
+    return layer.index > 0
+
+
 class Parts(NamedTuple):
     """Attention's output of a lone token.
 
@@ -214,8 +223,7 @@ def attend_lone(
 ) -> Parts:
     """Attention's output; with `meet` false, its splits stay apart in the workspace for `project_heads`.
 
-    In a first layer, launch it behind a `gemv` with `run_ahead=False`: it reads what that one's predecessors
-    have written.
+    Launch it behind a `gemv` with `run_ahead=False` where it does not start early: see `starts_early`.
     """
     assert not cache.scaled, "a lone token's key and value are stored by a kernel that knows no scales"
     heads, kv_heads, d = layer.num_heads, layer.num_kv_heads, layer.head_dim

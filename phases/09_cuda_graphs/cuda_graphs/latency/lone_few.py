@@ -208,8 +208,7 @@ def attend_few(
 
     With `meet` false, its splits stay apart in the workspace for `project_few_heads`.
 
-    In a first layer, launch it behind a projection with `run_ahead=False`: it reads what that one's
-    predecessors have written.
+    Launch it behind a projection with `run_ahead=False` where it does not start early: see `starts_early`.
     """
     assert not cache.scaled, "new keys and values are stored by a kernel that knows no scales"
     assert fits(len(qkv), layer), f"{len(qkv)} tokens of {layer.num_heads} heads do not fit into a tile"

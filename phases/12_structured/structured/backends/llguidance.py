@@ -264,13 +264,13 @@ class GuidanceBackend(Backend):
         until it runs: otherwise it would have to wait for its turn, which is 5 ms long.
         """
         if self._by_itself(len(words)):
-            self.fill(jobs, words)
+            self._fill_alone(jobs, words)
             return None
         running = threading.Event()
 
         def ask() -> None:
             running.set()
-            self.fill(jobs, words)
+            self._fill_by_threads(jobs, words)
 
         done = self.asker.submit(ask)
         running.wait()
@@ -279,19 +279,25 @@ class GuidanceBackend(Backend):
     def fill(self, jobs: Sequence[Job], words: Words) -> None:
         """See `Backend.fill`."""
         if self._by_itself(len(words)):
-            begun = time.perf_counter()
-            super().fill(jobs, words)
-            self._woken = AGAIN if time.perf_counter() - begun > DEAR else 0
-        else:  # how long it takes this thread cannot say: at the end it waits for Python's lock
-            self._woken = max(0, self._woken - 1)
+            self._fill_alone(jobs, words)
+        else:
             self._fill_by_threads(jobs, words)
 
     def _by_itself(self, masks: int) -> bool:
         """Whether who asks for so many masks makes them."""
         return masks <= FEW and (self._alone or self._woken == 0)
 
+    def _fill_alone(self, jobs: Sequence[Job], words: Words) -> None:
+        """One after the other."""
+        begun = time.perf_counter()
+        super().fill(jobs, words)
+        self._woken = AGAIN if time.perf_counter() - begun > DEAR else 0
+
     def _fill_by_threads(self, jobs: Sequence[Job], words: Words) -> None:
-        """Several matchers at a time, without Python's lock."""
+        """Several at a time, without Python's lock. How long that takes this thread cannot say: at the end it
+        waits for the lock.
+        """
+        self._woken = max(0, self._woken - 1)
         at, width, count = words.ctypes.data, words.strides[0], len(words)
         own = cast("Sequence[tuple[GuidanceMatcher, int, Sequence[int]]]", jobs)
         if jobs is not self._jobs:
