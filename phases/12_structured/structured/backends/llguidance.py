@@ -11,10 +11,12 @@ import os
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from weakref import WeakSet
 
 import llguidance as ll
@@ -22,6 +24,7 @@ import llguidance as ll
 from common.errors import UserError
 from common.sampling.grammar import Grammar
 from structured.matcher import Backend, Compiled, Job, Matcher, Words
+from structured.places import Output, Place, Schema, Tokens
 from structured.pool import step_back
 from structured.vocabulary import Vocabulary
 
@@ -59,6 +62,8 @@ DEAR, AGAIN = 0.0003, 4
 take a millisecond, and outputs that have begun together come to such masks together. Most are at the end of a
 string, which is a few tokens long.
 """
+MOST_KEPT = 4096
+"""Masks: 78 MB of them, for a vocabulary of 150,000 tokens."""
 MOST_THREADS = 16
 MAKING = 0.1
 """Seconds that may go into further lexers of one grammar."""
@@ -72,10 +77,14 @@ BASE_BYTES, BYTES_PER_CHARACTER = 100_000, 60
 
 
 class GuidanceMatcher(Matcher):
-    """One output in llguidance's parser. Its group is the number of the lexer that it shares with others."""
+    """One output in llguidance's parser. Its group is the number of the lexer that it shares with others.
 
-    def __init__(self, inner: ll.LLMatcher, lexer: int) -> None:
+    output: where it stands in its schema, if that has places.
+    """
+
+    def __init__(self, inner: ll.LLMatcher, lexer: int, schema: Schema | None) -> None:
         self.inner, self.group = inner, lexer
+        self.output = None if schema is None else Output(schema)
 
     def fill(self, words: Words) -> None:
         """See `Matcher`; so are the others."""
@@ -83,12 +92,18 @@ class GuidanceMatcher(Matcher):
 
     def advance(self, tokens: Sequence[int]) -> int:
         """Tokens that are not allowed leave the matcher as it is."""
-        return self.inner.try_consume_tokens(list(tokens))
+        count = self.inner.try_consume_tokens(list(tokens))
+        if self.output is not None:
+            for token in tokens[:count]:
+                self.output.advance(token)
+        return count
 
     def rollback(self, count: int) -> None:
         """The parser keeps its rows."""
         if count:
             self.inner.rollback(count)
+            if self.output is not None and not self.output.rollback(count):
+                self.output = None
 
     @property
     def accepting(self) -> bool:
@@ -120,6 +135,7 @@ class GuidanceGrammar(Compiled):
         make: makes another one, with a lexer of its own.
         seconds: what that takes.
         most: lexers.
+        schema: with places, if it is one.
         maker: makes them for those who must not wait.
     """
 
@@ -130,10 +146,11 @@ class GuidanceGrammar(Compiled):
         seconds: float,
         most: int,
         characters: int,
+        schema: Schema | None,
         maker: Executor,
     ) -> None:
-        self._make, self._maker = make, maker
-        self._lexers = [Lexer(0, first)]
+        self._make, self._maker, self._schema = make, maker, schema
+        self._lexers = [Lexer(0, first, schema)]
         self._most = max(1, min(most, int(MAKING / max(seconds, 1e-6))))
         self._lock = threading.Lock()
         self._making = False
@@ -165,7 +182,7 @@ class GuidanceGrammar(Compiled):
         return min(self._lexers, key=lambda lexer: len(lexer.users))
 
     def _further(self, start: ll.LLMatcher) -> Lexer:
-        self._lexers.append(Lexer(len(self._lexers), start))
+        self._lexers.append(Lexer(len(self._lexers), start, self._schema))
         return self._lexers[-1]
 
     def _double(self) -> None:
@@ -184,15 +201,26 @@ class GuidanceGrammar(Compiled):
 class Lexer:
     """One lexer of a grammar: a parser at its start, which has it, and the outputs that share it."""
 
-    def __init__(self, number: int, start: ll.LLMatcher) -> None:
-        self.number, self.start = number, start
+    def __init__(self, number: int, start: ll.LLMatcher, schema: Schema | None) -> None:
+        self.number, self.start, self.schema = number, start, schema
         self.users: WeakSet[GuidanceMatcher] = WeakSet()
 
     def output(self) -> GuidanceMatcher:
         """A new one's parser."""
-        made = GuidanceMatcher(self.start.deep_copy(), self.number)
+        made = GuidanceMatcher(self.start.deep_copy(), self.number, self.schema)
         self.users.add(made)
         return made
+
+
+class Unknown(NamedTuple):
+    """What is left of a step's jobs when masks that are kept have been written.
+
+    first: those of jobs whose masks are to be kept, by place. twins: not of jobs, but as one of `first`.
+    """
+
+    jobs: list[Job]
+    first: dict[Place, Job]
+    twins: list[tuple[Place, Job]]
 
 
 class GuidanceBackend(Backend):
@@ -217,9 +245,8 @@ class GuidanceBackend(Backend):
         self.lexers = 1 if threads == 1 else 4 << (threads - 1).bit_length()
         self.asker = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self.maker = ThreadPoolExecutor(1, thread_name_prefix="lexers", initializer=step_back)
-        self._jobs: Sequence[Job] = ()  # the last that were filled, and what the library is told of them:
-        self._plain: list[tuple[ll.LLMatcher, int]] = []
-        self._drafted: list[tuple[ll.LLMatcher, int, list[int]]] = []
+        self._tokens = Tokens(vocabulary.tokens)
+        self._kept: deque[Place] = deque()  # that have masks
 
     def compile(self, grammar: Grammar) -> Compiled:
         """See `Backend.compile`."""
@@ -235,8 +262,18 @@ class GuidanceBackend(Backend):
                 said = "no output satisfies it"
             raise UserError(f"grammar ({grammar}) is refused: {said}")
         seconds = time.perf_counter() - begun
+        schema = self._schema(grammar)
         make = partial(self._parser, source)
-        return GuidanceGrammar(inner, make, seconds, self.lexers, len(grammar.source), self.maker)
+        return GuidanceGrammar(inner, make, seconds, self.lexers, len(grammar.source), schema, self.maker)
+
+    def _schema(self, grammar: Grammar) -> Schema | None:
+        """With places, if this is a schema that has some."""
+        if grammar.kind != "json_schema":
+            return None
+        with suppress(RecursionError):
+            schema = Schema(grammar.source, self._tokens)
+            return schema if schema.root.kind else None
+        return None
 
     def _parser(self, source: str) -> ll.LLMatcher:
         """At its start; its lexer has made the first mask, and is warm for the next."""
@@ -252,10 +289,13 @@ class GuidanceBackend(Backend):
         if len(single) <= FEW:
             return super().advance(moves)
         moved = iter(self.threads.consume_token_par(single))
-        return [
-            int(next(moved)) if len(tokens) == 1 else matcher.advance(tokens) if tokens else 0
-            for matcher, tokens in own
+        counts = [
+            int(next(moved)) if len(tokens) == 1 else matcher.advance(tokens) for matcher, tokens in own
         ]
+        for (matcher, tokens), count in zip(own, counts, strict=True):
+            if count and matcher.output is not None and len(tokens) == 1:
+                matcher.output.advance(tokens[0])
+        return counts
 
     def begin(self, jobs: Sequence[Job], words: Words) -> Future[None] | None:
         """A thread asks the library's threads, so that who calls this can go on meanwhile.
@@ -263,14 +303,15 @@ class GuidanceBackend(Backend):
         It needs Python's lock for a moment to hand over the matchers, and gets it because this one waits
         until it runs: otherwise it would have to wait for its turn, which is 5 ms long.
         """
-        if self._by_itself(len(words)):
-            self._fill_alone(jobs, words)
+        unknown = self._known(jobs, words)
+        if self._by_itself(unknown.jobs):
+            self._fill_alone(unknown, words)
             return None
         running = threading.Event()
 
         def ask() -> None:
             running.set()
-            self._fill_by_threads(jobs, words)
+            self._fill_by_threads(unknown, words)
 
         done = self.asker.submit(ask)
         running.wait()
@@ -278,36 +319,69 @@ class GuidanceBackend(Backend):
 
     def fill(self, jobs: Sequence[Job], words: Words) -> None:
         """See `Backend.fill`."""
-        if self._by_itself(len(words)):
-            self._fill_alone(jobs, words)
+        unknown = self._known(jobs, words)
+        if self._by_itself(unknown.jobs):
+            self._fill_alone(unknown, words)
         else:
-            self._fill_by_threads(jobs, words)
+            self._fill_by_threads(unknown, words)
 
-    def _by_itself(self, masks: int) -> bool:
-        """Whether who asks for so many masks makes them."""
-        return masks <= FEW and (self._alone or self._woken == 0)
+    def _known(self, jobs: Sequence[Job], words: Words) -> Unknown:
+        """Write the masks that are kept; returns what is left to make."""
+        unknown = Unknown([], {}, [])
+        for job in jobs:
+            output = cast("GuidanceMatcher", job.matcher).output
+            place = None if output is None or job.drafts else output.place
+            if place is None:
+                unknown.jobs.append(job)
+            elif place.mask is not None:
+                words[job.row] = place.mask
+            elif place in unknown.first:
+                unknown.twins.append((place, job))
+            else:
+                unknown.first[place] = job
+                unknown.jobs.append(job)
+        return unknown
 
-    def _fill_alone(self, jobs: Sequence[Job], words: Words) -> None:
+    def _keep(self, unknown: Unknown, words: Words) -> None:
+        """Copy what has been made, if it went well, to those of the same place, now and later."""
+        for place, job in unknown.first.items():
+            if not job.matcher.problem:
+                if len(self._kept) >= MOST_KEPT:
+                    self._kept.popleft().mask = None
+                place.mask = words[job.row].copy()
+                self._kept.append(place)
+        for place, job in unknown.twins:
+            if place.mask is not None:
+                words[job.row] = place.mask
+            else:
+                job.matcher.fill(words[job.row])
+
+    def _by_itself(self, jobs: Sequence[Job]) -> bool:
+        """Whether who asks for these masks makes them."""
+        few = len(jobs) <= FEW and sum(len(job.drafts) + 1 for job in jobs) <= FEW
+        return not jobs or (few and (self._alone or self._woken == 0))
+
+    def _fill_alone(self, unknown: Unknown, words: Words) -> None:
         """One after the other."""
         begun = time.perf_counter()
-        super().fill(jobs, words)
+        super().fill(unknown.jobs, words)
         self._woken = AGAIN if time.perf_counter() - begun > DEAR else 0
+        self._keep(unknown, words)
 
-    def _fill_by_threads(self, jobs: Sequence[Job], words: Words) -> None:
+    def _fill_by_threads(self, unknown: Unknown, words: Words) -> None:
         """Several at a time, without Python's lock. How long that takes this thread cannot say: at the end it
         waits for the lock.
         """
         self._woken = max(0, self._woken - 1)
         at, width, count = words.ctypes.data, words.strides[0], len(words)
-        own = cast("Sequence[tuple[GuidanceMatcher, int, Sequence[int]]]", jobs)
-        if jobs is not self._jobs:
-            self._plain = [(matcher.inner, row) for matcher, row, drafts in own if not drafts]
-            self._drafted = [(matcher.inner, row, list(drafts)) for matcher, row, drafts in own if drafts]
-            self._jobs = jobs
-        if self._plain:
-            self.threads.unsafe_compute_mask_ptr(self._plain, at, width, count)
-        if self._drafted:
-            self.threads.unsafe_compute_mask_ptr_with_draft_token(self._drafted, at, width, count)
+        own = cast("Sequence[tuple[GuidanceMatcher, int, Sequence[int]]]", unknown.jobs)
+        plain = [(matcher.inner, row) for matcher, row, drafts in own if not drafts]
+        drafted = [(matcher.inner, row, list(drafts)) for matcher, row, drafts in own if drafts]
+        if plain:
+            self.threads.unsafe_compute_mask_ptr(plain, at, width, count)
+        if drafted:
+            self.threads.unsafe_compute_mask_ptr_with_draft_token(drafted, at, width, count)
+        self._keep(unknown, words)
 
 
 def source_of(grammar: Grammar) -> str:

@@ -1,0 +1,331 @@
+"""Places in a schema: outputs of the same place have the same mask, and it is made once."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from common.sampling.grammar import Grammar
+from structured import places
+from structured.matcher import Job, Matcher
+from structured.places import Output, Schema, Tokens
+from tests.structured_kit import EOS, SCHEMAS, bits, vocabulary
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def text(low: int = 0, high: int | None = None) -> dict[str, Any]:
+    return {"type": "string", "minLength": low} | ({} if high is None else {"maxLength": high})
+
+
+def record(**properties: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+PERSON = record(name=text(0, 12), age={"type": "integer", "maximum": 150}, city=text(0, 12))
+MANY: dict[str, Any] = {
+    **SCHEMAS,
+    "records": {"type": "array", "items": PERSON, "minItems": 20},
+    "short strings": {"type": "array", "items": text(1, 3), "minItems": 2, "maxItems": 4},
+    "optional strings": {"type": "object", "properties": {"a": text(0, 5), "ab": text(3), 'a"': text()}},
+    "lists of lists": {
+        "type": "array",
+        "items": {"type": "array", "items": text(2, 4), "maxItems": 2},
+        "maxItems": 3,
+    },
+    "recursive": {
+        "$ref": "#/$defs/a~1b",
+        "$defs": {"a/b": record(v=text(0, 4), k={"type": "array", "items": {"$ref": "#/$defs/a~1b"}})},
+    },
+    "partly unknown": record(
+        x={"anyOf": [text(0, 4), {"type": "null"}]},
+        y=text(0, 6),
+        p={"type": "string", "pattern": "^[a-f]{2,9}$"},
+        z={"type": "object"},
+        t=text(1, 7),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_every_mask_is_the_librarys(name: str) -> None:
+    """Six outputs at a time, drawn from masks that may be kept, of themselves or of each other."""
+    pytest.importorskip("llguidance")
+    from structured.backends.llguidance import GuidanceBackend
+
+    known = vocabulary()
+    backend = GuidanceBackend(known)
+    compiled = backend.compile(Grammar.json_schema(MANY[name]))
+    quotes = [token for token, spelled in enumerate(known.tokens) if b'"' in spelled]
+    words, wanted = np.zeros((6, known.words), np.int32), np.zeros(known.words, np.int32)
+    placed = 0
+    for seed in range(4):
+        rng = random.Random(seed)
+        running = {row: compiled.matcher() for row in range(6)}
+        read = dict.fromkeys(running, b"")
+        for _ in range(48):
+            words[:] = -1
+            backend.fill([Job(matcher, row, ()) for row, matcher in running.items()], words)
+            moves: list[tuple[Matcher, Sequence[int]]] = []
+            for row, matcher in list(running.items()):
+                inner = cast(Any, matcher).inner
+                inner.unsafe_compute_mask_ptr(wanted.ctypes.data, wanted.nbytes)
+                found, right = (set(bits(one, len(known.tokens))) for one in (words[row], wanted))
+                assert found == right, (
+                    f"output {row} of seed {seed} behind {read[row]!r}: these tokens are in one mask only: "
+                    f"{sorted(known.tokens[token] for token in found ^ right)[:8]}"
+                )
+                placed += (
+                    cast(Any, matcher).output is not None and cast(Any, matcher).output.place is not None
+                )
+                some = sorted(found & set(quotes)) if rng.random() < 0.3 else []
+                token = rng.choice(some or sorted(found))
+                if token == EOS:
+                    del running[row]
+                    continue
+                moves.append((matcher, (token,)))
+                read[row] += known.tokens[token]
+                if rng.random() < 0.2:  # there and back
+                    assert matcher.advance((token,)) == 1
+                    matcher.rollback(1)
+            assert backend.advance(moves) == [1] * len(moves), f"seed {seed}: a mask allows what is refused"
+    if name != "either":
+        assert placed > 50, f"of all outputs' steps {placed} had a place"
+
+
+def behind(schema: Any, *pieces: str | bytes) -> Output:
+    """An output that has read these, a token each."""
+    spelled = [piece.encode() if isinstance(piece, str) else piece for piece in pieces]
+    tokens = [*dict.fromkeys(spelled), b" " * 8]
+    output = Output(Schema(json.dumps(schema), Tokens(tokens)))
+    for piece in spelled:
+        output.advance(tokens.index(piece))
+    return output
+
+
+def alike(schema: Any, one: Sequence[str | bytes], other: Sequence[str | bytes]) -> bool | None:
+    """Whether two outputs stand in the same place; None if one stands in none."""
+    tokens = [*dict.fromkeys(t.encode() if isinstance(t, str) else t for t in (*one, *other)), b" " * 8]
+    whole = Schema(json.dumps(schema), Tokens(tokens))
+    found = []
+    for pieces in (one, other):
+        output = Output(whole)
+        for piece in pieces:
+            output.advance(tokens.index(piece.encode() if isinstance(piece, str) else piece))
+        found.append(output.place)
+    return None if None in found else found[0] is found[1]
+
+
+TWO = record(a=text(0, 9), b=text(0, 9))
+LIST = {"type": "array", "items": text(0, 9), "minItems": 2, "maxItems": 12}
+LONG = LIST | {"maxItems": 99}
+OPEN = {"type": "object", "properties": {"a": text(), "b": text()}}
+NEVER_KEYS = record(**{"a": text(0, 9), "ab": text(0, 9)})
+
+
+@pytest.mark.parametrize(
+    ("schema", "one", "other", "same"),
+    [
+        pytest.param(text(), ['"', "abc"], ['"', "xyz"], True, id="which characters"),
+        pytest.param(text(0, 9), ['"', "ab", "c"], ['"', "abc"], True, id="in how many tokens"),
+        pytest.param(text(0, 9), ['"ab'], ['"', "ab"], True, id="where tokens end"),
+        pytest.param(text(0, 9), ['"', "ab"], ['"', "abc"], False, id="how many may follow"),
+        pytest.param(text(4), ['"', "ab"], ['"', "abc"], False, id="how many must follow"),
+        pytest.param(text(2), ['"', "abc"], ['"', "abcdef"], True, id="enough is enough"),
+        pytest.param(text(0, 99), ['"', "ab"], ['"', "abc"], True, id="an end that no token reaches"),
+        pytest.param(text(0, 9), ['"', "é"], ['"', "e"], True, id="a character of two bytes is one"),
+        pytest.param(text(0, 9), ['"', b"\xc3", b"\xa9"], ['"', "e"], True, id="in two tokens, too"),
+        pytest.param(text(0, 9), ['"', "🎉", "中"], ['"', "ab"], True, id="of three and four bytes"),
+        pytest.param(text(0, 9), ['"', b"a\xc3"], ['"', b"b\xc3"], None, id="within a character"),
+        pytest.param(text(0, 9), ['"', "\\"], ['"', "\\"], None, id="behind a backslash"),
+        pytest.param(text(0, 9), ['"', "\\n", "a"], ['"', "ab"], None, id="behind an escape"),
+        pytest.param(TWO, ['{"a":"', "x", '","b":"'], ['{"a":"', "xyz", '","b":"'], True, id="what was said"),
+        pytest.param(TWO, ['{"a":"', '\\"', '","b":"'], ['{"a":"","b":"'], True, id="even with a quote"),
+        pytest.param(TWO, ['{"a":"', "x"], ['{"a":"","b":"', "x"], False, id="under which key"),
+        pytest.param(OPEN, ['{"b":"'], ['{"a":"","b":"'], False, id="which keys were there"),
+        pytest.param(OPEN, ['{"c":"'], ['{"c":"'], None, id="a key of which nothing is known"),
+        pytest.param(OPEN, ['{"c":"","a":"'], ['{"a":"'], None, id="and what follows it"),
+        pytest.param(OPEN, ['{"c":[{"a":"]}"}]}'], ['{"a":""}'], True, id="up to the end of its object"),
+        pytest.param(OPEN, ['{"c\\"":1', "}"], ['{"a":""', "}"], True, id="a quote in such a key"),
+        pytest.param(NEVER_KEYS, ['{"a":"'], ['{"ab":"'], False, id="a key that begins like another"),
+        pytest.param(LIST, ["["], ['[""', ","], False, id="whether an item must come"),
+        pytest.param(LIST, ['["', "a"], ['["', '","', "a"], False, id="how many items must come"),
+        pytest.param(LONG, ['["","","'], ['["","","","'], True, id="items enough, and not too many"),
+        pytest.param(
+            LIST, ['["","","","","","","","","","","'], ['["","","","","","","","","'], False, id="near"
+        ),
+        pytest.param({"type": "array", "items": LIST}, ['[["",""],["'], ['[["'], True, id="each list anew"),
+        pytest.param({"enum": ["red", "rod"]}, ['"', "r"], ['"r'], True, id="letters of a word"),
+        pytest.param({"enum": ["red", "rod"]}, ['"re'], ['"ro'], False, id="which letters of a word"),
+        pytest.param({"type": "integer"}, ["1"], ["2"], False, id="which digits"),
+        pytest.param(
+            {"enum": [1, 22], "type": "integer"}, ["1", " "], ["22", " "], True, id="behind a number"
+        ),
+        pytest.param({"enum": [[1], [2]]}, ["[", "1"], ["[", "2"], None, id="a word that is a list"),
+        pytest.param(
+            record(a={"const": "x" * 40}), ['{"a":"', "x" * 35], ['{"a":"', "x" * 35], None, id="long"
+        ),
+        pytest.param(LIST, ["[", " "], ["[", "  "], False, id="how much white space"),
+        pytest.param(LIST, ["[", "\n"], ["[", " "], True, id="which white space"),
+        pytest.param(LIST, ['[""', " ", ","], ['[""', ","], True, id="white space before"),
+    ],
+)
+def test_what_makes_a_place(
+    schema: Any, one: Sequence[str | bytes], other: Sequence[str | bytes], same: bool | None
+) -> None:
+    found = alike(schema, one, other)
+    words = {True: "the same place", False: "different places", None: "no place for one of them"}
+    assert found is same, f"behind {one} and {other}: {words[found]}, not {words[same]}"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        True,
+        {},
+        {"type": ["string", "null"]},
+        {"anyOf": [text(), text()]},
+        text() | {"pattern": "a"},
+        text() | {"format": "date"},
+        text() | {"minLength": 2.0},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}},
+        {"$ref": "#/$defs/a", "minLength": 2, "$defs": {"a": text()}},
+        {"$ref": "other.json"},
+        record(a=text()) | {"minProperties": 1},
+        record(a=text()) | {"$id": "https://example.com/a"},
+        record(a=text()) | {"x-guidance": {"whitespace_pattern": " \n"}},
+        {"type": "array", "items": text(), "uniqueItems": True},
+        {"type": "array", "prefixItems": [text()]},
+        record(**{f"key {number}": text() for number in range(1000)}),
+    ],
+    ids=str,
+)
+def test_schemas_without_places(schema: Any) -> None:
+    assert Schema(json.dumps(schema), Tokens([b"a"])).root.kind == "", "something is known of its values"
+
+
+def test_tokens_are_taken_back() -> None:
+    output = behind(LIST, "[", '"', "ab", '","', "a")
+    steps = [output.place]
+    for piece in (2, 3, 4):
+        output.advance(piece)
+        steps.append(output.place)
+    for taken in (2, 1, 0):
+        assert output.rollback(1) and output.place is steps[taken], f"{taken} of three tokens are left"
+    assert output.rollback(5) and output.place is Output(output.schema).place, "all are taken back"
+    for _ in range(places.REMEMBERED + 1):
+        output.advance(0)
+    assert not output.rollback(places.REMEMBERED + 1), "more is taken back than anybody remembers"
+
+
+def test_states_are_forgotten_when_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "MOST_STATES", 50)
+    letters = [bytes([letter]) for letter in b'"abcdefghij']
+    schema = Schema(json.dumps(text(0, 10_000)), Tokens([*letters, b"a" * 20_000]))
+    output = Output(schema)
+    for step in range(400):
+        output.advance(min(step, 1))
+        assert len(schema._states) <= 50, (
+            f"after {step + 1} tokens {len(schema._states)} states are remembered"
+        )
+    assert output.state.facts.length == 399, "the output has lost its place"
+
+
+class Counting:
+    """Counts the masks that a backend has its library make."""
+
+    def __init__(self, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made = 0
+        for name in ("_fill_alone", "_fill_by_threads"):
+            fill = getattr(backend, name)
+
+            def counted(unknown: Any, words: Any, fill: Any = fill) -> None:
+                self.made += len(unknown.jobs)
+                fill(unknown, words)
+
+            monkeypatch.setattr(backend, name, counted)
+
+
+@pytest.mark.parametrize("cores", [2, 9])
+def test_a_mask_is_made_once_a_place(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("llguidance")
+    from structured.backends.llguidance import GuidanceBackend
+
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+    known = vocabulary()
+    backend = GuidanceBackend(known)
+    counting = Counting(backend, monkeypatch)
+    compiled = backend.compile(Grammar.json_schema(record(name=text(0, 5))))
+    words = np.zeros((6, known.words), np.int32)
+    letters = [known.tokens.index(letter) for letter in (b"a", b"b", b"c", b"d", b"e", b"f")]
+    start = known.encode('{"name": "')
+    outputs = [compiled.matcher() for _ in range(6)]
+    for output in outputs:
+        assert output.advance(start) == len(start)
+    for count in range(1, 4):
+        words[:] = 0
+        backend.fill([Job(output, row, ()) for row, output in enumerate(outputs)], words)
+        assert counting.made == count, f"six outputs stood in {count} places: {counting.made} masks were made"
+        assert words.any(axis=1).all() and (words == words[0]).all(), (
+            "outputs of one place have different masks"
+        )
+        backend.advance([(output, (letter,)) for output, letter in zip(outputs, letters, strict=True)])
+    late = compiled.matcher()
+    late.advance([*start, letters[5]])
+    words[:] = 0
+    assert backend.begin([Job(late, 0, ())], words[:1]) is None, "a mask that is there has to be waited for"
+    assert counting.made == 3 and words[0].any(), "who comes later has its mask made again"
+    draft = letters[0]
+    backend.fill([Job(late, 0, (draft,))], words[:2])
+    assert counting.made == 4 and (words[0] != words[1]).any(), "behind a draft stands the mask before it"
+
+
+def test_masks_are_forgotten_when_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("llguidance")
+    from structured.backends import llguidance
+
+    monkeypatch.setattr(llguidance, "MOST_KEPT", 3)
+    known = vocabulary()
+    backend = llguidance.GuidanceBackend(known)
+    output = backend.compile(Grammar.json_schema(text(0, 6))).matcher()
+    words, seen = np.zeros((1, known.words), np.int32), []
+    for piece in '"abcdef':
+        output.advance((known.tokens.index(piece.encode()),))
+        backend.fill([Job(output, 0, ())], words)
+        seen.append(cast(Any, output).output.place)
+    assert [place.mask is not None for place in seen] == [False] * 4 + [True] * 3, "which masks are kept"
+
+
+def test_a_mask_that_failed_is_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("llguidance")
+    from structured.backends.llguidance import GuidanceBackend, GuidanceMatcher
+
+    known = vocabulary()
+    backend = GuidanceBackend(known)
+    compiled = backend.compile(Grammar.json_schema(text(0, 12)))
+    outputs = [compiled.matcher() for _ in range(3)]
+    monkeypatch.setattr(GuidanceMatcher, "problem", property(lambda self: "a limit" * (self is outputs[0])))
+    words = np.zeros((3, known.words), np.int32)
+    wanted = np.zeros(known.words, np.int32)
+    compiled.matcher().fill(wanted)
+    fill = GuidanceMatcher.fill
+
+    def failing(self: Any, words: Any) -> None:
+        if self is not outputs[0]:
+            fill(self, words)
+
+    monkeypatch.setattr(GuidanceMatcher, "fill", failing)
+    backend.fill([Job(output, row, ()) for row, output in enumerate(outputs)], words)
+    assert (words[1:] == wanted).all(), "outputs of the same place have the mask of one that has failed"
+    backend.fill([Job(outputs[1], 1, ())], words)
+    assert (words[1] == wanted).all(), "what failed is kept"
