@@ -32,12 +32,17 @@ def record(**properties: Any) -> dict[str, Any]:
     }
 
 
-PERSON = record(name=text(0, 12), age={"type": "integer", "maximum": 150}, city=text(0, 12))
+PERSON = record(name=text(0, 5), age={"type": "integer", "maximum": 150}, city=text(1, 4))
 MANY: dict[str, Any] = {
     **SCHEMAS,
     "records": {"type": "array", "items": PERSON, "minItems": 20},
     "short strings": {"type": "array", "items": text(1, 3), "minItems": 2, "maxItems": 4},
-    "optional strings": {"type": "object", "properties": {"a": text(0, 5), "ab": text(3), 'a"': text()}},
+    "optional strings": {
+        "type": "object",
+        "properties": {"a": text(0, 5), "ab": text(3, 4), 'a"': text(0, 2)},
+        "additionalProperties": False,
+    },
+    "other keys": {"type": "object", "properties": {"a": text(0, 5)}, "required": ["a"]},
     "lists of lists": {
         "type": "array",
         "items": {"type": "array", "items": text(2, 4), "maxItems": 2},
@@ -99,8 +104,8 @@ def test_every_mask_is_the_librarys(name: str) -> None:
                     assert matcher.advance((token,)) == 1
                     matcher.rollback(1)
             assert backend.advance(moves) == [1] * len(moves), f"seed {seed}: a mask allows what is refused"
-    if name != "either":
-        assert placed > 50, f"of all outputs' steps {placed} had a place"
+    if name not in SCHEMAS:
+        assert placed > 20, f"of all outputs' steps {placed} had a place"
 
 
 def behind(schema: Any, *pieces: str | bytes) -> Output:
@@ -126,58 +131,72 @@ def alike(schema: Any, one: Sequence[str | bytes], other: Sequence[str | bytes])
     return None if None in found else found[0] is found[1]
 
 
-TWO = record(a=text(0, 9), b=text(0, 9))
-LIST = {"type": "array", "items": text(0, 9), "minItems": 2, "maxItems": 12}
+def listed(items: Any) -> dict[str, Any]:
+    return {"type": "array", "items": items}
+
+
+TEXT = text(0, 6)
+PAIR = record(n=True, s=TEXT)
+TWO = record(a=TEXT, b=TEXT)
+LIST = {"type": "array", "items": TEXT, "minItems": 2, "maxItems": 12}
 LONG = LIST | {"maxItems": 99}
-OPEN = {"type": "object", "properties": {"a": text(), "b": text()}}
-NEVER_KEYS = record(**{"a": text(0, 9), "ab": text(0, 9)})
+OPEN = {"type": "object", "properties": {"a": TEXT, "b": TEXT}}
+ALIKE = record(**{"a": TEXT, "ab": TEXT, 'a"': TEXT})
 
 
 @pytest.mark.parametrize(
     ("schema", "one", "other", "same"),
     [
-        pytest.param(text(), ['"', "abc"], ['"', "xyz"], True, id="which characters"),
-        pytest.param(text(0, 9), ['"', "ab", "c"], ['"', "abc"], True, id="in how many tokens"),
-        pytest.param(text(0, 9), ['"ab'], ['"', "ab"], True, id="where tokens end"),
-        pytest.param(text(0, 9), ['"', "ab"], ['"', "abc"], False, id="how many may follow"),
-        pytest.param(text(4), ['"', "ab"], ['"', "abc"], False, id="how many must follow"),
-        pytest.param(text(2), ['"', "abc"], ['"', "abcdef"], True, id="enough is enough"),
-        pytest.param(text(0, 99), ['"', "ab"], ['"', "abc"], True, id="an end that no token reaches"),
-        pytest.param(text(0, 9), ['"', "é"], ['"', "e"], True, id="a character of two bytes is one"),
-        pytest.param(text(0, 9), ['"', b"\xc3", b"\xa9"], ['"', "e"], True, id="in two tokens, too"),
-        pytest.param(text(0, 9), ['"', "🎉", "中"], ['"', "ab"], True, id="of three and four bytes"),
-        pytest.param(text(0, 9), ['"', b"a\xc3"], ['"', b"b\xc3"], None, id="within a character"),
-        pytest.param(text(0, 9), ['"', "\\"], ['"', "\\"], None, id="behind a backslash"),
-        pytest.param(text(0, 9), ['"', "\\n", "a"], ['"', "ab"], None, id="behind an escape"),
+        pytest.param(TEXT, ['"', "abc"], ['"', "xyz"], True, id="which characters"),
+        pytest.param(TEXT, ['"', "ab", "c"], ['"', "abc"], True, id="in how many tokens"),
+        pytest.param(TEXT, ['"ab'], ['"', "ab"], True, id="where tokens end"),
+        pytest.param(TEXT, ['"', "ab"], ['"', "abc"], False, id="how many may follow"),
+        pytest.param(text(4, 9), ['"', "ab"], ['"', "abc"], False, id="how many must follow"),
+        pytest.param(text(0, 99), ['"', "ab"], ['"', "ab"], None, id="far from the end"),
+        pytest.param(text(), ['"', "ab"], ['"', "ab"], None, id="without an end"),
+        pytest.param(TEXT, ['"', "é"], ['"', "e"], True, id="a character of two bytes is one"),
+        pytest.param(TEXT, ['"', b"\xc3", b"\xa9"], ['"', "e"], True, id="in two tokens, too"),
+        pytest.param(TEXT, ['"', "🎉", "中"], ['"', "ab"], True, id="of three and four bytes"),
+        pytest.param(TEXT, ['"', b"a\xc3"], ['"', b"b\xc3"], None, id="within a character"),
+        pytest.param(TEXT, ['"', "\\"], ['"', "\\"], None, id="behind a backslash"),
+        pytest.param(TEXT, ['"', "\\n", "a"], ['"', "ab"], None, id="behind an escape"),
         pytest.param(TWO, ['{"a":"', "x", '","b":"'], ['{"a":"', "xyz", '","b":"'], True, id="what was said"),
         pytest.param(TWO, ['{"a":"', '\\"', '","b":"'], ['{"a":"","b":"'], True, id="even with a quote"),
         pytest.param(TWO, ['{"a":"', "x"], ['{"a":"","b":"', "x"], False, id="under which key"),
+        pytest.param(TWO, ['{\n "a" : "x"'], ['{"a":"', 'x"'], None, id="no string"),
+        pytest.param(TWO, ['{\n "a" : "x', '" ,\t"b": "'], ['{"a":"', '","b":"'], True, id="white space"),
         pytest.param(OPEN, ['{"b":"'], ['{"a":"","b":"'], False, id="which keys were there"),
         pytest.param(OPEN, ['{"c":"'], ['{"c":"'], None, id="a key of which nothing is known"),
         pytest.param(OPEN, ['{"c":"","a":"'], ['{"a":"'], None, id="and what follows it"),
-        pytest.param(OPEN, ['{"c":[{"a":"]}"}]}'], ['{"a":""}'], True, id="up to the end of its object"),
-        pytest.param(OPEN, ['{"c\\"":1', "}"], ['{"a":""', "}"], True, id="a quote in such a key"),
-        pytest.param(NEVER_KEYS, ['{"a":"'], ['{"ab":"'], False, id="a key that begins like another"),
-        pytest.param(LIST, ["["], ['[""', ","], False, id="whether an item must come"),
+        pytest.param(
+            {"type": "array", "items": OPEN | {"required": ["a"]} | {"properties": {"b": TEXT, "a": TEXT}}},
+            ['[{"c":[{"a":"]}\\"}"}]},{"a":"'],
+            ['[{"a":"1"},{"a":"'],
+            True,
+            id="up to the end of its object",
+        ),
+        pytest.param(listed(OPEN), ['[{"c\\"":1', '},{"a":"'], ['[{},{"a":"'], True, id="a quote in it"),
+        pytest.param(ALIKE, ['{"a":"'], ['{"ab":"'], False, id="a key that begins like another"),
+        pytest.param(ALIKE, ['{"a":"'], ['{"a\\"":"'], False, id="even with a quote in it"),
         pytest.param(LIST, ['["', "a"], ['["', '","', "a"], False, id="how many items must come"),
         pytest.param(LONG, ['["","","'], ['["","","","'], True, id="items enough, and not too many"),
         pytest.param(
             LIST, ['["","","","","","","","","","","'], ['["","","","","","","","","'], False, id="near"
         ),
-        pytest.param({"type": "array", "items": LIST}, ['[["",""],["'], ['[["'], True, id="each list anew"),
-        pytest.param({"enum": ["red", "rod"]}, ['"', "r"], ['"r'], True, id="letters of a word"),
-        pytest.param({"enum": ["red", "rod"]}, ['"re'], ['"ro'], False, id="which letters of a word"),
-        pytest.param({"type": "integer"}, ["1"], ["2"], False, id="which digits"),
+        pytest.param(listed(LIST), ['[["",""],["'], ['[["'], True, id="each list anew"),
         pytest.param(
-            {"enum": [1, 22], "type": "integer"}, ["1", " "], ["22", " "], True, id="behind a number"
+            listed(LIST) | {"minItems": 3},
+            ['[[""', ',""]', ',["'],
+            ['[["', '",""],["'],
+            True,
+            id="a token that ends a list counts for that alone",
         ),
-        pytest.param({"enum": [[1], [2]]}, ["[", "1"], ["[", "2"], None, id="a word that is a list"),
         pytest.param(
-            record(a={"const": "x" * 40}), ['{"a":"', "x" * 35], ['{"a":"', "x" * 35], None, id="long"
+            listed(LIST) | {"minItems": 3}, ['[["",""],["'], ['[["'], False, id="lists are counted, too"
         ),
-        pytest.param(LIST, ["[", " "], ["[", "  "], False, id="how much white space"),
-        pytest.param(LIST, ["[", "\n"], ["[", " "], True, id="which white space"),
-        pytest.param(LIST, ['[""', " ", ","], ['[""', ","], True, id="white space before"),
+        pytest.param(
+            listed(PAIR), ['[{"n":12', ',"s":"'], ['[{"n":[1]', ',"s":"'], True, id="numbers, or lists"
+        ),
     ],
 )
 def test_what_makes_a_place(
@@ -193,25 +212,26 @@ def test_what_makes_a_place(
     [
         True,
         {},
+        text(),
+        {"type": "integer", "maxLength": 3},
         {"type": ["string", "null"]},
-        {"anyOf": [text(), text()]},
-        text() | {"pattern": "a"},
-        text() | {"format": "date"},
-        text() | {"minLength": 2.0},
+        {"anyOf": [TEXT, TEXT]},
+        TEXT | {"pattern": "a"},
+        TEXT | {"format": "date"},
+        TEXT | {"minLength": 2.0},
         {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}},
-        {"$ref": "#/$defs/a", "minLength": 2, "$defs": {"a": text()}},
+        {"$ref": "#/$defs/a", "minLength": 2, "$defs": {"a": TEXT}},
         {"$ref": "other.json"},
-        record(a=text()) | {"minProperties": 1},
-        record(a=text()) | {"$id": "https://example.com/a"},
-        record(a=text()) | {"x-guidance": {"whitespace_pattern": " \n"}},
-        {"type": "array", "items": text(), "uniqueItems": True},
-        {"type": "array", "prefixItems": [text()]},
-        record(**{f"key {number}": text() for number in range(1000)}),
+        TWO | {"minProperties": 1},
+        TWO | {"$id": "https://example.com/a"},
+        listed(TEXT) | {"uniqueItems": True},
+        {"type": "array", "prefixItems": [TEXT]},
+        record(**{f"key {number}": TEXT for number in range(1000)}),
     ],
     ids=str,
 )
 def test_schemas_without_places(schema: Any) -> None:
-    assert Schema(json.dumps(schema), Tokens([b"a"])).root.kind == "", "something is known of its values"
+    assert not Schema(json.dumps(schema), Tokens([b"a"])).has_places, "there is a place in it"
 
 
 def test_tokens_are_taken_back() -> None:
@@ -222,7 +242,7 @@ def test_tokens_are_taken_back() -> None:
         steps.append(output.place)
     for taken in (2, 1, 0):
         assert output.rollback(1) and output.place is steps[taken], f"{taken} of three tokens are left"
-    assert output.rollback(5) and output.place is Output(output.schema).place, "all are taken back"
+    assert output.rollback(5) and output.state is output.schema.start, "all are taken back"
     for _ in range(places.REMEMBERED + 1):
         output.advance(0)
     assert not output.rollback(places.REMEMBERED + 1), "more is taken back than anybody remembers"
@@ -265,7 +285,7 @@ def test_a_mask_is_made_once_a_place(cores: int, monkeypatch: pytest.MonkeyPatch
     known = vocabulary()
     backend = GuidanceBackend(known)
     counting = Counting(backend, monkeypatch)
-    compiled = backend.compile(Grammar.json_schema(record(name=text(0, 5))))
+    compiled = backend.compile(Grammar.json_schema(record(name=text(0, 4))))
     words = np.zeros((6, known.words), np.int32)
     letters = [known.tokens.index(letter) for letter in (b"a", b"b", b"c", b"d", b"e", b"f")]
     start = known.encode('{"name": "')
@@ -299,11 +319,12 @@ def test_masks_are_forgotten_when_there_are_many(monkeypatch: pytest.MonkeyPatch
     backend = llguidance.GuidanceBackend(known)
     output = backend.compile(Grammar.json_schema(text(0, 6))).matcher()
     words, seen = np.zeros((1, known.words), np.int32), []
-    for piece in '"abcdef':
+    output.advance(known.encode('"ab'))
+    for piece in "cdef":
         output.advance((known.tokens.index(piece.encode()),))
         backend.fill([Job(output, 0, ())], words)
         seen.append(cast(Any, output).output.place)
-    assert [place.mask is not None for place in seen] == [False] * 4 + [True] * 3, "which masks are kept"
+    assert [place.mask is not None for place in seen] == [False, True, True, True], "which masks are kept"
 
 
 def test_a_mask_that_failed_is_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:

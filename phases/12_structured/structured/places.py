@@ -1,9 +1,12 @@
 """Where an output stands in its JSON schema, as far as that decides what may come next.
 
-Outputs of one schema differ in what they say, and hardly in what they may say: after 12 characters of a city
-that may have 40, it does not matter which 12 they were. So what has been read is forgotten, but for what the
-schema still asks of it: which keys and how many items of what is open have been there, how long a string is,
-which letters of a word. Outputs that stand in the same place have the same mask, and it is made once.
+Outputs of one schema differ in what they say, and hardly in what they may say: after 32 characters of a city
+that may have 40, it does not matter which 32 they were. So what has been read is forgotten, but for what the
+schema still asks of it: which keys and how many items of what is open have been there, and how long a string
+is. Outputs that stand in the same place have the same mask, and it is made once.
+
+There is a place only near the end of a string. There most of a vocabulary is too long, and is looked at token
+by token: a mask is a hundred times as dear as elsewhere, where it costs less to make it than to keep it.
 
 Of a part of a schema with any keyword that is not known here nothing is known but where its values end, and
 inside of such a value there are no places.
@@ -30,14 +33,13 @@ KNOWN = {
 }
 """By type: with these, what comes behind a character, an item or a value does not depend on which it was."""
 COUNTED = {"string": "Length", "array": "Items", "object": "Properties"}
-WORDS = {"integer", "number", "boolean", "null"}
-ELSEWHERE = ("$id", "$anchor", "$dynamic", "$recursive", "x-guidance")
-"""With these a reference may mean something else than a path from the root, or white space may matter."""
+ELSEWHERE = ("$id", "$anchor", "$dynamic", "$recursive")
+"""With these a reference may mean something else than a path from the root."""
 ENDLESS = 1 << 30
 MOST_CHARACTERS = 20_000
-"""Longer schemas have no places: reading them takes Python's lock for a while."""
-MOST_LETTERS = 32
-"""Of a number, or of one of some words; in longer ones there are no places."""
+"""Longer schemas have no places: to read them takes Python's lock for a while."""
+NEAR = 30
+"""Characters. Where more may follow, nearly all tokens fit."""
 MOST_STATES = 20_000
 REMEMBERED = 64
 """Tokens that can be taken back."""
@@ -53,20 +55,20 @@ class Tokens:
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
         self.bytes, self.longest = tokens, max(map(len, tokens))
+        self.shapes: dict[int, int] = {}  # of tokens that were asked for
         self._numbers: dict[tuple[int, str], int] = {}
-        self._shapes: dict[int, int] = {}
 
     def shape(self, token: int) -> int:
         """A number, less than 0. It is the same for tokens that are alike in a string: as many characters
         that JSON writes as they are, and behind these the same.
         """
-        found = self._shapes.get(token)
+        found = self.shapes.get(token)
         if found is None:
             text = self.bytes[token].decode(errors="surrogateescape")
             plain = PLAIN.match(text)
             count = 0 if plain is None else plain.end()
             shape = self._numbers.setdefault((count, text[count:]), -1 - len(self._numbers))
-            found = self._shapes[token] = shape
+            found = self.shapes[token] = shape
         return found
 
 
@@ -74,7 +76,7 @@ class Tokens:
 class Node:
     """A part of a schema.
 
-    kind: "string", "array", "object"; "word" for numbers and some words; empty if nothing is known.
+    kind: "string", "array", "object"; empty if nothing is known.
     low, high: characters, or items, at least and at most.
     properties: of an object, by their names as JSON spells them. items: of an array.
     """
@@ -91,7 +93,7 @@ UNKNOWN = Node(0)
 
 
 class At(IntEnum):
-    """What comes next. White space may come before the first six."""
+    """What comes next. White space, which may come before the first six, does not matter."""
 
     VALUE = 0  # of `node`
     FIRST = 1  # something in the object or array that has just begun, or its end
@@ -116,8 +118,8 @@ class Facts(NamedTuple):
 
     at: what comes next. frames: what is open.
     node: of the value that comes or has begun.
-    length: spaces, or characters of a string, or how deep what is not known is nested.
-    part: bytes of a key, of a word, or of a character that is not complete.
+    length: characters of a string, or how deep what is not known is nested.
+    part: bytes of a key, or of a character that is not complete.
     """
 
     at: At
@@ -136,6 +138,10 @@ class Place:
 
 Places = dict["tuple[object, ...]", Place]
 """By how many items open arrays must and may have."""
+
+
+Lists = tuple["tuple[int, ...]", "tuple[object, ...]"]
+"""Of arrays that are open: how many items are complete, and what that leaves."""
 
 
 class Counts(NamedTuple):
@@ -164,7 +170,7 @@ class Step(NamedTuple):
 class State:
     """Facts, the places that they tell apart, and what followed which tokens.
 
-    places: None if nothing is known of what may come.
+    places: None if it is not near the end of a string.
     in_text: in a string of which nothing is remembered but its length, if that.
     """
 
@@ -172,7 +178,7 @@ class State:
 
     def __init__(self, facts: Facts, places: Places | None) -> None:
         self.facts, self.places = facts, places
-        self.in_text = facts.at in (At.TEXT, At.OTHER_TEXT) and facts.node.kind != "word"
+        self.in_text = facts.at in (At.TEXT, At.OTHER_TEXT)
         self.after: dict[int, Step] = {}
 
 
@@ -183,7 +189,7 @@ class Schema:
         source: JSON.
         tokens: of a vocabulary.
 
-    root: its kind is empty if nothing is known.
+    has_places: whether there are strings that may have so many characters, and no more.
     """
 
     def __init__(self, source: str, tokens: Tokens) -> None:
@@ -192,10 +198,12 @@ class Schema:
         self._document: Any = None
         if len(source) <= MOST_CHARACTERS and not any(word in source for word in ELSEWHERE):
             self._document = json.loads(source)
-        self.root = self._node("#", self._document)
+        root = self._node("#", self._document)
+        strings = [node for node in self._nodes.values() if node.kind == "string"]
+        self.has_places = root.kind != "" and any(node.high < ENDLESS for node in strings)
         self._states: dict[Facts, State] = {}
         self._places: dict[tuple[object, ...], Places] = {}
-        self.start = self._state(Facts(At.VALUE, (), self.root, 0, b""))
+        self.start = self._state(Facts(At.VALUE, (), root, 0, b""))
 
     def step(self, state: State, token: int) -> Step:
         """What follows a token."""
@@ -230,10 +238,9 @@ class Schema:
     def _placed(self, facts: Facts) -> Places | None:
         """The places of facts: the same ones for all that differ in nothing that matters."""
         at, frames, node, length, part = facts
-        if (at >= At.SCALAR and node.kind != "word") or (at is At.TEXT and part):
+        if at is not At.TEXT or part or node.high - length >= min(NEAR, self.tokens.longest):
             return None
-        left = self._left(node, length) if at is At.TEXT else length
-        return self._places.setdefault((at, frames, node, left, part), {})
+        return self._places.setdefault((frames, node, self._left(node, length)), {})
 
     # The schema's parts.
 
@@ -245,9 +252,7 @@ class Schema:
         if "$ref" in schema:
             return self._referred(schema)
         kind = schema.get("type")
-        if "enum" in schema or "const" in schema or (isinstance(kind, str) and kind in WORDS):
-            kind = "word"
-        elif not isinstance(kind, str) or not schema.keys() <= KNOWN.get(kind, set()) | FOR_READERS:
+        if not isinstance(kind, str) or not schema.keys() <= KNOWN.get(kind, set()) | FOR_READERS:
             return UNKNOWN
         unit = COUNTED.get(kind)
         low, high = schema.get(f"min{unit}", 0), schema.get(f"max{unit}", ENDLESS)
@@ -311,10 +316,7 @@ class Reader:
             self.read(byte)
         elif self.at >= At.SCALAR:
             self._other(byte)
-        elif byte in b" \t\n\r":
-            self.length += 1
-        else:
-            self.length = 0
+        elif byte not in b" \t\n\r":
             self._structure(byte)
 
     def _structure(self, byte: int) -> None:
@@ -364,10 +366,10 @@ class Reader:
             self.at, self.node = At.FIRST, UNKNOWN
         elif kind == "string":
             self.at = At.TEXT
+        elif byte in b"[{":
+            self.at, self.length = At.OTHER, 1
         else:
-            self.at = At.OTHER_TEXT if byte == QUOTE else At.OTHER if byte in b"[{" else At.SCALAR
-            self.length = int(self.at is At.OTHER)
-            self._remember(byte)
+            self.at = At.OTHER_TEXT if byte == QUOTE else At.SCALAR
 
     def _done(self) -> None:
         """A value has ended."""
@@ -405,7 +407,6 @@ class Reader:
 
     def _other(self, byte: int) -> None:
         """A byte of what is only read for its end."""
-        self._remember(byte)
         if self.at is At.OTHER_ESCAPE:
             self.at = At.OTHER_TEXT
         elif self.at is At.OTHER_TEXT:
@@ -424,13 +425,6 @@ class Reader:
             if self.length == 0:
                 self._done()
 
-    def _remember(self, byte: int) -> None:
-        """A byte of a word belongs to its place."""
-        if self.node.kind == "word":
-            self.part += bytes([byte])
-            if self.at is At.OTHER or len(self.part) > MOST_LETTERS:
-                self.node, self.part = UNKNOWN, b""
-
 
 def _width(lead: int) -> int:
     """Bytes of a character by its first."""
@@ -438,36 +432,44 @@ def _width(lead: int) -> int:
 
 
 class Output:
-    """Where one output stands."""
+    """Where one output stands.
+
+    What can be taken back is kept without a new object for every token. With hundreds of outputs these would
+    make Python's collector look through everything there is again and again.
+    """
 
     def __init__(self, schema: Schema) -> None:
         self.schema, self.state = schema, schema.start
-        self._counts: tuple[int, ...] = ()
-        self._around: tuple[object, ...] = ()
-        self._before = deque[tuple[State, tuple[int, ...], tuple[object, ...]]](maxlen=REMEMBERED)
+        self._lists: Lists = (), ()
+        self._shapes = schema.tokens.shapes
+        self._states: deque[State] = deque(maxlen=REMEMBERED)
+        self._before: deque[Lists] = deque(maxlen=REMEMBERED)
 
     @property
     def place(self) -> Place | None:
-        """Where it stands; None: nobody knows."""
-        places = self.state.places
+        """Where it stands, if it is near the end of a string."""
+        places, around = self.state.places, self._lists[1]
         if places is None:
             return None
-        found = places.get(self._around)
+        found = places.get(around)
         if found is None:
-            found = places[self._around] = Place()
+            found = places[around] = Place()
         return found
 
     def advance(self, token: int) -> None:
         """Read a token."""
-        self._before.append((self.state, self._counts, self._around))
-        self.state, counts = self.schema.step(self.state, token)
-        if counts is not None:
-            self._counts = counts.of(self._counts)
-            self._around = self.schema.around(self.state, self._counts)
+        state = self.state
+        self._states.append(state)
+        self._before.append(self._lists)
+        key = self._shapes.get(token, token) if state.in_text else token
+        self.state, change = state.after.get(key) or self.schema.step(state, token)
+        if change is not None:
+            counts = change.of(self._lists[0])
+            self._lists = counts, self.schema.around(self.state, counts)
 
     def rollback(self, count: int) -> bool:
         """Take back tokens; False: they are forgotten."""
-        known = count <= len(self._before)
+        known = count <= len(self._states)
         for _ in range(count if known else 0):
-            self.state, self._counts, self._around = self._before.pop()
+            self.state, self._lists = self._states.pop(), self._before.pop()
         return known

@@ -218,7 +218,7 @@ class Unknown(NamedTuple):
     first: those of jobs whose masks are to be kept, by place. twins: not of jobs, but as one of `first`.
     """
 
-    jobs: list[Job]
+    jobs: Sequence[Job]
     first: dict[Place, Job]
     twins: list[tuple[Place, Job]]
 
@@ -247,6 +247,8 @@ class GuidanceBackend(Backend):
         self.maker = ThreadPoolExecutor(1, thread_name_prefix="lexers", initializer=step_back)
         self._tokens = Tokens(vocabulary.tokens)
         self._kept: deque[Place] = deque()  # that have masks
+        self._jobs: Sequence[Job] = ()  # the last that were to be filled; whether none of them has places
+        self._plain = True
 
     def compile(self, grammar: Grammar) -> Compiled:
         """See `Backend.compile`."""
@@ -272,7 +274,7 @@ class GuidanceBackend(Backend):
             return None
         with suppress(RecursionError):
             schema = Schema(grammar.source, self._tokens)
-            return schema if schema.root.kind else None
+            return schema if schema.has_places else None
         return None
 
     def _parser(self, source: str) -> ll.LLMatcher:
@@ -327,20 +329,25 @@ class GuidanceBackend(Backend):
 
     def _known(self, jobs: Sequence[Job], words: Words) -> Unknown:
         """Write the masks that are kept; returns what is left to make."""
-        unknown = Unknown([], {}, [])
+        if jobs is not self._jobs:
+            self._jobs = jobs
+            self._plain = all(cast("GuidanceMatcher", job.matcher).output is None for job in jobs)
+        if self._plain:
+            return Unknown(jobs, {}, [])
+        unknown, left = Unknown([], {}, []), list[Job]()
         for job in jobs:
             output = cast("GuidanceMatcher", job.matcher).output
-            place = None if output is None or job.drafts else output.place
+            place = None if output is None or output.state.places is None or job.drafts else output.place
             if place is None:
-                unknown.jobs.append(job)
+                left.append(job)
             elif place.mask is not None:
                 words[job.row] = place.mask
             elif place in unknown.first:
                 unknown.twins.append((place, job))
             else:
                 unknown.first[place] = job
-                unknown.jobs.append(job)
-        return unknown
+                left.append(job)
+        return unknown._replace(jobs=left)
 
     def _keep(self, unknown: Unknown, words: Words) -> None:
         """Copy what has been made, if it went well, to those of the same place, now and later."""
