@@ -187,7 +187,7 @@ ALIKE = record(**{"a": TEXT, "ab": TEXT, 'a"': TEXT})
         pytest.param(
             listed(LIST) | {"minItems": 3},
             ['[[""', ',""]', ',["'],
-            ['[["', '",""],["'],
+            ['[["",""', "]", ',["'],
             True,
             id="a token that ends a list counts for that alone",
         ),
@@ -334,11 +334,13 @@ def test_a_mask_that_failed_is_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> 
     known = vocabulary()
     backend = GuidanceBackend(known)
     compiled = backend.compile(Grammar.json_schema(text(0, 12)))
-    outputs = [compiled.matcher() for _ in range(3)]
+    outputs = [compiled.matcher() for _ in range(4)]
+    for output in outputs:
+        assert output.advance(known.encode('"12345678')) > 0
+    wanted = np.zeros(known.words, np.int32)
+    outputs.pop().fill(wanted)
     monkeypatch.setattr(GuidanceMatcher, "problem", property(lambda self: "a limit" * (self is outputs[0])))
     words = np.zeros((3, known.words), np.int32)
-    wanted = np.zeros(known.words, np.int32)
-    compiled.matcher().fill(wanted)
     fill = GuidanceMatcher.fill
 
     def failing(self: Any, words: Any) -> None:

@@ -613,8 +613,8 @@ BUGS = (
     Bug(
         "drafts-share-a-place",
         f"{HERE}/backends/llguidance.py",
-        "None if output is None or job.drafts else output.place",
-        "None if output is None else output.place",
+        "output.state.places is None or job.drafts else",
+        "output.state.places is None else",
         "Makes the first mask of several, where it is known, and not those behind the drafts.",
     ),
 )

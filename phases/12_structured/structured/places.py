@@ -438,6 +438,8 @@ class Output:
     make Python's collector look through everything there is again and again.
     """
 
+    __slots__ = ("_before", "_lists", "_shapes", "_states", "schema", "state")
+
     def __init__(self, schema: Schema) -> None:
         self.schema, self.state = schema, schema.start
         self._lists: Lists = (), ()
