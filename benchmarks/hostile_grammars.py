@@ -123,6 +123,7 @@ def gaps(engine: PagedEngine, given: Given, tokens: int) -> list[float]:
     others = [engine.add(PROMPT, free)[0] for _ in range(BYSTANDERS)]
     times: dict[Request, list[float]] = {request: [] for request in others}
     waiting = [grammar for make in given.values() if (grammar := checked(make)) is not None]
+    gc.collect()  # or else Python's collector looks through all that waits once more, in the middle of a step
     while any(request.finish_reason is None for request in others):
         ready = all(len(found) >= 2 for found in times.values())
         for _ in range(min(PER_STEP, len(waiting)) if ready else 0):

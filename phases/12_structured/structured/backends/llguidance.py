@@ -57,6 +57,8 @@ NOTHING = "NoExtensionBias"
 FEW = 4
 """Up to so many masks are made by the thread that asks: waking others takes longer. As many outputs share a
 lexer before another one is made."""
+FEW_ALONE = 32
+"""The same where a single other thread could make them: with one processor more, nothing is made sooner."""
 DEAR, AGAIN = 0.0003, 4
 """Seconds, and steps. If few masks took longer, others are woken for those of the next steps as well: one may
 take a millisecond, and outputs that have begun together come to such masks together. Most are at the end of a
@@ -239,6 +241,7 @@ class GuidanceBackend(Backend):
         self.limits = ll.LLParserLimits(**LIMITS)
         threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) - 1))
         self.threads, self._alone = ll.LLExecutor(threads), threads == 1
+        self._few = FEW_ALONE if self._alone else FEW
         self._woken = 0  # steps for which few masks are made by others, too
         # Of a grammar. Some masks take a hundred times longer than most, and those of the same lexer wait for
         # them: 256 masks take 15 threads 3.7 ms with a lexer for each, and 2.7 with four times as many.
@@ -288,7 +291,7 @@ class GuidanceBackend(Backend):
         """Several matchers at a time, where each takes one token, without Python's lock."""
         own = cast("Sequence[tuple[GuidanceMatcher, Sequence[int]]]", moves)
         single = [(matcher.inner, tokens[0]) for matcher, tokens in own if len(tokens) == 1]
-        if len(single) <= FEW:
+        if len(single) <= self._few:
             return super().advance(moves)
         moved = iter(self.threads.consume_token_par(single))
         counts = [
@@ -365,7 +368,7 @@ class GuidanceBackend(Backend):
 
     def _by_itself(self, jobs: Sequence[Job]) -> bool:
         """Whether who asks for these masks makes them."""
-        few = len(jobs) <= FEW and sum(len(job.drafts) + 1 for job in jobs) <= FEW
+        few = len(jobs) <= self._few and sum(len(job.drafts) + 1 for job in jobs) <= self._few
         return not jobs or (few and (self._alone or self._woken == 0))
 
     def _fill_alone(self, unknown: Unknown, words: Words) -> None:
