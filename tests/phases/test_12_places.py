@@ -108,6 +108,53 @@ def test_every_mask_is_the_librarys(name: str) -> None:
         assert placed > 20, f"of all outputs' steps {placed} had a place"
 
 
+def some_schema(rng: random.Random, depth: int = 0) -> Any:
+    """Strings in lists and objects, mostly, with limits that are met soon."""
+    kind = rng.random()
+    if kind < 0.5 or depth > 3:
+        low = rng.choice([0, 0, 0, 1, 3])
+        return text(low, low + rng.randrange(6)) | ({"pattern": "^[a-c]*$"} if rng.random() < 0.1 else {})
+    if kind < 0.7:
+        low = rng.randrange(3)
+        limits = {"minItems": low} | ({"maxItems": low + rng.randrange(4)} if rng.random() < 0.6 else {})
+        return {"type": "array", "items": some_schema(rng, depth + 1)} | limits
+    if kind < 0.9:
+        names = rng.sample(["a", "ab", 'a"', "b\\", "é", "/~x", ""], rng.randrange(1, 4))
+        keys = record(**{name: some_schema(rng, depth + 1) for name in names})
+        return keys | {"required": names[::2], "additionalProperties": rng.random() < 0.3}
+    other: list[Any] = [{"enum": ["ab", 1]}, {"anyOf": [text(0, 3), {"type": "null"}]}, True, {"const": "ab"}]
+    return rng.choice(other)
+
+
+def test_every_mask_is_the_librarys_whatever_the_schema() -> None:
+    pytest.importorskip("llguidance")
+    from structured.backends.llguidance import GuidanceBackend
+
+    known = vocabulary()
+    backend = GuidanceBackend(known)
+    words, wanted = np.zeros((4, known.words), np.int32), np.zeros(known.words, np.int32)
+    placed = 0
+    for seed in range(150):
+        rng = random.Random(seed)
+        compiled = backend.compile(Grammar.json_schema(schema := some_schema(rng)))
+        running = {row: compiled.matcher() for row in range(4)}
+        for _ in range(20):
+            backend.fill([Job(matcher, row, ()) for row, matcher in running.items()], words)
+            for row, matcher in list(running.items()):
+                inner, output = cast(Any, matcher).inner, cast(Any, matcher).output
+                inner.unsafe_compute_mask_ptr(wanted.ctypes.data, wanted.nbytes)
+                assert (words[row] == wanted).all(), (
+                    f"seed {seed}: output {row} of {schema}: {output.state.facts}"
+                )
+                placed += output is not None and output.place is not None
+                token = rng.choice(bits(wanted, len(known.tokens)))
+                if token == EOS:
+                    del running[row]
+                else:
+                    matcher.advance((token,))
+    assert placed > 1000, f"of all outputs' steps {placed} had a place"
+
+
 def behind(schema: Any, *pieces: str | bytes) -> Output:
     """An output that has read these, a token each."""
     spelled = [piece.encode() if isinstance(piece, str) else piece for piece in pieces]
