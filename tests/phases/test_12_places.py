@@ -271,6 +271,7 @@ def test_what_makes_a_place(
         {"$ref": "other.json"},
         TWO | {"minProperties": 1},
         TWO | {"$id": "https://example.com/a"},
+        TWO | {"$schema": "http://json-schema.org/draft-04/schema#"},
         listed(TEXT) | {"uniqueItems": True},
         {"type": "array", "prefixItems": [TEXT]},
         record(**{f"key {number}": TEXT for number in range(1000)}),

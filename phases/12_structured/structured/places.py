@@ -33,14 +33,14 @@ KNOWN = {
 }
 """By type: with these, what comes behind a character, an item or a value does not depend on which it was."""
 COUNTED = {"string": "Length", "array": "Items", "object": "Properties"}
-ELSEWHERE = ("$id", "$anchor", "$dynamic", "$recursive")
-"""With these a reference may mean something else than a path from the root."""
+ELSEWHERE = ("$id", "$anchor", "$dynamic", "$recursive", "draft-03", "draft-04")
+"""With these a reference may mean something else than a path from the root. (To old dialects `id` is one.)"""
 ENDLESS = 1 << 30
 MOST_CHARACTERS = 20_000
 """Longer schemas have no places: to read them takes Python's lock for a while."""
 NEAR = 30
 """Characters. Where more may follow, nearly all tokens fit."""
-MOST_STATES = 20_000
+MOST_STATES = 5_000
 REMEMBERED = 64
 """Tokens that can be taken back."""
 PLAIN = re.compile(r'[^"\\\x00-\x1F\x7F\uDC80-\uDCFF]+')
