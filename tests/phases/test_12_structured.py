@@ -55,6 +55,12 @@ def model() -> Model:
     return forward.load_model("random:tiny", device="cpu", dtype="float32")
 
 
+@pytest.fixture(autouse=True)
+def few_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than four masks are left to other threads, as on a GPU's host, even if there is one alone."""
+    monkeypatch.setattr("structured.backends.llguidance.FEW_ALONE", FEW)
+
+
 def engine_of(model: Model, **options: Any) -> PagedEngine:
     """An engine whose steps overlap under grammars, too, as on a GPU, unless it is told otherwise."""
     engine = structured.load(model, tokenizer=tokenizer(), **{**SMALL, **options})
@@ -870,6 +876,27 @@ def test_a_few_masks_that_are_dear_are_made_by_threads(monkeypatch: pytest.Monke
         what = f"{cores} cores, three masks, dear from {dear} s on, in seven steps"
         assert by_threads == expected, f"{what}: made by threads: {by_threads}"
         assert right == [True] * 7, f"{what}: as one makes them by itself: {right}"
+
+
+def test_who_waits_for_one_thread_need_not_wake_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from structured.backends import llguidance
+
+    monkeypatch.setattr(llguidance, "FEW_ALONE", 7)
+    known = vocabulary()
+    for cores, most in ((1, 7), (2, 7), (3, FEW)):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        backend = llguidance.GuidanceBackend(known)
+        compiled = backend.compile(Grammar.regex("[a-z]{9}"))
+        words = np.zeros((9, known.words), np.int32)
+        alone = []
+        for count in (1, FEW, FEW + 1, 7, 8):
+            jobs = [Job(compiled.matcher(), row, ()) for row in range(count)]
+            done = backend.begin(jobs, words[:count])
+            alone.append(done is None)
+            if done is not None:
+                done.result(30)
+        expected = [count <= most for count in (1, FEW, FEW + 1, 7, 8)]
+        assert alone == expected, f"{cores} cores, 1, 4, 5, 7 and 8 masks: made by who asks: {alone}"
 
 
 def test_a_lexer_that_cannot_be_made_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:

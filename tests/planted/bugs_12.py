@@ -617,4 +617,11 @@ BUGS = (
         "output.state.places is None else",
         "Makes the first mask of several, where it is known, and not those behind the drafts.",
     ),
+    Bug(
+        "one-thread-is-woken-for-few",
+        f"{HERE}/backends/llguidance.py",
+        "FEW_ALONE if self._alone else FEW",
+        "FEW",
+        "Wakes the one thread that there is for a few masks, and waits for it.",
+    ),
 )
