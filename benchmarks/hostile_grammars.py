@@ -123,7 +123,9 @@ def gaps(engine: PagedEngine, given: Given, tokens: int) -> list[float]:
     others = [engine.add(PROMPT, free)[0] for _ in range(BYSTANDERS)]
     times: dict[Request, list[float]] = {request: [] for request in others}
     waiting = [grammar for make in given.values() if (grammar := checked(make)) is not None]
-    gc.collect()  # or else Python's collector looks through all that waits once more, in the middle of a step
+    # What others have left behind is not these', and Python's collector shall not look through all that waits
+    # in the middle of a step.
+    gc.collect()
     while any(request.finish_reason is None for request in others):
         ready = all(len(found) >= 2 for found in times.values())
         for _ in range(min(PER_STEP, len(waiting)) if ready else 0):
@@ -165,7 +167,6 @@ def measure(engine: PagedEngine, tokens: int, turns: int) -> dict[str, dict[str,
                 "distinct grammars": schemas(new, distinct=True, first=turn * new),
             }
             for name in (tuple(sets) * 2)[turn % 3 : turn % 3 + 3]:  # none is always the first, or the last
-                gc.collect()  # what one leaves behind is not the next one's
                 waits, metrics = gaps(engine, sets[name], tokens), found.setdefault(name, {})
                 all_waits.setdefault(name, []).extend(waits)
                 metrics.setdefault("itl_ms_p99", []).append(float(np.percentile(waits, 99)))

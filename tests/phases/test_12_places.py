@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, cast
 
 import numpy as np
@@ -62,48 +63,51 @@ MANY: dict[str, Any] = {
 }
 
 
+def walk(backend: Any, compiled: Any, seed: int, rows: int, steps: int) -> int:
+    """Outputs drawn from masks that may be kept, of themselves or of each other; each is to be the library's.
+
+    Returns how often one had a place.
+    """
+    known = vocabulary()
+    quotes = {token for token, spelled in enumerate(known.tokens) if b'"' in spelled}
+    words, wanted = np.zeros((rows, known.words), np.int32), np.zeros(known.words, np.int32)
+    placed, rng = 0, random.Random(seed)
+    running = {row: compiled.matcher() for row in range(rows)}
+    read = dict.fromkeys(running, b"")
+    for _ in range(steps):
+        words[:] = -1
+        backend.fill([Job(matcher, row, ()) for row, matcher in running.items()], words)
+        moves: list[tuple[Matcher, Sequence[int]]] = []
+        for row, matcher in list(running.items()):
+            matcher.inner.unsafe_compute_mask_ptr(wanted.ctypes.data, wanted.nbytes)
+            found, right = (set(bits(one, len(known.tokens))) for one in (words[row], wanted))
+            assert found == right, (
+                f"output {row} of seed {seed} behind {read[row]!r}: these tokens are in one mask only: "
+                f"{sorted(known.tokens[token] for token in found ^ right)[:8]}"
+            )
+            placed += matcher.output is not None and matcher.output.place is not None
+            some = sorted(found & quotes) if rng.random() < 0.3 else []
+            token = rng.choice(some or sorted(found))
+            if token == EOS:
+                del running[row]
+                continue
+            moves.append((matcher, (token,)))
+            read[row] += known.tokens[token]
+            if rng.random() < 0.2:  # there and back
+                assert matcher.advance((token,)) == 1
+                matcher.rollback(1)
+        assert backend.advance(moves) == [1] * len(moves), f"seed {seed}: a mask allows what is refused"
+    return placed
+
+
 @pytest.mark.parametrize("name", MANY)
 def test_every_mask_is_the_librarys(name: str) -> None:
-    """Six outputs at a time, drawn from masks that may be kept, of themselves or of each other."""
     pytest.importorskip("llguidance")
     from structured.backends.llguidance import GuidanceBackend
 
-    known = vocabulary()
-    backend = GuidanceBackend(known)
+    backend = GuidanceBackend(vocabulary())
     compiled = backend.compile(Grammar.json_schema(MANY[name]))
-    quotes = [token for token, spelled in enumerate(known.tokens) if b'"' in spelled]
-    words, wanted = np.zeros((6, known.words), np.int32), np.zeros(known.words, np.int32)
-    placed = 0
-    for seed in range(4):
-        rng = random.Random(seed)
-        running = {row: compiled.matcher() for row in range(6)}
-        read = dict.fromkeys(running, b"")
-        for _ in range(48):
-            words[:] = -1
-            backend.fill([Job(matcher, row, ()) for row, matcher in running.items()], words)
-            moves: list[tuple[Matcher, Sequence[int]]] = []
-            for row, matcher in list(running.items()):
-                inner = cast(Any, matcher).inner
-                inner.unsafe_compute_mask_ptr(wanted.ctypes.data, wanted.nbytes)
-                found, right = (set(bits(one, len(known.tokens))) for one in (words[row], wanted))
-                assert found == right, (
-                    f"output {row} of seed {seed} behind {read[row]!r}: these tokens are in one mask only: "
-                    f"{sorted(known.tokens[token] for token in found ^ right)[:8]}"
-                )
-                placed += (
-                    cast(Any, matcher).output is not None and cast(Any, matcher).output.place is not None
-                )
-                some = sorted(found & set(quotes)) if rng.random() < 0.3 else []
-                token = rng.choice(some or sorted(found))
-                if token == EOS:
-                    del running[row]
-                    continue
-                moves.append((matcher, (token,)))
-                read[row] += known.tokens[token]
-                if rng.random() < 0.2:  # there and back
-                    assert matcher.advance((token,)) == 1
-                    matcher.rollback(1)
-            assert backend.advance(moves) == [1] * len(moves), f"seed {seed}: a mask allows what is refused"
+    placed = sum(walk(backend, compiled, seed, 6, 48) for seed in range(4))
     if name not in SCHEMAS:
         assert placed > 20, f"of all outputs' steps {placed} had a place"
 
@@ -130,52 +134,24 @@ def test_every_mask_is_the_librarys_whatever_the_schema() -> None:
     pytest.importorskip("llguidance")
     from structured.backends.llguidance import GuidanceBackend
 
-    known = vocabulary()
-    backend = GuidanceBackend(known)
-    words, wanted = np.zeros((4, known.words), np.int32), np.zeros(known.words, np.int32)
+    backend = GuidanceBackend(vocabulary())
     placed = 0
-    for seed in range(150):
-        rng = random.Random(seed)
-        compiled = backend.compile(Grammar.json_schema(schema := some_schema(rng)))
-        running = {row: compiled.matcher() for row in range(4)}
-        for _ in range(20):
-            backend.fill([Job(matcher, row, ()) for row, matcher in running.items()], words)
-            for row, matcher in list(running.items()):
-                inner, output = cast(Any, matcher).inner, cast(Any, matcher).output
-                inner.unsafe_compute_mask_ptr(wanted.ctypes.data, wanted.nbytes)
-                assert (words[row] == wanted).all(), (
-                    f"seed {seed}: output {row} of {schema}: {output.state.facts}"
-                )
-                placed += output is not None and output.place is not None
-                token = rng.choice(bits(wanted, len(known.tokens)))
-                if token == EOS:
-                    del running[row]
-                else:
-                    matcher.advance((token,))
+    for seed in range(400):
+        compiled = backend.compile(Grammar.json_schema(some_schema(random.Random(seed))))
+        placed += walk(backend, compiled, seed, 4, 20)
     assert placed > 1000, f"of all outputs' steps {placed} had a place"
 
 
-def behind(schema: Any, *pieces: str | bytes) -> Output:
-    """An output that has read these, a token each."""
-    spelled = [piece.encode() if isinstance(piece, str) else piece for piece in pieces]
-    tokens = [*dict.fromkeys(spelled), b" " * 8]
-    output = Output(Schema(json.dumps(schema), Tokens(tokens)))
-    for piece in spelled:
-        output.advance(tokens.index(piece))
-    return output
-
-
-def alike(schema: Any, one: Sequence[str | bytes], other: Sequence[str | bytes]) -> bool | None:
-    """Whether two outputs stand in the same place; None if one stands in none."""
-    tokens = [*dict.fromkeys(t.encode() if isinstance(t, str) else t for t in (*one, *other)), b" " * 8]
+def behind(schema: Any, *texts: Sequence[str | bytes]) -> list[Output]:
+    """Outputs of one schema, each of which has read these pieces, a token each."""
+    read = [[piece.encode() if isinstance(piece, str) else piece for piece in pieces] for pieces in texts]
+    tokens = [*dict.fromkeys(chain.from_iterable(read)), b" " * 8]
     whole = Schema(json.dumps(schema), Tokens(tokens))
-    found = []
-    for pieces in (one, other):
-        output = Output(whole)
+    outputs = [Output(whole) for _ in read]
+    for output, pieces in zip(outputs, read, strict=True):
         for piece in pieces:
-            output.advance(tokens.index(piece.encode() if isinstance(piece, str) else piece))
-        found.append(output.place)
-    return None if None in found else found[0] is found[1]
+            output.advance(tokens.index(piece))
+    return outputs
 
 
 def listed(items: Any) -> dict[str, Any]:
@@ -249,7 +225,8 @@ ALIKE = record(**{"a": TEXT, "ab": TEXT, 'a"': TEXT})
 def test_what_makes_a_place(
     schema: Any, one: Sequence[str | bytes], other: Sequence[str | bytes], same: bool | None
 ) -> None:
-    found = alike(schema, one, other)
+    left, right = (output.place for output in behind(schema, one, other))
+    found = None if left is None or right is None else left is right
     words = {True: "the same place", False: "different places", None: "no place for one of them"}
     assert found is same, f"behind {one} and {other}: {words[found]}, not {words[same]}"
 
@@ -283,7 +260,7 @@ def test_schemas_without_places(schema: Any) -> None:
 
 
 def test_tokens_are_taken_back() -> None:
-    output = behind(LIST, "[", '"', "ab", '","', "a")
+    (output,) = behind(LIST, ["[", '"', "ab", '","', "a"])
     steps = [output.place]
     for piece in (2, 3, 4):
         output.advance(piece)

@@ -606,15 +606,15 @@ BUGS = (
     Bug(
         "twins-get-nothing",
         f"{HERE}/backends/llguidance.py",
-        "                unknown.twins.append((place, job))\n",
+        "                twins.append((place, job))\n",
         "                pass\n",
         "Leaves outputs that stand where another one stands with the masks of the step before.",
     ),
     Bug(
         "drafts-share-a-place",
         f"{HERE}/backends/llguidance.py",
-        "output.state.places is None or job.drafts else",
-        "output.state.places is None else",
+        "output is None or job.drafts else",
+        "output is None else",
         "Makes the first mask of several, where it is known, and not those behind the drafts.",
     ),
     Bug(

@@ -23,6 +23,7 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 from structured.matcher import Words
+from structured.pointers import escape, parts
 
 FOR_READERS = {"title", "description", "default", "examples", "$comment", "$schema", "$defs", "definitions"}
 """Keywords that say nothing about an output."""
@@ -117,7 +118,7 @@ class Facts(NamedTuple):
     """All that is remembered of what has been read, but for how many items of its arrays are complete.
 
     at: what comes next. frames: what is open.
-    node: of the value that comes or has begun.
+    node: of the value that comes, or may come, or has begun.
     length: characters of a string, or how deep what is not known is nested.
     part: bytes of a key, or of a character that is not complete.
     """
@@ -196,7 +197,8 @@ class Schema:
         self.tokens = tokens
         self._nodes: dict[str, Node] = {}
         self._document: Any = None
-        if len(source) <= MOST_CHARACTERS and not any(word in source for word in ELSEWHERE):
+        short = len(source) <= MOST_CHARACTERS and "maxLength" in source
+        if short and not any(word in source for word in ELSEWHERE):
             self._document = json.loads(source)
         root = self._node("#", self._document)
         strings = [node for node in self._nodes.values() if node.kind == "string"]
@@ -254,7 +256,7 @@ class Schema:
         kind = schema.get("type")
         if not isinstance(kind, str) or not schema.keys() <= KNOWN.get(kind, set()) | FOR_READERS:
             return UNKNOWN
-        unit = COUNTED.get(kind)
+        unit = COUNTED[kind]
         low, high = schema.get(f"min{unit}", 0), schema.get(f"max{unit}", ENDLESS)
         if not type(low) is type(high) is int:
             return UNKNOWN
@@ -262,7 +264,7 @@ class Schema:
         if kind == "object":
             for name, part in schema.get("properties", {}).items():
                 spelled = json.dumps(name, ensure_ascii=False).encode()[1:-1]
-                made.properties[spelled] = self._node(f"{path}/properties/{_escaped(name)}", part)
+                made.properties[spelled] = self._node(f"{path}/properties/{escape(name)}", part)
         made.items = self._node(f"{path}/items", schema.get("items"))
         return made
 
@@ -271,18 +273,12 @@ class Schema:
         path = schema["$ref"]
         if not isinstance(path, str) or not schema.keys() <= {"$ref"} | FOR_READERS or "%" in path:
             return UNKNOWN
-        first, *steps = path.split("/")
-        found = self._document if first == "#" else None
-        for step in steps:
-            found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+        found = self._document if path == "#" or path.startswith("#/") else None
+        for part in parts(path):
+            found = found.get(part) if isinstance(found, dict) else None
         if isinstance(found, dict) and "$ref" in found:  # which may lead back here
             return UNKNOWN
         return self._node(path, found)
-
-
-def _escaped(name: str) -> str:
-    """A name as it stands in a path."""
-    return name.replace("~", "~0").replace("/", "~1")
 
 
 class Reader:
@@ -335,7 +331,6 @@ class Reader:
             else:
                 self.at = At.KEY
         elif self.frames[-1][0].kind == "array":
-            self.node = self.frames[-1][0].items or UNKNOWN
             self._begin(byte)
         else:
             self.at = At.NAME
@@ -363,7 +358,7 @@ class Reader:
         if kind == "array" or kind == "object":
             self.frames = (*self.frames, (self.node, ()))
             self._new += [0] if kind == "array" else []
-            self.at, self.node = At.FIRST, UNKNOWN
+            self.at, self.node = At.FIRST, self.node.items or UNKNOWN
         elif kind == "string":
             self.at = At.TEXT
         elif byte in b"[{":

@@ -10,11 +10,12 @@ standard names are refused, and others mean nothing, like all annotations.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
 from common.errors import UserError
+from structured import pointers
 from structured.automata.dfa import compile, product
 from structured.automata.nodes import (
     EMPTY,
@@ -107,7 +108,7 @@ class _Reader:
             raise self.refuse(pointer, f"{schema!r} is no schema")
         for key in schema:
             if key not in KNOWN and key not in ANNOTATIONS and not self.harmless(key, schema):
-                raise self.refuse(f"{pointer}/{_escape(key)}", f"{key} is not known here")
+                raise self.refuse(f"{pointer}/{pointers.escape(key)}", f"{key} is not known here")
         asks = {key for key in set(schema) - ANNOTATIONS if not self.harmless(key, schema)}
         if schema.get("format") in FORMATS:
             asks.add("format")
@@ -118,7 +119,7 @@ class _Reader:
                 others = asks - {key, *(("type",) if key in ("enum", "const") else ())}
                 if others:
                     raise self.refuse(
-                        f"{pointer}/{_escape(key)}", f"{key} beside {min(others)} is not known here"
+                        f"{pointer}/{pointers.escape(key)}", f"{key} beside {min(others)} is not known here"
                     )
         if "$ref" in asks:
             return self.rule("$ref", schema["$ref"], f"{pointer}/$ref")
@@ -240,7 +241,7 @@ class _Reader:
         other = self.value(others, f"{pointer}/additionalProperties")
         members: list[tuple[Node, bool]] = []
         for key, part in properties.items():
-            value = self.value(part, f"{pointer}/properties/{_escape(key)}")
+            value = self.value(part, f"{pointer}/properties/{pointers.escape(key)}")
             members.append((member(constant(key), value), key in required))
         for key in dict.fromkeys(required):
             if key not in properties:
@@ -256,7 +257,7 @@ class _Reader:
         if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
             raise self.refuse(pointer, f"{reference!r} is no reference within the schema")
         found: Any = self.root
-        for part in _parts(reference):
+        for part in pointers.parts(reference):
             if isinstance(found, Mapping) and part in found:
                 found = found[part]
             elif isinstance(found, list) and part.isdigit() and int(part) < len(found):
@@ -316,15 +317,3 @@ def _string_but(names: set[str]) -> Node:
     """Any string but these."""
     named = compile(Alt(tuple(constant(name) for name in sorted(names))))
     return Automaton(product(compile(ANY_STRING), named, lambda one, other: one and not other))
-
-
-def _escape(key: str) -> str:
-    return key.replace("~", "~0").replace("/", "~1")
-
-
-def _parts(reference: str) -> Iterator[str]:
-    """The keys of a JSON pointer in a fragment."""
-    from urllib.parse import unquote
-
-    for part in reference.split("/")[1:]:
-        yield unquote(part).replace("~1", "/").replace("~0", "~")

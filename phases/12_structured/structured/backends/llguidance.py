@@ -152,7 +152,7 @@ class GuidanceGrammar(Compiled):
         maker: Executor,
     ) -> None:
         self._make, self._maker, self._schema = make, maker, schema
-        self._lexers = [Lexer(0, first, schema)]
+        self._lexers = [Lexer(0, first)]
         self._most = max(1, min(most, int(MAKING / max(seconds, 1e-6))))
         self._lock = threading.Lock()
         self._making = False
@@ -164,7 +164,7 @@ class GuidanceGrammar(Compiled):
             lexer = self._fewest
             if lexer.users and len(self._lexers) < self._most:
                 lexer = self._further(self._make())
-            return lexer.output()
+            return lexer.output(self._schema)
 
     def soon(self) -> Matcher | None:
         """The same, but a few outputs share a lexer, and those behind them wait until a thread has made more,
@@ -173,7 +173,7 @@ class GuidanceGrammar(Compiled):
         with self._lock:
             lexer = self._fewest
             if len(lexer.users) < FEW or len(self._lexers) >= self._most:
-                return lexer.output()
+                return lexer.output(self._schema)
             if not self._making:
                 self._making = True
                 self._maker.submit(self._double)
@@ -184,7 +184,7 @@ class GuidanceGrammar(Compiled):
         return min(self._lexers, key=lambda lexer: len(lexer.users))
 
     def _further(self, start: ll.LLMatcher) -> Lexer:
-        self._lexers.append(Lexer(len(self._lexers), start, self._schema))
+        self._lexers.append(Lexer(len(self._lexers), start))
         return self._lexers[-1]
 
     def _double(self) -> None:
@@ -203,13 +203,13 @@ class GuidanceGrammar(Compiled):
 class Lexer:
     """One lexer of a grammar: a parser at its start, which has it, and the outputs that share it."""
 
-    def __init__(self, number: int, start: ll.LLMatcher, schema: Schema | None) -> None:
-        self.number, self.start, self.schema = number, start, schema
+    def __init__(self, number: int, start: ll.LLMatcher) -> None:
+        self.number, self.start = number, start
         self.users: WeakSet[GuidanceMatcher] = WeakSet()
 
-    def output(self) -> GuidanceMatcher:
+    def output(self, schema: Schema | None) -> GuidanceMatcher:
         """A new one's parser."""
-        made = GuidanceMatcher(self.start.deep_copy(), self.number, self.schema)
+        made = GuidanceMatcher(self.start.deep_copy(), self.number, schema)
         self.users.add(made)
         return made
 
@@ -250,8 +250,11 @@ class GuidanceBackend(Backend):
         self.maker = ThreadPoolExecutor(1, thread_name_prefix="lexers", initializer=step_back)
         self._tokens = Tokens(vocabulary.tokens)
         self._kept: deque[Place] = deque()  # that have masks
-        self._jobs: Sequence[Job] = ()  # the last that were to be filled; whether none of them has places
-        self._plain = True
+        self._jobs: Sequence[Job] = ()  # the last that were to be filled, and whether some have places
+        self._placed = False
+        self._asked: Sequence[Job] = ()  # the last that others filled, and what the library is told of them:
+        self._plain: list[tuple[ll.LLMatcher, int]] = []
+        self._drafted: list[tuple[ll.LLMatcher, int, list[int]]] = []
 
     def compile(self, grammar: Grammar) -> Compiled:
         """See `Backend.compile`."""
@@ -295,7 +298,8 @@ class GuidanceBackend(Backend):
             return super().advance(moves)
         moved = iter(self.threads.consume_token_par(single))
         counts = [
-            int(next(moved)) if len(tokens) == 1 else matcher.advance(tokens) for matcher, tokens in own
+            int(next(moved)) if len(tokens) == 1 else matcher.advance(tokens) if tokens else 0
+            for matcher, tokens in own
         ]
         for (matcher, tokens), count in zip(own, counts, strict=True):
             if count and matcher.output is not None and len(tokens) == 1:
@@ -334,23 +338,23 @@ class GuidanceBackend(Backend):
         """Write the masks that are kept; returns what is left to make."""
         if jobs is not self._jobs:
             self._jobs = jobs
-            self._plain = all(cast("GuidanceMatcher", job.matcher).output is None for job in jobs)
-        if self._plain:
+            self._placed = any(cast("GuidanceMatcher", job.matcher).output is not None for job in jobs)
+        if not self._placed:
             return Unknown(jobs, {}, [])
-        unknown, left = Unknown([], {}, []), list[Job]()
+        left, first, twins = list[Job](), dict[Place, Job](), list[tuple[Place, Job]]()
         for job in jobs:
             output = cast("GuidanceMatcher", job.matcher).output
-            place = None if output is None or output.state.places is None or job.drafts else output.place
+            place = None if output is None or job.drafts else output.place
             if place is None:
                 left.append(job)
             elif place.mask is not None:
                 words[job.row] = place.mask
-            elif place in unknown.first:
-                unknown.twins.append((place, job))
+            elif place in first:
+                twins.append((place, job))
             else:
-                unknown.first[place] = job
+                first[place] = job
                 left.append(job)
-        return unknown._replace(jobs=left)
+        return Unknown(left, first, twins)
 
     def _keep(self, unknown: Unknown, words: Words) -> None:
         """Copy what has been made, if it went well, to those of the same place, now and later."""
@@ -385,12 +389,14 @@ class GuidanceBackend(Backend):
         self._woken = max(0, self._woken - 1)
         at, width, count = words.ctypes.data, words.strides[0], len(words)
         own = cast("Sequence[tuple[GuidanceMatcher, int, Sequence[int]]]", unknown.jobs)
-        plain = [(matcher.inner, row) for matcher, row, drafts in own if not drafts]
-        drafted = [(matcher.inner, row, list(drafts)) for matcher, row, drafts in own if drafts]
-        if plain:
-            self.threads.unsafe_compute_mask_ptr(plain, at, width, count)
-        if drafted:
-            self.threads.unsafe_compute_mask_ptr_with_draft_token(drafted, at, width, count)
+        if unknown.jobs is not self._asked:
+            self._plain = [(matcher.inner, row) for matcher, row, drafts in own if not drafts]
+            self._drafted = [(matcher.inner, row, list(drafts)) for matcher, row, drafts in own if drafts]
+            self._asked = unknown.jobs
+        if self._plain:
+            self.threads.unsafe_compute_mask_ptr(self._plain, at, width, count)
+        if self._drafted:
+            self.threads.unsafe_compute_mask_ptr_with_draft_token(self._drafted, at, width, count)
         self._keep(unknown, words)
 
 
