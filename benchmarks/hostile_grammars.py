@@ -1,9 +1,9 @@
 """Grammars that are sent to stop an engine: how long others wait meanwhile, and what the grammars take.
 
 Used by the benchmark of phase 12. Some requests without a grammar generate while others come in, several each
-step: harmless ones, whose grammar is known; or, one in some steps, a hostile one among them; or all of them
-with schemas that nobody has sent before. What differs between the gaps of tokens is what the grammars have
-done. The kinds take turns, because one turn differs from the next by as much.
+step: harmless ones, whose grammar is known; among them, one in some steps, a harmless one that is new; in its
+place a hostile one; or all of them with schemas that nobody has sent before. What differs between the gaps of
+tokens is what the grammars have done. The kinds take turns: one turn differs from the next by as much.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measure import frozen
+from common.collector import kept_out
 from common.errors import UserError
 from common.request import Request
 from common.sampling.grammar import Grammar
@@ -69,10 +69,11 @@ def schemas(count: int, *, distinct: bool, first: int = 0) -> Given:
 
     def make(number: int) -> Callable[[], Grammar]:
         key = {"type": "string", "maxLength": 20}
-        schema = {"type": "object", "properties": {f"key{(first + number) * distinct}": key}}
+        schema = {"type": "object", "properties": {f"key{(number + 1) * distinct}": key}}
         return lambda: Grammar.json_schema(schema)
 
-    return {f"schema {number}": make(number) for number in range(count)}
+    kind = "new" if distinct else "known"
+    return {f"{kind} {number}": make(number) for number in range(first, first + count)}
 
 
 def unknown(given: Given, turn: int) -> Given:
@@ -149,24 +150,26 @@ def resident_bytes() -> int:
 
 
 def measure(engine: PagedEngine, tokens: int, turns: int) -> dict[str, dict[str, list[float]]]:
-    """Metrics by workload, a sample each turn: beside harmless, hostile and distinct grammars.
+    """Metrics by workload, a sample each turn: beside harmless, new, hostile and distinct grammars.
 
     The 99th percentile of one turn is the second or third of its longest steps, which is chance for the most
     part. That of all turns' gaps together (`itl_ms_p99_all_turns`) is the better number to compare.
     """
     count = PER_STEP * tokens
-    harmless, new = schemas(count, distinct=False), min(count, DISTINCT)
-    gaps(engine, schemas(8, distinct=False), 8)
+    harmless, some, most = schemas(count, distinct=False), len(hostile()), min(count, DISTINCT)
+    gaps(engine, among(unknown(hostile(), turns + 1), harmless), max(2, tokens // 4))  # a warm-up
     found: dict[str, dict[str, list[float]]] = {}
     all_waits: dict[str, list[float]] = {}
-    with frozen():
+    with kept_out():
         for turn in range(turns):
             sets = {
                 "harmless grammars": harmless,
+                "new grammars": among(schemas(some, distinct=True, first=turn * (some + most)), harmless),
                 "hostile grammars": among(unknown(hostile(), turn), harmless),
-                "distinct grammars": schemas(new, distinct=True, first=turn * new),
+                "distinct grammars": schemas(most, distinct=True, first=turn * (some + most) + some),
             }
-            for name in (tuple(sets) * 2)[turn % 3 : turn % 3 + 3]:  # none is always the first, or the last
+            first = turn % len(sets)  # none is always the first, or the last
+            for name in (*sets, *sets)[first : first + len(sets)]:
                 waits, metrics = gaps(engine, sets[name], tokens), found.setdefault(name, {})
                 all_waits.setdefault(name, []).extend(waits)
                 metrics.setdefault("itl_ms_p99", []).append(float(np.percentile(waits, 99)))

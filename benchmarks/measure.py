@@ -24,6 +24,7 @@ import torch
 
 from benchmarks.evidence import PERCENTILES, Roofline, Run, sample_metrics
 from benchmarks.workloads import Workload
+from common.collector import kept_out
 from common.device import peak_memory, reset_peak_memory, synchronize
 from common.events import Completion, Streams, generate
 
@@ -103,17 +104,6 @@ class Watch:
         self.noise = Noise(max(share, 0.0), switches if elapsed >= 0.2 else 0.0)
 
 
-@contextmanager
-def frozen() -> Iterator[None]:
-    """No collection looks at what is there already, as in a server: it takes 200 ms of somebody's sample."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
 def alternate(
     variants: Mapping[str, Callable[[int], Sample]],
     repeats: int = 3,
@@ -139,7 +129,7 @@ def alternate(
         for run in variants.values():
             run(next(number))
     kept = {name: Samples() for name in variants}
-    with frozen():
+    with kept_out():  # as in a server: a collection takes 200 ms of somebody's sample
         for repeat in range(repeats):
             order = list(variants)
             for name in order if repeat % 2 == 0 else reversed(order):

@@ -128,13 +128,13 @@ def run(options: BenchOptions) -> Evidence:
     runs = []
     for target in targets(options):
         bench = Bench(target)
-        runs += bench.throughput() + bench.masks() + bench.fills() + bench.steps() + bench.hostile()
+        runs += bench.throughput() + bench.masks() + bench.fills() + bench.steps() + bench.hostile(16)
         if bench.tokenizer is not None:
             runs += bench.validity()
     if options.device.type == "cuda" and options.model is None and not options.quick:
         del bench  # memory
         large = Bench(replace(options, model=LARGE))
-        runs += large.rates(workload("offline-256"), (ONE, PHASE)) + large.hostile()
+        runs += large.rates(workload("offline-256"), (ONE, PHASE)) + large.hostile(8)
     return collect(PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json())
 
 
@@ -306,10 +306,10 @@ class Bench:
 
     # Hostile grammars.
 
-    def hostile(self) -> list[Run]:
+    def hostile(self, turns: int) -> list[Run]:
         """What others notice of grammars that are sent to stop an engine."""
         engine = self.engine(self.sizes(32))
-        tokens, turns = (4, 1) if self.options.quick else (200, 1 if self.on_cpu else 9)
+        tokens, turns = (4, 1) if self.options.quick else (200, 1 if self.on_cpu else turns)
         found = hostile_grammars.measure(engine, tokens, turns)
         return [self.fact(f"{PHASE}+{name}", "gaps of others", facts) for name, facts in found.items()]
 

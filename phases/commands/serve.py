@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -14,6 +13,7 @@ from typing import Any
 
 import uvloop
 
+from common.collector import keep_out
 from common.console import err, out
 from common.device import pick_device, pick_dtype
 from common.errors import UserError, integer
@@ -201,9 +201,7 @@ def _serve(app: App, host: str, port: int) -> int:
 
 def _greet(app: App, host: str, port: int) -> None:
     """The memory, and how to call it."""
-    # As in the engine's process: what is imported is here to stay, and looking at it stops streams for 80 ms.
-    gc.collect()
-    gc.freeze()
+    keep_out()  # what is imported is here to stay, and looking at it stops streams for 80 ms
     ready = app.engine.ready
     if ready is not None and ready.ledger:
         err.print(f"[dim]{ready.ledger}[/dim]")

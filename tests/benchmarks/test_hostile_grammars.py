@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 
@@ -23,7 +24,7 @@ GIVEN = hostile_grammars.hostile()
 def engine() -> Iterator[PagedEngine]:
     model = forward.load_model("random:tiny", device="cpu", dtype="float32")
     made = structured.load(model, tokenizer=tokenizer(), max_rows=16, max_len=64, speculate=False)
-    hostile_grammars.alone(hostile_grammars.schemas(1, distinct=False)["schema 0"], made)
+    hostile_grammars.alone(hostile_grammars.schemas(1, distinct=False)["known 0"], made)
     yield made
     assert made.idle and not made.scheduler.running, "a hostile grammar has left something behind"
 
@@ -41,7 +42,7 @@ def test_a_hostile_grammar_is_refused_or_served_at_once(name: str, engine: Paged
 @pytest.mark.slow
 def test_gaps_are_measured_beside_each_kind(engine: PagedEngine) -> None:
     found = hostile_grammars.measure(engine, tokens=4, turns=2)
-    assert list(found) == ["harmless grammars", "hostile grammars", "distinct grammars"]
+    assert list(found) == ["harmless grammars", "new grammars", "hostile grammars", "distinct grammars"]
     assert all(len(metrics["itl_ms_p99"]) == 2 for metrics in found.values())
     assert all(gap > 0 for metrics in found.values() for gap in metrics["itl_ms_p99"])
     for name, metrics in found.items():
@@ -63,3 +64,13 @@ def test_a_turn_has_grammars_that_no_turn_before_has_had() -> None:
     known = [grammar for turn in turns for grammar in turn if grammar is not None]
     assert len(set(known)) == len(known), "an engine remembers a grammar that it has compiled"
     assert [g is None for g in turns[0]] == [g is None for g in turns[2]], "another text is refused"
+
+
+def test_new_ones_are_put_among_known_ones_and_take_nobodys_place() -> None:
+    known, new = (hostile_grammars.schemas(30, distinct=False), hostile_grammars.schemas(3, distinct=True))
+    mixed = hostile_grammars.among(new, known)
+    assert mixed.keys() == known.keys() | new.keys()
+    sources = [make().source for make in mixed.values()]
+    assert len(sources) == 33 and len(set(sources)) == 1 + 3, "a new one is known"
+    places = [number for number, name in enumerate(mixed) if name in new]
+    assert min(b - a for a, b in pairwise(places)) >= 10, f"new ones at {places}"

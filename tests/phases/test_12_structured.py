@@ -41,7 +41,7 @@ from structured.feature import Structured
 from structured.masks import Constraint, Crowd, GrammarMasks
 from structured.matcher import Job, Matcher
 from tests.schedules import check
-from tests.structured_kit import EOS, SCHEMAS, SIZE, bits, must_validate, tokenizer, vocabulary
+from tests.structured_kit import EOS, SCHEMAS, SIZE, bits, mask, must_validate, tokenizer, vocabulary
 
 pytestmark = pytest.mark.timeout(120)
 pytest.importorskip("llguidance")
@@ -449,6 +449,41 @@ def test_a_schema_reaches_the_library_with_our_options(schema: str) -> None:
     given = {} if given is True else given
     (found,) = json.loads(source_of(Grammar.json_schema(schema)))["grammars"]
     assert found["json_schema"] == {"x-guidance": OPTIONS} | given
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_a_long_schema_means_what_a_short_one_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long one reaches the library in another language, without Python's lock."""
+    from structured.backends import llguidance
+
+    backend, schema, rng = llguidance.GuidanceBackend(vocabulary()), SCHEMAS[name], random.Random(name)
+    both = []
+    for longest in (1 << 20, 1):
+        monkeypatch.setattr(llguidance, "LONG", longest)
+        assert source_of(Grammar.json_schema({"const": 1})).startswith("start: %json") == (longest == 1)
+        both.append(backend.compile(Grammar.json_schema(schema)).matcher())
+    for step in range(60):
+        short, long = (mask(matcher) for matcher in both)
+        assert short == long, f"{name}, token {step} of the output: the long schema has another mask"
+        token = rng.choice(short)
+        if token == EOS:
+            break
+        assert [matcher.advance((token,)) for matcher in both] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "schema", [{"type": "foo"}, {"not": {}, "minLength": 1}, {"if": True, "then": False}]
+)
+def test_a_long_schema_is_refused_in_the_same_words(schema: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from structured.backends import llguidance
+
+    said = []
+    for longest in (1 << 20, 1):
+        monkeypatch.setattr(llguidance, "LONG", longest)
+        with pytest.raises(UserError) as refused:
+            llguidance.GuidanceBackend(vocabulary()).compile(Grammar.json_schema(schema))
+        said.append(str(refused.value))
+    assert said[0] == said[1] and "refused: " in said[0]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import multiprocessing
 import os
@@ -16,6 +15,7 @@ from typing import Any
 
 import zmq
 
+from common.collector import keep_out
 from common.errors import UserError
 from paged_cache import PagedEngine
 from serving.messages import Command, Failed, Ready, Report, commands, encode
@@ -87,8 +87,7 @@ def main(make: Callable[[], Any], address: str) -> None:
     except BaseException as error:
         pipe.send(Failed(f"{type(error).__name__}: {error}", wrong_input=False))
         raise
-    gc.collect()
-    gc.freeze()  # the model and its modules are here to stay: no collection looks at them again
+    keep_out()  # the model and its modules are here to stay
     _tell_of_late_kernels()
     pipe.send(ready(engine, engine.config.vocab_size, time.perf_counter() - started))
     try:
