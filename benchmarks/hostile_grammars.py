@@ -1,17 +1,19 @@
 """Grammars that are sent to stop an engine: how long others wait meanwhile, and what the grammars take.
 
-Used by the benchmark of phase 12. Some requests without a grammar generate while others come in, several each
-step: harmless ones, whose grammar is known; among them, one in some steps, a harmless one that is new; in its
-place a hostile one; or all of them with schemas that nobody has sent before. What differs between the gaps of
-tokens is what the grammars have done. The kinds take turns: one turn differs from the next by as much.
+Used by the benchmark of phase 12. Some requests without a grammar generate, beside others that come and go:
+harmless ones, whose grammar is known; among them, one in fifteen, a harmless one that is new; in its place a
+hostile one; or all of them with schemas that nobody has sent before. What differs between the gaps of tokens
+is what the grammars have done. The kinds take turns, because one turn differs from the next by as much.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import random
 import resource
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -27,9 +29,14 @@ from paged_cache import PagedEngine
 
 Given = dict[str, Callable[[], Grammar]]
 """Each makes a grammar, or raises `UserError`."""
-BYSTANDERS, PER_STEP = 8, 16
+BYSTANDERS = 8
+BESIDE, PER_STEP = 24, 2
+"""Requests with grammars that run at a time, and that come in a step, at most."""
+LENGTHS = 2, 40
+"""Tokens that they ask for. With equal lengths they would go on in step: all come, and go, at once."""
+BETWEEN = 14
+"""Harmless ones from one that is not, or new, to the next."""
 PROMPT = [1, 2, 3, 4]
-DISTINCT = 1000
 
 
 def nested(depth: int) -> Any:
@@ -86,12 +93,11 @@ def unknown(given: Given, turn: int) -> Given:
 
 
 def among(some: Given, many: Given) -> Given:
-    """Each of some put among many, at equal distances."""
-    mixed, rest = Given(), list(some.items())
-    every = max(1, len(many) // len(some))
-    for number, (name, make) in enumerate(many.items()):
+    """Each of some put among many, behind `BETWEEN` of them; those behind the last of some are many's own."""
+    mixed, rest = Given(), list(reversed(some.items()))
+    for number, (name, make) in enumerate(many.items(), start=1):
         mixed[name] = make
-        if rest and number % every == every // 2:
+        if rest and number % BETWEEN == 0:
             mixed.update([rest.pop()])
     return mixed | dict(rest)
 
@@ -119,19 +125,22 @@ def checked(make: Callable[[], Grammar]) -> Grammar | None:
 
 
 def gaps(engine: PagedEngine, given: Given, tokens: int) -> list[float]:
-    """Milliseconds between the tokens of bystanders while requests come in, `PER_STEP` each step."""
+    """Milliseconds between the tokens of bystanders while requests come and go."""
     free = SamplingParams(max_tokens=tokens, temperature=1.0, seed=1, ignore_eos=True)
     others = [engine.add(PROMPT, free)[0] for _ in range(BYSTANDERS)]
     times: dict[Request, list[float]] = {request: [] for request in others}
-    waiting = [grammar for make in given.values() if (grammar := checked(make)) is not None]
+    waiting = deque(grammar for make in given.values() if (grammar := checked(make)) is not None)
     # What others have left behind is not these', and Python's collector shall not look through all that waits
     # in the middle of a step.
     gc.collect()
+    rng, beside = random.Random(0), list[Request]()
     while any(request.finish_reason is None for request in others):
         ready = all(len(found) >= 2 for found in times.values())
-        for _ in range(min(PER_STEP, len(waiting)) if ready else 0):
-            params = SamplingParams(max_tokens=2, temperature=1.0, seed=2, grammar=waiting.pop())
-            engine.add(PROMPT, params)
+        beside = [request for request in beside if request.finish_reason is None]
+        for _ in range(min(PER_STEP, BESIDE - len(beside), len(waiting)) if ready else 0):
+            length, seed = rng.randint(*LENGTHS), rng.getrandbits(32)
+            params = SamplingParams(max_tokens=length, temperature=1.0, seed=seed, grammar=waiting.popleft())
+            beside += engine.add(PROMPT, params)
         for output in engine.step():
             if output.request in times and output.token_id is not None:
                 times[output.request].append(output.time)
@@ -155,8 +164,8 @@ def measure(engine: PagedEngine, tokens: int, turns: int) -> dict[str, dict[str,
     The 99th percentile of one turn is the second or third of its longest steps, which is chance for the most
     part. That of all turns' gaps together (`itl_ms_p99_all_turns`) is the better number to compare.
     """
-    count = PER_STEP * tokens
-    harmless, some, most = schemas(count, distinct=False), len(hostile()), min(count, DISTINCT)
+    some, most = len(hostile()), PER_STEP * tokens
+    harmless = schemas(most, distinct=False)
     gaps(engine, among(unknown(hostile(), turns + 1), harmless), max(2, tokens // 4))  # a warm-up
     found: dict[str, dict[str, list[float]]] = {}
     all_waits: dict[str, list[float]] = {}
