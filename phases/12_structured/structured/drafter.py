@@ -91,9 +91,10 @@ class GrammarDrafter(Drafter):
             return self.behind(request, constraint, most) if isinstance(constraint, Constraint) else ()
         if not isinstance(constraint, Constraint):
             return self.inner.propose(request, most)
-        if constraint.follow(request):
-            return ()  # the masks will say what is wrong
-        forced = constraint.matcher.forced()[:most] if self._jumping else ()
+        if constraint.follow(request):  # the masks will say what is wrong
+            return ()
+        jumping = self._ahead or (self._jumping and self.waits)  # other steps that run ahead have no drafts
+        forced = constraint.matcher.forced()[:most] if jumping else ()
         guess = self.inner.propose(request, most)
         count = constraint.matcher.agrees(guess) if guess else 0
         self.refused += len(guess) - count

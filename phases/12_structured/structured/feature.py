@@ -14,6 +14,7 @@ from continuous.seams import NO_DRAFTS
 from cuda_graphs.feature import Graphs
 from paged_cache import Feature, Parts
 from structured.drafter import GrammarDrafter
+from structured.late import let_late_ones_wait
 from structured.masks import GrammarMasks
 from structured.matcher import Backend
 from structured.pool import GrammarPool
@@ -85,6 +86,8 @@ class Structured(Feature):
                 parts.reserve.append(
                     lambda whole: masked_bytes(whole.model, min(most, whole.size("max_rows")))
                 )
+        if parts.model.device.type != "cpu":  # there a step takes longer than any mask
+            parts.finish.append(let_late_ones_wait)
         if parts.drafter is not NO_DRAFTS or self.jump_forward:
             parts.drafter = GrammarDrafter(
                 parts.drafter,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence, Set
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from itertools import chain
 
@@ -18,7 +19,7 @@ from common.sampling.sampler import Allowed
 from continuous.seams import NOBODYS, Landed
 from continuous.work import Work
 from structured.longer import Longer
-from structured.matcher import Job, Matcher, Words
+from structured.matcher import Job, Matcher, Words, allows_one
 from structured.pool import Compilation, GrammarPool
 from structured.staging import MaskStaging
 
@@ -30,14 +31,19 @@ class Constraint:
     taken: how many of its output tokens the matcher has seen. Nothing has to happen when a request is
         preempted: its tokens stay, and so does this.
     forced: tokens that must come next, if somebody has looked.
+    making: a thread that makes the mask behind `known` tokens (see `late`), and has the matcher until then.
     """
 
     matcher: Matcher
     taken: int = 0
     forced: Sequence[int] = ()
+    making: Future[None] | None = None
+    known: int = 0
 
     def unseen(self, request: Request) -> list[int]:
         """The tokens that are new since the matcher was last moved."""
+        if self.making is not None:
+            wait((self.making,))
         return request.tokens[request.prompt_len + self.taken :]
 
     def follow(self, request: Request) -> str:
@@ -106,8 +112,7 @@ class Crowd:
 class Filling:
     """Masks of a step that are being made.
 
-    works: of the step. crowd: those of them that have a grammar.
-    words: where masks go. done: the threads that make them; None: they are made.
+    works: of the step. crowd: those with a grammar. words: where masks go. done: when; None: they are made.
     """
 
     works: Sequence[Work]
@@ -216,12 +221,16 @@ class GrammarMasks:
         crowd, words = self._filling.crowd, self._filling.words
         longer = Longer.of(crowd.jobs, crowd.owners)  # while masks are made
         places = np.array(crowd.places, np.int64)
+        begun = time.perf_counter()
         if self._finish() is None or not crowd.jobs:
             return None
+        self.pool.backend.waited(crowd.jobs, time.perf_counter() - begun)
         longer.apply(words, self._ends_at)
         for job, request in zip(crowd.jobs, crowd.owners, strict=True) if self.single else ():
             if request in self.single:
-                self._note_single(request, words[job.row : job.row + len(job.drafts) + 1])
+                rows = words[job.row : job.row + len(job.drafts) + 1]
+                numbered = enumerate(rows, start=len(request.tokens) - request.prompt_len)
+                self.single[request].update(place for place, row in numbered if allows_one(row))
         self.filled += len(places)
         self._sent = crowd
         return self._staging.send(places)
@@ -260,9 +269,7 @@ class GrammarMasks:
         return self._crowd
 
     def _followers(self, works: Sequence[Work], landed: Landed) -> Iterator[Follower]:
-        """The takers that have a grammar. One that has ended meanwhile, or will with what has landed, is left
-        out: it gets some token, which nobody reads.
-        """
+        """The takers that have a grammar, but not who ends with what has landed: nobody reads his token."""
         place = 0
         for work in works:
             for request in work.takers:
@@ -288,11 +295,3 @@ class GrammarMasks:
     def _fail(self, request: Request, problem: str) -> None:
         error = UserError(f"grammar ({request.params.grammar}) cannot be followed: {problem}")
         self._failed.append((request, error))
-
-    def _note_single(self, request: Request, words: Words) -> None:
-        """Remember where a mask has one bit."""
-        first = len(request.tokens) - request.prompt_len
-        for place, row in enumerate(words, start=first):
-            (used,) = np.nonzero(row)
-            if len(used) == 1 and (int(row[used[0]]) & 0xFFFFFFFF).bit_count() == 1:
-                self.single[request].add(place)

@@ -23,9 +23,11 @@ class Matcher(ABC):
     An end-of-sequence token is allowed where the output may end; after it nothing is asked any more.
 
     group: matchers of the same group share something that one thread at a time may use.
+    doubtful: whether its masks may take so long that nobody else should wait for them.
     """
 
     group: int = 0
+    doubtful: bool = False
 
     @abstractmethod
     def fill(self, words: Words) -> None:
@@ -53,6 +55,10 @@ class Matcher(ABC):
         """Tokens that must come next, as far as the grammar leaves no choice; changes nothing."""
         return ()
 
+    def prepare(self) -> None:
+        """Make the next mask before anybody asks for it, if this matcher is ever doubtful."""
+        raise NotImplementedError
+
     def agrees(self, tokens: Sequence[int]) -> int:
         """How many of these could come next; changes nothing."""
         count = self.advance(tokens)
@@ -75,6 +81,12 @@ class Compiled(ABC):
     def soon(self) -> Matcher | None:
         """A new output's, for somebody who must not wait; None: it is being made, ask again."""
         return self.matcher()
+
+
+def allows_one(words: Words) -> bool:
+    """Whether a mask allows one token."""
+    (used,) = np.nonzero(words)
+    return len(used) == 1 and (int(words[used[0]]) & 0xFFFFFFFF).bit_count() == 1
 
 
 class Job(NamedTuple):
@@ -112,3 +124,7 @@ class Backend(ABC):
                 matcher.advance((draft,))
                 matcher.fill(words[row + place])
             matcher.rollback(len(drafts))
+
+    def waited(self, jobs: Sequence[Job], seconds: float) -> None:
+        """A step has waited so long for these masks."""
+        return

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, cast
 from weakref import WeakSet
 
 import llguidance as ll
+import numpy as np
 
 from common.errors import UserError
 from common.sampling.grammar import Grammar
@@ -73,6 +74,11 @@ string, which is a few tokens long.
 """
 MOST_KEPT = 4096
 """Masks: 78 MB of them, for a vocabulary of 150,000 tokens."""
+LONG_MASK, FIRST, TRIAL = 0.001, 3, 8
+"""Seconds, and masks. The first masks of a grammar are made one by one and timed. If one takes long, all are,
+until so many in a row were quick."""
+LONG_WAIT, MOST_SUSPECTS = 0.002, 64
+"""If a step has waited so many seconds for up to so many masks, one more of each grammar is timed."""
 MOST_THREADS = 16
 MAKING = 0.1
 """Seconds that may go into further lexers of one grammar."""
@@ -85,22 +91,54 @@ BASE_BYTES, BYTES_PER_CHARACTER = 100_000, 60
 """About what a compiled grammar takes, by its source: measured as the growth of a process."""
 
 
+class Trial:
+    """Whether the masks of a grammar are quick, as far as that is known.
+
+    words: of a mask. left: masks that are still to be timed.
+    """
+
+    def __init__(self, words: int) -> None:
+        self.words, self.left = words, FIRST
+
+    def timed(self, seconds: float) -> None:
+        """A mask took so long."""
+        self.left = TRIAL if seconds > LONG_MASK else max(0, self.left - 1)
+
+
 class GuidanceMatcher(Matcher):
     """One output in llguidance's parser. Its group is the number of the lexer that it shares with others.
 
     output: where it stands in its schema, if that has places.
+    mask: the next one, if it was made before somebody asked.
     """
 
-    def __init__(self, inner: ll.LLMatcher, lexer: int, schema: Schema | None) -> None:
-        self.inner, self.group = inner, lexer
+    def __init__(self, inner: ll.LLMatcher, lexer: int, schema: Schema | None, trial: Trial) -> None:
+        self.inner, self.group, self.trial = inner, lexer, trial
         self.output = None if schema is None else Output(schema)
+        self.mask: Words | None = None
 
     def fill(self, words: Words) -> None:
         """See `Matcher`; so are the others."""
-        self.inner.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if self.mask is not None:
+            words[:] = self.mask
+        else:
+            self.inner.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+
+    @property
+    def doubtful(self) -> bool:  # type: ignore[override]
+        """As long as its grammar is on trial."""
+        return self.trial.left > 0
+
+    def prepare(self) -> None:
+        """Time it, too: what this thread computes, not what it waits for."""
+        words, begun = np.zeros(self.trial.words, np.int32), time.thread_time()
+        self.fill(words)
+        self.trial.timed(time.thread_time() - begun)
+        self.mask = words
 
     def advance(self, tokens: Sequence[int]) -> int:
         """Tokens that are not allowed leave the matcher as it is."""
+        self.mask = None
         count = self.inner.try_consume_tokens(list(tokens))
         if self.output is not None:
             for token in tokens[:count]:
@@ -110,6 +148,7 @@ class GuidanceMatcher(Matcher):
     def rollback(self, count: int) -> None:
         """The parser keeps its rows."""
         if count:
+            self.mask = None
             self.inner.rollback(count)
             if self.output is not None and not self.output.rollback(count):
                 self.output = None
@@ -145,7 +184,8 @@ class GuidanceGrammar(Compiled):
         seconds: what that takes.
         most: lexers.
         schema: with places, if it is one.
-        maker: makes them for those who must not wait.
+        words: of a mask.
+        maker: makes lexers for those who must not wait.
     """
 
     def __init__(
@@ -156,9 +196,11 @@ class GuidanceGrammar(Compiled):
         most: int,
         characters: int,
         schema: Schema | None,
+        words: int,
         maker: Executor,
     ) -> None:
         self._make, self._maker, self._schema = make, maker, schema
+        self._trial = Trial(words)
         self._lexers = [Lexer(0, first)]
         self._most = max(1, min(most, int(MAKING / max(seconds, 1e-6))))
         self._lock = threading.Lock()
@@ -171,7 +213,7 @@ class GuidanceGrammar(Compiled):
             lexer = self._fewest
             if lexer.users and len(self._lexers) < self._most:
                 lexer = self._further(self._make())
-            return lexer.output(self._schema)
+            return lexer.output(self._schema, self._trial)
 
     def soon(self) -> Matcher | None:
         """The same, but a few outputs share a lexer, and those behind them wait until a thread has made more,
@@ -180,7 +222,7 @@ class GuidanceGrammar(Compiled):
         with self._lock:
             lexer = self._fewest
             if len(lexer.users) < FEW or len(self._lexers) >= self._most:
-                return lexer.output(self._schema)
+                return lexer.output(self._schema, self._trial)
             if not self._making:
                 self._making = True
                 self._maker.submit(self._double)
@@ -214,9 +256,9 @@ class Lexer:
         self.number, self.start = number, start
         self.users: WeakSet[GuidanceMatcher] = WeakSet()
 
-    def output(self, schema: Schema | None) -> GuidanceMatcher:
+    def output(self, schema: Schema | None, trial: Trial) -> GuidanceMatcher:
         """A new one's parser."""
-        made = GuidanceMatcher(self.start.deep_copy(), self.number, schema)
+        made = GuidanceMatcher(self.start.deep_copy(), self.number, schema, trial)
         self.users.add(made)
         return made
 
@@ -281,8 +323,8 @@ class GuidanceBackend(Backend):
             raise UserError(f"grammar ({grammar}) is refused: {said}")
         seconds = time.perf_counter() - begun
         schema = self._schema(grammar)
-        make = partial(self._parser, source)
-        return GuidanceGrammar(inner, make, seconds, self.lexers, len(grammar.source), schema, self.maker)
+        make, size, words = partial(self._parser, source), len(grammar.source), self.vocabulary.words
+        return GuidanceGrammar(inner, make, seconds, self.lexers, size, schema, words, self.maker)
 
     def _schema(self, grammar: Grammar) -> Schema | None:
         """With places, if this is a schema that has some."""
@@ -312,6 +354,7 @@ class GuidanceBackend(Backend):
             for matcher, tokens in own
         ]
         for (matcher, tokens), count in zip(own, counts, strict=True):
+            matcher.mask = None
             if count and matcher.output is not None and len(tokens) == 1:
                 matcher.output.advance(tokens[0])
         return counts
@@ -336,6 +379,13 @@ class GuidanceBackend(Backend):
         running.wait()
         return done
 
+    def waited(self, jobs: Sequence[Job], seconds: float) -> None:
+        """See `Backend.waited`. With many masks it is their number that takes time."""
+        if seconds > LONG_WAIT and len(jobs) <= MOST_SUSPECTS:
+            for job in jobs:
+                trial = cast("GuidanceMatcher", job.matcher).trial
+                trial.left = max(trial.left, 1)
+
     def fill(self, jobs: Sequence[Job], words: Words) -> None:
         """See `Backend.fill`."""
         unknown = self._known(jobs, words)
@@ -348,14 +398,17 @@ class GuidanceBackend(Backend):
         """Write the masks that are kept; returns what is left to make."""
         if jobs is not self._jobs:
             self._jobs = jobs
-            self._placed = any(cast("GuidanceMatcher", job.matcher).output is not None for job in jobs)
+            own = [cast("GuidanceMatcher", job.matcher) for job in jobs]
+            self._placed = any([one.output is not None or one.mask is not None for one in own])
         if not self._placed:
             return Unknown(jobs, {}, [])
         left, first, twins = list[Job](), dict[Place, Job](), list[tuple[Place, Job]]()
         for job in jobs:
-            output = cast("GuidanceMatcher", job.matcher).output
-            place = None if output is None or job.drafts else output.place
-            if place is None:
+            matcher = cast("GuidanceMatcher", job.matcher)
+            place = None if matcher.output is None or job.drafts else matcher.output.place
+            if matcher.mask is not None and not job.drafts:
+                words[job.row] = matcher.mask
+            elif place is None:
                 left.append(job)
             elif place.mask is not None:
                 words[job.row] = place.mask
