@@ -77,6 +77,7 @@ class GrammarPool:
         self._backend: Backend | None = None
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="grammar", initializer=step_back)
         self._lock, self._making, self._beginning = threading.Lock(), threading.Lock(), threading.Lock()
+        self._begun = 0.0  # when the last one was
         self._known: OrderedDict[Grammar, Compilation] = OrderedDict()
         self.bytes = 0  # of all that are kept
         self.compiled = 0  # how often there was something to do
@@ -106,8 +107,9 @@ class GrammarPool:
         try:
             backend = self.backend
             with self._beginning:
-                time.sleep(SPACING)
-            entry.started = time.monotonic()
+                if (early := self._begun + SPACING - time.monotonic()) > 0:
+                    time.sleep(early)
+                entry.started = self._begun = time.monotonic()
             made = backend.compile(entry.grammar)
             entry.bytes = made.bytes + 2 * len(entry.grammar.source)
             entry.future.set_result(made)

@@ -75,8 +75,8 @@ string, which is a few tokens long.
 MOST_KEPT = 4096
 """Masks: 78 MB of them, for a vocabulary of 150,000 tokens."""
 LONG_MASK, FIRST, TRIAL = 0.001, 3, 8
-"""Seconds, and masks. The first masks of a grammar are made one by one and timed. If one takes long, all are,
-until so many in a row were quick."""
+"""Seconds, and masks. The first masks of a grammar with patterns are made one by one and timed. If one takes
+long, all are, until so many in a row were quick."""
 LONG_WAIT, MOST_SUSPECTS = 0.002, 64
 """If a step has waited so many seconds for up to so many masks, one more of each grammar is timed."""
 MOST_THREADS = 16
@@ -97,8 +97,8 @@ class Trial:
     words: of a mask. left: masks that are still to be timed.
     """
 
-    def __init__(self, words: int) -> None:
-        self.words, self.left = words, FIRST
+    def __init__(self, words: int, first: int = FIRST) -> None:
+        self.words, self.left = words, first
 
     def timed(self, seconds: float) -> None:
         """A mask took so long."""
@@ -184,7 +184,7 @@ class GuidanceGrammar(Compiled):
         seconds: what that takes.
         most: lexers.
         schema: with places, if it is one.
-        words: of a mask.
+        trial: of its masks.
         maker: makes lexers for those who must not wait.
     """
 
@@ -196,11 +196,10 @@ class GuidanceGrammar(Compiled):
         most: int,
         characters: int,
         schema: Schema | None,
-        words: int,
+        trial: Trial,
         maker: Executor,
     ) -> None:
-        self._make, self._maker, self._schema = make, maker, schema
-        self._trial = Trial(words)
+        self._make, self._maker, self._schema, self._trial = make, maker, schema, trial
         self._lexers = [Lexer(0, first)]
         self._most = max(1, min(most, int(MAKING / max(seconds, 1e-6))))
         self._lock = threading.Lock()
@@ -323,8 +322,10 @@ class GuidanceBackend(Backend):
             raise UserError(f"grammar ({grammar}) is refused: {said}")
         seconds = time.perf_counter() - begun
         schema = self._schema(grammar)
-        make, size, words = partial(self._parser, source), len(grammar.source), self.vocabulary.words
-        return GuidanceGrammar(inner, make, seconds, self.lexers, size, schema, words, self.maker)
+        plain = grammar.kind == "choice" or (grammar.kind == "json_schema" and '"pattern' not in source)
+        trial = Trial(self.vocabulary.words, 0 if plain else FIRST)
+        make, size = partial(self._parser, source), len(grammar.source)
+        return GuidanceGrammar(inner, make, seconds, self.lexers, size, schema, trial, self.maker)
 
     def _schema(self, grammar: Grammar) -> Schema | None:
         """With places, if this is a schema that has some."""
