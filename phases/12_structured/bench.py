@@ -128,7 +128,7 @@ def run(options: BenchOptions) -> Evidence:
     runs = []
     for target in targets(options):
         bench = Bench(target)
-        runs += bench.throughput() + bench.masks() + bench.fills() + bench.steps() + bench.hostile(16)
+        runs += bench.throughput() + bench.masks() + bench.fills() + bench.steps() + bench.hostile(32)
         if bench.tokenizer is not None:
             runs += bench.validity()
     if options.device.type == "cuda" and options.model is None and not options.quick:
