@@ -122,12 +122,12 @@ class GrammarPool:
             self.bytes += entry.bytes
             if self._known.get(entry.grammar) is not entry:  # asked again meanwhile, and forgotten
                 self.bytes -= entry.bytes
-            for grammar in list(self._known):
-                if self.bytes <= self.cache_bytes:
+            while self.bytes > self.cache_bytes:
+                # Not a list of all: thousands are known, and that would take as long as a third of a step.
+                done = (grammar for grammar, known in self._known.items() if known.future.done())
+                if (oldest := next(done, None)) is None:
                     break
-                if (oldest := self._known[grammar]).future.done():
-                    del self._known[grammar]
-                    self.bytes -= oldest.bytes
+                self.bytes -= self._known.pop(oldest).bytes
 
     @property
     def kept(self) -> list[Grammar]:
