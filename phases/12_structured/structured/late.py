@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from typing import cast
 
 from common.request import Request
 from common.sampling.grammar import Grammar
@@ -33,6 +34,9 @@ def let_late_ones_wait(engine: PagedEngine) -> None:
 
         def without_late(running: list[Request]) -> list[Request]:
             queue = order(running)
+            constraints = cast("list[Constraint | None]", [request.constraint for request in queue])
+            if not any([one is not None and one.matcher.trial.left for one in constraints]):
+                return queue  # nearly always, and asked of everybody in every step
             return [request for request in queue if not late.has(request)] or queue
 
         engine.scheduler.order = without_late  # type: ignore[method-assign]
@@ -53,7 +57,7 @@ class Late:
             return False
         if constraint.making is not None and not constraint.making.done():
             return True
-        if not constraint.matcher.doubtful:
+        if not constraint.matcher.trial.left:
             return False
         if request.placeholders:  # its newest token is on its way
             return True

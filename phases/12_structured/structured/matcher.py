@@ -17,17 +17,36 @@ Words = NDArray[np.int32]
 """A mask, or several: bit i of word w belongs to token 32 * w + i."""
 
 
+LONG_MASK, FIRST, TRIAL = 0.001, 3, 8
+"""Seconds, and masks. The first masks of a grammar with patterns are made one by one and timed. If one takes
+long, all are, until so many in a row were quick."""
+
+
+class Trial:
+    """Whether the masks of a grammar are quick, as far as that is known.
+
+    words: of a mask. left: masks that are still to be timed.
+    """
+
+    def __init__(self, words: int, first: int = FIRST) -> None:
+        self.words, self.left = words, first
+
+    def timed(self, seconds: float) -> None:
+        """A mask took so long."""
+        self.left = TRIAL if seconds > LONG_MASK else max(0, self.left - 1)
+
+
 class Matcher(ABC):
     """Where one output stands in its grammar.
 
     An end-of-sequence token is allowed where the output may end; after it nothing is asked any more.
 
     group: matchers of the same group share something that one thread at a time may use.
-    doubtful: whether its masks may take so long that nobody else should wait for them.
+    trial: of its grammar; while it lasts, nobody else should wait for these masks.
     """
 
     group: int = 0
-    doubtful: bool = False
+    trial = Trial(0, 0)
 
     @abstractmethod
     def fill(self, words: Words) -> None:
@@ -56,7 +75,7 @@ class Matcher(ABC):
         return ()
 
     def prepare(self) -> None:
-        """Make the next mask before anybody asks for it, if this matcher is ever doubtful."""
+        """Make the next mask before anybody asks for it, if a trial of this grammar ever lasts."""
         raise NotImplementedError
 
     def agrees(self, tokens: Sequence[int]) -> int:

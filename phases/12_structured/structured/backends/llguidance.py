@@ -24,7 +24,7 @@ import numpy as np
 
 from common.errors import UserError
 from common.sampling.grammar import Grammar
-from structured.matcher import Backend, Compiled, Job, Matcher, Words
+from structured.matcher import FIRST, Backend, Compiled, Job, Matcher, Trial, Words
 from structured.places import Output, Place, Schema, Tokens
 from structured.pool import step_back
 from structured.vocabulary import Vocabulary
@@ -74,9 +74,6 @@ string, which is a few tokens long.
 """
 MOST_KEPT = 4096
 """Masks: 78 MB of them, for a vocabulary of 150,000 tokens."""
-LONG_MASK, FIRST, TRIAL = 0.001, 3, 8
-"""Seconds, and masks. The first masks of a grammar with patterns are made one by one and timed. If one takes
-long, all are, until so many in a row were quick."""
 LONG_WAIT, MOST_SUSPECTS = 0.002, 64
 """If a step has waited so many seconds for up to so many masks, one more of each grammar is timed."""
 MOST_THREADS = 16
@@ -89,20 +86,6 @@ tokens is looked at. The library has three slices; where strings are short, thes
 The slices that do not fit are looked through one by one, so where most tokens are too long few are best."""
 BASE_BYTES, BYTES_PER_CHARACTER = 100_000, 60
 """About what a compiled grammar takes, by its source: measured as the growth of a process."""
-
-
-class Trial:
-    """Whether the masks of a grammar are quick, as far as that is known.
-
-    words: of a mask. left: masks that are still to be timed.
-    """
-
-    def __init__(self, words: int, first: int = FIRST) -> None:
-        self.words, self.left = words, first
-
-    def timed(self, seconds: float) -> None:
-        """A mask took so long."""
-        self.left = TRIAL if seconds > LONG_MASK else max(0, self.left - 1)
 
 
 class GuidanceMatcher(Matcher):
@@ -123,11 +106,6 @@ class GuidanceMatcher(Matcher):
             words[:] = self.mask
         else:
             self.inner.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-
-    @property
-    def doubtful(self) -> bool:  # type: ignore[override]
-        """As long as its grammar is on trial."""
-        return self.trial.left > 0
 
     def prepare(self) -> None:
         """Time it, too: what this thread computes, not what it waits for."""
