@@ -460,7 +460,10 @@ def test_a_long_schema_means_what_a_short_one_does(name: str, monkeypatch: pytes
     both = []
     for longest in (1 << 20, 1):
         monkeypatch.setattr(llguidance, "LONG", longest)
-        assert source_of(Grammar.json_schema({"const": 1})).startswith("start: %json") == (longest == 1)
+        source = source_of(Grammar.json_schema({"const": 1}))
+        assert source.startswith("start: %json") == (longest == 1)
+        if longest == 1:
+            assert json.loads(source.removeprefix("start: %json")) == {"x-guidance": OPTIONS, "const": 1}
         both.append(backend.compile(Grammar.json_schema(schema)).matcher())
     for step in range(60):
         short, long = (mask(matcher) for matcher in both)

@@ -662,8 +662,8 @@ BUGS = (
     Bug(
         "an-old-mask-is-copied-by-threads",
         f"{HERE}/backends/llguidance.py",
-        "            matcher.mask = None\n            if count",
-        "            if count",
+        "                matcher.mask = None\n                if matcher",
+        "                if matcher",
         "The same, where several outputs are moved at a time.",
     ),
     Bug(

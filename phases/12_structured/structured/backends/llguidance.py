@@ -333,9 +333,10 @@ class GuidanceBackend(Backend):
             for matcher, tokens in own
         ]
         for (matcher, tokens), count in zip(own, counts, strict=True):
-            matcher.mask = None
-            if count and matcher.output is not None and len(tokens) == 1:
-                matcher.output.advance(tokens[0])
+            if count and len(tokens) == 1:  # others have moved by themselves
+                matcher.mask = None
+                if matcher.output is not None:
+                    matcher.output.advance(tokens[0])
         return counts
 
     def begin(self, jobs: Sequence[Job], words: Words) -> Future[None] | None:
