@@ -254,8 +254,8 @@ BUGS = (
     Bug(
         "prompt-uploaded-only",
         ROWS,
-        "torch.from_numpy(np.array(request.tokens))",
-        "torch.from_numpy(np.array(request.tokens[: request.prompt_len]))",
+        "torch.from_numpy(np.fromiter(request.tokens, np.int64))",
+        "torch.from_numpy(np.fromiter(request.tokens[: request.prompt_len], np.int64))",
         "Uploads the prompt of a request that comes back with output.",
     ),
     Bug(
