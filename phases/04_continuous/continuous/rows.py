@@ -55,9 +55,8 @@ class Rows:
         """
         while self.fresh:
             row, request = next(iter(self.fresh.items()))
-            known = torch.from_numpy(
-                np.fromiter(request.tokens, np.int64)
-            )  # a tenth of `torch.tensor`'s time
+            # A tenth of the time of `torch.tensor`.
+            known = torch.from_numpy(np.fromiter(request.tokens, np.int64))
             if self.tokens.is_cuda:
                 known = known.pin_memory()  # or the copy would wait for the device
             self.tokens[row, : len(known)].copy_(known, non_blocking=True)
