@@ -292,7 +292,7 @@ class GuidanceBackend(Backend):
             raise UserError(f"grammar ({grammar}): {error}") from None
         if inner.is_error():
             said = inner.get_error()
-            if INSIDE in said:  # behind the first line it shows the grammar
+            if grammar.kind == "json_schema" and INSIDE in said:  # behind the first line it shows the grammar
                 said = said.split(INSIDE)[1].split("\n")[0]
             said = " ".join(said.split())[:300]
             if said.startswith(NOTHING):
