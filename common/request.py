@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from common.events import FinishReason, PromptLogprob, TextStream
 from common.sampling.params import SamplingParams
 
@@ -38,6 +41,7 @@ class Request:
     prompt_logprobs: of each token of the prompt, for who asks; None: not yet, or the first, or not asked for.
         Of several samples that share their prompt only the first has them.
     cached_tokens: tokens that its last admission found in the prefix cache and did not compute.
+    numbers: its prompt as an array, for `ids`.
     """
 
     id: int
@@ -66,6 +70,21 @@ class Request:
     prompt_logprobs: list[PromptLogprob | None] | None = None
     finish_reason: FinishReason | None = None
     error: BaseException | None = None
+    numbers: NDArray[np.int64] | None = field(default=None, repr=False)
+
+    def ids(self, start: int, end: int) -> NDArray[np.int64]:
+        """Its known tokens from `start` to `end` as an array, which is not to be changed.
+
+        A list of a thousand takes as long to become one as a step to be scheduled: those of the prompt do it
+        once, for everybody who asks.
+        """
+        prompt_len = self.prompt_len
+        if self.numbers is None:
+            self.numbers = np.array(self.tokens[:prompt_len], np.int64)
+        if end <= prompt_len:
+            return self.numbers[start:end]
+        output = np.array(self.tokens[max(start, prompt_len) : end], np.int64)
+        return np.concatenate((self.numbers[start:], output)) if start < prompt_len else output
 
     @property
     def output_ids(self) -> list[int]:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 import numpy as np
+from numpy.typing import NDArray
 
 from common.errors import UserError, integer, shown
 from common.events import FinishReason
@@ -23,7 +24,7 @@ def check_prompt(
     *,
     has_tokenizer: bool = True,
     continuous: bool = False,
-) -> None:
+) -> NDArray[np.int64]:
     """Raise `UserError` for a request that no phase can serve; every phase calls this before it computes.
 
     The rule for lengths is vLLM's: prompt and output together never exceed `max_context` tokens, and a prompt
@@ -33,6 +34,9 @@ def check_prompt(
     has_tokenizer: False for an engine that sees only token ids and so cannot look for stop strings.
     continuous: True for the engine of phase 04 and later, which says itself which grammars it takes, and can
         tell the log-probabilities of prompts.
+
+    Returns:
+        The prompt as numbers, `[P]` int64.
     """
     last = vocab_size - 1
     if not isinstance(params, SamplingParams):
@@ -48,9 +52,10 @@ def check_prompt(
             f"the prompt has {count} tokens, but must have at most {max_context - 1}, "
             f"so that one generated token fits the context of {max_context}"
         )
-    low, high = _range_of(ids)
-    if low < 0 or high >= vocab_size:
-        bad = low if low < 0 else high
+    numbers = _numbers_of(ids)
+    low = numbers.min()
+    if low < 0 or numbers.max() >= vocab_size:
+        bad = min(ids) if low < 0 else max(ids)
         raise UserError(f"the prompt holds token id {shown(bad)}, but ids must be between 0 and {last}")
     for name, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
         for token in tokens:
@@ -62,18 +67,22 @@ def check_prompt(
         raise UserError(NO_GRAMMARS)
     if params.prompt_logprobs is not None and not continuous:
         raise UserError("prompt_logprobs is set, but must be None for an engine without them: see phase 04")
+    return numbers
 
 
-def _range_of(ids: list[int]) -> tuple[int, int]:
-    """The smallest and the largest id. Raises `UserError` for what is none."""
+def _numbers_of(ids: list[int]) -> NDArray[np.int64]:
+    """Token ids as numbers. Raises `UserError` for what is none.
+
+    What is beyond 64 bits becomes the most that they hold, which no vocabulary has.
+    """
     with suppress(TypeError, OverflowError):
         numbers = np.frombuffer(array("q", ids), np.int64)  # half the time of looking at each
         doubtful = np.flatnonzero(numbers <= 1).tolist()  # True and False pass for 1 and 0
         if not any(isinstance(ids[at], bool) for at in doubtful):
-            return int(numbers.min()), int(numbers.max())
+            return numbers
     for token in ids:  # a mistake, or beyond 64 bits
         integer("a token id of the prompt", token)
-    return min(ids), max(ids)
+    return np.clip(np.array(ids, object), -(1 << 63), (1 << 63) - 1).astype(np.int64)
 
 
 def output_limit(prompt_len: int, params: SamplingParams, max_context: int) -> int:

@@ -172,6 +172,7 @@ class SamplerRows:
         self.in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=self.device)  # later [rows, V]
         self.counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=self.device)  # later [rows, V]
         self._changed: set[int] = set()
+        self._planned: tuple[list[int], Plan] | None = None  # for which rows the last plan was
         self.ids = torch.arange(vocab_size, dtype=torch.int32, device=self.device)  # [V]
 
     @staticmethod
@@ -202,8 +203,8 @@ class SamplerRows:
         self,
         row: int,
         params: SamplingParams,
-        prompt_ids: Sequence[int] = (),
-        output_ids: Sequence[int] = (),
+        prompt_ids: Sequence[int] | NDArray[np.int64] = (),
+        output_ids: Sequence[int] | NDArray[np.int64] = (),
         *,
         seed: int | None = None,
         sample: int = 0,
@@ -243,19 +244,24 @@ class SamplerRows:
 
     def plan(self, rows_host: Sequence[int]) -> Plan:
         """Send changed settings to the device and return what a batch of these rows needs. Never waits."""
+        wanted_rows = list(rows_host)
         if self._changed:
             self._send()
-        rows = np.asarray(rows_host, dtype=np.int64)
+        elif self._planned is not None and self._planned[0] == wanted_rows:  # a decode like the last one
+            return self._planned[1]
+        rows = np.array(wanted_rows, np.int64)
         features = self._features[rows]
         union = Feature(int(np.bitwise_or.reduce(features, initial=0)))
         wanted = self._wanted[rows]
-        return Plan(
+        plan = Plan(
             union,
             tuple(self._draws(features)) if Feature.RANDOM in union else (),
             tuple(wanted.tolist()) if (wanted >= 0).any() else None,
             tuple(self._edited(self._edit_counts[rows])) if Feature.EDITS in union else (),
             tuple(self._penalized(features)) if Feature.PENALTIES in union else (),
         )
+        self._planned = wanted_rows, plan
+        return plan
 
     def _draws(self, features: NDArray[np.int64]) -> Iterator[Draw]:
         random, radix = features & int(Feature.RANDOM) != 0, features & int(RADIX) != 0

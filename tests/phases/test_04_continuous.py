@@ -19,6 +19,7 @@ from common.errors import UserError
 from common.events import generate
 from common.request import Request
 from common.sampling.params import SamplingParams
+from common.sampling.sampler import Feature, Sampler
 from continuous.attention import group
 from continuous.batch import HostBatch, upload
 from continuous.cache import RowCache, RowStore
@@ -188,6 +189,58 @@ def test_a_request_that_comes_back_is_uploaded_with_its_output() -> None:
     assert list(rows.upload()) == [back], "a request that has left is uploaded"
     assert rows.tokens[1, :3].tolist() == [5, 6, 7] and rows.tokens[0].tolist() == [0] * 8
     assert list(rows.upload()) == []
+
+
+@pytest.mark.parametrize("lengths", [(3, 3, 3, 3), (1, 9, 2, 9), (9, 1, 1, 1), (4, 6, 5, 1)])
+@pytest.mark.parametrize("stay", [(), (0,), (1, 2), (3,)])
+def test_tokens_are_uploaded_to_their_own_rows(lengths: tuple[int, ...], stay: tuple[int, ...]) -> None:
+    """Neighbours go together; who runs already keeps what the device has written."""
+    rows = Rows(6, 10)
+    requests = [
+        Request(i, [10 * i + k + 1 for k in range(length)], 1 + length // 2, 10, SamplingParams())
+        for i, length in enumerate(lengths)
+    ]
+    for request in requests:
+        rows.acquire(request)
+    for at in stay:
+        del rows.fresh[at]  # uploaded before
+    rows.tokens[:] = -7
+    new = [request for request in requests if request.row not in stay]
+    assert sorted(request.id for request in rows.upload()) == [request.id for request in new]
+    for request in requests:
+        there, fresh = rows.tokens[request.row].tolist(), request.row not in stay
+        wanted = request.tokens if fresh else [-7] * 10
+        what = f"lengths {lengths}, request {request.id} of row {request.row}"
+        assert there[: len(wanted)] == wanted, f"{what} has {there}, {'new' if fresh else 'running'}"
+    for row in (4, 5):
+        assert rows.tokens[row].tolist() == [-7] * 10, f"lengths {lengths}: row {row} is nobody's"
+    written, there = int((rows.tokens != -7).sum()), sum(len(request.tokens) for request in new)
+    assert written <= 2 * there, f"lengths {lengths}: {written} numbers are written for {there} tokens"
+
+
+def test_one_long_request_does_not_widen_its_neighbours() -> None:
+    """What is copied is at most twice what there is."""
+    rows = Rows(40, 1000)
+    for i in range(40):
+        rows.acquire(Request(i, [1] * (1000 if i == 20 else 10), 5, 1000, SamplingParams()))
+    groups = rows._neighbours()
+    copied = sum(len(group) * max(len(request.tokens) for request in group) for _, group in groups)
+    there = sum(len(request.tokens) for request in rows.fresh.values())
+    assert there <= copied <= 2 * there, f"{copied} numbers are copied for {there} tokens"
+    assert len(groups) <= 3, f"{len(groups)} copies for three kinds of neighbours"
+    assert [request.id for _, group in groups for request in group] == list(range(40))
+
+
+def test_a_plan_is_of_its_rows_and_of_their_settings() -> None:
+    """The last one is kept, for a decode follows on a decode; and not where anything else is different."""
+    sampler = Sampler(2, 10, torch.device("cpu"))
+    sampler.set_row(0, SamplingParams(temperature=0.0))
+    sampler.set_row(1, SamplingParams(temperature=1.0, seed=1))
+    for rows, features in (([0], Feature(0)), ([1], Feature.RANDOM), ([1], Feature.RANDOM)):
+        assert sampler.plan(rows).features == features, f"the plan of row {rows[0]}, after another's"
+    assert sampler.plan([1]) is sampler.plan(np.array([1])), "made anew for the same rows"
+    sampler.set_row(1, SamplingParams(temperature=0.0))
+    assert sampler.plan([1]).features == Feature(0), "row 1 has a new request, which is greedy"
 
 
 # What callers do.

@@ -5,6 +5,7 @@ from tests.planted.planting import Bug
 SCHEDULER = "phases/04_continuous/continuous/scheduler.py"
 ROWS = "phases/04_continuous/continuous/rows.py"
 POLICIES = "phases/04_continuous/continuous/policies.py"
+SAMPLER_ROWS = "common/sampling/rows.py"
 ENGINE = "phases/04_continuous/continuous/engine.py"
 
 BUGS = (
@@ -254,9 +255,44 @@ BUGS = (
     Bug(
         "prompt-uploaded-only",
         ROWS,
-        "torch.from_numpy(np.fromiter(request.tokens, np.int64))",
-        "torch.from_numpy(np.fromiter(request.tokens[: request.prompt_len], np.int64))",
+        "line[: len(request.tokens)] = request.ids(0, len(request.tokens))",
+        "line[: request.prompt_len] = request.ids(0, request.prompt_len)",
         "Uploads the prompt of a request that comes back with output.",
+    ),
+    Bug(
+        "neighbours-everywhere",
+        ROWS,
+        "if groups and row == groups[-1][0] + len(groups[-1][1]):",
+        "if groups:",
+        "Takes requests together whose rows do not lie side by side.",
+    ),
+    Bug(
+        "whole-rows-are-copied",
+        ROWS,
+        "widest = max(len(request.tokens) for request in group)",
+        "widest = self.max_len",
+        "Copies whole rows, however short the prompts.",
+    ),
+    Bug(
+        "one-rectangle-for-all",
+        ROWS,
+        "if 2 * total >= widest * (len(group) + 1):",
+        "if total:",
+        "Copies as much for each neighbour as for the longest prompt.",
+    ),
+    Bug(
+        "plan-of-as-many-rows",
+        SAMPLER_ROWS,
+        "self._planned[0] == wanted_rows:",
+        "len(self._planned[0]) == len(wanted_rows):",
+        "Samples a batch as the last one of its size was sampled.",
+    ),
+    Bug(
+        "plan-of-old-settings",
+        SAMPLER_ROWS,
+        "        elif self._planned is not None",
+        "        if self._planned is not None",
+        "Samples a request as the one before in its row was sampled.",
     ),
     Bug(
         "shortest-prompt-first",

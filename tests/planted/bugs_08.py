@@ -8,13 +8,15 @@ HASH = "phases/08_prefix_cache/prefix_cache/hash_chain.py"
 INDEX = "phases/08_prefix_cache/prefix_cache/index.py"
 BASE = "phases/04_continuous/continuous/scheduler.py"
 CHUNKED = "phases/07_chunked_prefill/chunked_prefill/scheduler.py"
+REQUEST = "common/request.py"
+
 
 BUGS = (
     Bug(
         "nothing-left-to-compute",
         CACHE,
-        "block_keys(request.tokens[: length - 1], self.block_size)",
-        "block_keys(request.tokens, self.block_size)",
+        "block_keys(request.ids(0, length - 1), self.block_size)",
+        "block_keys(request.ids(0, length), self.block_size)",
         "Finds all of a prompt that ends with a block: no token is left to compute logits from.",
     ),
     Bug(
@@ -262,5 +264,12 @@ BUGS = (
         "        while entry is not None:\n            self._pin(entry)\n            entry = entry.before\n",
         "",
         "Makes a second cursor without pins of its own.",
+    ),
+    Bug(
+        "output-from-the-prompts-end-on",
+        REQUEST,
+        "self.tokens[max(start, prompt_len) : end]",
+        "self.tokens[prompt_len:end]",
+        "Gives all of the output, wherever it was asked to begin.",
     ),
 )

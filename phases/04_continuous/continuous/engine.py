@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 
+import torch
 from torch.profiler import record_function
 
 from common.errors import UserError, integer, text
@@ -122,10 +123,14 @@ class Engine:
         """The `n` requests of one prompt, checked. Raises `UserError` if they can never be served."""
         known_text = self.tokenizer is not None
         vocabulary = self.config.vocab_size
-        check_prompt(prompt, vocabulary, self.max_len, params, has_tokenizer=known_text, continuous=True)
+        numbers = check_prompt(
+            prompt, vocabulary, self.max_len, params, has_tokenizer=known_text, continuous=True
+        )
         least = 0 if params.prompt_logprobs is None else 1  # or the prompt would not be computed
         limit = len(prompt) + max(least, output_limit(len(prompt), params, self.max_len))
-        requests = [Request(0, list(prompt), len(prompt), limit, params) for _ in range(params.n)]
+        requests = [
+            Request(0, list(prompt), len(prompt), limit, params, numbers=numbers) for _ in range(params.n)
+        ]
         self.scheduler.check(requests)
         self.masks.check(params)
         now = time.perf_counter()
@@ -211,8 +216,8 @@ class Engine:
 
     @staticmethod
     def marked(works: Sequence[Work]) -> AbstractContextManager[object]:
-        """A range around a step for PyTorch's profiler; it costs a microsecond while nobody profiles."""
-        if not works:
+        """A range around a step for PyTorch's profiler, and nothing while nobody profiles."""
+        if not works or not torch._C._autograd._profiler_enabled():
             return nullcontext()
         return record_function(STEP + ("decode" if all(work.count == 1 for work in works) else "prefill"))
 

@@ -227,8 +227,8 @@ class Runner:
         self.sampler.set_row(
             request.row,
             request.params,
-            request.tokens[: request.prompt_len],
-            output_ids=request.tokens[request.prompt_len :],
+            request.ids(0, request.prompt_len),
+            output_ids=request.ids(request.prompt_len, len(request.tokens)),
             eos_ids=self.model.config.eos_token_ids,
             seed=request.seed,
         )

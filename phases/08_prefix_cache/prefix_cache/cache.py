@@ -81,7 +81,7 @@ class PrefixCache(PagedCache):
             return []
         length = len(request.tokens)
         if self._keys[0] is not request or self._keys[1] != length:
-            self._keys = (request, length, block_keys(request.tokens[: length - 1], self.block_size))
+            self._keys = (request, length, block_keys(request.ids(0, length - 1), self.block_size))
         return self._keys[2]
 
     def grow(self, request: Request, upto: int) -> bool:
@@ -128,7 +128,7 @@ class PrefixCache(PagedCache):
         if last <= first:
             return
         own: list[int] = self.tables[row, first:last].tolist()
-        keys = block_keys(request.tokens[first * size : last * size], size)
+        keys = block_keys(request.ids(first * size, last * size), size)
         self._cursors[row], held, new = self.index.extend(self._cursors[row], keys, own)
         self.allocator.retain(new)
         for place, (mine, theirs) in enumerate(zip(own, held, strict=True), start=first):

@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 Key = bytes
 """The tokens of one full block, as bytes: equal keys are equal tokens."""
 
 
-def block_keys(tokens: Sequence[int], block_size: int) -> list[Key]:
+def block_keys(tokens: Sequence[int] | NDArray[np.int64], block_size: int) -> list[Key]:
     """The keys of the full blocks of `tokens`, in order; a partial block at the end has none."""
     width = 4 * block_size
-    raw = np.array(tokens, np.int32).tobytes()
+    raw = np.asarray(tokens, np.int32).tobytes()
     return [raw[at : at + width] for at in range(0, len(raw) - width + 1, width)]
 
 
