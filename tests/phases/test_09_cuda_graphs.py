@@ -121,14 +121,15 @@ def test_tables_on_the_device_follow_those_of_the_host() -> None:
     rng = np.random.default_rng(0)
     host = np.zeros((6, 9), np.int32)
     tables = DeviceTables(host, torch.device(DEVICE))
-    for _ in range(50):
+    for turn in range(100):
         row, width = int(rng.integers(6)), int(rng.integers(1, 10))
         host[row, : rng.integers(1, 10)] = rng.integers(0, 100)
-        rows = np.unique(np.append(rng.integers(0, 6, 3), row))
+        others = rng.integers(0, 6, 3 * (turn % 2))  # none: a lone request
+        rows = np.unique(np.append(others, row))
         tables.update(rows, width)
         for row in rows:
             assert tables.data[row, :width].tolist() == host[row, :width].tolist(), (
-                f"row {row} is out of date"
+                f"row {row} is out of date, in a step of rows {rows.tolist()}"
             )
 
 

@@ -139,15 +139,15 @@ BUGS = (
     Bug(
         "graph-with-old-tables",
         RUNNER,
-        "        self.tables.update(rows, (int(at.max()) + steps - 1) // self.cache.block_size + 1)\n",
+        "        self.tables.update(rows, (max(starts) + steps - 1) // self.cache.block_size + 1)\n",
         "",
         "Replays a decode with the tables of some step before.",
     ),
     Bug(
         "last-block-not-sent",
         RUNNER,
-        "self.tables.update(rows, (int(at.max()) + steps - 1) // self.cache.block_size + 1)",
-        "self.tables.update(rows, -(-(int(at.max()) + steps - 1) // self.cache.block_size))",
+        "self.tables.update(rows, (max(starts) + steps - 1) // self.cache.block_size + 1)",
+        "self.tables.update(rows, -(-(max(starts) + steps - 1) // self.cache.block_size))",
         "Sends one block too few when a token is the first of its block.",
     ),
     Bug(
@@ -167,8 +167,8 @@ BUGS = (
     Bug(
         "steps-count-the-prompt",
         RUNNER,
-        "inputs[:, :count] = rows, at, at + 1 - self.rows.prompt_lens[rows]",
-        "inputs[:, :count] = rows, at, at + 1",
+        "inputs[2, :count] = inputs[1, :count] + 1 - self.rows.prompt_lens[rows]",
+        "inputs[2, :count] = inputs[1, :count] + 1",
         "Draws by the position of a token where the random numbers go by output tokens.",
     ),
     Bug(
@@ -258,19 +258,19 @@ BUGS = (
     Bug(
         "event-before-the-copy",
         STAGING,
-        "        self.device[:size].copy_(self._host[turn][:size], non_blocking=True)\n"
+        "        self._target.copy_(self._sources[self._turn], non_blocking=True)\n"
         "        if copied is not None:\n"
         "            copied.record()\n",
         "        if copied is not None:\n"
         "            copied.record()\n"
-        "        self.device[:size].copy_(self._host[turn][:size], non_blocking=True)\n",
+        "        self._target.copy_(self._sources[self._turn], non_blocking=True)\n",
         "Notes that a buffer is free before it is copied.",
     ),
     Bug(
         "one-buffer",
         STAGING,
-        "turn, self._turn = self._turn, (self._turn + 1) % BUFFERS",
-        "turn = self._turn",
+        "self._turn = (self._turn + 1) % BUFFERS",
+        "self._turn = 0",
         "Takes the same buffer every time, so that the host waits for the device.",
     ),
     Bug(
@@ -615,5 +615,19 @@ BUGS = (
         "few = few_pays(model.config.hidden_size, model.dtype.itemsize, model.device)",
         "few = True",
         "Sends float32 to a kernel for tensor cores, which have none for it.",
+    ),
+    Bug(
+        "some-block-is-right",
+        HOME + "tables.py",
+        "if (self._tables[row, :blocks] == self._sent[row, :blocks]).all():",
+        "if (self._tables[row, :blocks] == self._sent[row, :blocks]).any():",
+        "Sends a lone request's table only where none of its blocks is there.",
+    ),
+    Bug(
+        "slices-of-the-first-size",
+        STAGING,
+        "slices = self._slices.get(size)",
+        "slices = next(iter(self._slices.values()), None)",
+        "Sends as many numbers as the first step had.",
     ),
 )

@@ -202,13 +202,15 @@ class GraphRunner(PagedRunner):
     def _stage(self, works: Sequence[Work], size: int, steps: int = 1) -> Ints:
         """Send what a decode graph reads, for so many steps; returns the rows."""
         count = len(works)
-        rows: Ints = np.fromiter((work.row for work in works), np.int64, count)
-        at: Ints = np.fromiter((work.start for work in works), np.int64, count)
-        self.tables.update(rows, (int(at.max()) + steps - 1) // self.cache.block_size + 1)
+        starts = [work.start for work in works]
+        rows: Ints = np.array([work.row for work in works], np.int64)
+        self.tables.update(rows, (max(starts) + steps - 1) // self.cache.block_size + 1)
         with self._staging.fill(3 * size) as flat:
             inputs = flat.reshape(3, size)
-            inputs[:, count:] = _PADDING
-            inputs[:, :count] = rows, at, at + 1 - self.rows.prompt_lens[rows]
+            if count < size:
+                inputs[:, count:] = _PADDING
+            inputs[0, :count], inputs[1, :count] = rows, starts
+            inputs[2, :count] = inputs[1, :count] + 1 - self.rows.prompt_lens[rows]
         return rows
 
     def _decode(self, works: Sequence[Work], size: int, masked: bool) -> Forwarded:
