@@ -141,8 +141,8 @@ class TestOnAGPU:
     def test_a_token_through_a_model(self) -> None:
         """Layers one behind the other, each of which begins before the last ends, and again in a graph.
 
-        Inputs are not rounded to FP8: of two that differ by their last bit one may be rounded up and one down,
-        and after 28 layers of that random weights know nothing of where they came from.
+        Inputs are not rounded to FP8: of two that differ by a last bit one may be rounded up and one down,
+        and after 28 layers of random weights nothing is left of where they came from.
         """
         scheme = Quantize(WEIGHTS_ONLY, None)
         plain = load_model("random:qwen3-0.6b", device=DEVICE, dtype="bfloat16", linears=scheme)
