@@ -25,10 +25,10 @@ class Uninterrupted:
         """Hold SIGINT back, if this thread gets it."""
         self._depth += 1
         if self._depth == 1 and threading.current_thread() is threading.main_thread():
-            self._pressed = False
-            self._before = signal.signal(signal.SIGINT, self._hold)
-            if not callable(self._before):  # nothing is to be raised
-                signal.signal(signal.SIGINT, self._before)
+            self._before = signal.getsignal(signal.SIGINT)
+            if callable(self._before):
+                self._pressed = False
+                signal.signal(signal.SIGINT, self._hold)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
