@@ -258,19 +258,19 @@ BUGS = (
     Bug(
         "event-before-the-copy",
         STAGING,
-        "        self._target.copy_(self._sources[self._turn], non_blocking=True)\n"
+        "        self.device[:size].copy_(self._host[turn][:size], non_blocking=True)\n"
         "        if copied is not None:\n"
         "            copied.record()\n",
         "        if copied is not None:\n"
         "            copied.record()\n"
-        "        self._target.copy_(self._sources[self._turn], non_blocking=True)\n",
+        "        self.device[:size].copy_(self._host[turn][:size], non_blocking=True)\n",
         "Notes that a buffer is free before it is copied.",
     ),
     Bug(
         "one-buffer",
         STAGING,
-        "self._turn = (self._turn + 1) % BUFFERS",
-        "self._turn = 0",
+        "turn, self._turn = self._turn, (self._turn + 1) % BUFFERS",
+        "turn = self._turn",
         "Takes the same buffer every time, so that the host waits for the device.",
     ),
     Bug(
@@ -615,19 +615,5 @@ BUGS = (
         "few = few_pays(model.config.hidden_size, model.dtype.itemsize, model.device)",
         "few = True",
         "Sends float32 to a kernel for tensor cores, which have none for it.",
-    ),
-    Bug(
-        "some-block-is-right",
-        HOME + "tables.py",
-        "if (self._tables[row, :blocks] == self._sent[row, :blocks]).all():",
-        "if (self._tables[row, :blocks] == self._sent[row, :blocks]).any():",
-        "Sends a lone request's table only where none of its blocks is there.",
-    ),
-    Bug(
-        "slices-of-the-first-size",
-        STAGING,
-        "slices = self._slices.get(size)",
-        "slices = next(iter(self._slices.values()), None)",
-        "Sends as many numbers as the first step had.",
     ),
 )

@@ -121,16 +121,11 @@ class Engine:
         self, prompt: Sequence[int], params: SamplingParams, index: int, priority: int = 0, salt: str = ""
     ) -> list[Request]:
         """The `n` requests of one prompt, checked. Raises `UserError` if they can never be served."""
-        known_text = self.tokenizer is not None
-        vocabulary = self.config.vocab_size
-        numbers = check_prompt(
-            prompt, vocabulary, self.max_len, params, has_tokenizer=known_text, continuous=True
-        )
+        known_text, size = self.tokenizer is not None, self.config.vocab_size
+        ids = check_prompt(prompt, size, self.max_len, params, has_tokenizer=known_text, continuous=True)
         least = 0 if params.prompt_logprobs is None else 1  # or the prompt would not be computed
         limit = len(prompt) + max(least, output_limit(len(prompt), params, self.max_len))
-        requests = [
-            Request(0, list(prompt), len(prompt), limit, params, numbers=numbers) for _ in range(params.n)
-        ]
+        requests = [Request(0, list(prompt), len(ids), limit, params, numbers=ids) for _ in range(params.n)]
         self.scheduler.check(requests)
         self.masks.check(params)
         now = time.perf_counter()

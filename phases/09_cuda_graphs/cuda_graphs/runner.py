@@ -201,14 +201,12 @@ class GraphRunner(PagedRunner):
 
     def _stage(self, works: Sequence[Work], size: int, steps: int = 1) -> Ints:
         """Send what a decode graph reads, for so many steps; returns the rows."""
-        count = len(works)
-        starts = [work.start for work in works]
+        count, starts = len(works), [work.start for work in works]
         rows: Ints = np.array([work.row for work in works], np.int64)
         self.tables.update(rows, (max(starts) + steps - 1) // self.cache.block_size + 1)
         with self._staging.fill(3 * size) as flat:
             inputs = flat.reshape(3, size)
-            if count < size:
-                inputs[:, count:] = _PADDING
+            inputs[:, count:] = _PADDING
             inputs[0, :count], inputs[1, :count] = rows, starts
             inputs[2, :count] = inputs[1, :count] + 1 - self.rows.prompt_lens[rows]
         return rows

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Self
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 BUFFERS = 4
 """On the host. One would do, but then the host would wait for the device at every step."""
@@ -29,34 +28,17 @@ class Staging:
         cuda = device.type == "cuda"  # only from pinned memory the copy does not make the host wait
         self._host = [torch.zeros(size, dtype=torch.int64, pin_memory=cuda) for _ in range(BUFFERS)]
         self._copied = [torch.cuda.Event() if cuda else None for _ in range(BUFFERS)]  # type: ignore[no-untyped-call]
-        self._turn = -1
-        self._slices: dict[int, tuple[Tensor, list[Tensor], list[NDArray[np.int64]]]] = {}
+        self._views: list[NDArray[np.int64]] = [host.numpy() for host in self._host]
+        self._turn = 0
 
-    def fill(self, size: int) -> Self:
-        """A block for the next buffer's first `size` numbers, which are sent to the device when it ends."""
-        slices = self._slices.get(size)
-        if slices is None:  # once: to make them takes as long as to fill them
-            hosts = [host[:size] for host in self._host]
-            slices = self.device[:size], hosts, [host.numpy() for host in hosts]
-            self._slices[size] = slices
-        self._target, self._sources, self._views = slices
-        return self
-
-    def __enter__(self) -> NDArray[np.int64]:
-        """The numbers, as soon as the copy that last had this buffer is done."""
-        self._turn = (self._turn + 1) % BUFFERS
-        copied = self._copied[self._turn]
+    @contextmanager
+    def fill(self, size: int) -> Iterator[NDArray[np.int64]]:
+        """The next buffer's first `size` numbers, sent to the device when the block ends."""
+        turn, self._turn = self._turn, (self._turn + 1) % BUFFERS
+        copied = self._copied[turn]
         if copied is not None:
             copied.synchronize()
-        return self._views[self._turn]
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Send them, if nothing went wrong."""
-        if error is not None:
-            return
-        copied = self._copied[self._turn]
-        self._target.copy_(self._sources[self._turn], non_blocking=True)
+        yield self._views[turn][:size]
+        self.device[:size].copy_(self._host[turn][:size], non_blocking=True)
         if copied is not None:
             copied.record()
