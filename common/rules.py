@@ -71,18 +71,15 @@ def check_prompt(
 
 
 def _numbers_of(ids: list[int]) -> NDArray[np.int64]:
-    """Token ids as numbers. Raises `UserError` for what is none.
-
-    What is beyond 64 bits becomes the most that they hold, which no vocabulary has.
-    """
+    """Token ids as numbers. Raises `UserError` for what is none."""
     with suppress(TypeError, OverflowError):
         numbers = np.frombuffer(array("q", ids), np.int64)  # half the time of looking at each
         doubtful = np.flatnonzero(numbers <= 1).tolist()  # True and False pass for 1 and 0
         if not any(isinstance(ids[at], bool) for at in doubtful):
             return numbers
-    for token in ids:  # a mistake, or beyond 64 bits
+    for token in ids:
         integer("a token id of the prompt", token)
-    return np.clip(np.array(ids, object), -(1 << 63), (1 << 63) - 1).astype(np.int64)
+    return np.array(ids, object)  # one is beyond 64 bits, so no vocabulary has it
 
 
 def output_limit(prompt_len: int, params: SamplingParams, max_context: int) -> int:

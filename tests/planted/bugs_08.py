@@ -10,7 +10,6 @@ BASE = "phases/04_continuous/continuous/scheduler.py"
 CHUNKED = "phases/07_chunked_prefill/chunked_prefill/scheduler.py"
 REQUEST = "common/request.py"
 
-
 BUGS = (
     Bug(
         "nothing-left-to-compute",

@@ -89,15 +89,13 @@ class KernelLinear(FusedLinear):
 
     def _one(self, x: Tensor, norm: NormWeights | None, gate: str | None, residual: Tensor | None) -> Tensor:
         """One token, in one kernel."""
+        around: dict[str, Any] = {"norm": norm, "gate": gate, "residual": residual}
+        around["run_ahead"] = self.run_ahead
         if self.clusters and self.bias is None and x.dtype == torch.bfloat16 and self.out_dtype is None:
             rows = gemv.fits(self.stored, gate)
             if rows is not None:
-                ahead = self.run_ahead
-                return gemv.gemv(
-                    x, self.stored, rows, norm=norm, gate=gate, residual=residual, run_ahead=ahead
-                )
-        around = {"norm": norm, "bias": self.bias, "residual": residual, "gate": gate}
-        how: dict[str, Any] = {**around, "out_dtype": self.out_dtype, "run_ahead": self.run_ahead}
+                return gemv.gemv(x, self.stored, rows, **around)
+        how = {**around, "bias": self.bias, "out_dtype": self.out_dtype}
         if self.scheme.weights == "int4":
             return gemv4(x, self.stored, self.shape[1], **how)
         return gemv8(x, self.stored, **how)

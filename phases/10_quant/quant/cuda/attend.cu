@@ -217,22 +217,23 @@ attend(u16* out, const u16* x, const u16* norm_weight, const u8* weight, const f
   for (int i = 0; i < 2; i++)
     blocks[i] = *(const volatile int*)(block_table + min((start + i * STRIDE) / P, (int)table_size - 1));
   const i64 slot = *(const volatile i64*)slots, at_head = kv_head * head_stride;
+  const auto fetch = [&](int first, i64 block, int into) {
+    const i64 at = block * block_stride + first % P * slot_stride + at_head;
+    stage(s.cached[into][warp][0], k_cache + at, first, known, slot_stride, lane);
+    stage(s.cached[into][warp][1], v_cache + at, first, known, slot_stride, lane);
+  };
   uint4 weights[TILES][2][SPANS];
 #pragma unroll
   for (int i = 0; i < TILES * 2; i++)
 #pragma unroll
     for (int span = 0; span < SPANS; span++) {
       const int row = row_of(rank * ROWS + i * 8, kv_head) + g;
-      weights[i / 2][i % 2][span] = __ldg((const uint4*)(weight + (i64)row * K + warp * EACH + span * 64 + t * 16));
+      weights[i / 2][i % 2][span] = load_weights(weight + (i64)row * K, warp, span, lane);
     }
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const int first = start + i * STRIDE;
-    if (first < known) {
-      const i64 at = blocks[i] * block_stride + first % P * slot_stride + at_head;
-      stage(s.cached[i][warp][0], k_cache + at, first, known, slot_stride, lane);
-      stage(s.cached[i][warp][1], v_cache + at, first, known, slot_stride, lane);
-    }
+    if (first < known) fetch(first, blocks[i], i);
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
   Input input;
@@ -355,11 +356,7 @@ attend(u16* out, const u16* x, const u16* norm_weight, const u8* weight, const f
       first += STRIDE;
       if (first >= known) break;
       __syncwarp();
-      if (later < known) {
-        const i64 at = (i64)block_table[later / P] * block_stride + later % P * slot_stride + at_head;
-        stage(s.cached[now][warp][0], k_cache + at, later, known, slot_stride, lane);
-        stage(s.cached[now][warp][1], v_cache + at, later, known, slot_stride, lane);
-      }
+      if (later < known) fetch(later, block_table[later / P], now);
       asm volatile("cp.async.commit_group; cp.async.wait_group 1;" ::: "memory");
       __syncwarp();
       now ^= 1;

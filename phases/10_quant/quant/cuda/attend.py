@@ -8,20 +8,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from cuda_graphs.latency.lone import starts_early
 from forward.attention import LayerSpec
 from paged_cache.pool import LayerCache
-from quant.cuda.gemv import MOST_WEIGHTS, WARPS, channels_of_fp8
+from quant.cuda.gemv import MOST_WEIGHTS, WARPS, suits
 from quant.cuda.launch import CudaKernel
 from quant.weights import QuantizedWeight
 from triton_paged_attention.kernels.norms import NormWeights
 from triton_paged_attention.kernels.rope import HeadNorms
+from triton_paged_attention.tiles import LOG2_E
 
 PROGRAMS = 8
 """Of a cluster: more than eight not every GPU can run."""
 KEYS = 16
 """That a warp takes at a time, and that lie side by side in a block."""
-LOG2_E = 1.4426950408889634
-"""The GPU computes 2**x, not e**x."""
 
 
 def fits(layer: LayerSpec, weight: QuantizedWeight, cache: LayerCache) -> bool:
@@ -30,7 +30,7 @@ def fits(layer: LayerSpec, weight: QuantizedWeight, cache: LayerCache) -> bool:
     size, d = weight.shape[1], layer.head_dim
     rows, odd = divmod((group + 2) * d, PROGRAMS)
     return (
-        channels_of_fp8(weight)
+        suits(weight)
         and layer.soft_cap is None
         and layer.sliding_window is None
         and cache.k.dtype == torch.bfloat16
@@ -41,7 +41,6 @@ def fits(layer: LayerSpec, weight: QuantizedWeight, cache: LayerCache) -> bool:
         and group <= 8
         and rows % 16 == 0
         and d % 64 == 0
-        and size % (64 * WARPS) == 0
         and rows * size <= MOST_WEIGHTS
         and 2 * rows <= 32 * WARPS
     )
@@ -82,13 +81,13 @@ def attend_cluster(
     call = kernel(
         (weight.shape[1], d, heads // kv_heads, kv_heads, cache.k.shape[1]),
         (one_plus, norms is not None, head_one_plus),
-        weight.scheme.activations is not None, layer.index > 0, x.device,
+        weight.scheme.activations is not None, starts_early(layer), x.device,
     )  # fmt: skip
     out = torch.empty(1, heads * d, dtype=x.dtype, device=x.device)
     call(
         kv_heads * PROGRAMS, WARPS * 32,
         out, x, norm_weight, weight.data, weight.scale, *cos_sin, q_weight, k_weight, cache.k, cache.v,
-        block_tables, block_tables.shape[1], context_lens, slots, eps, head_eps, layer.scale * LOG2_E,
+        block_tables, block_tables.shape[1], context_lens, slots, eps, head_eps, layer.scale * LOG2_E.value,
         *cache.k.stride()[:3],
     )  # fmt: skip
     return out

@@ -32,7 +32,7 @@ gemv(u16* out, const u16* x, const u8* weight, const float* weight_scale, const 
       const int at = min(first + (GATED ? i * 8 : i * 16 + side * 8) + lane / 4, N - 1) + (GATED ? side * N : 0);
 #pragma unroll
       for (int span = 0; span < SPANS; span++)
-        weights[i][side][span] = __ldg((const uint4*)(weight + (i64)at * K + warp * EACH + span * 64 + lane % 4 * 16));
+        weights[i][side][span] = load_weights(weight + (i64)at * K, warp, span, lane);
     }
   Input input;
   input.load_gains(norm_weight, warp, lane);

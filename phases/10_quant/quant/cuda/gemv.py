@@ -18,11 +18,12 @@ MOST_WEIGHTS = 65_536
 """Weights of a program: they have to fit into its registers, and the next kernel's programs beside it."""
 
 
-def channels_of_fp8(weight: QuantizedWeight) -> bool:
-    """Whether a weight is in e4m3, its scales by channel, on a GPU that has what these kernels take."""
+def suits(weight: QuantizedWeight) -> bool:
+    """Whether `product.cuh` has a weight's format, e4m3 with scales by channel, on a GPU that can run it."""
     scheme = weight.scheme
     kind = scheme.weights == "fp8" and scheme.scales == "channel" and weight.order is None
-    return kind and weight.scale.dtype == torch.float32 and available(weight.data.device)
+    divides = weight.shape[1] % (64 * WARPS) == 0
+    return kind and divides and weight.scale.dtype == torch.float32 and available(weight.data.device)
 
 
 @cache
@@ -31,13 +32,12 @@ def rows_of(outputs: int, size: int, matrices: int, device: torch.device) -> int
     rows = -(-outputs // multiprocessors(device) // 8) * 8
     if matrices == 1 and rows > 8:
         rows = -(-rows // 16) * 16
-    most = rows * matrices * size <= MOST_WEIGHTS and rows <= 32 * WARPS
-    return rows if most and size % (64 * WARPS) == 0 else None
+    return rows if rows * matrices * size <= MOST_WEIGHTS and rows <= 32 * WARPS else None
 
 
 def fits(weight: QuantizedWeight, gate: str | None) -> int | None:
     """Outputs of a program, where the kernel can be a weight's."""
-    if not channels_of_fp8(weight) or gate not in (None, "silu"):
+    if not suits(weight) or gate not in (None, "silu"):
         return None
     (whole, size), matrices = weight.shape, 1 if gate is None else 2
     return rows_of(whole // matrices, size, matrices, weight.data.device)

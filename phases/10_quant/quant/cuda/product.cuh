@@ -124,6 +124,11 @@ struct Input {
   }
 };
 
+// 16 inputs of a row side by side, those of a warp and span that are a lane's.
+INLINE uint4 load_weights(const u8* row, int warp, int span, int lane) {
+  return __ldg((const uint4*)(row + warp * EACH + span * 64 + lane % 4 * 16));
+}
+
 // A warp's part of a product. Tiles have 16 rows, eight upper ones and perhaps eight lower ones; the vector is the first of
 // the eight columns that a tensor core has. Which input is which column of a tile does not matter, as long as weights and
 // vector agree: a lane has 16 inputs side by side. weights(tile, side, span): its 16 of row `lane / 4` of that side. The
