@@ -146,7 +146,8 @@ def step_tokens(parts: Parts) -> int:
 @dataclass(frozen=True)
 class SmallSteps(Feature):
     """Where there are graphs, they also take steps of a few tokens a request: what has to be verified, and
-    what a draft model has to catch up with. `chained`: and all that it writes ahead, in one.
+    what a draft model has to catch up with. `chained`: and all that it writes ahead, in one. Some GPUs have
+    kernels of their own for such steps.
     """
 
     name: ClassVar[str] = "small_steps"
@@ -156,13 +157,17 @@ class SmallSteps(Feature):
     chained: bool = False
 
     def install(self, parts: Parts) -> None:
-        """More graphs, and memory for them."""
+        """More graphs, memory for them, and kernels."""
         if "graphs" in parts.features:
             from cuda_graphs.memory import verify_bytes
 
             chained = self.drafts - 1 if self.chained else 0
             parts.runner = partial(parts.runner, most_drafts=self.drafts, most_chained=chained)
             parts.reserve.append(lambda whole: verify_bytes(whole.model, whole.size("max_rows"), self.drafts))
+        if "latency" in parts.features:
+            from speculative.cuda.columns import install
+
+            install(parts.own_model(), fewest=1 if self.chained else 2)
 
 
 def draft_engine(parts: Parts, model: str | Model, features: Iterable[Feature]) -> PagedEngine:

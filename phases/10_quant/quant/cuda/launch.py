@@ -47,7 +47,7 @@ class CudaKernel:
 
     Args:
         source: a file of CUDA C++ with a kernel of its name, and with `bytes_shared`, the shared memory
-            that it wants to be given. It may include the headers (`.cuh`) beside it.
+            that it wants to be given. It may include the headers (`.cuh`) beside it and here.
         constants: names that are numbers in it.
     """
 
@@ -72,7 +72,7 @@ class CudaKernel:
         major, minor = torch.cuda.get_device_capability(device)
         options = [f"--gpu-architecture=sm_{major}{minor}", "-std=c++17"]
         options += [f"-D{name}={int(value)}" for name, value in constants.items()]
-        headers = sorted(source.parent.glob("*.cuh"))
+        headers = sorted({*Path(__file__).parent.glob("*.cuh"), *source.parent.glob("*.cuh")})
         texts, names = [path.read_bytes() for path in headers], [path.name.encode() for path in headers]
         text, name = source.read_bytes(), source.name.encode()
         program = _checked(nvrtc.nvrtcCreateProgram(text, name, len(headers), texts, names))

@@ -2,28 +2,13 @@
 //
 // Defined by who compiles: K (inputs), WARPS (of a program), NORM (there is one before the product), ONE_PLUS (its weights
 // are distances from 1), ROUND (the input is rounded to FP8).
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned char u8;
-typedef long long i64;
-typedef unsigned long long u64;
-#define INLINE __device__ __forceinline__
+#include "basics.cuh"
 
 constexpr int THREADS = WARPS * 32;
 constexpr int EACH = K / WARPS;   // inputs of a warp
 constexpr int SPANS = EACH / 64;  // 64 of them lie in four lanes, 16 bytes of each row in one
 static_assert(EACH % 64 == 0, "inputs must be a multiple of 64 for each warp");
 
-// Numbers: bfloat16 comes in pairs, two in a word.
-INLINE float low(u32 w) { return __uint_as_float(w << 16); }
-INLINE float high(u32 w) { return __uint_as_float(w & 0xffff0000u); }
-INLINE float wide(u16 v) { return __uint_as_float((u32)v << 16); }
-INLINE u32 pack(float a, float b) {
-  u32 r;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(b), "f"(a));
-  return r;
-}
-INLINE float as_bf16(float a) { return low(pack(a, 0.f)); }
 INLINE u32 pack_half(float a, float b) {
   u32 r;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(b), "f"(a));
@@ -39,10 +24,6 @@ INLINE u32 halves(u16 two) {  // two numbers of e4m3 as float16, which holds the
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r) : "h"(two));
   return r;
 }
-
-// Dependent launch: a kernel may start while the one before it runs, and waits until that one is complete.
-INLINE void wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-INLINE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 INLINE u32 load_new(const u16* p) {  // two numbers that another kernel has just written
   u32 r;

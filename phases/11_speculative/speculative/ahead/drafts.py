@@ -17,6 +17,7 @@ from cuda_graphs.latency.linear import LatencyLinear
 from cuda_graphs.latency.tables import few_pays
 from forward.attention import Attention
 from speculative.ahead.kernels import side_by_side
+from speculative.cuda.columns import by_columns
 from speculative.head import Head, ReducedHead
 
 
@@ -103,7 +104,7 @@ def _quick(weight: Tensor, few: bool) -> LatencyLinear:
     """A projection with kernels for one token and, with `few`, for a few; the weight is shared."""
     linear = LatencyLinear(nn.Parameter(weight, requires_grad=False))
     linear.few = few
-    return linear
+    return by_columns(linear, fewest=1)
 
 
 def _stacked(*norms: nn.Module) -> Tensor:

@@ -1,0 +1,1 @@
+"""Kernels for verifying in CUDA C++: see `few.cu`."""

@@ -1,0 +1,187 @@
+"""Phase 11's kernel in CUDA C++, on a GPU that can run it, against those in Triton, alone and in a model."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("triton")
+
+from cuda_graphs.latency.attention import LatencyAttention
+from cuda_graphs.latency.few import few
+from cuda_graphs.latency.heads import project_few_heads
+from cuda_graphs.latency.linear import LatencyLinear, OutputLinear
+from cuda_graphs.latency.lone_few import FewParts
+from cuda_graphs.latency.surgery import install as latency
+from cuda_graphs.latency.tables import FewHeadsConfig, LoneFewConfig
+from forward.attention import LayerSpec
+from forward.loading import random_model
+from forward.shapes import SHAPES
+from paged_cache import BlockPool
+from quant.cuda.launch import available
+from speculative.ahead.graph import several
+from speculative.cuda import columns
+from tests.paged_batches import DEVICE, walled
+from triton_paged_attention.decode import Workspace
+from triton_paged_attention.kernels.norms import NormWeights
+from triton_paged_attention.surgery import optimize
+
+on_a_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not available(torch.device(DEVICE)), reason="an older GPU, or no compiler for it"),
+]
+CLOSE = 4e-3
+"""Of the output's norm: both round to bfloat16, and sum up in another order."""
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16)
+
+
+def near(got: Tensor, wanted: Tensor, what: str, close: float = CLOSE) -> None:
+    error = float((got.float() - wanted.float()).norm() / wanted.float().norm())
+    assert error < close, f"{what}: the output is {error:.1e} of its norm away"
+
+
+class TestOnAGPU:
+    pytestmark = on_a_gpu
+
+    @pytest.mark.parametrize("tokens", [1, 2, 5, 8])
+    @pytest.mark.parametrize(
+        ("rows", "size", "gate", "normed", "adds"),
+        [
+            (960, 576, None, True, False),
+            (576, 576, None, False, True),
+            (3072, 576, "silu", True, False),
+            (576, 1536, None, False, True),
+            (8192, 576, None, False, False),
+            (576, 1728, None, False, False),
+            (6144, 1024, "silu", True, False),
+            (1024, 3072, None, False, True),
+            (1001, 1152, None, True, True),
+            (2002, 768, "silu", False, True),
+        ],
+    )
+    def test_products(
+        self, rows: int, size: int, gate: str | None, normed: bool, adds: bool, tokens: int
+    ) -> None:
+        weight = random(rows, size) / size**0.5
+        shape = columns.shape_of(rows, size, gate is not None, weight.device)
+        assert shape is not None, "the kernel is for such a matrix"
+        outputs = rows if gate is None else rows // 2
+        norm = NormWeights(random(size), 1e-5, rows % 2 == 1) if normed else None
+        x, residual = 3 * random(tokens, size), random(tokens, outputs) if adds else None
+        around = {"norm": norm, "gate": gate, "residual": None if residual is None else walled(residual)}
+        got = columns.columns(walled(x), walled(weight), shape, **around)
+        wanted = few(x, weight, **around)
+        near(got, wanted, f"{tokens} tokens, {rows} x {size}, gate {gate}, norm {normed}")
+
+    @pytest.mark.parametrize("count", [0, 1, 3, 5])
+    @pytest.mark.parametrize("context", [5, 64, 65, 129, 400, 1500])
+    @pytest.mark.parametrize("window", [None, 100])
+    def test_splits_are_combined(self, context: int, count: int, window: int | None) -> None:
+        """As by the kernel in Triton; what no split has written, and padding, is poison."""
+        tokens, heads, d, config = 5, 9, 64, LoneFewConfig(splits=8, min_tiles=1 + context % 2)
+        layer = LayerSpec(1, heads, 3, d, 0.1, sliding_window=window)
+        cached = max(0, context - count)
+        begin = max(cached - window + 1, 0) // config.block_n if window else 0
+        tiles = max(1, -(-cached // config.block_n) - begin)
+        used = -(-tiles // max(-(-tiles // 8), config.min_tiles))
+        space = Workspace(3 * 8 * 24, d, torch.device(DEVICE))
+        space.partial.fill_(float("nan"))
+        space.lse.fill_(float("nan"))
+        partial = space.partial.view(torch.bfloat16).flatten()[: 8 * 8 * heads * d].view(8, 8, heads, d)
+        logs = space.lse.flatten()[: 8 * 8 * heads].view(8, 8, heads)
+        partial[:used, :count] = random(used, count, heads, d)
+        logs[:used, :count] = 4 * random(used, count, heads).float()
+        whole = torch.tensor([context], dtype=torch.int32, device=DEVICE)
+        starts = torch.tensor([0, count], dtype=torch.int32, device=DEVICE)
+        parts = FewParts(random(tokens, heads * d), layer, whole, starts, space, config)
+        weight, residual = random(576, heads * d) / 24, random(tokens, 576)
+        shape = columns.shape_of(576, heads * d, False, weight.device)
+        assert shape is not None
+        got = columns.project_few_heads(residual, weight, parts, shape)
+        wanted = project_few_heads(residual, weight, None, parts, shape=FewHeadsConfig(8))
+        near(got, wanted, f"{count} tokens of {context} keys in {used} splits")
+
+    @pytest.mark.parametrize("context", [3, 130, 700])
+    @pytest.mark.parametrize("tokens", [1, 2, 5, 8])
+    def test_tokens_through_a_model(self, context: int, tokens: int) -> None:
+        """Layers one behind the other, each of which begins before the last ends, and again in a graph."""
+        config = replace(
+            SHAPES["qwen3-0.6b"], num_layers=12, hidden_size=576, num_heads=9, num_kv_heads=3, head_dim=64,
+            intermediate_size=1536, vocab_size=512, sliding_windows=(None,) * 12,
+        )  # fmt: skip
+        device = torch.device(DEVICE)
+        plain = random_model(config, device=device, dtype=torch.bfloat16)
+        pool = BlockPool(config, 48, 16, device=device, dtype=torch.bfloat16)
+        filled, hidden = torch.randn_like(pool.data), []
+        for on in (False, True):
+            model = latency(optimize(copy.deepcopy(plain)))
+            if on:
+                columns.install(model, fewest=1)
+            attention = LatencyAttention(pool, config.num_heads)
+            batch = several(1, tokens, device)
+            batch = replace(batch, block_tables=torch.arange(48, dtype=torch.int32, device=device)[None])
+            batch.input_ids.copy_(torch.arange(tokens))
+            batch.context_lens.fill_(context + tokens)
+            batch.positions.copy_(torch.arange(context, context + tokens))
+            batch.slots.copy_(batch.positions)
+
+            @torch.inference_mode()
+            def step(
+                model: nn.Module = model, batch: object = batch, on: LatencyAttention = attention
+            ) -> Tensor:
+                on.begin(batch)
+                return model(batch.input_ids, batch.positions, on)
+
+            pool.data.copy_(filled)
+            hidden.append(step().clone())
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            again = step()
+        for _ in range(20):
+            graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(again, hidden[1]), "not the same in a graph"
+        near(hidden[1], hidden[0], f"12 layers, {tokens} tokens behind {context}", 10 * CLOSE)
+
+
+def test_which_layers_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody's without the hardware; with it, those of bfloat16 for whose few tokens there are kernels."""
+    made = [LatencyLinear(nn.Parameter(random(64, 576))), OutputLinear(nn.Parameter(random(64, 576)))]
+    for linear in made:
+        linear.few, linear.run_ahead = True, False
+    monkeypatch.setattr(columns, "available", lambda device: False)
+    assert all(columns.by_columns(linear) is linear for linear in made), "there is no such kernel here"
+    monkeypatch.setattr(columns, "available", lambda device: True)
+    changed = [columns.by_columns(linear, fewest=1) for linear in made]
+    assert [type(linear) for linear in changed] == [columns.ColumnLinear, columns.ColumnOutput]
+    for old, new in zip(made, changed, strict=True):
+        assert new.weight is old.weight, "the weight is copied"
+        assert (new.few, new.run_ahead, new.fewest) == (True, False, 1), "how it starts is lost"
+    made[0].few = False
+    assert columns.by_columns(made[0]) is made[0], "a few tokens of it have no kernel"
+    half = LatencyLinear(nn.Parameter(random(64, 576).half()))
+    half.few = True
+    assert columns.by_columns(half) is half, "it is not of bfloat16"
+
+
+def test_how_a_matrix_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columns, "multiprocessors", lambda device: 132)
+    found = {
+        given: columns.shape_of(*given, torch.device("cpu"))
+        for given in [
+            (960, 576, False), (3072, 576, True), (576, 1536, False), (8192, 576, False), (6144, 1024, True),
+            (49_152, 576, False), (1024, 3072, False), (576, 700, False), (4096, 4096, False), (63, 576, True),
+        ]
+    }  # fmt: skip
+    assert list(found.values()) == [
+        (64, 1), (64, 2), (128, 1), (64, 4), (128, 1 * 2), (64, 4), (256, 1), None, None, None,
+    ], found  # fmt: skip
+    columns.shape_of.cache_clear()
