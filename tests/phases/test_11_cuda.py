@@ -178,10 +178,11 @@ def test_how_a_matrix_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
         given: columns.shape_of(*given, torch.device("cpu"))
         for given in [
             (960, 576, False), (3072, 576, True), (576, 1536, False), (8192, 576, False), (6144, 1024, True),
-            (49_152, 576, False), (1024, 3072, False), (576, 700, False), (4096, 4096, False), (63, 576, True),
+            (49_152, 576, False), (1024, 3072, False), (576, 700, False), (4096, 4096, False),
+            (63, 576, True),
         ]
     }  # fmt: skip
     assert list(found.values()) == [
-        (64, 1), (64, 2), (128, 1), (64, 4), (128, 1 * 2), (64, 4), (256, 1), None, None, None,
+        (64, 1), (64, 2), (128, 1), (64, 4), (128, 2), (64, 4), (256, 1), None, None, None,
     ], found  # fmt: skip
     columns.shape_of.cache_clear()
