@@ -172,17 +172,24 @@ def test_which_layers_change(monkeypatch: pytest.MonkeyPatch) -> None:
     assert columns.by_columns(half) is half, "it is not of bfloat16"
 
 
-def test_how_a_matrix_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("rows", "size", "gated", "wanted"),
+    [
+        (960, 576, False, (64, 1)),
+        (3072, 576, True, (64, 2)),
+        (576, 1536, False, (128, 1)),
+        (8192, 576, False, (64, 4)),  # 128 programs of 132 that run side by side
+        (6144, 1024, True, (128, 2)),  # as many weights as a warp's registers hold
+        (49_152, 576, False, (64, 4)),
+        (1024, 3072, False, (256, 1)),
+        (576, 700, False, None),  # no part divides it
+        (4096, 4096, False, None),  # more warps than a program has
+        (63, 576, True, None),  # no two matrices
+    ],
+)
+def test_how_a_matrix_is_shared_out(
+    monkeypatch: pytest.MonkeyPatch, rows: int, size: int, gated: bool, wanted: tuple[int, int] | None
+) -> None:
     monkeypatch.setattr(columns, "multiprocessors", lambda device: 132)
-    found = {
-        given: columns.shape_of(*given, torch.device("cpu"))
-        for given in [
-            (960, 576, False), (3072, 576, True), (576, 1536, False), (8192, 576, False), (6144, 1024, True),
-            (49_152, 576, False), (1024, 3072, False), (576, 700, False), (4096, 4096, False),
-            (63, 576, True),
-        ]
-    }  # fmt: skip
-    assert list(found.values()) == [
-        (64, 1), (64, 2), (128, 1), (64, 4), (128, 2), (64, 4), (256, 1), None, None, None,
-    ], found  # fmt: skip
-    columns.shape_of.cache_clear()
+    found = columns.shape_of.__wrapped__(rows, size, gated, torch.device("cpu"))
+    assert found == wanted, f"{rows} x {size}, gated {gated}: inputs of a warp and tiles of a program"

@@ -23,6 +23,7 @@ AHEAD = "phases/11_speculative/speculative/ahead/kernels.py"
 PRICE = "phases/11_speculative/speculative/price.py"
 LOOKUP = "phases/11_speculative/speculative/ahead/lookup.py"
 GRAPH = "phases/11_speculative/speculative/ahead/graph.py"
+COLUMNS = "phases/11_speculative/speculative/cuda/columns.py"
 STEPS = "phases/11_speculative/speculative/ahead/steps.py"
 SYNTHETIC = "phases/11_speculative/speculative/synthetic.py"
 
@@ -514,5 +515,40 @@ BUGS = (
         "                self._on = self.control.decide(1)\n",
         "",
         "Turns a head on when the step with the prompt, which it should see, is on its way already.",
+    ),
+    Bug(
+        "columns-start-alone",
+        COLUMNS,
+        "    made.few, made.run_ahead, made.out_dtype = linear.few, linear.run_ahead, linear.out_dtype\n",
+        "    made.few, made.out_dtype = linear.few, linear.out_dtype\n",
+        "Lets attention of the first layer start before its keys are written.",
+    ),
+    Bug(
+        "columns-of-any-dtype",
+        COLUMNS,
+        "    if not (linear.few and linear.weight.dtype == torch.bfloat16 and available(linear.weight.device)):",
+        "    if not (linear.few and available(linear.weight.device)):",
+        "Reads float16 as if it were bfloat16.",
+    ),
+    Bug(
+        "columns-for-nobody",
+        COLUMNS,
+        "    made.fewest = fewest\n",
+        "",
+        "Leaves the drafts of a lone request to the kernels for a lone token.",
+    ),
+    Bug(
+        "columns-with-an-odd-gate",
+        COLUMNS,
+        "    if part is None or rows % tiles or",
+        "    if part is None or",
+        "Takes a gated matrix whose rows are not two by two.",
+    ),
+    Bug(
+        "columns-wait-in-line",
+        COLUMNS,
+        "        tiles *= 2\n",
+        "        break\n",
+        "Gives large matrices more programs than run side by side.",
     ),
 )
