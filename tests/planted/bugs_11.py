@@ -526,8 +526,8 @@ BUGS = (
     Bug(
         "columns-of-any-dtype",
         COLUMNS,
-        "    if not (linear.few and linear.weight.dtype == torch.bfloat16 and available(linear.weight.device)):",
-        "    if not (linear.few and available(linear.weight.device)):",
+        "linear.few and linear.weight.dtype == torch.bfloat16 and available",
+        "linear.few and available",
         "Reads float16 as if it were bfloat16.",
     ),
     Bug(
