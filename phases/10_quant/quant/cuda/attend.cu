@@ -39,12 +39,6 @@ struct Shared {
 extern "C" __device__ u32 bytes_shared = sizeof(Shared);
 
 INLINE u32 address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-INLINE void mma_bf16(float (&c)[4], u32 a0, u32 a2, u32 b0, u32 b1) {  // rows 8 to 15 are zeros
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(0), "r"(a2), "r"(0), "r"(b0), "r"(b1));
-}
 
 // A barrier that opens when `bytes` have come, from whomever in the cluster.
 INLINE void expect(u64* barrier, u32 bytes) {
@@ -330,8 +324,8 @@ attend(u16* out, const u16* x, const u16* norm_weight, const u8* weight, const f
       for (int c = 0; c < D / 32; c++)
 #pragma unroll
         for (int n = 0; n < 2; n++) {
-          mma_bf16(score[n][0], q[c].x, q[c].y, tile.k[n][c].x, tile.k[n][c].y);
-          mma_bf16(score[n][1], q[c].z, q[c].w, tile.k[n][c].z, tile.k[n][c].w);
+          mma_bf16(score[n][0], q[c].x, 0, q[c].y, 0, tile.k[n][c].x, tile.k[n][c].y);
+          mma_bf16(score[n][1], q[c].z, 0, q[c].w, 0, tile.k[n][c].z, tile.k[n][c].w);
         }
       float most = best, p[4], sum = 0.f;
 #pragma unroll
@@ -350,7 +344,7 @@ attend(u16* out, const u16* x, const u16* norm_weight, const u8* weight, const f
 #pragma unroll
       for (int j = 0; j < D / 8; j++) {
         o[j][0] *= shrink; o[j][1] *= shrink;
-        mma_bf16(o[j], pack(p[0], p[1]), pack(p[2], p[3]), tile.v[j][0], tile.v[j][1]);
+        mma_bf16(o[j], pack(p[0], p[1]), 0, pack(p[2], p[3]), 0, tile.v[j][0], tile.v[j][1]);
       }
       const int later = first + 2 * STRIDE;
       first += STRIDE;

@@ -1,4 +1,4 @@
-// What every kernel here needs: short names, bfloat16, dependent launch.
+// What every kernel needs: short names, bfloat16, dependent launch, tensor cores.
 #pragma once
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -21,3 +21,11 @@ INLINE float as_bf16(float a) { return low(pack(a, 0.f)); }
 // Dependent launch: a kernel may start while the one before it runs, and waits until that one is complete.
 INLINE void wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 INLINE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Tensor cores: 16 rows times eight columns. Of a lane, rows lane / 4 (a0, a2) and eight further down (a1, a3).
+INLINE void mma_bf16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}

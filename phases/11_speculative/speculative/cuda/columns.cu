@@ -31,12 +31,6 @@ INLINE float load_float(const float* p) {
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(r) : "l"(p) : "memory");
   return r;
 }
-INLINE void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
 
 // A lane's eight inputs of each span, all of them of token lane / 4.
 struct Inputs {
@@ -196,8 +190,8 @@ columns(u16* out, const u16* x, const u16* weight, const u16* norm_weight, const
 #pragma unroll
     for (int i = 0; i < TILES; i++) {
       const uint4 a = weights[i][0][span], b = weights[i][1][span], v = in.v[span];
-      mma(c[i][0], a.x, b.x, a.y, b.y, v.x, v.y);
-      mma(c[i][1], a.z, b.z, a.w, b.w, v.z, v.w);
+      mma_bf16(c[i][0], a.x, b.x, a.y, b.y, v.x, v.y);
+      mma_bf16(c[i][1], a.z, b.z, a.w, b.w, v.z, v.w);
     }
 #pragma unroll
   for (int i = 0; i < TILES; i++)

@@ -26,6 +26,9 @@ TILE = 16
 MOST_WEIGHTS = 6144
 """Of a warp: 96 registers in each lane."""
 
+MOST_SPLITS = 8
+"""Of attention: four lanes have a token, and each weighs two."""
+
 
 class Shape(NamedTuple):
     """How a matrix is shared out: inputs of a warp, and tiles of rows in a program."""
@@ -150,7 +153,7 @@ class ColumnOutput(OutputLinear, ColumnLinear):
     def combine_few(self, parts: FewParts, residual: Tensor) -> Tensor:
         """See `OutputLinear.combine_few`."""
         shape = self.shape(None)
-        if shape is None or parts.layer.head_dim % shape.part:
+        if shape is None or parts.layer.head_dim % shape.part or parts.config.splits > MOST_SPLITS:
             return super().combine_few(parts, residual)
         return project_few_heads(residual, self.weight, parts, shape)
 
