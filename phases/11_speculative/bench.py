@@ -342,7 +342,7 @@ def draw(evidence: Evidence, out: Path) -> None:
         _hidden: hidden if any(run.variant == WAITING for run in hidden) else [],
     }
     measured = {part: runs for part, runs in parts.items() if runs}
-    figure, axes = panels(len(measured), rows=2 if len(measured) == 4 else 1, height=3.4)
+    figure, axes = panels(len(measured), rows=2 if len(measured) == 4 else 1, height=4.6)  # many labels
     for (part, runs), place in zip(measured.items(), axes, strict=True):
         part(runs, place)
     save(figure, out, evidence)
@@ -403,7 +403,7 @@ def _tasks(runs: list[Run], axes: Axes) -> None:
                 (4, 0),
                 textcoords="offset points",
                 va="center",
-                fontsize=7.5,
+                fontsize=7,
             )
     axes.axvline(1.0, color=GREY, linewidth=1.0)
     axes.set_yticks(range(len(tasks)), [name.rsplit("-", 1)[0] for name in tasks])
