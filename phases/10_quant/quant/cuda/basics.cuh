@@ -22,6 +22,28 @@ INLINE float as_bf16(float a) { return low(pack(a, 0.f)); }
 INLINE void wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 INLINE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
+// What another kernel has just written: one, two, or eight numbers of bfloat16, or one of float32.
+INLINE u16 load_one(const u16* p) {
+  u16 r;
+  asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(r) : "l"(p) : "memory");
+  return r;
+}
+INLINE u32 load_two(const u16* p) {
+  u32 r;
+  asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(r) : "l"(p) : "memory");
+  return r;
+}
+INLINE uint4 load_eight(const u16* p) {
+  uint4 r;
+  asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p) : "memory");
+  return r;
+}
+INLINE float load_float(const float* p) {
+  float r;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(r) : "l"(p) : "memory");
+  return r;
+}
+
 // Tensor cores: 16 rows times eight columns. Of a lane, rows lane / 4 (a0, a2) and eight further down (a1, a3).
 INLINE void mma_bf16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "

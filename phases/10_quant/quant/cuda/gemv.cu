@@ -43,12 +43,7 @@ gemv(u16* out, const u16* x, const u8* weight, const float* weight_scale, const 
   if (!AHEAD) let_next_start();
 
   input.load(x, warp, lane);
-  float added = 0.f;
-  if (ADD && mine) {
-    u16 v;
-    asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(residual + row) : "memory");
-    added = wide(v);
-  }
+  const float added = ADD && mine ? wide(load_one(residual + row)) : 0.f;
   const float scale = input.prepare(s.vector, eps, warp, lane);
   float sums[TILES][2];
   multiply<TILES, LOWER>(sums, s.vector.x[warp], lane, [&](int i, int side, int span) { return weights[i][side][span]; });

@@ -25,11 +25,6 @@ INLINE u32 halves(u16 two) {  // two numbers of e4m3 as float16, which holds the
   return r;
 }
 
-INLINE u32 load_new(const u16* p) {  // two numbers that another kernel has just written
-  u32 r;
-  asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(r) : "l"(p) : "memory");
-  return r;
-}
 INLINE void mma_f16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
       "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -56,7 +51,7 @@ struct Input {
   INLINE void load(const u16* x, int warp, int lane) {
     u32 both[SPANS];
 #pragma unroll
-    for (int i = 0; i < SPANS; i++) both[i] = load_new(x + warp * EACH + i * 64 + lane * 2);
+    for (int i = 0; i < SPANS; i++) both[i] = load_two(x + warp * EACH + i * 64 + lane * 2);
 #pragma unroll
     for (int i = 0; i < SPANS; i++) { a[i] = low(both[i]); b[i] = high(both[i]); }
   }

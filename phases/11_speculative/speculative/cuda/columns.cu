@@ -21,24 +21,13 @@ static_assert(K % EACH == 0 && EACH % 32 == 0 && (!GATED || TILES % 2 == 0), "sh
 static_assert(D % EACH == 0 && SPLITS <= 8, "a warp's inputs are of one head");
 #endif
 
-INLINE uint4 load_new(const u16* p) {  // eight numbers that another kernel has just written
-  uint4 r;
-  asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p) : "memory");
-  return r;
-}
-INLINE float load_float(const float* p) {
-  float r;
-  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(r) : "l"(p) : "memory");
-  return r;
-}
-
 // A lane's eight inputs of each span, all of them of token lane / 4.
 struct Inputs {
   uint4 v[SPANS];
 
   INLINE void load(const u16* x) {
 #pragma unroll
-    for (int i = 0; i < SPANS; i++) v[i] = load_new(x + i * 32);
+    for (int i = 0; i < SPANS; i++) v[i] = load_eight(x + i * 32);
   }
 
   INLINE float squares() const {
@@ -86,7 +75,7 @@ INLINE void combine(Inputs& in, const u16* partial, const float* lse, int used, 
     for (int s = 0; s < CHUNK; s++)
 #pragma unroll
       for (int i = 0; i < SPANS; i++)
-        parts[s][i] = load_new(partial + ((i64)min(from + s, used - 1) * CAPACITY + token) * K + at + i * 32);
+        parts[s][i] = load_eight(partial + ((i64)min(from + s, used - 1) * CAPACITY + token) * K + at + i * 32);
     if (from == 0) {
       float top = fmaxf(logs[0], logs[1]);
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
@@ -160,10 +149,7 @@ columns(u16* out, const u16* x, const u16* weight, const u16* norm_weight, const
   for (int i = 0; i < OUTS; i++) {
     const int o = threadIdx.x + i * THREADS, row = first + o % ROWS, token = o / ROWS;
     where[i] = o < ROWS * COLUMNS && row < N && token < tokens ? token * N + row : -1;
-    u16 v = 0;
-    if (ADD && where[i] >= 0)
-      asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(residual + where[i]) : "memory");
-    added[i] = wide(v);
+    added[i] = ADD && where[i] >= 0 ? wide(load_one(residual + where[i])) : 0.f;
   }
   Inputs in;
 #if SPLITS
