@@ -350,8 +350,12 @@ class Bench:
     def engine_of(self, model: str, ranks: int, **more: Any) -> Any:
         """An engine in so many ranks."""
         kind = str(self.options.dtype).removeprefix("torch.")
-        given: dict[str, Any] = {"device": self.options.device.type, "dtype": kind, "prefix_cache": False}
-        given["drafter"] = "none"  # what random weights say repeats itself, by chance, for some ranks
+        given: dict[str, Any] = {
+            "device": self.options.device.type,
+            "dtype": kind,
+            "prefix_cache": False,
+            "drafter": "none",  # what random weights say repeats itself, by chance, for some ranks
+        }
         given |= (GPU if self.cuda else CPU) | more
         if ranks == 1:
             return serving.load(model, **given)
