@@ -21,14 +21,14 @@ from forward.model import Model
 from paged_cache import BlockPool, LayerCache
 from paged_cache.attention import PagedBatch
 from quant.cuda import attend, gemv
-from quant.cuda.launch import available
 from quant.formats import FP8, Scheme
 from quant.kernels.gemv import gemv8
 from quant.loading import Quantize
 from quant.rtn import quantize
 from quant.surgery import install
 from quant.weights import QuantizedWeight
-from tests.paged_batches import DEVICE, make
+from tests.cuda_kit import ON_A_GPU, random, replayed
+from tests.paged_batches import DEVICE, assert_near, make
 from triton_paged_attention.batch import fixed_batch
 from triton_paged_attention.decode import Workspace
 from triton_paged_attention.kernels.norms import NormWeights
@@ -36,16 +36,8 @@ from triton_paged_attention.kernels.rope import HeadNorms
 from triton_paged_attention.surgery import optimize
 
 WEIGHTS_ONLY = replace(FP8, name="fp8-weights", activations=None)
-clusters = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not available(torch.device(DEVICE)), reason="no clusters, or no compiler for them"),
-]
 CLOSE = 1e-2
 """Of the output's norm: both round to bfloat16, and sum up in another order."""
-
-
-def random(*shape: int) -> Tensor:
-    return torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16)
 
 
 def weight_of(rows: int, size: int, scheme: Scheme) -> QuantizedWeight:
@@ -53,13 +45,8 @@ def weight_of(rows: int, size: int, scheme: Scheme) -> QuantizedWeight:
     return replace(weight, scheme=scheme)
 
 
-def near(got: Tensor, wanted: Tensor, what: str, close: float = CLOSE) -> None:
-    error = float((got.float() - wanted.float()).norm() / wanted.float().norm())
-    assert error < close, f"{what}: the output is {error:.1e} of its norm away"
-
-
 class TestOnAGPU:
-    pytestmark = clusters
+    pytestmark = ON_A_GPU
 
     @pytest.mark.parametrize("scheme", [FP8, WEIGHTS_ONLY], ids=lambda s: s.name)
     @pytest.mark.parametrize(
@@ -84,7 +71,7 @@ class TestOnAGPU:
         assert each is not None, "the kernel is for such a weight"
         got = gemv.gemv(x, weight, each, norm=norm, gate=gate, residual=residual)
         wanted = gemv8(x, weight, norm=norm, gate=gate, residual=residual)
-        near(got, wanted, f"{rows} x {size}, gate {gate}, norm {normed}")
+        assert_near(got, wanted, CLOSE, f"{rows} x {size}, gate {gate}, norm {normed}")
 
     @pytest.mark.parametrize("scheme", [FP8, WEIGHTS_ONLY], ids=lambda s: s.name)
     @pytest.mark.parametrize(
@@ -115,7 +102,7 @@ class TestOnAGPU:
             qkv, cos_sin, norms, layer, caches[1], batch.tables, batch.context_lens, slots,
             workspace=Workspace(2000, d, torch.device(DEVICE)), config=LoneConfig(splits=16), meet=True,
         ).out  # fmt: skip
-        near(got, wanted, f"{context} keys, {heads} heads of {d}")
+        assert_near(got, wanted, CLOSE, f"{context} keys, {heads} heads of {d}")
         for name, mine, theirs in zip(("keys", "values"), caches[0][:2], caches[1][:2], strict=True):
             other = ~torch.isclose(mine, theirs, equal_nan=True, atol=2e-2, rtol=2e-2)
             wrong = other.flatten(0, 1).flatten(1).any(1).nonzero().flatten().tolist()
@@ -171,16 +158,9 @@ class TestOnAGPU:
             hidden.append(step().clone())
             caches.append(pool.data.clone())
             if on:
-                torch.cuda.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    again = step()
-                for _ in range(20):
-                    graph.replay()
-                torch.cuda.synchronize()
-                assert torch.equal(again, hidden[-1]), "not the same in a graph"
-        near(hidden[1], hidden[0], "28 layers", 5 * CLOSE)
-        near(caches[1], caches[0], "28 layers' keys and values")
+                assert torch.equal(replayed(step), hidden[-1]), "not the same in a graph"
+        assert_near(hidden[1], hidden[0], 5 * CLOSE, "28 layers")
+        assert_near(caches[1], caches[0], CLOSE, "28 layers' keys and values")
 
 
 def test_who_has_no_clusters_takes_the_kernels_in_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
+from cuda_graphs.latency import linear as linears
 from cuda_graphs.latency.attention import LatencyAttention
 from cuda_graphs.latency.few import few
 from cuda_graphs.latency.heads import project_few_heads
@@ -22,33 +23,20 @@ from forward.attention import LayerSpec
 from forward.loading import random_model
 from forward.shapes import SHAPES
 from paged_cache import BlockPool
-from quant.cuda.launch import available
 from speculative.ahead.graph import several
 from speculative.cuda import columns
-from tests.paged_batches import DEVICE, walled
+from tests.cuda_kit import ON_A_GPU, random, replayed
+from tests.paged_batches import DEVICE, assert_near, walled
 from triton_paged_attention.decode import Workspace
 from triton_paged_attention.kernels.norms import NormWeights
 from triton_paged_attention.surgery import optimize
 
-on_a_gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not available(torch.device(DEVICE)), reason="an older GPU, or no compiler for it"),
-]
 CLOSE = 4e-3
 """Of the output's norm: both round to bfloat16, and sum up in another order."""
 
 
-def random(*shape: int) -> Tensor:
-    return torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16)
-
-
-def near(got: Tensor, wanted: Tensor, what: str, close: float = CLOSE) -> None:
-    error = float((got.float() - wanted.float()).norm() / wanted.float().norm())
-    assert error < close, f"{what}: the output is {error:.1e} of its norm away"
-
-
 class TestOnAGPU:
-    pytestmark = on_a_gpu
+    pytestmark = ON_A_GPU
 
     @pytest.mark.parametrize("tokens", [1, 2, 5, 8])
     @pytest.mark.parametrize(
@@ -78,7 +66,7 @@ class TestOnAGPU:
         around = {"norm": norm, "gate": gate, "residual": None if residual is None else walled(residual)}
         got = columns.columns(walled(x), walled(weight), shape, **around)
         wanted = few(x, weight, **around)
-        near(got, wanted, f"{tokens} tokens, {rows} x {size}, gate {gate}, norm {normed}")
+        assert_near(got, wanted, CLOSE, f"{tokens} tokens, {rows} x {size}, gate {gate}, norm {normed}")
 
     @pytest.mark.parametrize("count", [0, 1, 3, 5])
     @pytest.mark.parametrize("context", [5, 64, 65, 129, 400, 1500])
@@ -106,7 +94,7 @@ class TestOnAGPU:
         assert shape is not None
         got = columns.project_few_heads(residual, weight, parts, shape)
         wanted = project_few_heads(residual, weight, None, parts, shape=FewHeadsConfig(8))
-        near(got, wanted, f"{count} tokens of {context} keys in {used} splits")
+        assert_near(got, wanted, CLOSE, f"{count} tokens of {context} keys in {used} splits")
 
     @pytest.mark.parametrize("context", [3, 130, 700])
     @pytest.mark.parametrize("tokens", [1, 2, 5, 8])
@@ -141,15 +129,8 @@ class TestOnAGPU:
 
             pool.data.copy_(filled)
             hidden.append(step().clone())
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            again = step()
-        for _ in range(20):
-            graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(again, hidden[1]), "not the same in a graph"
-        near(hidden[1], hidden[0], f"12 layers, {tokens} tokens behind {context}", 10 * CLOSE)
+        assert torch.equal(replayed(step), hidden[1]), "not the same in a graph"
+        assert_near(hidden[1], hidden[0], 10 * CLOSE, f"12 layers, {tokens} tokens behind {context}")
 
 
 def test_which_layers_change(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,6 +151,26 @@ def test_which_layers_change(monkeypatch: pytest.MonkeyPatch) -> None:
     half = LatencyLinear(nn.Parameter(random(64, 576).half()))
     half.few = True
     assert columns.by_columns(half) is half, "it is not of bfloat16"
+
+
+def test_who_is_a_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the number of tokens, and by the layer: one with a bias keeps phase 09's ways, for one token too."""
+    taken: list[str] = []
+    for module, name in ((columns, "columns"), (linears, "gemv"), (linears, "few")):
+        monkeypatch.setattr(module, name, lambda x, *_, name=name, **around: taken.append(name) or x)
+    monkeypatch.setattr(columns, "available", lambda device: True)
+    for fewest, bias, wanted in [
+        (1, None, ["columns", "columns", "columns"]),
+        (2, None, ["gemv", "columns", "columns"]),
+        (1, random(64), ["gemv", "few", "few"]),
+    ]:
+        old = LatencyLinear(nn.Parameter(random(64, 576)), None if bias is None else nn.Parameter(bias))
+        old.few = True
+        layer = columns.by_columns(old, fewest=fewest)
+        taken.clear()
+        for tokens in (1, 2, 8):
+            layer(random(tokens, 576))
+        assert taken == wanted, f"one, two and eight tokens, from {fewest} on, bias {bias is not None}"
 
 
 @pytest.mark.parametrize(

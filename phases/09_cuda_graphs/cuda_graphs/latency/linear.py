@@ -25,13 +25,11 @@ class LatencyLinear(FusedLinear):
     """A `FusedLinear` that is one kernel, norm, gate and residual included, where it has one token or a few.
 
     few: whether two to eight tokens have such a kernel.
-    fewest: tokens that it takes; if that is one, a lone token goes the same way.
     run_ahead: see `gemv`.
     out_dtype: of the result for one token; by default that of the input.
     """
 
     few = False
-    fewest = 2
     run_ahead = True
     out_dtype: torch.dtype | None = None
 
@@ -53,14 +51,18 @@ class LatencyLinear(FusedLinear):
         if self.bias is None or gate is None:  # the kernels have no gate for biased outputs
             around: dict[str, Any] = {"norm": norm, "bias": self.bias, "residual": residual, "gate": gate}
             around["run_ahead"] = self.run_ahead
-            if self.few and self.fewest <= tokens <= FEW_TOKENS:
-                return self.project_few(x, **around)
             if tokens == 1:
-                return gemv(x, self.weight, out_dtype=self.out_dtype, **around)
+                return self.project_one(x, **around)
+            if self.few and tokens <= FEW_TOKENS:
+                return self.project_few(x, **around)
         return super().forward(x, norm=norm, gate=gate, residual=residual)
 
+    def project_one(self, x: Tensor, **around: Any) -> Tensor:
+        """One token; see `gemv`."""
+        return gemv(x, self.weight, out_dtype=self.out_dtype, **around)
+
     def project_few(self, x: Tensor, **around: Any) -> Tensor:
-        """`fewest` to eight tokens; see `few`."""
+        """Two to eight tokens; see `few`."""
         return few(x, self.weight, **around)
 
     def write(self, x: Tensor, out: Tensor) -> None:

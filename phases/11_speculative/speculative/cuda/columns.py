@@ -25,7 +25,6 @@ TILE = 16
 """Rows of a tensor core's tile."""
 MOST_WEIGHTS = 6144
 """Of a warp: 96 registers in each lane."""
-
 MOST_SPLITS = 8
 """Of attention: four lanes have a token, and each weighs two."""
 
@@ -131,19 +130,29 @@ def _grid(weight: Tensor, shape: Shape) -> tuple[int, int]:
 
 
 class ColumnLinear(LatencyLinear):
-    """A `LatencyLinear` whose few tokens are columns of a tensor core, where its matrix has a shape."""
+    """A `LatencyLinear` whose few tokens are columns of a tensor core, where its matrix has a shape.
+
+    fewest: tokens that are; if that is one, a lone token is a column, too.
+    """
+
+    fewest = 2
 
     def shape(self, gate: str | None) -> Shape | None:
         """How its matrix is shared out, if it can be with such a gate."""
         fits = self.bias is None and gate in (None, "silu")
         return shape_of(*self.weight.shape, gate is not None, self.weight.device) if fits else None
 
+    def project_one(self, x: Tensor, **around: Any) -> Tensor:
+        """See `LatencyLinear.project_one`."""
+        shape = self.shape(around["gate"]) if self.fewest == 1 else None
+        return super().project_one(x, **around) if shape is None else self._columns(x, shape, **around)
+
     def project_few(self, x: Tensor, **around: Any) -> Tensor:
         """See `LatencyLinear.project_few`."""
         shape = self.shape(around["gate"])
-        if shape is None:
-            return super().project_few(x, **around)
-        around.pop("bias")
+        return super().project_few(x, **around) if shape is None else self._columns(x, shape, **around)
+
+    def _columns(self, x: Tensor, shape: Shape, *, bias: None, **around: Any) -> Tensor:
         return columns(x, self.weight, shape, **around)
 
 
