@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quant.cuda.launch import available
+from speculative.cuda.launch import available
 from tests.paged_batches import DEVICE
 
 ON_A_GPU = [

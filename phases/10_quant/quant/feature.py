@@ -47,7 +47,6 @@ class Quant(Feature):
     )
     group_size: int = option(128, "inputs that share a scale in int4, less where that does not divide them")
     head: str = option(AUTO, "the head's weights: auto, none (they stay as they are), or as quantization")
-    clusters: bool = option(True, "a lone token of FP8 by clusters of programs, on GPUs that have them")
     kv_cache: str = option(AUTO, "keys and values: auto (as the checkpoint says), fp8, int8, or none")
 
     def __post_init__(self) -> None:
@@ -84,7 +83,7 @@ class Quant(Feature):
         if "kernels" in parts.features:
             from quant.surgery import install, unpacked_bytes  # Triton comes with it
 
-            install(parts.own_model(), clusters=self.clusters)
+            install(parts.own_model())
             parts.reserve.append(lambda whole: unpacked_bytes(whole.model))
         elif parts.model.device.type == "cpu":
             settle(parts.own_model())

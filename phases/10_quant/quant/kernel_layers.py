@@ -9,12 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cuda_graphs.latency.attention import LatencyAttention
-from cuda_graphs.latency.linear import AttendsAlone, CombinesHeads
+from cuda_graphs.latency.linear import CombinesHeads
 from cuda_graphs.latency.lone import Parts
 from cuda_graphs.latency.tables import HeadsConfig, heads_config
-from forward.attention import Attention, LayerSpec
-from quant.cuda import attend, gemv
+from forward.attention import Attention
 from quant.formats import Activations
 from quant.kernels.gemv import gemv8
 from quant.kernels.gemv4 import from_words, gemv4, to_words, words_fit
@@ -24,7 +22,7 @@ from quant.kernels.products import eight_by_eight, eight_by_eight_whole, eight_p
 from quant.linear import QuantLinear
 from quant.weights import QuantizedWeight
 from triton_paged_attention.kernels.norms import NormWeights
-from triton_paged_attention.kernels.rope import HeadNorms, ProductScales
+from triton_paged_attention.kernels.rope import ProductScales
 from triton_paged_attention.layers import FusedAttention, FusedBlock, FusedMLP, FusedRMSNorm, Stream
 from triton_paged_attention.linear import FusedLinear
 
@@ -33,11 +31,9 @@ class KernelLinear(FusedLinear):
     """A `FusedLinear` whose weight has few bits. One token is a kernel; many are a product of the library.
 
     run_ahead, out_dtype: see `cuda_graphs.latency.linear.LatencyLinear`.
-    clusters: whether one token may take the kernels in `cuda`.
     """
 
     run_ahead = True
-    clusters = True
     out_dtype: torch.dtype | None = None
     data: Tensor
     scale: Tensor
@@ -91,10 +87,6 @@ class KernelLinear(FusedLinear):
         """One token, in one kernel."""
         around: dict[str, Any] = {"norm": norm, "gate": gate, "residual": residual}
         around["run_ahead"] = self.run_ahead
-        if self.clusters and self.bias is None and x.dtype == torch.bfloat16 and self.out_dtype is None:
-            rows = gemv.fits(self.stored, gate)
-            if rows is not None:
-                return gemv.gemv(x, self.stored, rows, **around)
         how = {**around, "bias": self.bias, "out_dtype": self.out_dtype}
         if self.scheme.weights == "int4":
             return gemv4(x, self.stored, self.shape[1], **how)
@@ -128,31 +120,6 @@ class KernelOutput(KernelLinear, CombinesHeads):
         config = self.heads_config
         assert config is not None
         return project_heads8(residual, self.stored, self.bias, parts, shape=config)
-
-
-class KernelQKV(KernelLinear, AttendsAlone):
-    """The projection before attention, which goes through attention at once where there are clusters."""
-
-    def attends(self, layer: LayerSpec, attention: LatencyAttention) -> bool:
-        """See `AttendsAlone.attends`."""
-        plain = self.clusters and self.bias is None
-        return plain and attend.fits(layer, self.stored, attention.pool.layers[layer.index])
-
-    def attend(
-        self,
-        x: Tensor,
-        norm: NormWeights,
-        cos_sin: tuple[Tensor, Tensor],
-        norms: HeadNorms | None,
-        layer: LayerSpec,
-        attention: LatencyAttention,
-    ) -> Tensor:
-        """See `AttendsAlone.attend`."""
-        cache, batch = attention.pool.layers[layer.index], attention.batch
-        return attend.attend_cluster(
-            x, norm, self.stored, cos_sin, norms, layer, cache, batch.block_tables, batch.context_lens,
-            batch.slots,
-        )  # fmt: skip
 
 
 class EightBitBlock(nn.Module):

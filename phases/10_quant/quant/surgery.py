@@ -11,24 +11,19 @@ from cuda_graphs.latency.lone import starts_early
 from forward.model import Model
 from quant.formats import Activations
 from quant.fused import QuantFusedLinear
-from quant.kernel_layers import EightBitBlock, KernelLinear, KernelOutput, KernelQKV, PendingNorm
+from quant.kernel_layers import EightBitBlock, KernelLinear, KernelOutput, PendingNorm
 from triton_paged_attention.layers import FusedAttention, FusedBlock, FusedMLP, FusedRMSNorm
 from triton_paged_attention.linear import FusedLinear
 from triton_paged_attention.surgery import replace
 
 
-def install(model: Model, *, clusters: bool = True) -> Model:
-    """Put kernels in the places of quantized layers, and return the model, which is the same object.
-
-    clusters: whether a lone token may take the kernels in `cuda`, where they fit.
-    """
+def install(model: Model) -> Model:
+    """Put kernels in the places of quantized layers, and return the model, which is the same object."""
     for block in model.modules():
         if isinstance(block, LatencyBlock):
             attend = block.self_attn
             if isinstance(attend.o_proj, QuantFusedLinear):
                 attend.o_proj = by_kernels(attend.o_proj, KernelOutput)
-            if isinstance(attend.qkv_proj, QuantFusedLinear):
-                attend.qkv_proj = by_kernels(attend.qkv_proj, KernelQKV)
     replace(model, QuantFusedLinear, by_kernels)
     kinds = {eight_bits(block) for block in model.modules() if isinstance(block, FusedBlock)}
     kind = kinds.pop() if len(kinds) == 1 else None
@@ -38,9 +33,6 @@ def install(model: Model, *, clusters: bool = True) -> Model:
     for block in model.modules():
         if isinstance(block, FusedAttention) and isinstance(block.qkv_proj, KernelLinear):
             block.qkv_proj.run_ahead = starts_early(block.spec)
-    for layer in model.modules():
-        if isinstance(layer, KernelLinear):
-            layer.clusters = clusters
     if isinstance(model.lm_head, KernelLinear):
         model.lm_head.out_dtype = torch.float32  # what is sampled
     return model

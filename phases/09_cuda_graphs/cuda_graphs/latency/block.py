@@ -6,7 +6,7 @@ from torch import Tensor
 
 from cuda_graphs.latency.attention import LatencyAttention
 from cuda_graphs.latency.few import FEW_TOKENS
-from cuda_graphs.latency.linear import AttendsAlone, CombinesHeads, LatencyLinear, OutputLinear
+from cuda_graphs.latency.linear import CombinesHeads, LatencyLinear, OutputLinear
 from cuda_graphs.latency.lone import starts_early
 from forward.attention import Attention
 from triton_paged_attention.layers import FusedAttention, FusedBlock, FusedMLP, Stream
@@ -50,9 +50,6 @@ class LatencyBlock(FusedBlock):
         """One token, `[1, hidden]` -> `[1, hidden]`: three kernels, two of which read a matrix each."""
         attend, norm = self.self_attn, self.input_layernorm.weights
         out = attend.o_proj
-        if isinstance(attend.qkv_proj, AttendsAlone) and attend.qkv_proj.attends(attend.spec, attention):
-            mixed = attend.qkv_proj.attend(x, norm, cos_sin, attend.norms, attend.spec, attention)
-            return out(mixed, residual=x)
         qkv = attend.qkv_proj(x, norm=norm)
         if isinstance(out, CombinesHeads) and out.heads_config is not None:
             return out.combine(attention.attend_lone(attend.spec, qkv, cos_sin, attend.norms, meet=False), x)

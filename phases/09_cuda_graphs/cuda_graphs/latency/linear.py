@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_graphs.latency.attention import LatencyAttention
 from cuda_graphs.latency.few import FEW_TOKENS, few
 from cuda_graphs.latency.gemv import gemv
 from cuda_graphs.latency.heads import project_few_heads, project_heads
@@ -17,7 +16,6 @@ from cuda_graphs.latency.lone_few import FewParts
 from cuda_graphs.latency.tables import HeadsConfig, few_heads_config, heads_config
 from forward.attention import LayerSpec
 from triton_paged_attention.kernels.norms import NormWeights
-from triton_paged_attention.kernels.rope import HeadNorms
 from triton_paged_attention.linear import FusedLinear
 
 
@@ -84,26 +82,6 @@ class CombinesHeads(ABC):
     @abstractmethod
     def combine(self, parts: Parts, residual: Tensor) -> Tensor:
         """`residual` plus the product with attention's output, which is in `parts`: `[1, hidden]`."""
-
-
-class AttendsAlone(ABC):
-    """A projection before attention that can take a lone token through attention, too, in the same kernel."""
-
-    @abstractmethod
-    def attends(self, layer: LayerSpec, attention: LatencyAttention) -> bool:
-        """Whether it can in this layer, with this cache."""
-
-    @abstractmethod
-    def attend(
-        self,
-        x: Tensor,
-        norm: NormWeights,
-        cos_sin: tuple[Tensor, Tensor],
-        norms: HeadNorms | None,
-        layer: LayerSpec,
-        attention: LatencyAttention,
-    ) -> Tensor:
-        """From the residual stream `x [1, hidden]` to attention's output `[1, H D]`; stores key and value."""
 
 
 class OutputLinear(LatencyLinear, CombinesHeads):
