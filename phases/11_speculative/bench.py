@@ -7,7 +7,6 @@ their variants are called so.
 
 from __future__ import annotations
 
-import copy
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +20,7 @@ from torch import Tensor
 
 import speculative
 from benchmarks.evidence import BenchOptions, Evidence, Run, collect
-from benchmarks.measure import Sample, Samples, alternate, summarize, time_call
+from benchmarks.measure import Sample, Samples, alternate, summarize
 from benchmarks.plotting import GREY, bars, colours, lines, number, panels, save
 from benchmarks.replay import time_replay
 from benchmarks.roofline import ceilings
@@ -32,7 +31,6 @@ from common.text.tokenizer import Tokenizer
 from continuous.runner import agreeing
 from continuous.seams import NO_DRAFTS, Drafter
 from forward.attention import RecomputeAttention
-from forward.cpu_linear import flip_linears, flipping_pays
 from forward.loading import load_model
 from forward.model import Model
 from forward.surgery import clone
@@ -40,8 +38,6 @@ from paged_cache import PagedEngine, Parts
 from speculative import Speculate, Speculator
 from speculative.control import Control
 from speculative.head import WEIGHTS
-from speculative.head import load as load_drafter
-from speculative.packed import pack_linears
 from speculative.rejection import agreement as agreement_of
 from speculative.rejection import classical, greedy, optimum
 from speculative.suffix import Suffixes
@@ -78,8 +74,6 @@ def run(options: BenchOptions) -> Evidence:
         runs += tasks(own)
         runs += agreement(own)
     swept = "random:qwen3-8b" if cuda and options.model is None else name
-    if not cuda:
-        runs += few_rows(options)
     room: dict[str, Any] = {"max_rows": max(sizes), "max_len": 512, "draft_length": LENGTH}
     runs += Bench(replace(options, model=swept), **room).sweep(sizes)
     return collect(PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json())
@@ -104,17 +98,16 @@ def tasks(options: BenchOptions) -> list[Run]:
         bench.engine,
         bench.drafter(drafter="suffix", draft_length=bench.length),
     )
-    for kind in ("head", "layers") if cuda else ("head",):
-        if not (WEIGHTS / f"{options.model}-{kind}.safetensors").is_file():
-            print(f"no weights for {kind}: train.py makes them")
-            continue
-        engine = Bench(options, model, **sizes, drafter=kind, draft_ahead=True).engine
-        contenders[f"{PHASE}, {kind}"] = (engine, engine.scheduler.drafter)
-        if cuda and kind == "head":  # where guessing does not pay, it is off: what it would reach
+    if (WEIGHTS / f"{options.model}-head.safetensors").is_file():
+        engine = Bench(options, model, **sizes, drafter="head", draft_ahead=True).engine
+        contenders[f"{PHASE}, head"] = (engine, engine.scheduler.drafter)
+        if cuda:  # where guessing does not pay, it is off: what it would reach
             for name, ahead in (("always", True), ("always, host in between", False)):
                 more = {"draft_adaptive": False, "draft_ahead": ahead}
-                engine = Bench(options, model, **sizes, drafter=kind, **more).engine
-                contenders[f"{PHASE}, {kind}, {name}"] = (engine, engine.scheduler.drafter)
+                engine = Bench(options, model, **sizes, drafter="head", **more).engine
+                contenders[f"{PHASE}, head, {name}"] = (engine, engine.scheduler.drafter)
+    else:
+        print("no weights for head: train.py makes them")
     if cuda:
         waiting = Bench(options, model, **sizes, drafter="none", overlap=False).engine
         contenders[WAITING] = (waiting, NO_DRAFTS)
@@ -250,9 +243,6 @@ def agreement(options: BenchOptions) -> list[Run]:
     found: dict[str, Tensor] = {}
     for noise in NOISES[:2] if options.quick else NOISES:
         found[f"noise {noise:g}"] = probabilities(noisy(model, noise), text)
-    path = WEIGHTS / f"{options.model}-layers.safetensors"
-    if path.is_file():
-        found["layers"] = probabilities(load_drafter(path, model), text)
     runs = []
     for name, draft in found.items():
         best, same = optimum(target, draft), agreement_of(target, draft)
@@ -291,40 +281,6 @@ def noisy(model: Model, noise: float) -> Model:
             change = noise * weight.std() * torch.randn(weight.shape, generator=generator)
             layer.weight = torch.nn.Parameter(weight + change, requires_grad=False)
     return other
-
-
-# Linear layers for a handful of rows.
-
-ROWS = (1, 2, 4, 8, 16)
-
-
-def each(layers: torch.nn.ModuleList, x: Tensor) -> None:
-    """All layers of one input, one after the other."""
-    for layer in layers:
-        layer(x)
-
-
-def few_rows(options: BenchOptions) -> list[Run]:
-    """Matrices of SmolLM2's MLP, more than a cache holds, times a few rows: phase 01's way and rearranged."""
-    plain = torch.nn.ModuleList(torch.nn.Linear(576, 1536, bias=False) for _ in range(24))
-    if flipping_pays():
-        flip_linears(plain)
-    packed = copy.deepcopy(plain)
-    if not pack_linears(packed):
-        return []
-    runs = []
-    for rows in ROWS[:2] if options.quick else ROWS:
-        x = torch.randn(rows, 576)
-        work = Workload("few-rows", (Item((1,) * rows, 1),))
-        for name, layers in ((BEFORE, plain), (PHASE, packed)):
-            with torch.inference_mode():
-                times = time_call(partial(each, layers, x), repeats=20)
-            samples = Samples(kept=[{"seconds": seconds / len(layers)} for seconds in times])
-            facts = {"rows": rows}
-            runs.append(
-                summarize(name, work, samples, model=options.model or "", dtype=torch.float32, options=facts)
-            )
-    return runs
 
 
 # The figure.

@@ -1,11 +1,11 @@
-"""Train the drafters of a model: it writes the text, a head and two layers learn to say what it says.
+"""Train a model's head: the model writes the text, and the head learns to say what it says.
 
     python phases/11_speculative/train.py --minutes 4 --out phases/11_speculative/weights
     python phases/11_speculative/train.py --toy --minutes 0.5 --out build/toy
 
-One GPU in a few minutes, everything included; `--toy` is a random model on the CPU. Writes both drafters,
+One GPU in a few minutes, everything included; `--toy` is a random model on the CPU. Writes the head,
 `training.json` (loss and acceptance over training) and a model card, and prints one line of JSON at the end.
-How fast the drafters are is the benchmark's business: `ladder bench 11`.
+`ladder bench 11` measures how fast it drafts.
 """
 
 import sys

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import random
@@ -44,7 +43,6 @@ from cuda_graphs.latency import surgery
 from cuda_graphs.latency.attention import LatencyAttention
 from cuda_graphs.runner import GraphRunner
 from forward.attention import LayerSpec, RecomputeAttention
-from forward.cpu_linear import FlippedLinear, flip_linears
 from forward.model import Model
 from forward.models.llama import Llama
 from forward.surgery import clone
@@ -57,12 +55,12 @@ from quant import SCHEMES, QuantLinear
 from quant.export import export
 from quant.kernel_layers import KernelLinear
 from quant.methods import quantize_model
-from speculative import feature, head, ngram, packed, rejection, suffix
+from speculative import feature, head, ngram, rejection, suffix
 from speculative.ahead import AheadEngine
 from speculative.control import CREDIT, GRACE, SAMPLES, Control, Cost, Rate
 from speculative.draft_model import DraftModel
 from speculative.feature import draft_engine
-from speculative.head import WEIGHTS, Head, HeadSource, Layers
+from speculative.head import WEIGHTS, Head, HeadSource, ReducedHead
 from speculative.ngram import NGramIndex, follow
 from speculative.price import Price
 from speculative.speculator import Speculator
@@ -1235,13 +1233,13 @@ def test_long_prompts_reach_the_draft_model_in_pieces(
     assert engine.scheduler.drafter.stats.acceptance > 0.65  # type: ignore[attr-defined]
 
 
-# A head, and two layers.
+# A head.
 
 
-def drafter_of(model: Model, kind: type[head.Drafting], layers: int) -> head.Drafting:
+def head_of(model: Model) -> Head:
     assert isinstance(model, Llama)
     torch.manual_seed(1)
-    made = kind(model, layers, 32, torch.arange(0, 257, 2, device=model.device)).to(model.device)
+    made = Head(model, 1, 32, torch.arange(0, 257, 2, device=model.device)).to(model.device)
     with torch.no_grad():  # as if trained: norms that do something, and attention that looks somewhere
         for name, weight in made.named_parameters():
             if weight.ndim == 1:
@@ -1254,8 +1252,8 @@ def drafter_of(model: Model, kind: type[head.Drafting], layers: int) -> head.Dra
 def with_head(model: Model, **options: Any) -> tuple[PagedEngine, HeadSource]:
     own = clone(model)  # the hooks stay in it
     engine = speculative.load(own, drafter="none", **{**SMALL, **options})
-    made = drafter_of(model, Head, 1)
-    assert isinstance(made, Head) and engine.runner.model is own
+    made = head_of(model)
+    assert engine.runner.model is own
     made.room(2048)
     taps = Taps(own, made.taps, SMALL["step_tokens"])
     source = HeadSource(draft_engine(Parts(model, PagedSizes(**SMALL)), made, ()), taps)  # type: ignore[arg-type]
@@ -1328,22 +1326,15 @@ def test_a_head_drafts_what_it_would_say_to_the_whole_text(model: Model) -> None
 
 
 @pytest.mark.slow
-def test_drafters_go_to_a_file_and_back(model: Model, truth: list[Completion], tmp_path: Any) -> None:
-    for kind, layers in ((Head, 1), (Layers, 2)):
-        made = drafter_of(model, kind, layers)
-        path = tmp_path / f"{kind.kind}.safetensors"
-        head.save(made, path, {"seconds": 1})
-        again = head.load(path, model)
-        assert type(again) is kind and again.config.num_layers == layers
-        for name, value in made.own().items():
-            assert torch.allclose(value, again.own()[name], atol=1e-2), name
-        engine = speculative.load(
-            model, drafter=kind.kind, draft_model=str(path), draft_adaptive=False, **SMALL
-        )
-        assert plain(engine.generate(*asks())) == plain(truth)
-        other = "layers" if kind is Head else "head"
-        with pytest.raises(UserError, match=f"drafter is '{other}', but {path.name} holds '{kind.kind}'"):
-            speculative.load(model, drafter=other, draft_model=str(path), **SMALL)
+def test_a_head_goes_to_a_file_and_back(model: Model, truth: list[Completion], tmp_path: Any) -> None:
+    made, path = head_of(model), tmp_path / "head.safetensors"
+    head.save(made, path, {"seconds": 1})
+    again = head.load(path, model)
+    assert again.config.num_layers == 1
+    for name, value in made.own().items():
+        assert torch.allclose(value, again.own()[name], atol=1e-2), name
+    engine = speculative.load(model, drafter="head", draft_model=str(path), draft_adaptive=False, **SMALL)
+    assert plain(engine.generate(*asks())) == plain(truth)
     with pytest.raises(UserError, match="Llama family"):
         head.load(path, forward.load_model("random:tiny-window", device="cpu", dtype="float32"))
 
@@ -1354,10 +1345,10 @@ def test_a_drafter_has_the_rows_of_a_quantized_head(
     model: Model, tmp_path: Any, scheme: str, kernels: bool
 ) -> None:
     assert not model.config.tie_word_embeddings
-    head.save(drafter_of(model, Layers, 1), tmp_path / "layers", {})
+    head.save(head_of(model), tmp_path / "head", {})
     options: dict[str, Any] = {"quantization": scheme, "head": scheme, "kernels": kernels, "latency": False}
     engine = speculative.load(
-        model, drafter="layers", draft_model=str(tmp_path / "layers"), group_size=16, **options, **SMALL
+        model, drafter="head", draft_model=str(tmp_path / "head"), group_size=16, **options, **SMALL
     )
     source = engine.scheduler.drafter.source  # type: ignore[attr-defined]
     small, whole = source.runner.model.lm_head, model.get_parameter("lm_head.weight")
@@ -1369,10 +1360,10 @@ def test_a_drafter_has_the_rows_of_a_quantized_head(
 
 def damaged(model: Model, change: str, path: Any) -> None:
     """A drafter's file that somebody has cut or written over."""
-    made = drafter_of(model, Layers, 2)
+    made = head_of(model)
     head.save(made, path, {})
     tensors = load_file(path)
-    shape: Any = {"kind": "layers", "layers": 2, "width": made.config.intermediate_size}
+    shape: Any = {"kind": "head", "layers": 1, "width": made.config.intermediate_size}
     shape |= {"hidden": model.config.hidden_size, "vocab": model.config.vocab_size}
     match change:
         case "no file of weights":
@@ -1412,56 +1403,15 @@ def test_damaged_drafters_are_refused(model: Model, tmp_path: Any, says: str) ->
 
 
 def test_the_reduced_head_never_names_other_tokens(model: Model) -> None:
-    made = drafter_of(model, Layers, 2)
+    made = head_of(model)
     logits = made.logits(torch.randn(3, model.config.hidden_size))
     assert torch.isinf(logits[:, 1::2]).all() and torch.isfinite(logits[:, ::2]).all()
-
-
-# Linear layers on a CPU.
-
-
-@pytest.mark.parametrize("flipped", [False, True], ids=["plain", "flipped"])
-@torch.inference_mode()
-def test_packed_linears_say_the_same_and_are_copied_with_their_model(flipped: bool) -> None:
-    if not packed.can_pack([torch.nn.Linear(2, 2)]):
-        pytest.skip("this PyTorch has no oneDNN")
-    torch.manual_seed(2)
-    plain_ones = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.Linear(48, 32, bias=False))
-    ours = copy.deepcopy(plain_ones)
-    if flipped:  # as phase 01 leaves them on an AMD processor
-        flip_linears(ours)
-    assert packed.pack_linears(ours) == 2, "not all layers are packed"
-    assert packed.pack_linears(ours) == 0, "packed twice"
-    assert all(isinstance(layer, FlippedLinear) == flipped for layer in ours), "the way of one row is lost"
-    for made in (ours, copy.deepcopy(ours)):
-        for shape in ((1, 64), (4, 64), (9, 64), (2, 3, 64), (33, 64)):
-            x = torch.randn(*shape)
-            difference = float((made(x) - plain_ones(x)).abs().max())
-            assert difference < 1e-5, f"{shape} is off by {difference}"
-
-
-def test_the_ledger_tells_of_the_second_copy(model: Model) -> None:
-    if not packed.can_pack([torch.nn.Linear(2, 2)]):
-        pytest.skip("this PyTorch has no oneDNN")
-    linears = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
-    engine = speculative.load(model, drafter="ngram", **SMALL)
-    copies = sum(layer.weight.nbytes for layer in linears)
-    assert engine.ledger.reserved == copies, (
-        f"the ledger has {engine.ledger.reserved} bytes for copies of weights that take {copies}"
-    )
-    assert speculative.load(model, drafter="none", **SMALL).ledger.reserved == 0
 
 
 @pytest.mark.parametrize("name", ["draft_adaptive", "draft_ahead"])
 def test_switches_are_true_or_false(name: str) -> None:
     with pytest.raises(UserError, match=f"{name} is 'no', but must be True or False"):
         speculative.Speculate(**{name: "no"})
-
-
-def test_large_models_are_not_kept_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "MOST_BYTES", 63)
-    layer = torch.nn.Linear(4, 4)
-    assert packed.pack_linears(torch.nn.Sequential(layer)) == 0 and type(layer) is torch.nn.Linear
 
 
 # Training.
@@ -1479,7 +1429,7 @@ def test_training_attends_as_the_model_does(window: int | None, cap: float | Non
 @torch.inference_mode()
 def test_training_unrolls_the_head_as_drafting_does(model: Model) -> None:
     """Each place of step j is what the head makes when its chain began j places before."""
-    made = drafter_of(model, Head, 1)
+    made = head_of(model)
     assert isinstance(made, Head)
     ids = torch.tensor([[(7 * n) % 250 + 1 for n in range(14)], [(5 * n) % 250 + 1 for n in range(14)]])
     hidden = unroll.hidden_states(model, ids, made.taps)
@@ -1497,7 +1447,7 @@ def test_training_unrolls_the_head_as_drafting_does(model: Model) -> None:
 
 
 def test_the_loss_falls_and_nothing_but_the_drafter_changes(model: Model) -> None:
-    made = drafter_of(model, Head, 1)
+    made = head_of(model)
     before = {name: value.clone() for name, value in model.named_parameters()}
     for value in made.own().values():
         value.requires_grad_(True)
@@ -1516,19 +1466,31 @@ def test_the_loss_falls_and_nothing_but_the_drafter_changes(model: Model) -> Non
     assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
 
 
+class AlwaysRight:
+    """A head whose hidden states are those that the model will have."""
+
+    taps = ()
+
+    def __init__(self, model: Model) -> None:
+        self.model, self.ids = model, torch.empty(0)
+        self.lm_head = ReducedHead(model.lm_head.weight, torch.arange(257), 257)
+
+    def mix(self, states: Tensor) -> Tensor:
+        return states
+
+    def step(self, tokens: Tensor, features: Tensor, positions: Tensor, attention: object) -> Tensor:
+        return unroll.hidden_states(self.model, self.ids)[:, 1:]
+
+
 def test_acceptance_counts_chains_of_right_drafts(model: Model) -> None:
-    """Two layers that are the model itself, with all tokens in their head, are always right."""
-    assert isinstance(model, Llama)
-    made = Layers(model, model.config.num_layers, model.config.intermediate_size, torch.arange(257))
-    with torch.no_grad():
-        for name, value in made.own().items():
-            value.copy_(model.get_parameter(name))
+    right = AlwaysRight(model)
     talks = []
     for one in continuous.load(model, max_rows=3, max_len=64).generate(
         [[1, 2, 3], [9] * 8], SamplingParams(max_tokens=20, ignore_eos=True)
     ):
         talks.append(Talk(one.prompt_ids + one.token_ids, len(one.prompt_ids), True))
-    assert unroll.accepted(model, made, talks) == [1.0] * 4
+    right.ids = unroll.padded(talks, model.device)[0]
+    assert unroll.accepted(model, right, talks) == [1.0] * 4  # type: ignore[arg-type]
 
 
 class Written:
@@ -1573,13 +1535,13 @@ def test_training_makes_drafters_in_its_time(tmp_path: Any, capsys: pytest.Captu
     assert took < 30, f"asked for 6 seconds, it took {took:.0f}"
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
     large = forward.load_model("random:tiny", device="cpu", dtype="float32")
-    for kind in ("head", "layers"):
-        path = tmp_path / f"tiny-{kind}.safetensors"
-        assert head.load(path, large).kind == kind and path.stat().st_size == report[kind]["bytes"]
-        assert line[kind]["tokens_per_step"] == pytest.approx(1 + sum(line[kind]["accepted"]), abs=1e-3)
-        assert len(report[kind]["history"]) >= 2 and report[kind]["tokens"] > 0
+    path = tmp_path / "tiny-head.safetensors"
+    head.load(path, large)
+    assert path.stat().st_size == report["head"]["bytes"]
+    assert line["head"]["tokens_per_step"] == pytest.approx(1 + sum(line["head"]["accepted"]), abs=1e-3)
+    assert len(report["head"]["history"]) >= 2 and report["head"]["tokens"] > 0
     card = (tmp_path / "README.md").read_text(encoding="utf-8")
-    assert "`head`" in card and "`layers`" in card and "--minutes 0.1" in card
+    assert "`head`" in card and "--minutes 0.1" in card
 
 
 def test_questions_begin_in_many_ways() -> None:
@@ -1625,9 +1587,9 @@ def test_answers_cut_off_by_the_time_are_kept(model: Model) -> None:
 @pytest.mark.slow
 def test_weights_that_are_shipped_load_by_default_and_guess_well() -> None:
     """On questions that nobody was trained on; the text is that of phase 09, token for token."""
-    missing = [kind for kind in ("head", "layers") if not (WEIGHTS / f"smollm2-{kind}.safetensors").is_file()]
-    if missing:
-        pytest.skip(f"phases/11_speculative/weights has no {' and no '.join(missing)}: train.py makes them")
+    path = WEIGHTS / "smollm2-head.safetensors"
+    if not path.is_file():
+        pytest.skip("phases/11_speculative/weights has no head: train.py makes it")
     folder = model_folder("smollm2")
     large = forward.load_model(str(folder), device="cpu", dtype="float32")
     tokenizer = Tokenizer(folder)
@@ -1638,13 +1600,11 @@ def test_weights_that_are_shipped_load_by_default_and_guess_well() -> None:
     rows, params = len(prompts), SamplingParams(max_tokens=64)
     options = {"max_rows": rows, "max_len": 256, "cache_bytes": 256 << 20}
     right = continuous.load(large, max_rows=rows, max_len=256).generate(prompts, params)
-    for kind, least in (("head", 1.9), ("layers", 1.45)):
-        path = WEIGHTS / f"smollm2-{kind}.safetensors"
-        assert path.stat().st_size <= 12e6, f"{path.name} has {path.stat().st_size:,} bytes"
-        engine = speculative.load(large, drafter=kind, draft_adaptive=False, **options)  # type: ignore[arg-type]
-        assert_all_same(large, right, engine.generate(prompts, params), [params] * rows)
-        stats = engine.scheduler.drafter.stats  # type: ignore[attr-defined]
-        assert stats.tokens_per_step >= least, f"{kind}: {stats.lines()}"
+    assert path.stat().st_size <= 12e6, f"{path.name} has {path.stat().st_size:,} bytes"
+    engine = speculative.load(large, drafter="head", draft_adaptive=False, **options)  # type: ignore[arg-type]
+    assert_all_same(large, right, engine.generate(prompts, params), [params] * rows)
+    stats = engine.scheduler.drafter.stats  # type: ignore[attr-defined]
+    assert stats.tokens_per_step >= 1.9, f"head: {stats.lines()}"
     assert (WEIGHTS / "README.md").is_file(), "the weights have no model card"
 
 
@@ -1791,7 +1751,7 @@ def test_verify_graphs_give_the_same_tokens(model: Model, script: str, overlap: 
 def test_a_head_with_graphs_changes_no_token(model: Model, tmp_path: Any) -> None:
     """Head and model both replay; the head reads the hidden states that graphs leave behind."""
     path = tmp_path / "head.safetensors"
-    head.save(drafter_of(model, Head, 1), path, {})
+    head.save(head_of(model), path, {})
     prompts = [[5, 6, 7], [9] * 12]
     params = [
         SamplingParams(max_tokens=7, ignore_eos=True),
@@ -1833,7 +1793,7 @@ def test_real_graphs_give_the_same_tokens(drafter: str) -> None:
 def test_a_head_with_real_graphs(tmp_path: Any) -> None:
     model = forward.load_model("random:tiny", device="cuda", dtype="float32")
     path = tmp_path / "head.safetensors"
-    head.save(drafter_of(model, Head, 1).to("cuda"), path, {})
+    head.save(head_of(model).to("cuda"), path, {})
     prompts, params = [[5, 6, 7], [9] * 40], SamplingParams(max_tokens=30, ignore_eos=True)
     right = cuda_graphs.load(model, max_rows=2, max_len=96).generate(prompts, params)
     options = {"drafter": "head", "draft_model": str(path), "draft_adaptive": False}
@@ -1857,9 +1817,8 @@ AHEAD = {
 def ahead_engine(model: Model, kind: str, folder: Any, rows: int = 2, **options: Any) -> PagedEngine:
     """An engine whose drafter guesses inside the graphs; they are called here, not replayed."""
     path = folder / f"{kind}.safetensors"
-    if kind in ("head", "layers"):
-        shape: tuple[type[head.Drafting], int] = (Head, 1) if kind == "head" else (Layers, 2)
-        head.save(drafter_of(model, *shape), path, {})
+    if kind == "head":
+        head.save(head_of(model), path, {})
     drafts = "random:tiny" if kind == "model" else str(path)  # the model itself is always right
     given = {"drafter": kind, "draft_adaptive": False, "draft_length": 2}
     given |= {} if kind == "ngram" else {"draft_model": drafts}
@@ -1915,7 +1874,6 @@ def of_few_words(model: Model) -> Model:
     ("kind", "length"),
     [
         ("head", 2),
-        pytest.param("layers", 2, marks=pytest.mark.long),
         ("model", 2),
         pytest.param("model", 8, marks=pytest.mark.long),
         ("ngram", 2),
@@ -2175,7 +2133,7 @@ def test_taps_keep_what_the_layers_put_out(model: Model) -> None:
 
 @torch.inference_mode()
 def test_a_head_reads_low_middle_and_last_layers(model: Model) -> None:
-    made = drafter_of(model, Head, 1)
+    made = head_of(model)
     assert isinstance(made, Head)
     states = torch.randn(2, 3 * model.config.hidden_size, generator=torch.Generator().manual_seed(1))
     right = made.mix(states)
@@ -2205,7 +2163,7 @@ def test_what_was_accepted_is_learned() -> None:
 def test_a_head_sees_the_prompt_of_its_first_request(model: Model, tmp_path: Any) -> None:
     """Plain steps are timed before anybody guesses; the head watches them, and the prompt before them."""
     path = tmp_path / "head.safetensors"
-    head.save(drafter_of(model, Head, 1), path, {})
+    head.save(head_of(model), path, {})
     engine = speculative.load(model, drafter="head", draft_model=str(path), **SMALL)
     engine.add([5, 6, 7, 8], SamplingParams(max_tokens=20, ignore_eos=True))
     source = engine.scheduler.drafter.source  # type: ignore[attr-defined]
@@ -2218,7 +2176,7 @@ def test_a_head_sees_the_prompt_of_its_first_request(model: Model, tmp_path: Any
 def test_a_head_that_comes_back_sees_the_prompt(model: Model, tmp_path: Any, overlap: bool) -> None:
     """Guessing is off for one request and on for the next: the step with its prompt has to be watched."""
     path = tmp_path / "head.safetensors"
-    head.save(drafter_of(model, Head, 1), path, {})
+    head.save(head_of(model), path, {})
     engine = speculative.load(model, drafter="head", draft_model=str(path), overlap=overlap, **SMALL)
     speculator: Any = engine.scheduler.drafter
     allowed, speculator._on = False, False

@@ -321,13 +321,6 @@ BUGS = (
         "Puts the drafts in a graph in the place of the newest token and behind it.",
     ),
     Bug(
-        "second-copy-for-free",
-        "phases/11_speculative/speculative/feature.py",
-        "            parts.reserve.append(lambda whole: packed_bytes(whole.model))\n",
-        "",
-        "Keeps all weights a second time and tells nobody.",
-    ),
-    Bug(
         "columns-are-no-tokens",
         AHEAD,
         "        draft = tl.load(names + draft)\n",

@@ -16,24 +16,23 @@ from paged_cache import Feature, PagedEngine, PagedSizes, Parts, build
 from quant import Quant
 from speculative.control import Control
 from speculative.draft_model import DraftModel
-from speculative.head import WEIGHTS, Head, HeadSource, load
+from speculative.head import WEIGHTS, HeadSource, load
 from speculative.ngram import NGrams
-from speculative.packed import pack_linears, packed_bytes
 from speculative.speculator import Source, Speculator
 from speculative.suffix import Suffixes
 from speculative.synthetic import Synthetic
 from speculative.taps import Taps
 
-Kind = Literal["ngram", "suffix", "model", "head", "layers", "synthetic", "none"]
+Kind = Literal["ngram", "suffix", "model", "head", "synthetic", "none"]
 MOST_DRAFTS = 32
 STEP_TOKENS = 2048
 """Tokens that the draft model computes at once."""
 MOST_CACHED = 1 << 17
 """Tokens in the draft model's cache, for all requests together."""
-USUAL = {"ngram": 7, "suffix": 7, "model": 4, "head": 4, "layers": 4, "synthetic": 3}
+USUAL = {"ngram": 7, "suffix": 7, "model": 4, "head": 4, "synthetic": 3}
 """Drafts of a request in a step, at most, unless the caller says otherwise. Seven and the newest are eight,
 up to which phase 09 has kernels for a few tokens."""
-READ = ("model", "head", "layers")
+READ = ("model", "head")
 """Drafters whose weights `draft_model` may name."""
 
 SHARED = ("kernels", "graphs", "latency")
@@ -48,10 +47,10 @@ class Speculate(Feature):
     phase: ClassVar[int] = 11
     without: ClassVar[Mapping[str, Any]] = {"drafter": "none"}
 
-    drafter: Kind = option("ngram", "who guesses: ngram, suffix, model, head, layers, synthetic or none")
+    drafter: Kind = option("ngram", "who guesses: ngram, suffix, model, head, synthetic or none")
     draft_length: int | None = option(None, "most tokens to guess for a request in a step")
     draft_adaptive: bool = option(True, "guess only as many as pay; without it always the most")
-    draft_model: str | None = option(None, "model or weights that guess, for model, head and layers")
+    draft_model: str | None = option(None, "model or weights that guess, for model and head")
     draft_accept: float = option(3.0, "drafts that synthetic counts as right in a step, on average")
     draft_ahead: bool = option(True, "where there are graphs, models and n-grams draft inside them")
     suffix_bytes: int = option(64 << 20, "memory on the host for what suffix shares over requests")
@@ -82,9 +81,6 @@ class Speculate(Feature):
         """A drafter; graphs that verify, where there are graphs."""
         if self.drafter == "none":
             return
-        if parts.model.device.type == "cpu":
-            pack_linears(parts.own_model())
-            parts.reserve.append(lambda whole: packed_bytes(whole.model))
         source = self.source(parts)
         speculator = Speculator(source, Control(self.length, adaptive=self.draft_adaptive))
         parts.bring(self, drafter=speculator)
@@ -125,16 +121,12 @@ class Speculate(Feature):
             assert self.draft_model is not None
             features = [*shared.values(), SmallSteps(self.length, chained=True)]
             return DraftModel(draft_engine(parts, self.draft_model, features))
-        path = Path(self.draft_model) if self.draft_model else WEIGHTS / f"smollm2-{self.drafter}.safetensors"
-        small = load(path, parts.model)
-        if small.kind != self.drafter:
-            raise UserError(f"drafter is {self.drafter!r}, but {path.name} holds {small.kind!r}")
+        path = Path(self.draft_model) if self.draft_model else WEIGHTS / "smollm2-head.safetensors"
+        head = load(path, parts.model)
+        head.room(max(STEP_TOKENS, parts.size("max_rows")))
+        taps = Taps(parts.own_model(), head.taps, step_tokens(parts))
         features = [*shared.values(), SmallSteps(self.length, chained=True)]
-        if isinstance(small, Head):
-            small.room(max(STEP_TOKENS, parts.size("max_rows")))
-            taps = Taps(parts.own_model(), small.taps, step_tokens(parts))
-            return HeadSource(draft_engine(parts, small, features), taps)
-        return DraftModel(draft_engine(parts, small, features))
+        return HeadSource(draft_engine(parts, head, features), taps)
 
 
 def step_tokens(parts: Parts) -> int:

@@ -1,11 +1,11 @@
-"""Drafters that are trained for one model: a head on its hidden states, and two layers of their own.
+"""A drafter that is trained for one model: a head on its hidden states.
 
-The head is made in the manner of EAGLE-3 (Li et al., arXiv 2503.01840): one layer that is given, beside each
-token, the hidden states that a low, a middle and the last layer of the model had before it, and in place of
-those that do not exist yet its own. What is left out of EAGLE-3: trees.
+It follows EAGLE-3 (Li et al., arXiv 2503.01840): one layer that is given, beside each token, the hidden
+states that a low, a middle and the last layer of the model had before it, and in place of those that do not
+exist yet its own. EAGLE-3's trees are left out.
 
-Both have the embedding of the model they draft for, and of its output head the rows of the most frequent
-tokens: the others are never drafted. `train.py` of this phase trains them.
+The head has the embedding of the model it drafts for, and of its output head the rows of the most frequent
+tokens: the others are never drafted. `train.py` of this phase trains it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,11 @@ from speculative.draft_model import DraftModel, Shadow
 from speculative.taps import Taps, tapped
 
 WEIGHTS = Path(__file__).resolve().parent.parent / "weights"
-"""Weights that come with the course: `<model>-head.safetensors` and `<model>-layers.safetensors`."""
+"""Weights that come with the course: `<model>-head.safetensors`."""
+
+
+KIND = "head"
+"""Of drafter, in the metadata of a file."""
 
 
 class ReducedHead(nn.Module):
@@ -74,14 +78,22 @@ class ReducedHead(nn.Module):
         return self
 
 
-class Drafting(Model):
-    """What both trained drafters are: some layers between the embedding and the reduced head of a model."""
+class Head(Model):
+    """One layer on hidden states of the large model, between its embedding and a reduced output head.
+
+    At place p it is given the token p + 1 and the hidden states from which that token was sampled, and tells
+    what token p + 2 will be. So its sequence is the request's without the first token.
+
+    taps: the layers of the large model behind which hidden states are taken, beside the last ones.
+    features: `[most, hidden]`, what the tokens of the next call are given, in their order.
+    """
 
     TIED: ClassVar[dict[str, str]] = {"lm_head.weight": "embed_tokens.weight"}
-    kind: ClassVar[str]
+    features: Tensor
+    lm_head: ReducedHead
 
     def __init__(self, large: Llama, layers: int, width: int, ids: Tensor) -> None:
-        config = drafter_config(large.config, layers, width)
+        config = head_config(large.config, layers, width)
         super().__init__(config)
         assert config.rope is not None
         self.embed_tokens = large.embed_tokens
@@ -91,45 +103,6 @@ class Drafting(Model):
         tied = large.embed_tokens.weight
         weight = tied if config.tie_word_embeddings else head_weight(large)
         self.lm_head = ReducedHead(weight, ids, config.vocab_size)
-
-    def own(self) -> dict[str, nn.Parameter]:
-        """The parameters that are trained and saved, by name."""
-        return {
-            name: value for name, value in self.named_parameters() if not name.startswith("embed_tokens.")
-        }
-
-    def through(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
-        """The layers and the last norm: `[..., hidden]` -> `[..., hidden]`."""
-        for layer in self.layers:
-            x = layer(x, cos_sin, attention)
-        return self.norm(x)
-
-
-class Layers(Drafting):
-    """A model of two layers."""
-
-    kind: ClassVar[str] = "layers"
-
-    def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """See `Model.forward`."""
-        return self.through(self.embed_tokens(input_ids), self.rope(positions), attention)
-
-
-class Head(Drafting):
-    """One layer on hidden states of the large model.
-
-    At place p it is given the token p + 1 and the hidden states from which that token was sampled, and tells
-    what token p + 2 will be. So its sequence is the request's without the first token.
-
-    taps: the layers of the large model behind which hidden states are taken, beside the last ones.
-    features: `[most, hidden]`, what the tokens of the next call are given, in their order.
-    """
-
-    kind: ClassVar[str] = "head"
-    features: Tensor
-
-    def __init__(self, large: Llama, layers: int, width: int, ids: Tensor) -> None:
-        super().__init__(large, layers, width, ids)
         hidden, eps = self.config.hidden_size, self.config.norm_eps
         self.taps = tapped(large.config.num_layers)
         self.state_norms = nn.ModuleList(RMSNorm(hidden, eps) for _ in self.taps)
@@ -165,6 +138,18 @@ class Head(Drafting):
         x = self.fuse(torch.cat((tokens, self.feature_norm(features)), dim=-1))
         return self.through(x, self.rope(positions), attention)
 
+    def through(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
+        """Apply the layer and the last norm: `[..., hidden]` -> `[..., hidden]`."""
+        for layer in self.layers:
+            x = layer(x, cos_sin, attention)
+        return self.norm(x)
+
+    def own(self) -> dict[str, nn.Parameter]:
+        """The parameters that are trained and saved, by name."""
+        return {
+            name: value for name, value in self.named_parameters() if not name.startswith("embed_tokens.")
+        }
+
 
 def head_weight(large: Model) -> Tensor:
     """The weight of a model's output head, `[V, hidden]`, in whatever form phase 10 has put it."""
@@ -174,22 +159,18 @@ def head_weight(large: Model) -> Tensor:
     return weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
 
 
-KINDS: dict[str, type[Drafting]] = {"head": Head, "layers": Layers}
-
-
-def drafter_config(large: ModelConfig, layers: int, width: int) -> ModelConfig:
+def head_config(large: ModelConfig, layers: int, width: int) -> ModelConfig:
     """The configuration of `layers` layers like a model's, with an MLP of `width`."""
     windows = (None,) * layers
     return replace(large, num_layers=layers, intermediate_size=width, sliding_windows=windows)
 
 
-def save(model: Drafting, path: Path, facts: dict[str, object]) -> None:
+def save(model: Head, path: Path, facts: dict[str, object]) -> None:
     """Write a drafter's own weights in half precision, with what is needed to load them, and `facts`."""
     own = {name: value.detach().to(torch.float16).cpu().contiguous() for name, value in model.own().items()}
-    assert isinstance(model.lm_head, ReducedHead)
     own["ids"] = model.lm_head.ids.to(torch.int32).cpu()
     shape = {
-        "kind": model.kind,
+        "kind": KIND,
         "layers": model.config.num_layers,
         "width": model.config.intermediate_size,
         "hidden": model.config.hidden_size,
@@ -199,8 +180,8 @@ def save(model: Drafting, path: Path, facts: dict[str, object]) -> None:
     save_file(own, path, metadata={"drafter": json.dumps({**shape, **facts})})
 
 
-def load(path: Path, large: Model) -> Drafting:
-    """The drafter of a file, for the model that it was trained for.
+def load(path: Path, large: Model) -> Head:
+    """Read the head of a file, for the model that it was trained for.
 
     Raises:
         UserError: there is no such file, it holds no drafter, or one for another model.
@@ -215,7 +196,7 @@ def load(path: Path, large: Model) -> Drafting:
             own = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no dictionary
     except (SafetensorError, OSError, ValueError) as error:
         raise UserError(f"draft_model is {str(path)!r}, which is no file of weights ({error})") from None
-    if not isinstance(shape, dict) or shape.get("kind") not in KINDS:
+    if not isinstance(shape, dict) or shape.get("kind") != KIND:
         raise UserError(f"draft_model is {str(path)!r}, but that holds no drafter")
     # No more than the file holds, or a wrong number would take all memory.
     widest = max((side for tensor in own.values() for side in tensor.shape), default=1)
@@ -242,7 +223,7 @@ def load(path: Path, large: Model) -> Drafting:
     ids = own.pop("ids", torch.empty(0)).long().to(large.device)
     if ids.ndim != 1 or not len(ids) or bool(((ids < 0) | (ids >= vocab)).any()):
         raise UserError(f"{path.name} is damaged: its ids name no tokens")
-    model = KINDS[shape["kind"]](large, layers, width, ids)
+    model = Head(large, layers, width, ids)
     wanted = {name: value.shape for name, value in model.own().items()}
     found = {name: value.shape for name, value in own.items()}
     for name in sorted(wanted.keys() | found.keys()):

@@ -1,1 +1,1 @@
-"""How the head and the two layers are trained: on what the model says, to say what it would say next."""
+"""Training of the head: on what the model says, to say what it would say next."""

@@ -26,13 +26,13 @@ from continuous.engine import Engine
 from forward.loading import load_model
 from forward.model import Model
 from forward.models.llama import Llama
-from speculative.head import Drafting, Head, Layers, save
+from speculative.head import KIND, Head, save
 from speculative.training.questions import PEOPLE, beginning, words_of
 from speculative.training.text import Talk, batches, frequent, template, write
 from speculative.training.unroll import accepted, loss, padded
 
-SHARES = {"text": 0.38, "head": 0.88}
-"""Of the whole time: loading, and writing the text. Of what is left then: the head. The rest: two layers."""
+WRITING = 0.38
+"""Of the whole time: loading, and writing the text."""
 SAVING = 6.0
 """Seconds at the end for the last evaluation and for what could take longer than expected."""
 RATE = 1.5e-3
@@ -43,7 +43,7 @@ HELD = 64
 
 @dataclass
 class Trained:
-    """What training one drafter gave.
+    """The result of training the head.
 
     tokens: that it was trained on, each as often as it came.
     people: shares of chains whose first, first two, ... drafts are right, in answers to people's questions.
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None, *, started: float | None = None) -> 
     started: what `time.monotonic` said when the time began.
     """
     started = time.monotonic() if started is None else started
-    parser = argparse.ArgumentParser(prog="train.py", description="Train the drafters of a model.")
+    parser = argparse.ArgumentParser(prog="train.py", description="Train a model's head.")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--minutes", type=float, default=4.0, help="for everything together")
@@ -84,41 +84,34 @@ def main(argv: Sequence[str] | None = None, *, started: float | None = None) -> 
     report: dict[str, Any] = {"model": given.model, "device": _name(device), "dtype": str(dtype)}
     report["minutes"] = given.minutes
     given.out.mkdir(parents=True, exist_ok=True)
-    talks, strangers = write_text(model, given, started + SHARES["text"] * 60 * given.minutes, report)
+    talks, strangers = write_text(model, given, started + WRITING * 60 * given.minutes, report)
     held, rest = split(talks)
     ids = torch.tensor(frequent(rest, given.vocab, model.config.vocab_size), device=device)
     report["vocab_share"] = share_of(held, set(ids.tolist()))
     skip = 2 if given.toy else len(template(Tokenizer(model_folder(given.model)))[0])
     hidden = model.config.hidden_size
     wide = 48 if given.toy else 8 * hidden // 3 // 64 * 64
-    narrow = 48 if given.toy else 2 * hidden
-    left = max(1.0, deadline - SAVING - time.monotonic())
-    for kind, layers, width, share in (
-        (Head, 1, wide, SHARES["head"]),
-        (Layers, 2, narrow, 1 - SHARES["head"]),
-    ):
-        drafter = warm(kind(model, layers, width, ids), model).to(device)
-        path = given.out / f"{given.model.replace('random:', '')}-{kind.kind}.safetensors"
-        keep = partial(save, drafter, path, {"model": given.model, "conversations": len(rest)})
-        seconds = min(left * share, max(1.0, deadline - SAVING / 2 - time.monotonic()))
-        done = train(model, drafter, rest, held, skip, seconds, given.unroll, keep)
-        done.people = measured(model, drafter, strangers)
-        done.bytes = path.stat().st_size
-        report[kind.kind] = asdict(done)
-        report["seconds"] = round(time.monotonic() - started, 1)
-        (given.out / "training.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        (given.out / "README.md").write_text(card(report), encoding="utf-8")
+    head = warm(Head(model, 1, wide, ids), model).to(device)
+    path = given.out / f"{given.model.replace('random:', '')}-head.safetensors"
+    keep = partial(save, head, path, {"model": given.model, "conversations": len(rest)})
+    seconds = max(1.0, deadline - SAVING - time.monotonic())
+    done = train(model, head, rest, held, skip, seconds, given.unroll, keep)
+    done.people = measured(model, head, strangers)
+    done.bytes = path.stat().st_size
+    report[KIND] = asdict(done)
+    report["seconds"] = round(time.monotonic() - started, 1)
+    (given.out / "training.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    (given.out / "README.md").write_text(card(report), encoding="utf-8")
     summary = {key: report[key] for key in ("model", "device", "seconds", "vocab_share", "text")}
-    for kind_name in ("head", "layers"):
-        shares = report[kind_name]["history"][-1][3]
-        summary[kind_name] = {
-            "accepted": shares,
-            "tokens_per_step": round(1 + sum(shares), 3),
-            "for_people": round(1 + sum(report[kind_name]["people"]), 3),
-            "batches": report[kind_name]["history"][-1][1],
-            "tokens_seen": report[kind_name]["tokens"],
-            "megabytes": round(report[kind_name]["bytes"] / 1e6, 2),
-        }
+    shares = done.history[-1][3]
+    summary[KIND] = {
+        "accepted": shares,
+        "tokens_per_step": round(1 + sum(shares), 3),
+        "for_people": round(1 + sum(done.people), 3),
+        "batches": done.history[-1][1],
+        "tokens_seen": done.tokens,
+        "megabytes": round(done.bytes / 1e6, 2),
+    }
     print(json.dumps(summary), flush=True)
     return report
 
@@ -218,29 +211,25 @@ def share_of(talks: list[Talk], known: set[int]) -> float:
 
 
 @torch.no_grad()
-def warm(drafter: Drafting, model: Llama) -> Drafting:
-    """Begin with layers of the model: its last one for a head, the first and the last for two layers."""
-    places = [-1] if len(drafter.layers) == 1 else [0, -1]
-    for mine, place in zip(drafter.layers, places, strict=True):
-        theirs = dict(model.layers[place].named_parameters())
-        for name, weight in mine.named_parameters():
-            other = theirs[name]
-            weight.copy_(other[tuple(slice(size) for size in weight.shape)].float())
+def warm(drafter: Head, model: Llama) -> Head:
+    """Begin with the model's last layer, which adds nothing yet: what the head is given stands for itself."""
+    theirs = dict(model.layers[-1].named_parameters())
+    for name, weight in drafter.layers[0].named_parameters():
+        other = theirs[name]
+        weight.copy_(other[tuple(slice(size) for size in weight.shape)].float())
     drafter.norm.weight.copy_(0.1 * model.norm.weight.float())  # it knows nothing yet, and is not sure of it
-    if isinstance(drafter, Head):
-        # Its layer begins by adding nothing: what it was given stands for itself.
-        for name in ("self_attn.o_proj", "mlp.down_proj"):
-            drafter.get_parameter(f"layers.0.{name}.weight").zero_()
-        eye = torch.eye(drafter.config.hidden_size)
-        drafter.fuse.weight.copy_(torch.cat((0.5 * eye, 0.5 * eye), dim=1))
-        states = [torch.zeros_like(eye)] * len(drafter.taps)  # the last hidden states alone, to begin with
-        drafter.mix_states.weight.copy_(torch.cat((*states, eye), dim=1))
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        drafter.get_parameter(f"layers.0.{name}.weight").zero_()
+    eye = torch.eye(drafter.config.hidden_size)
+    drafter.fuse.weight.copy_(torch.cat((0.5 * eye, 0.5 * eye), dim=1))
+    states = [torch.zeros_like(eye)] * len(drafter.taps)  # the last hidden states alone, to begin with
+    drafter.mix_states.weight.copy_(torch.cat((*states, eye), dim=1))
     return drafter
 
 
 def train(
     model: Model,
-    drafter: Drafting,
+    drafter: Head,
     talks: list[Talk],
     held: list[Talk],
     skip: int,
@@ -257,7 +246,7 @@ def train(
     for weight in own.values():
         weight.requires_grad_(True)
     optimizer = torch.optim.AdamW(own.values(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.01)
-    found = Trained(drafter.kind, sum(weight.numel() for weight in own.values()))
+    found = Trained(KIND, sum(weight.numel() for weight in own.values()))
     start, rng, count, smooth, told = time.monotonic(), random.Random(2), 0, torch.zeros(()), -1.0
     past = 0.0
     while past < 1 or count == 0:
@@ -296,34 +285,34 @@ def train(
 
 
 def note(
-    found: Trained, model: Model, drafter: Drafting, held: list[Talk], at: float, count: int, smooth: float
+    found: Trained, model: Model, drafter: Head, held: list[Talk], at: float, count: int, smooth: float
 ) -> None:
     """One line of the history."""
     shares = measured(model, drafter, held)
     found.history.append((round(at, 2), count, round(smooth, 4), shares))
     right = " ".join(f"{share:.3f}" for share in shares)
     print(
-        f"  {drafter.kind} {at:5.1f} s, {count} batches, loss {smooth:.3f}, accepted {right}, "
+        f"  {found.kind} {at:5.1f} s, {count} batches, loss {smooth:.3f}, accepted {right}, "
         f"{1 + sum(shares):.2f} tokens a step",
         flush=True,
     )
 
 
-def measured(model: Model, drafter: Drafting, talks: list[Talk]) -> list[float]:
+def measured(model: Model, drafter: Head, talks: list[Talk]) -> list[float]:
     """Shares of chains whose first, first two, ... drafts are right."""
     with torch.autocast("cuda", torch.bfloat16, enabled=model.device.type == "cuda"):
         return [round(share, 4) for share in accepted(model, drafter, talks)]
 
 
 def card(report: dict[str, Any]) -> str:
-    """The model card, of the drafters that there are so far."""
+    """Return the model card."""
     text = report["text"]
     lines = [
-        f"# Drafters for {report['model']}",
+        f"# A drafter for {report['model']}",
         "",
         f"Made by `python phases/11_speculative/train.py --model {report['model']} --minutes "
-        f"{report['minutes']:g} --out phases/11_speculative/weights` on {report['device']}. They guess what "
-        f"{report['model']} will say and are of no use alone: embedding and output head are those of the "
+        f"{report['minutes']:g} --out phases/11_speculative/weights` on {report['device']}. It guesses what "
+        f"{report['model']} will say and is of no use alone: embedding and output head are those of the "
         "model. License: Apache 2.0, as the model's.",
         "",
         f"Trained on {text['conversations']:,} conversations, {text['tokens']:,} tokens, "
@@ -334,16 +323,12 @@ def card(report: dict[str, Any]) -> str:
         "for people |",
         "| --- | ---: | ---: | ---: | --- | ---: | ---: |",
     ]
-    for kind in ("head", "layers"):
-        if kind in report:
-            done = report[kind]
-            shares = done["history"][-1][3]
-            right = ", ".join(f"{share:.0%}" for share in shares)
-            lines.append(
-                f"| `{kind}` | {done['parameters']:,} | {done['bytes'] / 1e6:.1f} | {done['tokens']:,} | "
-                f"{right} | {1 + sum(shares):.2f} | {1 + sum(done['people']):.2f} |"
-            )
+    done = report[KIND]
+    shares = done["history"][-1][3]
+    right = ", ".join(f"{share:.0%}" for share in shares)
     lines += [
+        f"| `{KIND}` | {done['parameters']:,} | {done['bytes'] / 1e6:.1f} | {done['tokens']:,} | "
+        f"{right} | {1 + sum(shares):.2f} | {1 + sum(done['people']):.2f} |",
         "",
         f"Held out: {HELD} conversations with greedy answers at most, each draft behind right ones. "
         f"For people: tokens a step in answers to {len(PEOPLE)} questions that none of these made "

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from forward.attention import LayerSpec, RecomputeAttention
 from forward.model import Model
-from speculative.head import Drafting, Head, Layers, ReducedHead
+from speculative.head import Head
 from speculative.taps import watching
 from speculative.training.text import Talk
 
@@ -96,16 +96,13 @@ def hidden_states(model: Model, ids: Tensor, taps: Sequence[int] = ()) -> Tensor
     return torch.cat((*seen, last), dim=-1)
 
 
-def outputs(drafter: Drafting, ids: Tensor, hidden: Tensor, steps: int) -> list[Tensor]:
-    """The drafter's hidden states in each step: entry `[:, p]` is about token p + 2 for a head, p + 1 for
-    layers, and belongs to a chain that began `step` places before. `[B, S', hidden]` each.
+def outputs(drafter: Head, ids: Tensor, hidden: Tensor, steps: int) -> list[Tensor]:
+    """Return the head's hidden states in each step, `[B, S', hidden]`.
 
-    hidden: what `hidden_states` makes with the drafter's taps.
+    Entry `[:, p]` is about token p + 2, and belongs to a chain that began `step` places before.
+
+    hidden: what `hidden_states` makes with the head's taps.
     """
-    if isinstance(drafter, Layers):
-        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        return [drafter(ids, positions, UnrolledAttention())] * steps
-    assert isinstance(drafter, Head)
     tokens, features = ids[:, 1:], drafter.mix(hidden[:, :-1])
     positions = torch.arange(tokens.shape[1], device=ids.device).expand_as(tokens)
     attention, made = UnrolledAttention(), list[Tensor]()
@@ -116,22 +113,19 @@ def outputs(drafter: Drafting, ids: Tensor, hidden: Tensor, steps: int) -> list[
     return made
 
 
-def loss(model: Model, drafter: Drafting, ids: Tensor, real: Tensor, skip: int, steps: int) -> Tensor:
+def loss(model: Model, drafter: Head, ids: Tensor, real: Tensor, skip: int, steps: int) -> Tensor:
     """Cross-entropy with the model's own probabilities over the reduced vocabulary, mean over all steps.
 
     skip: places at the beginning that do not count: the template, the same in all conversations.
     """
     reduced = drafter.lm_head
-    assert isinstance(reduced, ReducedHead)
-    ahead = 1 if isinstance(drafter, Head) else 0
-    hidden = hidden_states(model, ids, taps_of(drafter))
+    hidden = hidden_states(model, ids, drafter.taps)
     with torch.no_grad():
-        last = hidden[:, ahead:, -model.config.hidden_size :]
+        last = hidden[:, 1:, -model.config.hidden_size :]
         wanted = reduced.few(last).float().softmax(-1)  # [B, S', N]
     total = torch.zeros((), device=ids.device)
-    steps = steps if ahead else 1
     for step, out in enumerate(outputs(drafter, ids, hidden, steps)):
-        counts = real[:, ahead:].clone()
+        counts = real[:, 1:].clone()
         counts[:, : max(skip, step)] = False
         counts[:, -1] = False  # nobody knows what comes behind the end
         logits = reduced.few(out.to(reduced.weight.dtype)).float()
@@ -140,13 +134,12 @@ def loss(model: Model, drafter: Drafting, ids: Tensor, real: Tensor, skip: int, 
     return total
 
 
-def taps_of(drafter: Drafting) -> tuple[int, ...]:
-    """The layers whose hidden states a drafter is given."""
-    return drafter.taps if isinstance(drafter, Head) else ()
+AHEAD = 2
+"""Places from an output of the head to the token that it is about."""
 
 
 @torch.no_grad()
-def accepted(model: Model, drafter: Drafting, talks: Sequence[Talk], steps: int = 4) -> list[float]:
+def accepted(model: Model, drafter: Head, talks: Sequence[Talk], steps: int = 4) -> list[float]:
     """How often the first, the first two, ... greedy drafts are all what a greedy answer said.
 
     All conversations at once, padded at their ends.
@@ -155,25 +148,23 @@ def accepted(model: Model, drafter: Drafting, talks: Sequence[Talk], steps: int 
         return [0.0] * steps
     ids, real = padded(talks, model.device)
     answers = torch.tensor([talk.answer for talk in talks], device=ids.device)
-    ahead = 2 if isinstance(drafter, Head) else 1  # places from an output to the token that it is about
-    hidden = hidden_states(model, ids, taps_of(drafter))
-    width = ids.shape[1] - ahead
+    hidden = hidden_states(model, ids, drafter.taps)
+    width = ids.shape[1] - AHEAD
     begins = torch.arange(width, device=ids.device)  # the place of a chain's first output
-    last = begins + ahead + steps - 1  # where its last draft would stand
-    counts = (begins[None] >= answers[:, None] - ahead) & (last < ids.shape[1])[None]
+    last = begins + AHEAD + steps - 1  # where its last draft would stand
+    counts = (begins[None] >= answers[:, None] - AHEAD) & (last < ids.shape[1])[None]
     counts &= real[:, last.clamp(max=ids.shape[1] - 1)]
     chain = counts.clone()
     right: list[float] = []
     for step, out in enumerate(outputs(drafter, ids, hidden, steps)):
         said = most_likely(drafter, out[:, :width].to(model.dtype))  # [B, S']
-        match = F.pad(said == ids[:, ahead : ahead + width], (0, step))[:, step : step + width]
+        match = F.pad(said == ids[:, AHEAD : AHEAD + width], (0, step))[:, step : step + width]
         chain = chain & match
         right.append(float(chain.sum() / counts.sum().clamp(min=1)))
     return right
 
 
-def most_likely(drafter: Drafting, hidden: Tensor) -> Tensor:
+def most_likely(drafter: Head, hidden: Tensor) -> Tensor:
     """The token that the drafter finds most likely: `[..., hidden]` -> `[...]`."""
     reduced = drafter.lm_head
-    assert isinstance(reduced, ReducedHead)
     return reduced.ids[reduced.few(hidden.to(reduced.weight.dtype)).argmax(-1)]
