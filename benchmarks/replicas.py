@@ -32,6 +32,7 @@ import msgspec
 import torch
 
 import cuda_graphs
+from benchmarks import handover
 from benchmarks.evidence import ROOT, BenchOptions, Evidence, Run, collect
 from benchmarks.measure import Sample, Samples, alternate, percentiles, summarize
 from benchmarks.plotting import colours, number, panels, save
@@ -44,10 +45,9 @@ from common.sampling.params import SamplingParams
 from forward import load_model
 from forward.shapes import SHAPES
 from paged_cache import PagedEngine
-from parallel.replicas import handover
-from parallel.replicas.prefixes import chain_of
-from parallel.replicas.routing import InFlight, make_policy
 from prefix_cache import PrefixCache
+from replicas.prefixes import chain_of
+from replicas.routing import InFlight, make_policy
 from serving.loadtest.loops import Plan
 from serving.loadtest.loops import run as run_plan
 from serving.loadtest.user import Target
@@ -384,7 +384,7 @@ def listening(command: Sequence[str], says: str) -> Iterator[str]:
 def front(targets: Sequence[Target], route: str) -> Iterator[Target]:
     """Our front before servers."""
     urls = [f"http://{target.host}:{target.port}" for target in targets]
-    command = [sys.executable, "-m", "parallel.replicas.front", *urls, "--route", route, "--port", "0"]
+    command = [sys.executable, "-m", "benchmarks.router", *urls, "--route", route, "--port", "0"]
     with listening(command, r"Ready: (http://\S+)") as url:
         yield Target.of(url)
 
@@ -460,19 +460,25 @@ def handing_over(there: PagedEngine, here: PagedEngine, prompt: list[int]) -> Sa
 
 def draw(evidence: Evidence, out: Path) -> None:
     """Left: tokens that each policy computes. Right: what one user waits for on each way."""
+    draw_figure(evidence, out, PHASE)
+
+
+def draw_figure(evidence: Evidence, out: Path, phase: str) -> None:
+    """Draw both panels, with the colour of `phase` for what is its own."""
     figure, (left, right) = panels(2, height=3.0)
-    counted = [run for run in evidence.find(PHASE) if "computed_tokens" in run.metrics]
-    routes = colours((run.options["route"] for run in counted), PHASE)
-    for place, run in enumerate(counted):
+    counted = [run for run in evidence.runs if "computed_tokens" in run.metrics]
+    names = [str(run.options.get("route", "least-loaded")) for run in counted]
+    routes = colours(names, phase)
+    for place, (run, name) in enumerate(zip(counted, names, strict=True)):
         value = run.median("computed_tokens")
-        left.barh(place, value, color=routes[run.options["route"]], height=0.6)
+        left.barh(place, value, color=routes[name], height=0.6)
         text = f"{number(value)}  ({run.median('cache_hit_fraction'):.0%} found)"
         left.annotate(text, (value, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
-    left.set_yticks(range(len(counted)), [run.options["route"] for run in counted])
+    left.set_yticks(range(len(counted)), names)
     left.set_xlabel("tokens computed, four replicas together")
     left.set_title("16 beginnings, 4 replicas: what each policy computes")
     ways = [run for run in evidence.runs if run.options.get("users") == 1]
-    shown = colours((run.variant for run in ways), PHASE)
+    shown = colours((run.variant for run in ways), phase)
     for place, run in enumerate(ways):
         value = run.median("ttft_ms_p50")
         right.barh(place, value, color=shown[run.variant], height=0.6)

@@ -151,9 +151,19 @@ LADDER: tuple[Phase, ...] = (
         14,
         "parallel",
         "More than one GPU",
-        "a model split over GPUs, and servers copied over many",
+        "a model split over GPUs: each reads a part of the weights",
         headline_runs={"cuda": {"ranks": 2, "part": "offline"}},
-        hours=5,
+        hours=4,
+    ),
+    Phase(
+        15,
+        "replicas",
+        "Replicas",
+        "servers copied over GPUs and machines; a request goes where its prefix is cached",
+        headline="cache_hit_fraction",
+        headline_runs={"cpu": {"route": "prefix"}, "cuda": {"route": "prefix"}},
+        headline_before=("13_serving, copies",),
+        hours=2,
     ),
 )
 """Every phase there is a plan for up to now; `PHASES` holds those that exist."""

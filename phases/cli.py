@@ -236,8 +236,8 @@ def serve(
 ) -> int:
     """Serve a model to OpenAI's clients, with a page to look at."""
     from common.options import names
-    from parallel.replicas.options import ReplicaOptions
     from phases.commands import serve
+    from replicas.options import ReplicaOptions
     from serving.http.limits import Limits
 
     given = {name: value for name, value in options.items() if value is not None}

@@ -21,7 +21,8 @@ EXPLAINED = {
     11: "draft, accept, drafter, acceptance, Gumbel coupling",
     12: "token mask, grammar, DFA, trie",
     13: "API process, engine process, closed loop, open loop, goodput",
-    14: "rank, all-reduce, replica",
+    14: "rank, all-reduce",
+    15: "replica, router, imbalance",
 }
 
 

@@ -48,7 +48,7 @@ def _flags() -> dict[str, Any]:
 
 
 def _limits() -> dict[str, Any]:
-    from parallel.replicas.options import ReplicaOptions
+    from replicas.options import ReplicaOptions
     from serving.http.limits import Limits
 
     return _of(Limits, "Limits of the server") | _of(ReplicaOptions, "Replicas of the server")

@@ -18,11 +18,11 @@ from common.console import err, out
 from common.device import pick_device, pick_dtype
 from common.errors import UserError, integer
 from common.text.tokenizer import Tokenizer
-from parallel.replicas.options import ReplicaOptions
 from phases import Phase
 from phases.commands.fetch import fetch_with_progress
 from phases.config import options_from_yaml
 from phases.registry import ROWS, check_options, load_engine, missing_for, phase_named
+from replicas.options import ReplicaOptions
 from serving.alive import CannotStart, EngineProcess
 from serving.app import App
 from serving.http.limits import Limits
@@ -172,8 +172,8 @@ def _serve_replicas(
     host: str,
     port: int,
 ) -> int:
-    """Phase 14: the same server, many times."""
-    from parallel.replicas.cluster import Cluster, Share, serve_until_signal
+    """Serve copies of the same server under Ray (phase 15)."""
+    from replicas.cluster import Cluster, Share, serve_until_signal
 
     share = Share.of(device, int(options.get("tensor_parallel") or 1))
     cluster = Cluster(make, copies, share, limits, host=host, port=port)

@@ -1,4 +1,4 @@
-"""Phase 14's replicas as they run: Ray Serve, two servers, faults, drains and queues."""
+"""Phase 15's replicas as they run: Ray Serve, two servers, faults, drains and queues."""
 
 from __future__ import annotations
 

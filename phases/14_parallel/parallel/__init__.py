@@ -1,4 +1,4 @@
-"""Phase 14: more than one GPU. A model is split over ranks, or a server is copied."""
+"""Phase 14: more than one GPU. A model is split over ranks."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from common.errors import UserError
-from parallel.replicas.gate import LIMITS
-from parallel.replicas.options import ReplicaOptions
-from parallel.replicas.replica import Replica
+from replicas.gate import LIMITS
+from replicas.options import ReplicaOptions
+from replicas.replica import Replica
 from serving.alive import CannotStart
 from serving.app import App
 from serving.http.limits import Limits
@@ -44,7 +44,7 @@ INSTALL = "--replicas needs Ray Serve, which is not installed: pip install 'infe
 
 @dataclass(frozen=True)
 class Share:
-    """What of a machine a replica gets."""
+    """The share of a machine that a replica gets."""
 
     cpus: float
     gpus: float
@@ -166,7 +166,7 @@ class Cluster:
     def _environment(self) -> dict[str, str]:
         """Of Ray's processes, which this one starts. On other machines `ray start` needs the same."""
         return {
-            "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "parallel.replicas.gate.middlewares",
+            "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "replicas.gate.middlewares",
             LIMITS: json.dumps(asdict(self.limits)),
             "OMP_NUM_THREADS": str(self._threads()),
             "RAY_USAGE_STATS_ENABLED": "0",
@@ -241,7 +241,7 @@ class Cluster:
             max_ongoing_requests=self.limits.max_connections,  # the server in it has limits of its own
             ray_actor_options={"num_cpus": self.share.cpus, "num_gpus": self.share.gpus},
             request_router_config=RequestRouterConfig(
-                request_router_class="parallel.replicas.router.Router",
+                request_router_class="replicas.router.Router",
                 request_router_kwargs={"route": options.route, "imbalance": options.imbalance},
             ),
             health_check_period_s=1.0,

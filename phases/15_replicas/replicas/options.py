@@ -1,4 +1,4 @@
-"""What can be said about replicas on the command line."""
+"""Options of replicas on the command line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_REPLICAS = 1024
 
 @dataclass(frozen=True)
 class ReplicaOptions:
-    """How many replicas, and how requests find one. Raises `UserError` for a value out of its limits."""
+    """Number of replicas, and how requests find one. Raises `UserError` for a value out of its limits."""
 
     replicas: int = option(0, "copies of the server, run by Ray Serve; 0: one server, without Ray")
     max_replicas: int | None = option(None, "add replicas up to so many while requests queue")

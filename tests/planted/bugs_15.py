@@ -1,10 +1,10 @@
-"""Mistakes in phase 14's second half, replicas."""
+"""Mistakes in phase 15, replicas. The first two are planted on every run of the test suite."""
 
 from tests.planted.planting import Bug
 
-FOLDER = "phases/14_parallel/parallel/replicas/"
+FOLDER = "phases/15_replicas/replicas/"
 
-REPLICAS = (
+BUGS = (
     Bug(
         "no-bound",
         FOLDER + "routing.py",
@@ -140,28 +140,28 @@ REPLICAS = (
     ),
     Bug(
         "pins-stay",
-        FOLDER + "handover.py",
+        "benchmarks/handover.py",
         "    cache.index.detach(cursor)\n",
         "",
         "Pins blocks that nobody will ever unpin.",
     ),
     Bug(
         "blocks-shifted",
-        FOLDER + "handover.py",
+        "benchmarks/handover.py",
         "[known + place for place in places]",
         "[place for place in places]",
         "Copies the first blocks again into the places of the missing ones.",
     ),
     Bug(
         "more-than-fits",
-        FOLDER + "handover.py",
+        "benchmarks/handover.py",
         "min(len(handover.keys) - known, cache.free)",
         "len(handover.keys) - known",
         "Takes more blocks than there are.",
     ),
     Bug(
         "answered-counted",
-        FOLDER + "front.py",
+        "benchmarks/router.py",
         "        finally:\n            servers.in_flight.end(number)\n",
         "        finally:\n            pass\n",
         "Counts answered requests as load.",

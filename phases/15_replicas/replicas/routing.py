@@ -1,4 +1,4 @@
-"""Who gets a request. Plain Python: Ray, the front without Ray and the tests all ask the same objects.
+"""Policies that choose a replica. Plain Python, which Ray and the tests share.
 
 A replica is a name. Its load is the number of its requests that have not ended.
 """
@@ -56,7 +56,7 @@ class LeastLoaded(Policy):
 
 
 class Memory:
-    """What a replica's prefix cache is taken to hold: the blocks that were sent there last."""
+    """The blocks that a replica's prefix cache is taken to hold: those that were sent there last."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -66,7 +66,7 @@ class Memory:
         return len(self._blocks)
 
     def found(self, chain: Sequence[int]) -> int:
-        """How many blocks of the chain it holds, from the first without a gap."""
+        """Count the blocks of the chain that it holds, from the first without a gap."""
         count = 0
         for digest in chain:
             if digest not in self._blocks:
@@ -123,7 +123,7 @@ class PrefixAware(Policy):
         self._memory = {name: memory for name, memory in self._memory.items() if name in replicas}
 
     def memory(self, replica: str) -> Memory:
-        """What it is taken to hold."""
+        """Return the blocks that the replica is taken to hold."""
         return self._memory.setdefault(replica, Memory(self.capacity))
 
 

@@ -1,4 +1,4 @@
-"""What stands around Ray's proxy: a request's body is read here, and its errors get our form.
+"""Middleware around Ray's proxy: it reads a request's body, and gives errors the server's form.
 
 The proxy sends a replica the request's head, and the replica fetches the body afterwards. A router in
 between would have to choose without having seen the prompt. So the body is read before the proxy sees the
@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from parallel.replicas.prefixes import chain_of
+from replicas.prefixes import chain_of
 from serving.http.errors import ApiError
 from serving.http.exchange import Exchange, Gone, Receive, Scope, Send
 from serving.http.limits import Limits
@@ -68,7 +68,7 @@ class Gate:
     async def _answer(self, exchange: Exchange, said: dict[str, Any], leaving: Leaving, send: Send) -> None:
         """Ask replicas until one has answered. Raises `ApiError` where none has."""
         for _ in range(TRIES):
-            answer = Answer(send)
+            answer = RelayedAnswer(send)
             await answer.of(self.app, dict(exchange.scope) | {KEY: said}, leaving)
             exchange.status = answer.status
             if answer.complete or leaving.gone:
@@ -97,14 +97,14 @@ class Leaving:
         self._receive, self.gone = receive, False
 
     async def __call__(self) -> MutableMapping[str, Any]:
-        """What comes next."""
+        """Return the next message."""
         message = await self._receive()
         self.gone |= message["type"] == "http.disconnect"
         return message
 
 
-class Answer:
-    """What one replica says, on its way out.
+class RelayedAnswer:
+    """The answer of one replica, on its way out.
 
     status: of what has begun to go out, or 0.
     complete: whether all of it has.
@@ -153,7 +153,7 @@ class Answer:
 
 
 def middlewares() -> list[Any]:
-    """What Ray puts around its proxy; it calls this in the proxy's process."""
+    """Return the middleware of Ray's proxy; Ray calls this in the proxy's process."""
     from starlette.middleware import Middleware
 
     return [Middleware(Gate, limits=Limits(**json.loads(os.environ.get(LIMITS, "{}"))))]

@@ -1,1 +1,0 @@
-"""Replicas: one server copied over many GPUs and machines, and who gets which request."""

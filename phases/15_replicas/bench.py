@@ -1,0 +1,42 @@
+"""Phase 15: four replicas behind a router that knows prefixes, against four that are filled evenly.
+
+Engines of this process take turns, a step each, and tokens are counted: no clock is part of it. Then one
+user's first token on each way to a server. `ladder bench replicas` measures more: throughput by the number of
+GPUs, and blocks that are handed over.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.evidence import BenchOptions, Evidence, Run, collect
+from benchmarks.replicas import Bench, Simulated, draw_figure, prefixes
+from benchmarks.roofline import ceilings
+
+PHASE, BEFORE = "15_replicas", "13_serving, copies"
+ROUTES = {BEFORE: "least-loaded", PHASE: "prefix"}
+
+
+def run(options: BenchOptions) -> Evidence:
+    """Count what each policy computes, then time one user on each way."""
+    bench = Bench(options)
+    runs = counted(bench)
+    with bench.servers(1) as targets:
+        runs += bench.ways(targets[0])
+    return collect(PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json())
+
+
+def counted(bench: Bench) -> list[Run]:
+    """Serve 16 users' requests with 16 prefixes by four replicas, routed by load and by prefix."""
+    work = prefixes(6 if bench.options.quick else 12, prefix=256, rest=(16, 48), output=8, vocab=256)
+    runs = []
+    for variant, route in ROUTES.items():
+        sample = Simulated(work, route, replicas=4, users=16).sample()
+        facts = {"route": route} if variant == PHASE else {}
+        runs.append(bench.summary(variant, work, [sample], facts, "random:tiny"))
+    return runs
+
+
+def draw(evidence: Evidence, out: Path) -> None:
+    """Left: tokens that each policy computes. Right: what one user waits for on each way."""
+    draw_figure(evidence, out, PHASE)

@@ -1,0 +1,34 @@
+"""Phase 15: replicas. One server is copied over GPUs and machines, and a router chooses one a request."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from continuous import llm
+from forward.model import Model
+from paged_cache import PagedEngine
+from parallel import PRESET as BELOW
+
+__all__ = ["LLM", "PRESET", "load"]
+
+PRESET = BELOW.plus()
+"""The phase below's: a copy of a server changes nothing about its engine."""
+
+
+def load(model: str | Path | Model, **options: Any) -> PagedEngine:
+    """Load the engine of one replica, for a model's name or a loaded model.
+
+    Args:
+        model: see `forward.load_model`.
+        options: those of the phase below.
+
+    Raises:
+        UserError: an option is unknown or out of its limits, or features do not go together.
+    """
+    return PRESET.load(model, **options)
+
+
+LLM = partial(llm.LLM, load=load)
+"""Text in, text out; see `continuous.llm.LLM`. Options are those of this phase's `load`."""
