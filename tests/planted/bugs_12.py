@@ -655,8 +655,8 @@ BUGS = (
     Bug(
         "an-old-mask-is-copied",
         f"{HERE}/backends/llguidance.py",
-        "        self.mask = None\n        count",
-        "        count",
+        "        self.mask = None\n        with self.effort",
+        "        with self.effort",
         "Moves an output on, and copies the mask that was made before.",
     ),
     Bug(

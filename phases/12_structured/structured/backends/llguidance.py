@@ -24,7 +24,7 @@ import numpy as np
 
 from common.errors import UserError
 from common.sampling.grammar import Grammar
-from structured.matcher import FIRST, Backend, Compiled, Job, Matcher, Trial, Words
+from structured.matcher import FIRST, SLOW, Backend, Compiled, Effort, Job, Matcher, Trial, Words
 from structured.places import Output, Place, Schema, Tokens
 from structured.pool import step_back
 from structured.vocabulary import Vocabulary
@@ -32,7 +32,7 @@ from structured.vocabulary import Vocabulary
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
-    "step_max_items": 50_000,
+    "step_max_items": 5_000,  # what the widest schemas tried need; `Effort` bounds what items may cost
     "max_items_in_row": 2_000,
     "max_lexer_states": 50_000,  # of one or two kilobytes each
     "max_grammar_size": 250_000,
@@ -92,20 +92,26 @@ class GuidanceMatcher(Matcher):
     """One output in llguidance's parser. Its group is the number of the lexer that it shares with others.
 
     output: where it stands in its schema, if that has places.
-    mask: the next one, if it was made before somebody asked.
+    mask: the next one, if it was made before it was asked for.
+    eos: the tokens that end an output.
+    effort: the processor time of masks and tokens.
     """
 
-    def __init__(self, inner: ll.LLMatcher, lexer: int, schema: Schema | None, trial: Trial) -> None:
-        self.inner, self.group, self.trial = inner, lexer, trial
+    def __init__(
+        self, inner: ll.LLMatcher, lexer: int, schema: Schema | None, trial: Trial, eos: Sequence[int]
+    ) -> None:
+        self.inner, self.group, self.trial, self.eos = inner, lexer, trial, eos
         self.output = None if schema is None else Output(schema)
         self.mask: Words | None = None
+        self.effort = Effort()
 
     def fill(self, words: Words) -> None:
         """See `Matcher`; so are the others."""
         if self.mask is not None:
             words[:] = self.mask
         else:
-            self.inner.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            with self.effort.timed():
+                self.inner.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
 
     def prepare(self) -> None:
         """Time it, too: what this thread computes, not what it waits for."""
@@ -117,7 +123,8 @@ class GuidanceMatcher(Matcher):
     def advance(self, tokens: Sequence[int]) -> int:
         """Tokens that are not allowed leave the matcher as it is."""
         self.mask = None
-        count = self.inner.try_consume_tokens(list(tokens))
+        with self.effort.timed():
+            count = self.inner.try_consume_tokens(self._before_end(tokens))
         if self.output is not None:
             for token in tokens[:count]:
                 self.output.advance(token)
@@ -138,8 +145,8 @@ class GuidanceMatcher(Matcher):
 
     @property
     def problem(self) -> str:
-        """The first line of what the library says."""
-        return self.inner.get_error().split("\n")[0][:200] if self.inner.is_error() else ""
+        """The first line of what the library says, or the budget that is used up."""
+        return self.inner.get_error().split("\n")[0][:200] if self.inner.is_error() else self.effort.problem
 
     def forced(self) -> Sequence[int]:
         """What the library would fast-forward: its mask then allows these alone."""
@@ -147,7 +154,12 @@ class GuidanceMatcher(Matcher):
 
     def agrees(self, tokens: Sequence[int]) -> int:
         """The library looks without taking."""
-        return self.inner.validate_tokens(list(tokens))
+        return self.inner.validate_tokens(self._before_end(tokens))
+
+    def _before_end(self, tokens: Sequence[int]) -> list[int]:
+        """Cut tokens before one that ends the output, which the library takes in some places only."""
+        end = next((place for place, token in enumerate(tokens) if token in self.eos), len(tokens))
+        return list(tokens[:end])
 
 
 class GuidanceGrammar(Compiled):
@@ -164,6 +176,7 @@ class GuidanceGrammar(Compiled):
         schema: with places, if it is one.
         trial: of its masks.
         maker: makes lexers for those who must not wait.
+        eos: see `GuidanceMatcher`.
     """
 
     def __init__(
@@ -176,8 +189,9 @@ class GuidanceGrammar(Compiled):
         schema: Schema | None,
         trial: Trial,
         maker: Executor,
+        eos: Sequence[int],
     ) -> None:
-        self._make, self._maker, self._schema, self._trial = make, maker, schema, trial
+        self._make, self._maker, self._schema, self._trial, self._eos = make, maker, schema, trial, eos
         self._lexers = [Lexer(0, first)]
         self._most = max(1, min(most, int(MAKING / max(seconds, 1e-6))))
         self._lock = threading.Lock()
@@ -190,7 +204,7 @@ class GuidanceGrammar(Compiled):
             lexer = self._fewest
             if lexer.users and len(self._lexers) < self._most:
                 lexer = self._further(self._make())
-            return lexer.output(self._schema, self._trial)
+            return lexer.output(self._schema, self._trial, self._eos)
 
     def soon(self) -> Matcher | None:
         """The same, but a few outputs share a lexer, and those behind them wait until a thread has made more,
@@ -199,7 +213,7 @@ class GuidanceGrammar(Compiled):
         with self._lock:
             lexer = self._fewest
             if len(lexer.users) < FEW or len(self._lexers) >= self._most:
-                return lexer.output(self._schema, self._trial)
+                return lexer.output(self._schema, self._trial, self._eos)
             if not self._making:
                 self._making = True
                 self._maker.submit(self._double)
@@ -233,9 +247,9 @@ class Lexer:
         self.number, self.start = number, start
         self.users: WeakSet[GuidanceMatcher] = WeakSet()
 
-    def output(self, schema: Schema | None, trial: Trial) -> GuidanceMatcher:
-        """A new one's parser."""
-        made = GuidanceMatcher(self.start.deep_copy(), self.number, schema, trial)
+    def output(self, schema: Schema | None, trial: Trial, eos: Sequence[int]) -> GuidanceMatcher:
+        """Return a new output's parser."""
+        made = GuidanceMatcher(self.start.deep_copy(), self.number, schema, trial, eos)
         self.users.add(made)
         return made
 
@@ -303,7 +317,8 @@ class GuidanceBackend(Backend):
         plain = grammar.kind == "choice" or (grammar.kind == "json_schema" and '"pattern' not in source)
         trial = Trial(self.vocabulary.words, 0 if plain else FIRST)
         make, size = partial(self._parser, source), len(grammar.source)
-        return GuidanceGrammar(inner, make, seconds, self.lexers, size, schema, trial, self.maker)
+        eos = self.vocabulary.eos
+        return GuidanceGrammar(inner, make, seconds, self.lexers, size, schema, trial, self.maker, eos)
 
     def _schema(self, grammar: Grammar) -> Schema | None:
         """With places, if this is a schema that has some."""
@@ -324,16 +339,24 @@ class GuidanceBackend(Backend):
     def advance(self, moves: Sequence[tuple[Matcher, Sequence[int]]]) -> list[int]:
         """Several matchers at a time, where each takes one token, without Python's lock."""
         own = cast("Sequence[tuple[GuidanceMatcher, Sequence[int]]]", moves)
-        single = [(matcher.inner, tokens[0]) for matcher, tokens in own if len(tokens) == 1]
-        if len(single) <= self._few:
-            return super().advance(moves)
-        moved = iter(self.threads.consume_token_par(single))
-        counts = [
-            int(next(moved)) if len(tokens) == 1 else matcher.advance(tokens) if tokens else 0
+        together = [
+            len(tokens) == 1 and tokens[0] not in matcher.eos and not matcher.effort.watched
             for matcher, tokens in own
         ]
-        for (matcher, tokens), count in zip(own, counts, strict=True):
-            if count and len(tokens) == 1:  # others have moved by themselves
+        single = [(move[0].inner, move[1][0]) for move, one in zip(own, together, strict=True) if one]
+        if len(single) <= self._few:
+            return super().advance(moves)
+        begun = time.perf_counter()
+        moved = iter(self.threads.consume_token_par(single))
+        slow = time.perf_counter() - begun > SLOW
+        counts = []
+        for (matcher, tokens), one in zip(own, together, strict=True):
+            if not one:
+                counts.append(matcher.advance(tokens) if tokens else 0)
+                continue
+            counts.append(int(next(moved)))
+            matcher.effort.watched = slow
+            if counts[-1]:
                 matcher.mask = None
                 if matcher.output is not None:
                     matcher.output.advance(tokens[0])
@@ -432,14 +455,21 @@ class GuidanceBackend(Backend):
         self._woken = max(0, self._woken - 1)
         at, width, count = words.ctypes.data, words.strides[0], len(words)
         own = cast("Sequence[tuple[GuidanceMatcher, int, Sequence[int]]]", unknown.jobs)
-        if unknown.jobs is not self._asked:
-            self._plain = [(matcher.inner, row) for matcher, row, drafts in own if not drafts]
-            self._drafted = [(matcher.inner, row, list(drafts)) for matcher, row, drafts in own if drafts]
-            self._asked = unknown.jobs
+        watched = [job for job in own if job[0].effort.watched]
+        if watched or unknown.jobs is not self._asked:
+            rest = [job for job in own if not job[0].effort.watched]
+            self._plain = [(matcher.inner, row) for matcher, row, drafts in rest if not drafts]
+            self._drafted = [(matcher.inner, row, list(drafts)) for matcher, row, drafts in rest if drafts]
+            self._asked = () if watched else unknown.jobs
+        begun = time.perf_counter()
         if self._plain:
             self.threads.unsafe_compute_mask_ptr(self._plain, at, width, count)
         if self._drafted:
             self.threads.unsafe_compute_mask_ptr_with_draft_token(self._drafted, at, width, count)
+        if time.perf_counter() - begun > SLOW:
+            for matcher, _, _ in own:
+                matcher.effort.watched = True
+        super().fill([Job(*job) for job in watched], words)
         self._keep(unknown, words)
 
 

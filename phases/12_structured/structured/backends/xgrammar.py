@@ -16,7 +16,7 @@ import xgrammar as xg
 
 from common.errors import UserError
 from common.sampling.grammar import Grammar
-from structured.matcher import Backend, Compiled, Matcher, Words
+from structured.matcher import Backend, Compiled, Effort, Matcher, Words
 from structured.vocabulary import Vocabulary
 
 ENFORCED = {
@@ -39,16 +39,19 @@ class XGrammarMatcher(Matcher):
         self.inner = xg.GrammarMatcher(
             compiled, override_stop_tokens=list(eos), max_rollback_tokens=MOST_ROLLBACK
         )
+        self.eos, self.effort = eos, Effort()
 
     def fill(self, words: Words) -> None:
         """See `Matcher`; so are the others."""
-        self.inner.fill_next_token_bitmask(torch.from_numpy(words[None]), 0)
+        with self.effort.timed():
+            self.inner.fill_next_token_bitmask(torch.from_numpy(words[None]), 0)
 
     def advance(self, tokens: Sequence[int]) -> int:
-        """A token at a time."""
-        for count, token in enumerate(tokens):
-            if self.inner.is_terminated() or not self.inner.accept_token(token):
-                return count
+        """A token at a time. The library would take an end token as well."""
+        with self.effort.timed():
+            for count, token in enumerate(tokens):
+                if token in self.eos or not self.inner.accept_token(token):
+                    return count
         return len(tokens)
 
     def rollback(self, count: int) -> None:
@@ -60,6 +63,11 @@ class XGrammarMatcher(Matcher):
     def accepting(self) -> bool:
         """Whether an end-of-sequence token may come."""
         return bool(self.inner.is_completed())
+
+    @property
+    def problem(self) -> str:
+        """The budget that is used up."""
+        return self.effort.problem
 
 
 class XGrammarCompiled(Compiled):
