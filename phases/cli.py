@@ -224,6 +224,14 @@ def serve(
             "*: anybody's",
         ),
     ] = None,
+    allowed_hosts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST",
+            help="names of this server beside localhost, --host and addresses, which alone are answered "
+            "without a key; several with commas; *: any",
+        ),
+    ] = None,
     access_log: Annotated[str, typer.Option(help="a file for a line of JSON a request, - or none")] = "-",
     traces: Annotated[
         str | None, typer.Option(help="a collector's address for OpenTelemetry's spans")
@@ -250,6 +258,7 @@ def serve(
         name=name,
         strict=strict,
         allowed_origins=allowed_origins,
+        allowed_hosts=allowed_hosts,
         access_log=access_log,
         traces=traces,
         device=device,

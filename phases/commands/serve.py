@@ -25,6 +25,7 @@ from phases.registry import ROWS, check_options, load_engine, missing_for, phase
 from replicas.options import ReplicaOptions
 from serving.alive import CannotStart, EngineProcess
 from serving.app import App
+from serving.http.hosts import hosts, names_of
 from serving.http.limits import Limits
 from serving.http.origins import origins
 from serving.http.server import Server, listen
@@ -45,6 +46,7 @@ def run(
     name: str | None,
     strict: bool,
     allowed_origins: str | None,
+    allowed_hosts: str | None,
     access_log: str,
     traces: str | None,
     device: str,
@@ -73,6 +75,7 @@ def run(
         err.print(f"[dim]{phase.name} runs in an interpreter or not at all here: it needs {missing}[/dim]")
     if traces is not None:
         Traces.to(traces, name or model).close()  # an address that is none is told here
+    keys = _keys(api_key)
     make = partial(
         make_app,
         phase,
@@ -82,9 +85,10 @@ def run(
         dict(given),
         name=name or model,
         limits=checked,
-        keys=_keys(api_key),
+        keys=keys,
         strict=strict,
         allowed_origins=origins(allowed_origins),
+        hosts=names_of(host, hosts(allowed_hosts), keys=bool(keys)),
         access_log=access_log,
         traces=traces,
         version=_version(),
@@ -156,10 +160,13 @@ def _version() -> str:
 
 def _keys(api_key: str | None) -> tuple[str, ...]:
     """The keys that are taken: `--api-key`, or the environment's, which `ps` does not show."""
-    given = os.environ.get(KEY, "") if api_key is None else api_key
+    given = os.environ.get(KEY) if api_key is None else api_key
+    if given is None:
+        return ()
     keys = tuple(key.strip() for key in given.split(",") if key.strip())
-    if api_key is not None and not keys:
-        raise UserError("--api-key is empty, but must have at least 1 character")
+    if not keys:  # an open server must be asked for by no key at all
+        name = KEY if api_key is None else "--api-key"
+        raise UserError(f"{name} is empty, but must have at least 1 character")
     return keys
 
 

@@ -58,7 +58,7 @@ def opened(server: Running, receive_buffer: int = 0) -> socket.socket:
 
 def request(body: object, path: str = "/v1/completions", more: str = "") -> bytes:
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n{more}"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n{more}"
     return head.encode() + f"content-length: {len(data)}\r\n\r\n".encode() + data
 
 
@@ -230,11 +230,13 @@ def test_tokens_are_phase_09s_under_load(server):
 
 def test_a_body_of_100_mb_is_refused_before_it_is_sent(server):
     with opened(server) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        )
         connection.sendall(b"content-length: 100000000\r\n\r\n")
         assert everything(connection).startswith(b"HTTP/1.1 413")
     with opened(server) as connection:  # without a length: in chunks
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         connection.sendall(head + b"transfer-encoding: chunked\r\n\r\n")
         sent = 0
         try:
@@ -254,8 +256,8 @@ def test_a_body_of_100_mb_is_refused_before_it_is_sent(server):
         b"GET /" + b"a" * 1_000_000 + b" HTTP/1.1\r\n\r\n",
         b"\x16\x03\x01 no HTTP at all\r\n\r\n",
         b"GET / HTTP/9.9\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n",
-        b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\nhello",
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: -5\r\n\r\n",
+        b"POST /generate HTTP/1.1\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\nhello",
     ],
     ids=[
         "many headers",
@@ -276,6 +278,34 @@ def test_floods_and_nonsense(server, data):
     assert server.get("/health")[0] == 200
 
 
+def test_a_hundred_who_trickle_shut_nobody_out():
+    """Without a key: each is answered 401 and goes on sending, or never begins."""
+    with Running(*SMALL, "--max-connections", "100", "--api-key", "secret", "--body-seconds", "4") as server:
+        held = [opened(server) for _ in range(100)]
+        for number, connection in enumerate(held):
+            if number % 2:
+                head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n"
+                connection.sendall(head + b"content-type: application/json\r\n\r\n1\r\n{\r\n")
+        for _ in range(24):
+            assert server.get("/v1/models", authorization="Bearer secret")[0] == 200
+            for connection in held:
+                with suppress(OSError):
+                    connection.sendall(b"1\r\n{\r\n" if connection in held[1::2] else b"\r\n")
+        for connection in held[1::2]:
+            assert everything(connection).startswith(b"HTTP/1.1 401"), "closed without an answer"
+
+
+def test_a_leaver_with_a_request_behind_is_noticed(server):
+    many = {"prompt": "a", "n": 8, "max_tokens": 900, "ignore_eos": True, "temperature": 1.0}
+    before = server.metric("vllm:generation_tokens_total")
+    with opened(server) as connection:
+        connection.sendall(request(many) + b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        wait_until(lambda: server.metric("vllm:num_requests_running") > 0, "it does not run", 20)
+    wait_until(lambda: server.metric("vllm:num_requests_running") == 0, "it runs for nobody", 20)
+    made = server.metric("vllm:generation_tokens_total") - before
+    assert made < 4000, f"{made:.0f} of 7,200 tokens were made for a client that has left"
+
+
 def test_slow_headers_and_slow_bodies_are_ended(server):
     with opened(server) as silent, opened(server) as slow, opened(server) as body:
         slow.sendall(b"GET /health HTTP/1.1\r\nhost:")
@@ -289,7 +319,8 @@ def test_pipelined_requests_are_answered_in_order(server):
     with opened(server) as connection:
         one = request({"prompt": "a", "max_tokens": 2}, more="x-request-id: first\r\n")
         connection.sendall(
-            one + b"GET /version HTTP/1.1\r\nhost: x\r\nx-request-id: second\r\nconnection: close\r\n\r\n"
+            one
+            + b"GET /version HTTP/1.1\r\nhost: localhost\r\nx-request-id: second\r\nconnection: close\r\n\r\n"
         )
         answer = everything(connection)
     assert answer.index(b"first") < answer.index(b"second") and answer.count(b"HTTP/1.1 200") == 2
@@ -442,7 +473,7 @@ def streaming(server: Running, tokens: int) -> socket.socket:
 def test_sigterm_lets_streams_finish():
     with Running(*SMALL) as server:
         stream, later, watcher = streaming(server, 900), opened(server), opened(server)
-        watcher.sendall(b"GET /events HTTP/1.1\r\nhost: x\r\n\r\n")
+        watcher.sendall(b"GET /events HTTP/1.1\r\nhost: localhost\r\n\r\n")
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: server.get("/ready")[0] == 503, "it is still ready")
         assert server.post("/v1/completions", {"prompt": "a"})[0] == 503
@@ -488,6 +519,7 @@ def test_the_engine_does_not_outlive_a_server_that_is_killed():
         (["--access-log", "/nothing/here"], "cannot be written"),
         (["--api-key", ""], "--api-key is empty"),
         (["--allowed-origins", "example.org"], "--allowed-origins has 'example.org'"),
+        (["--allowed-hosts", "http://a"], "--allowed-hosts has 'http://a'"),
         (["--traces", "collector:4318"], "--traces is 'collector:4318'"),
     ],
 )
@@ -495,6 +527,15 @@ def test_a_server_that_cannot_start_says_why(arguments, words):
     with pytest.raises(AssertionError) as said, Running(*arguments):
         pass
     assert words in str(said.value) and "Traceback" not in str(said.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", ["", " ", ","])
+def test_an_empty_key_opens_nothing(given, monkeypatch):
+    monkeypatch.setenv("LADDER_API_KEY", given)
+    with pytest.raises(AssertionError) as said, Running():
+        pass
+    assert "LADDER_API_KEY is empty" in str(said.value)
 
 
 def test_an_engine_that_is_still_starting_is_ended_at_once():

@@ -22,6 +22,7 @@ from serving.http import origins
 from serving.http.answers import Answer, ChatAnswer, CompletionAnswer, GenerateAnswer
 from serving.http.errors import ApiError
 from serving.http.exchange import EVENTS, Exchange, Gone, Receive, Scope, Send
+from serving.http.hosts import ANY, check
 from serving.http.limits import Limits
 from serving.http.openapi import openapi
 from serving.http.orders import Orders
@@ -68,6 +69,7 @@ class App:
         keys: of which a client needs one; none: everybody may come in.
         strict: refuse unknown fields, instead of naming them in the header `x-ladder-ignored`.
         allowed_origins: whose web pages may read answers; see `origins`.
+        hosts: names that the server answers to; see `hosts.names_of`.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class App:
         keys: tuple[str, ...] = (),
         strict: bool = False,
         allowed_origins: tuple[str, ...] = (),
+        hosts: frozenset[str] = frozenset({ANY}),
         access_log: str = "none",
         traces: Traces | None = None,
         version: str = "0",
@@ -95,7 +98,7 @@ class App:
         self.started = int(time.time())
         self.exchanges: set[Exchange] = set()
         self.keys = [key.encode() for key in keys]
-        self.allowed_origins = allowed_origins
+        self.allowed_origins, self.hosts = allowed_origins, hosts
         engine.on_step = self._stepped
         self.routes: dict[str, dict[str, Handler]] = {
             "/v1/completions": {"POST": self._completions},
@@ -120,9 +123,12 @@ class App:
         exchange = Exchange(scope, receive, send, self.limits)
         self.exchanges.add(exchange)
         try:
-            await self._answer(exchange)
-        except ApiError as error:
-            await exchange.fail(error)
+            try:
+                await self._answer(exchange)
+            except ApiError as error:
+                if not error.close:
+                    await exchange.drain()
+                await exchange.fail(error)
         except Gone:
             exchange.status = exchange.status or 499
         except asyncio.CancelledError:
@@ -141,6 +147,7 @@ class App:
 
     async def _answer(self, exchange: Exchange) -> None:
         path = exchange.path
+        check(exchange, self.hosts)
         asked = False
         if self.allowed_origins:
             origins.permit(exchange, self.allowed_origins)
@@ -313,6 +320,12 @@ class App:
 
     # What is counted and written down.
 
+    def refused(self, status: int, client: tuple[str, int] | None, reason: str) -> None:
+        """Count and write down what never became a request."""
+        self.metrics.answers["other", status] += 1
+        where = client[0] if client else None
+        self.log.write({"time": now(), "client": where, "status": status, "error": reason}, limited=True)
+
     def _tell(self, exchange: Exchange) -> None:
         route = exchange.path if exchange.path in self.routes else "other"
         self.metrics.answers[route, exchange.status] += 1
@@ -321,7 +334,7 @@ class App:
         client = exchange.scope.get("client")
         self.log.write(
             {
-                "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                "time": now(),
                 "id": exchange.id,
                 "client": client[0] if client else None,
                 "method": exchange.method,
@@ -332,3 +345,8 @@ class App:
                 **exchange.facts,
             }
         )
+
+
+def now() -> str:
+    """Return the time as lines of the log have it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

@@ -7,6 +7,7 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -23,6 +24,8 @@ Header = tuple[bytes, bytes]
 JSON = (b"content-type", b"application/json")
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 EVENTS += [(b"x-accel-buffering", b"no")]  # or nginx would hold the tokens back
+DRAINED_BYTES, DRAIN_SECONDS = 64 << 10, 1.0
+"""Of a body that is refused unread: it is taken for so long, so that the answer is read."""
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -35,6 +38,7 @@ class Exchange:
 
     id: the client's `x-request-id` where it is sane, or one of ours.
     status: of the answer, 0 before it.
+    unread: there may be a body that has not been read.
     call: what is being answered, if that is a request for tokens; done: afterwards.
     sending: when the write that the client has not taken yet began (`time.monotonic()`), or None.
     """
@@ -46,6 +50,8 @@ class Exchange:
         given = self.headers.get(b"x-request-id", b"").decode("latin-1")
         self.id = given if _ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
         self.started = time.perf_counter()
+        length = self.headers.get(b"content-length", b"0")
+        self.unread = b"transfer-encoding" in self.headers or length.strip(b"0") != b""
         self.status, self.sent_bytes = 0, 0
         self.call: Call | None = None
         self.done: Call | None = None
@@ -83,10 +89,23 @@ class Exchange:
                     if len(body) > most:
                         raise large
                     if not message.get("more_body"):
+                        self.unread = False
                         return bytes(body)
         except TimeoutError:
             seconds = self.limits.body_seconds
             raise ApiError(408, f"the body was not here after {seconds:g} s", close=True) from None
+
+    async def drain(self) -> None:
+        """Read a small body that is on its way, so that a client which still sends it reads the answer."""
+        left = DRAINED_BYTES
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_SECONDS):
+                while self.unread and left > 0:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise Gone
+                    left -= len(message.get("body", b""))
+                    self.unread = message.get("more_body", False)
 
     async def gone(self) -> None:
         """Return when the client has left. Call it when the body has been read."""
@@ -97,6 +116,10 @@ class Exchange:
         """Send the status and headers."""
         self.status = status
         every = [*headers, *self.extra, (b"x-request-id", self.id.encode())]
+        if (
+            self.unread and (b"connection", b"close") not in every
+        ):  # the rest of a body is not worth a connection
+            every.append((b"connection", b"close"))
         await self._send({"type": "http.response.start", "status": status, "headers": every})
 
     async def write(self, data: bytes, more: bool = True) -> None:

@@ -1,7 +1,7 @@
-"""The HTTP server around the application: uvicorn with httptools, with what it leaves to others.
+"""The HTTP server around the application: uvicorn with httptools, and what uvicorn leaves to others.
 
-It adds limits on headers and connections, a hand on the connection of a slow reader, and a shutdown in which
-streams may finish while `/ready` already says no.
+It adds limits on connections (`connection`), a hand on the connection of a slow reader, and a shutdown in
+which streams may finish while `/ready` already says no.
 """
 
 from __future__ import annotations
@@ -17,95 +17,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from common.errors import UserError
 from serving.alive import CannotStart
 from serving.app import App
-from serving.http.limits import Limits
+from serving.http.connection import Connection
 
 log = logging.getLogger(__name__)
 
 TERMINATED = 143
-UNREAD_BYTES = 128 << 10
-"""What the system keeps of what a client has not read yet; beyond that the server knows that it is slow."""
-_CLOSE = b"content-length: 0\r\nconnection: close\r\n\r\n"
-LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\n" + _CLOSE
-LATE = b"HTTP/1.1 408 Request Timeout\r\n" + _CLOSE
-
-
-class Guarded(HttpToolsProtocol):
-    """A connection whose headers have a limit and a time in which they must arrive."""
-
-    limits = Limits()
-    _used = 0
-    _timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Refuse connections beyond the limit: each costs memory, whether it says anything or not."""
-        super().connection_made(transport)
-        if len(self.connections) > self.limits.max_connections:
-            transport.abort()
-            return
-        made = transport.get_extra_info("socket")
-        if made is not None:  # or the system keeps megabytes for a reader that does not read
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD_BYTES)
-        self._wait_for_headers()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the clock."""
-        self._stop_clock()
-        super().connection_lost(exc)
-
-    def on_message_begin(self) -> None:
-        """A request begins: count its bytes from here, and let the application hang up."""
-        super().on_message_begin()
-        self._used = 0
-        self.scope["state"]["abort"] = self.transport.abort
-        if self._timer is None:
-            self._wait_for_headers()
-
-    def on_url(self, url: bytes) -> None:
-        """Count."""
-        self._count(len(url))
-        super().on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Count."""
-        self._count(len(name) + len(value) + 4)
-        super().on_header(name, value)
-
-    def on_headers_complete(self) -> None:
-        """They are here."""
-        self._stop_clock()
-        super().on_headers_complete()
-
-    def data_received(self, data: bytes) -> None:
-        """Feed the parser, but not what a client goes on sending after it has been refused."""
-        if self.transport.is_closing():
-            return
-        super().data_received(data)
-
-    def _count(self, size: int) -> None:
-        self._used += size
-        if self._used > self.limits.max_header_bytes and not self.transport.is_closing():
-            self.transport.write(LARGE)
-            self.transport.close()
-            raise ValueError("too many bytes of headers")  # the parser gives up
-
-    def _wait_for_headers(self) -> None:
-        self._timer = self.loop.call_later(self.limits.body_seconds, self._late)
-
-    def _late(self) -> None:
-        self._timer = None
-        if not self.transport.is_closing():
-            self.transport.write(LATE)
-            self.transport.close()
-
-    def _stop_clock(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+NEVER = 1 << 30
+"""Seconds of uvicorn's clock, which any byte stops: `Connection` has its own."""
 
 
 class Server(uvicorn.Server):
@@ -120,18 +42,18 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: App, on_ready: Callable[[], None] = lambda: None) -> None:
         self.app, self.on_ready = app, on_ready
-        protocol = type("Protocol", (Guarded,), {"limits": app.limits})
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # `Connection` writes refusals down itself
         super().__init__(
             uvicorn.Config(
                 app,
-                http=protocol,
+                http=Connection,
                 ws="none",
                 loop="uvloop",
                 lifespan="off",
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                timeout_keep_alive=75,
+                timeout_keep_alive=NEVER,
                 timeout_graceful_shutdown=2,
                 backlog=4096,
             )
