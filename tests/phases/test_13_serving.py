@@ -1500,6 +1500,30 @@ def test_the_log_survives_a_full_disk(make, tmp_path, monkeypatch):
     asynchronously(test)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_nan_is_an_error_of_its_own_request_and_is_counted(tokenizer, stream):
+    broken = random_model(SHAPES["tiny"], device="cpu", dtype=torch.float32)
+    (bad,) = tokenizer.encode("q")
+    broken.embed_tokens.weight.data[bad] = float("nan")
+    engine = load(broken, max_rows=4, cache_bytes=blocks(broken, 60), step_tokens=64)
+
+    async def test() -> None:
+        app = App(Loopback(engine), tokenizer, "tiny")
+        body = {"max_tokens": 6, "ignore_eos": True, "stream": stream, "logit_bias": {str(bad): -100}}
+        asked = [
+            Client(app).request("/v1/completions", body | {"prompt": text}) for text in ("ab", "aqb", "c")
+        ]
+        done = await asyncio.gather(*(one.run() for one in asked))
+        assert [one.status for one in done] == [200, 500, 200]
+        error = json.loads(b"".join(done[1].chunks))["error"]
+        assert error["code"] == "nan" and "not a number" in error["message"]
+        page = b"".join((await Client(app).request("/metrics", b"", "GET").run()).chunks).decode()
+        assert 'ladder:troubles_total{model_name="tiny",reason="nan"} 1' in page
+        await settle(app)
+
+    asynchronously(test)
+
+
 def test_metrics_are_what_happened(make):
     parser = pytest.importorskip("prometheus_client.parser")
 

@@ -253,8 +253,8 @@ BUGS = (
     Bug(
         "error-is-an-ending",
         SERVING + "completion.py",
-        'if reason in ("refused", "error", "died"):',
-        'if reason in ("refused", "died"):',
+        'if reason in ("refused", "error", "nan", "died"):',
+        'if reason in ("refused", "nan", "died"):',
         "Answers a request whose step has failed as if it were done.",
     ),
     Bug(
