@@ -42,7 +42,7 @@ class Sampled(NamedTuple):
     [B, N]: the most likely tokens, best first, where N is the largest number that a row asked for.
     wanted: as in `Plan`.
     reported: int64 [B], `tokens` with `ops.NAN_TOKEN` where logits are NaN; None: the same. The device reads
-        `tokens`, which are all in the vocabulary.
+    `tokens`, which are all in the vocabulary.
     """
 
     tokens: Tensor
