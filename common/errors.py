@@ -17,6 +17,13 @@ class UserError(ValueError):
     """
 
 
+class NotANumber(ArithmeticError):
+    """The logits of a request are NaN, which says nothing of its next token.
+
+    It ends that request alone: weights, a scale or a number format are wrong, and its prompt shows it.
+    """
+
+
 class EngineLost(RuntimeError):
     """A process or a device that an engine needs is gone, through no fault of the program.
 

@@ -17,7 +17,7 @@ import torch
 from common.errors import UserError
 from common.models import hf_fields as hf
 from common.models.fields import Field, read_object, shown
-from common.text.tokenizer import Tokenizer
+from common.text.tokenizer import eos_of_tokenizer
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,9 @@ class ModelConfig:
         if generation.is_file():  # chat models name the tokens that end a turn only here
             with _named(generation):
                 ids = _eos_token_ids(read_object(generation), config.vocab_size) or ids
-        if not ids and (Path(folder) / "tokenizer.json").is_file():  # or only among the tokenizer's settings
-            ids = tuple(token for token in Tokenizer(folder).eos_token_ids if token < config.vocab_size)
+        own = eos_of_tokenizer(Path(folder))  # or only among the tokenizer's settings
+        if own is not None and own < config.vocab_size and own not in ids:
+            ids = (*ids, own)
         return replace(config, eos_token_ids=ids)
 
     @classmethod

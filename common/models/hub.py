@@ -11,6 +11,9 @@ from common.errors import UserError
 from common.models.bundled import BUNDLED, Progress, fetch_bundled
 from common.paths import expand
 
+_FILES = ["*.safetensors", "*.json", "tokenizer.model"]
+_TEMPLATES = ["chat_template.jinja", "additional_chat_templates/*.jinja"]
+
 
 def model_folder(name: str | Path) -> Path:
     """The folder that holds `config.json`, weights and tokenizer of the model called `name`.
@@ -68,8 +71,8 @@ def _fetch_from_hub(name: str) -> Path:
         return Path(
             snapshot_download(
                 name,
-                allow_patterns=["*.safetensors", "*.json", "tokenizer.model", "*.jinja"],
-                ignore_patterns=["*/*"],  # other formats of the same model, in folders of their own
+                allow_patterns=[*_FILES, *_TEMPLATES],
+                ignore_patterns=[f"*/{name}" for name in _FILES],  # other formats, in folders of their own
             )
         )
     except errors.GatedRepoError:

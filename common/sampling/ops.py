@@ -29,6 +29,9 @@ HASH_2: Final = 0x846CA68B - (1 << 32)
 NOISE_UNIT: Final = 2.0**-31 * (1 - 2.0**-24)
 """The float32 just below 2**-31, so that even the largest of the noise's 31 bits stay below 1."""
 
+NAN_TOKEN: Final = -1
+"""In place of a token whose logit is NaN."""
+
 _GOLDEN_GAMMA: Final = 0x9E3779B97F4A7C15
 _MIX_1: Final = 0xBF58476D1CE4E5B9
 _MIX_2: Final = 0x94D049BB133111EB
@@ -239,6 +242,14 @@ def behind_right_drafts(tokens: Tensor, drafts: Tensor) -> Tensor:
     before = place - count + torch.arange(drafts.shape[1], device=tokens.device)  # [B, K]
     right = tokens[before.clamp(min=0, max=len(tokens) - 1)] == drafts
     return (right | ~guessed).all(1).int()
+
+
+def reported(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Return `tokens`, `[B]` int64, with `NAN_TOKEN` where the logit of the chosen token is NaN.
+
+    NaN wins every choice, so this is the case wherever a row has one that may be chosen.
+    """
+    return tokens.masked_fill(logits.gather(1, tokens.unsqueeze(1)).squeeze(1).isnan(), NAN_TOKEN)
 
 
 def raw_logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor | None, Tensor | None]:

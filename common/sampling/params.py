@@ -64,7 +64,7 @@ class SamplingParams:
         `MAX_TEMPERATURE`.
     top_k: keep the k most likely tokens; 0 or -1 keeps all. At most `MAX_INT`.
     top_p: keep the most likely tokens until their probabilities reach p; the token that crosses p is kept.
-        Above 0, at most 1.
+        0 to 1; 0 is greedy.
     min_p: keep the tokens at least min_p times as likely as the most likely one. 0 to 1.
     repetition_penalty: above 1 makes every token of the prompt and of the output so far less likely. At least
         `MIN_REPETITION_PENALTY`, at most `MAX_REPETITION_PENALTY`.
@@ -72,7 +72,7 @@ class SamplingParams:
         `MAX_PENALTY`, at least its negative.
     frequency_penalty: subtracted once for each time the token stands in the output; limits as above.
     seed: the same seed gives the same tokens, whatever else runs beside the request; None draws a fresh one.
-        A signed or an unsigned number of `SEED_BITS` bits.
+        Of a larger number, or one below 0, the lowest `SEED_BITS` bits count.
     stop: the text ends before the first of these strings to be completed. At most `MAX_STOPS`, of 1 to
         `MAX_STOP_CHARACTERS` characters each.
     stop_token_ids: tokens that end the request, besides the model's end-of-sequence tokens. At most
@@ -119,7 +119,7 @@ class SamplingParams:
         put("temperature", number("temperature", self.temperature, low=0.0, high=MAX_TEMPERATURE))
         top_k = integer("top_k", self.top_k, low=-1, high=MAX_INT)
         put("top_k", max(top_k, 0))
-        put("top_p", number("top_p", self.top_p, low=0.0, high=1.0, above_low=True))
+        put("top_p", number("top_p", self.top_p, low=0.0, high=1.0))
         put("min_p", number("min_p", self.min_p, low=0.0, high=1.0))
         high = MAX_REPETITION_PENALTY
         name = "repetition_penalty"
@@ -127,8 +127,7 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             put(name, number(name, getattr(self, name), low=-MAX_PENALTY, high=MAX_PENALTY))
         if self.seed is not None:
-            lowest, highest = -(1 << (SEED_BITS - 1)), (1 << SEED_BITS) - 1
-            put("seed", integer("seed", self.seed, low=lowest, high=highest))
+            put("seed", integer("seed", self.seed) % (1 << SEED_BITS))
         put("stop", _stop_strings(self.stop))
         put("stop_token_ids", _token_ids(self.stop_token_ids))
         boolean("ignore_eos", self.ignore_eos)
@@ -145,8 +144,8 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether each token is the most likely one."""
-        return self.temperature < GREEDY_BELOW
+        """Whether each token is the most likely one: `top_k` and `top_p`, too, can leave no other."""
+        return self.temperature < GREEDY_BELOW or self.top_k == 1 or self.top_p == 0.0
 
     @property
     def penalized(self) -> bool:

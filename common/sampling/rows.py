@@ -293,8 +293,7 @@ class SamplerRows:
 
     def _features_of(self, params: SamplingParams, *, edits: bool) -> Feature:
         features = Feature(0)
-        # With top_k = 1 the argmax is what is left, and says so exactly where a tie would keep two tokens.
-        if not params.greedy and params.top_k != 1:
+        if not params.greedy:
             features |= Feature.RANDOM
             if params.min_p > 0:
                 features |= Feature.MIN_P

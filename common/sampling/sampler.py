@@ -41,6 +41,8 @@ class Sampled(NamedTuple):
     tokens: int64 [B]. logprobs: float32 [B], of the chosen tokens. top_ids int64 [B, N], top_logprobs float32
     [B, N]: the most likely tokens, best first, where N is the largest number that a row asked for.
     wanted: as in `Plan`.
+    reported: int64 [B], `tokens` with `ops.NAN_TOKEN` where logits are NaN; None: the same. The device reads
+    `tokens`, which are all in the vocabulary.
     """
 
     tokens: Tensor
@@ -48,6 +50,12 @@ class Sampled(NamedTuple):
     top_ids: Tensor | None = None
     top_logprobs: Tensor | None = None
     wanted: tuple[int, ...] | None = None
+    reported: Tensor | None = None
+
+    @property
+    def for_host(self) -> Tensor:
+        """The tokens as the host gets them, int64 [B]."""
+        return self.tokens if self.reported is None else self.reported
 
     def logprob(self, place: int) -> Logprob | None:
         """Return what the row at `place` in the batch asked for. Waits for the device; see `to_host`."""
@@ -82,7 +90,8 @@ class HostSampled:
 
     def __init__(self, sampled: Sampled) -> None:
         """Queue the copies behind the device's work. With CUDA only pinned memory lets the host go on."""
-        tokens, logprobs, ids, values, wanted = sampled
+        _, logprobs, ids, values, wanted, _ = sampled
+        tokens = sampled.for_host
         self._arrived: torch.Event | None = None
         if tokens.is_cuda:
             tokens = pinned_copy(tokens)
@@ -91,7 +100,10 @@ class HostSampled:
         self._sampled = Sampled(tokens, logprobs, ids, values, wanted)
 
     def get(self) -> list[tuple[int, Logprob | None]]:
-        """Wait for the copies; returns the token and the log-probabilities of each place in the batch."""
+        """Wait for the copies; returns the token and the log-probabilities of each place in the batch.
+
+        `ops.NAN_TOKEN` stands where the logits are NaN.
+        """
         if self._arrived is not None:
             self._arrived.synchronize()
         sampled, tokens = self._sampled, self._sampled.tokens.tolist()
@@ -172,9 +184,11 @@ class Sampler(SamplerRows):
             if drafts is not None:
                 ones = ones * ops.behind_right_drafts(tokens, drafts)
             self.counts.view(-1).scatter_add_(0, place, ones)
+        reported = self.report(adjusted, tokens)
         if plan.wanted is None:
-            return Sampled(tokens)
-        return Sampled(tokens, *self._logprobs(logits, tokens, max(plan.wanted)), plan.wanted)
+            return Sampled(tokens, reported=reported)
+        logprobs = self._logprobs(logits, tokens, max(plan.wanted))
+        return Sampled(tokens, *logprobs, plan.wanted, reported)
 
     def _logprobs(
         self, logits: Tensor, tokens: Tensor, top: int
@@ -208,6 +222,10 @@ class Sampler(SamplerRows):
             else:
                 tokens[places] = some.argmax(1)
         return tokens
+
+    def report(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """Return the tokens chosen from `logits [B, V]` as the host gets them: `ops.reported`."""
+        return ops.reported(logits, tokens)
 
     def draw(self, logits: Tensor, rows: Tensor, steps: Tensor, features: Feature) -> Tensor:
         """Return a random token for each row that has a temperature, and the argmax for others: `[B]` int64.

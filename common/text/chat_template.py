@@ -9,15 +9,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import meta, nodes
-
 from common.errors import UserError, text
-from common.text.template_sandbox import TemplateSandbox
+from common.text.template_sandbox import TemplateError, TemplateSandbox
 
 Message = Mapping[str, Any]
 """One turn: `role` (`system`, `user`, `assistant`, ...), `content`, and what else the template looks at."""
 
-_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+_FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "refusal"})
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Names of the same thing, as servers write it and templates read it."""
+_OTHER_MEDIA = ("audio", "images", "function_call")
+"""Fields without which a message says something else."""
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Types of parts that are texts, and where each has it."""
+_END = "\U0010fffe "
+"""Marks the end of a message that is to be continued: a character that Unicode keeps from all texts, and a
+space, which a template that trims messages takes."""
+_NOTHING: tuple[Any, ...] = (None, [], {})
+"""Values of a field that say no more than its absence."""
 _SANDBOX = TemplateSandbox()
 
 
@@ -36,20 +45,17 @@ class ChatTemplate:
         """
         self.source, self._special_tokens = source, dict(special_tokens)
         try:
-            self._template = _SANDBOX.load(source)
-            tree = _SANDBOX.parse(source)
-            self.variables = frozenset(meta.find_undeclared_variables(tree))
-        except Exception as error:  # Jinja's, and Python's own for code that is nested too deeply
-            raise UserError(f"the model's chat template is not valid ({_told(error)})") from error
-        named = {node.attr for node in tree.find_all(nodes.Getattr)}
-        named |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
-        self._fields = named.union(_FIELDS)
+            found = _SANDBOX.describe(source)
+        except TemplateError as error:
+            raise UserError(f"the model's chat template is not valid ({error})") from error
+        self.variables, self._takes_parts = found.variables, found.takes_parts
+        self._named = found.names
 
     def conversation(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Check messages and bring them into the form that templates expect: contents are strings.
+        """Check messages and bring them into the form that templates expect.
 
-        A message may have the fields of the OpenAI API and those that the template names. A content that is a
-        list of parts, `{"type": "text", "text": ...}`, becomes their texts joined.
+        A message keeps the fields of the OpenAI API and those that the template names; see `ignored`. A
+        content that is a list of texts stays one for a template that reads it. For others each is a line.
 
         Raises:
             UserError: there is none, or one is not of this form.
@@ -60,47 +66,75 @@ class ChatTemplate:
             raise UserError("messages is empty, but a chat needs at least one message")
         return [self._message(f"messages[{index}]", message) for index, message in enumerate(messages)]
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool, **variables: Any) -> str:
+    def ignored(self, messages: Sequence[Message]) -> set[str]:
+        """The fields in which messages say something that the template does not look at."""
+        said = {field for message in messages for field, value in message.items() if value not in _NOTHING}
+        contents = (message.get("content") for message in messages)
+        parts = (part for content in contents if isinstance(content, list) for part in content)
+        of_parts = {field for part in parts if isinstance(part, Mapping) for field in part}
+        return (said - _FIELDS - self._named - set(_REASONING)) | (of_parts - {"type", *_TEXTS.values()})
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> str:
         """The prompt for a `conversation`, special tokens included as text.
 
         Args:
             messages: the turns so far.
             add_generation_prompt: whether to end with the words that open the assistant's turn.
+            continue_final_message: end within the last turn, behind its content, so that the model goes on.
             variables: passed to the template, such as `tools` or `enable_thinking`.
 
         Raises:
             UserError: the template refuses the conversation, fails, or exceeds a limit of the sandbox.
         """
+        if continue_final_message:
+            messages = [*messages[:-1], _marked(messages[-1])]
         given = {"tools": None, "documents": None, **self._special_tokens, **variables}
         given |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
-            return _SANDBOX.render(self._template, given)
-        except Exception as error:  # a template is a program: it may fail in any way
-            raise UserError(
-                f"the model's chat template does not take these messages ({_told(error)})"
-            ) from error
+            prompt = _SANDBOX.render(self.source, given)
+        except (TemplateError, TypeError, ValueError) as error:  # or what is given is no JSON
+            raise UserError(f"the model's chat template does not take these messages ({error})") from error
+        return _before_mark(prompt) if continue_final_message else prompt
 
     def _message(self, name: str, message: Message) -> dict[str, Any]:
         if not isinstance(message, Mapping):
             raise UserError(f"{name} is {message!r}, but must be an object with a role and a content")
-        for field in message:
-            if field not in self._fields:
-                raise UserError(f"{name} has {field!r}, but may have {', '.join(_FIELDS)}")
         if "role" not in message:
             raise UserError(f"{name} has no role")
-        checked = {**message, "role": text(f"{name}.role", message["role"])}
-        calls = message.get("tool_calls")
+        checked: dict[str, Any] = {"role": text(f"{name}.role", message["role"])}
+        for field, value in message.items():
+            if value in _NOTHING:
+                continue
+            if field in _OTHER_MEDIA:
+                raise UserError(f"{name} has {field!r}, but this model takes texts and tool_calls alone")
+            if field in _FIELDS or field in self._named:
+                checked.setdefault(field, value)
+        thought = next((message[field] for field in _REASONING if isinstance(message.get(field), str)), None)
+        if thought is not None:  # a template reads it by one name or the other
+            checked |= {field: thought for field in _REASONING if field in self._named}
+        calls, said = checked.get("tool_calls"), checked.pop("refusal", None)
         if calls is not None and not isinstance(calls, list):
             raise UserError(f"{name}.tool_calls is {calls!r}, but must be a list")
         content = message.get("content")
+        if content is None and said is not None:
+            content = text(f"{name}.refusal", said)
         if isinstance(content, list):
-            checked["content"] = "".join(
-                _part(f"{name}.content[{place}]", part) for place, part in enumerate(content)
-            )
+            texts = [_part(f"{name}.content[{place}]", part) for place, part in enumerate(content)]
+            parts = [{"type": "text", "text": each} for each in texts]
+            checked["content"] = parts if self._takes_parts else "\n".join(texts)
         elif content is not None:
             checked["content"] = text(f"{name}.content", content)
-        elif not calls:  # a message that calls tools needs to say nothing
+        elif checked["role"] != "assistant":  # which may call tools only, or may have said nothing
             raise UserError(f"{name} has no content")
+        else:
+            checked["content"] = None if calls else ""
         return checked
 
 
@@ -109,16 +143,27 @@ def _part(name: str, part: Any) -> str:
     if not isinstance(part, Mapping):
         raise UserError(f"{name} is {part!r}, but must be an object with a type and a text")
     kind = part.get("type")
-    if kind != "text":
+    if not isinstance(kind, str) or kind not in _TEXTS:
         raise UserError(f"{name}.type is {kind!r}, but must be 'text'")
-    return text(f"{name}.text", part.get("text", None))
+    field = _TEXTS[kind]
+    return text(f"{name}.{field}", part.get(field, None))
 
 
-def _told(error: Exception) -> str:
-    """An error's message in one line, with its kind where Python raised it."""
-    words = " ".join(str(error).split())[:500]
-    return (
-        words
-        if type(error).__module__.split(".")[0] in ("jinja2", "common")
-        else f"{type(error).__name__}: {words}"
-    )
+def _marked(message: Message) -> dict[str, Any]:
+    content = message["content"]
+    if isinstance(content, list) and content:
+        last = {"type": "text", "text": content[-1]["text"] + _END}
+        return {**message, "content": [*content[:-1], last]}
+    return {**message, "content": (content or "") + _END}
+
+
+def _before_mark(prompt: str) -> str:
+    before, mark, _ = prompt.rpartition(_END)
+    if mark:
+        return before
+    before, mark, _ = prompt.rpartition(_END.rstrip())
+    if not mark:
+        raise UserError(
+            "continue_final_message is set, but the chat template does not write the last message"
+        )
+    return before.rstrip()

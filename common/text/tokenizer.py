@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import tokenizers
 
 from common.errors import UserError, integer, shown
@@ -23,8 +24,8 @@ class Tokenizer:
     """A model's tokenizer: `tokenizer.json`, and what the files beside it say about special tokens.
 
     Attributes:
-        eos_token_ids: every id that ends a text, from `generation_config.json`, else `config.json`, else
-            `tokenizer_config.json`; empty when none of them names one.
+        eos_token_ids: every id that ends a text: those of `generation_config.json`, else of `config.json`,
+            and the tokenizer's own; empty when no file names one.
         bos_token_id: the id that begins a text, or None.
     """
 
@@ -46,6 +47,7 @@ class Tokenizer:
         if isinstance(size, int) and tokens > size:  # fewer are common: embeddings are padded
             raise UserError(f"{path} has {tokens:,} tokens, but the model of config.json has {size:,}")
         self._config = _read_json(self.folder / "tokenizer_config.json")
+        self._special_tokens = _named_tokens(self.folder, self._config)
         self.eos_token_ids = self._eos_token_ids()
         self.bos_token_id = self._bos_token_id()
 
@@ -54,19 +56,22 @@ class Tokenizer:
         """The number of tokens, added ones included. A model's embedding is often padded beyond it."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`, after the token that begins a text if the model was trained with one.
 
         `add_bos_token` in `tokenizer_config.json` decides, and where it does not say, `tokenizer.json` does.
+        A text that begins with this token itself gets no other.
+
+        Args:
+            add_special_tokens: False: the ids of the text alone.
 
         Raises:
             UserError: `text` is not valid Unicode.
         """
-        add_bos = self._config.get("add_bos_token")
-        ids = self._encode(text, add_special_tokens=add_bos is not False)
-        if add_bos and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
-            ids.insert(0, self.bos_token_id)
-        return ids
+        if not add_special_tokens:
+            return self._encode(text, add_special_tokens=False)
+        ids = self._encode(text, add_special_tokens=self._config.get("add_bos_token") is not False)
+        return ids[1:] if self._adds_bos and ids[:2] == [self.bos_token_id] * 2 else self._begun(ids)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`; invalid UTF-8 becomes U+FFFD, and an id outside the vocabulary nothing."""
@@ -79,13 +84,21 @@ class Tokenizer:
         return text
 
     def chat(
-        self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        *,
+        continue_final_message: bool = False,
+        add_special_tokens: bool = False,
+        **variables: Any,
     ) -> list[int]:
         """The ids of a conversation in the form the model was trained on.
 
         Args:
             messages: dictionaries with `role` and `content`.
             add_generation_prompt: whether to end with the words that open the assistant's turn.
+            continue_final_message: end within the last turn, behind its content, so that the model goes on.
+            add_special_tokens: begin as `encode` does, where the template does not.
             variables: passed on to the template, such as `tools` or `enable_thinking=False`.
 
         Raises:
@@ -93,14 +106,32 @@ class Tokenizer:
         """
         template, guard = self.tool_template if variables.get("tools") else self.chat_template, self._guard
         conversation = template.conversation(messages)
-        guarded = guard.hide([conversation, variables])
-        if guarded == [conversation, variables]:
-            text = template.render(conversation, add_generation_prompt=add_generation_prompt, **variables)
-            return self._encode(text, add_special_tokens=False)  # the template has written them out
-        conversation, variables = guarded
-        text = template.render(conversation, add_generation_prompt=add_generation_prompt, **variables)
-        with _named("the conversation"):
-            return guard.encode(_unicode(text))
+        guarded, variables = guard.hide([conversation, plain := variables])
+        text = template.render(
+            guarded,
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            continue_final_message=continue_final_message,
+            **variables,
+        )
+        if (guarded, variables) == (conversation, plain):
+            ids = self._encode(text, add_special_tokens=False)  # the template has written them out
+        else:
+            with _named("the conversation"):
+                ids = guard.encode(_unicode(text))
+        return self._begun(ids) if add_special_tokens else ids
+
+    def _begun(self, ids: list[int]) -> list[int]:
+        """`ids` after the token that begins a text, if there is one and they do not begin with it."""
+        bos = self.bos_token_id
+        begins = bos is not None and (self._adds_bos or bool(self._config.get("add_bos_token")))
+        return [bos, *ids] if begins and ids[:1] != [bos] else ids  # type: ignore[list-item]
+
+    @cached_property
+    def _adds_bos(self) -> bool:
+        """Whether `tokenizer.json` puts the token that begins a text before every text."""
+        if self.bos_token_id is None or self._config.get("add_bos_token") is False:
+            return False
+        return self._encode("", add_special_tokens=True)[:1] == [self.bos_token_id]
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -138,37 +169,36 @@ class Tokenizer:
             raise UserError(
                 f"the model in {self.folder} has no chat template: give it plain text to continue"
             )
-        special = {key: _content(value) for key, value in self._config.items() if key.endswith("_token")}
-        return ChatTemplate(source, {key: value for key, value in special.items() if value is not None})
+        contents = {name: _content(token) for name, token in self._special_tokens.items()}
+        return ChatTemplate(source, {name: each for name, each in contents.items() if isinstance(each, str)})
 
     @cached_property
     def _chat_templates(self) -> dict[str, Any]:
-        """By name; one that is alone is `default`."""
-        path = self.folder / "chat_template.jinja"
-        if path.is_file():
-            if path.stat().st_size > 4 * SOURCE_CHARACTERS:  # before reading what may be gigabytes
-                raise UserError(f"{path} has {path.stat().st_size:,} bytes, too many for a chat template")
-            try:
-                return {"default": path.read_text(encoding="utf-8")}
-            except (ValueError, OSError) as error:
-                raise UserError(f"{path} cannot be read as UTF-8 ({error})") from None
+        """By name; one that is alone is `default`. Files of templates come before those in configurations."""
         source = self._config.get("chat_template")
         if source is None:
             source = _read_json(self.folder / "chat_template.json").get("chat_template")
+        found = {"default": source}
         if isinstance(source, list):  # several by name, of which `default` is for conversations without tools
             entries = [entry for entry in source if isinstance(entry, dict)]
-            return {str(entry.get("name")): entry.get("template") for entry in entries}
-        return {"default": source}
+            found = {str(entry.get("name")): entry.get("template") for entry in entries}
+        for path in sorted(self.folder.glob("additional_chat_templates/*.jinja")):
+            found[path.stem] = _read_template(path)
+        if (path := self.folder / "chat_template.jinja").is_file():
+            found["default"] = _read_template(path)
+        return found
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         with _named("the text"):
             return ids_of(self.backend, _unicode(text), add_special_tokens=add_special_tokens)
 
     def _special(self, name: str) -> str | None:
-        """The text of a special token, if `tokenizer_config.json` names it."""
-        token = _content(self._config.get(name))
+        """The text of a special token, if a file names it."""
+        token = _content(self._special_tokens.get(name))
         if token is not None and not isinstance(token, str):
-            found = f"{name} of {self.folder / 'tokenizer_config.json'} is {shown(self._config[name])}"
+            found = (
+                f"{name} of {self.folder / 'tokenizer_config.json'} is {shown(self._special_tokens[name])}"
+            )
             raise UserError(f"{found}, but must be a string, or an object with a content")
         return token
 
@@ -176,23 +206,51 @@ class Tokenizer:
         return _read_json(self.folder / "config.json").get(field)
 
     def _eos_token_ids(self) -> tuple[int, ...]:
+        """Those of the model's files, and the tokenizer's own: either may name the one that ends a turn."""
+        ids: list[int] = []
         for name in ("generation_config.json", "config.json"):
             found = _read_json(self.folder / name).get("eos_token_id")
             if found is not None:
                 several = found if isinstance(found, list) else [found]
-                return tuple(
-                    integer(f"eos_token_id of {self.folder / name}", index, low=0) for index in several
-                )
+                ids = [integer(f"eos_token_id of {self.folder / name}", index, low=0) for index in several]
+                break
         token = self._special("eos_token")
         index = None if token is None else self.backend.token_to_id(token)
-        return () if index is None else (index,)
+        return tuple(dict.fromkeys(ids if index is None else [*ids, index]))
 
     def _bos_token_id(self) -> int | None:
-        if "bos_token" in self._config:
+        if "bos_token" in self._special_tokens:
             token = self._special("bos_token")
             return None if token is None else self.backend.token_to_id(token)
         found = self._model_config("bos_token_id")
         return found if isinstance(found, int) else None
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _Added(msgspec.Struct):
+    """The part of `tokenizer.json` that takes no second to read."""
+
+    added_tokens: list[_AddedToken] = []
+
+
+def eos_of_tokenizer(folder: Path) -> int | None:
+    """The token that ends a text by the tokenizer's files, which need not be the one that the model's name.
+
+    All of `tokenizer.json` is loaded only where the token is none of those added to the vocabulary.
+    """
+    token = _content(_named_tokens(folder, _read_json(folder / "tokenizer_config.json")).get("eos_token"))
+    path = folder / "tokenizer.json"
+    if not isinstance(token, str) or not path.is_file():
+        return None
+    with suppress(msgspec.MsgspecError):  # loading it below says what is wrong
+        for added in msgspec.json.decode(path.read_bytes(), type=_Added).added_tokens:
+            if added.content == token:
+                return added.id
+    return Tokenizer(folder).backend.token_to_id(token)
 
 
 @contextmanager
@@ -232,6 +290,28 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (ValueError, OSError, RecursionError) as error:  # not UTF-8 is a ValueError, too
         raise UserError(f"{path} is not valid JSON ({error})") from None
     return content if isinstance(content, dict) else {}
+
+
+def _named_tokens(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Special tokens by name: `bos_token`, `eos_token`, and names of the model's own.
+
+    `special_tokens_map.json` is read as `transformers` does: it is older than `added_tokens_decoder`, and
+    where a configuration has that, the file only adds to it.
+    """
+    found = _read_json(folder / "special_tokens_map.json")
+    own = {name: token for name, token in config.items() if name.endswith("_token")}
+    found = found | own if "added_tokens_decoder" in config else own | found
+    more = config.get("extra_special_tokens")
+    return more | found if isinstance(more, dict) else found
+
+
+def _read_template(path: Path) -> str:
+    if path.stat().st_size > 4 * SOURCE_CHARACTERS:  # before reading what may be gigabytes
+        raise UserError(f"{path} has {path.stat().st_size:,} bytes, too many for a chat template")
+    try:
+        return path.read_text(encoding="utf-8")
+    except (ValueError, OSError) as error:
+        raise UserError(f"{path} cannot be read as UTF-8 ({error})") from None
 
 
 def _content(token: Any) -> Any:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import resource
+import os
+import re
+import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jinja2
+import psutil
 import pytest
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from common.errors import UserError
 from common.text.chat_template import ChatTemplate
-from common.text.template_sandbox import OUTPUT_CHARACTERS, SOURCE_CHARACTERS
+from common.text.template_sandbox import MEMORY_BYTES, OUTPUT_CHARACTERS, SECONDS, SOURCE_CHARACTERS
 
 USER = {"role": "user", "content": "hello"}
 DOUBLED = "{% set ns = namespace(a='x') %}{% for i in range(60) %}"
@@ -40,7 +44,10 @@ BOUNDED = {
     "long text": "{{ 'x' * 10**12 }}",
     "long text twice": "{{ ('x' * 10**7) * 10**7 }}",
     "long list": "{{ [1] * 10**12 }}",
-    "power": "{{ 9**(9**9) }}",
+    "power": "{{ (messages | length + 8)**(9**9) }}",
+    "width by filter": "{{ messages | length | string | center(10**12) }}",
+    "batches": "{{ [messages] | batch(10**9, 'x') | list }}",
+    "sums": LONG + "{{ range(99999) | map('string') | map('replace', '1', long) | sum(start='') }}",
     "power of powers": "{% set ns = namespace(n=9) %}{% for i in range(100) %}{% set ns.n = ns.n * ns.n %}{% endfor %}",
     "hex digits": LONG + "{{ ('f' * 400000) | int(base=16) // 3 }}",
     "macro": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
@@ -71,28 +78,26 @@ BOUNDED = {
     "nested tuples as a key": TUPLES + "{{ {ns.a: 1} }}",
     "nested tuples looked up": TUPLES + "{{ {}[ns.a] }}",
     "nested tuples in get": TUPLES + "{{ {}.get(ns.a) }}",
-    "nested tuples unique": TUPLES + "{{ [ns.a] | unique }}",
+    "nested tuples unique": TUPLES + "{{ [ns.a] | unique | list }}",
     "nested tuples in dict": TUPLES + "{{ dict([[ns.a, 1]]) }}",
     "deep": "{% set ns = namespace(a=[]) %}{% for i in range(9999) %}{% set ns.a = [ns.a] %}{% endfor %}{{ ns.a }}",
     "replace of nothing": LONG + "{{ long.replace('', long) }}",
     "replace by long": LONG + "{{ long | replace('x', long) }}",
     "join": LONG + "{{ long.join(long) }}",
     "join filter": LONG + "{{ long | join(long) }}",
-    "indent": LONG + "{{ ('\n' * 100000) | indent(10**6) }}",
+    "indent": LONG + "{{ ('\n' * 100000) | indent(10**6, blank=true) }}",
     "indent of JSON": "{{ messages | tojson(indent=10**9) }}",
     "width by format": "{{ '{:1000000000}'.format(1) }}",
     "width by nested format": "{{ '{:{}}'.format(1, 10**9) }}",
     "width by %": "{{ '%1000000000d' % 1 }}",
     "width by star": "{{ '%*d' % (1000000000, 1) }}",
     "digits by %": "{{ '%.100000000f' % 1 }}",
-    "strip": LONG + "{% set t = ('y' * 4000000).strip(long) %}" * 1,
     "slices": LONG + "{% for i in range(100000) %}{% set t = long[1:] %}{% endfor %}",
     "searches": LONG + "{% for i in range(100000) %}{% set t = 'y' in long %}{% endfor %}",
     "attributes": "{% for i in range(99999) %}{% set t = range(99999) | map(attribute='a.a.a.a') | list %}{% endfor %}",
     "namespaces": "{% set ns = namespace(a=1) %}{% for i in range(60) %}{% set n2 = namespace(a=[ns, ns]) %}{% set ns.b = n2 %}"
     "{% endfor %}{% for i in range(10**5) %}{% for j in range(10**5) %}{% set t = ns ~ n2 %}{% endfor %}{% endfor %}",
     "output": "{% for i in range(100000) %}" + "x" * 5000 + "{% endfor %}",
-    "date": "{{ strftime_now('%c' * 100000) }}",
 }
 INVALID = {
     "syntax": "{% if %}",
@@ -103,24 +108,22 @@ INVALID = {
     "loops": "{% for i in a %}" * 30 + "{% endfor %}" * 30,
     "long sum": "{{ " + "+".join(["a"] * 20_000) + " }}",
     "size": "x" * (SOURCE_CHARACTERS + 1),
-    "filter": "{{ 'x' | center(1000000000000) }}",
-    "test": "{{ '%1000000000d' is divisibleby(2) }}",
-    "lipsum filter": "{{ 'a' | wordwrap }}",
-    "escaping": "{% autoescape true %}{% endautoescape %}",
+    "constant": "{{ 9**(9**9) }}",
+    "filter": "{{ 'x' | center_of_attention }}",
+    "test": "{{ 'x' is divisible }}",
 }
 
 
 def attempt(source: str) -> str:
-    """The one sentence with which a template fails, within seconds of this thread and some memory."""
-    start, before = time.thread_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    """The one sentence with which a template fails, soon and without memory of this process."""
+    start, before = time.perf_counter(), psutil.Process().memory_info().rss
     with pytest.raises(UserError) as caught:
         template = ChatTemplate(source, {})
         template.render(template.conversation([USER]), add_generation_prompt=True)
-    seconds, most = time.thread_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     message = str(caught.value)
     assert "\n" not in message and len(message) < 700, message
-    assert seconds < 10, f"{seconds:.1f} s"
-    assert most - before < 400_000, f"{(most - before) / 1e3:.0f} MB"
+    assert time.perf_counter() - start < 10 * SECONDS
+    assert psutil.Process().memory_info().rss - before < MEMORY_BYTES / 10
     return message
 
 
@@ -134,7 +137,8 @@ def test_a_template_that_fails_says_why(name: str) -> None:
 @pytest.mark.slow
 def test_no_template_runs_long_or_takes_much_memory(name: str) -> None:
     message = attempt(BOUNDED[name])
-    assert "does not take these messages" in message
+    assert "chat template" in message
+    assert ChatTemplate("{{ messages | length }}", {}).render([USER], add_generation_prompt=True) == "1"
 
 
 @pytest.mark.parametrize("name", INVALID)
@@ -153,9 +157,32 @@ def test_output_has_a_limit() -> None:
 
 
 def test_a_budget_is_each_renderings_own() -> None:
-    template = ChatTemplate("{% for i in range(99999) %}{% endfor %}ok", {})
-    for _ in range(20):
+    template = ChatTemplate(
+        "{% for i in range(99999) %}{% for j in range(20) %}{% endfor %}{% endfor %}ok", {}
+    )
+    begun = time.perf_counter()
+    while time.perf_counter() - begun < 1.5 * SECONDS:
         assert template.render([USER], add_generation_prompt=True) == "ok"
+
+
+def test_threads_render_at_the_same_time_and_get_their_own_texts() -> None:
+    template = ChatTemplate("{% for i in range(9999) %}{% endfor %}{{ messages[0].content }}", {})
+
+    def rendered(number: int) -> str:
+        message = {"role": "user", "content": str(number)}
+        return template.render([message], add_generation_prompt=True)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(rendered, range(100))) == [str(number) for number in range(100)]
+
+
+def test_a_process_that_was_killed_is_replaced() -> None:
+    template = ChatTemplate("{{ messages | length }}", {})
+    for child in psutil.Process().children():
+        if any("template_sandbox" in word for word in child.cmdline()):
+            os.kill(child.pid, signal.SIGKILL)
+            psutil.wait_procs([child], timeout=5)
+    assert template.render([USER], add_generation_prompt=True) == "1"
 
 
 def test_a_thousand_messages_fit_into_the_budget() -> None:
@@ -186,16 +213,32 @@ PLAIN = [
     "{% filter upper %}a{{ messages[0].role }}{% endfilter %}{{ (1, 2) }}{{ 'abc'[::-1] }}{{ 1 < 2 <= 3 }}{{ 'a' in 'abc' }}",
     "{{ messages[0].get('content', 'no') }}{{ messages[0]['missing'] is defined }}{{ '<&>' | safe }}{{ 'b' is in ['a'] }}",
     "{% for t in [[1, [2]], [3]] recursive %}{{ loop(t) if t is sequence else t }}{% endfor %}{{ 3.7 | int }}{{ '4' | int + 1 }}",
+    "{{ 2.567 | round(1) }}{{ '%s-%s' | format('a', 1) }}{{ [1, 2] | sum }}{{ '<b>' | e }}{{ 'a b c' | wordcount }}",
+    "{{ [1, 2, 3] | batch(2, 0) | list }}{{ [1, 2, 3] | slice(2) | list }}{{ 'a long text' | truncate(6, true) }}",
+    "{% for role, group in messages | groupby('role') %}{{ role }}:{{ group | length }}{% endfor %}{{ 9 is divisibleby 3 }}",
+    "{{ 'a'.center(5) }}{{ 'a' | center(5) }}{{ [7] | random }}{{ 'a,b' | wordwrap(2) }}{{ {'a': 1} | xmlattr }}",
+    "{{ 'a\nb' | indent }}{{ [1] | pprint }}{{ 1024 | filesizeformat }}{{ '<a>x</a>' | striptags }}{{ 'a b' | urlencode }}",
+    "{% generation %}{{ messages[1] | tojson(indent=2) }}{% endgeneration %}{{ 'é' | tojson }}",
     "{{ {'b': 1, 'a': [true, none]} | dictsort }}{{ joiner(',')() }}{{ [1, 1, 2] | unique | list }}{{ [1, 2] + [3] }}",
 ]
 
 
 @pytest.mark.parametrize("source", PLAIN)
-def test_the_limits_change_nothing_that_is_written(source: str) -> None:
+def test_what_is_written_is_what_transformers_writes(source: str) -> None:
     messages = [{"role": "system", "content": " be brief"}, {"role": "user", "content": "hi\nyou"}]
-    plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(source)
-    expected = plain.render(messages=messages, add_generation_prompt=True)
+    (expected,), _ = render_jinja_template([messages], chat_template=source, add_generation_prompt=True)
     assert ChatTemplate(source, {}).render(messages, add_generation_prompt=True) == expected
+
+
+@pytest.mark.parametrize("kind", ["filters", "tests"])
+def test_all_of_jinja_is_there(kind: str) -> None:
+    """A process that may open no file has read beforehand what its filters and tests import."""
+    for name in sorted(getattr(jinja2.Environment(), kind)):
+        source = f"{{{{ 'a' | {name} }}}}" if kind == "filters" else f"{{{{ 'a' is {name} }}}}"
+        try:
+            ChatTemplate(source, {}).render([USER], add_generation_prompt=True)
+        except UserError as error:
+            assert not re.search("open files|No (filter|test) named", str(error)), name
 
 
 # Messages.
@@ -219,7 +262,9 @@ def test_the_limits_change_nothing_that_is_written(source: str) -> None:
             r"content\[0\].type is 'image_url', but must be 'text'",
         ),
         ([{**USER, "content": [{"type": "text"}]}], r"content\[0\].text is None, but must be a string"),
-        ([USER, {**USER, "colour": "red"}], r"messages\[1\] has 'colour', but may have role, content"),
+        ([USER, {**USER, "audio": {"id": "a"}}], r"messages\[1\] has 'audio', but this model takes texts"),
+        ([USER, {**USER, "images": ["x"]}], r"messages\[1\] has 'images', but this model takes texts"),
+        ([{**USER, "content": [{"type": "input_audio"}]}], r"content\[0\].type is 'input_audio'"),
         ([{**USER, "tool_calls": "x"}], r"messages\[0\].tool_calls is 'x', but must be a list"),
     ],
 )
@@ -228,10 +273,86 @@ def test_a_bad_message_is_named(messages, reason: str) -> None:
         ChatTemplate("", {}).conversation(messages)
 
 
-def test_parts_of_text_are_joined() -> None:
-    parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
+PARTS = {"role": "user", "content": [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]}
+READS_PARTS = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+def test_parts_of_text_are_written_by_a_template_that_reads_them() -> None:
+    template = ChatTemplate(READS_PARTS, {})
+    (expected,), _ = render_jinja_template([[PARTS]], chat_template=READS_PARTS)
+    assert template.render(template.conversation([PARTS]), add_generation_prompt=False) == expected == "a b"
+
+
+def test_parts_of_text_are_lines_for_a_template_that_takes_texts() -> None:
     template = ChatTemplate("{{ messages[0].content }}", {})
-    assert template.conversation([{"role": "user", "content": parts}]) == [{"role": "user", "content": "a b"}]
+    assert template.conversation([PARTS]) == [{"role": "user", "content": "a \nb"}]
+
+
+ASSISTANT = {"role": "assistant", "content": "yes"}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {**ASSISTANT, "refusal": None, "reasoning": None, "annotations": [], "audio": None},
+        {**ASSISTANT, "function_call": None, "tool_calls": [], "provider_specific_fields": {}},
+        {**ASSISTANT, "id": "msg_1", "weight": 0, "cache_control": {"type": "ephemeral"}, "parsed": {"a": 1}},
+        {**ASSISTANT, "reasoning": "thought", "reasoning_details": [{"text": "thought"}]},
+        {"role": "assistant", "content": None, "refusal": "yes"},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "yes"}]},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "yes", "annotations": []}]},
+    ],
+    ids=str,
+)
+def test_what_other_servers_and_clients_write_changes_nothing(message) -> None:
+    assert ChatTemplate("{{ messages }}", {}).conversation([message]) == [ASSISTANT]
+
+
+@pytest.mark.parametrize("message", [{"content": None, "tool_calls": []}, {"content": None}, {}], ids=str)
+def test_an_assistant_may_have_said_nothing(message) -> None:
+    silent = {"role": "assistant", "content": ""}
+    assert ChatTemplate("", {}).conversation([{"role": "assistant", **message}]) == [silent]
+
+
+def test_what_is_ignored_is_told() -> None:
+    template = ChatTemplate("{{ messages[0].mood }}", {})
+    message = {**ASSISTANT, "mood": "glad", "weight": 1, "id": None, "reasoning": "thought"}
+    part = {"type": "text", "text": "a", "cache_control": {}}
+    assert template.ignored([message, {"role": "user", "content": [part]}]) == {"weight", "cache_control"}
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_reaches_the_template_under_its_name(field: str) -> None:
+    template = ChatTemplate("{{ messages[0].reasoning_content }}{{ messages[0].thinking }}", {})
+    conversation = template.conversation([{**ASSISTANT, field: "hm "}])
+    assert template.render(conversation, add_generation_prompt=False) == "hm hm "
+
+
+@pytest.mark.parametrize("filtered", ["m.content", "m.content | trim"])
+@pytest.mark.parametrize(
+    "last", ["The answer", "The answer: ", "", [{"type": "text", "text": "The "}]], ids=str
+)
+def test_a_final_message_is_continued_as_transformers_does(filtered: str, last) -> None:
+    source = f"{{% for m in messages %}}<{{{{ m.role }}}}>{{{{ {filtered} }}}}<end>{{% endfor %}}"
+    template = ChatTemplate(source, {})
+    messages = [USER, {"role": "assistant", "content": last}]
+    text = last if isinstance(last, str) else last[0]["text"]
+    plain = [USER, {"role": "assistant", "content": text}]
+    (expected,), _ = render_jinja_template([plain], chat_template=source, continue_final_message=True)
+    conversation = template.conversation(messages)
+    found = template.render(conversation, add_generation_prompt=False, continue_final_message=True)
+    assert found == expected
+
+
+def test_a_final_message_that_is_not_written_cannot_be_continued() -> None:
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    with pytest.raises(
+        UserError, match="continue_final_message is set, but the chat template does not write"
+    ):
+        template.render([USER, ASSISTANT], add_generation_prompt=False, continue_final_message=True)
 
 
 def test_a_message_may_have_what_the_template_names() -> None:
@@ -240,13 +361,3 @@ def test_a_message_may_have_what_the_template_names() -> None:
     assert template.render(template.conversation([message]), add_generation_prompt=True) == "gladred"
     calls = {"role": "assistant", "content": None, "tool_calls": [{}]}
     assert template.conversation([calls]) == [calls]
-
-
-def test_jinja_still_has_what_the_sandbox_relies_on() -> None:
-    """`finalize` sees every expression; a template's own names cannot spell the budget's."""
-    seen = []
-    environment = jinja2.Environment(finalize=lambda value: seen.append(value) or value)
-    environment.from_string("{{ a }}{% set b %}{{ a }}{% endset %}").render(a=1)
-    assert seen == [1, 1]
-    with pytest.raises(jinja2.TemplateSyntaxError):
-        jinja2.Environment().from_string("{{ x | ' spend' }}")

@@ -445,13 +445,21 @@ def test_hub_models_are_fetched_without_other_formats(tmp_path, monkeypatch):
         "a.safetensors.index.json",
         "tokenizer.json",
         "tokenizer.model",
-        "chat.jinja",
+        "chat_template.jinja",
+        "additional_chat_templates/tool_use.jinja",
     ]
-    files += ["pytorch_model.bin", "original/model.safetensors", "onnx/config.json", "README.md"]
+    files += [
+        "onnx/chat_template.jinja",
+        "onnx/tokenizer.model",
+        "pytorch_model.bin",
+        "original/model.safetensors",
+        "onnx/config.json",
+        "README.md",
+    ]
     kept = huggingface_hub.utils.filter_repo_objects(
         files, allow_patterns=asked["allow_patterns"], ignore_patterns=asked["ignore_patterns"]
     )
-    assert list(kept) == files[:5] and asked["name"] == "Qwen/Qwen3-0.6B"
+    assert list(kept) == files[:6] and asked["name"] == "Qwen/Qwen3-0.6B"
 
 
 RESPONSE = SimpleNamespace(headers={}, request=None, status_code=404, text="")

@@ -18,8 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 from common.errors import UserError
 from common.sampling import ops
+from common.sampling.ops import NAN_TOKEN
 from common.sampling.params import MAX_BIASED_TOKENS, MAX_STOP_TOKEN_IDS, SamplingParams
-from common.sampling.sampler import Feature, Plan, Sampled, Sampler
+from common.sampling.sampler import Allowed, Feature, Plan, Sampled, Sampler
 
 Floats = NDArray[np.float64]
 
@@ -788,11 +789,33 @@ def test_bad_logits_give_a_token_and_harm_no_neighbour(
     sampler = sampler_for([{"params": params}] * 3, 500)
     good = choose(sampler, logits, range(3)).tokens
     bad(logits[1])
-    tokens = choose(sampler, logits, range(3)).tokens
+    sampled = choose(sampler, logits, range(3))
+    tokens = sampled.tokens
     assert tokens[[0, 2]].tolist() == good[[0, 2]].tolist()
-    assert 0 <= int(tokens[1]) < 500
+    assert 0 <= int(tokens[1]) < 500, "the device goes on with a token"
+    told = [token for token, _ in sampled.to_host().get()]
+    assert told == [int(good[0]), NAN_TOKEN if logits[1].isnan().any() else int(tokens[1]), int(good[2])]
     if math.isinf(float(logits[1, 7])) and math.isfinite(float(logits[1, 8])):
         assert int(tokens[1]) == 7
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"logit_bias": {3: 5.0}}, {"repetition_penalty": 1.2}, {"logprobs": 2}], ids=str
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_nan_is_told_where_it_may_be_chosen(settings: dict[str, Any], temperature: float) -> None:
+    logits = torch.randn(3, 64, generator=torch.Generator().manual_seed(2))
+    logits[1, 40], logits[2, 7] = math.nan, math.nan
+    sampler = sampler_for([{"params": SamplingParams(temperature=temperature, seed=1, **settings)}] * 3, 64)
+    words = torch.tensor(
+        [[-1, -1], [-1, -1], [~(1 << 7), 0]], dtype=torch.int32
+    )  # not token 7, nor from 32 on
+    rows = torch.arange(3)
+    for allowed in (words, Allowed(words, rows)):
+        given = logits.clone()  # masked in place
+        sampled = sampler.sample(given, rows, range(3), torch.zeros(3, dtype=torch.int64), allowed=allowed)
+        first, second, third = [token for token, _ in sampled.to_host().get()]
+        assert second == NAN_TOKEN and 0 <= first < 64 and 0 <= third < 32
 
 
 def test_minus_infinity_is_never_drawn() -> None:
@@ -829,6 +852,10 @@ EVERYTHING = SamplingParams(
     logit_bias={5: 1.0},
     logprobs=3,
 )
+
+
+REPORT = ["unsqueeze", "gather", "squeeze", "isnan", "masked_fill"]
+"""What it costs to know of NaN: `[B]` numbers, read where the tokens are."""
 
 
 class Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -873,7 +900,7 @@ def operations(params: Sequence[SamplingParams], vocab_size: int = 64) -> tuple[
 
 def test_a_greedy_batch_costs_one_argmax() -> None:
     names, plan = operations([SamplingParams()] * 5)
-    assert names == ["argmax"]
+    assert names == ["argmax", *REPORT]
     assert plan == Plan(Feature(0), (), None)
 
 
@@ -935,7 +962,7 @@ def test_settings_of_greedy_requests_cost_nothing() -> None:
     names, _ = operations(
         [SamplingParams(top_p=0.5, top_k=5, min_p=0.1), SamplingParams(temperature=1.0, top_k=1)]
     )
-    assert names == ["argmax"]
+    assert names == ["argmax", *REPORT]
 
 
 @pytest.mark.parametrize(

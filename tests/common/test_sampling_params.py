@@ -54,9 +54,9 @@ NAN, INF = float("nan"), float("inf")
         ("temperature", None, "number"),
         ("top_k", -2, "between -1 and 2147483647"),
         ("top_k", 2.5, "integer"),
-        ("top_p", 0.0, "above 0 and at most 1"),
-        ("top_p", 1.01, "above 0 and at most 1"),
-        ("top_p", NAN, "above 0 and at most 1"),
+        ("top_p", -0.01, "between 0 and 1"),
+        ("top_p", 1.01, "between 0 and 1"),
+        ("top_p", NAN, "between 0 and 1"),
         ("min_p", -0.01, "between 0 and 1"),
         ("min_p", 1.01, "between 0 and 1"),
         ("repetition_penalty", 0.0, "between 0.01 and 100"),
@@ -67,7 +67,6 @@ NAN, INF = float("nan"), float("inf")
         ("frequency_penalty", INF, "between -2 and 2"),
         ("seed", 1.5, "integer"),
         ("seed", False, "integer"),
-        ("seed", 1 << 64, "between"),
         ("stop", ("a", ""), "at least 1 character"),
         ("stop", "", "at least 1 character"),
         ("stop", ("a", 3), "only strings"),
@@ -106,10 +105,8 @@ def test_refusals_name_field_value_and_limit(field: str, value: Any, limit: str)
         {"temperature": 0},
         {"temperature": 100},
         {"top_p": 1},
-        {"top_p": 1e-9},
+        {"top_p": 0},
         {"min_p": 1},
-        {"seed": -(1 << 63)},
-        {"seed": (1 << 64) - 1},
         {"logprobs": 0},
         {"logprobs": 20},
         {"min_tokens": 128},
@@ -165,6 +162,9 @@ def test_defaults_are_greedy_and_switch_everything_off() -> None:
     assert params == SamplingParams(top_k=-1)  # -1 and 0 both mean: keep all
     assert SamplingParams(temperature=GREEDY_BELOW / 2).greedy
     assert not SamplingParams(temperature=GREEDY_BELOW).greedy
+    for alone in ({"top_p": 0}, {"top_k": 1}):
+        assert SamplingParams(temperature=1.0, **alone).greedy  # type: ignore[arg-type]
+    assert not SamplingParams(temperature=1.0, top_p=1e-9).greedy
 
 
 @pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
@@ -194,6 +194,13 @@ def test_is_a_value() -> None:
     assert pickle.loads(pickle.dumps(params)) == params
     with pytest.raises(AttributeError):
         params.seed = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "seed", [0, 5, -1, -(1 << 63), (1 << 64) - 1, 1 << 64, (1 << 70) + 5, -(1 << 90) - 1]
+)
+def test_a_seed_is_its_lowest_64_bits(seed: int) -> None:
+    assert SamplingParams(seed=seed).seed_of(0) == seed & ((1 << 64) - 1)
 
 
 def test_the_samples_of_a_prompt_have_different_seeds() -> None:

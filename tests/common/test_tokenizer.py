@@ -100,18 +100,95 @@ def test_bos_follows_the_files(folder):
     assert (Tokenizer(folder).encode("ab")[0] == tokenizer.bos_token_id) == gemma
 
 
-def test_eos_ids_come_from_the_first_file_that_names_them(llama_folder):
+def test_eos_ids_are_those_of_the_model_and_the_tokenizers_own(llama_folder):
+    change(llama_folder / "tokenizer_config.json", eos_token={"content": "<|im_end|>"})  # token 2
     change(llama_folder / "generation_config.json", eos_token_id=[2, 0])
-    assert Tokenizer(llama_folder).eos_token_ids == (2, 0)
-    change(llama_folder / "generation_config.json", eos_token_id=None)
     change(llama_folder / "config.json", eos_token_id=1)
-    assert Tokenizer(llama_folder).eos_token_ids == (1,)
-    (llama_folder / "generation_config.json").unlink()
-    change(llama_folder / "config.json", eos_token_id=None)
-    change(llama_folder / "tokenizer_config.json", eos_token={"content": "<|im_end|>"})
+    ids = {}
+    for name in ("generation_config.json", "config.json"):
+        ids[name] = Tokenizer(llama_folder).eos_token_ids
+        assert set(ModelConfig.from_folder(llama_folder).eos_token_ids) == set(ids[name])
+        change(llama_folder / name, eos_token_id=None)
+    assert ids == {"generation_config.json": (2, 0), "config.json": (1, 2)}
     assert Tokenizer(llama_folder).eos_token_ids == (2,)
     change(llama_folder / "tokenizer_config.json", eos_token=None)
     assert Tokenizer(llama_folder).eos_token_ids == ()
+
+
+@pytest.mark.parametrize("decoder", [True, False], ids=["new config", "old config"])
+def test_special_tokens_of_all_files_reach_the_template(llama_folder, decoder):
+    """Which of two names counts depends on the version of the files, as in `transformers`."""
+    special = json.loads((llama_folder / "tokenizer.json").read_text())["added_tokens"]
+    known = (
+        {"added_tokens_decoder": {str(each.pop("id")): each for each in map(dict, special)}}
+        if decoder
+        else {}
+    )
+    change(
+        llama_folder / "tokenizer_config.json",
+        bos_token=...,
+        eos_token="<|im_end|>",
+        extra_special_tokens={"image_token": "<|im_start|>"},
+        chat_template="{{ bos_token }}/{{ eos_token }}/{{ image_token }}",
+        **known,
+    )
+    names = {"bos_token": {"content": "<|im_start|>", "lstrip": False}, "eos_token": "<|endoftext|>"}
+    (llama_folder / "special_tokens_map.json").write_text(json.dumps(names))
+    tokenizer = Tokenizer(llama_folder)
+    found = tokenizer.chat_template.render([{"role": "user", "content": "a"}], add_generation_prompt=False)
+    assert found.split("/") == ["<|im_start|>", "<|im_end|>" if decoder else "<|endoftext|>", "<|im_start|>"]
+    assert tokenizer.backend.token_to_id("<|im_start|>") == tokenizer.bos_token_id
+    if not decoder:
+        theirs = transformers.AutoTokenizer.from_pretrained(llama_folder)
+        assert found == theirs.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+
+
+def test_templates_by_name_may_be_files_of_their_own(llama_folder):
+    """So `transformers` 5 writes them."""
+    change(llama_folder / "tokenizer_config.json", chat_template="plain")
+    (llama_folder / "additional_chat_templates").mkdir()
+    (llama_folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools | length }} tools")
+    for default in ("plain", "a file"):
+        tokenizer = Tokenizer(llama_folder)
+        assert tokenizer.chat_template.source == default
+        assert tokenizer.tool_template.source == "{{ tools | length }} tools"
+        (llama_folder / "chat_template.jinja").write_text("a file")
+
+
+def test_a_prompt_that_begins_a_text_itself_is_not_begun_twice(folder):
+    tokenizer = Tokenizer(folder)
+    bos = tokenizer.bos_token_id
+    change(folder / "tokenizer_config.json", add_bos_token=True)
+    for tokenizer in (tokenizer, Tokenizer(folder)):  # noqa: B020
+        begin = tokenizer.backend.id_to_token(bos)
+        plain = tokenizer.encode("ab", add_special_tokens=False)
+        assert bos not in plain
+        for times in (1, 2, 3):  # those that the prompt has stay as many
+            assert tokenizer.encode(begin * times + "ab") == [bos] * times + plain
+            assert tokenizer.encode(begin * times + "ab", add_special_tokens=False) == [bos] * times + plain
+
+
+def test_a_chat_gets_special_tokens_once(folder):
+    change(folder / "tokenizer_config.json", add_bos_token=True)
+    tokenizer = Tokenizer(folder)
+    begin = tokenizer.backend.id_to_token(tokenizer.bos_token_id)
+    for template, count in (("{{ messages[0].content }}", 0), (begin + "{{ messages[0].content }}", 1)):
+        change(folder / "tokenizer_config.json", chat_template=template)
+        tokenizer = Tokenizer(folder)
+        for text in ("ab", begin):  # a user's is ordinary text
+            messages = [{"role": "user", "content": text}]
+            plain, more = (tokenizer.chat(messages, add_special_tokens=more) for more in (False, True))
+            assert plain.count(tokenizer.bos_token_id) == count
+            assert more == ([] if count else [tokenizer.bos_token_id]) + plain
+
+
+def test_a_chat_may_go_on_within_its_last_message(llama_folder):
+    tokenizer = Tokenizer(llama_folder)
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "The <|im_end|> answer"}]
+    whole, cut = tokenizer.chat(messages, False), tokenizer.chat(messages, continue_final_message=True)
+    assert whole[: len(cut)] == cut
+    assert tokenizer.decode(cut, skip_special_tokens=False).endswith("The <|im_end|> answer")
+    assert tokenizer.eos_token_ids[0] in whole[len(cut) :]
 
 
 def test_the_engine_knows_an_end_that_only_the_tokenizer_names(llama_folder):

@@ -324,9 +324,23 @@ def test_what_can_never_fit_is_rejected_at_once(model: Model) -> None:
     with pytest.raises(UserError, match="compute 21 tokens at once after a preemption"):
         small.add([1] * 10, greedy(12))
     small.add([1] * 10, greedy(11))
-    with pytest.raises(UserError, match="n is 3, but must be at most max_rows, 2"):
-        paged_cache.load(model, max_rows=2).add([1], greedy(1, n=3))
-    paged_cache.load(model, max_rows=2).add([1], greedy(1, n=2))
+
+
+def test_more_samples_than_rows_wait_in_line(model: Model) -> None:
+    params = SamplingParams(max_tokens=6, temperature=1.0, seed=3, n=7, ignore_eos=True)
+    narrow, wide = paged_cache.load(model, max_rows=3), paged_cache.load(model, max_rows=8)
+    expected = generate(wide, [[1, 2, 3], [4]], [params, greedy(9)])
+    actual = generate(narrow, [[1, 2, 3], [4]], [params, greedy(9)])
+    assert [one.token_ids for one in actual] == [one.token_ids for one in expected]
+    narrow.check_integrity()
+    requests = narrow.add([1, 2, 3], params)
+    narrow.step()
+    for request in requests[::3]:  # the first of each group
+        narrow.abort(request)
+    while not narrow.idle:
+        narrow.step()
+    assert all(request.finish_reason is not None for request in requests)
+    narrow.check_integrity()
 
 
 def test_three_times_as_many_requests_in_the_same_bytes(model: Model) -> None:

@@ -20,6 +20,7 @@ import triton_paged_attention  # noqa: E402
 from common.errors import UserError  # noqa: E402
 from common.events import generate  # noqa: E402
 from common.models.config import RopeConfig  # noqa: E402
+from common.sampling.ops import NAN_TOKEN  # noqa: E402
 from common.sampling.params import SamplingParams  # noqa: E402
 from common.sampling.rows import KEY, TEMPERATURE  # noqa: E402
 from common.sampling.sampler import Sampler  # noqa: E402
@@ -50,7 +51,7 @@ from triton_paged_attention.kernels.activation import gated  # noqa: E402
 from triton_paged_attention.kernels.kv_store import kv_store  # noqa: E402
 from triton_paged_attention.kernels.norms import NormWeights, add_rms_norm, rms_norm  # noqa: E402
 from triton_paged_attention.kernels.rope import FusedRope, HeadNorms, norm_rope  # noqa: E402
-from triton_paged_attention.kernels.sampling import argmax_rows, draw_rows  # noqa: E402
+from triton_paged_attention.kernels.sampling import argmax_rows, draw_rows, reported_rows  # noqa: E402
 from triton_paged_attention.linear import FusedLinear, join  # noqa: E402
 from triton_paged_attention.prefill import paged_prefill, query_tiles  # noqa: E402
 from triton_paged_attention.sampler import TritonSampler  # noqa: E402
@@ -375,6 +376,10 @@ def test_drawn_tokens_are_the_samplers(vocab: int, dtype: torch.dtype) -> None:
     assert argmax_rows(logits.t().contiguous().t()).tolist() == best, (
         "columns apart: not the first of the largest"
     )
+    told = [NAN_TOKEN if row == 5 else token for row, token in enumerate(best)]
+    for same in (logits, logits.t().contiguous().t()):
+        assert reported_rows(same, logits.argmax(1)).tolist() == told, "NaN is not told"
+    assert reported_rows(logits[:0], logits[:0].argmax(1)).tolist() == []
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")

@@ -854,6 +854,21 @@ def test_a_full_disk_is_an_error_with_a_name(
     assert not list(tmp_path.iterdir())
 
 
+def test_all_chat_templates_go_along(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = load_model(str(folders["llama"]), device="cpu", dtype="float32")
+    quantize_model(model, SCHEMES["int8"])
+    source = tmp_path / "source"
+    shutil.copytree(folders["llama"], source)
+    names = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/tool_use.jinja")
+    for name in names:
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(name)
+    for out in (tmp_path / "new", tmp_path / "empty"):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        export(model, source, out)
+        assert [(out / name).read_text() for name in names] == [*names]
+
+
 def test_what_is_there_is_not_written_over(folders: dict[str, Path], packed: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("kept")
     model = load_model(str(folders["llama"]), device="cpu", dtype="float32")

@@ -345,10 +345,11 @@ def test_conversations_with_calls(tokenizer):
         {"role": "assistant", "content": "noon", "tool_calls": None, "audio": None},
     ]
     made = conversation(said)
+    shown = tokenizer.chat_template.conversation(made)
     assert made[1]["tool_calls"][0]["function"]["arguments"] == {"a": [1]}
     assert conversation([{"role": "developer", "content": "x"}])[0]["role"] == "system"
     for place, field in ((1, "refusal"), (1, "annotations"), (3, "tool_calls"), (3, "audio")):
-        assert field not in made[place], f"messages[{place}].{field} was null, and the template gets it"
+        assert field not in shown[place], f"messages[{place}].{field} was null, and the template gets it"
     text = tokenizer.decode(tokenizer.chat(made, tools=[NOW]))
     assert (
         '<tool_call>\n{"name": "now", "arguments": {"a": [1]}}\n</tool_call>' in text

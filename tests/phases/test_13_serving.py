@@ -618,7 +618,6 @@ REFUSED: dict[str, tuple[Any, int, str | None, str]] = {
     "temperature as text": ({"prompt": "a", "temperature": "hot"}, 400, "temperature", "float"),
     "infinity": (b'{"prompt": "a", "temperature": 1e999}', 400, "temperature", "range"),
     "n": ({"prompt": "a", "n": 0}, 400, "n", "between 1"),
-    "more samples than rows": ({"prompt": "a", "n": 9}, 400, "n", "max_rows, 8"),
     "too many samples": ({"prompt": ["a"] * 100, "n": 3}, 400, "n", "at most 256"),
     "too many prompts": ({"prompt": ["a"] * 257}, 400, "prompt", "at most 256"),
     "too many stops": ({"prompt": "a", "stop": ["x"] * 17}, 400, "stop", "at most 16"),
@@ -633,9 +632,8 @@ REFUSED: dict[str, tuple[Any, int, str | None, str]] = {
         "at most 300",
     ),
     "logprobs": ({"prompt": "a", "logprobs": 21}, 400, "logprobs", "20"),
-    "seed": ({"prompt": "a", "seed": 2**70}, 400, "seed", "between"),
+    "seed": ({"prompt": "a", "seed": 1.5}, 400, "seed", "int"),
     "best_of": ({"prompt": "a", "n": 2, "best_of": 1}, 400, "best_of", "at least n"),
-    "best_of above the rows": ({"prompt": "a", "best_of": 9}, 400, "best_of", "max_rows, 8"),
     "best_of beyond": ({"prompt": "a", "best_of": 129}, 400, "best_of", "at most 128"),
     "best_of streamed": ({"prompt": "a", "best_of": 2, "stream": True}, 400, "best_of", "stream"),
     "suffix": ({"prompt": "a", "suffix": "b"}, 400, "suffix", "empty"),
@@ -754,6 +752,25 @@ CHAT_REFUSED: dict[str, tuple[dict[str, Any], str | None]] = {
         {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"messages": []}},
         "chat_template_kwargs",
     ),
+    "another reserved variable": (
+        {
+            "messages": [{"role": "user", "content": "x"}],
+            "chat_template_kwargs": {"add_special_tokens": True},
+        },
+        "chat_template_kwargs",
+    ),
+    "audio": (
+        {"messages": [{"role": "assistant", "content": None, "audio": {"id": "a"}}]},
+        "messages",
+    ),
+    "goes on, and begins anew": (
+        {
+            "messages": [{"role": "assistant", "content": "x"}],
+            "continue_final_message": True,
+            "add_generation_prompt": True,
+        },
+        "continue_final_message",
+    ),
     "top without logprobs": (
         {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2},
         "top_logprobs",
@@ -789,6 +806,119 @@ def test_a_template_of_a_client_is_text_like_any_other(make, tokenizer):
         body = {"messages": [{"role": "user", "content": "{{ 7 * 7 }}{% raw %}"}]}
         ids = (await Client(make()).post("/tokenize", body))[1]["tokens"]
         assert "{{ 7 * 7 }}" in tokenizer.decode(ids)
+
+    asynchronously(test)
+
+
+TAKEN: dict[str, dict[str, Any]] = {
+    "more samples than rows": {"n": 9},
+    "best of more than there are rows": {"n": 2, "best_of": 9},
+    "top_p of nothing": {"top_p": 0, "temperature": 1},
+    "seed of more bits": {"seed": 2**70},
+    "negative seed": {"seed": -(2**70)},
+    "nulls": dict.fromkeys(
+        ("max_tokens", "temperature", "top_p", "n", "stop", "seed", "logit_bias", "response_format", "stream")
+    ),
+    "more nulls": dict.fromkeys(
+        ("stream_options", "logprobs", "add_special_tokens", "echo", "guided_json", "structured_outputs")
+    ),
+    "nulls in objects": {"structured_outputs": {"json": None, "whitespace_pattern": None, "tree": None}},
+}
+
+
+@pytest.mark.parametrize("what", TAKEN)
+def test_what_other_servers_take_is_taken(make, what):
+    async def test() -> None:
+        app = make()
+        status, found = await Client(app).post(
+            "/v1/completions", {"prompt": "a", "max_tokens": 2} | TAKEN[what]
+        )
+        assert status == 200, found
+        assert len(found["choices"]) == (TAKEN[what].get("n") or 1)
+        await settle(app)
+
+    asynchronously(test)
+
+
+def test_nulls_in_a_chat_say_nothing(make):
+    async def test() -> None:
+        fields = [
+            "add_generation_prompt",
+            "continue_final_message",
+            "add_special_tokens",
+            "tools",
+            "tool_choice",
+        ]
+        fields += ["response_format", "logprobs", "top_logprobs", "chat_template", "chat_template_kwargs"]
+        message = {"role": "assistant", "content": None, "tool_calls": [], "refusal": None, "reasoning": None}
+        body = {"messages": [{"role": "user", "content": "x"}, message], "max_tokens": 1}
+        for path in ("/v1/chat/completions", "/tokenize"):
+            asked = await Client(make()).request(path, body | dict.fromkeys(fields)).run()
+            assert asked.status == 200 and "messages" not in asked.headers.get("x-ladder-ignored", "")
+
+    asynchronously(test)
+
+
+def test_fields_of_messages_that_say_nothing_to_this_model_are_named(make):
+    async def test() -> None:
+        message = {"role": "user", "content": "x", "weight": 1, "cache_control": {"type": "ephemeral"}}
+        body = {"messages": [message], "max_tokens": 1}
+        asked = await Client(make()).request("/v1/chat/completions", body).run()
+        assert asked.status == 200
+        assert asked.headers["x-ladder-ignored"] == "messages.cache_control, messages.weight"
+        status, found = await Client(make(strict=True)).post("/v1/chat/completions", body)
+        assert status == 400 and "messages.cache_control" in found["error"]["message"]
+
+    asynchronously(test)
+
+
+def test_a_prompt_is_read_with_special_tokens_or_without(model, engine, tmp_path):
+    tokenizer = tokenizer_for(tmp_path, 257)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    begin = tokenizer.backend.id_to_token(next(iter(tokenizer.special_ids)))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps(config | {"add_bos_token": True, "bos_token": begin})
+    )
+    tokenizer = Tokenizer(tmp_path)
+    bos, plain = tokenizer.bos_token_id, tokenizer.encode("ab", add_special_tokens=False)
+
+    async def test() -> None:
+        client = Client(App(Loopback(engine), tokenizer, "tiny"))
+        for prompt, special, expected in (
+            ("ab", None, [bos, *plain]),
+            ("ab", True, [bos, *plain]),
+            ("ab", False, plain),
+            (begin + "ab", True, [bos, *plain]),
+            (begin + "ab", False, [bos, *plain]),
+        ):
+            body = {
+                "prompt": prompt,
+                "add_special_tokens": special,
+                "max_tokens": 1,
+                "return_token_ids": True,
+            }
+            assert (await client.post("/tokenize", body))[1]["tokens"] == expected
+            for path in ("/v1/completions", "/generate"):
+                found = (await client.post(path, body))[1]
+                assert found["usage"]["prompt_tokens"] == len(expected), (path, prompt, special)
+
+    asynchronously(test)
+
+
+def test_an_assistants_message_is_continued(make, tokenizer):
+    async def test() -> None:
+        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "so it"}]
+        body = {
+            "messages": messages,
+            "continue_final_message": True,
+            "max_tokens": 1,
+            "return_token_ids": True,
+        }
+        client = Client(make())
+        ids = (await client.post("/tokenize", body))[1]["tokens"]
+        assert tokenizer.decode(ids).endswith("so it")
+        found = (await client.post("/v1/chat/completions", body))[1]
+        assert found["choices"][0]["prompt_token_ids"] == ids
 
     asynchronously(test)
 
@@ -1370,6 +1500,30 @@ def test_the_log_survives_a_full_disk(make, tmp_path, monkeypatch):
     asynchronously(test)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_nan_is_an_error_of_its_own_request_and_is_counted(tokenizer, stream):
+    broken = random_model(SHAPES["tiny"], device="cpu", dtype=torch.float32)
+    (bad,) = tokenizer.encode("q")
+    broken.embed_tokens.weight.data[bad] = float("nan")
+    engine = load(broken, max_rows=4, cache_bytes=blocks(broken, 60), step_tokens=64)
+
+    async def test() -> None:
+        app = App(Loopback(engine), tokenizer, "tiny")
+        body = {"max_tokens": 6, "ignore_eos": True, "stream": stream, "logit_bias": {str(bad): -100}}
+        asked = [
+            Client(app).request("/v1/completions", body | {"prompt": text}) for text in ("ab", "aqb", "c")
+        ]
+        done = await asyncio.gather(*(one.run() for one in asked))
+        assert [one.status for one in done] == [200, 500, 200]
+        error = json.loads(b"".join(done[1].chunks))["error"]
+        assert error["code"] == "nan" and "not a number" in error["message"]
+        page = b"".join((await Client(app).request("/metrics", b"", "GET").run()).chunks).decode()
+        assert 'ladder:troubles_total{model_name="tiny",reason="nan"} 1' in page
+        await settle(app)
+
+    asynchronously(test)
+
+
 def test_metrics_are_what_happened(make):
     parser = pytest.importorskip("prometheus_client.parser")
 
@@ -1379,7 +1533,7 @@ def test_metrics_are_what_happened(make):
             await Client(app).post(
                 "/v1/completions", {"prompt": "abcd", "max_tokens": 5, "ignore_eos": True, "seed": number}
             )
-        status, _ = await Client(app).post("/v1/completions", {"prompt": "abcd", "n": 9})
+        status, _ = await Client(app).post("/v1/completions", {"prompt": "abcd", "guided_regex": "a"})
         assert status == 400, "the engine has refused it, and it is no request of any length"
         asked = await Client(app).request("/metrics", b"", "GET").run()
         text = b"".join(asked.chunks).decode()

@@ -230,17 +230,10 @@ BUGS = (
         "Forgets that after a preemption the output is computed again too, in one step.",
     ),
     Bug(
-        "all-rows-for-one-prompt",
-        SCHEDULER,
-        "if len(requests) > self.rows.count:",
-        "if len(requests) >= self.rows.count:",
-        "Refuses as many samples as there are rows.",
-    ),
-    Bug(
         "too-many-samples",
         SCHEDULER,
-        "        if len(requests) > self.rows.count:",
-        "        if False:",
-        "Accepts more samples than there are rows, which wait for ever.",
+        "requests[at : at + self.rows.count]",
+        "requests[at:]",
+        "Puts more samples in line together than there are rows, which wait for ever.",
     ),
 )

@@ -431,7 +431,7 @@ BUGS = (
     Bug(
         "masked-tokens-stay-in-the-graph",
         "phases/09_cuda_graphs/cuda_graphs/masked_graph.py",
-        "        scatter_tokens(rows, at, self.tokens, on.rows.tokens)\n",
+        "        scatter_tokens(rows, at, sampled.tokens, on.rows.tokens)\n",
         "",
         "Forgets to write a masked step's tokens to where the next step reads them.",
     ),

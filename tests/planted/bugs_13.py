@@ -203,10 +203,10 @@ BUGS = (
     ),
     Bug(
         "nulls-for-the-template",
-        SERVING + "tools/request.py",
-        "    if unset:\n",
-        "    if not unset:\n",
-        "Gives the template the fields that a client sent as null.",
+        "common/text/chat_template.py",
+        "            if value in _NOTHING:\n",
+        "            if False:\n",
+        "Reads the fields that a client sent as null.",
     ),
     Bug(
         "prompt-in-every-chunk",
@@ -253,8 +253,8 @@ BUGS = (
     Bug(
         "error-is-an-ending",
         SERVING + "completion.py",
-        'if reason in ("refused", "error", "died"):',
-        'if reason in ("refused", "died"):',
+        'if reason in ("refused", "error", "nan", "died"):',
+        'if reason in ("refused", "nan", "died"):',
         "Answers a request whose step has failed as if it were done.",
     ),
     Bug(

@@ -220,6 +220,10 @@ class RowAttention:
             plan.put(out, attend_masked(layer, plan.take(q), past_k, past_v, self._mask(plan, layer)))
         return out
 
+    def wipe(self, row: int) -> None:
+        """Zeros again, as at the start; see `RowStore`."""
+        self.store.data[:, :, row] = 0
+
     def _mask(self, plan: Group, layer: LayerSpec) -> Tensor | None:
         """`[G, 1, 1, context]`, which keys each decode sees; None if all. Once a step and kind of layer."""
         window = layer.sliding_window

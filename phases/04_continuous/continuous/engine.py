@@ -13,19 +13,13 @@ from itertools import count
 import torch
 from torch.profiler import record_function
 
-from common.errors import UserError, integer, text
-from common.events import (
-    Completion,
-    FinishReason,
-    Params,
-    TextStream,
-    TokenEvent,
-    generate,
-    params_per_prompt,
-)
+from common import events
+from common.errors import NotANumber, UserError, integer, text
+from common.events import Completion, FinishReason, Params, TextStream, TokenEvent
 from common.interrupts import Uninterrupted
 from common.request import Request
 from common.rules import check_prompt, finish_reason, output_limit
+from common.sampling.ops import NAN_TOKEN
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from continuous.messages import Abort, Add, Output
@@ -288,7 +282,7 @@ class Engine:
                     known = len(request.tokens)
                     if self._receive(request, tokens, now):
                         ended.append(request)
-                    accepted = len(request.tokens) - known - 1
+                    accepted = max(0, len(request.tokens) - known - 1)
                     if work.certain and request.finish_reason is None and accepted < len(work.drafts):
                         request.error = RuntimeError("a token that was certain to come did not")
                         self._end(request, "error", now)
@@ -299,8 +293,13 @@ class Engine:
             raise self._interrupt
 
     def _receive(self, request: Request, tokens: Sequence[Token], now: float) -> bool:
-        """Append what was sampled for a request, up to its end; returns whether that was reached."""
+        """Append what was sampled for a request, up to its end; returns whether it is still to leave."""
         for token, logprob in tokens:
+            if token == NAN_TOKEN:
+                request.error = NotANumber("the model's logits for this request are not a number (NaN)")
+                self.runner.attention.wipe(request.row)
+                self._end(request, "error", now)
+                return False
             if not request.params.max_tokens:  # only its prompt was wanted
                 self._outputs.append(Output(request, None, "length", now))
                 request.finish_reason, request.finished = "length", now
@@ -363,7 +362,7 @@ class Engine:
         Raises:
             UserError: a prompt or its parameters cannot be served; before anything is computed.
         """
-        pairs = list(zip(prompts, params_per_prompt(prompts, params), strict=True))
+        pairs = list(zip(prompts, events.params_per_prompt(prompts, params), strict=True))
         groups = [self._prepare(*pair, index) for index, pair in enumerate(pairs)]
         for _, settings in pairs:
             self.masks.settle(settings)  # this caller has nothing else to do, and wants to be told
@@ -396,7 +395,7 @@ class Engine:
 
     def generate(self, prompts: Sequence[Sequence[int]], params: Params) -> list[Completion]:
         """Generate for all prompts and wait for the last; completions in (prompt, sample) order."""
-        return generate(self, prompts, params)
+        return events.generate(self, prompts, params)
 
     def _clock(self, pending: Pending, now: float) -> None:
         self.stats.end(pending.works, now - pending.started)

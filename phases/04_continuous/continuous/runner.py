@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 from operator import attrgetter
 from typing import Protocol
 
@@ -43,6 +43,10 @@ class BatchAttention(Protocol):
         """`q [T, H, D]`, `k` and `v [T, KH, D]` -> `[T, H, D]`."""
         ...
 
+    def wipe(self, row: int) -> None:
+        """The request in this row ends, and the cache may hold NaN of it, which no later owner may read."""
+        ...
+
 
 class RequestError(Exception):
     """One request's settings cannot be used; its cause says why. Nothing is wrong with the others."""
@@ -79,9 +83,10 @@ class Pending:
         return list(self._accepted(iter(tokens)))
 
     def by_request(self, results: Sequence[Sequence[Token]]) -> dict[Request, list[int]]:
-        """The tokens that `get` has given, without their log-probabilities."""
+        """The tokens that `get` has given, without their log-probabilities, up to one that is none."""
         takers = [request for work in self.works for request in work.takers]
-        return {r: [token for token, _ in tokens] for r, tokens in zip(takers, results, strict=True)}
+        known = [[token for token, _ in takewhile(lambda found: found[0] >= 0, given)] for given in results]
+        return dict(zip(takers, known, strict=True))
 
     def _accepted(self, tokens: Iterator[Token]) -> Iterator[list[Token]]:
         for work in self.works:

@@ -63,6 +63,10 @@ class PagedAttention(ABC):
         cache.k.flatten(0, 1)[self.batch.slots] = encode(k, cache.k_scale, cache.k.dtype)
         cache.v.flatten(0, 1)[self.batch.slots] = encode(v, cache.v_scale, cache.v.dtype)
 
+    def wipe(self, row: int) -> None:
+        """Blocks may be shared, or stay in a cache: from now on they are wiped when they get a new owner."""
+        self.pool.stained = True
+
     def plan(self) -> None:  # noqa: B027  # many backends need nothing
         """Prepare for `self.batch`, once a step."""
 
@@ -96,14 +100,17 @@ class TorchPagedAttention(PagedAttention):
         self._others = [(Group.of(members, host, device), self._blocks(members)) for members in found]
 
     def _blocks(self, members: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:
-        """The blocks of a group's requests, padded with block 0: `[G * blocks]`."""
+        """The blocks of a group's requests: `[G * blocks]`. Padding is a request's own first block.
+
+        It is masked, but 0 times a NaN in another's block would be NaN.
+        """
         size = self.pool.data.shape[3]
         counts = -(-self.batch.host.context_lens[members] // size)
         where = torch.from_numpy(members).to(self.batch.block_tables.device)
         tables = self.batch.block_tables[where, : int(counts.max())]  # [G, blocks]
         if (counts != counts.max()).any():  # what lies past a table's end may be no block at all
             used = torch.arange(tables.shape[1]) < torch.from_numpy(counts)[:, None]
-            tables = tables.where(used.to(tables.device), 0)
+            tables = tables.where(used.to(tables.device), tables[:, :1])
         return tables.flatten()
 
     def attend(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache) -> Tensor:

@@ -40,6 +40,7 @@ class PagedCache:
         # is written next up to there, and is their only user. Never too high; too low costs a look.
         self._writable = [0] * rows
         self._copies: list[tuple[int, int]] = []
+        self._fresh: list[int] = []
 
     def blocks_for(self, tokens: int) -> int:
         """How many blocks so many tokens take."""
@@ -102,7 +103,9 @@ class PagedCache:
 
     def take_blocks(self, count: int) -> list[int]:
         """Free blocks, which the caller has seen to be there."""
-        return self.allocator.allocate(count)
+        blocks = self.allocator.allocate(count)
+        self._fresh += blocks
+        return blocks
 
     def fork(self, parent: Request, child: Request, tokens: int) -> None:
         """Let `child`, which has a row and no blocks, share those of its parent's first `tokens` tokens.
@@ -126,6 +129,11 @@ class PagedCache:
         """
         copies, self._copies = self._copies, []
         return copies
+
+    def take_fresh(self) -> list[int]:
+        """The blocks that have got a new owner since the last call; before the next step, and its copies."""
+        fresh, self._fresh = self._fresh, []
+        return fresh
 
     def commit(self, request: Request, upto: int) -> None:
         """Nothing is shared by content here."""

@@ -78,7 +78,12 @@ def largest(dtype: torch.dtype) -> float:
 
 
 class BlockPool:
-    """One allocation `[L, 2, N, P, KH, D]`, and of it each layer's `LayerCache`."""
+    """One allocation `[L, 2, N, P, KH, D]`, and of it each layer's `LayerCache`.
+
+    stained: some block may hold NaN.
+    """
+
+    stained = False
 
     def __init__(
         self,
@@ -117,3 +122,7 @@ class BlockPool:
         """Copy whole blocks, `(source, target)`, in every layer."""
         sources, targets = (torch.tensor(side, device=self.data.device) for side in zip(*pairs, strict=True))
         self.data[:, :, targets] = self.data[:, :, sources]
+
+    def wipe(self, blocks: list[int]) -> None:
+        """Make whole blocks zeros, in every layer."""
+        self.data[:, :, torch.tensor(blocks, device=self.data.device)] = 0

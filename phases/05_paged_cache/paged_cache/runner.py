@@ -37,8 +37,10 @@ class PagedRunner(Runner):
         self.cache = cache
 
     def refresh(self, works: Sequence[Work]) -> None:
-        """Also: do the copies that the step's writes depend on."""
+        """Also: do the copies that the step's writes depend on, and wipe what NaN may have been left in."""
         super().refresh(works)
+        if (fresh := self.cache.take_fresh()) and self.attention.pool.stained:
+            self.attention.pool.wipe(fresh)
         if copies := self.cache.take_copies():
             self.attention.pool.copy(copies)
 

@@ -20,12 +20,6 @@ class PagedScheduler(Scheduler):
     def __init__(self, rows: Rows, cache: PagedCache, *, step_tokens: int, policy: Policy = fcfs) -> None:
         super().__init__(rows, cache, step_tokens=step_tokens, policy=policy)
 
-    def check(self, requests: list[Request]) -> None:
-        """Also: siblings run together."""
-        super().check(requests)
-        if len(requests) > self.rows.count:
-            raise UserError(f"n is {len(requests)}, but must be at most max_rows, {self.rows.count}")
-
     def check_step(self, request: Request) -> None:
         """A preempted request computes its prompt and its output so far in one step."""
         if request.limit - 1 > self.step_tokens:
@@ -35,11 +29,15 @@ class PagedScheduler(Scheduler):
             )
 
     def add(self, requests: list[Request]) -> None:
-        """Put the samples of one prompt in line as one: the first computes the prompt for all."""
+        """Put the samples of one prompt in line as one, or as many as there are rows for each time.
+
+        The first of them computes the prompt for all.
+        """
         for request in requests:
             request.rank = self.policy(request)
-        requests[0].siblings = requests[1:]
-        self._push(requests[0])
+        for at in range(0, len(requests), self.rows.count):
+            first, *first.siblings = requests[at : at + self.rows.count]
+            self._push(first)
 
     def make_room(self, request: Request, upto: int, queue: list[Request], at: int) -> bool:
         """Preempt whoever is last by rank until `request` has room; that may be `request` itself.

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from common.sampling.rows import TRUNCATION, Feature
 from common.sampling.sampler import Plan, Sampler
-from triton_paged_attention.kernels.sampling import argmax_rows, draw_rows
+from triton_paged_attention.kernels.sampling import argmax_rows, draw_rows, reported_rows
 
 
 class TritonSampler(Sampler):
@@ -19,6 +19,10 @@ class TritonSampler(Sampler):
         if plan.features & TRUNCATION:
             return super().choose(logits, rows, steps, plan)
         return draw_rows(logits, rows, steps, self.floats, self.ints)
+
+    def report(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """See `Sampler.report`."""
+        return reported_rows(logits, tokens)
 
     def draw(self, logits: Tensor, rows: Tensor, steps: Tensor, features: Feature) -> Tensor:
         """See `Sampler.draw`: no noise `[B, V]`, only logits at minus infinity where tokens are excluded."""

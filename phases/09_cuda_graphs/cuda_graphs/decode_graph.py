@@ -66,7 +66,7 @@ class DecodeGraph:
             and how many tokens it has generated before.
         features: how it samples, one of `KINDS`.
 
-    tokens: `[size]` int64, of a graph that samples; hidden: `[size, hidden]`. Good until the next replay.
+    tokens, for_host: `[size]` int64, as in `Sampled`; hidden: `[size, hidden]`. Good until the next replay.
     """
 
     tokens: Tensor
@@ -109,7 +109,8 @@ class DecodeGraph:
         # Nobody keeps them: a tensor that outlives the capture takes memory of its own, and logits of every
         # size would be more than a gigabyte.
         logits = narrow_logits(on.model, self.hidden)
-        self.tokens = on.sampler.sample(logits, self.rows, (), self.steps, self.plan).tokens
+        sampled = on.sampler.sample(logits, self.rows, (), self.steps, self.plan)
+        self.tokens, self.for_host = sampled.tokens, sampled.for_host
         scatter_tokens(self.rows, self.at, self.tokens, on.rows.tokens)
 
     def sampled(self, rows: Ints, inputs: Tensor | None = None) -> PagedBatch:

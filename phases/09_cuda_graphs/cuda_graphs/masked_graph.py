@@ -75,10 +75,10 @@ class MaskedGraph:
         first: the graph that was replayed for this step.
         features: how it samples, one of `CAPTURED`.
 
-    tokens: `[size]` int64, good until the next replay.
+    for_host: `[size]` int64, the tokens as in `Sampled`; good until the next replay.
     """
 
-    tokens: Tensor
+    for_host: Tensor
 
     def __init__(self, first: LogitsGraph, features: Feature, capturer: Capturer) -> None:
         self.first = first
@@ -97,5 +97,6 @@ class MaskedGraph:
         """The half step; what is captured."""
         on, (rows, at, steps) = self.first.half.machine, self.first.inputs
         logits = self.first.logits
-        self.tokens = on.sampler.sample(logits, rows, (), steps, self.plan, allowed=self._allowed).tokens
-        scatter_tokens(rows, at, self.tokens, on.rows.tokens)
+        sampled = on.sampler.sample(logits, rows, (), steps, self.plan, allowed=self._allowed)
+        self.for_host = sampled.for_host
+        scatter_tokens(rows, at, sampled.tokens, on.rows.tokens)

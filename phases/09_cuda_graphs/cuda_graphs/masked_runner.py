@@ -86,7 +86,7 @@ class MaskedRunner(GraphRunner):
         if isinstance(step, Half):
             if not isinstance(allowed, Tensor):
                 step.rest.run(allowed)
-                return Pending(step.works, Sampled(step.rest.tokens[: len(step.works)]), self.agree)
+                return Pending(step.works, Sampled(step.rest.for_host[: len(step.works)]), self.agree)
             first = step.rest.first
             step.batch = first.half.sampled(step.rows, first.inputs)
         return super().sample(step, allowed)

@@ -220,7 +220,7 @@ class GraphRunner(PagedRunner):
         graph = self.decode_graphs[size, plan.features if inside else None]
         graph.replay()
         if inside:
-            return Replayed(works, graph.batch, graph.hidden, sampled=Sampled(graph.tokens[:count]))
+            return Replayed(works, graph.batch, graph.hidden, sampled=Sampled(graph.for_host[:count]))
         return Forwarded(works, graph.sampled(rows), graph.hidden)
 
     def _verify_graph(self, works: Sequence[Work], masked: bool) -> VerifyGraph | None:
@@ -241,7 +241,7 @@ class GraphRunner(PagedRunner):
 
     def _verify(self, works: Sequence[Work], graph: VerifyGraph) -> Forwarded:
         works, host = self._replay(works, graph)
-        sampled = Sampled(graph.tokens_out[: len(host.sample_at)])
+        sampled = Sampled(graph.for_host[: len(host.sample_at)])
         return Replayed(works, graph.batch, graph.hidden, sampled=sampled)
 
     def _chunk_graph(self, works: Sequence[Work]) -> ChunkGraph | None:

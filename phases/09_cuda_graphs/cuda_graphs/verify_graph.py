@@ -25,10 +25,10 @@ class VerifyGraph(ChunkGraph):
 
     features: how it samples, one of `decode_graph.CAPTURED`.
 
-    tokens_out: `[tokens]` int64, in the order of the samples; good until the next replay.
+    for_host: `[tokens]` int64, in the order of the samples, as in `Sampled`; good until the next replay.
     """
 
-    tokens_out: Tensor
+    for_host: Tensor
 
     def __init__(
         self,
@@ -50,9 +50,10 @@ class VerifyGraph(ChunkGraph):
         hidden = self.hidden[given["sample_at"]]  # [tokens, hidden]
         logits = narrow_logits(on.model, hidden)
         rows, steps = given["sample_rows"], given["sample_steps"]
-        self.tokens_out = on.sampler.sample(logits, rows, (), steps, self.plan).tokens
+        sampled = on.sampler.sample(logits, rows, (), steps, self.plan)
+        self.for_host = sampled.for_host
         # A padded sample's position is 0, so that it would be written behind position -1: nowhere.
-        scatter_tokens(rows, given["sample_positions"] - 1, self.tokens_out, on.rows.tokens)
+        scatter_tokens(rows, given["sample_positions"] - 1, sampled.tokens, on.rows.tokens)
 
 
 def drafts_of(works: Sequence[Work], host: HostBatch) -> Ints:

@@ -36,6 +36,8 @@ _KEPT = (
     "special_tokens_map.json",
     "tokenizer.model",
     "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
     "vocab.json",
     "merges.txt",
 )
@@ -89,9 +91,10 @@ def export(model: Model, source: Path, folder: Path, kv: tuple[str, Tensor] | No
     try:
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
-        for name in _KEPT:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, work / name)
+        for path in (path for name in _KEPT for path in source.glob(name)):
+            kept = work / path.relative_to(source)
+            kept.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, kept)
         raw = read_object(source / "config.json")
         dtype = pick_dtype(str(raw.get("dtype") or raw.get("torch_dtype") or "float32"))
         config = raw | {"quantization_config": configuration(model)}

@@ -141,7 +141,7 @@ class DraftModel:
             for place, drafts in enumerate(made):
                 drafts += found[place * ahead : (place + 1) * ahead]
         for (shadow, length), drafts in zip(some, made, strict=True):
-            shadow.drafts = tuple(drafts[:length])
+            shadow.drafts = tuple(max(token, 0) for token in drafts[:length])  # any guess will do for NaN
             shadow.request.num_computed_tokens = len(shadow.request.tokens)
 
     def _send(self, shadows: Sequence[Request]) -> None:

@@ -221,6 +221,8 @@ class App:
 
     async def _read(self, exchange: Exchange, kind: type[Body]) -> Body:
         request, unknown = decode(kind, await exchange.body())
+        if isinstance(request, (ChatRequest, TokenizeRequest)):
+            unknown += self.orders.ignored(request)
         if unknown and self.strict:
             raise ApiError(400, f"{unknown[0][:100]!r} is no field of this request", param=unknown[0][:100])
         if unknown:

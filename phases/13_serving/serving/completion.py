@@ -16,9 +16,9 @@ from serving.order import Offsets, Order, Piece
 from serving.tools.reader import CallReader
 from serving.watching.metrics import Metrics
 
-Trouble = Literal["refused", "error", "died", "deadline", "slow", "left"]
-"""Why a call ends early: the engine refused it, its step failed, the engine died, it took too long, its
-reader took too long, its reader left."""
+Trouble = Literal["refused", "error", "nan", "died", "deadline", "slow", "left"]
+"""Why a call ends early: the engine refused it, its step failed, its logits are NaN, the engine died, it took
+too long, its reader took too long, its reader left."""
 
 
 class Choice:
@@ -76,7 +76,7 @@ class Choice:
 
     def end(self, reason: str, message: str) -> None:
         """See `Sink`."""
-        if reason in ("refused", "error", "died"):
+        if reason in ("refused", "error", "nan", "died"):
             self.call.give_up(reason, message)  # type: ignore[arg-type]
             return
         _, text = self._text.advance(None, "length")

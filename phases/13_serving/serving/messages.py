@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct, field
 
-from common.errors import UserError
+from common.errors import NotANumber, UserError
 from common.events import PromptLogprob
 from common.sampling.params import SamplingParams
 
@@ -109,7 +109,7 @@ class Read(Struct, array_like=True):
 class End(Struct, array_like=True):
     """A completion has ended.
 
-    reason: "stop" or "length"; "abort" if it was; "refused" or "error", and why is the `message`.
+    reason: "stop" or "length"; "abort" if it was; "refused", "nan" or "error", and why is the `message`.
     place: of its last token in `Step.tokens`, or `NO_TOKEN` where it ended without one.
     """
 
@@ -133,6 +133,8 @@ def ending(number: int, reason: str, error: BaseException | None, place: int) ->
         return End(number, reason, "", place)
     if isinstance(error, UserError):
         return End(number, "refused", str(error), place)
+    if isinstance(error, NotANumber):
+        return End(number, "nan", str(error), place)
     return End(number, reason, FAILED, place)
 
 

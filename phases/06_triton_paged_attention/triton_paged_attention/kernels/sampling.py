@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from common.sampling.ops import HASH_1, HASH_2, NOISE_UNIT
+from common.sampling.ops import HASH_1, HASH_2, NAN_TOKEN, NOISE_UNIT
 from common.sampling.rows import KEY, TEMPERATURE
 
 CHUNK = 4096
@@ -157,6 +157,24 @@ def finish_kernel(
         race = tl.load(races + row * CHUNKS + i, mask=i < CHUNKS, other=-float("inf"))
         _, token = first_best(race * tl.exp2((largest - x) * (_LOG2_E / hot)), at)
     tl.store(tokens + row, token.to(tl.int64))
+
+
+@triton.jit
+def report_kernel(reported, tokens, logits, row_stride, token_stride, NAN_TOKEN: tl.constexpr):
+    """One program per row: its token, unless that one's logit is NaN."""
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(tokens + row)
+    x = tl.load(logits + row * row_stride + token * token_stride).to(tl.float32)
+    tl.store(reported + row, tl.where(x == x, token, NAN_TOKEN))
+
+
+def reported_rows(logits: Tensor, tokens: Tensor) -> Tensor:
+    """`common.sampling.ops.reported` in one kernel instead of three."""
+    reported = torch.empty_like(tokens)
+    if len(tokens):
+        strides = logits.stride(0), logits.stride(1)
+        report_kernel[(len(tokens),)](reported, tokens, logits, *strides, NAN_TOKEN=NAN_TOKEN, num_warps=1)
+    return reported
 
 
 class Winners(NamedTuple):

@@ -108,7 +108,8 @@ class AheadGraph:
         self.verified.begin(replace(batch, block_tables=large.tables.data[self.rows]))
         hidden = large.model(batch.input_ids, batch.positions, large.attention)  # [places, hidden]
         logits = narrow_logits(large.model, hidden)
-        sampled = large.sampler.sample(logits, self.token_rows, (), self.steps, self.plan).tokens
+        chosen = large.sampler.sample(logits, self.token_rows, (), self.steps, self.plan)
+        sampled = chosen.tokens
         # Made anew: where nothing is captured, the host reads it after the next step has run.
         self.told = self.at.new_empty(self.size, 2 * self.drafts + 2)
         accept(
@@ -127,6 +128,7 @@ class AheadGraph:
             chain_contexts=self.chain_contexts,
             drafts=self.drafts,
         )
+        self.told[:, 1 : self.drafts + 2] = chosen.for_host.view(self.size, -1)
         if self.drafter is None:
             look_up(self.at, self.rows, large.rows.tokens, pair.next_at, self.told, self.drafts)
         else:

@@ -348,5 +348,5 @@ def _mean(choice: Choice) -> float:
 
 
 def _finite(value: float) -> float:
-    """JSON has no infinity; OpenAI says -9999 for what is all but impossible."""
-    return max(value, -9999.0)
+    """JSON has no infinity and no NaN; OpenAI says -9999 for what is all but impossible."""
+    return max(-9999.0, value)  # in this order it is no NaN

@@ -20,7 +20,7 @@ TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
-STATUS = {"refused": 400, "error": 500, "died": 503, "deadline": 504, "slow": 408, "left": 499}
+STATUS = {"refused": 400, "error": 500, "nan": 500, "died": 503, "deadline": 504, "slow": 408, "left": 499}
 """Of a call's trouble."""
 
 

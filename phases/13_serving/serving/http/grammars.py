@@ -37,14 +37,15 @@ def constraint(request: Generation, limits: Limits) -> tuple[str, Any, str] | No
         if getattr(request, field) is not None
     ]
     for name, value in (request.structured_outputs or {}).items():
+        if value is None:
+            continue
         if name not in STRUCTURED:
             raise ApiError(
                 400,
                 f"structured_outputs has {name[:100]!r}, but may have {', '.join(STRUCTURED)}",
                 param="structured_outputs",
             )
-        if value is not None:
-            found.append((STRUCTURED[name], value, "structured_outputs"))
+        found.append((STRUCTURED[name], value, "structured_outputs"))
     form = _of_format(request.response_format)
     if form is not None:
         found.append((*form, "response_format"))
@@ -74,7 +75,7 @@ def _of_format(form: dict[str, Any] | None) -> tuple[str, Any] | None:
     schema = (
         form.get("schema") if nested is None else nested.get("schema") if isinstance(nested, dict) else None
     )
-    if kind == "json_object" and schema is None:
+    if schema is None and (kind == "json_object" or (kind == "json_schema" and isinstance(nested, dict))):
         return "json_object", {}
     if kind in ("json_schema", "json_object") and isinstance(schema, dict):
         return "json_schema", schema

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from common.errors import UserError
@@ -28,7 +29,9 @@ _COPIED = (
     *("temperature", "top_p", "top_k", "min_p", "n", "seed", "ignore_eos", "min_tokens"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "stop", "stop_token_ids"),
 )
-_RESERVED = {"messages", "add_generation_prompt", "tools", "self"}
+_RESERVED = {
+    *("messages", "add_generation_prompt", "continue_final_message", "add_special_tokens", "tools", "self"),
+}
 T = TypeVar("T")
 
 
@@ -60,7 +63,8 @@ class Orders:
             raise ApiError(400, f"n is {request.n}, but must be 1 at /generate", param="n")
         orders = []
         for prompt in prompts:
-            ids = await self.encode(prompt) if isinstance(prompt, str) else prompt
+            special = request.add_special_tokens is not False
+            ids = await self.encode(prompt, special) if isinstance(prompt, str) else prompt
             text = ""
             if echo:
                 text = prompt if isinstance(prompt, str) else await self.decode(ids, ready, "prompt")
@@ -80,7 +84,7 @@ class Orders:
             raise ApiError(400, f"chat_template_kwargs may not hold {name!r}", param="chat_template_kwargs")
         if tools is not None:
             variables = {**variables, "tools": tools.shown}
-        ids = await self.chat_ids(request.messages, request.add_generation_prompt, variables)
+        ids = await self.chat_ids(request, variables)
         more = _prompt_logprobs(request)
         most = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         more["max_tokens"] = most
@@ -95,29 +99,48 @@ class Orders:
             order.calls, order.asked = tools.format, "tools"
         return self._checked([order])
 
-    async def chat_ids(
-        self, messages: list[dict[str, Any]], add_generation_prompt: bool, variables: dict[str, Any]
-    ) -> list[int]:
+    def ignored(self, request: ChatRequest | TokenizeRequest) -> list[str]:
+        """The fields in which messages say something that the model's template does not look at."""
+        with suppress(UserError):  # a model without a template: `chat_ids` says so
+            template = self.tokenizer.tool_template if request.tools else self.tokenizer.chat_template
+            return [f"messages.{field}" for field in sorted(template.ignored(request.messages or []))]
+        return []
+
+    async def chat_ids(self, request: ChatRequest | TokenizeRequest, variables: dict[str, Any]) -> list[int]:
         """The token ids of a conversation. Raises `ApiError`."""
+        messages, goes_on = request.messages or [], bool(request.continue_final_message)
+        if goes_on and request.add_generation_prompt:
+            raise ApiError(
+                400,
+                "continue_final_message and add_generation_prompt are both true, but only one may be",
+                param="continue_final_message",
+            )
         long = len(messages) > MANY or sum(len(str(part)) for part in (*messages, variables)) > LONG
 
         def make() -> list[int]:
-            return self.tokenizer.chat(conversation(messages), add_generation_prompt, **variables)
+            return self.tokenizer.chat(
+                conversation(messages),
+                request.add_generation_prompt is not False,
+                continue_final_message=goes_on,
+                add_special_tokens=bool(request.add_special_tokens),
+                **variables,
+            )
 
         return await self._make(long, make, "messages")
 
-    async def encode(self, text: str) -> list[int]:
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """The token ids of a text. Raises `ApiError`."""
-        return await self._make(len(text) > LONG, lambda: self.tokenizer.encode(text), "prompt")
+        return await self._make(
+            len(text) > LONG, lambda: self.tokenizer.encode(text, add_special_tokens), "prompt"
+        )
 
     async def tokenize(self, request: TokenizeRequest) -> list[int]:
         """The token ids of either. Raises `ApiError`."""
         if (request.prompt is None) == (request.messages is None):
             raise ApiError(400, "exactly one of prompt and messages must be given", param="prompt")
         if request.prompt is not None:
-            return await self.encode(request.prompt)
-        variables = {"tools": request.tools} if request.tools else {}
-        return await self.chat_ids(request.messages or [], request.add_generation_prompt, variables)
+            return await self.encode(request.prompt, request.add_special_tokens is not False)
+        return await self.chat_ids(request, {"tools": request.tools} if request.tools else {})
 
     async def decode(self, ids: list[int], ready: Ready, param: str = "tokens") -> str:
         """The text of token ids, special ones too, which stand in the field `param`. Raises `ApiError`."""

@@ -81,12 +81,14 @@ class CompletionRequest(Generation, kw_only=True):
     prompt_logprobs: int | None = None
     best_of: int | None = None
     suffix: str | None = None
+    add_special_tokens: bool | None = True
 
 
 class GenerateRequest(Generation, kw_only=True):
     """`POST /generate`: one prompt, one text."""
 
     prompt: str | list[int]
+    add_special_tokens: bool | None = True
 
 
 class ChatRequest(Generation, kw_only=True):
@@ -102,7 +104,9 @@ class ChatRequest(Generation, kw_only=True):
     functions: Any = None
     function_call: Any = None
     parallel_tool_calls: bool | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = False
+    add_special_tokens: bool | None = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -119,7 +123,9 @@ class TokenizeRequest(Struct, kw_only=True):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = False
+    add_special_tokens: bool | None = None  # of a text unless false, of a conversation only if true
     return_token_strs: bool | None = False
 
 

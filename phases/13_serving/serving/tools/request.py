@@ -18,8 +18,6 @@ from serving.http.schema import ChatRequest
 from serving.tools.formats import CallFormat, Schema, format_of
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-_DROPPED = ("refusal", "annotations", "audio", "function_call", "parsed", "reasoning_content", "name")
-"""Fields of messages that OpenAI's client sends back as null."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +75,7 @@ def tools_of(request: ChatRequest, tokenizer: Tokenizer, limits: Limits) -> Tool
 
 
 def conversation(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as templates know them.
-
-    Fields that are null are left out, arguments are objects, and a `developer` is the `system`.
+    """Messages as templates know them: arguments are objects, and a `developer` is the `system`.
 
     Raises:
         ApiError: a call is not of OpenAI's form.
@@ -101,13 +97,8 @@ def refusal(message: str, grammar: Grammar) -> str:
 def _message(where: str, message: dict[str, Any]) -> dict[str, Any]:
     if message.get("role") == "developer":  # OpenAI's newer name, which templates do not know
         message = {**message, "role": "system"}
-    unset = {field for field in _DROPPED if field in message and message[field] in (None, [])}
-    if message.get("tool_calls", 0) in (None, []):
-        unset.add("tool_calls")
-    if unset:
-        message = {field: value for field, value in message.items() if field not in unset}
     calls = message.get("tool_calls")
-    if calls is None:
+    if not calls:
         return message
     if not isinstance(calls, list):
         raise _wrong("messages", f"{where}.tool_calls must be a list")
