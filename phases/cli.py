@@ -67,11 +67,15 @@ def list_phases(
 
 
 @app.command()
-def doctor() -> int:
+def doctor(
+    verify: Annotated[
+        bool, typer.Option("--verify", help="instead compare stored models with their SHA-256")
+    ] = False,
+) -> int:
     """Say what this machine has, how fast it is, which phases run natively here, and how to get the rest."""
     from phases.commands import doctor
 
-    return doctor.run()
+    return doctor.verify() if verify else doctor.run()
 
 
 @app.command()

@@ -38,7 +38,7 @@ class TokenBytes(dict[int, bytes | None]):
         self._backend = backend
         decoder = {} if backend.decoder is None else json.loads(backend.decoder.__getstate__())
         steps = [step["type"] for step in decoder.get("decoders", [decoder]) if step]
-        self._byte_level, self.byte_fallback = steps == ["ByteLevel"], "ByteFallback" in steps
+        self.byte_level, self.byte_fallback = steps == ["ByteLevel"], "ByteFallback" in steps
         self._each_alone = bool(steps) and set(steps) <= {"Replace", "ByteFallback", "Fuse"}
 
     def __missing__(self, token_id: int) -> bytes | None:
@@ -49,7 +49,7 @@ class TokenBytes(dict[int, bytes | None]):
         return found
 
     def _bytes(self, token_id: int, token: str) -> bytes | None:
-        if self._byte_level:
+        if self.byte_level:
             try:
                 return bytes(map(_BYTE_OF.__getitem__, token))
             except KeyError:  # an added token that is written as it is

@@ -440,3 +440,33 @@ def test_real_tokenizers_stream_whole_characters(request, fixture):
         shown = pieces(tokenizer, ids)
         assert "".join(shown) == tokenizer.decode(ids) == text
         assert not any("\ufffd" in piece for piece in shown)
+
+
+# What a text may cost before it is looked at.
+
+
+def replace(text: str, content: str) -> dict[str, object]:
+    return {"type": "Replace", "pattern": {"String": text}, "content": content}
+
+
+@pytest.mark.parametrize("kind", ["normalizer", "decoder"])
+def test_steps_that_fill_any_memory_are_refused(llama_folder, kind):
+    several = "normalizers" if kind == "normalizer" else "decoders"
+    thrice = {"type": "Sequence", several: [replace("a", 1000 * "a")] * 3}
+    change(llama_folder / "tokenizer.json", **{kind: thrice})
+    with pytest.raises(UserError, match=rf"the {kind} of .* up to 1,000,000,000 times as long"):
+        Tokenizer(llama_folder)
+    change(llama_folder / "tokenizer.json", **{kind: {"type": "Sequence", several: [replace(" ", "\u2581")]}})
+    Tokenizer(llama_folder)
+
+
+def test_the_most_characters_of_so_many_tokens(llama_folder):
+    def most(normalizer: dict[str, object] | None) -> int | None:
+        change(llama_folder / "tokenizer.json", normalizer=normalizer)
+        return Tokenizer(llama_folder).most_characters(10)
+
+    longest = max(map(len, Tokenizer(llama_folder).backend.get_vocab()))
+    assert most(None) == 10 * longest
+    assert most({"type": "NFC"}) == 40 * longest, "letters and accents may become one character"
+    assert most({"type": "Strip", "strip_left": True, "strip_right": True}) is None, "it drops any number"
+    assert most(replace(" ", "")) is None

@@ -7,7 +7,6 @@ import atexit
 import logging
 import multiprocessing
 import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
+from common.temporary import new_folder
 from serving import process
 from serving.client import EngineClient
 from serving.messages import Failed, Ready, Stats, Step, Stop, report
@@ -95,7 +95,7 @@ class EngineProcess(EngineClient):
     async def _live(self) -> CannotStart | None:
         """One life of an engine process, from its start to its end, by itself or by our hand."""
         loop = asyncio.get_running_loop()
-        folder = tempfile.mkdtemp(prefix="ladder-")
+        folder = new_folder()
         socket = self._socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
         socket.setsockopt(zmq.SNDHWM, 0)  # what may be in flight has limits of its own
         socket.setsockopt(zmq.LINGER, 0)

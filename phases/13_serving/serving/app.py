@@ -34,6 +34,7 @@ from serving.http.schema import (
     GenerateRequest,
     Generation,
     TokenizeRequest,
+    check_parts,
     decode,
 )
 from serving.messages import Ready, Step
@@ -58,6 +59,8 @@ HTML = [
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
 ]
+LARGE_BODY = 64 << 10
+"""Bytes of a body whose parts are counted; a smaller one has no more than are allowed."""
 Handler = Callable[[Exchange], Awaitable[None]]
 
 
@@ -220,7 +223,10 @@ class App:
         return request, ready
 
     async def _read(self, exchange: Exchange, kind: type[Body]) -> Body:
-        request, unknown = decode(kind, await exchange.body())
+        body = await exchange.body()
+        if len(body) > LARGE_BODY:
+            await asyncio.to_thread(check_parts, body, self.limits.max_parts)
+        request, unknown = decode(kind, body)
         if isinstance(request, (ChatRequest, TokenizeRequest)):
             unknown += self.orders.ignored(request)
         if unknown and self.strict:
@@ -270,11 +276,11 @@ class App:
 
     async def _tokenize(self, exchange: Exchange) -> None:
         request, ready = await self._begin(exchange, TokenizeRequest)
-        ids = await self.orders.tokenize(request)
+        ids = await self.orders.tokenize(request, ready)
         found: dict[str, Any] = {"count": len(ids), "max_model_len": ready.max_len, "tokens": ids}
         if request.return_token_strs:
-            found["token_strs"] = [self.tokenizer.backend.id_to_token(token) for token in ids]
-        await exchange.json(found)
+            found["token_strs"] = await self.orders.pieces(ids)
+        await exchange.answer(200, await self.orders.json(found))
 
     async def _detokenize(self, exchange: Exchange) -> None:
         request, ready = await self._begin(exchange, DetokenizeRequest)

@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
+import msgspec
+
 from common.errors import UserError
 from common.rules import check_prompt
 from common.sampling.params import MAX_INT, MAX_N, SamplingParams
@@ -23,6 +25,8 @@ from serving.tools.request import conversation, tools_of
 
 MANY = 50
 """Messages above which a conversation is long, whatever stands in them."""
+SLICE = 10_000
+"""Entries of a list that are made JSON while nothing else runs, which takes less than a millisecond."""
 USUAL_TOKENS = 16
 """`max_tokens` of a completion that does not say; OpenAI's default."""
 _COPIED = (
@@ -41,10 +45,17 @@ class Orders:
     def __init__(self, tokenizer: Tokenizer, limits: Limits) -> None:
         self.tokenizer, self.limits = tokenizer, limits
         self._threads = ThreadPoolExecutor(2, "tokenize")
+        with suppress(UserError):  # it has none; where it has one it is compiled now, not while others stream
+            _ = tokenizer.chat_template
 
     async def completion(self, request: CompletionRequest | GenerateRequest, ready: Ready) -> list[Order]:
         """One order a prompt. Raises `ApiError`."""
-        prompts = _prompts(request.prompt)
+        given = request.prompt
+        if isinstance(given, list) and len(given) > max(ready.max_len, self.limits.max_prompts):
+            if isinstance(given[0], int):  # it need not be looked through to be refused
+                raise _most("prompt", len(given), ready.max_len - 1, "tokens")
+            raise _most("prompt", len(given), self.limits.max_prompts, "prompts")
+        prompts = _prompts(given)
         if len(prompts) > self.limits.max_prompts:
             raise _most("prompt", len(prompts), self.limits.max_prompts, "prompts")
         more: dict[str, Any] = {}
@@ -64,7 +75,7 @@ class Orders:
         orders = []
         for prompt in prompts:
             special = request.add_special_tokens is not False
-            ids = await self.encode(prompt, special) if isinstance(prompt, str) else prompt
+            ids = await self.encode(prompt, special, ready) if isinstance(prompt, str) else prompt
             text = ""
             if echo:
                 text = prompt if isinstance(prompt, str) else await self.decode(ids, ready, "prompt")
@@ -73,6 +84,8 @@ class Orders:
 
     async def chat(self, request: ChatRequest, ready: Ready) -> list[Order]:
         """One order. Raises `ApiError`."""
+        contents = (one.get("content") for one in request.messages)
+        self._fits(sum(len(text) for text in contents if isinstance(text, str)), ready, "messages")
         tools = tools_of(request, self.tokenizer, self.limits)
         if request.chat_template is not None:
             raise ApiError(
@@ -84,7 +97,7 @@ class Orders:
             raise ApiError(400, f"chat_template_kwargs may not hold {name!r}", param="chat_template_kwargs")
         if tools is not None:
             variables = {**variables, "tools": tools.shown}
-        ids = await self.chat_ids(request, variables)
+        ids = await self.chat_ids(request, variables, ready)
         more = _prompt_logprobs(request)
         most = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         more["max_tokens"] = most
@@ -106,8 +119,10 @@ class Orders:
             return [f"messages.{field}" for field in sorted(template.ignored(request.messages or []))]
         return []
 
-    async def chat_ids(self, request: ChatRequest | TokenizeRequest, variables: dict[str, Any]) -> list[int]:
-        """The token ids of a conversation. Raises `ApiError`."""
+    async def chat_ids(
+        self, request: ChatRequest | TokenizeRequest, variables: dict[str, Any], ready: Ready
+    ) -> list[int]:
+        """Return the token ids of a conversation. Raises `ApiError`."""
         messages, goes_on = request.messages or [], bool(request.continue_final_message)
         if goes_on and request.add_generation_prompt:
             raise ApiError(
@@ -115,7 +130,8 @@ class Orders:
                 "continue_final_message and add_generation_prompt are both true, but only one may be",
                 param="continue_final_message",
             )
-        long = len(messages) > MANY or sum(len(str(part)) for part in (*messages, variables)) > LONG
+        size = sum(len(str(part)) for part in (*messages, variables))
+        long = len(messages) > MANY or size > LONG
 
         def make() -> list[int]:
             return self.tokenizer.chat(
@@ -128,19 +144,55 @@ class Orders:
 
         return await self._make(long, make, "messages")
 
-    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """The token ids of a text. Raises `ApiError`."""
+    def _fits(self, characters: int, ready: Ready, param: str) -> None:
+        """Raise `ApiError` for a text that is too long whatever its tokens are, before it is tokenized."""
+        most = self.tokenizer.most_characters(ready.max_len)
+        if most is not None and characters > most:
+            raise ApiError(
+                400,
+                f"{param} has {characters:,} characters, more than a context of {ready.max_len} tokens holds",
+                param=param,
+            )
+
+    async def encode(self, text: str, add_special_tokens: bool, ready: Ready | None = None) -> list[int]:
+        """Return the token ids of a text; `ready`: it has to fit the context. Raises `ApiError`."""
+        if ready is not None:
+            self._fits(len(text), ready, "prompt")
         return await self._make(
             len(text) > LONG, lambda: self.tokenizer.encode(text, add_special_tokens), "prompt"
         )
 
-    async def tokenize(self, request: TokenizeRequest) -> list[int]:
-        """The token ids of either. Raises `ApiError`."""
+    async def tokenize(self, request: TokenizeRequest, ready: Ready) -> list[int]:
+        """Return the token ids of either. Raises `ApiError`."""
         if (request.prompt is None) == (request.messages is None):
             raise ApiError(400, "exactly one of prompt and messages must be given", param="prompt")
         if request.prompt is not None:
+            if len(request.prompt) > self.limits.max_text:
+                raise _most("prompt", len(request.prompt), self.limits.max_text, "characters")
             return await self.encode(request.prompt, request.add_special_tokens is not False)
-        return await self.chat_ids(request, {"tools": request.tools} if request.tools else {})
+        return await self.chat_ids(request, {"tools": request.tools} if request.tools else {}, ready)
+
+    async def pieces(self, ids: list[int]) -> list[str | None]:
+        """Return the tokens as the vocabulary spells them."""
+        return await self._make(
+            len(ids) > LONG, lambda: [self.tokenizer.backend.id_to_token(token) for token in ids], "tokens"
+        )
+
+    async def json(self, value: dict[str, Any]) -> bytes:
+        """Return an answer as JSON; of a long list a slice at a time, so that streams go on in between."""
+
+        def encoded(field: Any) -> bytes:
+            if not isinstance(field, list):
+                return msgspec.json.encode(field)
+            slices = (field[at : at + SLICE] for at in range(0, len(field), SLICE))
+            return b"[" + b",".join(msgspec.json.encode(part)[1:-1] for part in slices) + b"]"
+
+        def make() -> bytes:
+            fields = (msgspec.json.encode(name) + b":" + encoded(field) for name, field in value.items())
+            return b"{" + b",".join(fields) + b"}"
+
+        long = any(isinstance(field, list) and len(field) > LONG for field in value.values())
+        return await self._make(long, make, "tokens")
 
     async def decode(self, ids: list[int], ready: Ready, param: str = "tokens") -> str:
         """The text of token ids, special ones too, which stand in the field `param`. Raises `ApiError`."""

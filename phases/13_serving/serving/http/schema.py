@@ -11,6 +11,7 @@ import re
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 from msgspec import Struct
 
 from common.errors import UserError, integer
@@ -142,6 +143,23 @@ BOUNDS = {"priority": (-MAX_INT, MAX_INT), "deadline_ms": (1, MAX_INT)}
 Body = TypeVar("Body", bound=Struct)
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _decoders: dict[type, msgspec.json.Decoder[Any]] = {}
+
+
+_QUOTE = ord('"')
+_PARTS = np.isin(np.arange(256), list(b"{[:"))
+
+
+def check_parts(body: bytes, most: int) -> None:
+    """Raise `ApiError` for a body of too many parts: each costs a microsecond in which no stream goes on.
+
+    What stands in strings does not count. Other threads run on while a large body is looked through.
+    """
+    if sum(map(body.count, (b"{", b"[", b":"))) <= most:
+        return
+    text = np.frombuffer(body.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
+    inside = np.bitwise_xor.accumulate(text == _QUOTE)
+    if np.count_nonzero(_PARTS[text] & ~inside) > most:
+        raise ApiError(400, f"the body has more than {most:,} objects, lists and keys, which is the limit")
 
 
 def decode(kind: type[Body], body: bytes) -> tuple[Body, list[str]]:

@@ -1,0 +1,142 @@
+"""Cost before limits: what a request costs before it is refused, and what a bystander sees of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from common.temporary import new_folder
+from serving.http.errors import ApiError
+from serving.http.schema import check_parts
+from tests.servers import Running
+
+MIB = 1 << 20
+CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+ATTACKS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "a prompt of 4 MB": ("/v1/completions", {"prompt": "a" * (4 * MIB - 100), "max_tokens": 1}, 400),
+    "a conversation of 4 MB": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "a " * (2 * MIB - 100)}]},
+        400,
+    ),
+    "a bias of 250,000 keys": (
+        "/v1/completions",
+        {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(250_000)), 1)},
+        400,
+    ),
+    "metadata of a million": ("/v1/completions", {"prompt": "a", "metadata": [{}] * 1_000_000}, 400),
+    "60,000 template arguments": (
+        "/v1/chat/completions",
+        CHAT | {"chat_template_kwargs": dict.fromkeys(map(str, range(60_000)), 1)},
+        400,
+    ),
+    "200,000 unknown fields": (
+        "/v1/completions",
+        {"prompt": "a"} | dict.fromkeys(map(str, range(200_000)), 1),
+        400,
+    ),
+    "90,000 messages": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": ""}] * 90_000},
+        400,
+    ),
+    "2,000,000 token ids": ("/v1/completions", {"prompt": [1] * 2_000_000, "max_tokens": 1}, 400),
+    "tokenized strings": ("/tokenize", {"prompt": "a b " * (MIB // 4), "return_token_strs": True}, 200),
+    "more than is tokenized": ("/tokenize", {"prompt": "a" * (MIB + 1)}, 400),
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with Running(
+        "--max-rows", "8", "--max-len", "1024", "--access-log", "none", "--cache-bytes", "8000000"
+    ) as running:
+        yield running
+        running.settle()
+
+
+class Bystander(threading.Thread):
+    """A stream whose longest gap between two chunks is taken."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(daemon=True)
+        self.url, self.gaps, self.done = url, list[float](), threading.Event()
+
+    def run(self) -> None:
+        body = {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "stream": True}
+        while not self.done.is_set():
+            with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=60) as answer:
+                last = time.perf_counter()
+                for _ in answer.iter_raw():
+                    now = time.perf_counter()
+                    self.gaps.append(now - last)
+                    last = now
+                    if self.done.is_set():
+                        return
+
+    def longest(self) -> float:
+        """The longest gap since the last call."""
+        gaps, self.gaps = self.gaps, []
+        return max(gaps, default=0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ATTACKS)
+def test_a_bystander_goes_on_beside_one_large_request(server: Running, name: str) -> None:
+    path, body, status = ATTACKS[name]
+    data = json.dumps(body, separators=(",", ":")).encode()
+    bystander = Bystander(server.url)
+    bystander.start()
+    try:
+        time.sleep(0.5)
+        usual = bystander.longest()
+        headers = {"content-type": "application/json"}
+        told = httpx.post(
+            f"{server.url}{path}",
+            content=data[: 4 * MIB] if len(data) > 4 * MIB else data,
+            headers=headers,
+            timeout=60,
+        )
+        longest = bystander.longest()
+    finally:
+        bystander.done.set()
+        bystander.join()
+    assert told.status_code in (status, 413), f"{name}: {told.status_code} {told.text[:200]}"
+    # Other tests run beside this one on two cores; by itself none of these is over 100 ms.
+    assert longest < max(0.5, 5 * usual), f"beside {name} a stream stood still for {longest * 1e3:.0f} ms"
+
+
+def test_parts_of_a_body_are_counted_outside_of_strings() -> None:
+    check_parts(json.dumps({"prompt": "{[:" * 1000}).encode(), 10)
+    check_parts(json.dumps({"prompt": '\\"{[:' * 1000}).encode(), 10)
+    check_parts(json.dumps({"prompt": [1] * 100_000}).encode(), 10)
+    with pytest.raises(ApiError, match="more than 10 objects, lists and keys"):
+        check_parts(json.dumps({"metadata": [{}] * 10}).encode(), 10)
+
+
+def test_folders_of_dead_processes_are_swept() -> None:
+    """Those of this one, and of others that live, stay."""
+    mine = Path(new_folder())
+    made = subprocess.run(
+        [sys.executable, "-c", "from common.temporary import new_folder; print(new_folder())"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    left = Path(made.stdout.strip())
+    assert left.is_dir(), "its maker has not removed it"
+    again = Path(new_folder())
+    assert not left.exists() and mine.is_dir() and again.is_dir()
+    mine.rmdir()
+    again.rmdir()
