@@ -44,7 +44,7 @@ WRONG = {
     "temperature not a number": (["run", "1", "--temperature", "warm"], "--temperature"),
     "temperature nan": (["run", "1", "--temperature", "nan"], "temperature is nan"),
     "negative max_tokens": (["run", "1", "--max-tokens", "-1"], "max_tokens is -1"),
-    "top_p of 0": (["run", "1", "--top-p", "0"], "top_p is 0"),
+    "negative top_p": (["run", "1", "--top-p", "-0.1"], "top_p is -0.1"),
     "top_k below -1": (["run", "1", "--top-k", "-2"], "top_k is -2"),
     "empty prompt": (["run", "1", "--prompt", ""], "--prompt is empty"),
     "no such file": (["run", "1", "--prompts-file", "/nothing/here"], "/nothing/here cannot be read"),

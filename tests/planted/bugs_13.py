@@ -267,8 +267,8 @@ BUGS = (
     Bug(
         "only-contents-are-long",
         "phases/13_serving/serving/http/orders.py",
-        "sum(len(str(part)) for part in (*messages, variables)) > LONG",
-        "sum(len(str(part.get('content', ''))) for part in messages) > LONG",
+        "size = sum(len(str(part)) for part in (*messages, variables))",
+        "size = sum(len(str(part.get('content', ''))) for part in messages)",
         "Tokenizes a conversation on the event loop whose roles or calls are long.",
     ),
     Bug(

@@ -200,6 +200,8 @@ class App:
     async def _chat(self, exchange: Exchange) -> None:
         request, ready = await self._begin(exchange, ChatRequest)
         orders = await self.orders.chat(request, ready)
+        if orders[0].loosened:
+            exchange.extra.append((b"x-ladder-loosened", _listed(orders[0].loosened)))
         await self.service.serve(
             exchange, request, orders, self._shape(ChatAnswer, exchange, request, "chatcmpl")
         )
@@ -232,8 +234,7 @@ class App:
         if unknown and self.strict:
             raise ApiError(400, f"{unknown[0][:100]!r} is no field of this request", param=unknown[0][:100])
         if unknown:
-            names = ", ".join(name[:100] for name in unknown[:16]).encode("ascii", "replace")
-            exchange.extra.append((b"x-ladder-ignored", bytes(b if 32 <= b < 127 else 63 for b in names)))
+            exchange.extra.append((b"x-ladder-ignored", _listed(unknown)))
         return request
 
     def _shape(self, kind: type[Answer], exchange: Exchange, request: Generation, prefix: str) -> Answer:
@@ -358,3 +359,9 @@ class App:
 def now() -> str:
     """Return the time as lines of the log have it."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def _listed(names: list[str]) -> bytes:
+    """Return the first names as the value of a header."""
+    text = ", ".join(name[:100] for name in names[:16]).encode("ascii", "replace")
+    return bytes(byte if 32 <= byte < 127 else 63 for byte in text)

@@ -18,6 +18,7 @@ class Order:
     asked: the field that constrains the output, if one does.
     calls: how the model writes calls, if it may make any.
     read: the log-probabilities of the prompt's tokens, from the first completion's first token on.
+    loosened: keywords that the output need not follow.
     """
 
     prompt: list[int]
@@ -26,6 +27,7 @@ class Order:
     asked: str = ""
     calls: CallFormat | None = None
     read: list[Read | None] = field(default_factory=list)
+    loosened: list[str] = field(default_factory=list)
 
 
 @dataclass

@@ -24,6 +24,7 @@ import numpy as np
 
 from common.errors import UserError
 from common.sampling.grammar import Grammar
+from structured.exact import OPTIONS, SUSPECT, exact
 from structured.matcher import FIRST, SLOW, Backend, Compiled, Effort, Job, Matcher, Trial, Words
 from structured.places import Output, Place, Schema, Tokens
 from structured.pool import step_back
@@ -38,9 +39,6 @@ LIMITS: dict[str, Any] = {
     "max_grammar_size": 250_000,
     "verbose_errors": False,
 }
-OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
-"""Models like to indent. Without a limit some write spaces for ever, and every mask lets them."""
-
 OWN_OPTIONS = "x-guidance"
 """The key under which a schema has options for the library. Some of them let through what does not validate,
 or is no JSON; `HARMLESS` ones do not, as long as white space is that of JSON."""
@@ -482,8 +480,9 @@ def source_of(grammar: Grammar) -> str:
     if grammar.kind == "json_schema":
         source = {"true": "{}", "false": '{"not": {}}'}.get(grammar.source.strip(), grammar.source.strip())
         # Behind a backslash a character may be hidden.
-        if "\\" in source or OWN_OPTIONS in source or OLDER.search(source):
-            schema: Any = json.loads(source)
+        if "\\" in source or OWN_OPTIONS in source or OLDER.search(source) or SUSPECT.search(source):
+            schema: Any = exact(json.loads(source))
+            source = json.dumps(schema)
             if OLDER.search(str(schema.get("$schema"))):
                 schema = _alone(schema)
                 source = json.dumps(schema)

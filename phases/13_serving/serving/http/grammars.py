@@ -86,6 +86,13 @@ def _of_format(form: dict[str, Any] | None) -> tuple[str, Any] | None:
     )
 
 
+def is_hint(request: Generation, found: tuple[str, Any, str]) -> bool:
+    """Whether a schema need not be followed where it cannot be: `response_format` with `strict` false."""
+    nested = (request.response_format or {}).get("json_schema")
+    strict = nested.get("strict") if isinstance(nested, dict) else None
+    return found[2] == "response_format" and found[0] == "json_schema" and strict is False
+
+
 def settings(found: tuple[str, Any, str] | None) -> dict[str, Any]:
     """What of it goes into `SamplingParams`. Raises `ApiError` if it is no grammar."""
     if found is None:

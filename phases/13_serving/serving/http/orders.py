@@ -21,6 +21,7 @@ from serving.http.limits import Limits
 from serving.http.schema import ChatRequest, CompletionRequest, GenerateRequest, Generation, TokenizeRequest
 from serving.messages import Ready
 from serving.order import Order
+from serving.tools.loosen import loosen
 from serving.tools.request import conversation, tools_of
 
 MANY = 50
@@ -109,7 +110,7 @@ class Orders:
             more["grammar"] = tools.grammar
         order = self._order(request, ids, ready, more, None, "")
         if tools is not None:
-            order.calls, order.asked = tools.format, "tools"
+            order.calls, order.asked, order.loosened = tools.format, "tools", tools.loosened
         return self._checked([order])
 
     def ignored(self, request: ChatRequest | TokenizeRequest) -> list[str]:
@@ -231,7 +232,10 @@ class Orders:
             given["max_tokens"] = self._room(ids, ready) if usual is None else usual
             given["max_tokens"] = max(given["max_tokens"], given.get("min_tokens", 0) or 0)
         given["logit_bias"] = self._bias(request)
-        found = grammars.constraint(request, self.limits)
+        found, loosened = grammars.constraint(request, self.limits), list[str]()
+        if found is not None and grammars.is_hint(request, found):
+            definition, loosened = loosen(found[1])
+            found = found[0], definition, found[2]
         if "grammar" not in more:
             given |= grammars.settings(found)
         elif found is not None and found[2] != "response_format":  # that one is in the tools' grammar
@@ -244,7 +248,7 @@ class Orders:
             check_prompt(ids, ready.vocab_size, ready.max_len, params, continuous=True)
         except UserError as error:
             raise as_asked(of_user_error(error, names), request) from None
-        return Order(ids, params, text, asked="" if found is None else found[2])
+        return Order(ids, params, text, asked="" if found is None else found[2], loosened=loosened)
 
     def _room(self, ids: list[int], ready: Ready) -> int:
         """Tokens that a request which does not say may generate: what the context and the cache can hold."""

@@ -15,9 +15,10 @@ from typing import Any
 from common.errors import UserError
 from common.sampling.grammar import Grammar
 from common.text.tokenizer import Tokenizer
+from structured.exact import OPTIONS, exact
 
 Schema = dict[str, Any]
-_SPACES = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,12}"}
+_OPTIONS = OPTIONS | {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,12}"}
 """Between the parts of a call's JSON: three levels; without a limit some models never stop."""
 
 
@@ -123,4 +124,7 @@ def _text(text: str) -> str:
 
 
 def _json(schema: Schema) -> str:
-    return "%json " + json.dumps({**schema, "x-guidance": _SPACES})
+    try:
+        return "%json " + json.dumps({**exact(schema), "x-guidance": _OPTIONS})
+    except ValueError as error:
+        raise UserError(str(error)) from None

@@ -16,6 +16,7 @@ from serving.http.errors import ApiError
 from serving.http.limits import Limits
 from serving.http.schema import ChatRequest
 from serving.tools.formats import CallFormat, Schema, format_of
+from serving.tools.loosen import loosen
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
@@ -25,11 +26,13 @@ class Tools:
     """The tools of a request.
 
     shown: what the template gets.
+    loosened: keywords of tools that are not strict, which the grammar does without.
     """
 
     format: CallFormat
     shown: list[dict[str, Any]]
     grammar: Grammar
+    loosened: list[str]
 
 
 def tools_of(request: ChatRequest, tokenizer: Tokenizer, limits: Limits) -> Tools | None:
@@ -52,12 +55,13 @@ def tools_of(request: ChatRequest, tokenizer: Tokenizer, limits: Limits) -> Tool
     size = len(msgspec.json.encode(tools))
     if size > limits.max_schema_bytes:
         raise _wrong("tools", f"tools has {size:,} bytes, but may have {limits.max_schema_bytes:,}")
-    functions = dict[str, Schema]()
+    functions, loosened = dict[str, Schema](), list[str]()
     for place, tool in enumerate(tools):
-        name, schema = _function(f"tools[{place}]", tool)
+        name, schema, left = _function(f"tools[{place}]", tool)
         if name in functions:
             raise _wrong("tools", f"tools has two functions of the name {name!r}")
         functions[name] = schema
+        loosened += [f"{name}.{keyword}" for keyword in left]
     must, names = _choice(chosen, functions)
     if chosen == "none":
         return None
@@ -71,7 +75,7 @@ def tools_of(request: ChatRequest, tokenizer: Tokenizer, limits: Limits) -> Tool
         )
     except UserError as error:
         raise ApiError(400, str(error), param="tools") from None
-    return Tools(format, tools, grammar)
+    return Tools(format, tools, grammar, loosened)
 
 
 def conversation(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -122,8 +126,8 @@ def _call(where: str, call: Any) -> dict[str, Any]:
     return found | ({"id": call["id"]} if isinstance(call.get("id"), str) else {})
 
 
-def _function(where: str, tool: Any) -> tuple[str, Schema]:
-    """A tool's name, and the schema of its arguments."""
+def _function(where: str, tool: Any) -> tuple[str, Schema, list[str]]:
+    """Return a tool's name, the schema of its arguments, and what that does without unless it is strict."""
     kind = tool.get("type")
     function = tool.get("function")
     if kind != "function" or not isinstance(function, Mapping):
@@ -132,14 +136,23 @@ def _function(where: str, tool: Any) -> tuple[str, Schema]:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise _wrong("tools", f"{where}.function.name must be 1 to 64 of a-z, A-Z, 0-9, _ and -")
     if schema is None:  # OpenAI: a function without parameters
-        return name, {"type": "object", "properties": {}, "additionalProperties": False}
-    if not isinstance(schema, dict) or schema.get("type", "object") != "object":
+        return name, {"type": "object", "properties": {}, "additionalProperties": False}, []
+    left: list[str] = []
+    if not isinstance(schema, dict) or "object" not in _types(schema):
         raise _wrong("tools", f"{where}.function.parameters must be the schema of an object")
     try:
         Grammar.json_schema(schema)
     except UserError as error:
         raise ApiError(400, f"{where}.function.parameters: {error}", param="tools") from None
-    return name, {"type": "object", **schema}
+    if function.get("strict") is not True:
+        schema, left = loosen(schema)
+    return name, {**schema, "type": "object"}, left
+
+
+def _types(schema: Schema) -> list[Any]:
+    """Return the types that a schema names; arguments are an object whatever it says beside that."""
+    kinds = schema.get("type") or "object"
+    return kinds if isinstance(kinds, list) else [kinds]
 
 
 def _choice(chosen: Any, functions: Mapping[str, Schema]) -> tuple[bool, list[str]]:
