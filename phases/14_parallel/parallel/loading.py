@@ -14,7 +14,15 @@ from common.errors import UserError
 from common.models.checkpoint import assign, load_weights
 from common.models.config import ModelConfig
 from common.models.hub import model_folder
-from forward.loading import RANDOM, Linears, finish, random_tensors, refuse_quantized, skeleton
+from forward.loading import (
+    RANDOM,
+    Linears,
+    checkpoint_config,
+    finish,
+    random_tensors,
+    refuse_quantized,
+    skeleton,
+)
 from forward.model import Model
 from forward.models.gpt2 import GPT2Attention
 from forward.shapes import SHAPES
@@ -30,7 +38,7 @@ from quant.weights import QuantizedWeight
 def config_of(name: str) -> ModelConfig:
     """The configuration of a model by its name. Raises `UserError` if there is no such model."""
     if not name.startswith(RANDOM):
-        return ModelConfig.from_folder(model_folder(name))
+        return checkpoint_config(model_folder(name))
     shape = name.removeprefix(RANDOM)
     if shape not in SHAPES:
         raise UserError(f"model {name!r}: the random shapes are {', '.join(SHAPES)}")
