@@ -30,8 +30,9 @@ from parallel.layers import RowLinear, VocabularyEmbedding
 from parallel.ranks import Ranks
 from parallel.shard import JOINED, ROWS, VOCABULARY, Shard, Slice
 from quant.formats import BLOCK
+from quant.layouts import StoredLinear
 from quant.linear import QuantLinear, quantized
-from quant.loading import Quantize, StoredLinear
+from quant.loading import Quantize
 from quant.weights import QuantizedWeight
 
 
@@ -174,6 +175,8 @@ class Part:
 
     def _groups(self, name: str, value: Tensor, layer: StoredLinear) -> Tensor:
         """The group of each of this rank's inputs, counted from its own first."""
+        if layer.layout.row:
+            return value
         groups = layer.shape[1] // layer.layout.scheme.group
         value = value - self.shard.rank * groups
         if bool(((value < 0) | (value >= groups)).any()):
