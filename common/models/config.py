@@ -150,6 +150,7 @@ class ModelConfig:
             _refuse_unsupported(raw)
         values = {ours: field.read(raw) for ours, field in hf.FIELDS[family].items()}
         values |= _gpt2(raw, values) if family == "gpt2" else _rope_family(family, raw, values)
+        values["activation"] = hf.SAME_ACTIVATIONS.get(values["activation"], values["activation"])
         values["quantization"] = _quantization(raw)
         bos: int = _token_id("bos_token_id", values["vocab_size"]).read(raw)
         values["bos_token_id"] = None if bos < 0 else bos

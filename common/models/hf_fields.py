@@ -114,6 +114,13 @@ WINDOW_PATTERN = Field("sliding_window_pattern _sliding_window_pattern", int, 1,
 LAYER_TYPES = Field("layer_types", list, default=None)
 LAYER_TYPE = Field("layer_types", str, choices=("full_attention", "sliding_attention"))
 
+SAME_ACTIVATIONS = {
+    "swish": "silu",
+    "gelu_python": "gelu",
+    **dict.fromkeys(("gelu_fast", "gelu_accurate", "gelu_python_tanh"), "gelu_pytorch_tanh"),
+}
+"""Other names of activations -> ours."""
+
 ONLY = {
     "partial_rotary_factor": 1,
     "use_bidirectional_attention": False,

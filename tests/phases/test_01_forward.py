@@ -330,6 +330,10 @@ SPELLINGS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "swish": ("llama", {"hidden_act": "swish"}),
+    "gelu-fast": ("qwen2", {"hidden_act": "gelu_fast"}),
+    "gelu-python": ("gemma3", {"hidden_activation": "gelu_python"}),
+    "gelu-accurate": ("gpt2", {"activation_function": "gelu_accurate"}),
     "gpt2-in-general-names": (
         "gpt2",
         {"n_embd": None, "hidden_size": 36, "n_layer": None, "num_hidden_layers": 3},
