@@ -257,6 +257,23 @@ def test_a_checkpoint_goes_out_and_in(
     )
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("flag", [True, False])
+def test_a_written_file_says_whether_the_head_is_stored(
+    folders: dict[str, Path], tmp_path: Path, family: str, flag: bool
+) -> None:
+    """Other engines believe the flag, whatever the flag of the source was."""
+    source = shutil.copytree(folders[family], tmp_path / "source")
+    raw = json.loads((source / "config.json").read_text()) | {"tie_word_embeddings": flag}
+    (source / "config.json").write_text(json.dumps(raw))
+    model = load_model(source, device="cpu", dtype="float32")
+    quantize_model(model, INT4)
+    export(model, source, tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert written["tie_word_embeddings"] == ("lm_head.weight" not in stored) == (family == "qwen2")
+
+
 @pytest.fixture(scope="module")
 def packed(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = load_model(str(folders["llama"]), device="cpu", dtype="float32")
@@ -391,6 +408,8 @@ WRITTEN: dict[str, dict[str, Any]] = {
     "W4A16": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32},
     "W4A16_ASYM": {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32},
     "W8A16": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"},
+    "W4A16_CHANNEL": {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "channel"},
+    "W8A16_GROUP": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32},
     "FP8": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"},
     "FP8_TENSOR": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"},
 }
