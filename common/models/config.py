@@ -266,9 +266,17 @@ def _ropes(
         full, sliding = (
             Field(kind, dict).read(parameters) if parameters else {} for kind in hf.LAYER_TYPE.choices
         )
+        unread = [(scaling, "" if "rope_type" in scaling else "type"), (raw, hf.ORIGINAL.names)]
+        for given, name in (*unread, (full, "truncate"), (sliding, "truncate"), (scaling, "truncate")):
+            if given.get(name) is not None:
+                raise UserError(
+                    f"{name} is {shown(given[name])}, but `transformers` ignores it there in Gemma 3"
+                )
+        full = _replaceable(full, scaling)
         local = {"rope_theta": 10_000.0} | _merged({"rope_theta": hf.LOCAL_THETA.read(raw)}, sliding)
         everywhere = {"rope_theta": 1_000_000.0} | _merged(around, full, scaling)
         return _rope(everywhere, head_dim, context), _rope(local, head_dim, context)
+    parameters = _replaceable(parameters, scaling)
     usual = {"rope_theta": 10_000.0}
     taken = usual | _merged(around, scaling or parameters)
     for name, value in (usual | _merged(around, parameters, scaling)).items():
@@ -280,11 +288,16 @@ def _ropes(
     return _rope(taken, head_dim, context), None
 
 
+def _replaceable(parameters: Mapping[str, Any], scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """``rope_parameters`` without the kind ``default``, which a ``rope_scaling`` beside them replaces."""
+    return {name: value for name, value in parameters.items() if value != "default" or not scaling}
+
+
 def _merged(*sources: Mapping[str, Any]) -> dict[str, Any]:
     """All that several places of a file say of one rotary embedding, in which they must agree."""
     merged: dict[str, Any] = {}
     for name, value in (item for source in sources for item in source.items()):
-        if value is not None and value != "default" and merged.setdefault(name, value) != value:
+        if value is not None and merged.setdefault(name, value) != value:
             raise UserError(f"{name} is {shown(merged[name])} at one place, and {shown(value)} at another")
     return merged
 

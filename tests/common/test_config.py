@@ -186,6 +186,16 @@ GPT2 = {"model_type": "gpt2", "vocab_size": 10, "n_embd": 8, "n_layer": 2, "n_he
             },
             "factor is 3 at one place, and 2 at another",
         ),
+        (
+            LLAMA,
+            {"rope_parameters": {"rope_type": "yarn"}, "rope_scaling": {"rope_type": "default"}},
+            "rope_type is 'yarn' at one place, and 'default' at another",
+        ),
+        (
+            GEMMA,
+            {"rope_scaling": {"type": "linear", "factor": 2}},
+            "type is 'linear', but `transformers` ignores",
+        ),
         (LLAMA, {"rope_scaling": {"full_attention": {}}}, "rope_scaling has a part for full_attention"),
         (LLAMA, {"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, "low_freq_factor is 4.0, but must be"),
         (LLAMA, {"rope_parameters": {"full_attention": {}}}, "full_attention, which only Gemma 3"),
@@ -207,6 +217,7 @@ GPT2 = {"model_type": "gpt2", "vocab_size": 10, "n_embd": 8, "n_layer": 2, "n_he
         (GEMMA, {"sliding_window": None}, "sliding_window is null"),
         (GEMMA, {"sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
         (GEMMA, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
+        (GEMMA, {"original_max_position_embeddings": 8}, "original_max_position_embeddings is 8, but `trans"),
         (GEMMA, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
         (
             GEMMA,
