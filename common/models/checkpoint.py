@@ -23,6 +23,7 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _SHARD = Field("weight_map", str)
 _NAMES_SHOWN = 10
+_ROWS = 4096
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _EXACT = {
     "I64": torch.int64,
@@ -67,8 +68,8 @@ def load_weights(
         rename: the model's name for a checkpoint's tensor, or None for a tensor that is to be ignored.
         transform: called with the model's name and the tensor, returns it as the model wants it (GPT-2 stores
             its linear weights transposed). It is also called with `meta` tensors, to learn the shape.
-        tied: maps a parameter to the one whose memory it shares, as an output head to the embedding. It is
-            never missing, and a copy of it in the checkpoint is ignored.
+        tied: maps a parameter to the one whose memory it shares, as an output head to the embedding. The
+            checkpoint has them under either name, or the same under both: see `stores_once`.
         place: puts a finished tensor where the model's name says, in the place of `assign`. Who replaces
             layers while they are loaded never has two copies of them all.
         read: given the model's name, an open file and the file's name, reads what is wanted of that tensor,
@@ -76,19 +77,14 @@ def load_weights(
 
     Raises:
         UserError: there is no checkpoint, a file is damaged, or tensors are missing, unexpected or misshapen.
+            Biases of zeros are never unexpected: tools write them for layers that have none.
     """
     folder = Path(folder)
     tied = dict(tied or {})
     put = place or assign
     expected = _tensors_of(model)
     with ExitStack() as stack:
-        files = [_open(path, stack) for path in _files(folder)]
-        stored: dict[str, Any] = {}
-        for file in files:
-            for name in file.keys():  # noqa: SIM118 (not a dict)
-                if name in stored:
-                    raise UserError(f"{folder} stores {_printable(name)} twice, in two of its shards")
-                stored[name] = file
+        stored = _stored(folder, stack)
         sources = _match(folder, stored, expected, rename, transform, tied)
         for target, source in sources.items():
             file = stored[source]
@@ -101,6 +97,48 @@ def load_weights(
             put(model, target, torch.empty(tensor.shape, device=device, dtype=kept).copy_(tensor))
     for target, source in tied.items():
         put(model, target, model.get_parameter(source))
+
+
+def stores_once(
+    folder: str | Path, tied: Mapping[str, str], rename: Callable[[str], str | None] = lambda name: name
+) -> bool:
+    """Tell whether a checkpoint has one matrix for each pair of `tied`, under either name or under both.
+
+    Args:
+        folder, rename: see `load_weights`.
+        tied: maps the name of an output head's weight to that of the embedding.
+    """
+    with ExitStack() as stack:
+        stored = _stored(Path(folder), stack)
+        named = {rename(name): (file, name) for name, file in stored.items()}
+        for head, embedding in tied.items():
+            owner = head.rpartition(".")[0] + "."
+            if not any(name is not None and name.startswith(owner) for name in named):
+                continue
+            if embedding in named and not (head in named and _alike(*named[head], *named[embedding])):
+                return False
+    return True
+
+
+def _alike(file: Any, name: str, other_file: Any, other_name: str) -> bool:
+    """Compare two stored matrices some rows at a time, so that those that differ are hardly read."""
+    one, other = file.get_slice(name), other_file.get_slice(other_name)
+    shape, kind = one.get_shape(), one.get_dtype()
+    if shape != other.get_shape() or kind != other.get_dtype() or kind not in _FLOATS or len(shape) != 2:
+        return False
+    starts = range(0, shape[0], _ROWS)
+    return all(torch.equal(one[i : i + _ROWS], other[i : i + _ROWS]) for i in starts)
+
+
+def _stored(folder: Path, stack: ExitStack) -> dict[str, Any]:
+    """The open file of each of a checkpoint's tensors; `stack` closes them."""
+    stored: dict[str, Any] = {}
+    for file in [_open(path, stack) for path in _files(folder)]:
+        for name in file.keys():  # noqa: SIM118 (not a dict)
+            if name in stored:
+                raise UserError(f"{folder} stores {_printable(name)} twice, in two of its shards")
+            stored[name] = file
+    return stored
 
 
 def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
@@ -150,15 +188,23 @@ def _match(
 ) -> dict[str, str]:
     """The checkpoint's name for each of the model's tensors; raises one error that names every mismatch."""
     sources: dict[str, str] = {}
-    unexpected, misshapen = [], []
+    unexpected, misshapen, biases = [], [], []
+    owners = {name.rpartition(".")[0] for name in expected}
     for source, file in stored.items():
-        target = rename(source)
-        if target is None or target in tied:
+        name = rename(source)
+        if name is None:
             continue
+        target = tied.get(name, name)
         if target not in expected:
-            unexpected.append(source)
+            owner, _, leaf = target.rpartition(".")
+            if leaf != "bias" or owner not in owners:
+                unexpected.append(source)
+            elif bool(file.get_tensor(source).any()):
+                biases.append(source)
             continue
         if target in sources:
+            if rename(sources[target]) != name:  # tied, and stored under both names
+                continue
             raise UserError(f"{folder} stores {target} twice, as {sources[target]} and as {source}")
         sources[target] = source
         header = file.get_slice(source)
@@ -171,6 +217,7 @@ def _match(
             misshapen.append(f"{target} {problem}")
     missing = [name for name in expected if name not in sources and name not in tied]
     found = {"missing": missing, "unexpected": unexpected, "misshapen": misshapen}
+    found["with a bias that is not zero, where the model has none"] = biases
     problems = [f"{len(names)} {kind}: {_some(names)}" for kind, names in found.items() if names]
     if problems:
         raise UserError(f"the weights in {folder} do not fit the model; {'; '.join(problems)}")

@@ -16,7 +16,7 @@ import torch
 
 from common.errors import UserError
 from common.models import hf_fields as hf
-from common.models.fields import Field, read_object, shown
+from common.models.fields import Field, agree, read_object, shown
 from common.text.tokenizer import eos_of_tokenizer
 
 
@@ -24,8 +24,10 @@ from common.text.tokenizer import eos_of_tokenizer
 class RopeConfig:
     """Rotary position embedding of one kind of layer.
 
-    ``kind`` is ``default``, ``linear`` (every frequency divided by ``factor``) or ``llama3`` (only the
-    low frequencies divided, with a smooth band between; Llama 3.1's ``config.json``).
+    ``kind`` is ``default``, ``linear`` (every frequency divided by ``factor``), or the scaling of a longer
+    context ``llama3``, ``yarn``, ``longrope`` or ``dynamic``; fields have the names of ``config.json``.
+    ``pair_factors`` are longrope's, one for each pair of dimensions. Without an ``attention_factor`` it
+    follows from the other fields.
     """
 
     theta: float = 10_000.0
@@ -34,9 +36,18 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    pair_factors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse a band that has no width: the ramp across it divides by its width."""
+        """Refuse what a ramp between two bands of frequencies would divide by zero for."""
+        if self.kind == "yarn" and self.theta <= 1:
+            raise UserError(f"rope_theta is {self.theta}, but must be above 1 for the rope_type 'yarn'")
         if self.low_freq_factor >= self.high_freq_factor:
             raise UserError(
                 f"low_freq_factor is {self.low_freq_factor}, but must be below "
@@ -134,13 +145,16 @@ class ModelConfig:
             inner_type = hf.MODEL_TYPE.read({"model_type": model_type, **inner})
             if hf.FAMILIES[inner_type] != family:
                 raise UserError(f"text_config is a {inner_type} inside a {model_type} model")
+            outside = {name: raw[name] for name in hf.OUTSIDE if name in raw}
             ends = raw.get("eos_token_id")
-            raw = {**raw, **inner} | ({} if ends is None else {"eos_token_id": ends})
+            raw = {**outside, **inner} | ({} if ends is None else {"eos_token_id": ends})
             _refuse_unsupported(raw)
         values = {ours: field.read(raw) for ours, field in hf.FIELDS[family].items()}
         values |= _gpt2(raw, values) if family == "gpt2" else _rope_family(family, raw, values)
+        values["activation"] = hf.SAME_ACTIVATIONS.get(values["activation"], values["activation"])
         values["quantization"] = _quantization(raw)
-        values["bos_token_id"] = _token_id("bos_token_id", values["vocab_size"]).read(raw)
+        bos: int = _token_id("bos_token_id", values["vocab_size"]).read(raw)
+        values["bos_token_id"] = None if bos < 0 else bos
         values["eos_token_ids"] = _eos_token_ids(raw, values["vocab_size"])
         return cls(family=family, **values)
 
@@ -167,15 +181,14 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
 
 def _quantization(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The object that names a method of quantization, if there is one."""
-    for name in ("quantization_config", "compression_config"):
-        given = raw.get(name)
-        if given is not None:
-            method = given.get("quant_method") if isinstance(given, dict) else given
-            if not isinstance(given, dict) or not isinstance(method, str):
-                raise UserError(
-                    f"{name} names the method {shown(method)}, but must be an object with a method"
-                )
-            return given
+    names = ("quantization_config", "compression_config")
+    found = {name: raw[name] for name in names if raw.get(name) is not None}
+    agree(found)
+    for name, given in found.items():
+        method = given.get("quant_method") if isinstance(given, dict) else given
+        if not isinstance(given, dict) or not isinstance(method, str):
+            raise UserError(f"{name} names the method {shown(method)}, but must be an object with a method")
+        return given
     return None
 
 
@@ -199,12 +212,15 @@ def _gpt2(raw: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope_family(family: str, raw: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    heads = values["num_heads"]
+    heads, context = values["num_heads"], values["max_position_embeddings"]
     head_dim = values["head_dim"] or _even_share(values["hidden_size"], heads)
-    rope, rope_local = _ropes(raw, gemma=family == "gemma3")
+    rope, rope_local = _ropes(raw, family == "gemma3", head_dim, context)
+    if rope.kind == "yarn":  # model cards add the scaling and leave the length as it was
+        context = max(context, int(rope.factor * rope.original_max_position))
     return {
         "num_kv_heads": values["num_kv_heads"] or heads,
         "head_dim": head_dim,
+        "max_position_embeddings": context,
         "attention_scale": (hf.QUERY_SCALE.read(raw) if family == "gemma3" else head_dim) ** -0.5,
         "rope": rope,
         "rope_local": rope_local,
@@ -234,36 +250,91 @@ def _sliding_windows(family: str, raw: Mapping[str, Any], layers: int) -> tuple[
     return tuple(None if everything else window for everything in full)
 
 
-def _ropes(raw: Mapping[str, Any], gemma: bool) -> tuple[RopeConfig, RopeConfig | None]:
-    """The global and, for Gemma 3, the local rotary embedding, from either generation of field names."""
-    parameters = hf.ROPE_PARAMETERS.read(raw)
-    theta = raw.get("rope_theta")
-    everywhere = {"rope_theta": (1_000_000.0 if gemma else 10_000.0) if theta is None else theta}
-    nearby = {"rope_theta": hf.LOCAL_THETA.read(raw)}
-    kinds = [kind for kind in hf.LAYER_TYPE.choices if kind in parameters]
-    if kinds and not gemma:
-        raise UserError(f"rope_parameters has a part for {kinds[0]}, which only Gemma 3 has")
-    if kinds:
-        full, sliding = (Field(kind, dict).read(parameters) for kind in hf.LAYER_TYPE.choices)
-        return _rope(everywhere | full), _rope(nearby | sliding)
-    return _rope(everywhere | parameters), _rope(nearby) if gemma else None
+def _ropes(
+    raw: Mapping[str, Any], gemma: bool, head_dim: int, context: int
+) -> tuple[RopeConfig, RopeConfig | None]:
+    """The global and, for Gemma 3, the local rotary embedding, from either generation of field names.
+
+    Where both are there, ``rope_scaling`` takes the place of ``rope_parameters``, as in `transformers`.
+    """
+    parameters, scaling = hf.ROPE_PARAMETERS.read(raw), hf.ROPE_SCALING.read(raw)
+    for name, given in (("rope_parameters", parameters), ("rope_scaling", scaling)):
+        kinds = [kind for kind in hf.LAYER_TYPE.choices if kind in given]
+        if kinds and not (gemma and given is parameters):
+            raise UserError(f"{name} has a part for {kinds[0]}, which only Gemma 3's rope_parameters have")
+    around = {name: raw.get(name) for name in ("rope_theta", hf.ORIGINAL.names)}
+    if gemma:
+        full, sliding = (
+            Field(kind, dict).read(parameters) if parameters else {} for kind in hf.LAYER_TYPE.choices
+        )
+        unread = [(scaling, "" if "rope_type" in scaling else "type"), (raw, hf.ORIGINAL.names)]
+        for given, name in (*unread, (full, "truncate"), (sliding, "truncate"), (scaling, "truncate")):
+            if given.get(name) is not None:
+                raise UserError(
+                    f"{name} is {shown(given[name])}, but `transformers` ignores it there in Gemma 3"
+                )
+        full = _replaceable(full, scaling)
+        local = {"rope_theta": 10_000.0} | _merged({"rope_theta": hf.LOCAL_THETA.read(raw)}, sliding)
+        everywhere = {"rope_theta": 1_000_000.0} | _merged(around, full, scaling)
+        return _rope(everywhere, head_dim, context), _rope(local, head_dim, context)
+    parameters = _replaceable(parameters, scaling)
+    usual = {"rope_theta": 10_000.0}
+    taken = usual | _merged(around, scaling or parameters)
+    for name, value in (usual | _merged(around, parameters, scaling)).items():
+        if taken.get(name) != value:
+            raise UserError(
+                f"rope_parameters has {name} {shown(value)}, but rope_scaling, which takes its place, has "
+                f"{shown(taken.get(name))}: say it there"
+            )
+    return _rope(taken, head_dim, context), None
 
 
-def _rope(parameters: Mapping[str, Any]) -> RopeConfig:
+def _replaceable(parameters: Mapping[str, Any], scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """``rope_parameters`` without the kind ``default``, which a ``rope_scaling`` beside them replaces."""
+    return {name: value for name, value in parameters.items() if value != "default" or not scaling}
+
+
+def _merged(*sources: Mapping[str, Any]) -> dict[str, Any]:
+    """All that several places of a file say of one rotary embedding, in which they must agree."""
+    merged: dict[str, Any] = {}
+    for name, value in (item for source in sources for item in source.items()):
+        if value is not None and merged.setdefault(name, value) != value:
+            raise UserError(f"{name} is {shown(merged[name])} at one place, and {shown(value)} at another")
+    return merged
+
+
+def _rope(parameters: Mapping[str, Any], head_dim: int, context: int) -> RopeConfig:
     _refuse_unsupported(parameters)
-    config = RopeConfig(**{ours: field.read(parameters) for ours, field in hf.ROPE.items()})
-    for name in hf.ROPE_NEEDS[config.kind]:
+    values = {ours: field.read(parameters) for ours, field in hf.ROPE.items()}
+    kind = values["kind"]
+    for name in hf.ROPE_NEEDS[kind]:
         if parameters.get(name) is None:
-            raise UserError(f"there is no field {name!r}, which the rope_type {config.kind!r} needs")
-    return config
+            raise UserError(f"there is no field {name!r}, which the rope_type {kind!r} needs")
+    original = context
+    if kind in ("llama3", "yarn", "longrope"):
+        original = replace(hf.ORIGINAL, default=context).read(parameters)
+    if values["factor"] is None:
+        values["factor"] = context / original
+    if kind == "longrope":
+        factors = [_pair_factors(name, parameters, head_dim // 2) for name in hf.ROPE_NEEDS[kind]]
+        values["pair_factors"] = factors[context > original]
+    return RopeConfig(**values, original_max_position=original)
+
+
+def _pair_factors(name: str, parameters: Mapping[str, Any], pairs: int) -> tuple[float, ...]:
+    given = Field(name, list).read(parameters)
+    if len(given) != pairs:
+        raise UserError(f"{name} has {len(given)} numbers for {pairs} pairs of dimensions")
+    return tuple(hf.PAIR_FACTOR.check(factor, f"{name}[{i}]") for i, factor in enumerate(given))
 
 
 def _token_id(name: str, vocab_size: int) -> Field:
-    return Field(name, int, 0, vocab_size - 1, None)
+    return Field(name, int, -1, vocab_size - 1, -1)
 
 
 def _eos_token_ids(raw: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """One token id, several, or none."""
+    """One token id, several, or none; -1 is no token."""
     value, field = raw.get("eos_token_id"), _token_id("eos_token_id", vocab_size)
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    return tuple(field.check(each, "eos_token_id") for each in ids)
+    given = value if isinstance(value, list) else [] if value is None else [value]
+    ids = [field.check(each, "eos_token_id") for each in given]
+    return tuple(each for each in ids if each >= 0)

@@ -61,6 +61,16 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def agree(found: Mapping[str, Any]) -> None:
+    """Refuse values of one fact that differ; ``found`` has each under the name that it has in the file."""
+    for name, value in found.items():
+        first = next(iter(found))
+        if value != found[first]:
+            raise UserError(
+                f"{first} is {shown(found[first])}, but {name} {shown(value)} means the same field"
+            )
+
+
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON value")
 
@@ -77,9 +87,9 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 class Field:
     """What one fact is called in a JSON object, and what it may be.
 
-    ``names`` are its spellings, of which the first that is there counts. Numbers lie between ``low`` and
-    ``high``, both included; strings are one of ``choices``, if there are any. A field that is absent or null
-    has its ``default``; one without a default is required. With ``null_counts`` null is a value, ``None``.
+    ``names`` are its spellings; those that are there must agree. Numbers lie between ``low`` and ``high``,
+    both included; strings are one of ``choices``, if there are any. A field that is absent or null has its
+    ``default``; one without a default is required. With ``null_counts`` null is a value, ``None``.
     """
 
     names: str
@@ -94,15 +104,17 @@ class Field:
         """This field's value in ``raw``.
 
         Raises:
-            UserError: it is missing, of another type, or out of its limits.
+            UserError: it is missing, of another type, or out of its limits, or its spellings differ.
         """
-        for name in self.names.split():
-            if raw.get(name) is not None:
-                return self.check(raw[name], name)
-            if self.null_counts and name in raw:
-                return None
+        names = self.names.split()
+        found = {name: raw[name] for name in names if raw.get(name) is not None}
+        agree(found)
+        for name, value in found.items():
+            return self.check(value, name)
+        if self.null_counts and any(name in raw for name in names):
+            return None
         if self.default is _REQUIRED:
-            raise UserError(f"there is no field {self.names.split()[0]!r}")
+            raise UserError(f"there is no field {names[0]!r}")
         return self.default
 
     def check(self, value: Any, name: str) -> Any:

@@ -118,6 +118,9 @@ def hf_name(name: str, architecture: str) -> str:
 def model_config(meta: Metadata, tied: bool) -> dict[str, Any]:
     """The `config.json` of the model that `meta` describes, in the field names of `transformers`."""
     architecture = meta["general.architecture"]
+    key = f"{architecture}.rope.scaling.type"
+    if meta.get(key, "none") != "none":
+        raise UserError(f"the GGUF file's {key} is {meta[key]!r}, but only 'none' is supported")
 
     def get(key: str) -> Any:
         return meta[f"{architecture}.{key}"]

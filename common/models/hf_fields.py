@@ -40,12 +40,12 @@ _ATTENTION_BIAS = Field("attention_bias", bool, default=False)
 
 FIELDS: dict[str, dict[str, Field]] = {
     "gpt2": {
-        "hidden_size": Field("n_embd", int, 1, 1 << 20),
+        "hidden_size": Field("n_embd hidden_size", int, 1, 1 << 20),
         "vocab_size": _SIZES["vocab_size"],
         "intermediate_size": Field("n_inner", int, 1, 1 << 22, None),
-        "num_layers": Field("n_layer", int, 1, 1 << 10),
-        "num_heads": Field("n_head", int, 1, 1 << 12),
-        "max_position_embeddings": Field("n_positions", int, 1, _LONGEST),
+        "num_layers": Field("n_layer num_hidden_layers", int, 1, 1 << 10),
+        "num_heads": Field("n_head num_attention_heads", int, 1, 1 << 12),
+        "max_position_embeddings": Field("n_positions max_position_embeddings", int, 1, _LONGEST),
         "norm_eps": Field("layer_norm_epsilon", float, 1e-20, 1.0, 1e-5),
         "activation": Field("activation_function", str, default="gelu_new"),
         "tie_word_embeddings": Field("tie_word_embeddings", bool, default=True),
@@ -72,7 +72,6 @@ FIELDS: dict[str, dict[str, Field]] = {
         "max_position_embeddings": replace(_SIZES["max_position_embeddings"], default=131_072),
         "activation": Field("hidden_activation", str, default="gelu_pytorch_tanh"),
         "attention_bias": _ATTENTION_BIAS,
-        "attention_soft_cap": Field("attn_logit_softcapping", float, 1e-3, 1e6, None),
         "final_soft_cap": Field("final_logit_softcapping", float, 1e-3, 1e6, None),
         "head_dim": Field("head_dim", int, 1, 1 << 12, 256),
         "tie_word_embeddings": Field("tie_word_embeddings", bool, default=True),
@@ -82,21 +81,32 @@ FIELDS: dict[str, dict[str, Field]] = {
 
 SCALE_WEIGHTS = Field("scale_attn_weights", bool, default=True)
 QUERY_SCALE = Field("query_pre_attn_scalar", float, 1e-3, 1e6, 256.0)
-LOCAL_THETA = Field("rope_local_base_freq", float, 1.0, 1e15, 10_000.0)
-ROPE_PARAMETERS = Field("rope_parameters rope_scaling", dict, default={})
-ROPE = {
-    "theta": Field("rope_theta", float, 1.0, 1e15),
-    "kind": Field("rope_type type", str, default="default", choices=("default", "linear", "llama3")),
-    "factor": Field("factor", float, 1.0, 1e6, 1.0),
-    "low_freq_factor": Field("low_freq_factor", float, 1e-3, 1e6, 1.0),
-    "high_freq_factor": Field("high_freq_factor", float, 1e-3, 1e6, 4.0),
-    "original_max_position": Field("original_max_position_embeddings", int, 1, _LONGEST, 8192),
-}
-ROPE_NEEDS = {
+LOCAL_THETA = Field("rope_local_base_freq", float, 1.0, 1e15, None)
+ROPE_PARAMETERS = Field("rope_parameters", dict, default={})
+ROPE_SCALING = Field("rope_scaling", dict, default={})
+ORIGINAL = Field("original_max_position_embeddings", int, 2, _LONGEST)
+ROPE_NEEDS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": (),
+    "longrope": ("short_factor", "long_factor"),
 }
+ROPE = {
+    "theta": Field("rope_theta", float, 1.0, 1e15),
+    "kind": Field("rope_type type", str, default="default", choices=tuple(ROPE_NEEDS)),
+    "factor": Field("factor", float, 1.0, 1e6, None),
+    "low_freq_factor": Field("low_freq_factor", float, 1e-3, 1e6, 1.0),
+    "high_freq_factor": Field("high_freq_factor", float, 1e-3, 1e6, 4.0),
+    "beta_fast": Field("beta_fast", float, 1e-3, 1e6, 32.0),
+    "beta_slow": Field("beta_slow", float, 1e-3, 1e6, 1.0),
+    "truncate": Field("truncate", bool, default=True),
+    "attention_factor": Field("attention_factor", float, 1e-3, 1e3, None),
+    "mscale": Field("mscale", float, 0.0, 1e3, 0.0),
+    "mscale_all_dim": Field("mscale_all_dim", float, 0.0, 1e3, 0.0),
+}
+PAIR_FACTOR = Field("short_factor", float, 1e-3, 1e6)
 WINDOW = Field("sliding_window", int, 1, _LONGEST, 4096, null_counts=True)
 WINDOW_IS_USED = Field("use_sliding_window", bool, default=False)
 FIRST_WINDOW = Field("max_window_layers", int, 0, 1 << 10, 28)
@@ -104,5 +114,19 @@ WINDOW_PATTERN = Field("sliding_window_pattern _sliding_window_pattern", int, 1,
 LAYER_TYPES = Field("layer_types", list, default=None)
 LAYER_TYPE = Field("layer_types", str, choices=("full_attention", "sliding_attention"))
 
-ONLY = {"partial_rotary_factor": 1, "use_bidirectional_attention": False, "add_cross_attention": False}
+SAME_ACTIVATIONS = {
+    "swish": "silu",
+    "gelu_python": "gelu",
+    **dict.fromkeys(("gelu_fast", "gelu_accurate", "gelu_python_tanh"), "gelu_pytorch_tanh"),
+}
+"""Other names of activations -> ours."""
+
+ONLY = {
+    "partial_rotary_factor": 1,
+    "use_bidirectional_attention": False,
+    "add_cross_attention": False,
+    "attn_logit_softcapping": None,  # Gemma 3 has the field, but `transformers` does not apply it
+}
 """Fields that change what is computed, and the one value that is computed here."""
+OUTSIDE = ("model_type", "tie_word_embeddings", "bos_token_id", "quantization_config", "compression_config")
+"""Fields of a multimodal model that say something of the language model inside."""

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from common.errors import UserError
-from common.models.checkpoint import load_weights
+from common.models.checkpoint import load_weights, stores_once
 
 
 class Net(nn.Module):
@@ -70,9 +70,38 @@ def test_floats_are_converted_and_integers_are_not(tmp_path):
     assert torch.equal(net.layer.weight, tensors()["layer.weight"].bfloat16())
 
 
-def test_a_stored_copy_of_a_tied_head_is_ignored(tmp_path):
-    save_file({**tensors(), "head.weight": torch.zeros(9, 9)}, tmp_path / "model.safetensors")
-    assert load(tmp_path, tied=TIED).head.weight.shape == (5, 3)
+def test_tied_tensors_are_stored_under_either_name_or_under_both(tmp_path):
+    stored, path = tensors(), tmp_path / "model.safetensors"
+    embedding = stored.pop("embed.weight")
+    for names in (["embed.weight"], ["head.weight"], ["embed.weight", "head.weight"]):
+        save_file({**stored, **{name: embedding.clone() for name in names}}, path)
+        assert stores_once(tmp_path, TIED)
+        net = load(tmp_path, tied=TIED)
+        assert net.head.weight is net.embed.weight and torch.equal(net.embed.weight, embedding), names
+
+
+@pytest.mark.parametrize("head", [torch.zeros(5, 3), torch.zeros(9, 9), tensors()["embed.weight"].half()])
+def test_another_matrix_is_not_tied(tmp_path, head):
+    save_file({**tensors(), "head.weight": head}, tmp_path / "model.safetensors")
+    assert not stores_once(tmp_path, TIED)
+
+
+def test_a_quantized_head_is_not_tied(tmp_path):
+    packed = torch.zeros(5, 1, dtype=torch.int32)
+    save_file({**tensors(), "head.qweight": packed}, tmp_path / "model.safetensors")
+    assert not stores_once(tmp_path, TIED)
+
+
+def test_a_bias_of_zeros_is_taken_where_the_model_has_none(tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_file({**tensors(), "embed.bias": torch.zeros(3)}, path)
+    load(tmp_path, tied=TIED)
+    save_file({**tensors(), "embed.bias": torch.tensor([0.0, 0.0, 0.1])}, path)
+    with pytest.raises(UserError, match=r"model; 1 with a bias that is not zero, .*: embed\.bias$"):
+        load(tmp_path, tied=TIED)
+    save_file({**tensors(), "other.bias": torch.zeros(3)}, path)
+    with pytest.raises(UserError, match=r"1 unexpected: other\.bias"):
+        load(tmp_path, tied=TIED)
 
 
 def test_an_untied_head_is_loaded(tmp_path):

@@ -112,6 +112,8 @@ def test_broken_files_are_named(tmp_path: Path, name: str, content: bytes | None
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+GEMMA_ROPE: dict[str, Any] = {"full_attention": {}, "sliding_attention": {"rope_theta": 9}}
 GEMMA = {**LLAMA, "model_type": "gemma3_text"}
 MISTRAL = {**LLAMA, "model_type": "mistral"}
 GPT2 = {"model_type": "gpt2", "vocab_size": 10, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
@@ -135,9 +137,9 @@ GPT2 = {"model_type": "gpt2", "vocab_size": 10, "n_embd": 8, "n_layer": 2, "n_he
         (LLAMA, {"attention_bias": "false"}, "attention_bias is 'false', but must be true or false"),
         (LLAMA, {"tie_word_embeddings": 0}, "tie_word_embeddings is 0, but must be true or false"),
         (LLAMA, {"hidden_act": ["silu"]}, "hidden_act is .*, but must be a string"),
-        (LLAMA, {"eos_token_id": "1"}, "eos_token_id is '1', but must be an integer between 0 and 9"),
-        (LLAMA, {"eos_token_id": [1, 10]}, "eos_token_id is 10, but must be an integer between 0 and 9"),
-        (LLAMA, {"bos_token_id": -1}, "bos_token_id is -1"),
+        (LLAMA, {"eos_token_id": "1"}, "eos_token_id is '1', but must be an integer between -1 and 9"),
+        (LLAMA, {"eos_token_id": [1, 10]}, "eos_token_id is 10, but must be an integer between -1 and 9"),
+        (LLAMA, {"bos_token_id": -2}, "bos_token_id is -2"),
         (LLAMA, {"model_type": ["llama"]}, r"model_type is \['llama'\], but must be a string"),
         (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, but only 1 is supported"),
         (LLAMA, {"rope_theta": 0}, "rope_theta is 0, but must be a number"),
@@ -145,7 +147,56 @@ GPT2 = {"model_type": "gpt2", "vocab_size": 10, "n_embd": 8, "n_layer": 2, "n_he
         (LLAMA, {"rope_scaling": "linear"}, "rope_scaling is 'linear', but must be an object"),
         (LLAMA, {"rope_scaling": {"type": "linear", "factor": 0}}, "factor is 0, but must be a number"),
         (LLAMA, {"rope_scaling": {"type": "linear"}}, "no field 'factor', which the rope_type 'linear'"),
-        (LLAMA, {"rope_scaling": LLAMA3}, "no field 'original_max_position_embeddings'"),
+        (
+            LLAMA,
+            {"rope_scaling": {"type": "longrope"}},
+            "no field 'short_factor', which the rope_type 'longr",
+        ),
+        (
+            LLAMA,
+            {"rope_scaling": {**LONGROPE, "short_factor": [1.0, 2.0]}},
+            "short_factor has 2 numbers for 1",
+        ),
+        (LLAMA, {"rope_scaling": {**LONGROPE, "long_factor": [0]}}, r"long_factor\[0\] is 0, but must be"),
+        (
+            LLAMA,
+            {"rope_scaling": {"type": "yarn", "rope_theta": 1}},
+            "rope_theta is 1.0, but must be above 1",
+        ),
+        (
+            LLAMA,
+            {"rope_scaling": {"type": "linear", "rope_type": "yarn"}},
+            "rope_type is 'yarn', but type 'lin",
+        ),
+        (
+            LLAMA,
+            {"rope_theta": 5, "rope_scaling": {"rope_theta": 6}},
+            "rope_theta is 5 at one place, and 6 at",
+        ),
+        (
+            LLAMA,
+            {"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": {"type": "linear", "factor": 2}},
+            "rope_parameters has rope_theta 500000.0, but rope_scaling, which takes its place, has 10000.0",
+        ),
+        (
+            LLAMA,
+            {
+                "rope_parameters": {"type": "linear", "factor": 3},
+                "rope_scaling": {"type": "linear", "factor": 2},
+            },
+            "factor is 3 at one place, and 2 at another",
+        ),
+        (
+            LLAMA,
+            {"rope_parameters": {"rope_type": "yarn"}, "rope_scaling": {"rope_type": "default"}},
+            "rope_type is 'yarn' at one place, and 'default' at another",
+        ),
+        (
+            GEMMA,
+            {"rope_scaling": {"type": "linear", "factor": 2}},
+            "type is 'linear', but `transformers` ignores",
+        ),
+        (LLAMA, {"rope_scaling": {"full_attention": {}}}, "rope_scaling has a part for full_attention"),
         (LLAMA, {"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, "low_freq_factor is 4.0, but must be"),
         (LLAMA, {"rope_parameters": {"full_attention": {}}}, "full_attention, which only Gemma 3"),
         (
@@ -156,16 +207,29 @@ GPT2 = {"model_type": "gpt2", "vocab_size": 10, "n_embd": 8, "n_layer": 2, "n_he
         (LLAMA, {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 3 layers"),
         (LLAMA, {"quantization_config": "awq"}, "quantization_config names the method 'awq', but must be an"),
         (LLAMA, {"quantization_config": {"quant_method": 4}}, "quantization_config names the method 4"),
+        (
+            LLAMA,
+            {"quantization_config": {"quant_method": "awq"}, "compression_config": {"quant_method": "fp8"}},
+            "quantization_config is .*, but compression_config .* means the same field",
+        ),
         (LLAMA, {"quantization_config": {}}, "quantization_config names the method None"),
         (MISTRAL, {"sliding_window": 0}, "sliding_window is 0"),
         (GEMMA, {"sliding_window": None}, "sliding_window is null"),
         (GEMMA, {"sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
         (GEMMA, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
+        (GEMMA, {"original_max_position_embeddings": 8}, "original_max_position_embeddings is 8, but `trans"),
+        (GEMMA, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
+        (
+            GEMMA,
+            {"rope_local_base_freq": 5, "rope_parameters": GEMMA_ROPE},
+            "rope_theta is 5.0 at one place, and 9",
+        ),
         (GEMMA, {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
         (GEMMA, {"rope_parameters": {"full_attention": {}}}, "no field 'sliding_attention'"),
         (GEMMA, {"model_type": "gemma3", "text_config": None}, "text_config is None, but must be an object"),
         (GEMMA, {"text_config": {"model_type": "llama"}}, "a llama inside a gemma3_text"),
         (GPT2, {"n_head": 3}, "8, which 3 attention heads do not divide"),
+        (GPT2, {"hidden_size": 6}, "n_embd is 8, but hidden_size 6 means the same field"),
         (GPT2, {"n_inner": 0}, "n_inner is 0"),
         (GPT2, {"scale_attn_weights": 1}, "scale_attn_weights is 1"),
         (GPT2, {"add_cross_attention": True}, "add_cross_attention is True"),
@@ -194,6 +258,19 @@ def test_a_refused_field_names_its_file(tmp_path: Path) -> None:
 def test_null_is_as_good_as_absent() -> None:
     nothing = ["head_dim", "rope_theta", "rope_scaling", "rms_norm_eps", "hidden_act", "quantization_config"]
     assert ModelConfig.from_hf({**LLAMA, **dict.fromkeys(nothing)}) == ModelConfig.from_hf(LLAMA)
+
+
+def test_no_token_is_said_by_minus_one() -> None:
+    config = ModelConfig.from_hf({**LLAMA, "bos_token_id": -1, "eos_token_id": [-1, 3]})
+    assert (config.bos_token_id, config.eos_token_ids) == (None, (3,))
+    assert ModelConfig.from_hf({**LLAMA, "eos_token_id": -1}).eos_token_ids == ()
+
+
+def test_a_wrapper_says_nothing_of_the_text_model_inside() -> None:
+    """As in `transformers`: fields of that name belong to the wrapper, or to its other models."""
+    inner = {**GEMMA, "rms_norm_eps": None}
+    outer = {"model_type": "gemma3", "text_config": inner, "rms_norm_eps": 0.5, "rope_theta": 7.0}
+    assert ModelConfig.from_hf(outer) == ModelConfig.from_hf(inner)
 
 
 def test_mistral_has_a_window_unless_it_says_null() -> None:

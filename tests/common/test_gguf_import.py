@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from common.errors import UserError
-from common.models.gguf_import import import_gguf, unpermute
+from common.models.gguf_import import Metadata, import_gguf, model_config, unpermute
 from common.models.gguf_tokenizer import _merges
 from tests.common import tiny_gguf
 
@@ -72,6 +72,12 @@ def test_configuration_holds_what_gguf_leaves_out(tmp_path):
     assert config["rope_theta"] == 1e6 and config["rope_local_base_freq"] == 1e4
     assert config["query_pre_attn_scalar"] == 256 and config["rms_norm_eps"] == 1e-6
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 1
+
+
+def test_scaled_rope_is_refused():
+    meta = Metadata({"general.architecture": "llama", "llama.rope.scaling.type": "yarn"})
+    with pytest.raises(UserError, match=r"llama\.rope\.scaling\.type is 'yarn', but only 'none'"):
+        model_config(meta, tied=True)
 
 
 def test_progress_ends_at_the_size_of_the_weights(tmp_path):

@@ -49,6 +49,19 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 500.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [1.0, 1.3, 1.6, 2.0, 3.0, 4.0],
+    "original_max_position_embeddings": 32,
+}
 ENDS = {"bos_token_id": 0, "eos_token_id": 0}  # GPT-2's own lie outside of a small vocabulary
 ORACLES: dict[str, tuple[type, dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, {"tie_word_embeddings": True}),
@@ -60,6 +73,31 @@ ORACLES: dict[str, tuple[type, dict[str, Any]]] = {
     "linear-rope": (
         transformers.LlamaConfig,
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}},
+    ),
+    "dynamic-rope": (
+        transformers.LlamaConfig,
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0}},
+    ),
+    "yarn-rope": (transformers.LlamaConfig, {"rope_parameters": YARN_ROPE}),
+    "yarn-rope-of-all-fields": (
+        transformers.Qwen3Config,
+        {
+            "rope_parameters": {
+                **YARN_ROPE,
+                **{
+                    "beta_fast": 8.0,
+                    "beta_slow": 0.5,
+                    "truncate": False,
+                    "mscale": 1.0,
+                    "mscale_all_dim": 0.5,
+                },
+            }
+        },
+    ),
+    "longrope": (transformers.LlamaConfig, {"rope_parameters": LONGROPE}),
+    "longrope-short": (
+        transformers.LlamaConfig,
+        {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 128, "factor": 4.0}},
     ),
     "mistral": (transformers.MistralConfig, {"sliding_window": 7}),
     "mistral-no-window": (transformers.MistralConfig, {"sliding_window": None}),
@@ -78,6 +116,17 @@ ORACLES: dict[str, tuple[type, dict[str, Any]]] = {
             "query_pre_attn_scalar": 20,
             "final_logit_softcapping": 5.0,
             "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
+    "gemma3-yarn-rope": (
+        transformers.Gemma3TextConfig,
+        {
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": {
+                "full_attention": YARN_ROPE,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+            },
         },
     ),
     "gpt2": (
@@ -254,6 +303,69 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     )
 
 
+SPELLINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "scaling-beside-parameters": ("qwen3", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
+    "yarn-as-a-card-says": (
+        "qwen3",
+        {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
+    ),
+    "llama3-beside-parameters": ("llama", {"rope_scaling": LLAMA3_ROPE}),
+    "empty-scaling": ("llama3-rope", {"rope_scaling": {}}),
+    "the-same-twice": ("yarn-rope", {"rope_scaling": YARN_ROPE}),
+    "gemma-scaling-beside-parameters": ("gemma3", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    "older-names": (
+        "llama",
+        {
+            "rope_parameters": None,
+            "rope_theta": 500.0,
+            "rope_scaling": {key: value for key, value in YARN_ROPE.items() if key != "rope_theta"},
+        },
+    ),
+    "original-length-outside": (
+        "llama",
+        {
+            "original_max_position_embeddings": 32,
+            "rope_parameters": {
+                key: value for key, value in YARN_ROPE.items() if not key.startswith("original")
+            },
+        },
+    ),
+    "swish": ("llama", {"hidden_act": "swish"}),
+    "gelu-fast": ("qwen2", {"hidden_act": "gelu_fast"}),
+    "gelu-python": ("gemma3", {"hidden_activation": "gelu_python"}),
+    "gelu-accurate": ("gpt2", {"activation_function": "gelu_accurate"}),
+    "gpt2-in-general-names": (
+        "gpt2",
+        {"n_embd": None, "hidden_size": 36, "n_layer": None, "num_hidden_layers": 3},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SPELLINGS)
+def test_every_spelling_means_what_it_means_in_transformers(case: str, tmp_path: Path) -> None:
+    name, change = SPELLINGS[case]
+    oracle(name, tmp_path)
+    path = tmp_path / "config.json"
+    raw = json.loads(path.read_text()) | change
+    path.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="eager"
+    ).eval()
+    ids = torch.randint(0, 97, (2, 40))
+    with torch.inference_mode():
+        expected = reference(ids).logits
+    model = load_model(tmp_path, device="cpu", dtype="float32")
+    torch.testing.assert_close(our_logits(model, ids), expected, atol=1e-4, rtol=0)
+
+
+def test_yarn_has_the_context_that_its_factor_makes() -> None:
+    """Model cards add the scaling, and leave `max_position_embeddings` at the original length."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    raw = {**AWKWARD, "model_type": "llama", "rope_scaling": scaling}
+    assert ModelConfig.from_hf(raw).max_position_embeddings == 512
+    assert ModelConfig.from_hf({**raw, "max_position_embeddings": 600}).max_position_embeddings == 600
+
+
 def test_sharded_checkpoint_loads_like_a_single_file(tmp_path: Path) -> None:
     reference = oracle("llama-biased-untied", tmp_path, max_shard_size="50KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
@@ -281,6 +393,38 @@ def test_a_tied_head_is_the_embedding(name: str, tmp_path: Path) -> None:
     for model in (loaded, random_model(loaded.config, device="cpu", dtype=torch.float32)):
         embedding = model.get_parameter(model.TIED["lm_head.weight"])
         assert model.lm_head.weight is embedding, f"{name}: the head is a second matrix, not the embedding"
+
+
+@pytest.mark.parametrize("stored", ["embedding", "head", "both", "another head"])
+def test_what_is_stored_decides_whether_the_head_is_tied(stored: str, tmp_path: Path) -> None:
+    """In text checkpoints and in multimodal ones, whatever the flags of both levels say."""
+    reference = oracle("gemma3", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    embedding = tensors.pop("model.embed_tokens.weight")
+    head = torch.randn_like(embedding) if stored == "another head" else embedding.clone()
+    reference.lm_head.weight = nn.Parameter(head)
+    matrices = {"model.embed_tokens.weight": embedding, "lm_head.weight": head}
+    for name in {"embedding": ["lm_head.weight"], "head": ["model.embed_tokens.weight"]}.get(stored, []):
+        del matrices[name]
+    raw = json.loads((tmp_path / "config.json").read_text())
+    del raw["tie_word_embeddings"]
+    ids = torch.randint(0, 97, (2, 20))
+    with torch.inference_mode():
+        expected = reference(ids).logits
+    flags: list[dict[str, Any]] = [{"tie_word_embeddings": True}, {"tie_word_embeddings": False}, {}]
+    texts = [({**raw, **inner}, "") for inner in flags]
+    wrappers = [
+        ({"model_type": "gemma3", "text_config": text, **outer}, "language_model.")
+        for text, _ in texts
+        for outer in flags
+    ]
+    for config, prefix in texts + wrappers:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        save_file({prefix + k: v for k, v in {**tensors, **matrices}.items()}, tmp_path / "model.safetensors")
+        model = load_model(tmp_path, device="cpu", dtype="float32")
+        shared = model.lm_head.weight is model.get_parameter("embed_tokens.weight")
+        assert shared == (stored != "another head"), config
+        torch.testing.assert_close(our_logits(model, ids), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("shape", ["gpt2", "tiny", "tiny-window"])
@@ -314,7 +458,7 @@ def test_published_sizes() -> None:
             {**AWKWARD, "model_type": "llama", "num_key_value_heads": 4},
             "not a multiple of num_key_value_heads",
         ),
-        ({**AWKWARD, "model_type": "llama", "rope_scaling": {"rope_type": "yarn"}}, "rope_type 'yarn'"),
+        ({**AWKWARD, "model_type": "llama", "rope_scaling": {"rope_type": "mrope"}}, "rope_type 'mrope'"),
     ],
 )
 def test_unsupported_configurations_are_named(raw: dict[str, Any], says: str) -> None:

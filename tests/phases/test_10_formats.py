@@ -140,11 +140,13 @@ def test_parts_that_do_not_go_together_stay_apart() -> None:
 # Files: every layout, written here by hand and read.
 
 
-def gptq_file(numbers: Tensor, scale: Tensor, zero: Tensor, groups: Tensor, less: int) -> dict[str, Tensor]:
+def gptq_file(
+    numbers: Tensor, scale: Tensor, zero: Tensor, groups: Tensor, less: int, bits: int = 4
+) -> dict[str, Tensor]:
     """`numbers [N, K]`, `scale` and `zero [N, K / g]` as AutoGPTQ lays them out."""
     return {
-        "qweight": pack_words(numbers, 4).t().contiguous(),
-        "qzeros": pack_words((zero - less).to(torch.uint8).t().contiguous() & 15, 4),
+        "qweight": pack_words(numbers, bits).t().contiguous(),
+        "qzeros": pack_words((zero - less).to(torch.uint8).t().contiguous() & ((1 << bits) - 1), bits),
         "scales": scale.t().contiguous(),
         "g_idx": groups.to(torch.int32),
     }
@@ -192,6 +194,31 @@ def test_gptq(less: int, order: str, zeros: bool) -> None:
     assert torch.allclose(layer(x), layer.exact(x), atol=1e-4), "the inputs were not put in order"
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("size", [-1, 32])
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("by_activation", [False, True])
+def test_gptq_of_other_bits_and_groups(bits: int, size: int, zeros: bool, by_activation: bool) -> None:
+    """Eight bits become plain weights; a group of -1 is a whole row of 96 inputs."""
+    random = torch.Generator().manual_seed(bits)
+    many = 1 if size == -1 else 3
+    numbers = torch.randint(0, 1 << bits, (16, 96), generator=random, dtype=torch.uint8)
+    scale = torch.rand(16, many, generator=random).half()
+    zero = torch.randint(0, 1 << bits, (16, many), generator=random, dtype=torch.uint8)
+    zero = zero if zeros else torch.full_like(zero, 1 << (bits - 1))
+    groups = torch.arange(96) // (96 // many)
+    groups = groups[torch.randperm(96, generator=random)] if by_activation else groups
+    raw = {**GPTQ, "bits": bits, "group_size": size, "sym": not zeros}
+    layout = stored(raw).layout("layers.0.mlp.up_proj")
+    assert layout is not None
+    found = gptq_file(numbers, scale, zero, groups, 1, bits)
+    expect(layout, found, k=96)
+    weight = layout.read(found, (16, 96), "w")
+    assert isinstance(weight, Tensor) == (bits == 8)
+    plain = weight if isinstance(weight, Tensor) else weight.check("w").dequantize()
+    assert torch.equal(plain, by_hand(numbers, scale, zero, groups))
+
+
 def expect(layout: Layout, found: Mapping[str, Tensor], n: int = 16, k: int = 64) -> None:
     """The layout asks for just the tensors that there are; any float may stand for float32."""
     wanted = layout.tensors(n, k, "w")
@@ -236,6 +263,35 @@ def test_pack_quantized(zeros: bool, by_activation: bool) -> None:
     expect(layout, found)
     weight = layout.read(found, (16, 64), "w").check("w")
     assert torch.equal(weight.dequantize(), by_hand(numbers, scale, zero, groups))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_pack_quantized_as_compressed_tensors_reads_it(bits: int, zeros: bool) -> None:
+    """Four bits by channel and eight bits by group, packed and unpacked by the library itself."""
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    many = 1 if bits == 4 else 2
+    half = 1 << (bits - 1)
+    random = torch.Generator().manual_seed(0)
+    numbers = torch.randint(-half, half, (16, 64), generator=random, dtype=torch.int8)
+    zero = torch.randint(-half, half, (16, many), generator=random, dtype=torch.int8) * zeros
+    scale = torch.rand(16, many, generator=random)
+    weights = {"num_bits": bits, "symmetric": not zeros, "strategy": "channel" if bits == 4 else "group"}
+    raw = compressed(weights={**weights, "group_size": None if bits == 4 else 32})
+    layout = stored(raw).layout("layers.0.mlp.up_proj")
+    assert layout is not None
+    found = {
+        "weight_packed": pack_to_int32(numbers, bits),
+        "weight_scale": scale,
+        "weight_shape": torch.tensor([16, 64]),
+    }
+    if zeros:
+        found["weight_zero_point"] = pack_to_int32(zero, bits, packed_dim=0).contiguous()
+    expect(layout, found)
+    weight = layout.read(found, (16, 64), "w")
+    plain = weight if isinstance(weight, Tensor) else weight.check("w").dequantize()
+    assert torch.equal(plain, by_hand(numbers, scale, zero, torch.arange(64) // (64 // many)))
 
 
 def test_pack_quantized_of_eight_bits() -> None:
@@ -408,10 +464,13 @@ UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
         compressed("int-quantized", {**W8}, {"input_activations": {**TOKENS, "clip": 3}}),
         "input_activations.'clip' is not known",
     ),
-    "gptq of 8 bits": ({**GPTQ, "bits": 8}, "gptq: bits is 8, but only 4"),
-    "gptq of 3 bits": ({**GPTQ, "bits": 3}, "gptq: bits is 3, but only 4"),
-    "a group for all": ({**GPTQ, "group_size": -1}, "group_size is -1, but must be one of 16, 32"),
-    "dynamic gptq": ({**GPTQ, "dynamic": {"-:.*": {}}}, "dynamic is .* different kinds"),
+    "gptq of 3 bits": ({**GPTQ, "bits": 3}, "gptq: bits is 3, but only 4 and 8"),
+    "awq of 8 bits": ({**AWQ, "bits": 8}, "awq: bits is 8, but only 4"),
+    "another group": ({**GPTQ, "group_size": 100}, "group_size is 100, but must be -1, for a whole row, or"),
+    "two groups": ({**GPTQ, "q_group_size": 64}, "group_size is 128, but q_group_size 64 means the same"),
+    "dynamic bits": ({**GPTQ, "dynamic": {"+:.*q_proj": {"bits": 3}}}, "bits is 3, but only 4 and 8"),
+    "a slow rule": ({**GPTQ, "dynamic": {"-:(a+)+": {}}}, "dynamic .* is too involved"),
+    "a rule of nothing": ({**GPTQ, "dynamic": {".*": 3}}, "dynamic '.*' is 3, but must be an object"),
     "marlin": ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not supported"),
     "awq gemv": ({**AWQ, "version": "gemv"}, "version is 'gemv', but only 'gemm'"),
     "awq without zeros": ({**AWQ, "zero_point": False}, "zero_point is False, but only True"),
@@ -421,13 +480,13 @@ UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
     "no groups": ({"quant_method": "compressed-tensors"}, "there is no field 'config_groups'"),
     "2 bits": (compressed(weights={"num_bits": 2}), "weights of 2 bits and type int are not supported"),
     "4-bit floats": (compressed(weights={"type": "float"}), "weights of 4 bits and type float"),
-    "4 bits by channel": (
-        compressed(weights={"strategy": "channel"}),
-        "int4 weights with a scale for each channel",
+    "4 bits by tensor": (
+        compressed(weights={"strategy": "tensor"}),
+        "int4 weights with a scale for each tensor",
     ),
-    "8 bits by group": (
-        compressed(weights={"num_bits": 8}),
-        "int8 weights with a scale for each group|must be",
+    "8 bits by group, not packed": (
+        compressed("int-quantized", weights={"num_bits": 8}),
+        "int8 weights with a scale for each group",
     ),
     "int8 zeros": (
         compressed("int-quantized", {**W8, "symmetric": False}),
@@ -482,6 +541,45 @@ def test_names() -> None:
     apart = compressed(ignore=["re:.*mlp.*"])
     assert stored(apart).layout("layers.0.mlp.up_proj") is None
     assert stored(apart).layout("layers.0.self_attn.q_proj") is not None
+
+
+@pytest.mark.parametrize("part", ["self_attn", "model.layers.0.", "layers.0.self_attn", "q_proj"])
+def test_awq_leaves_out_layers_whose_names_have_a_part(part: str) -> None:
+    found = stored({**AWQ, "modules_to_not_convert": [part]})
+    assert found.layout("layers.0.self_attn.q_proj") is None
+    assert found.layout("layers.10.mlp.up_proj") is not None
+
+
+@pytest.mark.parametrize("part", ["model.layers.0", "model.layers.0.mlp.gate_proj", "mlp.gate_proj"])
+def test_fp8_leaves_out_layers_whose_names_begin_or_end_so(part: str) -> None:
+    found = stored({**QWEN, "modules_to_not_convert": [part]})
+    assert found.layout("layers.0.mlp.gate_proj") is None
+    assert found.layout("layers.10.mlp.up_proj") is not None
+
+
+def test_the_first_rule_of_gptq_that_matches_decides() -> None:
+    """As GPTQModel applies them: `-:` leaves a layer plain, anything else changes fields for it."""
+    rules = {
+        r"-:.*\.1\.mlp\.up_proj": {},
+        r"+:model\.layers\.1\..*mlp": {"bits": 8, "group_size": 32},
+        r".*\.(?:q|k)_proj": {"group_size": -1, "sym": False},
+        r"-:.*mlp": {},
+    }
+    found = stored({**GPTQ, "dynamic": rules})
+    assert found.layout("layers.1.mlp.up_proj") is None and found.layout("layers.2.mlp.up_proj") is None
+    down, query, value = (
+        found.layout(f"layers.1.{name}") for name in ("mlp.down_proj", "self_attn.q_proj", "self_attn.v_proj")
+    )
+    assert down is not None and query is not None and value is not None
+    assert down.eight and down.scheme.group == 32 and not down.scheme.zeros
+    assert query.row and query.scheme.zeros and not query.eight
+    assert not value.row and value.scheme.group == 128 and not value.eight
+
+
+def test_gptq_may_name_the_layers_that_are_quantized() -> None:
+    found = stored({**GPTQ, "modules_in_block_to_quantize": [["self_attn.q_proj"], ["mlp.up_proj"]]})
+    assert found.layout("layers.0.mlp.up_proj") is not None
+    assert found.layout("layers.0.mlp.down_proj") is None
 
 
 def test_named_layers_come_before_all_layers() -> None:

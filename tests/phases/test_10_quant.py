@@ -36,6 +36,7 @@ from quant.defined import DefinedLinear, defined, defined_layer
 from quant.export import configuration, export
 from quant.formats import INT4, SCHEMES
 from quant.kv import KV_DTYPES, StoredKV, head_scales, kv_format, sample
+from quant.layouts import pack_words
 from quant.linear import QuantLinear
 from quant.loading import Quantize
 from quant.methods import quantize_model
@@ -256,6 +257,23 @@ def test_a_checkpoint_goes_out_and_in(
     )
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("flag", [True, False])
+def test_a_written_file_says_whether_the_head_is_stored(
+    folders: dict[str, Path], tmp_path: Path, family: str, flag: bool
+) -> None:
+    """Other engines believe the flag, whatever the flag of the source was."""
+    source = shutil.copytree(folders[family], tmp_path / "source")
+    raw = json.loads((source / "config.json").read_text()) | {"tie_word_embeddings": flag}
+    (source / "config.json").write_text(json.dumps(raw))
+    model = load_model(source, device="cpu", dtype="float32")
+    quantize_model(model, INT4)
+    export(model, source, tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert written["tie_word_embeddings"] == ("lm_head.weight" not in stored) == (family == "qwen2")
+
+
 @pytest.fixture(scope="module")
 def packed(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = load_model(str(folders["llama"]), device="cpu", dtype="float32")
@@ -390,6 +408,8 @@ WRITTEN: dict[str, dict[str, Any]] = {
     "W4A16": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32},
     "W4A16_ASYM": {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32},
     "W8A16": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"},
+    "W4A16_CHANNEL": {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "channel"},
+    "W8A16_GROUP": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32},
     "FP8": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"},
     "FP8_TENSOR": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"},
 }
@@ -438,6 +458,62 @@ def test_what_compressed_tensors_writes_is_read(folders: dict[str, Path], tmp_pa
     got = logits(exactly(again))
     worst = float((got - want).abs().max() / want.abs().max())
     assert worst < 1e-3, f"{name}: logits differ by {worst:.1e} of the largest"
+
+
+def gptq_layer(weight: Tensor, bits: int, size: int) -> tuple[dict[str, Tensor], Tensor]:
+    """A layer as AutoGPTQ writes it, its bias of zeros too, and the weight that it stands for."""
+    n, k = weight.shape
+    half, size = 1 << (bits - 1), k if size == -1 else size
+    groups = weight.view(n, -1, size)
+    scale = groups.abs().amax(-1, keepdim=True) / (half - 1)
+    numbers = (groups / scale).round().clamp(-half, half - 1)
+    middle = torch.full((k // size, n), half - 1, dtype=torch.uint8)  # stored less one
+    words = pack_words((numbers + half).to(torch.uint8).view(n, k), bits)
+    tensors = {
+        "qweight": words.t().contiguous(),
+        "qzeros": pack_words(middle, bits),
+        "scales": scale[..., 0].t().contiguous(),
+        "g_idx": (torch.arange(k) // size).to(torch.int32),
+        "bias": torch.zeros(n),
+    }
+    return tensors, (numbers * scale).view(n, k)
+
+
+def mixed_gptq(source: Path, plain: Path, packed: Path) -> None:
+    """Write a GPTQ checkpoint of layers of 4 and 8 bits and plain ones, and the plain one it stands for."""
+    rules = {r"-:.*\.1\..*o_proj": {}, r"+:.*down_proj": {"bits": 8}, r".*q_proj": {"group_size": -1}}
+    found = load_file(source / "model.safetensors")
+    same, tensors = dict(found), dict(found)
+    for name, weight in found.items():
+        owner, _, leaf = name.rpartition(".")
+        if not owner.endswith("_proj") or leaf != "weight" or owner.endswith("1.self_attn.o_proj"):
+            continue
+        size = -1 if owner.endswith("q_proj") else 32
+        parts, same[name] = gptq_layer(weight, 8 if owner.endswith("down_proj") else 4, size)
+        del tensors[name]
+        tensors |= {f"{owner}.{part}": tensor for part, tensor in parts.items()}
+    raw = json.loads((source / "config.json").read_text())
+    method = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "dynamic": rules}
+    for folder, stored, config in (
+        (plain, same, raw),
+        (packed, tensors, {**raw, "quantization_config": method}),
+    ):
+        folder.mkdir()
+        save_file(stored, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_a_gptq_checkpoint_of_mixed_layers(folders: dict[str, Path], tmp_path: Path) -> None:
+    import transformers as hf
+
+    mixed_gptq(folders["llama"], tmp_path / "plain", tmp_path / "packed")
+    reference = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
+    with torch.no_grad():
+        want = reference(IDS[None]).logits[0]
+    model = load_model(tmp_path / "packed", device="cpu", dtype="float32", linears=Quantize())
+    torch.testing.assert_close(logits(exactly(model)), want, atol=1e-4, rtol=0)
+    engine = quant.load(str(tmp_path / "packed"), device="cpu", dtype="float32", **SMALL)
+    assert [len(done.token_ids) for done in engine.generate(PROMPTS, PARAMS)] == [6, 5, 4]
 
 
 # Engines: all ways give the same tokens.

@@ -8,6 +8,7 @@ GENERATOR = f"{FORWARD}/generator.py"
 LAYERS = f"{FORWARD}/layers.py"
 MODEL = f"{FORWARD}/model.py"
 ROPE = f"{FORWARD}/rope.py"
+SCALING = f"{FORWARD}/rope_scaling.py"
 GEMMA3 = f"{FORWARD}/models/gemma3.py"
 GPT2 = f"{FORWARD}/models/gpt2.py"
 LLAMA = f"{FORWARD}/models/llama.py"
@@ -81,8 +82,8 @@ BUGS = (
     Bug(
         "scale-of-the-head-size",
         MODEL,
-        "scale=config.attention_scale /",
-        "scale=config.head_dim**-0.5 /",
+        "scale=config.attention_scale *",
+        "scale=config.head_dim**-0.5 *",
         "Scales by the head size, where the configuration names another number.",
     ),
     Bug(
@@ -136,7 +137,7 @@ BUGS = (
     ),
     Bug(
         "llama3-ramp-upside-down",
-        ROPE,
+        SCALING,
         "return (1 - ramp) * frequencies / rope.factor + ramp * frequencies",
         "return ramp * frequencies / rope.factor + (1 - ramp) * frequencies",
         "Stretches the fast pairs and keeps the slow ones.",

@@ -22,8 +22,8 @@ BUGS = (
     Bug(
         "zero-points-as-stored",
         LAYOUTS,
-        "zero = (zero + int(self.one_less)) & 15",
-        "zero = zero & 15",
+        "zero = (zero + int(self.one_less)) &",
+        "zero = zero &",
         "Reads GPTQ's zero points as they are stored, less one.",
     ),
     Bug(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from common.device import pick_device, pick_dtype
 from common.errors import UserError
-from common.models.checkpoint import assign, load_weights
+from common.models.checkpoint import assign, load_weights, stores_once
 from common.models.config import ModelConfig
 from common.models.fields import shown
 from common.models.hub import model_folder
@@ -73,7 +74,7 @@ def load_model(
         model = random_model(SHAPES[shape], device=where, dtype=kind, seed=seed)
         return model if linears is None else linears.finish(model)
     folder = model_folder(name)
-    model = skeleton(ModelConfig.from_folder(folder))
+    model = skeleton(checkpoint_config(folder))
     if linears is not None:
         linears.expect(model)
     else:
@@ -89,6 +90,17 @@ def load_model(
         place=None if linears is None else linears.place,
     )
     return finish(model if linears is None else linears.finish(model), where)
+
+
+def checkpoint_config(folder: Path) -> ModelConfig:
+    """Read a checkpoint's configuration; its head is tied if one matrix is stored, whatever the flag says.
+
+    Raises:
+        UserError: see `ModelConfig.from_folder` and `load_weights`.
+    """
+    config = ModelConfig.from_folder(folder)
+    family = FAMILIES[config.family]
+    return replace(config, tie_word_embeddings=stores_once(folder, family.TIED, family.rename))
 
 
 def refuse_quantized(config: ModelConfig, folder: Path) -> None:

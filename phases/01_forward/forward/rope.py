@@ -7,12 +7,11 @@ one pairing give garbage with the other.)
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 
 from common.models.config import RopeConfig
+from forward.rope_scaling import scaled
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
@@ -21,21 +20,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     frequencies = 1.0 / rope.theta**exponents
     if rope.kind == "linear":  # position interpolation, arXiv 2306.15595
         return frequencies / rope.factor
-    if rope.kind == "llama3":
-        return _llama3(frequencies, rope)
-    return frequencies
-
-
-def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Llama 3.1's scaling: slow pairs are stretched by ``factor``, fast ones kept, a ramp between.
-
-    A pair is slow when it turns fewer than ``low_freq_factor`` times within the original context and
-    fast when it turns more than ``high_freq_factor`` times.
-    """
-    turns = rope.original_max_position * frequencies / (2 * math.pi)  # [D/2] within the context
-    ramp = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    ramp = ramp.clamp(0.0, 1.0)
-    return (1 - ramp) * frequencies / rope.factor + ramp * frequencies
+    return scaled(frequencies, rope)
 
 
 class Rope(nn.Module):

@@ -38,10 +38,10 @@ _PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")
 
 @dataclass(frozen=True)
 class Rule:
-    """Layers that `targets` name are laid out in a way."""
+    """Layers that `targets` name are laid out in a way, or are plain."""
 
     targets: tuple[str, ...]
-    layout: Layout
+    layout: Layout | None
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,12 @@ def matches(pattern: str, name: str) -> bool:
     return pattern in names or (not name.startswith("layers.") and pattern == name.rpartition(".")[2])
 
 
+def _parts(raw: Any, name: str, start: str = ".*", end: str = "") -> tuple[str, ...]:
+    """Patterns of the names in which one of a list's strings stands between two expressions."""
+    given = Field(name, list, default=[]).check(raw, name) if raw is not None else []
+    return tuple(f"re:{start}{re.escape(Field(name, str).check(part, name))}{end}" for part in given)
+
+
 def _patterns(raw: Any, name: str) -> tuple[str, ...]:
     """A list of names; an expression that could take forever is refused."""
     given = Field(name, list, default=[]).check(raw, name) if raw is not None else []
@@ -119,35 +125,50 @@ def _fp8(raw: Mapping[str, Any]) -> Stored:
         layout = Layout("plain", FP8_BLOCK, "weight_scale_inv")
     else:
         raise UserError(f"weight_block_size is {shown(block)}, but only [{BLOCK}, {BLOCK}] is supported")
-    skipped = [*_patterns(raw.get("modules_to_not_convert"), "modules_to_not_convert")]
-    skipped += _patterns(raw.get("ignored_layers"), "ignored_layers")
+    skipped: list[str] = []
+    for name in ("modules_to_not_convert", "ignored_layers"):  # the beginning or the end of a layer's name
+        skipped += _patterns(raw.get(name), name)
+        skipped += _parts(raw.get(name), name, start="", end=r"(\.|$)") + _parts(raw.get(name), name, end="$")
     return Stored((Rule(("Linear",), layout),), ("lm_head", *skipped))
 
 
 def _gptq(raw: Mapping[str, Any]) -> Stored:
     """GPTQ's own layout, in which act-order shows as a group for each input."""
-    _four_bits(raw)
-    for name in ("dynamic", "meta_quantizer"):
-        if raw.get(name):
-            raise UserError(f"{name} is {shown(raw[name])}, but layers of different kinds are not supported")
-    for name in ("rotation", "is_marlin_format", "adapter"):
+    for name in ("meta_quantizer", "rotation", "is_marlin_format", "adapter"):
         if raw.get(name):
             raise UserError(f"{name} is {shown(raw[name])}, but is not supported")
-    version = Field("checkpoint_format format", str, default="gptq", choices=("gptq", "gptq_v2")).read(raw)
-    symmetric = Field("sym", bool, default=True).read(raw)
-    scheme = Scheme("gptq", "int4", "group", group=_group(raw), zeros=not symmetric)
     head = () if Field("lm_head", bool, default=False).read(raw) else ("lm_head",)
-    return Stored((Rule(("Linear",), Layout("gptq", scheme, "scales", one_less=version == "gptq")),), head)
+    rules = []
+    for key, changes in Field("dynamic", dict, default={}).read(raw).items():
+        targets = _patterns([f"re:{key.removeprefix('-:').removeprefix('+:')}"], "dynamic")
+        given = {**raw, **Field(f"dynamic {key}", dict).check(changes, f"dynamic {shown(key)}")}
+        rules.append(Rule(targets, None if key.startswith("-:") else _gptq_layout(given)))
+    inside = Field("modules_in_block_to_quantize", list, default=[]).read(raw)
+    named = [name for part in inside for name in (part if isinstance(part, list) else [part])]
+    targets = _parts(named, "modules_in_block_to_quantize", r".*\.", "$") if named else ("Linear",)
+    return Stored((*rules, Rule(targets, _gptq_layout(raw))), head)
+
+
+def _gptq_layout(raw: Mapping[str, Any]) -> Layout:
+    if (bits := _BITS.read(raw)) not in (4, 8):
+        raise UserError(f"bits is {bits}, but only 4 and 8 are supported")
+    version = Field("checkpoint_format format", str, default="gptq", choices=("gptq", "gptq_v2")).read(raw)
+    zeros = not Field("sym", bool, default=True).read(raw)
+    group, row = _group(raw)
+    scheme = Scheme("gptq", "int4", "group", group=group, zeros=zeros)
+    return Layout("gptq", scheme, "scales", one_less=version == "gptq", row=row, eight=bits == 8)
 
 
 def _awq(raw: Mapping[str, Any]) -> Stored:
     """AutoAWQ's layout."""
-    _four_bits(raw)
+    if (bits := _BITS.read(raw)) != 4:
+        raise UserError(f"bits is {bits}, but only 4 are supported")
     _only(raw, "version", "gemm", missing=True)
     _only(raw, "zero_point", True, missing=True)
-    scheme = Scheme("awq", "int4", "group", group=_group(raw), zeros=True)
-    skipped = _patterns(raw.get("modules_to_not_convert"), "modules_to_not_convert")
-    return Stored((Rule(("Linear",), Layout("awq", scheme, "scales")),), ("lm_head", *skipped))
+    group, row = _group(raw)
+    scheme = Scheme("awq", "int4", "group", group=group, zeros=True)
+    skipped = _parts(raw.get("modules_to_not_convert"), "modules_to_not_convert")
+    return Stored((Rule(("Linear",), Layout("awq", scheme, "scales", row=row)),), ("lm_head", *skipped))
 
 
 def _compressed(raw: Mapping[str, Any]) -> Stored:
@@ -202,15 +223,19 @@ def _compressed_layout(group: Mapping[str, Any], form: Any) -> Layout:
     order = weights.get("actorder")
     if order not in (None, False, True, "group", "dynamic", "weight", "static"):
         raise UserError(f"actorder is {shown(order)}, but must be group, weight, dynamic or static")
+    eight = (numbers, layout, strategy) == ("int8", "packed", "group")
+    row = (numbers, strategy) == ("int4", "channel")
+    size, row = _group(weights) if strategy == "group" else (GROUPS[0] * row, row)
     scheme = Scheme(
         name=f"{form}-{numbers}",
-        weights=numbers,  # type: ignore[arg-type]
-        scales=strategy,
-        group=_group(weights) if strategy == "group" else 0,
+        weights="int4" if eight else numbers,  # type: ignore[arg-type]
+        scales="group" if row else strategy,
+        group=size,
         zeros=not Field("symmetric", bool, default=True).read(weights),
         activations=_activations(group.get("input_activations"), numbers),  # type: ignore[arg-type]
     )
-    return Layout(layout, scheme, by_activation=order in ("group", "dynamic", True))  # type: ignore[arg-type]
+    by_activation = order in ("group", "dynamic", True)
+    return Layout(layout, scheme, by_activation=by_activation, row=row, eight=eight)  # type: ignore[arg-type]
 
 
 def _activations(raw: Any, numbers: str) -> str | None:
@@ -247,16 +272,15 @@ def _kv(raw: Any) -> str | None:
     return "fp8" if kind == "float" else "int8"
 
 
-def _four_bits(raw: Mapping[str, Any]) -> None:
-    if (bits := _BITS.read(raw)) != 4:
-        raise UserError(f"bits is {bits}, but only 4 are supported")
-
-
-def _group(raw: Mapping[str, Any]) -> int:
+def _group(raw: Mapping[str, Any]) -> tuple[int, bool]:
+    """Inputs in a group, and whether the file has one scale for a whole row, which is the group -1."""
     size: int = _GROUP.read(raw)
+    if size == -1:
+        return GROUPS[0], True
     if size not in GROUPS:
-        raise UserError(f"group_size is {size}, but must be one of {', '.join(map(str, sorted(GROUPS)))}")
-    return size
+        sizes = ", ".join(map(str, sorted(GROUPS)))
+        raise UserError(f"group_size is {size}, but must be -1, for a whole row, or one of {sizes}")
+    return size, False
 
 
 def _known(raw: Mapping[str, Any], fields: tuple[str, ...], where: str = "") -> None:

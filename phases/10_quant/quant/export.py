@@ -99,6 +99,7 @@ def export(model: Model, source: Path, folder: Path, kv: tuple[str, Tensor] | No
         dtype = pick_dtype(str(raw.get("dtype") or raw.get("torch_dtype") or "float32"))
         config = raw | {"quantization_config": configuration(model)}
         found = tensors(model, dtype)
+        config["tie_word_embeddings"] = not any(name.startswith("lm_head.") for name in found)
         if kv is not None:
             config["quantization_config"]["kv_cache_scheme"] = _kv_scheme(kv[0])
             found |= kv_tensors(kv[1])

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.errors import UserError
 from quant.formats import DTYPES, Scheme
+from quant.linear import QuantLinear
 from quant.weights import MIDDLE, QuantizedWeight, check_scale, pack_nibbles
 
 Kind = Literal["plain", "packed", "gptq", "awq"]
@@ -33,6 +34,9 @@ class Layout:
     scale: the scales' name.
     one_less: GPTQ's zero points are stored less one, in its first format.
     by_activation: there is a `g_idx` that says each input's group, in `packed`; `gptq` always has one.
+    row: a row has one scale, which becomes that of each of its groups.
+    eight: numbers of eight bits with scales by group. No routine here reads such, so the weight becomes a
+        plain one; of `scheme` only the group and the zero points count.
     """
 
     kind: Kind
@@ -40,6 +44,17 @@ class Layout:
     scale: str = "weight_scale"
     one_less: bool = False
     by_activation: bool = False
+    row: bool = False
+    eight: bool = False
+
+    @property
+    def bits(self) -> int:
+        """Of one number."""
+        return 8 if self.eight else self.scheme.bits
+
+    def inputs(self, k: int) -> int:
+        """How many of a row's `k` inputs share a scale in the file, or 0 where that is not by group."""
+        return k if self.row else self.scheme.group
 
     def tensors(self, n: int, k: int, name: str) -> Expected:
         """Shape and dtype of each tensor of layer `name`, a weight `[n, k]`.
@@ -47,7 +62,7 @@ class Layout:
         Raises:
             UserError: a weight of this shape cannot be laid out so.
         """
-        per_word, group = 32 // self.scheme.bits, self.scheme.group
+        per_word, group = 32 // self.bits, self.inputs(k)
         if self.kind == "plain":
             shape = self.scheme.scale_shape(n, k)
             if self.scheme.scales == "channel":
@@ -60,6 +75,8 @@ class Layout:
             raise UserError(
                 f"{name} has rows of {k} weights, which groups of {group or per_word} do not divide"
             )
+        if self.row:
+            self.scheme.fitted(k, name)
         groups = k // group if group else 1
         if self.kind == "packed":
             found: Expected = {
@@ -82,8 +99,10 @@ class Layout:
         }
         return found | ({"g_idx": ((k,), torch.int32)} if self.kind == "gptq" else {})
 
-    def read(self, found: Mapping[str, Tensor], shape: tuple[int, int], name: str) -> QuantizedWeight:
-        """The weight of layer `name`.
+    def read(
+        self, found: Mapping[str, Tensor], shape: tuple[int, int], name: str
+    ) -> QuantizedWeight | Tensor:
+        """The weight of layer `name`; a plain one, `[N, K]` float32, if it is `eight`.
 
         Args:
             found: tensors of the shapes and dtypes that `tensors` says.
@@ -98,19 +117,34 @@ class Layout:
             return self._plain(found, name)
         if self.kind == "packed":
             return self._packed(found, shape, name)
-        order = _order(found["g_idx"], self.scheme.group, f"{name}.g_idx") if self.kind == "gptq" else None
         if self.kind == "gptq":
-            numbers = unpack_words(found["qweight"].t().contiguous(), 4)  # [N, K]
-            zero = unpack_words(found["qzeros"], 4)
-            zero = (zero + int(self.one_less)) & 15
+            numbers = unpack_words(found["qweight"].t().contiguous(), self.bits)  # [N, K]
+            zero = unpack_words(found["qzeros"], self.bits)
+            zero = (zero + int(self.one_less)) & ((1 << self.bits) - 1)
         else:
             numbers = unpack_awq(found["qweight"]).t()
             zero = unpack_awq(found["qzeros"])
+        checked = self._zero(zero.t().contiguous(), f"{name}.qzeros")
+        return self._grouped(numbers, found["scales"].t().contiguous(), checked, found, name)
+
+    def _grouped(
+        self, numbers: Tensor, scale: Tensor, zero: Tensor | None, found: Mapping[str, Tensor], name: str
+    ) -> QuantizedWeight | Tensor:
+        """The weight of numbers `[N, K]` in the order of inputs, and of scales and zero points by group."""
+        k, key = numbers.shape[1], "weight_g_idx" if self.kind == "packed" else "g_idx"
+        order = _order(found[key], self.inputs(k), f"{name}.{key}") if key in found else None
         if order is not None:
             numbers = numbers.index_select(1, order)
-        checked = self._zero(zero.t().contiguous(), f"{name}.qzeros")
-        scale = found["scales"].t().contiguous()
-        return QuantizedWeight(self.scheme, pack_nibbles(numbers), scale, checked, order)
+        scheme = self.scheme.fitted(k, name)
+        if self.row:
+            scale = scale.repeat_interleave(k // scheme.group, 1)
+            zero = None if zero is None else zero.repeat_interleave(k // scheme.group, 1)
+        if not self.eight:
+            return QuantizedWeight(scheme, pack_nibbles(numbers), scale, zero, order)
+        middle = 128.0 if zero is None else zero.float()[..., None]
+        weight = (numbers.float().view(len(numbers), -1, scheme.group) - middle) * scale.float()[..., None]
+        weight = weight.flatten(1)
+        return weight if order is None else torch.empty_like(weight).index_copy_(1, order, weight)
 
     def _plain(self, found: Mapping[str, Tensor], name: str) -> QuantizedWeight:
         data, scale = found["weight"], found[self.scale].float()
@@ -119,30 +153,50 @@ class Layout:
         shape = self.scheme.scale_shape(*data.shape)
         return QuantizedWeight(self.scheme, data, scale.reshape(shape).contiguous())
 
-    def _packed(self, found: Mapping[str, Tensor], shape: tuple[int, int], name: str) -> QuantizedWeight:
+    def _packed(
+        self, found: Mapping[str, Tensor], shape: tuple[int, int], name: str
+    ) -> QuantizedWeight | Tensor:
         said = tuple(found["weight_shape"].tolist())
         if said != shape:
             raise UserError(f"{name}.weight_shape says {list(said)}, but the weight is {list(shape)}")
-        numbers, scale = unpack_words(found["weight_packed"], self.scheme.bits), found["weight_scale"]
+        numbers, scale = unpack_words(found["weight_packed"], self.bits), found["weight_scale"]
         if self.scheme.weights == "int8":
             return QuantizedWeight(self.scheme, (numbers ^ 128).view(torch.int8), scale.float()[:, 0].clone())
-        order = None
-        if self.by_activation:
-            order = _order(found["weight_g_idx"], self.scheme.group, f"{name}.weight_g_idx")
-        if order is not None:
-            numbers = numbers.index_select(1, order)
         zero = None
         if self.scheme.zeros:
-            zero = unpack_words(found["weight_zero_point"].t().contiguous(), 4).t()[: shape[0]].contiguous()
-        return QuantizedWeight(self.scheme, pack_nibbles(numbers), scale.clone(), zero, order)
+            words = found["weight_zero_point"].t().contiguous()
+            zero = unpack_words(words, self.bits).t()[: shape[0]].contiguous()
+        return self._grouped(numbers, scale.clone(), zero, found, name)
 
     def _zero(self, zero: Tensor, name: str) -> Tensor | None:
         """`zero` itself, or None where the scheme has no zero points: then all must be the middle."""
         if self.scheme.zeros:
             return zero
-        if bool((zero != MIDDLE).any()):
+        if bool((zero != (128 if self.eight else MIDDLE)).any()):
             raise UserError(f"{name} holds zero points, but the configuration says that there are none")
         return None
+
+
+class StoredLinear(nn.Module):
+    """A layer's tensors as a checkpoint has them, between being read and being understood."""
+
+    def __init__(self, linear: nn.Linear, layout: Layout, name: str) -> None:
+        super().__init__()
+        self.layout, self.shape = layout, (linear.out_features, linear.in_features)
+        self.expected = layout.tensors(*self.shape, name)
+        for tensor, (shape, dtype) in self.expected.items():
+            self.register_buffer(tensor, torch.empty(shape, dtype=dtype, device="meta"))
+        self.bias = linear.bias
+
+    def understood(self, name: str, dtype: torch.dtype) -> QuantLinear | nn.Linear:
+        """The layer that this stands for; one whose weight is plain has it in `dtype`."""
+        weight = self.layout.read({key: self.get_buffer(key) for key in self.expected}, self.shape, name)
+        if isinstance(weight, QuantizedWeight):
+            return QuantLinear(weight.check(name), self.bias)
+        n, k = self.shape
+        plain = nn.Linear(k, n, bias=False, device="meta")
+        plain.weight, plain.bias = nn.Parameter(weight.to(dtype), requires_grad=False), self.bias
+        return plain
 
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:
@@ -156,7 +210,8 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
 def pack_words(numbers: Tensor, bits: int) -> Tensor:
     """`[R, C]` of unsigned numbers -> `[R, ceil(C * bits / 32)]` int32, padded with zeros."""
     numbers = torch.nn.functional.pad(numbers.to(torch.uint8), (0, -numbers.shape[1] % (32 // bits)))
-    return (numbers if bits == 8 else pack_nibbles(numbers)).contiguous().view(torch.int32)
+    packed = numbers if bits == 8 else pack_nibbles(numbers)
+    return packed.flatten().view(torch.int32).view(len(numbers), -1)  # a single row may have any strides
 
 
 def unpack_awq(words: Tensor) -> Tensor:

@@ -13,28 +13,11 @@ from forward.model import Model
 from quant.checkpoints import stored
 from quant.formats import Scheme
 from quant.kv import StoredKV, check_kv_scale
-from quant.layouts import Layout
+from quant.layouts import StoredLinear
 from quant.linear import QuantLinear, quantized
 
 HEAD = "lm_head"
 SIDES = ("k_scale", "v_scale")
-
-
-class StoredLinear(nn.Module):
-    """A layer's tensors as a checkpoint has them, between being read and being understood."""
-
-    def __init__(self, linear: nn.Linear, layout: Layout, name: str) -> None:
-        super().__init__()
-        self.layout, self.shape = layout, (linear.out_features, linear.in_features)
-        self.expected = layout.tensors(*self.shape, name)
-        for tensor, (shape, dtype) in self.expected.items():
-            self.register_buffer(tensor, torch.empty(shape, dtype=dtype, device="meta"))
-        self.bias = linear.bias
-
-    def understood(self, name: str) -> QuantLinear:
-        """The layer that this stands for."""
-        weight = self.layout.read({key: self.get_buffer(key) for key in self.expected}, self.shape, name)
-        return QuantLinear(weight.check(name), self.bias)
 
 
 class Quantize:
@@ -95,7 +78,7 @@ class Quantize:
         for name in [name for name, layer in model.named_modules() if isinstance(layer, StoredLinear)]:
             layer = model.get_submodule(name)
             assert isinstance(layer, StoredLinear)
-            _replace(model, name, layer.understood(name))
+            _replace(model, name, layer.understood(name, model.dtype))
         for name in _plain(model):
             layer = model.get_submodule(name)
             scheme = self.wanted(name, model.device)

@@ -14,7 +14,15 @@ from common.errors import UserError
 from common.models.checkpoint import assign, load_weights
 from common.models.config import ModelConfig
 from common.models.hub import model_folder
-from forward.loading import RANDOM, Linears, finish, random_tensors, refuse_quantized, skeleton
+from forward.loading import (
+    RANDOM,
+    Linears,
+    checkpoint_config,
+    finish,
+    random_tensors,
+    refuse_quantized,
+    skeleton,
+)
 from forward.model import Model
 from forward.models.gpt2 import GPT2Attention
 from forward.shapes import SHAPES
@@ -22,15 +30,16 @@ from parallel.layers import RowLinear, VocabularyEmbedding
 from parallel.ranks import Ranks
 from parallel.shard import JOINED, ROWS, VOCABULARY, Shard, Slice
 from quant.formats import BLOCK
+from quant.layouts import StoredLinear
 from quant.linear import QuantLinear, quantized
-from quant.loading import Quantize, StoredLinear
+from quant.loading import Quantize
 from quant.weights import QuantizedWeight
 
 
 def config_of(name: str) -> ModelConfig:
     """The configuration of a model by its name. Raises `UserError` if there is no such model."""
     if not name.startswith(RANDOM):
-        return ModelConfig.from_folder(model_folder(name))
+        return checkpoint_config(model_folder(name))
     shape = name.removeprefix(RANDOM)
     if shape not in SHAPES:
         raise UserError(f"model {name!r}: the random shapes are {', '.join(SHAPES)}")
@@ -166,6 +175,8 @@ class Part:
 
     def _groups(self, name: str, value: Tensor, layer: StoredLinear) -> Tensor:
         """The group of each of this rank's inputs, counted from its own first."""
+        if layer.layout.row:
+            return value
         groups = layer.shape[1] // layer.layout.scheme.group
         value = value - self.shard.rank * groups
         if bool(((value < 0) | (value >= groups)).any()):

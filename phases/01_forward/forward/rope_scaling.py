@@ -1,0 +1,91 @@
+"""RoPE for a longer context than the model was trained on: its frequencies slowed down, pair by pair.
+
+A pair that turns many times within the original context has seen every angle and is kept. One that turns less
+than once would come to angles that training has never shown, and is slowed.
+
+Frequencies belong to the model and not to a request: a key in the cache must not depend on the tokens after
+it. `transformers` changes those of ``dynamic`` and ``longrope`` with the length. Here ``longrope`` takes its
+long factors where the model's context is longer than the original, as vLLM does. ``dynamic`` changes nothing
+within the model's context, and no request is longer than that.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from common.models.config import ModelConfig, RopeConfig
+
+
+def scaled(frequencies: Tensor, rope: RopeConfig) -> Tensor:
+    """Radians that each pair turns per token ``[D/2]``, slowed down as `rope` says."""
+    if rope.kind == "llama3":
+        return _llama3(frequencies, rope)
+    if rope.kind == "yarn":
+        return _yarn(frequencies, rope)
+    if rope.kind == "longrope":  # arXiv 2402.13753: a searched factor for each pair
+        return frequencies / torch.tensor(rope.pair_factors, dtype=torch.float32, device=frequencies.device)
+    return frequencies
+
+
+def sharpness(config: ModelConfig, layer: int) -> float:
+    """Factor of a layer's scores, which makes attention over a longer context as sharp as before.
+
+    The papers and `transformers` scale cosines and sines, and so queries and keys, by its root.
+    """
+    local = config.rope_local is not None and config.sliding_windows[layer] is not None
+    rope = config.rope_local if local else config.rope
+    return 1.0 if rope is None else _attention_factor(rope) ** 2
+
+
+def _attention_factor(rope: RopeConfig) -> float:
+    """Factor of queries and of keys."""
+    if rope.kind not in ("yarn", "longrope"):
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.kind == "longrope":
+        return math.sqrt(1 + math.log(max(rope.factor, 1.0)) / math.log(rope.original_max_position))
+    if rope.mscale and rope.mscale_all_dim:
+        return _mscale(rope.factor, rope.mscale) / _mscale(rope.factor, rope.mscale_all_dim)
+    return _mscale(rope.factor, 1.0)
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
+    """Llama 3.1's scaling: slow pairs are stretched by ``factor``, fast ones kept, a ramp between.
+
+    A pair is slow when it turns fewer than ``low_freq_factor`` times within the original context and
+    fast when it turns more than ``high_freq_factor`` times.
+    """
+    turns = rope.original_max_position * frequencies / (2 * math.pi)  # [D/2] within the context
+    ramp = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    ramp = ramp.clamp(0.0, 1.0)
+    return (1 - ramp) * frequencies / rope.factor + ramp * frequencies
+
+
+def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
+    """YaRN (arXiv 2309.00071): as Llama 3.1's, but the ramp is over the pairs' indices.
+
+    It goes from the pair that turns ``beta_fast`` times within the original context to that of ``beta_slow``.
+    """
+    dims = 2 * len(frequencies)
+
+    def pair_of(turns: float) -> float:
+        """Index of the pair that turns so many times; it need not be whole."""
+        return (
+            dims * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        )
+
+    first, last = pair_of(rope.beta_fast), pair_of(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dims - 1)
+    width = last - first or 0.001
+    ramp = ((torch.arange(dims // 2, device=frequencies.device) - first) / width).clamp(0.0, 1.0)
+    return ramp * frequencies / rope.factor + (1 - ramp) * frequencies
