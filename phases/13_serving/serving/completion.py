@@ -43,7 +43,7 @@ class Choice:
         calls = order.calls
         self.reader = None if calls is None else CallReader(calls)
         shown = frozenset[int]() if calls is None or calls.token is None else frozenset({calls.token})
-        self._text = TextStream(tokenizer, order.params, shown)
+        self._text = TextStream(tokenizer, order.params, order.prompt, shown)
 
     @property
     def text(self) -> str:
