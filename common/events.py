@@ -136,11 +136,20 @@ class TextStream:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, params: SamplingParams, shown: frozenset[int] = frozenset()
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        prompt: Sequence[int] = (),
+        shown: frozenset[int] = frozenset(),
     ) -> None:
-        """Begin with an empty text. shown: special tokens that belong to it."""
-        self._checker = StopChecker(tokenizer, params, shown)
+        """Begin the text that goes on from a prompt (token ids). shown: special tokens that belong to it."""
+        self._checker = StopChecker(tokenizer, params, prompt, shown)
         self._shown: list[str] = []
+
+    @property
+    def begins(self) -> bool:
+        """Whether the next token begins a text: see `Detokenizer`."""
+        return self._checker.begins
 
     @property
     def text(self) -> str:
@@ -213,8 +222,11 @@ def generate(
         for index, (prompt, settings) in enumerate(zip(ids, each, strict=True))
         for sample in range(settings.n)
     }
-    texts = {key: TextStream(tokenizer, each[key[0]]) for key in completions} if tokenizer else {}
-    for event in engine.stream(ids, each):
+    events = engine.stream(ids, each)  # refuses prompts that are none
+    texts = (
+        {key: TextStream(tokenizer, each[key[0]], ids[key[0]]) for key in completions} if tokenizer else {}
+    )
+    for event in events:
         key = event.index, event.sample
         completions[key].add(event)
         if key in texts:

@@ -308,7 +308,7 @@ class Interleaved:
 
 
 class FakeText:
-    def __init__(self, tokenizer, params) -> None:
+    def __init__(self, tokenizer, params, prompt) -> None:
         self.text = ""
 
     def push(self, event: TokenEvent) -> str:

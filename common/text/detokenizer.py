@@ -5,6 +5,8 @@ from __future__ import annotations
 import codecs
 import json
 import re
+from collections.abc import Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import tokenizers
@@ -15,6 +17,10 @@ if TYPE_CHECKING:
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 _EACH_BYTE = "replace_each_byte"
+_INDEPENDENT = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
+"""Steps of decoders to which a token's neighbours do not matter, once a text has begun."""
+_LARGEST_ID = 2**32 - 1
+MOST_TOKENS_OF_A_CHARACTER = 4
 
 # SentencePiece shows each invalid byte as U+FFFD; by UTF-8's own rule several that belong together are one.
 codecs.register_error(
@@ -23,13 +29,16 @@ codecs.register_error(
 )
 
 
-class TokenBytes(dict[int, bytes | None]):
-    """The UTF-8 bytes that each token adds to a text, looked up once a token.
+class TokenBytes(dict[int, bytes]):
+    """The UTF-8 bytes that each token adds in the middle of a text, looked up once a token.
 
-    An id outside the vocabulary adds none. None: what the token adds depends on its neighbours.
+    An id outside the vocabulary adds none. A byte-level tokenizer (GPT-2's kind) spells bytes as characters.
+    One with byte fallback (SentencePiece's kind) has a token for every byte, `<0x00>` to `<0xFF>`, beside its
+    pieces of text.
 
-    A byte-level tokenizer (GPT-2's kind) spells bytes as characters. One with byte fallback (SentencePiece's
-    kind) has a token for every byte, `<0x00>` to `<0xFF>`, beside its pieces of text.
+    Attributes:
+        independent: whether a token's bytes are the same behind any other. If not (WordPiece joins `##ly`
+            to a word, and sets a space before others), they are those behind the same token.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -37,18 +46,33 @@ class TokenBytes(dict[int, bytes | None]):
         super().__init__()
         self._backend = backend
         decoder = {} if backend.decoder is None else json.loads(backend.decoder.__getstate__())
-        steps = [step["type"] for step in decoder.get("decoders", [decoder]) if step]
+        parts = [part for part in decoder.get("decoders", [decoder]) if part]
+        steps = [part["type"] for part in parts]
         self.byte_level, self.byte_fallback = steps == ["ByteLevel"], "ByteFallback" in steps
-        self._each_alone = bool(steps) and set(steps) <= {"Replace", "ByteFallback", "Fuse"}
+        at_the_end = any(part.get("stop") for part in parts)  # `Strip` of a text's last spaces
+        known = bool(steps) and set(steps) <= _INDEPENDENT and not at_the_end
+        self.independent = self.byte_level or known
+        self._alike = known and not {"Strip", "Metaspace"} & set(steps)  # at the beginning and in the middle
 
-    def __missing__(self, token_id: int) -> bytes | None:
-        token = self._backend.id_to_token(token_id)
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id) if 0 <= token_id <= _LARGEST_ID else None
         if token is None:
             return b""  # not kept: there is no end of such ids
         self[token_id] = found = self._bytes(token_id, token)
         return found
 
-    def _bytes(self, token_id: int, token: str) -> bytes | None:
+    def first(self, token_id: int) -> bytes:
+        """The bytes that a token adds to a text which begins with it: some decoders drop its space there."""
+        found = self[token_id]
+        if self.byte_level or self._alike or (self.independent and b" " not in found):
+            return found
+        return self._decode(token_id).encode()
+
+    def decoder(self) -> codecs.IncrementalDecoder:
+        """A decoder of their bytes, which shows those that are no character as U+FFFD."""
+        return codecs.getincrementaldecoder("utf-8")(_EACH_BYTE if self.byte_fallback else "replace")
+
+    def _bytes(self, token_id: int, token: str) -> bytes:
         if self.byte_level:
             try:
                 return bytes(map(_BYTE_OF.__getitem__, token))
@@ -57,8 +81,12 @@ class TokenBytes(dict[int, bytes | None]):
         byte = _BYTE_TOKEN.fullmatch(token) if self.byte_fallback else None
         if byte is not None:
             return bytes.fromhex(byte[1])
-        text: str = self._backend.decode([token_id], skip_special_tokens=False)
-        return text.encode() if self._each_alone else None
+        begins = self._decode(token_id)
+        return (begins if self._alike else self._decode(token_id, token_id)[len(begins) :]).encode()
+
+    def _decode(self, *ids: int) -> str:
+        text: str = self._backend.decode(ids, skip_special_tokens=False)
+        return text
 
 
 class Detokenizer:
@@ -69,36 +97,55 @@ class Detokenizer:
     still incomplete at the end: it is left out, because the model was cut off before it had said it. Bytes
     that can never become a character are shown as U+FFFD as soon as that is certain.
 
+    A completion goes on from its prompt: its text is that of both, less the prompt's. Decoded alone it would
+    lose the space that some decoders drop where a text begins. A prompt of special tokens alone has no text,
+    so the completion begins one.
+
     No more than three bytes and one token are kept, and a token costs some microseconds at most: bytes go
-    through an incremental UTF-8 decoder, and a token whose text depends on its neighbours (whether it begins
-    the text, whether a space stands between two) is decoded beside the one before it.
+    through an incremental UTF-8 decoder, and a token whose text depends on its neighbours (whether a space
+    stands between two) is decoded beside the one before it.
+
+    Attributes:
+        begins: whether the next token that can be seen begins the text.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, shown: frozenset[int] = frozenset()
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        shown: frozenset[int] = frozenset(),
+        after: Sequence[int] = (),
+        middle: bool = False,
     ) -> None:
-        """Begin an empty text. shown: special tokens that belong to it all the same."""
+        """Begin an empty text, or go on from a prompt.
+
+        shown: special tokens that belong to the text all the same.
+        after: the prompt's tokens.
+        middle: go on from a prompt even if it has no text.
+        """
         self._backend, self._bytes = tokenizer.backend, tokenizer.token_bytes
         self._skipped = tokenizer.special_ids - shown if skip_special_tokens else frozenset[int]()
-        errors = _EACH_BYTE if self._bytes.byte_fallback else "replace"
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors)
+        self._utf8 = self._bytes.decoder()
         self._last: int | None = None
+        self.begins = not middle
+        visible = (
+            token for token in map(int, reversed(after)) if token not in self._skipped and self._bytes[token]
+        )
+        for token in reversed([*islice(visible, MOST_TOKENS_OF_A_CHARACTER)]):
+            self.push(token)
 
     def push(self, token_id: int) -> str:
         """Add a token; returns the text that is now complete, often one word, sometimes nothing."""
         if token_id in self._skipped:
             return ""
         data = self._bytes[token_id]
-        if data is None:
-            text = self.incomplete() + self._beside_last(token_id)
-        elif not data:
+        if not data:
             return ""
+        if self._bytes.independent:
+            text = self._utf8.decode(self._bytes.first(token_id) if self.begins else data)
         else:
-            text = self._utf8.decode(data)
-            # SentencePiece's decoders strip a space that begins a text. (Bytes of a character may follow it.)
-            if data == b" " and self._last is None:
-                text = self._backend.decode([token_id], skip_special_tokens=False)
-        self._last = token_id
+            text = self._beside_last(token_id)
+        self._last, self.begins = token_id, False
         return text
 
     def incomplete(self) -> str:

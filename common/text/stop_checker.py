@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from common.sampling.params import SamplingParams
 from common.text.detokenizer import Detokenizer
 from common.text.stop_strings import StopStrings
@@ -26,15 +28,27 @@ class StopChecker:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, params: SamplingParams, shown: frozenset[int] = frozenset()
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        prompt: Sequence[int] = (),
+        shown: frozenset[int] = frozenset(),
     ) -> None:
-        """Begin with an empty text; `shown` is `Detokenizer`'s."""
+        """Begin the text that goes on from a prompt; `shown` is `Detokenizer`'s."""
         self.held, self.stopped = "", False
         self._known: list[str] = []
         self._taken = 0  # pieces of `_known` that `take` has given out
-        self._detokenizer = Detokenizer(tokenizer, shown=shown)
+        # A grammar counts the bytes that tokens have in the middle of a text.
+        self._detokenizer = Detokenizer(
+            tokenizer, shown=shown, after=prompt, middle=params.grammar is not None
+        )
         self._strings = StopStrings(params.stop) if params.stop else None
         self._state, self._exempt = 0, params.min_tokens
+
+    @property
+    def begins(self) -> bool:
+        """Whether the next token begins a text: see `Detokenizer`."""
+        return self._detokenizer.begins
 
     @property
     def text(self) -> str:

@@ -160,7 +160,7 @@ class Tokenizer:
 
     @cached_property
     def token_bytes(self) -> TokenBytes:
-        """The bytes of the tokens that stand for bytes, for `Detokenizer`."""
+        """The bytes that each token adds in the middle of a text."""
         return TokenBytes(self.backend)
 
     @cached_property

@@ -106,9 +106,10 @@ def serve(
     ids = [list(prompt) for prompt in prompts]
     start = time.perf_counter()
     completions = [Completion(index, 0, prompt, start) for index, prompt in enumerate(ids)]
-    texts = [TextStream(tokenizer, params) for _ in ids]
+    events = engine.stream(ids, params)  # refuses prompts that are none
+    texts = [TextStream(tokenizer, params, prompt) for prompt in ids]
     held, current = [""] * len(ids), 0
-    for event in engine.stream(ids, params):
+    for event in events:
         completion = completions[event.index]
         completion.add(event)
         new = texts[event.index].push(event)

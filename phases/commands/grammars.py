@@ -99,4 +99,4 @@ def show_trace(engine: Any, tokenizer: Tokenizer, prompt: list[int], params: Sam
 
 
 def _shown(tokenizer: Tokenizer, token: int) -> str:
-    return repr(tokenizer.decode([token], skip_special_tokens=False))
+    return repr(tokenizer.token_bytes[token].decode(errors="replace"))

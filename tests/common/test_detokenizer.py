@@ -67,7 +67,7 @@ def test_a_stream_is_what_decodes_at_once(tokenizer: Tokenizer, data: st.DataObj
     size = tokenizer.vocab_size
     any_id = st.integers(0, size + 3) | st.integers(max(0, size - 20), size - 1)
     ids = data.draw(st.lists(any_id, max_size=12))
-    if tokenizer.token_bytes[0x80] is not None:  # so it can spell bytes
+    if len(tokenizer.token_bytes[0x80]) == 1:  # so it can spell bytes
         places = st.integers(0, len(ids))
         for text in data.draw(st.lists(st.text("a é🎉𐍈日", max_size=3), max_size=3)):
             at = data.draw(places)

@@ -16,7 +16,7 @@ from tokenizers import models
 from common.errors import UserError
 from common.models.config import ModelConfig
 from common.models.gguf_import import import_gguf
-from common.text.detokenizer import Detokenizer
+from common.text.detokenizer import Detokenizer, TokenBytes
 from common.text.ids import LONG, ids_of
 from common.text.tokenizer import Tokenizer
 from tests.common import tiny_gguf
@@ -209,7 +209,9 @@ def test_a_special_token_of_the_wrong_type_is_named(llama_folder, token):
 
 def test_a_text_may_begin_with_a_space_and_half_a_character():
     class Parts(dict):
-        byte_fallback = False
+        byte_fallback, independent = False, True
+        first = dict.__getitem__
+        decoder = TokenBytes.decoder
 
     parts = Parts({0: b" \xf0\x9f\x98", 1: b"\x80", 2: b" hi"})
     tokenizer = SimpleNamespace(backend=None, token_bytes=parts, special_ids=frozenset())

@@ -63,7 +63,7 @@ class Generator:
             return
         self.begin(len(prompt), limit)
         self.sampler.set_row(0, params, prompt, eos_ids=eos, sample=sample)
-        text = TextStream(self.tokenizer, params) if self.tokenizer and params.stop else None
+        text = TextStream(self.tokenizer, params, prompt) if self.tokenizer and params.stop else None
         reason = None
         while reason is None:
             sampled = self._next(tokens, len(tokens) - len(prompt))

@@ -97,7 +97,7 @@ class BatchGenerator:
                 if limit == 0:
                     yield TokenEvent(index, None, "length", time.perf_counter(), sample=sample)
                     continue
-                text = TextStream(self.tokenizer, params) if self.tokenizer and params.stop else None
+                text = TextStream(self.tokenizer, params, prompt) if self.tokenizer and params.stop else None
                 rows.append(Row(index, sample, prompt, params, limit, text))
         for first in range(0, len(rows), self.batch_size):
             yield from self._batch(rows[first : first + self.batch_size])

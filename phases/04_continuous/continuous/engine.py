@@ -129,7 +129,7 @@ class Engine:
             seed = params.seed_of(sample)
             request.seed = self._seeds.getrandbits(63) if seed is None else seed
             if self.tokenizer is not None and params.stop:
-                request.text = TextStream(self.tokenizer, params)
+                request.text = TextStream(self.tokenizer, params, prompt)
         return requests
 
     def take_in(self) -> None:

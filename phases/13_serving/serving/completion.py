@@ -25,6 +25,7 @@ class Choice:
     """One completion: a `Sink` that makes text of tokens and looks for stop strings.
 
     fresh: pieces that have not been sent.
+    offsets: of its tokens, for log-probabilities.
     reason: None until it has ended.
     reader: finds calls in its text, if there may be any.
     """
@@ -37,13 +38,14 @@ class Choice:
         self.logprobs: list[Token] = []
         self.reason: str | None = None
         self.cached = 0
-        self.started, self.offsets = False, Offsets()  # whether its first chunk is sent; for its chunks
+        self.started = False  # whether its first chunk is sent
         self.last = call.arrived
         self.mark = ""
         calls = order.calls
         self.reader = None if calls is None else CallReader(calls)
         shown = frozenset[int]() if calls is None or calls.token is None else frozenset({calls.token})
-        self._text = TextStream(tokenizer, order.params, shown)
+        self._text = TextStream(tokenizer, order.params, order.prompt, shown)
+        self.offsets = Offsets(tokenizer, start=len(order.text), begins=self._text.begins)
 
     @property
     def text(self) -> str:

@@ -45,7 +45,7 @@ class Entry(NamedTuple):
         """The same request on another rank."""
         made = Request(**self._asdict())
         if tokenizer is not None and self.params.stop:
-            made.text = TextStream(tokenizer, self.params)
+            made.text = TextStream(tokenizer, self.params, self.tokens[: self.prompt_len])
         return made
 
 

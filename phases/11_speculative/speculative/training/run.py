@@ -136,7 +136,8 @@ def write_text(
     else:
         tokenizer = Tokenizer(model_folder(given.model))
         before, between = template(tokenizer)
-        words = words_of(tokenizer.decode([token]) for token in range(tokenizer.vocab_size))
+        known = (tokenizer.token_bytes[token] for token in range(tokenizer.vocab_size))
+        words = words_of(data.decode(errors="replace") for data in known)
 
         def said(question: str) -> list[int]:
             return tokenizer.chat([{"role": "user", "content": question}], add_generation_prompt=True)

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, cast
 from weakref import WeakSet
 
@@ -54,6 +54,7 @@ LONG = 16_384
 """Characters from which a schema is handed over inside a grammar in Lark's language, which the library reads
 without Python's lock. JSON it reads with the lock: for a schema of 250 kB no step goes on for 2 ms. For short
 ones that is nothing, and the language takes half a millisecond more."""
+ESCAPED = re.compile(r"\\+u([0-9a-fA-F]{4})")
 INSIDE = "failed to compile JSON schema: "
 """What the library says before what is wrong with a schema that came so."""
 
@@ -270,12 +271,8 @@ class GuidanceBackend(Backend):
         super().__init__(vocabulary)
         # The library's threads ask what the tokenizer would make of what is forced. If it is ours that they
         # ask, each waits for Python's lock.
-        self.tokenizer = ll.LLTokenizer(
-            vocabulary.source or ll.TokenizerWrapper(_Wrapped(vocabulary)),
-            n_vocab=len(vocabulary.tokens),
-            eos_token=list(vocabulary.eos),
-            slices=SLICES,
-        )
+        self.tokenizer = self._reader(vocabulary.source) if vocabulary.source else self._exact
+        self._changed = re.compile("|".join(map(re.escape, vocabulary.changed)) or "(?!)")
         self.limits = ll.LLParserLimits(**LIMITS)
         threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) - 1))
         self.threads, self._alone = ll.LLExecutor(threads), threads == 1
@@ -318,6 +315,15 @@ class GuidanceBackend(Backend):
         eos = self.vocabulary.eos
         return GuidanceGrammar(inner, make, seconds, self.lexers, size, schema, trial, self.maker, eos)
 
+    @cached_property
+    def _exact(self) -> ll.LLTokenizer:
+        """A tokenizer that keeps the bytes of every text."""
+        return self._reader(ll.TokenizerWrapper(_Wrapped(self.vocabulary)))
+
+    def _reader(self, source: str | ll.TokenizerWrapper) -> ll.LLTokenizer:
+        size, eos = len(self.vocabulary.tokens), list(self.vocabulary.eos)
+        return ll.LLTokenizer(source, n_vocab=size, eos_token=eos, slices=SLICES)
+
     def _schema(self, grammar: Grammar) -> Schema | None:
         """With places, if this is a schema that has some."""
         if grammar.kind != "json_schema":
@@ -329,7 +335,9 @@ class GuidanceBackend(Backend):
 
     def _parser(self, source: str) -> ll.LLMatcher:
         """At its start; its lexer has made the first mask, and is warm for the next."""
-        made = ll.LLMatcher(self.tokenizer, source, limits=self.limits, log_level=0)
+        plain = ESCAPED.sub(lambda found: chr(int(found[1], 16)), source).replace("\\", "")
+        tokenizer = self._exact if self._changed.search(plain) else self.tokenizer
+        made = ll.LLMatcher(tokenizer, source, limits=self.limits, log_level=0)
         if not made.is_error():
             made.compute_bitmask()
         return made

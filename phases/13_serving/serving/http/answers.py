@@ -39,15 +39,6 @@ def usage(call: Call) -> dict[str, Any]:
     }
 
 
-def token_bytes(tokenizer: Tokenizer, token: int) -> bytes:
-    """What a token adds to a text, as far as that depends on nothing else."""
-    found = tokenizer.token_bytes[token]
-    if found is None:
-        text: str = tokenizer.backend.decode([token], skip_special_tokens=False)
-        return text.encode()
-    return found
-
-
 class Answer:
     """How one request is answered; subclasses know the shapes of their route.
 
@@ -125,7 +116,7 @@ class Answer:
             str(other): {
                 "logprob": _finite(value),
                 "rank": rank,
-                "decoded_token": token_bytes(self.tokenizer, other).decode("utf-8", "replace"),
+                "decoded_token": self.tokenizer.token_bytes[other].decode("utf-8", "replace"),
             }
             for other, (value, rank) in known.items()
         }
@@ -160,7 +151,7 @@ class CompletionAnswer(Answer):
     def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
         """See `Answer`."""
         text = piece.text if choice.started else choice.order.text + piece.text
-        logprobs = self._logprobs(choice, piece.logprobs, choice.offsets)
+        logprobs = self._logprobs(choice, piece.logprobs)
         body = b'"text":' + _json(text) + b',"logprobs":' + (_json(logprobs) if logprobs else b"null")
         return self._event(choice, body, piece, choice.reason if last else None)
 
@@ -168,7 +159,7 @@ class CompletionAnswer(Answer):
         """See `Answer`."""
         found: dict[str, Any] = {
             "text": choice.order.text + choice.text,
-            "logprobs": None if self.logprobs is None else self._logprobs(choice, choice.logprobs, Offsets()),
+            "logprobs": None if self.logprobs is None else self._logprobs(choice, choice.logprobs),
             "finish_reason": choice.reason,
         }
         if self.ids:
@@ -177,12 +168,13 @@ class CompletionAnswer(Answer):
             found["prompt_logprobs"] = self._prompt(choice.order)
         return found
 
-    def _logprobs(self, choice: Choice, found: list[Token], offsets: Offsets) -> dict[str, Any] | None:
+    def _logprobs(self, choice: Choice, found: list[Token]) -> dict[str, Any] | None:
         """The shape with four lists; with `echo` the prompt first."""
-        order = choice.order
-        entries: list[tuple[int, Read | Token | None]] = [(token.place, token) for token in found]
+        order, output = choice.order, choice.offsets
+        entries: list[tuple[int, Read | Token | None, Offsets]] = [(one.place, one, output) for one in found]
         if order.text and not choice.started:
-            entries = [*zip(order.prompt, order.read, strict=False), *entries]
+            prompt = Offsets(self.tokenizer, order.text)
+            entries[:0] = [(*pair, prompt) for pair in zip(order.prompt, order.read, strict=False)]
         if not entries:
             return None
         lists: dict[str, list[Any]] = {
@@ -191,22 +183,22 @@ class CompletionAnswer(Answer):
             "top_logprobs": [],
             "text_offset": [],
         }
-        for token, entry in entries:
-            lists["tokens"].append(self._text(token))
-            lists["text_offset"].append(offsets.take(token_bytes(self.tokenizer, token)))
-            if entry is None:  # the prompt's first, before which there is nothing
-                lists["token_logprobs"].append(None)
-                lists["top_logprobs"].append(None)
-                continue
-            lists["token_logprobs"].append(_finite(entry.chosen))
-            top = dict[str, float]()
-            for other, value in (*entry.top[: self.logprobs], (token, entry.chosen)):
-                top.setdefault(self._text(other), _finite(value))  # parts of characters may look alike
-            lists["top_logprobs"].append(top)
+        for token, entry, offsets in entries:
+            # Before the prompt's first token there is nothing.
+            lists["token_logprobs"].append(None if entry is None else _finite(entry.chosen))
+            lists["top_logprobs"].append(None if entry is None else self._top(token, entry, offsets))
+            lists["tokens"].append(_text(offsets.spelled(token)))
+            lists["text_offset"].append(offsets.take(token))
         return lists
 
-    def _text(self, token: int) -> str:
-        return token_bytes(self.tokenizer, token).decode("utf-8", "replace")
+    def _top(self, token: int, entry: Read | Token, offsets: Offsets) -> dict[str, float]:
+        """Log-probabilities by text; by id (as vLLM spells it) where another token looks the same."""
+        own, top = _text(offsets.spelled(token)), dict[str, float]()
+        for other, value in (*entry.top[: self.logprobs], (token, entry.chosen)):
+            text = _text(offsets.spelled(other))
+            taken = other != token and (text == own or text in top)
+            top[f"token_id:{other}" if taken else text] = _finite(value)
+        return top
 
 
 class ChatAnswer(Answer):
@@ -231,7 +223,7 @@ class ChatAnswer(Answer):
             events += self._calls(choice, choice.reader, piece, last)
             reason = _reason(choice, choice.reader)
         elif piece.text or piece.logprobs or (self.ids and piece.tokens):
-            logprobs = _json(self._logprobs(piece.logprobs)) if piece.logprobs else b"null"
+            logprobs = _json(self._logprobs(choice, piece.logprobs)) if piece.logprobs else b"null"
             body = b'"delta":{"content":' + _json(piece.text) + b'},"logprobs":' + logprobs
             events.append(self._event(choice, body, piece, None))
         if last:
@@ -252,7 +244,7 @@ class ChatAnswer(Answer):
             deltas.append({})
         events = []
         for delta in deltas:
-            logprobs = _json(self._logprobs(piece.logprobs)) if piece.logprobs else b"null"
+            logprobs = _json(self._logprobs(choice, piece.logprobs)) if piece.logprobs else b"null"
             events.append(
                 self._event(choice, b'"delta":' + _json(delta) + b',"logprobs":' + logprobs, piece, None)
             )
@@ -279,25 +271,26 @@ class ChatAnswer(Answer):
                 ]
         found: dict[str, Any] = {
             "message": message,
-            "logprobs": self._logprobs(choice.logprobs) if choice.logprobs else None,
+            "logprobs": self._logprobs(choice, choice.logprobs) if choice.logprobs else None,
             "finish_reason": reason,
         }
         if self.ids:
             found |= {"token_ids": choice.tokens, "prompt_token_ids": choice.order.prompt}
         return found
 
-    def _logprobs(self, found: list[Token]) -> dict[str, Any]:
-        return {
-            "content": [
-                self._one(token.place, token.chosen)
-                | {"top_logprobs": [self._one(other, value) for other, value in token.top]}
-                for token in found
-            ]
-        }
+    def _logprobs(self, choice: Choice, found: list[Token]) -> dict[str, Any]:
+        content, offsets = list[dict[str, Any]](), choice.offsets
+        for token in found:
+            top = [self._one(other, value, offsets) for other, value in token.top]
+            content.append(self._one(token.place, token.chosen, offsets) | {"top_logprobs": top})
+            offsets.take(token.place)
+        return {"content": content}
 
-    def _one(self, token: int, logprob: float) -> dict[str, Any]:
-        data = token_bytes(self.tokenizer, token)
-        return {"token": data.decode("utf-8", "replace"), "logprob": _finite(logprob), "bytes": list(data)}
+    def _one(self, token: int, logprob: float, offsets: Offsets) -> dict[str, Any]:
+        """Special tokens have no bytes: those of all tokens together are the content's."""
+        data = offsets.spelled(token)
+        added = b"" if token in self.tokenizer.special_ids else data
+        return {"token": _text(data), "logprob": _finite(logprob), "bytes": list(added)}
 
 
 class GenerateAnswer(Answer):
@@ -337,6 +330,10 @@ def likeliest(call: Call, n: int) -> list[Choice]:
             mine = sorted(mine, key=_mean, reverse=True)[:n]
         keep += mine
     return keep
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "replace")
 
 
 def _reason(choice: Choice, reader: CallReader) -> str | None:

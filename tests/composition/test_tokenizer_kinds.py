@@ -1,0 +1,273 @@
+"""Every way of a text through the engine, with tokenizers of every kind.
+
+Some set a space before a text, some drop it again, some change letters: text to tokens and back depends on
+what stands before, and need not keep the bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+import batching
+import continuous
+import serving
+from common.events import generate
+from common.sampling.grammar import Grammar
+from common.sampling.params import SamplingParams
+from common.text.detokenizer import Detokenizer
+from common.text.tokenizer import Tokenizer
+from forward.generator import Generator
+from forward.loading import random_model
+from forward.model import Model
+from forward.shapes import SHAPES
+from phases.commands.engines import serve
+from serving.app import App
+from serving.completion import Choice
+from serving.http.answers import CompletionAnswer
+from serving.made_up import TEMPLATE
+from serving.messages import Token
+from serving.order import Offsets, Order
+from structured.vocabulary import Vocabulary
+from tests.equivalence.engines import blocks
+from tests.servers import Client, Loopback, asynchronously
+from tests.tokenizer_kinds import BOS, EOS, KINDS, write_kind
+
+FRANCE = "The capital of France is"
+DECOMPOSED, LIGATURE = "U\u0308bung.txt", "\ufb01nd"
+TEXTS = ["yes", " yes", "Yes, No", f"a {DECOMPOSED}", LIGATURE, "    return 1\n", "a▁b", "日本", "x</s>y", ""]
+BACKENDS = ["llguidance", "automata", "xgrammar"]
+
+
+@dataclass
+class Kit:
+    """A tokenizer and a model for it."""
+
+    tokenizer: Tokenizer
+    model: Model
+
+    def app(self, **options: Any) -> App:
+        size = blocks(self.model, 200)
+        tokenizer = self.tokenizer
+        engine = serving.load(self.model, max_rows=8, cache_bytes=size, tokenizer=tokenizer, **options)
+        return App(Loopback(engine), tokenizer, "tiny")
+
+    def token(self, data: bytes) -> int:
+        """The token of these bytes in the middle of a text."""
+        bytes_of = self.tokenizer.token_bytes
+        return max(token for token in range(self.tokenizer.vocab_size) if bytes_of[token] == data)
+
+    def always(self, data: bytes) -> dict[str, Any]:
+        """Fields of a request whose output is this token again and again."""
+        return {"logit_bias": {str(self.token(data)): 100}, "temperature": 0}
+
+    def behind(self, prompt: list[int], output: list[int]) -> str:
+        """What the library says that an output adds to its prompt."""
+        known = self.tokenizer.backend.decode(prompt)
+        return self.tokenizer.backend.decode(prompt + output)[len(known) :]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kit(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kit:
+    folder = tmp_path_factory.mktemp("kind")
+    size = write_kind(folder, request.param, TEMPLATE)
+    config = replace(SHAPES["tiny"], vocab_size=size, eos_token_ids=(EOS,))
+    return Kit(Tokenizer(folder), random_model(config, device="cpu", dtype=torch.float32))
+
+
+def asked(app: App, path: str, body: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """The choice of an answer, and the choices of the events when the same is streamed."""
+    found: list[Any] = []
+
+    async def ask() -> None:
+        found.extend(await Client(app).post(path, body))
+        stream = await Client(app).request(path, body | {"stream": True}).run()
+        found.append([event["choices"][0] for event in stream.events() if event != "[DONE]"])
+
+    asynchronously(ask)
+    status, answer, events = found
+    assert status == 200, answer
+    return answer["choices"][0], events
+
+
+def test_a_completion_is_what_it_adds_to_its_prompt(kit: Kit) -> None:
+    rng, vocabulary = random.Random(0), kit.tokenizer.backend
+    words = [i for i in range(3, kit.tokenizer.vocab_size) if kit.tokenizer.token_bytes[i].isascii()]
+    prompts = [kit.tokenizer.encode(FRANCE), [BOS], [*kit.tokenizer.encode("a"), BOS]]
+    for prompt in [*prompts, *(rng.choices(words, k=5) for _ in range(20))]:
+        output = rng.choices(words, k=8)
+        stream = Detokenizer(kit.tokenizer, after=prompt)
+        assert "".join(map(stream.push, output)) == kit.behind(prompt, output)
+        assert "".join(map(Detokenizer(kit.tokenizer).push, output)) == vocabulary.decode(output)
+
+
+def test_a_character_may_begin_in_the_prompt(kit: Kit) -> None:
+    ids = [*kit.tokenizer.encode("a"), *(kit.token(bytes([byte])) for byte in "日".encode())]
+    for cut in (1, 2):
+        stream = Detokenizer(kit.tokenizer, after=ids[:-cut])
+        assert "".join(map(stream.push, ids[-cut:])) == "日"
+
+
+def test_tokens_of_a_forced_text_have_its_bytes(kit: Kit) -> None:
+    vocabulary = Vocabulary.of(kit.tokenizer, kit.tokenizer.vocab_size, (EOS,))
+    for text in TEXTS:
+        tokens = vocabulary.encode(text)
+        assert b"".join(vocabulary.tokens[token] for token in tokens) == text.encode(), text
+    assert vocabulary.encode(" Paris yes") == [kit.token(b" Paris"), kit.token(b" yes")], (
+        "not the model's own"
+    )
+
+
+AGE: dict[str, Any] = {
+    "type": "object",
+    "properties": {"Age": {"enum": ["A", "Bb"]}},
+    "required": ["Age"],
+    "additionalProperties": False,
+}
+LANGUAGES = [
+    (Grammar.choice(["yes", "no"]), "yes|no"),
+    (Grammar.choice([" yes", " no"]), " yes| no"),
+    (Grammar.regex(" {4}return [0-9]{3}"), " {4}return [0-9]{3}"),
+    (Grammar.choice([f"{DECOMPOSED} A", f"{LIGATURE} a"]), f"{DECOMPOSED} A|{LIGATURE} a"),
+    (Grammar.choice(["x</s>y"]), "x</s>y"),
+    (Grammar.json_schema({"enum": [DECOMPOSED, LIGATURE]}), f'"{DECOMPOSED}"|"{LIGATURE}"'),
+    (Grammar.json_schema(AGE), r'\{\s*"Age"\s*:\s*"(A|Bb)"\s*\}'),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_grammar_is_followed_to_its_end(kit: Kit, backend: str) -> None:
+    if backend != "automata":
+        pytest.importorskip(backend)
+    engine = serving.load(kit.model, max_rows=8, tokenizer=kit.tokenizer, backend=backend, max_len=256)
+    prompts = [kit.tokenizer.encode("Is it?"), [BOS], [EOS]]
+    for grammar, pattern in LANGUAGES:
+        params = SamplingParams(max_tokens=150, grammar=grammar, temperature=1.0, seed=3)
+        for done in generate(engine, prompts, params, tokenizer=kit.tokenizer):
+            assert done.finish_reason == "stop", f"{grammar} ends with {done.finish_reason}: {done.text!r}"
+            assert re.fullmatch(pattern, done.text), f"{grammar}: {done.text!r}"
+
+
+def test_a_forced_text_is_drafted(kit: Kit) -> None:
+    engine = serving.load(kit.model, max_rows=8, tokenizer=kit.tokenizer)
+    params = SamplingParams(max_tokens=40, grammar=Grammar.choice(["yes, Paris is the capital of France"]))
+    prompt = kit.tokenizer.encode("Is it?")
+    (done,) = generate(engine, [prompt], params, tokenizer=kit.tokenizer)
+    assert done.text == "yes, Paris is the capital of France" and done.finish_reason == "stop"
+    assert engine.scheduler.drafter.forced > 0, "a text without a choice was sampled token by token"
+
+
+@pytest.mark.parametrize("load", [Generator, batching.BatchGenerator, continuous.load], ids=str)
+def test_every_phase_shows_the_first_space(kit: Kit, load: Callable[..., Any]) -> None:
+    engine, prompt = load(kit.model, tokenizer=kit.tokenizer), kit.tokenizer.encode(FRANCE)
+    for stop, expected in ((), " Paris Paris"), ((" Paris",), ""), (("France is Paris",), " Paris Paris"):
+        bias = {kit.token(b" Paris"): 100.0}
+        params = SamplingParams(max_tokens=2, temperature=0.0, logit_bias=bias, stop=stop)
+        shown = list[str]()
+        serve(engine, kit.tokenizer, [prompt], params, lambda index, text, shown=shown: shown.append(text))
+        (done,) = generate(engine, [prompt], params, tokenizer=kit.tokenizer)
+        assert "".join(shown) == done.text == expected
+
+
+def test_echo_goes_on_behind_the_prompt(kit: Kit) -> None:
+    body = {"prompt": FRANCE, "max_tokens": 2, "echo": True, "logprobs": 3, **kit.always(b" Paris")}
+    choice, events = asked(kit.app(), "/v1/completions", body)
+    text, told = choice["text"], choice["logprobs"]
+    assert text == "".join(event["text"] for event in events) == FRANCE + " Paris Paris"
+    for name in ("tokens", "text_offset", "token_logprobs"):
+        parts = [part for event in events if event["logprobs"] for part in event["logprobs"][name]]
+        assert parts == told[name], f"{name} of a stream differ"
+    places = [*zip(told["tokens"], told["text_offset"], strict=True)]
+    assert places[0] == ("<s>", 0) and places[-1] == (" Paris", len(text) - 6)
+    for token, at in places[1:]:
+        assert text[at : at + len(token)].lower() == token.lower(), f"{token!r} does not stand at {at}"
+
+
+def test_tokens_stand_where_they_are_said_to(kit: Kit) -> None:
+    """Any tokens: parts of characters, bytes that are none, special tokens."""
+    rng, special = random.Random(0), kit.tokenizer.special_ids
+    for prompt in ([BOS], kit.tokenizer.encode("a")) * 50:
+        tokens = rng.choices(range(kit.tokenizer.vocab_size), k=8)
+        stream = Detokenizer(kit.tokenizer, after=prompt)
+        offsets = Offsets(kit.tokenizer, start=0, begins=stream.begins)
+        text = "".join(map(stream.push, tokens)) + stream.incomplete()
+        for token in tokens:
+            data, at = offsets.spelled(token), offsets.take(token)
+            word = data.decode("utf-8", "replace")
+            if token not in special and "\ufffd" not in word:
+                assert text[at : at + len(word)] == word, f"{word!r} does not stand at {at} in {text!r}"
+
+
+def test_bytes_of_a_chat_are_its_content(kit: Kit) -> None:
+    messages = [{"role": "user", "content": "Is it?"}]
+    fields: dict[str, Any] = {"messages": messages, "logprobs": True, "top_logprobs": 2, "max_tokens": 3}
+    for token in (b" Paris", b"yes"):
+        choice, events = asked(kit.app(), "/v1/chat/completions", fields | kit.always(token))
+        content, told = choice["message"]["content"], choice["logprobs"]["content"]
+        assert (
+            content == "".join(event["delta"].get("content") or "" for event in events) == 3 * token.decode()
+        )
+        assert b"".join(bytes(one["bytes"]) for one in told) == content.encode()
+
+
+def test_a_prompt_without_text_lets_the_output_begin_one(kit: Kit) -> None:
+    """But for a grammar, which counts the bytes in the middle of a text."""
+    body = {"prompt": [BOS], "max_tokens": 2, "logprobs": 1, **kit.always(b" Paris")}
+    choice, _ = asked(kit.app(), "/v1/completions", body)
+    token = kit.token(b" Paris")
+    assert choice["text"] == "".join(choice["logprobs"]["tokens"]) == kit.tokenizer.decode([token, token])
+    choice, _ = asked(kit.app(), "/v1/completions", {"prompt": [BOS], "guided_choice": [" yes"]})
+    assert choice["text"] == " yes"
+
+
+def test_tokens_that_look_alike_do_not_merge(kit: Kit) -> None:
+    spaced, bare = kit.token(b" a"), kit.token(b"a")
+    for begins in (False, True):
+        found = [Token(bare, -1.0, [(spaced, -0.5), (bare, -1.0)])]
+        choice = SimpleNamespace(
+            order=Order([BOS], SamplingParams()), logprobs=found, text="a", reason="length", started=False,
+            offsets=Offsets(kit.tokenizer, begins=begins),
+        )  # fmt: skip
+        told = CompletionAnswer("", "", kit.tokenizer, logprobs=2).shape(cast("Choice", choice))["logprobs"]
+        (top,) = told["top_logprobs"]
+        assert sorted(top.values()) == [-1.0, -0.5] and top[told["tokens"][0]] == -1.0
+
+
+def test_a_call_follows_its_schema(kit: Kit) -> None:
+    schema = {"type": "object", "properties": {"city": {"enum": ["Oslo", DECOMPOSED]}}, "required": ["city"]}
+    tool = {"name": "weather", "parameters": schema | {"additionalProperties": False}}
+    body = {
+        "messages": [{"role": "user", "content": "Is it?"}],
+        "tools": [{"type": "function", "function": tool}],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_tokens": 200,
+        "seed": 1,
+    }
+    choice, _ = asked(kit.app(), "/v1/chat/completions", body)
+    (call,) = choice["message"]["tool_calls"]
+    assert choice["finish_reason"] == "tool_calls" and call["function"]["name"] == "weather"
+    assert json.loads(call["function"]["arguments"])["city"] in ("Oslo", DECOMPOSED)
+
+
+def test_a_continued_text_shares_its_prefix(kit: Kit) -> None:
+    engine = serving.load(kit.model, max_rows=8, tokenizer=kit.tokenizer, block_size=4)
+    first = "user: is it? assistant:"
+    prompt = kit.tokenizer.encode(first)
+    params = SamplingParams(max_tokens=8, temperature=0.0, logit_bias={kit.token(b" yes"): 100.0})
+    (done,) = generate(engine, [prompt], params, tokenizer=kit.tokenizer)
+    known = prompt + done.token_ids
+    again = kit.tokenizer.encode(f"{first}{done.text} user: and is it no?")
+    assert again[: len(known)] == known, "the text does not become the tokens that it was made of"
+    (request,) = engine.add(again, params)
+    while not engine.idle:
+        engine.step()
+    assert request.cached_tokens >= (len(known) - 1) // 4 * 4
