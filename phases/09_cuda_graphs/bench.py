@@ -30,6 +30,7 @@ from chunked_prefill import Chunked
 from common.errors import UserError
 from common.sampling.sampler import Feature
 from cuda_graphs import Graphs, Overlap, OverlapEngine
+from cuda_graphs.plans import DecodePlan
 from cuda_graphs.runner import GraphRunner
 from paged_cache import PagedEngine, PagedRunner, PagedSizes, build
 from prefix_cache import Prefix
@@ -188,7 +189,7 @@ class Bench:
             engine.step()
         for _ in range(5):
             engine.step()
-        graph = self.graphs.decode_graphs[len(work.items), Feature(0)]
+        graph = self.graphs.plan(DecodePlan).graphs[len(work.items), Feature(0)]
 
         def device() -> float:
             """A step again and again: it reads and writes what it read and wrote before."""

@@ -38,6 +38,7 @@ from cuda_graphs.buckets import chunk_sizes, decode_sizes, fills, full_step, sma
 from cuda_graphs.chunk_graph import Layout
 from cuda_graphs.engine import OverlapEngine
 from cuda_graphs.memory import graph_bytes
+from cuda_graphs.plans import DecodePlan
 from cuda_graphs.runner import GraphRunner
 from cuda_graphs.staging import BUFFERS, Staging
 from cuda_graphs.step_kernels import gather_inputs, scatter_tokens
@@ -413,7 +414,7 @@ def test_a_chunk_of_one_token_is_no_decode(model: Model, few: int, monkeypatch: 
 
     few: requests with which the smaller graph copes; with 1, the two samples need the larger.
     """
-    monkeypatch.setattr(cuda_graphs.runner, "FEW", few)
+    monkeypatch.setattr(cuda_graphs.plans, "FEW", few)
     prompts = [[5, 6, 7], [8, 9, 10, 11]][: 1 if few == 1 else 2]
     params = [SamplingParams(max_tokens=3, n=2, temperature=1.0, seed=n, ignore_eos=True) for n in range(2)]
     params = params[: len(prompts)]
@@ -454,16 +455,14 @@ def test_log_probabilities_are_worked_out_behind_the_graph(model: Model) -> None
 def test_padding_is_nobody_even_where_somebody_was(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that end one by one leave their rows and positions in the buffers of later steps."""
     engine = load(model, overlap=False, graph_tokens=0)
-    runner, seen, counts = runner_of(engine), list[list[int]](), list[int]()
-    for graph in runner.decode_graphs.values():
+    plan, seen, counts = runner_of(engine).plan(DecodePlan), list[list[int]](), list[int]()
+    for graph in plan.graphs.values():
         replay = graph.replay
         monkeypatch.setattr(
             graph, "replay", lambda graph=graph, replay=replay: seen.append(graph.at.tolist()) or replay()
         )
-    decode = runner._decode
-    monkeypatch.setattr(
-        runner, "_decode", lambda works, *rest: counts.append(len(works)) or decode(works, *rest)
-    )
+    run = plan.run
+    monkeypatch.setattr(plan, "run", lambda works, ticket: counts.append(len(works)) or run(works, ticket))
     params = [SamplingParams(max_tokens=2 + n, ignore_eos=True) for n in range(5)]
     generate(engine, [[5, 6, 7 + n] for n in range(5)], params)
     assert counts == [5, 4, 3, 2, 1]
@@ -505,7 +504,7 @@ def test_which_steps_fill_a_full_ones_graph(starts: list[int], counts: list[int]
 def test_full_steps_are_replayed_and_half_full_ones_are_not(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_graphs.runner, "full_step", lambda model, steps, most: steps)
+    monkeypatch.setattr(cuda_graphs.plans, "full_step", lambda model, steps, most: steps)
     engine = load(model, max_rows=3, step_tokens=20, graph_tokens=4, overlap=False, prefix_cache=False)
     runner, replayed = runner_of(engine), list[tuple[int, bool]]()
     forward_ = runner.forward
@@ -545,7 +544,7 @@ def test_steps_that_fit_no_graph_run_eagerly(model: Model) -> None:
 def test_startup_counts_the_graphs(model: Model) -> None:
     runner = runner_of(load(model, graph_tokens=0))
     assert runner.startup.graphs == 3 * len(decode_sizes(5)) and runner.startup.seconds > 0
-    sizes = [size for size, _ in runner.decode_graphs]
+    sizes = [size for size, _ in runner.plan(DecodePlan).graphs]
     assert sizes == sorted(sizes, reverse=True), (
         f"the largest is captured first, and the others fit in: {sizes}"
     )

@@ -37,7 +37,6 @@ from common.sampling.sampler import Feature, Sampler
 from common.text.tokenizer import Tokenizer
 from continuous.engine import Engine
 from continuous.work import Work
-from cuda_graphs.buckets import verify_sizes
 from cuda_graphs.capture import Capturer
 from cuda_graphs.engine import RunAhead
 from cuda_graphs.latency import surgery
@@ -72,6 +71,7 @@ from speculative.taps import Taps, layers_of, tapped
 from speculative.training import questions, text, unroll
 from speculative.training.run import main as train_drafters
 from speculative.training.text import Talk
+from speculative.verify_graph import VerifyPlan, verify_sizes
 from structured.drafter import GrammarDrafter
 from tests.compiling import spilled
 from tests.equivalence.compare import assert_all_same, next_logits
@@ -1779,7 +1779,7 @@ def test_verify_graphs_give_the_same_tokens(model: Model, script: str, overlap: 
     engine = scripted(model, right, script, overlap=overlap, **options)
     assert isinstance(engine.runner, GraphRunner)
     used: list[tuple[int, int, Feature]] = []
-    for key, graph in engine.runner._verify_graphs.items():
+    for key, graph in engine.runner.plan(VerifyPlan).graphs.items():
         replay = graph.replay
         graph.replay = lambda key=key, replay=replay: (used.append(key), replay())[1]  # type: ignore
     assert plain(engine.generate(prompts, params)) == plain(right)
@@ -1809,7 +1809,7 @@ def test_a_head_with_graphs_changes_no_token(model: Model, tmp_path: Any) -> Non
     for made in (eager, engine):
         assert plain(made.generate(prompts, params)) == plain(right)
     source = engine.scheduler.drafter.source  # type: ignore[attr-defined]
-    assert source.runner.replays > 0 and source.runner._chains, "the head's steps are no graphs"
+    assert source.runner.replays > 0 and source.chains.graphs, "the head's steps are no graphs"
     first, second = (made.scheduler.drafter.stats.acceptance for made in (eager, engine))  # type: ignore
     assert first == pytest.approx(second, abs=0.15), "with graphs the head says something else"
     clean(engine)
@@ -1824,7 +1824,7 @@ def test_real_graphs_give_the_same_tokens(drafter: str) -> None:
     model = forward.load_model("random:tiny", device="cuda", dtype="float32")
     right = cuda_graphs.load(model, max_rows=8, max_len=96).generate(*asks())
     engine = speculative.load(model, drafter=drafter, draft_adaptive=False, max_rows=8, max_len=96)
-    assert isinstance(engine.runner, GraphRunner) and engine.runner._verify_graphs
+    assert isinstance(engine.runner, GraphRunner) and engine.runner.plan(VerifyPlan).graphs
     assert_all_same(model, right, engine.generate(*asks()), [p for p in asks()[1] for _ in range(p.n)])
     engine.check_integrity()
 

@@ -33,6 +33,7 @@ from common.sampling.sampler import Allowed, Sampler
 from continuous.engine import MOST_LOOKS
 from continuous.seams import NOBODYS, Drafter, Landed
 from continuous.work import Work
+from cuda_graphs.engine import RunAhead
 from forward.model import Model
 from paged_cache import BlockPool, PagedEngine
 from structured.backends.llguidance import FEW, OPTIONS, source_of
@@ -1116,7 +1117,7 @@ def test_a_first_half_leaves_the_logits_where_the_second_reads_them(model: Model
     """By a product that writes them there, where the output head is no more than that."""
     pytest.importorskip("triton")
     from cuda_graphs.capture import Capturer
-    from cuda_graphs.masked_graph import LogitsGraph, MaskInputs
+    from structured.masked_graph import LogitsGraph, MaskInputs
     from triton_paged_attention.linear import FusedLinear
 
     model = copy.copy(model)
@@ -1175,6 +1176,14 @@ PLAIN |= dict.fromkeys(("norms", "rope", "activation", "projections"), "torch")
 """Graphs around attention and sampling by kernels: the others would only take the interpreter's time."""
 
 
+def plan_of(engine: PagedEngine) -> Any:
+    from cuda_graphs.runner import GraphRunner
+    from structured.masked_plan import MaskedPlan
+
+    assert isinstance(engine.runner, GraphRunner)
+    return engine.runner.plan(MaskedPlan)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_masked_steps_are_two_graphs(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1190,7 +1199,7 @@ def test_masked_steps_are_two_graphs(model: Model, monkeypatch: pytest.MonkeyPat
         SamplingParams(max_tokens=5, temperature=1.0, seed=1, grammar=digits),
         SamplingParams(max_tokens=5, temperature=1.0, seed=2, ignore_eos=True),
     ]
-    from cuda_graphs.masked_graph import LogitsGraph, MaskedGraph
+    from structured.masked_graph import LogitsGraph, MaskedGraph
 
     captured: list[list[int]] = []
     first, rest = LogitsGraph.compute, MaskedGraph.compute
@@ -1203,7 +1212,7 @@ def test_masked_steps_are_two_graphs(model: Model, monkeypatch: pytest.MonkeyPat
         )
         engine = engine_of(model, **options)
     assert all(set(at) == {-1} for at in captured), f"captured with somebody at positions {captured}"
-    graphs = engine.runner.masked_graphs  # type: ignore[attr-defined]
+    graphs = plan_of(engine).graphs
     assert sorted(size for size, _ in graphs) == [1, 1, 2, 2, 4, 4], f"masked graphs: {sorted(graphs)}"
     replayed: Counter[tuple[int, Any]] = Counter()
     for key, graph in graphs.items():
@@ -1211,7 +1220,7 @@ def test_masked_steps_are_two_graphs(model: Model, monkeypatch: pytest.MonkeyPat
         graph.replay = lambda key=key, replay=replay: replayed.update([key]) or replay()
     found = engine.generate([PROMPT] * 4, params)
     eager = engine_of(model, **options)
-    eager.runner.masked_graphs.clear()  # type: ignore[attr-defined]
+    plan_of(eager).graphs.clear()
     free = cuda_graphs.load(model, **SMALL).generate([PROMPT] * 2, [params[0], params[3]])
     for one, other in zip(found, eager.generate([PROMPT] * 4, params), strict=True):
         assert one.token_ids == other.token_ids, (
@@ -1244,19 +1253,19 @@ def test_the_next_step_is_staged_while_masks_are_made(model: Model) -> None:
 
     def outputs(staging: bool) -> tuple[list[list[int]], list[int]]:
         engine = engine_of(model, **options)
-        runner, masks = engine.runner, engine.masks
+        plan, masks = plan_of(engine), engine.masks
         staged: list[int] = []
         if not staging:
-            runner.masked_graphs.clear()  # type: ignore[attr-defined]
+            plan.graphs.clear()
         else:
-            stage = runner.stage  # type: ignore[attr-defined]
+            assert isinstance(engine, RunAhead)
 
-            def noted(works: list[Any]) -> None:
-                stage(works)
-                if runner._staged is not None and runner._staged[0] is works:  # type: ignore[attr-defined]
+            def noted(works: Sequence[Work]) -> None:
+                plan.stage(works)
+                if plan._staged is not None and plan._staged[0] is works:
                     staged.append(len(works))
 
-            runner.stage = noted  # type: ignore[attr-defined]
+            engine.stage = noted
         requests = []
         for number, (prompt, most) in enumerate(zip(prompts, lengths, strict=True)):
             params = SamplingParams(

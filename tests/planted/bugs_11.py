@@ -14,7 +14,6 @@ NGRAM = "phases/11_speculative/speculative/ngram.py"
 SUFFIX = "phases/11_speculative/speculative/suffix.py"
 MODEL = "phases/11_speculative/speculative/draft_model.py"
 HEAD = "phases/11_speculative/speculative/head.py"
-GRAPHS = "phases/09_cuda_graphs/cuda_graphs/runner.py"
 CHUNK = "phases/09_cuda_graphs/cuda_graphs/chunk_graph.py"
 REJECTION = "phases/11_speculative/speculative/rejection.py"
 STATS = "phases/11_speculative/speculative/stats.py"
@@ -315,7 +314,7 @@ BUGS = (
     ),
     Bug(
         "drafts-one-place-too-early",
-        "phases/09_cuda_graphs/cuda_graphs/verify_graph.py",
+        "phases/11_speculative/speculative/verify_graph.py",
         "drafts[end - len(work.drafts) : end] = work.drafts",
         "drafts[end - len(work.drafts) - 1 : end - 1] = work.drafts",
         "Puts the drafts in a graph in the place of the newest token and behind it.",

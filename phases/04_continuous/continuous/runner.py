@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -106,12 +106,26 @@ class Forwarded:
     works: in the order of the batch.
     hidden: `[T, hidden]`.
     started: `time.perf_counter()` when the engine began the step.
+    rest: the second half, where a plan has its own; it takes what `Runner.sample` is given.
     """
 
     works: Sequence[Work]
     batch: Batch
     hidden: Tensor
     started: float = 0.0
+    rest: Callable[[Tensor | Allowed | None], Pending] | None = None
+
+
+class StepPlan(Protocol):
+    """Runs certain steps in a faster way; a later phase brings plans."""
+
+    def takes(self, works: Sequence[Work], masked: bool) -> Any | None:
+        """Return a ticket for `run`, or None to leave the step to the next plan."""
+        ...
+
+    def run(self, works: Sequence[Work], ticket: Any) -> Forwarded:
+        """Refresh, and run the first half of a step that the plan takes."""
+        ...
 
 
 class Runner:
@@ -123,10 +137,12 @@ class Runner:
         rows: where the tokens are.
         sampler: what chooses the tokens; a later phase brings kernels.
 
+    plans: asked for each step in this order; the eager way comes last.
     agree: which drafts are right; whoever replaces it changes the text.
     last: the first half of the newest step, whose hidden states are good until the next one.
     """
 
+    plans: Sequence[StepPlan] = ()
     last: Forwarded | None = None
 
     def __init__(
@@ -147,14 +163,23 @@ class Runner:
 
         masked: the second half will be given masks. (A graph that does both halves at once must know.)
         """
+        for plan in self.plans:
+            if (ticket := plan.takes(works, masked)) is not None:
+                self.last = plan.run(works, ticket)
+                break
+        else:
+            self.last = self.eager(works)
+        return self.last
+
+    def eager(self, works: Sequence[Work]) -> Forwarded:
+        """Run the first half of any step, one operation after the other."""
         # In the order of their rows, so that neighbours in the cache are neighbours in the batch.
         works = sorted(works, key=_by_row)
         self.refresh(works)
         batch = self.prepare(works)
         self.attention.begin(batch)
         hidden = self.model(batch.input_ids, batch.positions, self.attention)  # [T, hidden]
-        self.last = Forwarded(works, batch, hidden)
-        return self.last
+        return Forwarded(works, batch, hidden)
 
     @torch.inference_mode()
     def sample(self, step: Forwarded, allowed: Tensor | Allowed | None = None) -> Pending:
@@ -162,6 +187,8 @@ class Runner:
 
         allowed: see `Sampler.sample`; None: every token may be chosen.
         """
+        if step.rest is not None:
+            return step.rest(allowed)
         batch = step.batch
         rows_host = batch.host.sample_rows.tolist()
         if not rows_host:

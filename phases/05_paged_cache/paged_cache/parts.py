@@ -62,6 +62,7 @@ class Parts:
     sizes: what the caller asked for; `usual` what features suggest instead of None.
     kv: how keys and values are stored.
     cache, scheduler, attention, sampler, runner, engine: what `build` calls to make each of them.
+    plans: what a runner with plans calls, in this order, to make each; see `continuous.runner.StepPlan`.
     drafter, masks: objects that take part in steps.
     reserve: asked after all features are installed how many bytes to leave free.
     agree: has the last word on the memory plan.
@@ -80,6 +81,7 @@ class Parts:
     sampler: type[Sampler] = Sampler
     runner: Callable[..., PagedRunner] = PagedRunner
     engine: Callable[..., PagedEngine] = PagedEngine
+    plans: dict[str, Callable[..., Any]] = field(default_factory=dict)
     drafter: Drafter = NO_DRAFTS
     masks: Masks = NO_MASKS
     reserve: list[Callable[[Parts], int]] = field(default_factory=list)

@@ -7,6 +7,8 @@ next step reads them. So the host runs one step ahead and learns what a token wa
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from continuous.engine import Engine
 from continuous.runner import Forwarded, Pending
 from continuous.seams import Landed
@@ -26,10 +28,12 @@ class RunAhead(Engine):
     their time are begun as soon as these have come, and made while the device computes the first half and the
     host deals out the tokens and schedules the step behind.
 
+    stage: called with the works of the next step while the masks of this one are being made.
     _flying: the newest step that is wholly handed to the device.
     _half: a step whose second half comes with the next call of `advance`.
     """
 
+    stage: Callable[[Sequence[Work]], object] = staticmethod(lambda works: None)
     _flying: Pending | None = None
     _half: Forwarded | None = None
     _landed: float = 0.0
@@ -55,8 +59,8 @@ class RunAhead(Engine):
             raise AssertionError("requests are left, but the scheduler finds nothing to do")
         with self.marked(works):
             if self._half is not None:
-                if works and hasattr(self.runner, "stage"):
-                    self.runner.stage(works)
+                if works:
+                    self.stage(works)
                 self._finish_half()
                 works = self._alive(works)
             step = self.forward(works)

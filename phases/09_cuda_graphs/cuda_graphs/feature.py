@@ -37,24 +37,20 @@ class Graphs(Feature):
         return device.type == "cuda" and _attends(others)
 
     def install(self, parts: Parts) -> None:
-        """Another runner, and memory for what it captures."""
+        """A runner with plans, two of these, and memory for what they capture."""
         if not _attends(parts.features):
             raise UserError(
                 "graphs is True, but must be False without the kernels' attention: torch's attention chooses "
                 "its calls by the lengths of the requests, which a graph cannot"
             )
         from cuda_graphs.memory import graph_bytes
+        from cuda_graphs.plans import ChunkPlan, DecodePlan
         from cuda_graphs.runner import GraphRunner
 
-        parts.bring(
-            self,
-            runner=partial(
-                GraphRunner,
-                most_rows=self.graph_rows,
-                most_tokens=self.graph_tokens,
-                step_tokens=partial(parts.size, "step_tokens"),  # a later feature may have its own
-            ),
-        )
+        parts.bring(self, runner=partial(GraphRunner, plans=parts.plans))
+        steps = partial(parts.size, "step_tokens")  # a later feature may have its own
+        parts.plans["chunks"] = partial(ChunkPlan, most_tokens=self.graph_tokens, step_tokens=steps)
+        parts.plans["decodes"] = partial(DecodePlan, most_rows=self.graph_rows)
         parts.reserve.append(
             lambda whole: graph_bytes(
                 whole.model,

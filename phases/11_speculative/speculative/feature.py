@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from common.errors import UserError, boolean, choice, integer, number
 from common.options import option
+from cuda_graphs import Graphs
 from forward.loading import load_model
 from forward.model import Model
 from paged_cache import Feature, PagedEngine, PagedSizes, Parts, build
@@ -23,6 +24,9 @@ from speculative.speculator import Source, Speculator
 from speculative.suffix import Suffixes
 from speculative.synthetic import Synthetic
 from speculative.taps import Taps
+
+if TYPE_CHECKING:  # there is no Triton everywhere
+    from speculative.chain_graph import Chains, Feed
 
 Kind = Literal["ngram", "suffix", "model", "head", "layers", "synthetic", "none"]
 MOST_DRAFTS = 32
@@ -120,21 +124,33 @@ class Speculate(Feature):
             return Suffixes(self.suffix_bytes)
         if self.drafter == "synthetic":
             return Synthetic(self.draft_accept)
-        shared = {name: parts.features[name] for name in SHARED if name in parts.features}
+        features = [parts.features[name] for name in SHARED if name in parts.features]
+        features.append(SmallSteps(self.length, alone=True))
         if self.drafter == "model":
             assert self.draft_model is not None
-            features = [*shared.values(), SmallSteps(self.length, chained=True)]
-            return DraftModel(draft_engine(parts, self.draft_model, features))
+            engine = draft_engine(parts, self.draft_model, features)
+            return DraftModel(engine, self._chains(parts, engine))
         path = Path(self.draft_model) if self.draft_model else WEIGHTS / f"smollm2-{self.drafter}.safetensors"
         small = load(path, parts.model)
         if small.kind != self.drafter:
             raise UserError(f"drafter is {self.drafter!r}, but {path.name} holds {small.kind!r}")
-        features = [*shared.values(), SmallSteps(self.length, chained=True)]
         if isinstance(small, Head):
             small.room(max(STEP_TOKENS, parts.size("max_rows")))
             taps = Taps(parts.own_model(), small.taps, step_tokens(parts))
-            return HeadSource(draft_engine(parts, small, features), taps)
-        return DraftModel(draft_engine(parts, small, features))
+            engine = draft_engine(parts, small, features)
+            return HeadSource(engine, taps, self._chains(parts, engine, small.feed))
+        engine = draft_engine(parts, small, features)
+        return DraftModel(engine, self._chains(parts, engine))
+
+    def _chains(self, parts: Parts, engine: PagedEngine, feed: Feed | None = None) -> Chains | None:
+        """All steps of a draft behind the first in one graph, where the draft model has graphs."""
+        if self.length == 1 or "graphs" not in parts.features:
+            return None
+        from cuda_graphs.runner import GraphRunner
+        from speculative.chain_graph import Chains
+
+        assert isinstance(engine.runner, GraphRunner)
+        return Chains(engine.runner, self.length - 1, feed)
 
 
 def step_tokens(parts: Parts) -> int:
@@ -146,28 +162,32 @@ def step_tokens(parts: Parts) -> int:
 @dataclass(frozen=True)
 class SmallSteps(Feature):
     """Where there are graphs, they also take steps of a few tokens a request: what has to be verified, and
-    what a draft model has to catch up with. `chained`: and all that it writes ahead, in one. Some GPUs have
-    kernels of their own for such steps.
+    what a draft model has to catch up with. Some GPUs have kernels of their own for such steps.
+
+    drafts: of a request in a step. alone: the engine is a draft model's.
     """
 
     name: ClassVar[str] = "small_steps"
     phase: ClassVar[int] = 11
 
     drafts: int
-    chained: bool = False
+    alone: bool = False
 
     def install(self, parts: Parts) -> None:
         """More graphs, memory for them, and kernels."""
         if "graphs" in parts.features:
-            from cuda_graphs.memory import verify_bytes
+            from speculative.verify_graph import VerifyPlan, verify_bytes
 
-            chained = self.drafts - 1 if self.chained else 0
-            parts.runner = partial(parts.runner, most_drafts=self.drafts, most_chained=chained)
+            graphs = parts.features["graphs"]
+            assert isinstance(graphs, Graphs)
+            verify = partial(VerifyPlan, most_rows=graphs.graph_rows, most_drafts=self.drafts)
+            decodes = parts.plans.pop("decodes")  # these are asked first, as nearly all steps are decodes
+            parts.plans |= {"verify": verify, "decodes": decodes}
             parts.reserve.append(lambda whole: verify_bytes(whole.model, whole.size("max_rows"), self.drafts))
         if "latency" in parts.features:
             from speculative.cuda.columns import install
 
-            install(parts.own_model(), fewest=1 if self.chained else 2)
+            install(parts.own_model(), fewest=1 if self.alone else 2)
 
 
 def draft_engine(parts: Parts, model: str | Model, features: Iterable[Feature]) -> PagedEngine:

@@ -11,8 +11,9 @@ from common.errors import UserError, boolean, choice, integer, number
 from common.options import option
 from common.text.tokenizer import Tokenizer
 from continuous.seams import NO_DRAFTS
+from cuda_graphs.engine import RunAhead
 from cuda_graphs.feature import Graphs
-from paged_cache import Feature, Parts
+from paged_cache import Feature, PagedEngine, Parts
 from structured.drafter import GrammarDrafter
 from structured.late import let_late_ones_wait
 from structured.masks import GrammarMasks
@@ -78,10 +79,10 @@ class Structured(Feature):
                 parts.finish.append(lambda engine: rehearse(engine.runner.sampler))
             graphs = parts.features.get("graphs")
             if isinstance(graphs, Graphs):
-                from cuda_graphs.masked_runner import MaskedRunner, remade
-                from cuda_graphs.memory import masked_bytes
+                from structured.masked_plan import MaskedPlan, masked_bytes
 
-                parts.runner = remade(parts.runner, MaskedRunner)
+                parts.plans["masked"] = MaskedPlan
+                parts.finish.append(lambda engine: stage_early(engine) if "masked" in parts.plans else None)
                 most = graphs.graph_rows
                 parts.reserve.append(
                     lambda whole: masked_bytes(whole.model, min(most, whole.size("max_rows")))
@@ -95,6 +96,15 @@ class Structured(Feature):
                 most_ahead=self.jump_rows,
                 in_turn=parts.model.device.type == "cpu",
             )
+
+
+def stage_early(engine: PagedEngine) -> None:
+    """Let an engine that runs ahead send what a step reads before the second half of the step before."""
+    from cuda_graphs.runner import GraphRunner
+    from structured.masked_plan import MaskedPlan
+
+    if isinstance(engine, RunAhead) and isinstance(engine.runner, GraphRunner):
+        engine.stage = engine.runner.plan(MaskedPlan).stage
 
 
 def make_backend(name: Name, tokenizer: Tokenizer | None, size: int, eos: tuple[int, ...]) -> Backend:

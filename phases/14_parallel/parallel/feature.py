@@ -152,11 +152,9 @@ class Split(Feature):
         parts.sampler = over(ranks, parts.sampler, kernels=kernels)
         parts.agree = self._agree
         if "graphs" in parts.features:  # where a step is masked, rank 0 tells the others what it has chosen
-            from cuda_graphs.masked_runner import remade
-            from cuda_graphs.runner import GraphRunner
-
+            parts.plans.pop("masked", None)
             # Graphs of full steps have not been tried in ranks: NCCL's sums would be in them.
-            parts.runner = partial(remade(parts.runner, GraphRunner), step_tokens=lambda: 0)
+            parts.plans["chunks"] = partial(parts.plans["chunks"], step_tokens=lambda: 0)
         about = model.config.vocab_size, model.device
         extra: dict[str, Any] = {"ranks": ranks, "every": self.options.rank_check}
         kind: Any = engines.Leader
