@@ -19,7 +19,6 @@ from common.sampling.params import SamplingParams
 from common.sampling.sampler import Sampler
 from continuous.engine import Engine
 from forward.model import Model
-from paged_cache import PagedEngine
 from tests.equivalence.compare import assert_all_same, margin, next_logits, sampled_tie
 from tests.equivalence.engines import ENGINES, SLOW
 
@@ -89,8 +88,7 @@ def assert_clean(engine: Engine) -> None:
     assert engine.idle and engine.scheduler.rows.free == engine.scheduler.rows.count
     engine.scheduler.cache.check()
     cache = engine.scheduler.cache
-    if isinstance(engine, PagedEngine):
-        engine.check_integrity()
+    engine.check_integrity()
     if hasattr(cache, "allocator"):
         assert cache.free == cache.allocator.count
 

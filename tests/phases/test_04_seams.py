@@ -21,7 +21,6 @@ from continuous.rows import Rows
 from continuous.scheduler import Scheduler
 from continuous.seams import Drafter
 from continuous.work import Work
-from cuda_graphs.engine import RunAhead
 from forward.model import Model
 from tests.fakes import FakePending, FakeRunner, OddOnly, expected_tokens
 from tests.schedules import MAX_LEN, check, fake_engine
@@ -130,12 +129,10 @@ def test_an_end_in_the_middle_of_accepted_tokens(model: Model, expected: list[li
 # Two halves, and masks between them.
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
-def test_masked_steps(model: Model, ahead: bool) -> None:
+def test_masked_steps(model: Model) -> None:
     engine = paged_engine(model)
-    kind = RunAhead if ahead else Engine
     masks = OddOnly(model.config.vocab_size)
-    masked = kind(engine.scheduler, engine.runner, masks=masks)
+    masked = Engine(engine.scheduler, engine.runner, masks=masks)
     for completion in masked.generate(PROMPTS, PARAMS):
         assert all(token % 2 for token in completion.token_ids), completion.token_ids
     assert masks.filled == masked.stats.steps

@@ -36,8 +36,8 @@ from continuous.runner import Forwarded
 from continuous.work import Work
 from cuda_graphs.buckets import chunk_sizes, decode_sizes, fills, full_step, smallest
 from cuda_graphs.chunk_graph import Layout
-from cuda_graphs.engine import OverlapEngine
 from cuda_graphs.memory import graph_bytes
+from cuda_graphs.overlap import Overlapped
 from cuda_graphs.plans import DecodePlan
 from cuda_graphs.runner import GraphRunner
 from cuda_graphs.staging import BUFFERS, Staging
@@ -265,12 +265,13 @@ class Ordered(FakeRunner):
         return pending
 
 
-def ahead(blocks: int = 40, **fails: bool) -> tuple[OverlapEngine, Ordered]:
+def ahead(blocks: int = 40, **fails: bool) -> tuple[PagedEngine, Ordered]:
     rows, cache = Rows(4, 48), PagedCache(4, 48, blocks, 4)
     runner = Ordered(rows, cache)
     vars(runner).update(fails)
-    ledger: Any = None
-    return OverlapEngine(ChunkedScheduler(rows, cache, step_tokens=64), runner, ledger), runner  # type: ignore[arg-type]
+    engine = PagedEngine(ChunkedScheduler(rows, cache, step_tokens=64), runner)  # type: ignore[arg-type]
+    engine.loop = Overlapped()
+    return engine, runner
 
 
 def test_a_step_is_launched_before_the_last_one_is_read() -> None:
@@ -285,7 +286,9 @@ def test_a_step_is_launched_before_the_last_one_is_read() -> None:
 def test_steps_that_overlap_share_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The seconds of all steps add up to the time in which the device was busy."""
     ticks = itertools.count()  # every look at the clock moves it by one
-    monkeypatch.setattr("continuous.engine.time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    monkeypatch.setattr(
+        "continuous.engine.time", SimpleNamespace(perf_counter=lambda: next(ticks), monotonic=lambda: 0.0)
+    )
     engine, _ = ahead()
     busy = 0
     for _ in range(2):  # between them it is idle
@@ -425,10 +428,9 @@ def test_a_chunk_of_one_token_is_no_decode(model: Model, few: int, monkeypatch: 
     assert runner_of(engine).replays == engine.stats.steps, "not every step was replayed"
 
 
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.slow
-def test_masked_steps_are_sampled_behind_the_graph(model: Model, overlap: bool) -> None:
-    engine = load(model, overlap=overlap, graph_tokens=0)
+def test_masked_steps_are_sampled_behind_the_graph(model: Model) -> None:
+    engine = load(model, overlap=False, graph_tokens=0)
     engine.masks = OddOnly(model.config.vocab_size)
     for one in generate(engine, [[5, 6, 7], [8, 9]], SamplingParams(max_tokens=4, ignore_eos=True)):
         even = [token for token in one.token_ids if token % 2 == 0]
@@ -622,7 +624,7 @@ assert isinstance(cuda_graphs.step_kernels.gather_kernel, InterpretedFunction)
 @pytest.mark.skipif(CUDA, reason="a CUDA device has graphs")
 def test_without_cuda_it_is_phase_08_run_ahead(model: Model) -> None:
     engine = cuda_graphs.load(model, max_rows=3)
-    assert isinstance(engine, OverlapEngine) and not isinstance(engine.runner, GraphRunner)
+    assert isinstance(engine.loop, Overlapped) and not isinstance(engine.runner, GraphRunner)
 
 
 # On a GPU.

@@ -31,14 +31,14 @@ from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import Allowed, Sampler
 from continuous.engine import MOST_LOOKS
-from continuous.seams import NOBODYS, Drafter, Landed
+from continuous.seams import Drafter
 from continuous.work import Work
-from cuda_graphs.engine import RunAhead
 from forward.model import Model
 from paged_cache import BlockPool, PagedEngine
 from structured.backends.llguidance import FEW, OPTIONS, source_of
 from structured.drafter import FEW_IN_TURN, GrammarDrafter
 from structured.feature import Structured
+from structured.loop import NOBODYS, Landed, TwoHalves
 from structured.masks import Constraint, Crowd, GrammarMasks
 from structured.matcher import Job, Matcher
 from tests.schedules import check
@@ -1258,14 +1258,14 @@ def test_the_next_step_is_staged_while_masks_are_made(model: Model) -> None:
         if not staging:
             plan.graphs.clear()
         else:
-            assert isinstance(engine, RunAhead)
+            assert isinstance(engine.loop, TwoHalves)
 
             def noted(works: Sequence[Work]) -> None:
                 plan.stage(works)
                 if plan._staged is not None and plan._staged[0] is works:
                     staged.append(len(works))
 
-            engine.stage = noted
+            engine.loop.stage = noted
         requests = []
         for number, (prompt, most) in enumerate(zip(prompts, lengths, strict=True)):
             params = SamplingParams(

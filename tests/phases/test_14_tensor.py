@@ -89,15 +89,15 @@ def in_ranks(
     engine: Any = parallel.load(model, tensor_parallel=size, rank_check=1, **options)
     try:
         found = tokens_of(engine, prompts, params)
-        engine.agree()
-        assert engine.compared == engine.turn * (size - 1), (
-            f"{engine.compared} checksums came for {engine.turn} steps of {size} ranks"
+        engine.loop.agree()
+        assert engine.loop.compared == engine.loop.turn * (size - 1), (
+            f"{engine.loop.compared} checksums came for {engine.loop.turn} steps of {size} ranks"
         )
         engine.check_integrity()
         assert engine.cache.free == engine.cache.allocator.count, "blocks are lost in ranks"
         return found
     finally:
-        engine.close()
+        engine.loop.close()
 
 
 @pytest.fixture(scope="module")
@@ -273,9 +273,9 @@ def test_trained_drafters_in_two_ranks(
     try:
         found = guesses_of(engine)
         same(tokens_of(engine, prompts, params), wanted, f"two ranks, drafter {kind}")
-        engine.agree()
+        engine.loop.agree()
     finally:
-        engine.close()
+        engine.loop.close()
     assert any(drafts for _, drafts in expected), "nothing was drafted"
     for (request, drafts), (_, right) in zip(found, expected, strict=True):
         assert drafts == right, (
@@ -347,7 +347,7 @@ def test_masked_steps_are_no_graphs_where_ranks_talk() -> None:
         assert "DecodePlan" in kinds and "MaskedPlan" not in kinds
         assert engine.runner.sampler.gathered == 0, "logits were gathered while graphs were captured"
     finally:
-        engine.close()
+        engine.loop.close()
 
 
 @pytest.mark.slow
@@ -361,23 +361,23 @@ def test_aborts_reach_every_rank(llama: Path) -> None:
             engine.abort(some[step % len(some)])
     while not engine.idle:
         engine.step()
-    engine.agree()
+    engine.loop.agree()
     assert [request.finish_reason for request in some].count("abort") == 3
     assert engine.cache.free == engine.cache.allocator.count
-    engine.close()
+    engine.loop.close()
 
 
 @pytest.mark.slow
 def test_a_closed_engine_leaves_the_next_one_alone(llama: Path, expected: list[list[int]]) -> None:
     """The next one has the same processes, which would take the steps of both."""
     first: Any = parallel.load(str(llama), tensor_parallel=2, **SMALL)
-    first.close()
+    first.loop.close()
     second: Any = parallel.load(str(llama), tensor_parallel=2, rank_check=1, **SMALL)
     with pytest.raises(RanksLost, match="the engine is closed"):
         tokens_of(first)
     same(tokens_of(second), expected, "beside a closed engine")
-    second.agree()
-    second.close()
+    second.loop.agree()
+    second.loop.close()
 
 
 # A rank that is lost.
@@ -389,7 +389,7 @@ def test_a_killed_rank_ends_the_engine(llama: Path, number: int) -> None:
     engine: Any = parallel.load(str(llama), tensor_parallel=2, **SMALL)
     engine.add(PROMPTS[0], SamplingParams(max_tokens=50, ignore_eos=True))
     engine.step()
-    engine.crew.members[0].process.send_signal(number)
+    engine.loop.crew.members[0].process.send_signal(number)
     begun = time.monotonic()
     with pytest.raises(RanksLost, match="rank 1 has ended"):
         while time.monotonic() - begun < 20:
@@ -404,13 +404,13 @@ def test_a_killed_rank_ends_the_engine(llama: Path, number: int) -> None:
 def test_ranks_that_do_not_agree_end_the_engine(llama: Path) -> None:
     engine: Any = parallel.load(str(llama), tensor_parallel=2, rank_check=1, **SMALL)
     engine.add(PROMPTS[0], SamplingParams(max_tokens=50, ignore_eos=True))
-    engine.checksum += 1  # as if this rank had done something else
+    engine.loop.checksum += 1  # as if this rank had done something else
     with pytest.raises(RanksLost, match="rank 1 does not agree with rank 0 on step"):
         for _ in range(40):
             engine.step()
             time.sleep(0.01)
-        engine.agree()
-    engine.close()
+        engine.loop.agree()
+    engine.loop.close()
 
 
 @pytest.mark.slow
@@ -419,7 +419,7 @@ def test_ranks_end_with_the_process_that_started_them(llama: Path) -> None:
         "import parallel, sys, time\n"
         f"engine = parallel.load({str(llama)!r}, tensor_parallel=2, device='cpu', dtype='float32', "
         f"**{SIZES!r}, cache_bytes=1 << 20)\n"
-        "print(engine.crew.members[0].process.pid, flush=True)\n"
+        "print(engine.loop.crew.members[0].process.pid, flush=True)\n"
         "time.sleep(60)\n"
     )
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path), OMP_NUM_THREADS="1")
@@ -643,7 +643,7 @@ def test_who_does_not_wait_for_a_lost_rank_is_not_ended(llama: Path, monkeypatch
     monkeypatch.setattr(crews, "LAST_RESORT", 0.2)
     monkeypatch.setattr(crews.os, "_exit", lambda code: ended.set())
     engine: Any = parallel.load(str(llama), tensor_parallel=2, **SMALL)
-    engine.crew.members[0].process.kill()
+    engine.loop.crew.members[0].process.kill()
     assert not ended.wait(1.5), "nobody was waiting for rank 1, and the whole program ends with it"
     with pytest.raises(RanksLost, match="rank 1 has ended"):
         engine.step()

@@ -13,7 +13,8 @@ DECODE = HOME + "decode_graph.py"
 PLANS = HOME + "plans.py"
 STAGING = HOME + "staging.py"
 BUCKETS = HOME + "buckets.py"
-ENGINE = HOME + "engine.py"
+LOOP = HOME + "overlap.py"
+ENGINE = "phases/04_continuous/continuous/engine.py"
 FEATURE = HOME + "feature.py"
 GEMV = HOME + "latency/gemv.py"
 FEW = HOME + "latency/few.py"
@@ -36,13 +37,9 @@ BUGS = (
     ),
     Bug(
         "launched-after-it-is-read",
-        ENGINE,
-        "            step = self.forward(works)\n            landing, self._flying = self._flying, None\n",
-        "            landing, self._flying = self._flying, None\n"
-        "            if landing is not None:\n"
-        "                self.collect(landing)\n"
-        "                landing = None\n"
-        "            step = self.forward(works)\n",
+        LOOP,
+        "        landing, self.flying = self.flying, engine.launch(engine.schedule())\n",
+        "        self.land(engine)\n        landing, self.flying = None, engine.launch(engine.schedule())\n",
         "Waits for the last step before it launches the next, so that nothing overlaps.",
     ),
     Bug(
@@ -275,23 +272,16 @@ BUGS = (
     ),
     Bug(
         "idle-while-a-step-flies",
-        ENGINE,
-        "return super().idle and self._flying is None",
-        "return super().idle",
+        LOOP,
+        "return self.flying is None",
+        "return True",
         "Calls itself idle while a step is on its way.",
-    ),
-    Bug(
-        "masks-before-tokens",
-        ENGINE,
-        "if landing is not None and step is not None and self.masks.wants(step.works):",
-        "if False:",
-        "Fills masks before the tokens that they depend on are known.",
     ),
     Bug(
         "time-counted-twice",
         ENGINE,
-        "        pending.started = max(pending.started, self._landed)\n",
-        "",
+        "now - max(pending.started, self._landed)",
+        "now - pending.started",
         "Counts the time that a step waits behind the one before.",
     ),
     Bug(

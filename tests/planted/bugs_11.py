@@ -7,7 +7,7 @@ SCHEDULER = "phases/04_continuous/continuous/scheduler.py"
 CHUNKED = "phases/07_chunked_prefill/chunked_prefill/scheduler.py"
 SAMPLER = "common/sampling/sampler.py"
 OPS = "common/sampling/ops.py"
-ENGINE = "phases/09_cuda_graphs/cuda_graphs/engine.py"
+LOOPS = "phases/11_speculative/speculative/loops.py"
 SPECULATOR = "phases/11_speculative/speculative/speculator.py"
 CONTROL = "phases/11_speculative/speculative/control.py"
 NGRAM = "phases/11_speculative/speculative/ngram.py"
@@ -57,9 +57,9 @@ BUGS = (
     ),
     Bug(
         "guesses-before-it-knows",
-        ENGINE,
-        "        if self.scheduler.drafter.waits:\n            self._finish_half()",
-        "        if False:\n            self._finish_half()",
+        LOOPS,
+        "            self.inner.land(engine)\n        self.inner.advance(engine)\n\n    def land",
+        "            pass\n        self.inner.advance(engine)\n\n    def land",
         "Schedules a step while the tokens that drafts depend on are on their way.",
     ),
     Bug(

@@ -240,9 +240,16 @@ BUGS = (
         "Lets min_tokens overrule the end of a grammar.",
     ),
     Bug(
+        "masks-before-tokens",
+        f"{HERE}/loop.py",
+        "if landing is not None and step is not None and self.masks.wants(step.works):",
+        "if False:",
+        "Fills masks before the tokens that they depend on are known.",
+    ),
+    Bug(
         "works-of-the-ended",
-        "phases/09_cuda_graphs/cuda_graphs/engine.py",
-        "                works = self._alive(works)\n",
+        f"{HERE}/loop.py",
+        "            works = alive(engine, works)\n",
         "",
         "Computes for requests whose room was given back after the step was scheduled.",
     ),
@@ -284,8 +291,8 @@ BUGS = (
     Bug(
         "certain-for-no-reason",
         "phases/04_continuous/continuous/engine.py",
-        '                        self._end(request, "error", now)\n',
-        "                        pass\n",
+        "accepted < len(work.drafts):",
+        "False:",
         "Goes on with a request to which a token that was certain did not come.",
     ),
     Bug(
@@ -339,9 +346,12 @@ BUGS = (
     ),
     Bug(
         "masks-wait-for-the-books",
-        "phases/09_cuda_graphs/cuda_graphs/engine.py",
-        "        self.collect(landing, begin)\n",
-        "        self.collect(landing)\n",
+        f"{HERE}/loop.py",
+        "        results = engine.wait(landing)\n",
+        "        results = engine.wait(landing)\n"
+        "        if results is not None:\n"
+        "            engine.deal(landing, results)\n"
+        "            results = None\n",
         "Begins masks when all tokens have been dealt out, and threads idle meanwhile.",
     ),
     Bug(
@@ -395,9 +405,9 @@ BUGS = (
     ),
     Bug(
         "an-error-loses-the-token-before",
-        "phases/09_cuda_graphs/cuda_graphs/engine.py",
-        "                made.append(error)\n",
-        "                self.fail(step.works, error)\n                made.append(error)\n",
+        f"{HERE}/loop.py",
+        "            begun = error\n",
+        "            engine.fail(step.works, error)\n            begun = error\n",
         "Ends requests whose masks cannot be made before they are given the token that had come.",
     ),
     Bug(

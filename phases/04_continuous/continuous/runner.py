@@ -26,7 +26,8 @@ _by_row = attrgetter("row")
 
 Token = tuple[int, Logprob | None]
 """A sampled token, and its log-probabilities if they were asked for."""
-
+Results = Sequence[Sequence[Token]]
+"""The tokens of a step: for each taker of each work, in order, those that it gets."""
 
 Agree = Callable[[Sequence[int], Sequence[int]], int]
 """How many drafts count as right, given what was sampled in their places and behind them."""
@@ -65,11 +66,11 @@ class Pending:
         self.prompts: Sequence[PromptPart] = ()
         self._arriving = None if sampled is None else sampled.to_host()  # starts the copy, does not wait
 
-    def get(self) -> list[list[Token]]:
-        """Wait for the step; for each taker of each work, in order, the tokens that it gets.
+    def get(self) -> Results:
+        """Wait for the step, and return its tokens.
 
-        That is one, but for a work with drafts: every draft that is what was sampled in its place, and the
-        token sampled after the last of these.
+        A taker gets one, but for a work with drafts: every draft that is what was sampled in its place, and
+        the token sampled after the last of these.
         """
         if self._arriving is None:
             return []
@@ -77,11 +78,6 @@ class Pending:
         if not any(work.drafts for work in self.works):
             return [[token] for token in tokens]
         return list(self._accepted(iter(tokens)))
-
-    def by_request(self, results: Sequence[Sequence[Token]]) -> dict[Request, list[int]]:
-        """The tokens that `get` has given, without their log-probabilities."""
-        takers = [request for work in self.works for request in work.takers]
-        return {r: [token for token, _ in tokens] for r, tokens in zip(takers, results, strict=True)}
 
     def _accepted(self, tokens: Iterator[Token]) -> Iterator[list[Token]]:
         for work in self.works:

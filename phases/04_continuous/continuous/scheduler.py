@@ -164,6 +164,10 @@ class Scheduler:
             taker.placeholders += len(drafts) + 1 if certain else 1
         return Work(request, request.row, start, count + len(drafts), drafts, takers, certain)
 
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` unless the cache's books balance."""
+        self.cache.check()
+
     # Hooks.
 
     def order(self, running: list[Request]) -> list[Request]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -13,6 +12,7 @@ from common.request import Request
 from common.rules import NO_GRAMMARS
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import Allowed
+from continuous.runner import Results
 from continuous.work import Work
 
 
@@ -57,9 +57,23 @@ class Drafter(Protocol):
         return None
 
 
-Landed = Mapping[Request, Sequence[int]]
-"""Tokens that have been sampled for requests."""
-NOBODYS: Landed = MappingProxyType({})
+class Journal:
+    """Hears what happens in an engine, in order. This one forgets it; a later phase tells other processes."""
+
+    def entered(self, requests: Sequence[Request]) -> None:
+        """The samples of a prompt stand in line."""
+
+    def left(self, request: Request) -> None:
+        """A request is aborted."""
+
+    def scheduled(self, works: Sequence[Work]) -> None:
+        """A step has been decided."""
+
+    def landed(self, works: Sequence[Work], results: Results) -> None:
+        """The tokens of a step have come."""
+
+    def failed(self, error: BaseException) -> None:
+        """A step has failed, and its requests have ended."""
 
 
 class Masks(Protocol):
@@ -90,15 +104,6 @@ class Masks(Protocol):
 
     def wants(self, works: Sequence[Work]) -> bool:
         """Whether any taker of these works is constrained. If so, `fill` must know every token before."""
-        ...
-
-    def begin(self, works: Sequence[Work], landed: Landed = NOBODYS) -> bool:
-        """Begin what `fill` will be asked for, now that every token before is known. No need to call it.
-
-        landed: those of them that requests have not been given yet.
-
-        Returns whether it is done already, so that nobody would wait for it.
-        """
         ...
 
     def fill(self, works: Sequence[Work]) -> Tensor | Allowed | None:
@@ -140,10 +145,6 @@ class NoMasks:
     def wants(self, works: Sequence[Work]) -> bool:
         """Never."""
         return False
-
-    def begin(self, works: Sequence[Work], landed: Landed = NOBODYS) -> bool:
-        """Not asked for."""
-        return True
 
     def fill(self, works: Sequence[Work]) -> None:
         """Not asked for."""

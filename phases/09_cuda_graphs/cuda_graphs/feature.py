@@ -11,7 +11,7 @@ import torch
 
 from common.errors import UserError, integer
 from common.options import option
-from cuda_graphs.engine import OverlapEngine
+from cuda_graphs.overlap import Overlapped
 from paged_cache import Feature, Parts
 from triton_paged_attention import Kernels
 
@@ -91,8 +91,8 @@ class Overlap(Feature):
     phase: ClassVar[int] = 9
 
     def install(self, parts: Parts) -> None:
-        """Another engine."""
-        parts.bring(self, engine=OverlapEngine)
+        """Another loop."""
+        parts.loops["overlap"] = lambda engine: Overlapped()
 
 
 def _attends(features: Mapping[str, Feature | None]) -> bool:

@@ -18,6 +18,7 @@ from quant import Quant
 from speculative.control import Control
 from speculative.draft_model import DraftModel
 from speculative.head import WEIGHTS, Head, HeadSource, load
+from speculative.loops import InGraph, Waiting
 from speculative.ngram import NGrams
 from speculative.packed import pack_linears, packed_bytes
 from speculative.speculator import Source, Speculator
@@ -93,6 +94,7 @@ class Speculate(Feature):
         speculator = Speculator(source, Control(self.length, adaptive=self.draft_adaptive))
         parts.bring(self, drafter=speculator)
         parts.finish.append(speculator.attach)
+        parts.loops["waiting"] = lambda engine: Waiting(engine.loop)
         SmallSteps(self.length).install(parts)
         if (
             self.draft_ahead
@@ -102,15 +104,14 @@ class Speculate(Feature):
             self._go_ahead(parts, speculator)
 
     def _go_ahead(self, parts: Parts, speculator: Speculator) -> None:
-        """Steps that verify and draft in one graph; the engine is still the overlapping one."""
-        from speculative.ahead import Ahead, AheadEngine, ahead_bytes
+        """Steps that verify and draft in one graph, around those that overlap."""
+        from speculative.ahead import Ahead, ahead_bytes
 
-        def begin(engine: PagedEngine) -> None:
-            assert isinstance(engine, AheadEngine)
-            speculator.ahead = engine.ahead = Ahead(engine, speculator, self.length)
+        def in_graph(engine: PagedEngine) -> InGraph:
+            speculator.ahead = ahead = Ahead(engine, speculator, self.length)
+            return InGraph(engine.loop, ahead)
 
-        parts.engine = AheadEngine
-        parts.finish.append(begin)
+        parts.loops["in graph"] = in_graph
         models = 2 if isinstance(speculator.source, DraftModel) else 1
         parts.reserve.append(
             lambda whole: ahead_bytes(whole.model, whole.size("max_rows"), self.length, models=models)

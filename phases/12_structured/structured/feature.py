@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal, cast, get_args
 
 from common.errors import UserError, boolean, choice, integer, number
 from common.options import option
 from common.text.tokenizer import Tokenizer
 from continuous.seams import NO_DRAFTS
-from cuda_graphs.engine import RunAhead
 from cuda_graphs.feature import Graphs
 from paged_cache import Feature, PagedEngine, Parts
+from speculative.loops import Waiting
 from structured.drafter import GrammarDrafter
 from structured.late import let_late_ones_wait
+from structured.loop import EarlyMasks, TwoHalves
 from structured.masks import GrammarMasks
 from structured.matcher import Backend
 from structured.pool import GrammarPool
@@ -71,6 +72,8 @@ class Structured(Feature):
             most_forced=self.jump_rows if self.jump_forward else 0,
         )
         parts.bring(self, masks=masks)
+        if "overlap" in parts.features:
+            parts.loops["overlap"] = partial(two_halves, parts)
         if "kernels" in parts.features:
             from structured.kernel import rehearse, with_kernel
 
@@ -82,7 +85,6 @@ class Structured(Feature):
                 from structured.masked_plan import MaskedPlan, masked_bytes
 
                 parts.plans["masked"] = MaskedPlan
-                parts.finish.append(lambda engine: stage_early(engine) if "masked" in parts.plans else None)
                 most = graphs.graph_rows
                 parts.reserve.append(
                     lambda whole: masked_bytes(whole.model, min(most, whole.size("max_rows")))
@@ -90,6 +92,7 @@ class Structured(Feature):
         if parts.model.device.type != "cpu":  # there a step takes longer than any mask
             parts.finish.append(let_late_ones_wait)
         if parts.drafter is not NO_DRAFTS or self.jump_forward:
+            parts.loops.setdefault("waiting", lambda engine: Waiting(engine.loop))
             parts.drafter = GrammarDrafter(
                 parts.drafter,
                 jump_forward=self.jump_forward,
@@ -98,13 +101,15 @@ class Structured(Feature):
             )
 
 
-def stage_early(engine: PagedEngine) -> None:
-    """Let an engine that runs ahead send what a step reads before the second half of the step before."""
+def two_halves(parts: Parts, engine: PagedEngine) -> TwoHalves:
+    """Overlap with masks; with their graphs, what a step reads is sent before the second half of the last."""
+    if "masked" not in parts.plans:
+        return TwoHalves(cast(EarlyMasks, engine.masks))
     from cuda_graphs.runner import GraphRunner
     from structured.masked_plan import MaskedPlan
 
-    if isinstance(engine, RunAhead) and isinstance(engine.runner, GraphRunner):
-        engine.stage = engine.runner.plan(MaskedPlan).stage
+    assert isinstance(engine.runner, GraphRunner)
+    return TwoHalves(cast(EarlyMasks, engine.masks), engine.runner.plan(MaskedPlan).stage)
 
 
 def make_backend(name: Name, tokenizer: Tokenizer | None, size: int, eos: tuple[int, ...]) -> Backend:
