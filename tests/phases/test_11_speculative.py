@@ -150,7 +150,7 @@ def plain(completions: Sequence[Completion]) -> list[tuple[list[int], str | None
 def speculate(engine: PagedEngine, speculator: Speculator) -> None:
     """As the feature does."""
     engine.scheduler.drafter = speculator
-    engine.loop = loops.Waiting(engine.loop)
+    engine.loop = loops.watched(engine)
     speculator.attach(engine)
 
 
@@ -373,7 +373,7 @@ def test_the_prefix_cache_finds_as_much_as_without(model: Model) -> None:
     assert hits[0] == hits[1] > 0.3, "wrong drafts are shared, or right ones are not"
 
 
-class Waiting(FakeDrafter):
+class Waiting(FakeDrafter, loops.Watcher):
     """Guesses at random, sometimes on and sometimes off."""
 
     on = True
@@ -405,7 +405,7 @@ def test_schedules_with_accepted_lengths_at_random(overlap: bool) -> None:
 
         engine, runner = fake_engine(scheduler, 4, overlap=overlap)
         engine.scheduler.drafter = Waiting(rng.randrange(1000))
-        engine.loop = loops.Waiting(engine.loop)
+        engine.loop = loops.watched(engine)
         return engine, runner
 
     seeds = [seed for seed in range(1, 240) if seed % 3]  # in every third the player puts its own drafter

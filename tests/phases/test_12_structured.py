@@ -30,17 +30,18 @@ from common.sampling import ops
 from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import Allowed, Sampler
-from continuous.engine import MOST_LOOKS
-from continuous.seams import Drafter
+from continuous.engine import MOST_LOOKS, Engine
 from continuous.work import Work
 from forward.model import Model
 from paged_cache import BlockPool, PagedEngine
+from speculative.loops import Watcher
 from structured.backends.llguidance import FEW, OPTIONS, source_of
 from structured.drafter import FEW_IN_TURN, GrammarDrafter
 from structured.feature import Structured
 from structured.loop import NOBODYS, Landed, TwoHalves
 from structured.masks import Constraint, Crowd, GrammarMasks
 from structured.matcher import Job, Matcher
+from tests.fakes import OddOnly
 from tests.schedules import check
 from tests.structured_kit import EOS, SCHEMAS, SIZE, bits, mask, must_validate, tokenizer, vocabulary
 
@@ -1238,6 +1239,29 @@ def test_masked_steps_are_two_graphs(model: Model, monkeypatch: pytest.MonkeyPat
     check(engine)
 
 
+class OddOnlyEarly(OddOnly):
+    """Can be begun before the last tokens are dealt out, and says whether that is all."""
+
+    begun, done = 0, True
+
+    def begin(self, works: Sequence[Work], landed: Landed = NOBODYS) -> bool:
+        self.begun += 1
+        return self.done
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_masked_steps_overlap(model: Model, done: bool) -> None:
+    masks = OddOnlyEarly(model.config.vocab_size)
+    masks.done = done
+    made = cuda_graphs.load(model, **SMALL)
+    engine = Engine(made.scheduler, made.runner, masks=masks)
+    engine.loop = TwoHalves(masks)
+    for completion in engine.generate([PROMPT, [3, 1]], SamplingParams(max_tokens=5, ignore_eos=True)):
+        assert all(token % 2 for token in completion.token_ids), completion.token_ids
+    assert masks.filled == engine.stats.steps and masks.begun >= 4, "no mask was begun early"
+    check(engine)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_the_next_step_is_staged_while_masks_are_made(model: Model) -> None:
@@ -1336,7 +1360,7 @@ def test_beside_free_rows(model: Model) -> None:
 # Speculation.
 
 
-class Guess(Drafter):
+class Guess(Watcher):
     """Drafts a fixed continuation, of which a grammar may refuse the rest."""
 
     def __init__(self, text: str) -> None:

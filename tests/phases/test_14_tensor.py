@@ -334,6 +334,25 @@ def test_grammars_in_two_ranks(overlap: bool) -> None:
 
 
 @pytest.mark.slow
+def test_prompts_have_the_log_probabilities_of_one_rank(llama: Path) -> None:
+    """Each rank has the logits of a part of the vocabulary."""
+    asks = SamplingParams(max_tokens=2, ignore_eos=True, prompt_logprobs=2)
+    found: list[list[Any]] = []
+    for size in (1, 2):
+        engine: Any = parallel.load(str(llama), tensor_parallel=size, **SMALL)
+        (request,) = engine.add(PROMPTS[1], asks)
+        while not engine.idle:
+            engine.step()
+        found.append(request.prompt_logprobs)
+        if size > 1:
+            engine.loop.close()
+    for place, (one, both) in enumerate(zip(*found, strict=True)):
+        if one is not None:
+            assert [token for token, _ in both.top] == [token for token, _ in one.top], f"token {place}"
+            assert both.chosen == pytest.approx(one.chosen, abs=1e-4) and both.rank == one.rank
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_masked_steps_are_no_graphs_where_ranks_talk() -> None:
     """Rank 0 chooses and tells the others: in a graph nobody could."""

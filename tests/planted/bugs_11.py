@@ -286,7 +286,7 @@ BUGS = (
     Bug(
         "asked-for-drafts-not-dropped",
         SCHEDULER,
-        "        if computed and (work.drafts or self.drafter.waits):\n"
+        "        if computed and self.drafter is not NO_DRAFTS:\n"
         "            self.drafter.landed(work, accepted)\n",
         "",
         "Never tells the drafter what became of its drafts.",

@@ -144,7 +144,7 @@ class Scheduler:
         """Guesses behind the newest token, which this step computes. None where siblings fork: each of them
         will go on in its own way.
         """
-        newest = len(request.tokens) + (request.placeholders if self.drafter.looks_ahead else 0)
+        newest = len(request.tokens) + request.placeholders
         if end != newest or request.prefilling or request.siblings:
             return ()
         most = min(budget, request.limit - end - 1)  # one token is sampled in any case
@@ -239,7 +239,7 @@ class Scheduler:
                 if work.drafts and not work.certain:
                     request.num_computed_tokens = end
                 self.cache.commit(request, end)
-        if computed and (work.drafts or self.drafter.waits):
+        if computed and self.drafter is not NO_DRAFTS:
             self.drafter.landed(work, accepted)
 
     def leave(self, request: Request) -> None:

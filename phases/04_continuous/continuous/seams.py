@@ -20,36 +20,22 @@ class Drafter(Protocol):
     """Guesses the next tokens of a request, to be verified in the step that computes its newest one.
 
     A drafter that derives from this class need not have more than `propose`.
-
-    waits: whether every token must be known before a step is scheduled. While it is, steps do not overlap,
-        and `landed` is told what became of each work.
-    looks_ahead: whether it may also be asked about a request whose newest token is still on its way
-        (`Request.placeholders`). Its drafts then follow that token, and must be certain.
     """
-
-    @property
-    def waits(self) -> bool:
-        """See above."""
-        return False
-
-    @property
-    def looks_ahead(self) -> bool:
-        """See above."""
-        return False
 
     def begin(self, running: Sequence[Request]) -> bool:
         """A step is about to be scheduled; returns whether anybody is to be asked for drafts in it."""
         return True
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
-        """At most `most` token ids that may follow what the request has; none is always right."""
+        """At most `most` token ids that may follow what the request has; none is always right.
+
+        Where the newest token is still on its way (`Request.placeholders`), drafts follow that one and must
+        be certain.
+        """
         ...
 
     def landed(self, work: Work, accepted: int) -> None:
-        """A step has ended well for a work, and `accepted` of its drafts were right.
-
-        Called for works with drafts, and while the drafter `waits` for all.
-        """
+        """A step has ended well for a work, and `accepted` of its drafts were right."""
         return None
 
     def leave(self, request: Request) -> None:

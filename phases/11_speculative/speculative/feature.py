@@ -18,7 +18,7 @@ from quant import Quant
 from speculative.control import Control
 from speculative.draft_model import DraftModel
 from speculative.head import WEIGHTS, Head, HeadSource, load
-from speculative.loops import InGraph, Waiting
+from speculative.loops import InGraph, Watcher, watched
 from speculative.ngram import NGrams
 from speculative.packed import pack_linears, packed_bytes
 from speculative.speculator import Source, Speculator
@@ -94,7 +94,7 @@ class Speculate(Feature):
         speculator = Speculator(source, Control(self.length, adaptive=self.draft_adaptive))
         parts.bring(self, drafter=speculator)
         parts.finish.append(speculator.attach)
-        parts.loops["waiting"] = lambda engine: Waiting(engine.loop)
+        parts.loops["waiting"] = watched
         SmallSteps(self.length).install(parts)
         if (
             self.draft_ahead
@@ -109,7 +109,9 @@ class Speculate(Feature):
 
         def in_graph(engine: PagedEngine) -> InGraph:
             speculator.ahead = ahead = Ahead(engine, speculator, self.length)
-            return InGraph(engine.loop, ahead)
+            drafter = engine.scheduler.drafter
+            assert isinstance(drafter, Watcher)
+            return InGraph(engine.loop, drafter, ahead)
 
         parts.loops["in graph"] = in_graph
         models = 2 if isinstance(speculator.source, DraftModel) else 1

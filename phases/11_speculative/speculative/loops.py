@@ -7,16 +7,26 @@ from typing import TYPE_CHECKING
 
 from continuous.engine import Engine
 from continuous.loop import Loop
+from continuous.seams import NoDrafts
 
 if TYPE_CHECKING:  # there is no Triton everywhere
     from speculative.ahead.steps import Ahead, Flight
 
 
-class Waiting:
-    """A `Loop` around another one: what is under way lands first while the drafter has to see every token."""
+class Watcher(NoDrafts):
+    """A `Drafter` that may have to see every token. By itself it guesses nothing."""
 
-    def __init__(self, inner: Loop) -> None:
-        self.inner = inner
+    @property
+    def waits(self) -> bool:
+        """Whether every token must be known before a step is scheduled; then steps do not overlap."""
+        return False
+
+
+class Waiting:
+    """A `Loop` around another one: what is under way lands first while the drafter waits for it."""
+
+    def __init__(self, inner: Loop, drafter: Watcher) -> None:
+        self.inner, self.drafter = inner, drafter
 
     @property
     def idle(self) -> bool:
@@ -25,7 +35,7 @@ class Waiting:
 
     def advance(self, engine: Engine) -> None:
         """Advance, perhaps after what is under way has landed."""
-        if engine.scheduler.drafter.waits:
+        if self.drafter.waits:
             self.inner.land(engine)
         self.inner.advance(engine)
 
@@ -41,13 +51,13 @@ class InGraph:
     enough. Whatever else there is to do (a request waits, a prompt is not done, a request wants
     log-probabilities) is done by steps of the inner loop, as soon as that last one has landed.
 
-    ahead: launches such steps. flight: the newest of them.
+    drafter: the engine's. ahead: launches such steps. flight: the newest of them.
     """
 
     flight: Flight | None = None
 
-    def __init__(self, inner: Loop, ahead: Ahead) -> None:
-        self.inner, self.ahead = inner, ahead
+    def __init__(self, inner: Loop, drafter: Watcher, ahead: Ahead) -> None:
+        self.inner, self.drafter, self.ahead = inner, drafter, ahead
 
     @property
     def idle(self) -> bool:
@@ -56,7 +66,7 @@ class InGraph:
 
     def advance(self, engine: Engine) -> None:
         """Launch the next step that drafts and collect the one before; or advance the inner loop."""
-        if engine.scheduler.drafter.waits:
+        if self.drafter.waits:
             self.inner.land(engine)
         if self.inner.idle:
             before, self.flight = self.flight, None
@@ -82,3 +92,10 @@ class InGraph:
     def _collect(self, engine: Engine, flight: Flight) -> None:
         self.ahead.landing = flight
         engine.collect(flight)
+
+
+def watched(engine: Engine) -> Waiting:
+    """Return a loop that waits for what the engine's drafter has to see, around the one it has."""
+    drafter = engine.scheduler.drafter
+    assert isinstance(drafter, Watcher)
+    return Waiting(engine.loop, drafter)

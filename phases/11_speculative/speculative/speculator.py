@@ -8,9 +8,9 @@ from typing import Protocol
 
 from common.request import Request
 from continuous.engine import Engine
-from continuous.seams import Drafter
 from continuous.work import Work
 from speculative.control import SAMPLES, Control
+from speculative.loops import Watcher
 from speculative.stats import SpeculationStats
 
 
@@ -41,7 +41,7 @@ class Landing(Protocol):
         ...
 
 
-class Speculator(Drafter):
+class Speculator(Watcher):
     """Asks a source for as many guesses as pay.
 
     All guesses of a step are made at once, before anything is scheduled, so that a source may make them in
@@ -151,7 +151,9 @@ class Speculator(Drafter):
         return self._guesses.get(request, ())[:most]
 
     def landed(self, work: Work, accepted: int) -> None:
-        """Learn from a work; called while it `waits`."""
+        """Learn from a work, while it `waits`."""
+        if not (work.drafts or self._on):
+            return
         self._rows += 1
         self._drafts += len(work.drafts)
         self._tokens += accepted + 1

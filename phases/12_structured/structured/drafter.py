@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from common.request import Request
-from continuous.seams import NO_DRAFTS, Drafter
 from continuous.work import Work
+from speculative.loops import Watcher
 from speculative.stats import SpeculationStats
 from structured.masks import Constraint
 
+NOTHING = Watcher()
 FEW_IN_TURN = 2
 """Running requests, at most, for which a host drafts what is forced. With more a step saved is worth little,
 and drafts cost a call of attention a layer, since they make queries of another length."""
 
 
-class GrammarDrafter(Drafter):
+class GrammarDrafter(Watcher):
     """A `Drafter` around another one.
 
     Where a grammar leaves no choice it says what comes (jump-forward: Zheng et al., "SGLang", arXiv
@@ -41,7 +42,7 @@ class GrammarDrafter(Drafter):
 
     def __init__(
         self,
-        inner: Drafter = NO_DRAFTS,
+        inner: Watcher = NOTHING,
         *,
         jump_forward: bool = True,
         most_ahead: int = 64,
@@ -62,7 +63,7 @@ class GrammarDrafter(Drafter):
 
     @property
     def looks_ahead(self) -> bool:
-        """For what is forced, if there are not too many requests."""
+        """Whether it drafts what is forced behind tokens on their way: if there are not too many requests."""
         return self._ahead
 
     def begin(self, running: Sequence[Request]) -> bool:
@@ -88,7 +89,9 @@ class GrammarDrafter(Drafter):
         """Forced tokens, or else as much of the other drafter's guess as the grammar takes."""
         constraint = request.constraint
         if request.placeholders:
-            return self.behind(request, constraint, most) if isinstance(constraint, Constraint) else ()
+            if not (self._ahead and isinstance(constraint, Constraint)):
+                return ()
+            return self.behind(request, constraint, most)
         if not isinstance(constraint, Constraint):
             return self.inner.propose(request, most)
         if constraint.follow(request):  # the masks will say what is wrong

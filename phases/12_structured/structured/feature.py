@@ -13,8 +13,8 @@ from common.text.tokenizer import Tokenizer
 from continuous.seams import NO_DRAFTS
 from cuda_graphs.feature import Graphs
 from paged_cache import Feature, PagedEngine, Parts
-from speculative.loops import Waiting
-from structured.drafter import GrammarDrafter
+from speculative.loops import Watcher, watched
+from structured.drafter import NOTHING, GrammarDrafter
 from structured.late import let_late_ones_wait
 from structured.loop import EarlyMasks, TwoHalves
 from structured.masks import GrammarMasks
@@ -92,9 +92,9 @@ class Structured(Feature):
         if parts.model.device.type != "cpu":  # there a step takes longer than any mask
             parts.finish.append(let_late_ones_wait)
         if parts.drafter is not NO_DRAFTS or self.jump_forward:
-            parts.loops.setdefault("waiting", lambda engine: Waiting(engine.loop))
+            parts.loops.setdefault("waiting", watched)
             parts.drafter = GrammarDrafter(
-                parts.drafter,
+                parts.drafter if isinstance(parts.drafter, Watcher) else NOTHING,
                 jump_forward=self.jump_forward,
                 most_ahead=self.jump_rows,
                 in_turn=parts.model.device.type == "cpu",

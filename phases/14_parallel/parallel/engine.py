@@ -17,7 +17,7 @@ from continuous.engine import Engine
 from continuous.loop import Loop
 from continuous.messages import Abort, Add
 from continuous.runner import RequestError, Results
-from continuous.seams import Drafter, Journal
+from continuous.seams import Journal
 from continuous.work import Work
 from parallel import crew as crews
 from parallel.crew import Crew, RanksLost
@@ -66,12 +66,12 @@ class Leader(InRanks):
     Args:
         inner: the loop that every rank has.
         every: steps from one comparison of checksums to the next.
-        drafter: the engine's.
+        drafter: the engine's, if there is one.
 
     closed: whether the ranks have been let go. compared: checksums. release: lets the ranks go.
     """
 
-    def __init__(self, inner: Loop, crew: Crew, every: int, drafter: Drafter) -> None:
+    def __init__(self, inner: Loop, crew: Crew, every: int, drafter: Teller | None) -> None:
         self.inner, self.crew, self.every, self.drafter = inner, crew, every, drafter
         self.release: Callable[[], Any] = lambda: None
         self.closed = False
@@ -127,7 +127,8 @@ class Leader(InRanks):
         self._end_failing(engine)
         self.turn += 1
         commands, self._commands = self._commands, []
-        self.crew.tell(Turn(self.turn, commands, self.drafter.waits))
+        waits = self.drafter is not None and self.drafter.waits
+        self.crew.tell(Turn(self.turn, commands, waits))
         self.inner.advance(engine)
         self._drop_late_tokens(engine)
         if self.turn % self.every == 0:
@@ -141,7 +142,7 @@ class Leader(InRanks):
     def scheduled(self, works: Sequence[Work]) -> None:
         """Also tell the others what was drafted, for they wait for it."""
         super().scheduled(works)
-        if isinstance(self.drafter, Teller):
+        if self.drafter is not None:
             self.crew.tell(self.drafter.said())
 
     def grammar_failed(self, request: Request, error: Exception) -> None:

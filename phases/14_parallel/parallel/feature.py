@@ -30,6 +30,7 @@ from parallel.sampler import RanksPrompts, over
 from parallel.shard import Shard
 from parallel.told import FirstMasks, OtherMasks, Teller, Told
 from speculative import Speculate
+from speculative.loops import Watcher
 from structured.loop import EarlyMasks
 
 Way = Literal["auto", "nccl", "one-shot", "two-shot"]
@@ -160,7 +161,7 @@ class Split(Feature):
         parts.loops["ranks"] = self._loop
         if self.crew is not None:
             if parts.drafter is not NO_DRAFTS:
-                parts.drafter = Teller(parts.drafter)
+                parts.drafter = Teller(cast(Watcher, parts.drafter))
             if parts.masks is not NO_MASKS:
                 parts.masks = FirstMasks(cast(EarlyMasks, parts.masks), *about)
             if parts.rehearse is not None:
@@ -177,8 +178,10 @@ class Split(Feature):
     def _loop(self, engine: PagedEngine) -> engines.Leader | engines.Follower:
         """Rank 0's loop, or another's, around what it has without ranks."""
         made: engines.Leader | engines.Follower
+        drafter = engine.scheduler.drafter
         if self.crew is not None:
-            made = engines.Leader(engine.loop, self.crew, self.options.rank_check, engine.scheduler.drafter)
+            teller = drafter if isinstance(drafter, Teller) else None
+            made = engines.Leader(engine.loop, self.crew, self.options.rank_check, teller)
             if isinstance(engine.masks, FirstMasks):
                 engine.masks.failed = made.grammar_failed
         else:

@@ -10,17 +10,17 @@ from torch import Tensor
 from common.request import Request
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import Allowed
-from continuous.seams import Drafter
 from continuous.work import Work
 from parallel.member import Line
 from parallel.messages import Drafts
+from speculative.loops import Watcher
 from structured.loop import NOBODYS, EarlyMasks, Landed
 
 
-class Teller(Drafter):
+class Teller(Watcher):
     """Rank 0's drafter: the one that it would have by itself, and a note of what it said."""
 
-    def __init__(self, inner: Drafter) -> None:
+    def __init__(self, inner: Watcher) -> None:
         self.inner = inner
         self.stats = getattr(inner, "stats", None)
         self._asks = False
@@ -28,17 +28,12 @@ class Teller(Drafter):
 
     def said(self) -> Drafts:
         """For the step that has just been scheduled."""
-        return Drafts(self._asks, self.inner.looks_ahead, self._drafts)
+        return Drafts(self._asks, self._drafts)
 
     @property
     def waits(self) -> bool:
-        """See `Drafter`; so are the others."""
+        """See `Watcher`."""
         return self.inner.waits
-
-    @property
-    def looks_ahead(self) -> bool:
-        """The other drafter's business."""
-        return self.inner.looks_ahead
 
     def begin(self, running: Sequence[Request]) -> bool:
         """Note whether anybody is asked."""
@@ -61,23 +56,18 @@ class Teller(Drafter):
         self.inner.leave(request)
 
 
-class Told(Drafter):
+class Told(Watcher):
     """Any other rank's drafter: what rank 0's has said."""
 
     def __init__(self, line: Line) -> None:
         self.line = line
         self.now = False
-        self._said = Drafts(False, False, {})
+        self._said = Drafts(False, {})
 
     @property
     def waits(self) -> bool:
         """As rank 0's drafter before the step was scheduled."""
         return self.now
-
-    @property
-    def looks_ahead(self) -> bool:
-        """As rank 0's drafter."""
-        return self._said.looks_ahead
 
     def begin(self, running: Sequence[Request]) -> bool:
         """Wait until rank 0 has scheduled the step."""
