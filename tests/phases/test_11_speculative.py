@@ -36,6 +36,7 @@ from common.sampling.params import SamplingParams
 from common.sampling.sampler import Feature, Sampler
 from common.text.tokenizer import Tokenizer
 from continuous.engine import Engine
+from continuous.seams import NO_DRAFTS
 from continuous.work import Work
 from cuda_graphs.capture import Capturer
 from cuda_graphs.latency import surgery
@@ -69,6 +70,7 @@ from speculative.taps import Taps, layers_of, tapped
 from speculative.training import questions, text, unroll
 from speculative.training.run import main as train_drafters
 from speculative.training.text import Talk
+from speculative.verify import verify
 from speculative.verify_graph import VerifyPlan, verify_sizes
 from structured.drafter import GrammarDrafter
 from tests.compiling import spilled
@@ -151,6 +153,7 @@ def speculate(engine: PagedEngine, speculator: Speculator) -> None:
     """As the feature does."""
     engine.scheduler.drafter = speculator
     engine.loop = loops.watched(engine)
+    verify(engine)
     speculator.attach(engine)
 
 
@@ -385,10 +388,6 @@ class Waiting(FakeDrafter, loops.Watcher):
     def begin(self, running: Sequence[Request]) -> bool:
         self.on = self.rng.random() < 0.7
         return self.on
-
-    def propose(self, request: Request, most: int) -> list[int]:
-        assert not request.placeholders
-        return super().propose(request, most)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -1053,8 +1052,8 @@ def test_wrong_options(model: Model, options: dict[str, Any], says: str) -> None
 def test_off_is_phase_09(model: Model) -> None:
     for options in ({"drafter": "none"}, {"speculate": False}, {"speculate": False, "drafter": "none"}):
         engine = speculative.load(model, **SMALL, **options)  # type: ignore[arg-type]
-        assert type(engine) is type(cuda_graphs.load(model, **SMALL))
-        assert not engine.scheduler.drafter.waits
+        assert type(engine.loop) is type(cuda_graphs.load(model, **SMALL).loop)
+        assert engine.scheduler.drafter is NO_DRAFTS
 
 
 # Synthetic acceptance.

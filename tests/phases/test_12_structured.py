@@ -1451,14 +1451,14 @@ def test_a_certain_token_that_does_not_come_ends_its_own_request(model: Model) -
     word = Grammar.choice(["anthering thename average"])
     (good,) = engine.add(PROMPT, SamplingParams(max_tokens=40, grammar=word))
     (bad,) = engine.add(PROMPT, SamplingParams(max_tokens=40, grammar=word))
-    real = engine.runner.agree
+    real = engine.runner.extra.agree
     seen = []
 
     def disagree(sampled: Sequence[int], drafts: Sequence[int]) -> int:
         seen.append(drafts)
         return 0 if len(seen) == 2 else real(sampled, drafts)
 
-    engine.runner.agree = disagree
+    engine.runner.extra.agree = disagree
     run(engine)
     ended = sorted([good.finish_reason, bad.finish_reason])
     assert len(seen) >= 2, "nothing was drafted"

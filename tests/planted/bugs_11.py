@@ -2,7 +2,7 @@
 
 from tests.planted.planting import Bug
 
-RUNNER = "phases/04_continuous/continuous/runner.py"
+VERIFY = "phases/11_speculative/speculative/verify.py"
 SCHEDULER = "phases/04_continuous/continuous/scheduler.py"
 CHUNKED = "phases/07_chunked_prefill/chunked_prefill/scheduler.py"
 SAMPLER = "common/sampling/sampler.py"
@@ -29,7 +29,7 @@ SYNTHETIC = "phases/11_speculative/speculative/synthetic.py"
 BUGS = (
     Bug(
         "compares-with-the-next-place",
-        RUNNER,
+        VERIFY,
         "sampled[right] == drafts[right]:",
         "sampled[right + 1] == drafts[right]:",
         "Compares a draft with what was sampled behind it.",

@@ -693,7 +693,7 @@ BUGS = (
     Bug(
         "drafts-without-a-graph",
         f"{HERE}/drafter.py",
-        "self._ahead or (self._jumping and self.waits)",
+        "self.looks_ahead or (self._jumping and self.waits)",
         "self._jumping",
         "Drafts what is forced in steps of many that run ahead, for which no graph is captured.",
     ),

@@ -91,7 +91,7 @@ class Parts:
     reserve: list[Callable[[Parts], int]] = field(default_factory=list)
     agree: Callable[[Ledger], Ledger] | None = None
     rehearse: Callable[[PagedEngine], float] | None = None
-    finish: list[Callable[[PagedEngine], None]] = field(default_factory=list)
+    finish: list[Callable[[PagedEngine], object]] = field(default_factory=list)
     tokenizer: Tokenizer | None = None
     usual: dict[str, int] = field(default_factory=lambda: {"max_rows": 64, "block_size": 16})
     features: dict[str, Feature] = field(default_factory=dict)

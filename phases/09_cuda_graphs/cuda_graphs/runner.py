@@ -93,7 +93,7 @@ class GraphRunner(PagedRunner):
     def replayed(self, works: Sequence[Work], batch: Batch, hidden: Tensor, tokens: Tensor) -> Forwarded:
         """A step whose graph goes on to the sampled tokens."""
         done = Sampled(tokens)
-        return Forwarded(works, batch, hidden, rest=lambda allowed: Pending(works, done, self.agree))
+        return Forwarded(works, batch, hidden, rest=lambda allowed: Pending(works, done, self.extra))
 
     def logits(self, hidden: Tensor, plan: Plan) -> Tensor:
         """In the model's own precision where graphs have them so, and nobody wants log-probabilities."""

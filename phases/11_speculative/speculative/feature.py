@@ -25,6 +25,7 @@ from speculative.speculator import Source, Speculator
 from speculative.suffix import Suffixes
 from speculative.synthetic import Synthetic
 from speculative.taps import Taps
+from speculative.verify import verify
 
 if TYPE_CHECKING:  # there is no Triton everywhere
     from speculative.chain_graph import Chains, Feed
@@ -93,7 +94,7 @@ class Speculate(Feature):
         source = self.source(parts)
         speculator = Speculator(source, Control(self.length, adaptive=self.draft_adaptive))
         parts.bring(self, drafter=speculator)
-        parts.finish.append(speculator.attach)
+        parts.finish += [verify, speculator.attach]
         parts.loops["waiting"] = watched
         SmallSteps(self.length).install(parts)
         if (

@@ -22,6 +22,9 @@ class Watcher(NoDrafts):
         return False
 
 
+NO_GUESSES = Watcher()
+
+
 class Waiting:
     """A `Loop` around another one: what is under way lands first while the drafter waits for it."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from common.request import Request
 from continuous.engine import Engine
@@ -12,6 +12,9 @@ from continuous.work import Work
 from speculative.control import SAMPLES, Control
 from speculative.loops import Watcher
 from speculative.stats import SpeculationStats
+
+if TYPE_CHECKING:  # there is no Triton everywhere
+    from speculative.ahead.steps import Ahead
 
 
 class Source(Protocol):
@@ -30,14 +33,6 @@ class Source(Protocol):
 
     def leave(self, request: Request) -> None:
         """A request has ended (it has a finish reason) or is preempted."""
-        ...
-
-
-class Landing(Protocol):
-    """Steps that draft on the device."""
-
-    def landed(self, work: Work) -> bool:
-        """Take note of the end of such a step; False: it was another one."""
         ...
 
 
@@ -64,7 +59,7 @@ class Speculator(Watcher):
         self._engine: Engine | None = None
         self._guesses: dict[Request, Sequence[int]] = {}
         self._begun: bool | None = None  # what `begin` would say, if it was asked already
-        self.ahead: Landing | None = None
+        self.ahead: Ahead | None = None
         self._watches = bool(getattr(source, "watches", False))
         self._on = not control.adaptive or self._watches
         self._steady = True  # the first step after a switch overlaps with the one before, or with none

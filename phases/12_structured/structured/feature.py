@@ -13,8 +13,9 @@ from common.text.tokenizer import Tokenizer
 from continuous.seams import NO_DRAFTS
 from cuda_graphs.feature import Graphs
 from paged_cache import Feature, PagedEngine, Parts
-from speculative.loops import Watcher, watched
-from structured.drafter import NOTHING, GrammarDrafter
+from speculative.loops import NO_GUESSES, Watcher, watched
+from speculative.verify import verify
+from structured.drafter import GrammarDrafter
 from structured.late import let_late_ones_wait
 from structured.loop import EarlyMasks, TwoHalves
 from structured.masks import GrammarMasks
@@ -93,8 +94,9 @@ class Structured(Feature):
             parts.finish.append(let_late_ones_wait)
         if parts.drafter is not NO_DRAFTS or self.jump_forward:
             parts.loops.setdefault("waiting", watched)
+            parts.finish.append(verify)
             parts.drafter = GrammarDrafter(
-                parts.drafter if isinstance(parts.drafter, Watcher) else NOTHING,
+                parts.drafter if isinstance(parts.drafter, Watcher) else NO_GUESSES,
                 jump_forward=self.jump_forward,
                 most_ahead=self.jump_rows,
                 in_turn=parts.model.device.type == "cpu",

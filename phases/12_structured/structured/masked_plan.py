@@ -35,7 +35,7 @@ class Half:
         """Sample under these masks."""
         if not isinstance(allowed, Tensor):
             self.graph.run(allowed)
-            return Pending(self.works, Sampled(self.graph.tokens[: len(self.works)]), self.runner.agree)
+            return Pending(self.works, Sampled(self.graph.tokens[: len(self.works)]), self.runner.extra)
         first = self.graph.first
         batch = first.half.sampled(self.rows, first.inputs)
         return self.runner.sample(Forwarded(self.works, batch, self.hidden), allowed)
