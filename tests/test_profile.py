@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.trace import BETWEEN, read_trace, short_name, step_tables
 from benchmarks.workloads import uniform
-from continuous import marks
+from continuous import stats
 from forward.loading import load_model
 from phases import PHASES, ROOT, find_phase
 from phases.cli import main
@@ -94,7 +94,7 @@ def test_all_requests_are_there_in_the_decode_steps_that_are_shown(monkeypatch: 
     engine = load_engine(phase, model, **profile.engine_options(phase, model, size, new_tokens))
     shown: list[str] = []
     running: list[int] = []
-    inner = marks.marked
+    inner = stats.marked
 
     def marked(works: Any) -> Any:
         if works:

@@ -29,7 +29,7 @@ from benchmarks.workloads import Item, Workload, uniform, workload
 from chunked_prefill import Chunked
 from common.errors import UserError
 from common.sampling.sampler import Feature
-from continuous.loop import InTurn
+from continuous.seams import InTurn
 from cuda_graphs import Graphs, Overlap, Overlapped
 from cuda_graphs.plans import DecodePlan
 from cuda_graphs.runner import GraphRunner

@@ -21,7 +21,7 @@ from common.errors import UserError, integer
 from common.events import Streams
 from common.files import check_folder, whole
 from continuous.engine import Engine
-from continuous.marks import STEP
+from continuous.stats import STEP
 from forward.loading import load_model
 from forward.model import Model
 from phases import ROOT, Phase

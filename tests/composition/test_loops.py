@@ -15,7 +15,7 @@ import forward
 from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
 from continuous.engine import Engine
-from continuous.loop import InTurn, Loop
+from continuous.seams import InTurn, Loop
 from cuda_graphs.overlap import Overlapped
 from forward.model import Model
 from parallel import crew as crews

@@ -26,13 +26,12 @@ from common.request import Request
 from common.rules import check_prompt, finish_reason, output_limit
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
-from continuous.loop import InTurn, Loop
-from continuous.marks import marked
 from continuous.messages import Abort, Add, Output
 from continuous.runner import Forwarded, Pending, RequestError, Results, Runner, Token
 from continuous.scheduler import Scheduler
-from continuous.seams import NO_MASKS, Journal, Masks
+from continuous.seams import NO_MASKS, InTurn, Journal, Loop, Masks
 from continuous.stats import Stats as Stats
+from continuous.stats import marked
 from continuous.streams import stream
 from continuous.work import Work
 
@@ -216,7 +215,8 @@ class Engine:
         if not works and self.loop.idle and not self.scheduler.idle:
             raise AssertionError("requests are left, but the scheduler finds nothing to do")
         self.journal.scheduled(works)
-        self._marks.enter_context(marked(works))
+        if (mark := marked(works)) is not None:
+            self._marks.enter_context(mark)
         return works
 
     def launch(self, works: list[Work]) -> Pending | None:

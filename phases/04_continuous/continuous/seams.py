@@ -1,9 +1,9 @@
-"""Two places where a later phase takes part in a step; here nobody does."""
+"""Places where a later phase takes part in a step, and what stands there in this one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -14,6 +14,9 @@ from common.sampling.params import SamplingParams
 from common.sampling.sampler import Allowed
 from continuous.runner import Results
 from continuous.work import Work
+
+if TYPE_CHECKING:
+    from continuous.engine import Engine
 
 
 class Drafter(Protocol):
@@ -41,6 +44,38 @@ class Drafter(Protocol):
     def leave(self, request: Request) -> None:
         """A request gives back its row: it has ended, or it is preempted."""
         return None
+
+
+class Loop(Protocol):
+    """Advances an engine, step by step; it keeps what is under way."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way."""
+        ...
+
+    def advance(self, engine: Engine) -> None:
+        """Launch the next step, and collect what is due."""
+        ...
+
+    def land(self, engine: Engine) -> None:
+        """Collect all that is under way."""
+        ...
+
+
+class InTurn:
+    """A `Loop` that waits for each step before it schedules the next."""
+
+    idle = True
+
+    def advance(self, engine: Engine) -> None:
+        """Launch a step, and collect it."""
+        pending = engine.launch(engine.schedule())
+        if pending is not None:
+            engine.collect(pending)
+
+    def land(self, engine: Engine) -> None:
+        """Nothing is under way."""
 
 
 class Journal:

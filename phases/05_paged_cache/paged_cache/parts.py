@@ -20,8 +20,7 @@ from common.options import option
 from common.sampling.sampler import Sampler
 from common.text.tokenizer import Tokenizer
 from continuous.engine import Engine
-from continuous.loop import Loop
-from continuous.seams import NO_DRAFTS, NO_MASKS, Drafter, Masks
+from continuous.seams import NO_DRAFTS, NO_MASKS, Drafter, Loop, Masks
 from continuous.sizes import Sizes
 from forward.loading import Linears
 from forward.model import Model

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from common.request import Request
 from continuous.engine import Engine
-from continuous.loop import Loop
-from continuous.seams import NoDrafts
+from continuous.seams import Drafter, Loop
 
 if TYPE_CHECKING:  # there is no Triton everywhere
     from speculative.ahead.steps import Ahead, Flight
 
 
-class Watcher(NoDrafts):
+class Watcher(Drafter):
     """A `Drafter` that may have to see every token. By itself it guesses nothing."""
+
+    def begin(self, running: Sequence[Request]) -> bool:
+        """Ask for no drafts."""
+        return False
+
+    def propose(self, request: Request, most: int) -> Sequence[int]:
+        """None."""
+        return ()
 
     @property
     def waits(self) -> bool:

@@ -14,10 +14,9 @@ from typing import Any
 
 from common.request import Request
 from continuous.engine import Engine
-from continuous.loop import Loop
 from continuous.messages import Abort, Add
 from continuous.runner import RequestError, Results
-from continuous.seams import Journal
+from continuous.seams import Journal, Loop
 from continuous.work import Work
 from parallel import crew as crews
 from parallel.crew import Crew, RanksLost
