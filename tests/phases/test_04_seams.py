@@ -17,6 +17,7 @@ from common.request import Request
 from common.sampling.params import SamplingParams
 from continuous.cache import RowCache
 from continuous.engine import Engine
+from continuous.runner import Forwarded, Runner
 from continuous.scheduler import Scheduler
 from continuous.work import Work
 from forward.model import Model
@@ -61,6 +62,32 @@ def test_masked_steps(model: Model) -> None:
         assert all(token % 2 for token in completion.token_ids), completion.token_ids
     assert masks.filled == masked.stats.steps
     check(masked)
+
+
+# Plans.
+
+
+class Plan:
+    """Takes steps of so many works, and runs them eagerly."""
+
+    def __init__(self, runner: Runner, works: int) -> None:
+        self.runner, self.works, self.ran = runner, works, 0
+
+    def takes(self, works: Sequence[Work], masked: bool) -> int | None:
+        return self.works if len(works) <= self.works else None
+
+    def run(self, works: Sequence[Work], ticket: int) -> Forwarded:
+        assert len(works) <= ticket
+        self.ran += 1
+        return self.runner.eager(works)
+
+
+def test_a_runner_asks_its_plans_in_order(model: Model, expected: list[list[int]]) -> None:
+    engine = paged_engine(model)
+    one, two = (Plan(engine.runner, count) for count in (1, 2))
+    engine.runner.plans = (one, two)
+    assert [completion.token_ids for completion in engine.generate(PROMPTS, PARAMS)] == expected
+    assert one.ran and two.ran and one.ran + two.ran < engine.stats.steps, "larger steps run eagerly"
 
 
 # The inbox.
