@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from continuous.engine import STEP
+from continuous.stats import STEP
 
 INTERPRETED = "triton: "
 """Begins the name of the range around a kernel that Triton's interpreter runs on the CPU."""

@@ -14,8 +14,8 @@ from common.errors import UserError
 from common.options import helps, names, unknown
 from common.text.tokenizer import Tokenizer
 from forward.model import Model
+from paged_cache import PagedEngine
 from paged_cache.build import build
-from paged_cache.engine import PagedEngine
 from paged_cache.parts import Feature, PagedSizes
 from phases import Phase, registry
 

@@ -18,7 +18,7 @@ from common.sampling.params import SamplingParams
 from continuous.engine import Engine
 from continuous.rows import Rows
 from continuous.seams import NO_DRAFTS
-from cuda_graphs.engine import RunAhead
+from cuda_graphs.overlap import Overlapped
 from paged_cache.cache import PagedCache
 from tests.fakes import VOCAB, FakeDrafter, FakeRunner, expected_tokens
 
@@ -226,5 +226,7 @@ def fake_engine(
     table = Rows(rows, max_len)
     scheduler = make_scheduler(table)
     runner = FakeRunner(table, scheduler.cache)
-    kind = RunAhead if overlap else Engine
-    return kind(scheduler, runner), runner  # type: ignore[arg-type]
+    engine = Engine(scheduler, runner)  # type: ignore[arg-type]
+    if overlap:
+        engine.loop = Overlapped()
+    return engine, runner

@@ -22,7 +22,7 @@ from common.device import pick_device
 from common.errors import UserError
 from common.models.gguf_import import import_gguf
 from common.sampling.params import SamplingParams
-from cuda_graphs.engine import OverlapEngine
+from cuda_graphs.overlap import Overlapped
 from phases import PHASES, find_phase, registry
 from phases.cli import main
 from phases.commands import benches, doctor, engines, listing
@@ -265,6 +265,6 @@ def test_flags_of_the_last_engine_reach_it(
     (engine,) = made
     assert engine.scheduler.rows.count == 2, "flags come before the file"
     assert isinstance(engine.cache, PrefixCache) == ("--no-prefix-cache" not in flags)
-    assert isinstance(engine, OverlapEngine) == (not {"--no-overlap", "--config"} & set(flags))
+    assert isinstance(engine.loop, Overlapped) == (not {"--no-overlap", "--config"} & set(flags))
     if "--config" in flags:
         assert isinstance(engine.cache.index, HashIndex)

@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.trace import BETWEEN, read_trace, short_name, step_tables
 from benchmarks.workloads import uniform
+from continuous import stats
 from forward.loading import load_model
 from phases import PHASES, ROOT, find_phase
 from phases.cli import main
@@ -93,7 +94,7 @@ def test_all_requests_are_there_in_the_decode_steps_that_are_shown(monkeypatch: 
     engine = load_engine(phase, model, **profile.engine_options(phase, model, size, new_tokens))
     shown: list[str] = []
     running: list[int] = []
-    inner = engine.marked
+    inner = stats.marked
 
     def marked(works: Any) -> Any:
         if works:
@@ -102,7 +103,7 @@ def test_all_requests_are_there_in_the_decode_steps_that_are_shown(monkeypatch: 
             running.append(len(works))
         return inner(works)
 
-    monkeypatch.setattr(engine, "marked", marked)
+    monkeypatch.setattr("continuous.engine.marked", marked)
     work = uniform("profile", size.batch, size.context, new_tokens, 200)
     with profile.marked_steps(engine, work, size.steps) as serve:
         for _ in range(2):

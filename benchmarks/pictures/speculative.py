@@ -63,7 +63,7 @@ def record() -> list[Step]:
         max_len=64,
     )
     sampled, works = list[list[int]](), list[Work]()
-    agree, schedule = engine.runner.agree, engine.schedule
+    agree, schedule = engine.runner.extra.agree, engine.schedule
 
     def watch_agree(tokens: Any, drafts: Any) -> int:
         sampled.append(list(tokens))
@@ -73,7 +73,7 @@ def record() -> list[Step]:
         works[:] = schedule()
         return list(works)
 
-    engine.runner.agree, engine.schedule = watch_agree, watch_schedule
+    engine.runner.extra.agree, engine.schedule = watch_agree, watch_schedule
     params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True)
     (request,) = engine.add([WORDS.index(word) for word in TEXT[:-1]], params)
     engine.step()  # the prompt; behind it the model says the last word of the text

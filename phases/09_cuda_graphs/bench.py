@@ -29,7 +29,9 @@ from benchmarks.workloads import Item, Workload, uniform, workload
 from chunked_prefill import Chunked
 from common.errors import UserError
 from common.sampling.sampler import Feature
-from cuda_graphs import Graphs, Overlap, OverlapEngine
+from continuous.seams import InTurn
+from cuda_graphs import Graphs, Overlap, Overlapped
+from cuda_graphs.plans import DecodePlan
 from cuda_graphs.runner import GraphRunner
 from paged_cache import PagedEngine, PagedRunner, PagedSizes, build
 from prefix_cache import Prefix
@@ -104,9 +106,10 @@ class Bench:
     def engine(self, variant: str) -> PagedEngine:
         """A variant over the one scheduler and cache."""
         graphs, overlap = VARIANTS[variant]
-        kind = OverlapEngine if overlap else PagedEngine
         runner: PagedRunner = self.graphs if graphs else self.eager
-        return kind(self.base.scheduler, runner, self.base.ledger)
+        engine = PagedEngine(self.base.scheduler, runner)
+        engine.loop = Overlapped() if overlap else InTurn()
+        return engine
 
     def cold(self, work: Workload) -> Workload:
         """The workload with tokens that no run has seen: the variants share a prefix cache."""
@@ -188,7 +191,7 @@ class Bench:
             engine.step()
         for _ in range(5):
             engine.step()
-        graph = self.graphs.decode_graphs[len(work.items), Feature(0)]
+        graph = self.graphs.plan(DecodePlan).graphs[len(work.items), Feature(0)]
 
         def device() -> float:
             """A step again and again: it reads and writes what it read and wrote before."""

@@ -28,7 +28,6 @@ from benchmarks.targets import load_target
 from benchmarks.workloads import PASSAGES, Item, Workload, task, uniform
 from common.models.hub import model_folder
 from common.text.tokenizer import Tokenizer
-from continuous.runner import agreeing
 from continuous.seams import NO_DRAFTS, Drafter
 from forward.attention import RecomputeAttention
 from forward.loading import load_model
@@ -41,6 +40,7 @@ from speculative.head import WEIGHTS
 from speculative.rejection import agreement as agreement_of
 from speculative.rejection import classical, greedy, optimum
 from speculative.suffix import Suffixes
+from speculative.verify import agreeing, verify
 
 PHASE, BEFORE = "11_speculative", "09_cuda_graphs"
 TASKS = ("rewriting", "summarizing", "chat")
@@ -181,7 +181,7 @@ class Bench:
         """Put a drafter into its engine, and say a few tokens; afterwards it remembers no text."""
         engine, drafter = contender
         engine.scheduler.drafter = drafter
-        engine.runner.agree = agreeing
+        verify(engine).agree = agreeing
         if isinstance(drafter, Speculator):
             drafter.attach(engine)
         time_replay(engine, work, self.options.device)

@@ -20,7 +20,8 @@ from common.device import pick_device, pick_dtype, synchronize
 from common.errors import UserError, integer
 from common.events import Streams
 from common.files import check_folder, whole
-from continuous.engine import STEP, Engine
+from continuous.engine import Engine
+from continuous.stats import STEP
 from forward.loading import load_model
 from forward.model import Model
 from phases import ROOT, Phase

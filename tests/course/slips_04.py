@@ -40,7 +40,12 @@ SLIPS = {
         "batch-after-batch",
         "newcomers-first",
         "nothing-reserved",
-        "drafts-not-reserved",
+        Slip(
+            "budget-for-everyone",
+            "            budget -= count + len(drafts)\n",
+            "",
+            "Lets each request have the whole budget.",
+        ),
         "05:room-of-the-victim-given-away",
     ),
     "04.4": (

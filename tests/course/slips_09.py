@@ -62,8 +62,23 @@ SLIPS = {
     "09.5": (
         "launched-after-it-is-read",
         "idle-while-a-step-flies",
-        "masks-before-tokens",
-        "time-counted-twice",
-        "11:guesses-before-it-knows",
+        Slip(
+            "read-twice",
+            "        landing, self.flying = self.flying, None\n",
+            "        landing = self.flying\n",
+            "Collects what is on its way, and once more with the next step.",
+        ),
+        Slip(
+            "reads-what-it-launches",
+            "landing, self.flying = self.flying, engine.launch",
+            "landing = self.flying = engine.launch",
+            "Waits for the step that it has just launched.",
+        ),
+        Slip(
+            "last-step-unread",
+            "engine.launch(engine.schedule())\n        if landing is not None:",
+            "engine.launch(engine.schedule())\n        if landing is not None and self.flying is not None:",
+            "Reads no step behind which none is launched.",
+        ),
     ),
 }

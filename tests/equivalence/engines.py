@@ -18,7 +18,7 @@ import speculative
 import structured
 from common.events import Streams
 from continuous.engine import Engine
-from cuda_graphs.engine import RunAhead
+from cuda_graphs.overlap import Overlapped
 from forward.model import Model
 from paged_cache import BlockPool, PagedEngine
 
@@ -32,7 +32,9 @@ def blocks(model: Model, count: int, block_size: int = 16) -> int:
 
 def overlapped(engine: Engine) -> Engine:
     """The same engine one step ahead of its results, as phase 09 runs it."""
-    return RunAhead(engine.scheduler, engine.runner, engine.tokenizer)
+    made = Engine(engine.scheduler, engine.runner, engine.tokenizer)
+    made.loop = Overlapped()
+    return made
 
 
 def tight(load: Callable[..., PagedEngine], **options: Any) -> Make:

@@ -20,7 +20,6 @@ from common.sampling.params import SamplingParams
 from common.sampling.sampler import Sampler
 from continuous.engine import Engine
 from forward.model import Model
-from paged_cache import PagedEngine
 from tests.equivalence.compare import assert_all_same, margin, next_logits, sampled_tie
 from tests.equivalence.engines import ENGINES, SLOW
 
@@ -90,8 +89,7 @@ def assert_clean(engine: Engine) -> None:
     assert engine.idle and engine.scheduler.rows.free == engine.scheduler.rows.count
     engine.scheduler.cache.check()
     cache = engine.scheduler.cache
-    if isinstance(engine, PagedEngine):
-        engine.check_integrity()
+    engine.check_integrity()
     if hasattr(cache, "allocator"):
         assert cache.free == cache.allocator.count
 
@@ -299,5 +297,4 @@ def test_nan_ends_the_request_that_has_it_and_no_other(name: str, sampling: dict
             guessed = name.startswith("11") and ends and count  # the token that is NaN stood among the drafts
             assert count == min(ends, default=12) or guessed, f"{prompt} has another's NaN"
             assert one.finish_reason == ("error" if ends else "length")
-        if isinstance(engine, PagedEngine):
-            engine.check_integrity()
+        engine.check_integrity()

@@ -334,7 +334,7 @@ def test_drafts_without_room_are_dropped() -> None:
     steps.step()
     scheduler.drafter = Guess(1, 1, 1)
     (work,) = steps.schedule()
-    assert cache.calls[-2:] == [("reserve", 0, 9), ("reserve", 0, 6)], "first with the drafts, then without"
+    assert cache.calls[-2:] == [("reserve", 0, 6), ("reserve", 0, 9)], "first without the drafts"
     assert (work.start, work.count, work.drafts) == (5, 1, ())
 
 

@@ -36,8 +36,9 @@ from continuous.runner import Forwarded
 from continuous.work import Work
 from cuda_graphs.buckets import chunk_sizes, decode_sizes, fills, full_step, smallest
 from cuda_graphs.chunk_graph import Layout
-from cuda_graphs.engine import OverlapEngine
 from cuda_graphs.memory import graph_bytes
+from cuda_graphs.overlap import Overlapped
+from cuda_graphs.plans import DecodePlan
 from cuda_graphs.runner import GraphRunner
 from cuda_graphs.staging import BUFFERS, Staging
 from cuda_graphs.step_kernels import gather_inputs, scatter_tokens
@@ -264,12 +265,13 @@ class Ordered(FakeRunner):
         return pending
 
 
-def ahead(blocks: int = 40, **fails: bool) -> tuple[OverlapEngine, Ordered]:
+def ahead(blocks: int = 40, **fails: bool) -> tuple[PagedEngine, Ordered]:
     rows, cache = Rows(4, 48), PagedCache(4, 48, blocks, 4)
     runner = Ordered(rows, cache)
     vars(runner).update(fails)
-    ledger: Any = None
-    return OverlapEngine(ChunkedScheduler(rows, cache, step_tokens=64), runner, ledger), runner  # type: ignore[arg-type]
+    engine = PagedEngine(ChunkedScheduler(rows, cache, step_tokens=64), runner)  # type: ignore[arg-type]
+    engine.loop = Overlapped()
+    return engine, runner
 
 
 def test_a_step_is_launched_before_the_last_one_is_read() -> None:
@@ -284,7 +286,9 @@ def test_a_step_is_launched_before_the_last_one_is_read() -> None:
 def test_steps_that_overlap_share_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The seconds of all steps add up to the time in which the device was busy."""
     ticks = itertools.count()  # every look at the clock moves it by one
-    monkeypatch.setattr("continuous.engine.time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    monkeypatch.setattr(
+        "continuous.engine.time", SimpleNamespace(perf_counter=lambda: next(ticks), monotonic=lambda: 0.0)
+    )
     engine, _ = ahead()
     busy = 0
     for _ in range(2):  # between them it is idle
@@ -413,7 +417,7 @@ def test_a_chunk_of_one_token_is_no_decode(model: Model, few: int, monkeypatch: 
 
     few: requests with which the smaller graph copes; with 1, the two samples need the larger.
     """
-    monkeypatch.setattr(cuda_graphs.runner, "FEW", few)
+    monkeypatch.setattr(cuda_graphs.plans, "FEW", few)
     prompts = [[5, 6, 7], [8, 9, 10, 11]][: 1 if few == 1 else 2]
     params = [SamplingParams(max_tokens=3, n=2, temperature=1.0, seed=n, ignore_eos=True) for n in range(2)]
     params = params[: len(prompts)]
@@ -424,10 +428,9 @@ def test_a_chunk_of_one_token_is_no_decode(model: Model, few: int, monkeypatch: 
     assert runner_of(engine).replays == engine.stats.steps, "not every step was replayed"
 
 
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.slow
-def test_masked_steps_are_sampled_behind_the_graph(model: Model, overlap: bool) -> None:
-    engine = load(model, overlap=overlap, graph_tokens=0)
+def test_masked_steps_are_sampled_behind_the_graph(model: Model) -> None:
+    engine = load(model, overlap=False, graph_tokens=0)
     engine.masks = OddOnly(model.config.vocab_size)
     for one in generate(engine, [[5, 6, 7], [8, 9]], SamplingParams(max_tokens=4, ignore_eos=True)):
         even = [token for token in one.token_ids if token % 2 == 0]
@@ -454,16 +457,14 @@ def test_log_probabilities_are_worked_out_behind_the_graph(model: Model) -> None
 def test_padding_is_nobody_even_where_somebody_was(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that end one by one leave their rows and positions in the buffers of later steps."""
     engine = load(model, overlap=False, graph_tokens=0)
-    runner, seen, counts = runner_of(engine), list[list[int]](), list[int]()
-    for graph in runner.decode_graphs.values():
+    plan, seen, counts = runner_of(engine).plan(DecodePlan), list[list[int]](), list[int]()
+    for graph in plan.graphs.values():
         replay = graph.replay
         monkeypatch.setattr(
             graph, "replay", lambda graph=graph, replay=replay: seen.append(graph.at.tolist()) or replay()
         )
-    decode = runner._decode
-    monkeypatch.setattr(
-        runner, "_decode", lambda works, *rest: counts.append(len(works)) or decode(works, *rest)
-    )
+    run = plan.run
+    monkeypatch.setattr(plan, "run", lambda works, ticket: counts.append(len(works)) or run(works, ticket))
     params = [SamplingParams(max_tokens=2 + n, ignore_eos=True) for n in range(5)]
     generate(engine, [[5, 6, 7 + n] for n in range(5)], params)
     assert counts == [5, 4, 3, 2, 1]
@@ -505,7 +506,7 @@ def test_which_steps_fill_a_full_ones_graph(starts: list[int], counts: list[int]
 def test_full_steps_are_replayed_and_half_full_ones_are_not(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_graphs.runner, "full_step", lambda model, steps, most: steps)
+    monkeypatch.setattr(cuda_graphs.plans, "full_step", lambda model, steps, most: steps)
     engine = load(model, max_rows=3, step_tokens=20, graph_tokens=4, overlap=False, prefix_cache=False)
     runner, replayed = runner_of(engine), list[tuple[int, bool]]()
     forward_ = runner.forward
@@ -545,7 +546,7 @@ def test_steps_that_fit_no_graph_run_eagerly(model: Model) -> None:
 def test_startup_counts_the_graphs(model: Model) -> None:
     runner = runner_of(load(model, graph_tokens=0))
     assert runner.startup.graphs == 3 * len(decode_sizes(5)) and runner.startup.seconds > 0
-    sizes = [size for size, _ in runner.decode_graphs]
+    sizes = [size for size, _ in runner.plan(DecodePlan).graphs]
     assert sizes == sorted(sizes, reverse=True), (
         f"the largest is captured first, and the others fit in: {sizes}"
     )
@@ -623,7 +624,7 @@ assert isinstance(cuda_graphs.step_kernels.gather_kernel, InterpretedFunction)
 @pytest.mark.skipif(CUDA, reason="a CUDA device has graphs")
 def test_without_cuda_it_is_phase_08_run_ahead(model: Model) -> None:
     engine = cuda_graphs.load(model, max_rows=3)
-    assert isinstance(engine, OverlapEngine) and not isinstance(engine.runner, GraphRunner)
+    assert isinstance(engine.loop, Overlapped) and not isinstance(engine.runner, GraphRunner)
 
 
 # On a GPU.

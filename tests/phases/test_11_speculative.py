@@ -35,10 +35,9 @@ from common.sampling.params import SamplingParams
 from common.sampling.sampler import Feature, Sampler
 from common.text.tokenizer import Tokenizer
 from continuous.engine import Engine
+from continuous.seams import NO_DRAFTS
 from continuous.work import Work
-from cuda_graphs.buckets import verify_sizes
 from cuda_graphs.capture import Capturer
-from cuda_graphs.engine import RunAhead
 from cuda_graphs.latency import surgery
 from cuda_graphs.latency.attention import LatencyAttention
 from cuda_graphs.runner import GraphRunner
@@ -55,8 +54,7 @@ from quant import SCHEMES, QuantLinear
 from quant.export import export
 from quant.kernel_layers import KernelLinear
 from quant.methods import quantize_model
-from speculative import feature, head, ngram, rejection, suffix
-from speculative.ahead import AheadEngine
+from speculative import feature, head, loops, ngram, rejection, suffix
 from speculative.control import CREDIT, GRACE, SAMPLES, Control, Cost, Rate
 from speculative.draft_model import DraftModel
 from speculative.feature import draft_engine
@@ -70,6 +68,8 @@ from speculative.taps import Taps, layers_of, tapped
 from speculative.training import questions, text, unroll
 from speculative.training.run import main as train_drafters
 from speculative.training.text import Talk
+from speculative.verify import verify
+from speculative.verify_graph import VerifyPlan, verify_sizes
 from structured.drafter import GrammarDrafter
 from tests.compiling import spilled
 from tests.equivalence.compare import assert_all_same, next_logits
@@ -147,12 +147,19 @@ def plain(completions: Sequence[Completion]) -> list[tuple[list[int], str | None
     return [(one.token_ids, one.finish_reason) for one in completions]
 
 
+def speculate(engine: PagedEngine, speculator: Speculator) -> None:
+    """As the feature does."""
+    engine.scheduler.drafter = speculator
+    engine.loop = loops.watched(engine)
+    verify(engine)
+    speculator.attach(engine)
+
+
 def scripted(model: Model, truth: list[Completion], script: str, **options: Any) -> PagedEngine:
     engine = speculative.load(model, **{"drafter": "none", **SMALL, **options})
     outputs = {(one.index, one.sample): one.token_ids for one in truth}
     speculator = Speculator(Scripted(outputs, SCRIPTS[script]), Control(6, adaptive=False))
-    engine.scheduler.drafter = speculator
-    speculator.attach(engine)
+    speculate(engine, speculator)
     return engine
 
 
@@ -367,7 +374,7 @@ def test_the_prefix_cache_finds_as_much_as_without(model: Model) -> None:
     assert hits[0] == hits[1] > 0.3, "wrong drafts are shared, or right ones are not"
 
 
-class Waiting(FakeDrafter):
+class Waiting(FakeDrafter, loops.Watcher):
     """Guesses at random, sometimes on and sometimes off."""
 
     on = True
@@ -379,10 +386,6 @@ class Waiting(FakeDrafter):
     def begin(self, running: Sequence[Request]) -> bool:
         self.on = self.rng.random() < 0.7
         return self.on
-
-    def propose(self, request: Request, most: int) -> list[int]:
-        assert not request.placeholders
-        return super().propose(request, most)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -399,6 +402,7 @@ def test_schedules_with_accepted_lengths_at_random(overlap: bool) -> None:
 
         engine, runner = fake_engine(scheduler, 4, overlap=overlap)
         engine.scheduler.drafter = Waiting(rng.randrange(1000))
+        engine.loop = loops.watched(engine)
         return engine, runner
 
     seeds = [seed for seed in range(1, 240) if seed % 3]  # in every third the player puts its own drafter
@@ -410,7 +414,6 @@ def test_schedules_with_accepted_lengths_at_random(overlap: bool) -> None:
 
 def test_a_step_waits_only_while_its_drafter_does(model: Model, truth: list[Completion]) -> None:
     engine = scripted(model, truth, "nothing")
-    assert isinstance(engine, RunAhead)
     order: list[str] = []
     launch, collect = engine.forward, engine.collect
     engine.forward = lambda works: (order.append("launch"), launch(works))[1] if works else None  # type: ignore
@@ -607,7 +610,6 @@ def test_where_a_draft_costs_as_much_as_a_token_nobody_guesses() -> None:
 def clocked(model: Model, script: str, took: Callable[[Any], float]) -> tuple[PagedEngine, Speculator, Clock]:
     """An engine that runs ahead, whose steps take as many seconds as `took` says of each when it lands."""
     engine = scripted(model, [], script)
-    assert isinstance(engine, RunAhead)
     speculator = engine.scheduler.drafter
     assert isinstance(speculator, Speculator)
     speculator.control, clock = Control(4), Clock()
@@ -1048,8 +1050,8 @@ def test_wrong_options(model: Model, options: dict[str, Any], says: str) -> None
 def test_off_is_phase_09(model: Model) -> None:
     for options in ({"drafter": "none"}, {"speculate": False}, {"speculate": False, "drafter": "none"}):
         engine = speculative.load(model, **SMALL, **options)  # type: ignore[arg-type]
-        assert type(engine) is type(cuda_graphs.load(model, **SMALL))
-        assert not engine.scheduler.drafter.waits
+        assert type(engine.loop) is type(cuda_graphs.load(model, **SMALL).loop)
+        assert engine.scheduler.drafter is NO_DRAFTS
 
 
 # Synthetic acceptance.
@@ -1084,8 +1086,7 @@ def with_draft_model(model: Model, small: Model, **options: Any) -> tuple[PagedE
     parts = Parts(model, PagedSizes(**{**SMALL, **{k: v for k, v in options.items() if k in SMALL}}))
     source = DraftModel(draft_engine(parts, small, ()))
     speculator = Speculator(source, Control(4, adaptive=False))
-    engine.scheduler.drafter = speculator
-    speculator.attach(engine)
+    speculate(engine, speculator)
     return engine, source
 
 
@@ -1258,8 +1259,7 @@ def with_head(model: Model, **options: Any) -> tuple[PagedEngine, HeadSource]:
     taps = Taps(own, made.taps, SMALL["step_tokens"])
     source = HeadSource(draft_engine(Parts(model, PagedSizes(**SMALL)), made, ()), taps)  # type: ignore[arg-type]
     speculator = Speculator(source, Control(3, adaptive=False))
-    engine.scheduler.drafter = speculator
-    speculator.attach(engine)
+    speculate(engine, speculator)
     return engine, source
 
 
@@ -1739,7 +1739,7 @@ def test_verify_graphs_give_the_same_tokens(model: Model, script: str, overlap: 
     engine = scripted(model, right, script, overlap=overlap, **options)
     assert isinstance(engine.runner, GraphRunner)
     used: list[tuple[int, int, Feature]] = []
-    for key, graph in engine.runner._verify_graphs.items():
+    for key, graph in engine.runner.plan(VerifyPlan).graphs.items():
         replay = graph.replay
         graph.replay = lambda key=key, replay=replay: (used.append(key), replay())[1]  # type: ignore
     assert plain(engine.generate(prompts, params)) == plain(right)
@@ -1769,7 +1769,7 @@ def test_a_head_with_graphs_changes_no_token(model: Model, tmp_path: Any) -> Non
     for made in (eager, engine):
         assert plain(made.generate(prompts, params)) == plain(right)
     source = engine.scheduler.drafter.source  # type: ignore[attr-defined]
-    assert source.runner.replays > 0 and source.runner._chains, "the head's steps are no graphs"
+    assert source.runner.replays > 0 and source.chains.graphs, "the head's steps are no graphs"
     first, second = (made.scheduler.drafter.stats.acceptance for made in (eager, engine))  # type: ignore
     assert first == pytest.approx(second, abs=0.15), "with graphs the head says something else"
     clean(engine)
@@ -1784,7 +1784,7 @@ def test_real_graphs_give_the_same_tokens(drafter: str) -> None:
     model = forward.load_model("random:tiny", device="cuda", dtype="float32")
     right = cuda_graphs.load(model, max_rows=8, max_len=96).generate(*asks())
     engine = speculative.load(model, drafter=drafter, draft_adaptive=False, max_rows=8, max_len=96)
-    assert isinstance(engine.runner, GraphRunner) and engine.runner._verify_graphs
+    assert isinstance(engine.runner, GraphRunner) and engine.runner.plan(VerifyPlan).graphs
     assert_all_same(model, right, engine.generate(*asks()), [p for p in asks()[1] for _ in range(p.n)])
     engine.check_integrity()
 
@@ -1855,7 +1855,7 @@ def test_a_lone_request_is_verified_by_the_kernels_for_few(
         engine = ahead_engine(model, "model", tmp_path, rows=1, **{**fused, "overlap": True})
         seen.clear()
         made = engine.generate(prompts, params)
-        assert isinstance(engine, AheadEngine) and engine.ahead is not None and engine.ahead.replays > 1
+        assert isinstance(engine.loop, loops.InGraph) and engine.loop.ahead.replays > 1
         assert seen.count(3) >= 6, f"verified in two layers, and caught up with in two others: {seen}"
     assert plain(made) == plain(right), "a token differs from the engine's without drafts"
     clean(engine)
@@ -1895,13 +1895,14 @@ def test_drafting_inside_the_graph_changes_no_token(
     ]
     right = continuous.load(model, max_rows=2, max_len=64).generate(prompts, params)
     engine = ahead_engine(model, kind, tmp_path, draft_length=length, max_len=64 if length < 8 else 128)
-    assert isinstance(engine, AheadEngine) and engine.ahead is not None
-    ahead, stage, overlapped = engine.ahead, engine.ahead._stage, 0
+    loop = engine.loop
+    assert isinstance(loop, loops.InGraph)
+    ahead, stage, overlapped = loop.ahead, loop.ahead._stage, 0
     assert (length < ahead.runner.attention.most_queries) == (length == 2), "tiles are not what is tested"
 
     def checked(running: Sequence[Request], size: int, farthest: int) -> None:
         nonlocal overlapped
-        overlapped += engine._flight is None and running[0].in_flight == 2
+        overlapped += loop.flight is None and running[0].in_flight == 2
         for request in running:
             room = len(engine.cache.blocks_of(request.row)) * 8
             assert room >= len(request.tokens) + farthest, f"request {request.id}: drafts without room"
@@ -1945,7 +1946,7 @@ def test_drafting_inside_the_graph_changes_no_token(
     clean_drafts(ahead.source)
     # One request is aborted and another comes while a step is on its way.
     (first,), (second,) = (engine.add(prompts[n], params[n], index=n) for n in (0, 1))
-    while engine._flight is None:
+    while loop.flight is None:
         engine.step()
     engine.abort(first)
     (third,) = engine.add(prompts[2], params[2], index=2)
@@ -2083,8 +2084,8 @@ def test_a_head_inside_the_graph_drafts_what_it_would_say(
     monkeypatch.setattr(Capturer, "capture", lambda self, function: function)
     options = {"rows": 2, "draft_length": 3, "prefix_cache": False, "max_len": 96}
     engine = ahead_engine(model, "head", tmp_path, **options)
-    assert isinstance(engine, AheadEngine) and engine.ahead is not None
-    source, seen = engine.ahead.source, 0
+    assert isinstance(engine.loop, loops.InGraph)
+    source, seen = engine.loop.ahead.source, 0
     assert isinstance(source, HeadSource)
     made, carried = source.head, source.carried
 

@@ -30,16 +30,18 @@ from common.sampling import ops
 from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import Allowed, Sampler
-from continuous.engine import MOST_LOOKS
-from continuous.seams import NOBODYS, Drafter, Landed
+from continuous.engine import MOST_LOOKS, Engine
 from continuous.work import Work
 from forward.model import Model
 from paged_cache import BlockPool, PagedEngine
+from speculative.loops import Watcher
 from structured.backends.llguidance import FEW, OPTIONS, source_of
 from structured.drafter import FEW_IN_TURN, GrammarDrafter
 from structured.feature import Structured
+from structured.loop import NOBODYS, Landed, TwoHalves
 from structured.masks import Constraint, Crowd, GrammarMasks
 from structured.matcher import Job, Matcher
+from tests.fakes import OddOnly
 from tests.schedules import check
 from tests.structured_kit import EOS, SCHEMAS, SIZE, bits, mask, must_validate, tokenizer, vocabulary
 
@@ -1116,7 +1118,7 @@ def test_a_first_half_leaves_the_logits_where_the_second_reads_them(model: Model
     """By a product that writes them there, where the output head is no more than that."""
     pytest.importorskip("triton")
     from cuda_graphs.capture import Capturer
-    from cuda_graphs.masked_graph import LogitsGraph, MaskInputs
+    from structured.masked_graph import LogitsGraph, MaskInputs
     from triton_paged_attention.linear import FusedLinear
 
     model = copy.copy(model)
@@ -1175,6 +1177,14 @@ PLAIN |= dict.fromkeys(("norms", "rope", "activation", "projections"), "torch")
 """Graphs around attention and sampling by kernels: the others would only take the interpreter's time."""
 
 
+def plan_of(engine: PagedEngine) -> Any:
+    from cuda_graphs.runner import GraphRunner
+    from structured.masked_plan import MaskedPlan
+
+    assert isinstance(engine.runner, GraphRunner)
+    return engine.runner.plan(MaskedPlan)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_masked_steps_are_two_graphs(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1190,7 +1200,7 @@ def test_masked_steps_are_two_graphs(model: Model, monkeypatch: pytest.MonkeyPat
         SamplingParams(max_tokens=5, temperature=1.0, seed=1, grammar=digits),
         SamplingParams(max_tokens=5, temperature=1.0, seed=2, ignore_eos=True),
     ]
-    from cuda_graphs.masked_graph import LogitsGraph, MaskedGraph
+    from structured.masked_graph import LogitsGraph, MaskedGraph
 
     captured: list[list[int]] = []
     first, rest = LogitsGraph.compute, MaskedGraph.compute
@@ -1203,7 +1213,7 @@ def test_masked_steps_are_two_graphs(model: Model, monkeypatch: pytest.MonkeyPat
         )
         engine = engine_of(model, **options)
     assert all(set(at) == {-1} for at in captured), f"captured with somebody at positions {captured}"
-    graphs = engine.runner.masked_graphs  # type: ignore[attr-defined]
+    graphs = plan_of(engine).graphs
     assert sorted(size for size, _ in graphs) == [1, 1, 2, 2, 4, 4], f"masked graphs: {sorted(graphs)}"
     replayed: Counter[tuple[int, Any]] = Counter()
     for key, graph in graphs.items():
@@ -1211,7 +1221,7 @@ def test_masked_steps_are_two_graphs(model: Model, monkeypatch: pytest.MonkeyPat
         graph.replay = lambda key=key, replay=replay: replayed.update([key]) or replay()
     found = engine.generate([PROMPT] * 4, params)
     eager = engine_of(model, **options)
-    eager.runner.masked_graphs.clear()  # type: ignore[attr-defined]
+    plan_of(eager).graphs.clear()
     free = cuda_graphs.load(model, **SMALL).generate([PROMPT] * 2, [params[0], params[3]])
     for one, other in zip(found, eager.generate([PROMPT] * 4, params), strict=True):
         assert one.token_ids == other.token_ids, (
@@ -1226,6 +1236,29 @@ def test_masked_steps_are_two_graphs(model: Model, monkeypatch: pytest.MonkeyPat
             f"prompt {completion.index} may write {allowed}, and yet it wrote {text_of(completion)!r}"
         )
     assert sum(replayed.values()) == 4, f"of four masked decode steps {dict(replayed)} were graphs"
+    check(engine)
+
+
+class OddOnlyEarly(OddOnly):
+    """Can be begun before the last tokens are dealt out, and says whether that is all."""
+
+    begun, done = 0, True
+
+    def begin(self, works: Sequence[Work], landed: Landed = NOBODYS) -> bool:
+        self.begun += 1
+        return self.done
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_masked_steps_overlap(model: Model, done: bool) -> None:
+    masks = OddOnlyEarly(model.config.vocab_size)
+    masks.done = done
+    made = cuda_graphs.load(model, **SMALL)
+    engine = Engine(made.scheduler, made.runner, masks=masks)
+    engine.loop = TwoHalves(masks)
+    for completion in engine.generate([PROMPT, [3, 1]], SamplingParams(max_tokens=5, ignore_eos=True)):
+        assert all(token % 2 for token in completion.token_ids), completion.token_ids
+    assert masks.filled == engine.stats.steps and masks.begun >= 4, "no mask was begun early"
     check(engine)
 
 
@@ -1244,19 +1277,19 @@ def test_the_next_step_is_staged_while_masks_are_made(model: Model) -> None:
 
     def outputs(staging: bool) -> tuple[list[list[int]], list[int]]:
         engine = engine_of(model, **options)
-        runner, masks = engine.runner, engine.masks
+        plan, masks = plan_of(engine), engine.masks
         staged: list[int] = []
         if not staging:
-            runner.masked_graphs.clear()  # type: ignore[attr-defined]
+            plan.graphs.clear()
         else:
-            stage = runner.stage  # type: ignore[attr-defined]
+            assert isinstance(engine.loop, TwoHalves)
 
-            def noted(works: list[Any]) -> None:
-                stage(works)
-                if runner._staged is not None and runner._staged[0] is works:  # type: ignore[attr-defined]
+            def noted(works: Sequence[Work]) -> None:
+                plan.stage(works)
+                if plan._staged is not None and plan._staged[0] is works:
                     staged.append(len(works))
 
-            runner.stage = noted  # type: ignore[attr-defined]
+            engine.loop.stage = noted
         requests = []
         for number, (prompt, most) in enumerate(zip(prompts, lengths, strict=True)):
             params = SamplingParams(
@@ -1327,7 +1360,7 @@ def test_beside_free_rows(model: Model) -> None:
 # Speculation.
 
 
-class Guess(Drafter):
+class Guess(Watcher):
     """Drafts a fixed continuation, of which a grammar may refuse the rest."""
 
     def __init__(self, text: str) -> None:
@@ -1418,14 +1451,14 @@ def test_a_certain_token_that_does_not_come_ends_its_own_request(model: Model) -
     word = Grammar.choice(["anthering thename average"])
     (good,) = engine.add(PROMPT, SamplingParams(max_tokens=40, grammar=word))
     (bad,) = engine.add(PROMPT, SamplingParams(max_tokens=40, grammar=word))
-    real = engine.runner.agree
+    real = engine.runner.extra.agree
     seen = []
 
     def disagree(sampled: Sequence[int], drafts: Sequence[int]) -> int:
         seen.append(drafts)
         return 0 if len(seen) == 2 else real(sampled, drafts)
 
-    engine.runner.agree = disagree
+    engine.runner.extra.agree = disagree
     run(engine)
     ended = sorted([good.finish_reason, bad.finish_reason])
     assert len(seen) >= 2, "nothing was drafted"

@@ -89,15 +89,15 @@ def in_ranks(
     engine: Any = parallel.load(model, tensor_parallel=size, rank_check=1, **options)
     try:
         found = tokens_of(engine, prompts, params)
-        engine.agree()
-        assert engine.compared == engine.turn * (size - 1), (
-            f"{engine.compared} checksums came for {engine.turn} steps of {size} ranks"
+        engine.loop.agree()
+        assert engine.loop.compared == engine.loop.turn * (size - 1), (
+            f"{engine.loop.compared} checksums came for {engine.loop.turn} steps of {size} ranks"
         )
         engine.check_integrity()
         assert engine.cache.free == engine.cache.allocator.count, "blocks are lost in ranks"
         return found
     finally:
-        engine.close()
+        engine.loop.close()
 
 
 @pytest.fixture(scope="module")
@@ -266,9 +266,9 @@ def test_a_head_in_two_ranks(llama: Path, tmp_path: Path, options: dict[str, Any
     try:
         found = guesses_of(engine)
         same(tokens_of(engine, prompts, params), wanted, "two ranks, drafter head")
-        engine.agree()
+        engine.loop.agree()
     finally:
-        engine.close()
+        engine.loop.close()
     assert any(drafts for _, drafts in expected), "nothing was drafted"
     for (request, drafts), (_, right) in zip(found, expected, strict=True):
         assert drafts == right, (
@@ -327,6 +327,25 @@ def test_grammars_in_two_ranks(overlap: bool) -> None:
 
 
 @pytest.mark.slow
+def test_prompts_have_the_log_probabilities_of_one_rank(llama: Path) -> None:
+    """Each rank has the logits of a part of the vocabulary."""
+    asks = SamplingParams(max_tokens=2, ignore_eos=True, prompt_logprobs=2)
+    found: list[list[Any]] = []
+    for size in (1, 2):
+        engine: Any = parallel.load(str(llama), tensor_parallel=size, **SMALL)
+        (request,) = engine.add(PROMPTS[1], asks)
+        while not engine.idle:
+            engine.step()
+        found.append(request.prompt_logprobs)
+        if size > 1:
+            engine.loop.close()
+    for place, (one, both) in enumerate(zip(*found, strict=True)):
+        if one is not None:
+            assert [token for token, _ in both.top] == [token for token, _ in one.top], f"token {place}"
+            assert both.chosen == pytest.approx(one.chosen, abs=1e-4) and both.rank == one.rank
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_masked_steps_are_no_graphs_where_ranks_talk() -> None:
     """Rank 0 chooses and tells the others: in a graph nobody could."""
@@ -336,10 +355,11 @@ def test_masked_steps_are_no_graphs_where_ranks_talk() -> None:
     options |= {"max_len": 32, "cache_bytes": 1 << 20, "tokenizer": structured_kit.tokenizer()}
     engine: Any = parallel.load("random:tiny-window", tensor_parallel=2, **SMALL | options)
     try:
-        assert engine.runner.decode_graphs and not hasattr(engine.runner, "masked_graphs")
+        kinds = [type(plan).__name__ for plan in engine.runner.plans]
+        assert "DecodePlan" in kinds and "MaskedPlan" not in kinds
         assert engine.runner.sampler.gathered == 0, "logits were gathered while graphs were captured"
     finally:
-        engine.close()
+        engine.loop.close()
 
 
 @pytest.mark.slow
@@ -353,23 +373,23 @@ def test_aborts_reach_every_rank(llama: Path) -> None:
             engine.abort(some[step % len(some)])
     while not engine.idle:
         engine.step()
-    engine.agree()
+    engine.loop.agree()
     assert [request.finish_reason for request in some].count("abort") == 3
     assert engine.cache.free == engine.cache.allocator.count
-    engine.close()
+    engine.loop.close()
 
 
 @pytest.mark.slow
 def test_a_closed_engine_leaves_the_next_one_alone(llama: Path, expected: list[list[int]]) -> None:
     """The next one has the same processes, which would take the steps of both."""
     first: Any = parallel.load(str(llama), tensor_parallel=2, **SMALL)
-    first.close()
+    first.loop.close()
     second: Any = parallel.load(str(llama), tensor_parallel=2, rank_check=1, **SMALL)
     with pytest.raises(RanksLost, match="the engine is closed"):
         tokens_of(first)
     same(tokens_of(second), expected, "beside a closed engine")
-    second.agree()
-    second.close()
+    second.loop.agree()
+    second.loop.close()
 
 
 # A rank that is lost.
@@ -381,7 +401,7 @@ def test_a_killed_rank_ends_the_engine(llama: Path, number: int) -> None:
     engine: Any = parallel.load(str(llama), tensor_parallel=2, **SMALL)
     engine.add(PROMPTS[0], SamplingParams(max_tokens=50, ignore_eos=True))
     engine.step()
-    engine.crew.members[0].process.send_signal(number)
+    engine.loop.crew.members[0].process.send_signal(number)
     begun = time.monotonic()
     with pytest.raises(RanksLost, match="rank 1 has ended"):
         while time.monotonic() - begun < 20:
@@ -396,13 +416,13 @@ def test_a_killed_rank_ends_the_engine(llama: Path, number: int) -> None:
 def test_ranks_that_do_not_agree_end_the_engine(llama: Path) -> None:
     engine: Any = parallel.load(str(llama), tensor_parallel=2, rank_check=1, **SMALL)
     engine.add(PROMPTS[0], SamplingParams(max_tokens=50, ignore_eos=True))
-    engine.checksum += 1  # as if this rank had done something else
+    engine.loop.checksum += 1  # as if this rank had done something else
     with pytest.raises(RanksLost, match="rank 1 does not agree with rank 0 on step"):
         for _ in range(40):
             engine.step()
             time.sleep(0.01)
-        engine.agree()
-    engine.close()
+        engine.loop.agree()
+    engine.loop.close()
 
 
 @pytest.mark.slow
@@ -411,7 +431,7 @@ def test_ranks_end_with_the_process_that_started_them(llama: Path) -> None:
         "import parallel, sys, time\n"
         f"engine = parallel.load({str(llama)!r}, tensor_parallel=2, device='cpu', dtype='float32', "
         f"**{SIZES!r}, cache_bytes=1 << 20)\n"
-        "print(engine.crew.members[0].process.pid, flush=True)\n"
+        "print(engine.loop.crew.members[0].process.pid, flush=True)\n"
         "time.sleep(60)\n"
     )
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path), OMP_NUM_THREADS="1")
@@ -635,7 +655,7 @@ def test_who_does_not_wait_for_a_lost_rank_is_not_ended(llama: Path, monkeypatch
     monkeypatch.setattr(crews, "LAST_RESORT", 0.2)
     monkeypatch.setattr(crews.os, "_exit", lambda code: ended.set())
     engine: Any = parallel.load(str(llama), tensor_parallel=2, **SMALL)
-    engine.crew.members[0].process.kill()
+    engine.loop.crew.members[0].process.kill()
     assert not ended.wait(1.5), "nobody was waiting for rank 1, and the whole program ends with it"
     with pytest.raises(RanksLost, match="rank 1 has ended"):
         engine.step()

@@ -26,15 +26,15 @@ BUGS = (
     Bug(
         "nothing-reserved",
         SCHEDULER,
-        "            if not self.cache.reserve(request, end + len(drafts)):",
-        "            if drafts and not self.cache.reserve(request, end + len(drafts)):",
+        "            if not self.cache.reserve(request, end):",
+        "            if False:",
         "Reserves no room for a decode, which works as long as rows are the memory.",
     ),
     Bug(
         "drafts-not-reserved",
         SCHEDULER,
-        "if not self.cache.reserve(request, end + len(drafts)):",
-        "if not self.cache.reserve(request, end):",
+        "return drafts if drafts and self.cache.reserve(request, end + len(drafts)) else ()",
+        "return drafts",
         "Reserves room for the newest token, and none for its drafts.",
     ),
     Bug(

@@ -197,7 +197,7 @@ BUGS = (
     Bug(
         "room-of-the-victim-given-away",
         BASE,
-        "                    preempted = True\n",
+        "                preempted = True\n",
         "",
         "Lets somebody new have the room that a preemption has just made.",
     ),

@@ -10,10 +10,11 @@ STEP = HOME + "step_kernels.py"
 TABLES = HOME + "tables.py"
 CHUNK = HOME + "chunk_graph.py"
 DECODE = HOME + "decode_graph.py"
-RUNNER = HOME + "runner.py"
+PLANS = HOME + "plans.py"
 STAGING = HOME + "staging.py"
 BUCKETS = HOME + "buckets.py"
-ENGINE = HOME + "engine.py"
+LOOP = HOME + "overlap.py"
+ENGINE = "phases/04_continuous/continuous/engine.py"
 FEATURE = HOME + "feature.py"
 GEMV = HOME + "latency/gemv.py"
 FEW = HOME + "latency/few.py"
@@ -36,13 +37,9 @@ BUGS = (
     ),
     Bug(
         "launched-after-it-is-read",
-        ENGINE,
-        "            step = self.forward(works)\n            landing, self._flying = self._flying, None\n",
-        "            landing, self._flying = self._flying, None\n"
-        "            if landing is not None:\n"
-        "                self.collect(landing)\n"
-        "                landing = None\n"
-        "            step = self.forward(works)\n",
+        LOOP,
+        "        landing, self.flying = self.flying, engine.launch(engine.schedule())\n",
+        "        self.land(engine)\n        landing, self.flying = None, engine.launch(engine.schedule())\n",
         "Waits for the last step before it launches the next, so that nothing overlaps.",
     ),
     Bug(
@@ -138,63 +135,63 @@ BUGS = (
     ),
     Bug(
         "graph-with-old-tables",
-        RUNNER,
-        "        self.tables.update(rows, (max(starts) + steps - 1) // self.cache.block_size + 1)\n",
+        PLANS,
+        "    runner.tables.update(rows, (max(starts) + steps - 1) // runner.cache.block_size + 1)\n",
         "",
         "Replays a decode with the tables of some step before.",
     ),
     Bug(
         "last-block-not-sent",
-        RUNNER,
-        "self.tables.update(rows, (max(starts) + steps - 1) // self.cache.block_size + 1)",
-        "self.tables.update(rows, -(-(max(starts) + steps - 1) // self.cache.block_size))",
+        PLANS,
+        "runner.tables.update(rows, (max(starts) + steps - 1) // runner.cache.block_size + 1)",
+        "runner.tables.update(rows, -(-(max(starts) + steps - 1) // runner.cache.block_size))",
         "Sends one block too few when a token is the first of its block.",
     ),
     Bug(
         "chunk-with-old-tables",
-        RUNNER,
-        "        self.tables.update(host.rows, self.cache.blocks_for(int(host.context_lens.max())))\n",
+        PLANS,
+        "    runner.tables.update(host.rows, runner.cache.blocks_for(int(host.context_lens.max())))\n",
         "",
         "Replays a mixed step with the tables of some step before.",
     ),
     Bug(
         "copies-forgotten",
-        RUNNER,
-        "        self.refresh(works)\n        count, rows = len(works), self._stage(works, size)\n",
-        "        count, rows = len(works), self._stage(works, size)\n",
+        PLANS,
+        "        self.runner.refresh(works)\n        count, rows = len(works), self.stage(works, size)\n",
+        "        count, rows = len(works), self.stage(works, size)\n",
         "Replays a decode before the copies and settings that it depends on are made.",
     ),
     Bug(
         "steps-count-the-prompt",
-        RUNNER,
-        "inputs[2, :count] = inputs[1, :count] + 1 - self.rows.prompt_lens[rows]",
+        PLANS,
+        "inputs[2, :count] = inputs[1, :count] + 1 - runner.rows.prompt_lens[rows]",
         "inputs[2, :count] = inputs[1, :count] + 1",
         "Draws by the position of a token where the random numbers go by output tokens.",
     ),
     Bug(
         "old-rows-as-padding",
-        RUNNER,
-        "            inputs[:, count:] = _PADDING\n",
+        PLANS,
+        "        inputs[:, count:] = _PADDING\n",
         "",
         "Leaves the last step's requests in the places that this one pads.",
     ),
     Bug(
         "chunk-taken-for-a-decode",
-        RUNNER,
-        "single = all(work.count == 1 and len(work.takers) == 1 for work in works)",
-        "single = all(work.count == 1 for work in works)",
+        PLANS,
+        "return all(work.count == 1 and len(work.takers) == 1 for work in works)",
+        "return all(work.count == 1 for work in works)",
         "Takes a chunk of one token for a decode, and writes a token over the rest of the prompt.",
     ),
     Bug(
         "samples-not-counted",
-        RUNNER,
+        PLANS,
         "samples = sum(max(1, len(work.takers)) + len(work.drafts) for work in works)",
         "samples = len(works)",
         "Looks for room for the requests, though one may take many samples.",
     ),
     Bug(
         "masks-come-too-late",
-        RUNNER,
+        PLANS,
         "inside = captured(plan) and not masked",
         "inside = captured(plan)",
         "Samples inside the graph, where the masks are still to come.",
@@ -208,9 +205,9 @@ BUGS = (
     ),
     Bug(
         "small-graphs-first",
-        RUNNER,
-        "for size, features in product(reversed(self._sizes), KINDS):",
-        "for size, features in product(self._sizes, KINDS):",
+        PLANS,
+        "for size, features in product(reversed(self.sizes), KINDS):",
+        "for size, features in product(self.sizes, KINDS):",
         "Captures the smallest graph first: none of the others fits into its memory.",
     ),
     Bug(
@@ -275,23 +272,16 @@ BUGS = (
     ),
     Bug(
         "idle-while-a-step-flies",
-        ENGINE,
-        "return super().idle and self._flying is None",
-        "return super().idle",
+        LOOP,
+        "return self.flying is None",
+        "return True",
         "Calls itself idle while a step is on its way.",
-    ),
-    Bug(
-        "masks-before-tokens",
-        ENGINE,
-        "if landing is not None and step is not None and self.masks.wants(step.works):",
-        "if False:",
-        "Fills masks before the tokens that they depend on are known.",
     ),
     Bug(
         "time-counted-twice",
         ENGINE,
-        "        pending.started = max(pending.started, self._landed)\n",
-        "",
+        "now - max(pending.started, self._landed)",
+        "now - pending.started",
         "Counts the time that a step waits behind the one before.",
     ),
     Bug(

@@ -2,19 +2,18 @@
 
 from tests.planted.planting import Bug
 
-RUNNER = "phases/04_continuous/continuous/runner.py"
+VERIFY = "phases/11_speculative/speculative/verify.py"
 SCHEDULER = "phases/04_continuous/continuous/scheduler.py"
 CHUNKED = "phases/07_chunked_prefill/chunked_prefill/scheduler.py"
 SAMPLER = "common/sampling/sampler.py"
 OPS = "common/sampling/ops.py"
-ENGINE = "phases/09_cuda_graphs/cuda_graphs/engine.py"
+LOOPS = "phases/11_speculative/speculative/loops.py"
 SPECULATOR = "phases/11_speculative/speculative/speculator.py"
 CONTROL = "phases/11_speculative/speculative/control.py"
 NGRAM = "phases/11_speculative/speculative/ngram.py"
 SUFFIX = "phases/11_speculative/speculative/suffix.py"
 MODEL = "phases/11_speculative/speculative/draft_model.py"
 HEAD = "phases/11_speculative/speculative/head.py"
-GRAPHS = "phases/09_cuda_graphs/cuda_graphs/runner.py"
 CHUNK = "phases/09_cuda_graphs/cuda_graphs/chunk_graph.py"
 REJECTION = "phases/11_speculative/speculative/rejection.py"
 STATS = "phases/11_speculative/speculative/stats.py"
@@ -30,7 +29,7 @@ SYNTHETIC = "phases/11_speculative/speculative/synthetic.py"
 BUGS = (
     Bug(
         "compares-with-the-next-place",
-        RUNNER,
+        VERIFY,
         "sampled[right] == drafts[right]:",
         "sampled[right + 1] == drafts[right]:",
         "Compares a draft with what was sampled behind it.",
@@ -58,9 +57,9 @@ BUGS = (
     ),
     Bug(
         "guesses-before-it-knows",
-        ENGINE,
-        "        if self.scheduler.drafter.waits:\n            self._finish_half()",
-        "        if False:\n            self._finish_half()",
+        LOOPS,
+        "            self.inner.land(engine)\n        self.inner.advance(engine)\n\n    def land",
+        "            pass\n        self.inner.advance(engine)\n\n    def land",
         "Schedules a step while the tokens that drafts depend on are on their way.",
     ),
     Bug(
@@ -287,7 +286,7 @@ BUGS = (
     Bug(
         "asked-for-drafts-not-dropped",
         SCHEDULER,
-        "        if computed and (work.drafts or self.drafter.waits):\n"
+        "        if computed and self.drafter is not NO_DRAFTS:\n"
         "            self.drafter.landed(work, accepted)\n",
         "",
         "Never tells the drafter what became of its drafts.",
@@ -315,7 +314,7 @@ BUGS = (
     ),
     Bug(
         "drafts-one-place-too-early",
-        "phases/09_cuda_graphs/cuda_graphs/verify_graph.py",
+        "phases/11_speculative/speculative/verify_graph.py",
         "drafts[end - len(work.drafts) : end] = work.drafts",
         "drafts[end - len(work.drafts) - 1 : end - 1] = work.drafts",
         "Puts the drafts in a graph in the place of the newest token and behind it.",

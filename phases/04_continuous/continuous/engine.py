@@ -6,12 +6,10 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from itertools import count
-
-import torch
-from torch.profiler import record_function
+from typing import Any, final
 
 from common import events
 from common.errors import NotANumber, UserError, integer, text
@@ -23,10 +21,12 @@ from common.sampling.ops import NAN_TOKEN
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from continuous.messages import Abort, Add, Output
-from continuous.runner import Forwarded, Pending, RequestError, Runner, Token
+from continuous.runner import Forwarded, Pending, RequestError, Results, Runner, Token
 from continuous.scheduler import Scheduler
-from continuous.seams import NO_MASKS, Landed, Masks
+from continuous.seams import NO_MASKS, InTurn, Journal, Loop, Masks
 from continuous.stats import Stats as Stats
+from continuous.stats import marked
+from continuous.streams import stream
 from continuous.work import Work
 
 log = logging.getLogger(__name__)
@@ -35,10 +35,11 @@ WAIT = 0.005
 """Seconds that an engine sleeps which has nothing to do but to wait for a grammar."""
 MOST_LOOKS = 64
 """Requests that wait for their grammar and are looked at in a step; if there are more, they take turns."""
-STEP = "step: "
-"""Begins the name of the range around a step in a profile; the rest is "prefill" or "decode"."""
+CHECK_SECONDS = 60.0
+"""An engine that falls idle checks its books, but not more often than this."""
 
 
+@final
 class Engine:
     """Continuous batching around a scheduler and a runner.
 
@@ -50,6 +51,10 @@ class Engine:
         runner: computes it.
         tokenizer: needed for stop strings only; the engine speaks token ids.
         masks: which tokens may be chosen; a later phase brings grammars.
+
+    cache: the scheduler's, of the class that has been brought.
+    loop: what a step is. journal: hears what happens.
+    ledger, rehearsal_seconds: how `build` of phase 05 divides the memory, and how long the start takes.
     """
 
     def __init__(
@@ -61,17 +66,24 @@ class Engine:
         masks: Masks = NO_MASKS,
     ) -> None:
         self.scheduler, self.runner, self.tokenizer, self.masks = scheduler, runner, tokenizer, masks
+        self.cache: Any = scheduler.cache
+        self.loop: Loop = InTurn()
+        self.journal = Journal()
+        self.ledger: Any = None
+        self.rehearsal_seconds = 0.0
         self.config = runner.model.config
         self.max_len = scheduler.rows.max_len
         self.stats = Stats()
         self._ids = count()
         self._seeds = random.Random()
-        self._inbox: deque[Add | Abort] = deque()
+        self.inbox: deque[Add | Abort] = deque()
         self._held: deque[list[Request]] = deque()  # not in line yet: what they need is being made
-        self._outputs: list[Output] = []
-        self._sinks: dict[Request, deque[Output]] = {}
-        self._whole = Uninterrupted()
+        self.outputs: list[Output] = []  # that no step has returned yet
+        self.sinks: dict[Request, deque[Output]] = {}  # of streams
+        self._whole, self._marks = Uninterrupted(), ExitStack()
         self._interrupt: BaseException | None = None
+        self._landed = 0.0  # when the newest results came
+        self._last_check = time.monotonic()
 
     # Requests.
 
@@ -100,7 +112,7 @@ class Engine:
             UserError: it can never be served.
         """
         requests = self._prepare(prompt, params, index, integer("priority", priority), text("salt", salt))
-        self._inbox.append(Add(requests))
+        self.inbox.append(Add(requests))
         return requests
 
     def abort(self, request: Request) -> None:
@@ -109,7 +121,7 @@ class Engine:
         Requests that have ended stay as they are. Of a request with `n > 1`, samples that still wait for this
         one to compute their prompt end with it. Any thread may call this.
         """
-        self._inbox.append(Abort(request))
+        self.inbox.append(Abort(request))
 
     def _prepare(
         self, prompt: Sequence[int], params: SamplingParams, index: int, priority: int = 0, salt: str = ""
@@ -134,8 +146,8 @@ class Engine:
 
     def take_in(self) -> None:
         """Carry out what was added and aborted since the last step; a step begins with this."""
-        while self._inbox:
-            command = self._inbox.popleft()
+        while self.inbox:
+            command = self.inbox.popleft()
             if isinstance(command, Add):
                 self._enter(command.requests)
             else:
@@ -150,8 +162,7 @@ class Engine:
             ready = all([self.masks.ready(request) for request in requests])
         except UserError as error:
             for request in requests:
-                request.error = error
-                self._end(request, "error", time.perf_counter())
+                self.end(request, "error", error)
             return
         if not ready:
             self._held.append(requests)
@@ -160,20 +171,23 @@ class Engine:
             return
         if requests[0].limit > requests[0].prompt_len:
             self.scheduler.add(requests)
+            self.journal.entered(requests)
             return
         for request in requests:  # max_tokens is 0
-            self._end(request, "length", time.perf_counter())
+            self.end(request, "length")
 
     def _abort(self, request: Request) -> None:
         if request.finish_reason is None:
+            self.journal.left(request)
             for member in [request, *request.siblings]:
                 if member.finish_reason is None:
-                    self._end(member, "abort", time.perf_counter())
+                    self.end(member, "abort")
 
     @property
     def idle(self) -> bool:
         """Whether a step would have nothing to do and nothing to tell."""
-        return not self._inbox and not self._held and self.scheduler.idle and not self._outputs
+        empty = not (self.inbox or self._held or self.outputs)
+        return empty and self.scheduler.idle and self.loop.idle
 
     # Steps.
 
@@ -182,33 +196,22 @@ class Engine:
 
         Ctrl-C is raised at its end, when the books balance: what has come out is told by the next step.
         """
-        with self._whole:
+        with self._whole, self._marks:
             self.take_in()
-            self.advance()
-            if self._held and self.scheduler.idle and not self._outputs:
+            self.loop.advance(self)
+            if self._held and self.scheduler.idle and not self.outputs:
                 time.sleep(WAIT)  # nobody else has anything to do either
         return self.drain()
 
     def schedule(self) -> list[Work]:
-        """Decide the next step."""
-        return self.scheduler.schedule()
-
-    def advance(self) -> None:
-        """Schedule a step, compute it, and wait for it."""
-        works = self.schedule()
-        if not works and not self.scheduler.idle:
+        """Decide the next step, and mark it up to the end of `step`."""
+        works = self.scheduler.schedule()
+        if not works and self.loop.idle and not self.scheduler.idle:
             raise AssertionError("requests are left, but the scheduler finds nothing to do")
-        with self.marked(works):
-            pending = self.launch(works)
-            if pending is not None:
-                self.collect(pending)
-
-    @staticmethod
-    def marked(works: Sequence[Work]) -> AbstractContextManager[object]:
-        """A range around a step for PyTorch's profiler, and nothing while nobody profiles."""
-        if not works or not torch._C._autograd._profiler_enabled():
-            return nullcontext()
-        return record_function(STEP + ("decode" if all(work.count == 1 for work in works) else "prefill"))
+        self.journal.scheduled(works)
+        if (mark := marked(works)) is not None:
+            self._marks.enter_context(mark)
+        return works
 
     def launch(self, works: list[Work]) -> Pending | None:
         """Hand one step to the device. None if there is nothing to do or the step failed."""
@@ -247,8 +250,7 @@ class Engine:
             pending.prompts = self.runner.read_prompts(step)
             for request, error in self.masks.take_failed():  # as if they were aborted now
                 if request.finish_reason is None:
-                    request.error = error
-                    self._end(request, "error", time.perf_counter())
+                    self.end(request, "error", error)
         except BaseException as error:
             self.fail(step.works, error)
             if not isinstance(error, Exception):
@@ -257,8 +259,14 @@ class Engine:
         pending.started = step.started
         return pending
 
-    def collect(self, pending: Pending, first: Callable[[Landed], None] | None = None) -> None:
-        """Wait for a step, tell `first` its tokens, deal them out; one that fails ends its own requests."""
+    def collect(self, pending: Pending) -> None:
+        """Wait for a step and append its tokens to their requests. A step that fails ends only its own."""
+        results = self.wait(pending)
+        if results is not None:
+            self.deal(pending, results)
+
+    def wait(self, pending: Pending) -> Results | None:
+        """Wait for the tokens of a step; None if it failed."""
         try:
             results = pending.get()
             for part in pending.prompts:
@@ -267,12 +275,17 @@ class Engine:
             self.fail(pending.works, error)
             if not isinstance(error, Exception):
                 raise
-            return
+            return None
         now = time.perf_counter()
-        self._clock(pending, now)
-        self._interrupt = None
-        if first is not None:
-            first(pending.by_request(results))
+        # Where steps overlap, a step's time begins when the one before it has ended.
+        self.stats.end(pending.works, now - max(pending.started, self._landed))
+        self._landed = now
+        return results
+
+    def deal(self, pending: Pending, results: Results) -> None:
+        """Append the tokens of a step to their requests."""
+        self.journal.landed(pending.works, results)
+        now, self._interrupt = self._landed, None
         result = iter(results)
         for work in pending.works:
             accepted, ended = 0, []
@@ -284,8 +297,7 @@ class Engine:
                         ended.append(request)
                     accepted = max(0, len(request.tokens) - known - 1)
                     if work.certain and request.finish_reason is None and accepted < len(work.drafts):
-                        request.error = RuntimeError("a token that was certain to come did not")
-                        self._end(request, "error", now)
+                        self.end(request, "error", RuntimeError("a token that was certain to come did not"))
             self.scheduler.land(work, accepted=accepted if work.drafts else 0)
             for request in ended:
                 self.scheduler.leave(request)
@@ -296,12 +308,11 @@ class Engine:
         """Append what was sampled for a request, up to its end; returns whether it is still to leave."""
         for token, logprob in tokens:
             if token == NAN_TOKEN:
-                request.error = NotANumber("the model's logits for this request are not a number (NaN)")
                 self.runner.attention.wipe(request.row)
-                self._end(request, "error", now)
+                self.end(request, "error", NotANumber("the model's logits for this request are NaN"))
                 return False
             if not request.params.max_tokens:  # only its prompt was wanted
-                self._outputs.append(Output(request, None, "length", now))
+                self.outputs.append(Output(request, None, "length", now))
                 request.finish_reason, request.finished = "length", now
                 return True
             request.tokens.append(token)
@@ -319,7 +330,7 @@ class Engine:
                     request.error, reason = error, "error"
                     if not isinstance(error, Exception):
                         self._interrupt = error  # raised when everybody has theirs
-            self._outputs.append(Output(request, token, reason, now, logprob, text))
+            self.outputs.append(Output(request, token, reason, now, logprob, text))
             if reason is not None:
                 request.finish_reason, request.finished = reason, now
                 return True
@@ -328,29 +339,40 @@ class Engine:
     def fail(self, works: Sequence[Work], error: BaseException) -> None:
         """End the requests of a step that raised; what they hold is released and nothing is committed."""
         log.error("a step failed, and with it %d requests", len(works), exc_info=error)
-        now = time.perf_counter()
         for work in works:
             self.scheduler.land(work, computed=False)
             for request in dict.fromkeys((work.request, *work.takers, *work.request.siblings)):
                 if request.finish_reason is None:
-                    request.error = error
-                    self._end(request, "error", now)
+                    self.end(request, "error", error)
+        self.journal.failed(error)
 
     def drain(self) -> list[Output]:
-        """What has come out since the last call, in order; streams get theirs as well."""
-        outputs, self._outputs = self._outputs, []
+        """What has come out since the last call, in order; streams get theirs as well.
+
+        An engine that has fallen idle has the time to check its books.
+        """
+        if self.scheduler.idle and time.monotonic() - self._last_check >= CHECK_SECONDS:
+            self.check_integrity()
+        outputs, self.outputs = self.outputs, []
         for output in outputs:
-            sink = self._sinks.get(output.request)
+            sink = self.sinks.get(output.request)
             if sink is not None:
                 sink.append(output)
         return outputs
 
-    def _end(self, request: Request, reason: FinishReason, now: float) -> None:
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` unless the books balance. It reads all of them: not for every step."""
+        self._last_check = time.monotonic()
+        self.scheduler.check_integrity()
+
+    def end(self, request: Request, reason: FinishReason, error: BaseException | None = None) -> None:
         """End a request without a token."""
+        now = time.perf_counter()
         request.finish_reason, request.finished = reason, now
+        request.error = error or request.error
         self.scheduler.leave(request)
         text = request.text.advance(None, reason)[1] if request.text is not None else None
-        self._outputs.append(Output(request, None, reason, now, None, text))
+        self.outputs.append(Output(request, None, reason, now, None, text))
 
     # Front.
 
@@ -366,36 +388,8 @@ class Engine:
         groups = [self._prepare(*pair, index) for index, pair in enumerate(pairs)]
         for _, settings in pairs:
             self.masks.settle(settings)  # this caller has nothing else to do, and wants to be told
-        return self._stream(groups)
-
-    def _stream(self, groups: list[list[Request]]) -> Iterator[TokenEvent]:
-        mine: deque[Output] = deque()
-        requests = [request for group in groups for request in group]
-        left, gone = set(requests), set(requests)
-        try:
-            self._sinks.update((request, mine) for request in requests)
-            self._inbox.extend(Add(group) for group in groups)
-            while left:
-                if not mine:
-                    outputs = self.step()
-                    # What belongs to nobody's stream is for whoever calls `step` next.
-                    self._outputs[:0] = [o for o in outputs if o.request not in self._sinks]
-                while mine:
-                    request, token, reason, now, logprob, text = mine.popleft()
-                    if reason is not None:
-                        left.discard(request)
-                    yield TokenEvent(request.index, token, reason, now, logprob, request.sample, text)
-        finally:
-            for request in requests:
-                self._sinks.pop(request, None)
-                if request.finish_reason is None:
-                    self.abort(request)
-            self.take_in()  # this thread runs the steps: what is left can end at once
-            self._outputs = [o for o in self._outputs if o.request not in gone]  # nobody reads these any more
+        return stream(self, groups)
 
     def generate(self, prompts: Sequence[Sequence[int]], params: Params) -> list[Completion]:
         """Generate for all prompts and wait for the last; completions in (prompt, sample) order."""
         return events.generate(self, prompts, params)
-
-    def _clock(self, pending: Pending, now: float) -> None:
-        self.stats.end(pending.works, now - pending.started)

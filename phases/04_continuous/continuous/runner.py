@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice, takewhile
 from operator import attrgetter
-from typing import Protocol
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from common.events import Logprob
 from common.request import Request
 from common.sampling.sampler import Allowed, Feature, Plan, Sampled, Sampler
-from continuous.batch import Batch, HostBatch, upload
+from continuous.batch import Batch, HostBatch
 from continuous.prompt_logprobs import PromptPart, PromptReader
 from continuous.rows import Rows
 from continuous.work import Work
@@ -26,10 +24,8 @@ _by_row = attrgetter("row")
 
 Token = tuple[int, Logprob | None]
 """A sampled token, and its log-probabilities if they were asked for."""
-
-
-Agree = Callable[[Sequence[int], Sequence[int]], int]
-"""How many drafts count as right, given what was sampled in their places and behind them."""
+Results = Sequence[Sequence[Token]]
+"""The tokens of a step: for each taker of each work, in order, those that it gets."""
 
 
 class BatchAttention(Protocol):
@@ -56,6 +52,24 @@ class RequestError(Exception):
         self.request = request
 
 
+class OneToken:
+    """What each taker of a step gets: one token. A later phase guesses several, and verifies them."""
+
+    def write(self, works: Sequence[Work]) -> None:
+        """Write the drafts of a step into the rows, before it runs."""
+
+    def before(self, works: Sequence[Work]) -> Tensor | None:
+        """Return the drafts before each sample, for `Sampler.sample`."""
+        return None
+
+    def accepted(self, works: Sequence[Work], tokens: Sequence[Token]) -> Results:
+        """Deal out what was sampled, in order."""
+        return [[token] for token in tokens]
+
+
+ONE_TOKEN = OneToken()
+
+
 class Pending:
     """A step that the device may still be working on. `get` is the only place where the host waits for it.
 
@@ -64,44 +78,14 @@ class Pending:
     prompts: what it tells of prompts, for those who asked.
     """
 
-    def __init__(self, works: Sequence[Work], sampled: Sampled | None, agree: Agree | None = None) -> None:
-        self.works, self.started, self.agree = works, 0.0, agree or agreeing
+    def __init__(self, works: Sequence[Work], sampled: Sampled | None, extra: OneToken = ONE_TOKEN) -> None:
+        self.works, self.started, self.extra = works, 0.0, extra
         self.prompts: Sequence[PromptPart] = ()
         self._arriving = None if sampled is None else sampled.to_host()  # starts the copy, does not wait
 
-    def get(self) -> list[list[Token]]:
-        """Wait for the step; for each taker of each work, in order, the tokens that it gets.
-
-        That is one, but for a work with drafts: every draft that is what was sampled in its place, and the
-        token sampled after the last of these.
-        """
-        if self._arriving is None:
-            return []
-        tokens = self._arriving.get()
-        if not any(work.drafts for work in self.works):
-            return [[token] for token in tokens]
-        return list(self._accepted(iter(tokens)))
-
-    def by_request(self, results: Sequence[Sequence[Token]]) -> dict[Request, list[int]]:
-        """The tokens that `get` has given, without their log-probabilities, up to one that is none."""
-        takers = [request for work in self.works for request in work.takers]
-        known = [[token for token, _ in takewhile(lambda found: found[0] >= 0, given)] for given in results]
-        return dict(zip(takers, known, strict=True))
-
-    def _accepted(self, tokens: Iterator[Token]) -> Iterator[list[Token]]:
-        for work in self.works:
-            for _ in work.takers:
-                sampled = list(islice(tokens, len(work.drafts) + 1))
-                right = self.agree([token for token, _ in sampled], work.drafts) if work.drafts else 0
-                yield sampled[: right + 1]
-
-
-def agreeing(sampled: Sequence[int], drafts: Sequence[int]) -> int:
-    """Verify drafts: how many of the first are what was sampled in their places, which is the truth."""
-    right = 0
-    while right < len(drafts) and sampled[right] == drafts[right]:
-        right += 1
-    return right
+    def get(self) -> Results:
+        """Wait for the step, and return its tokens."""
+        return () if self._arriving is None else self.extra.accepted(self.works, self._arriving.get())
 
 
 @dataclass
@@ -111,12 +95,26 @@ class Forwarded:
     works: in the order of the batch.
     hidden: `[T, hidden]`.
     started: `time.perf_counter()` when the engine began the step.
+    rest: the second half, where a plan has its own; it takes what `Runner.sample` is given.
     """
 
     works: Sequence[Work]
     batch: Batch
     hidden: Tensor
     started: float = 0.0
+    rest: Callable[[Tensor | Allowed | None], Pending] | None = None
+
+
+class StepPlan(Protocol):
+    """Runs certain steps in a faster way; a later phase brings plans."""
+
+    def takes(self, works: Sequence[Work], masked: bool) -> Any | None:
+        """Return a ticket for `run`, or None to leave the step to the next plan."""
+        ...
+
+    def run(self, works: Sequence[Work], ticket: Any) -> Forwarded:
+        """Refresh, and run the first half of a step that the plan takes."""
+        ...
 
 
 class Runner:
@@ -128,10 +126,12 @@ class Runner:
         rows: where the tokens are.
         sampler: what chooses the tokens; a later phase brings kernels.
 
-    agree: which drafts are right; whoever replaces it changes the text.
+    plans: asked for each step in this order; the eager way comes last.
+    extra: says what each taker gets of a step; replacing it may change the text.
     last: the first half of the newest step, whose hidden states are good until the next one.
     """
 
+    plans: Sequence[StepPlan] = ()
     last: Forwarded | None = None
 
     def __init__(
@@ -139,7 +139,7 @@ class Runner:
     ) -> None:
         self.model, self.attention, self.rows = model, attention, rows
         self.sampler = sampler(rows.count, model.config.vocab_size, model.device)
-        self.agree: Agree = agreeing
+        self.extra = ONE_TOKEN
         self.prompts = PromptReader()
 
     def run(self, works: Sequence[Work]) -> Pending:
@@ -152,14 +152,23 @@ class Runner:
 
         masked: the second half will be given masks. (A graph that does both halves at once must know.)
         """
+        for plan in self.plans:
+            if (ticket := plan.takes(works, masked)) is not None:
+                self.last = plan.run(works, ticket)
+                break
+        else:
+            self.last = self.eager(works)
+        return self.last
+
+    def eager(self, works: Sequence[Work]) -> Forwarded:
+        """Run the first half of any step, one operation after the other."""
         # In the order of their rows, so that neighbours in the cache are neighbours in the batch.
         works = sorted(works, key=_by_row)
         self.refresh(works)
         batch = self.prepare(works)
         self.attention.begin(batch)
         hidden = self.model(batch.input_ids, batch.positions, self.attention)  # [T, hidden]
-        self.last = Forwarded(works, batch, hidden)
-        return self.last
+        return Forwarded(works, batch, hidden)
 
     @torch.inference_mode()
     def sample(self, step: Forwarded, allowed: Tensor | Allowed | None = None) -> Pending:
@@ -167,18 +176,20 @@ class Runner:
 
         allowed: see `Sampler.sample`; None: every token may be chosen.
         """
+        if step.rest is not None:
+            return step.rest(allowed)
         batch = step.batch
         rows_host = batch.host.sample_rows.tolist()
         if not rows_host:
             return Pending(step.works, None)
         plan = self.sampler.plan(rows_host)
         logits = self.logits(step.hidden[batch.sample_at], plan)  # [S, V], not [T, V]
-        drafts = self._drafts(step.works) if Feature.PENALTIES in plan.features else None
+        drafts = self.extra.before(step.works) if Feature.PENALTIES in plan.features else None
         sampled = self.sampler.sample(
             logits, batch.sample_rows, rows_host, batch.sample_steps, plan, allowed=allowed, drafts=drafts
         )
         self.rows.tokens[batch.sample_rows, batch.sample_positions] = sampled.tokens
-        return Pending(step.works, sampled, self.agree)
+        return Pending(step.works, sampled, self.extra)
 
     def logits(self, hidden: Tensor, plan: Plan) -> Tensor:
         """Logits of the hidden states `[S, hidden]` that are sampled: `[S, V]` float32."""
@@ -188,43 +199,17 @@ class Runner:
         """What a step tells of the prompts of those who asked; before the next `forward`."""
         return self.prompts.read(step.works, step.hidden, self.model.logits, self.rows.count)
 
-    def _drafts(self, works: Sequence[Work]) -> Tensor | None:
-        """`[S, K]` for `Sampler.sample`: the drafts before each sample; None if there are none at all."""
-        if not any(work.drafts for work in works):
-            return None
-        lines = [
-            work.drafts[:place]
-            for work in works
-            for _ in work.takers
-            for place in range(len(work.drafts) + 1)
-        ]
-        before = np.full((len(lines), max(map(len, lines)) + 1), -1)  # the last column ends the longest
-        for line, drafts in zip(before, lines, strict=True):
-            line[: len(drafts)] = drafts
-        return upload(self.rows.tokens.device, {"before": before})["before"]
-
     def refresh(self, works: Sequence[Work]) -> None:
         """Before a step: hand over what the device does not know of its requests yet.
 
-        That is the tokens and settings of those that got a row since the last step, and drafts.
+        That is the tokens and settings of those that got a row since the last step.
         """
         for request in self.rows.upload():
             try:
                 self.set_row(request)
             except Exception as error:
                 raise RequestError(request) from error
-        drafted = [work for work in works if work.drafts]
-        if drafted:
-            lens = [len(work.drafts) for work in drafted]
-            ends = np.cumsum(lens)
-            first = np.repeat([work.start + work.count for work in drafted] - ends, lens)
-            columns = {
-                "rows": np.repeat([work.row for work in drafted], lens),
-                "positions": first + np.arange(ends[-1]),
-                "tokens": np.concatenate([work.drafts for work in drafted]),
-            }
-            moved = upload(self.rows.tokens.device, columns)
-            self.rows.tokens[moved["rows"], moved["positions"]] = moved["tokens"]
+        self.extra.write(works)
 
     def set_row(self, request: Request) -> None:
         """Tell the sampler how the request in a row wants its tokens chosen, and see what else it wants."""

@@ -102,15 +102,12 @@ class Scheduler:
                 continue
             end = request.num_computed_tokens + count
             drafts: tuple[int, ...] = ()
-            if drafting:
-                spare = budget - count - self.kept(len(queue) - at)
-                drafts = self._drafts(request, end, spare)
-            if not self.cache.reserve(request, end + len(drafts)):
-                drafts = ()  # nobody loses his place for a guess
-                if not self.cache.reserve(request, end):
-                    preempted = True
-                    if not self.make_room(request, end, queue, at):
-                        continue
+            if not self.cache.reserve(request, end):
+                preempted = True
+                if not self.make_room(request, end, queue, at):
+                    continue
+            elif drafting:
+                drafts = self._drafts(request, end, budget - count - self.kept(len(queue) - at))
             works.append(self._take(request, count, drafts))
             budget -= count + len(drafts)
         if not preempted:  # or the newcomer would take the room that its victim has just lost
@@ -141,14 +138,17 @@ class Scheduler:
         return budget
 
     def _drafts(self, request: Request, end: int, budget: int) -> tuple[int, ...]:
-        """Guesses behind the newest token, which this step computes. None where siblings fork: each of them
-        will go on in its own way.
+        """Return guesses behind the newest token, which this step computes, and reserve room for them.
+
+        None where there is no room, since no request loses its place for a guess; and none where siblings
+        fork: each of them will go on in its own way.
         """
-        newest = len(request.tokens) + (request.placeholders if self.drafter.looks_ahead else 0)
+        newest = len(request.tokens) + request.placeholders
         if end != newest or request.prefilling or request.siblings:
             return ()
         most = min(budget, request.limit - end - 1)  # one token is sampled in any case
-        return tuple(self.drafter.propose(request, most)) if most > 0 else ()
+        drafts = tuple(self.drafter.propose(request, most)) if most > 0 else ()
+        return drafts if drafts and self.cache.reserve(request, end + len(drafts)) else ()
 
     def _take(self, request: Request, count: int, drafts: tuple[int, ...] = ()) -> Work:
         """Write down one work and advance the request by it, drafts included."""
@@ -163,6 +163,10 @@ class Scheduler:
             taker.in_flight += 1
             taker.placeholders += len(drafts) + 1 if certain else 1
         return Work(request, request.row, start, count + len(drafts), drafts, takers, certain)
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` unless the cache's books balance."""
+        self.cache.check()
 
     # Hooks.
 
@@ -235,7 +239,7 @@ class Scheduler:
                 if work.drafts and not work.certain:
                     request.num_computed_tokens = end
                 self.cache.commit(request, end)
-        if computed and (work.drafts or self.drafter.waits):
+        if computed and self.drafter is not NO_DRAFTS:
             self.drafter.landed(work, accepted)
 
     def leave(self, request: Request) -> None:

@@ -1,10 +1,9 @@
-"""Two places where a later phase takes part in a step; here nobody does."""
+"""Places where a later phase takes part in a step, and what stands there in this one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -13,43 +12,33 @@ from common.request import Request
 from common.rules import NO_GRAMMARS
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import Allowed
+from continuous.runner import Results
 from continuous.work import Work
+
+if TYPE_CHECKING:
+    from continuous.engine import Engine
 
 
 class Drafter(Protocol):
     """Guesses the next tokens of a request, to be verified in the step that computes its newest one.
 
     A drafter that derives from this class need not have more than `propose`.
-
-    waits: whether every token must be known before a step is scheduled. While it is, steps do not overlap,
-        and `landed` is told what became of each work.
-    looks_ahead: whether it may also be asked about a request whose newest token is still on its way
-        (`Request.placeholders`). Its drafts then follow that token, and must be certain.
     """
-
-    @property
-    def waits(self) -> bool:
-        """See above."""
-        return False
-
-    @property
-    def looks_ahead(self) -> bool:
-        """See above."""
-        return False
 
     def begin(self, running: Sequence[Request]) -> bool:
         """A step is about to be scheduled; returns whether anybody is to be asked for drafts in it."""
         return True
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
-        """At most `most` token ids that may follow what the request has; none is always right."""
+        """At most `most` token ids that may follow what the request has; none is always right.
+
+        Where the newest token is still on its way (`Request.placeholders`), drafts follow that one and must
+        be certain.
+        """
         ...
 
     def landed(self, work: Work, accepted: int) -> None:
-        """A step has ended well for a work, and `accepted` of its drafts were right.
-
-        Called for works with drafts, and while the drafter `waits` for all.
-        """
+        """A step has ended well for a work, and `accepted` of its drafts were right."""
         return None
 
     def leave(self, request: Request) -> None:
@@ -57,9 +46,55 @@ class Drafter(Protocol):
         return None
 
 
-Landed = Mapping[Request, Sequence[int]]
-"""Tokens that have been sampled for requests."""
-NOBODYS: Landed = MappingProxyType({})
+class Loop(Protocol):
+    """Advances an engine, step by step; it keeps what is under way."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way."""
+        ...
+
+    def advance(self, engine: Engine) -> None:
+        """Launch the next step, and collect what is due."""
+        ...
+
+    def land(self, engine: Engine) -> None:
+        """Collect all that is under way."""
+        ...
+
+
+class InTurn:
+    """A `Loop` that waits for each step before it schedules the next."""
+
+    idle = True
+
+    def advance(self, engine: Engine) -> None:
+        """Launch a step, and collect it."""
+        pending = engine.launch(engine.schedule())
+        if pending is not None:
+            engine.collect(pending)
+
+    def land(self, engine: Engine) -> None:
+        """Nothing is under way."""
+
+
+class Journal:
+    """Hears what happens in an engine, in order. This one forgets it; a later phase tells other processes."""
+
+    def entered(self, requests: Sequence[Request]) -> None:
+        """The samples of a prompt stand in line."""
+
+    def left(self, request: Request) -> None:
+        """A request is aborted."""
+
+    def scheduled(self, works: Sequence[Work]) -> None:
+        """A step has been decided."""
+
+    def landed(self, works: Sequence[Work], results: Results) -> None:
+        """The tokens of a step have come."""
+
+    def failed(self, error: BaseException) -> None:
+        """A step has failed, and its requests have ended."""
 
 
 class Masks(Protocol):
@@ -90,15 +125,6 @@ class Masks(Protocol):
 
     def wants(self, works: Sequence[Work]) -> bool:
         """Whether any taker of these works is constrained. If so, `fill` must know every token before."""
-        ...
-
-    def begin(self, works: Sequence[Work], landed: Landed = NOBODYS) -> bool:
-        """Begin what `fill` will be asked for, now that every token before is known. No need to call it.
-
-        landed: those of them that requests have not been given yet.
-
-        Returns whether it is done already, so that nobody would wait for it.
-        """
         ...
 
     def fill(self, works: Sequence[Work]) -> Tensor | Allowed | None:
@@ -140,10 +166,6 @@ class NoMasks:
     def wants(self, works: Sequence[Work]) -> bool:
         """Never."""
         return False
-
-    def begin(self, works: Sequence[Work], landed: Landed = NOBODYS) -> bool:
-        """Not asked for."""
-        return True
 
     def fill(self, works: Sequence[Work]) -> None:
         """Not asked for."""

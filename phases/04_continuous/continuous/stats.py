@@ -1,9 +1,13 @@
-"""What an engine has done."""
+"""What an engine has done, and marks around its steps for a profile."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+
+import torch
+from torch.profiler import record_function
 
 from continuous.work import Work
 
@@ -38,3 +42,14 @@ class Stats:
         else:
             self.decode_tokens += tokens
             self.decode_seconds += seconds
+
+
+STEP = "step: "
+"""Begins the name of the range around a step in a profile; the rest is "prefill" or "decode"."""
+
+
+def marked(works: Sequence[Work]) -> AbstractContextManager[object] | None:
+    """Return a range around a step for PyTorch's profiler; None while there is no profiler."""
+    if not works or not torch._C._autograd._profiler_enabled():
+        return None
+    return record_function(STEP + ("decode" if all(work.count == 1 for work in works) else "prefill"))

@@ -12,9 +12,8 @@ from paged_cache.allocator import BlockAllocator
 from paged_cache.attention import PagedAttention, PagedBatch, TorchPagedAttention
 from paged_cache.build import Preset, build
 from paged_cache.cache import PagedCache
-from paged_cache.engine import PagedEngine
 from paged_cache.memory import Ledger
-from paged_cache.parts import Feature, Loader, PagedSizes, Parts, Recipe
+from paged_cache.parts import Feature, Loader, PagedEngine, PagedSizes, Parts, Recipe
 from paged_cache.pool import BlockPool, KVFormat, LayerCache
 from paged_cache.runner import PagedRunner
 from paged_cache.scheduler import PagedScheduler

@@ -17,9 +17,8 @@ from continuous.policies import POLICIES
 from continuous.rows import Rows
 from forward.loading import load_model
 from forward.model import Model
-from paged_cache.engine import PagedEngine
 from paged_cache.memory import plan_cache
-from paged_cache.parts import Feature, Loader, PagedSizes, Parts, Recipe
+from paged_cache.parts import Feature, Loader, PagedEngine, PagedSizes, Parts, Recipe
 from paged_cache.pool import BlockPool
 
 
@@ -90,7 +89,10 @@ def make(parts: Parts) -> PagedEngine:
         loaded.config, ledger.blocks, block_size, device=loaded.device, dtype=loaded.dtype, kv=parts.kv
     )
     runner = parts.runner(loaded, parts.attention(pool), rows, cache, sampler=parts.sampler)
-    engine = parts.engine(scheduler, runner, ledger, parts.tokenizer, masks=parts.masks)
+    engine = PagedEngine(scheduler, runner, parts.tokenizer, masks=parts.masks)
+    engine.ledger = ledger
+    for loop in parts.loops.values():
+        engine.loop = loop(engine)
     for call in parts.finish:
         call(engine)
     if parts.rehearse is not None:  # what is rehearsed is complete

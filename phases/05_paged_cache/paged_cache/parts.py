@@ -19,19 +19,21 @@ from common.errors import UserError, integer, number
 from common.options import option
 from common.sampling.sampler import Sampler
 from common.text.tokenizer import Tokenizer
-from continuous.seams import NO_DRAFTS, NO_MASKS, Drafter, Masks
+from continuous.engine import Engine
+from continuous.seams import NO_DRAFTS, NO_MASKS, Drafter, Loop, Masks
 from continuous.sizes import Sizes
 from forward.loading import Linears
 from forward.model import Model
 from forward.surgery import clone
 from paged_cache.attention import PagedAttention, TorchPagedAttention
 from paged_cache.cache import PagedCache
-from paged_cache.engine import PagedEngine
 from paged_cache.memory import Ledger
 from paged_cache.pool import BlockPool, KVFormat
 from paged_cache.runner import PagedRunner
 from paged_cache.scheduler import PagedScheduler
 
+PagedEngine = Engine
+"""One over a block pool: its cache is a `PagedCache`."""
 MOST_BLOCK = 1 << 16
 
 
@@ -61,7 +63,9 @@ class Parts:
     model: owned by the builder, unless `borrowed`: then its layers belong to somebody else.
     sizes: what the caller asked for; `usual` what features suggest instead of None.
     kv: how keys and values are stored.
-    cache, scheduler, attention, sampler, runner, engine: what `build` calls to make each of them.
+    cache, scheduler, attention, sampler, runner: what `build` calls to make each of them.
+    loops: called in this order with the new engine; each makes its loop, perhaps around the one it has.
+    plans: what a runner with plans calls, in this order, to make each; see `continuous.runner.StepPlan`.
     drafter, masks: objects that take part in steps.
     reserve: asked after all features are installed how many bytes to leave free.
     agree: has the last word on the memory plan.
@@ -79,13 +83,14 @@ class Parts:
     attention: Callable[[BlockPool], PagedAttention] = TorchPagedAttention
     sampler: type[Sampler] = Sampler
     runner: Callable[..., PagedRunner] = PagedRunner
-    engine: Callable[..., PagedEngine] = PagedEngine
+    loops: dict[str, Callable[[PagedEngine], Loop]] = field(default_factory=dict)
+    plans: dict[str, Callable[..., Any]] = field(default_factory=dict)
     drafter: Drafter = NO_DRAFTS
     masks: Masks = NO_MASKS
     reserve: list[Callable[[Parts], int]] = field(default_factory=list)
     agree: Callable[[Ledger], Ledger] | None = None
     rehearse: Callable[[PagedEngine], float] | None = None
-    finish: list[Callable[[PagedEngine], None]] = field(default_factory=list)
+    finish: list[Callable[[PagedEngine], object]] = field(default_factory=list)
     tokenizer: Tokenizer | None = None
     usual: dict[str, int] = field(default_factory=lambda: {"max_rows": 64, "block_size": 16})
     features: dict[str, Feature] = field(default_factory=dict)

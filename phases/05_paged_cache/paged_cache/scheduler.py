@@ -88,3 +88,10 @@ class PagedScheduler(Scheduler):
             if sibling.row >= 0:
                 self.rows.release(sibling)
         super().leave(request)
+
+    def check_integrity(self) -> None:
+        """Also: every block has exactly the users that hold it, and none is held while nothing runs."""
+        super().check_integrity()
+        held = self.cache.allocator.count - self.cache.free
+        if self.idle and held:
+            raise AssertionError(f"idle, but {held} blocks are not free")

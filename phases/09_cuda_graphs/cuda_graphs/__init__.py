@@ -8,14 +8,14 @@ from typing import Any
 
 from chunked_prefill import Chunked
 from continuous import llm
-from cuda_graphs.engine import OverlapEngine, RunAhead
 from cuda_graphs.feature import Graphs, Latency, Overlap
+from cuda_graphs.overlap import Overlapped
 from forward.model import Model
 from paged_cache import PagedEngine, Preset
 from prefix_cache import Prefix
 from triton_paged_attention import Kernels
 
-__all__ = ["LLM", "PRESET", "Graphs", "Latency", "Overlap", "OverlapEngine", "RunAhead", "load"]
+__all__ = ["LLM", "PRESET", "Graphs", "Latency", "Overlap", "Overlapped", "load"]
 
 PRESET = Preset(
     on=[Chunked, Prefix, Overlap],

@@ -57,20 +57,6 @@ def fills(full: int, works: Sequence[Work], longest: int) -> bool:
     return sum(work.count for work in works) >= FULL * full and max(ends, default=0) < longest
 
 
-def verify_sizes(most_rows: int, most_drafts: int) -> dict[int, list[int]]:
-    """For each number of requests the token counts of steps that verify drafts: 2, 4, 8, ... a request.
-
-    Beyond `MOST_VERIFIED` tokens in all a step is so long that sampling outside of its graph is no matter.
-    """
-    lengths = [length for length in (2, 4, 8, 16) if length < most_drafts + 1] + [most_drafts + 1]
-    rows = [size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size <= most_rows]
-    found = {size: [size * length for length in lengths if size * length <= MOST_VERIFIED] for size in rows}
-    return {size: tokens for size, tokens in found.items() if tokens}
-
-
-MOST_VERIFIED = 512
-
-
 def smallest(sizes: Sequence[int], wanted: int) -> int | None:
     """The smallest of the sorted sizes that holds `wanted`, or None."""
     at = bisect_left(sizes, wanted)

@@ -11,7 +11,7 @@ import torch
 
 from common.errors import UserError, integer
 from common.options import option
-from cuda_graphs.engine import OverlapEngine
+from cuda_graphs.overlap import Overlapped
 from paged_cache import Feature, Parts
 from triton_paged_attention import Kernels
 
@@ -37,24 +37,20 @@ class Graphs(Feature):
         return device.type == "cuda" and _attends(others)
 
     def install(self, parts: Parts) -> None:
-        """Another runner, and memory for what it captures."""
+        """A runner with plans, two of these, and memory for what they capture."""
         if not _attends(parts.features):
             raise UserError(
                 "graphs is True, but must be False without the kernels' attention: torch's attention chooses "
                 "its calls by the lengths of the requests, which a graph cannot"
             )
         from cuda_graphs.memory import graph_bytes
+        from cuda_graphs.plans import ChunkPlan, DecodePlan
         from cuda_graphs.runner import GraphRunner
 
-        parts.bring(
-            self,
-            runner=partial(
-                GraphRunner,
-                most_rows=self.graph_rows,
-                most_tokens=self.graph_tokens,
-                step_tokens=partial(parts.size, "step_tokens"),  # a later feature may have its own
-            ),
-        )
+        parts.bring(self, runner=partial(GraphRunner, plans=parts.plans))
+        steps = partial(parts.size, "step_tokens")  # a later feature may have its own
+        parts.plans["chunks"] = partial(ChunkPlan, most_tokens=self.graph_tokens, step_tokens=steps)
+        parts.plans["decodes"] = partial(DecodePlan, most_rows=self.graph_rows)
         parts.reserve.append(
             lambda whole: graph_bytes(
                 whole.model,
@@ -95,8 +91,8 @@ class Overlap(Feature):
     phase: ClassVar[int] = 9
 
     def install(self, parts: Parts) -> None:
-        """Another engine."""
-        parts.bring(self, engine=OverlapEngine)
+        """Another loop."""
+        parts.loops["overlap"] = lambda engine: Overlapped()
 
 
 def _attends(features: Mapping[str, Feature | None]) -> bool:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from cuda_graphs.buckets import MOST_VERIFIED, chunk_sizes, decode_sizes, full_step, verify_sizes
-from cuda_graphs.decode_graph import CAPTURED, KINDS, logits_dtype
+from cuda_graphs.buckets import chunk_sizes, decode_sizes, full_step
+from cuda_graphs.decode_graph import KINDS
 from forward.model import Model
 from paged_cache.memory import activation_bytes
 
@@ -23,8 +23,6 @@ class Startup:
 
 PER_GRAPH = 8 << 20
 """Nodes and their parameters, kept by the driver."""
-PER_HALF = 1 << 20
-"""The same for a graph of a few nodes."""
 
 
 def graph_bytes(model: Model, rows: int, tokens: int, step_tokens: int) -> int:
@@ -41,19 +39,6 @@ def graph_bytes(model: Model, rows: int, tokens: int, step_tokens: int) -> int:
     step = max(activation_bytes(model, size, rows) for size in (rows, tokens, full))
     chunks = len(chunk_sizes(tokens)) + bool(full) if tokens else 0
     return step + (len(decode_sizes(rows)) * len(KINDS) + 2 * chunks) * PER_GRAPH
-
-
-def verify_bytes(model: Model, rows: int, drafts: int) -> int:
-    """The same for the graphs that verify up to `drafts` drafts of each of up to `rows` requests."""
-    count = sum(len(tokens) for tokens in verify_sizes(rows, drafts).values()) * len(CAPTURED)
-    return activation_bytes(model, MOST_VERIFIED, MOST_VERIFIED) + count * PER_GRAPH
-
-
-def masked_bytes(model: Model, rows: int) -> int:
-    """The same for the second halves of masked decode steps of up to `rows` requests, and what they read."""
-    vocab_size = model.config.vocab_size
-    row = 4 * -(-vocab_size // 32) + vocab_size * logits_dtype(model).itemsize + 8 + 3 * 8
-    return rows * row + len(decode_sizes(rows)) * (1 + len(CAPTURED)) * PER_HALF
 
 
 def free_bytes(device: torch.device) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,6 +19,9 @@ from continuous.batch import upload
 from continuous.runner import Forwarded, Pending
 from continuous.work import Work
 from paged_cache import PagedEngine
+
+if TYPE_CHECKING:  # there is no Triton everywhere
+    from speculative.chain_graph import Chains
 
 
 @dataclass(eq=False, slots=True)
@@ -37,9 +41,9 @@ class Shadow:
 class DraftModel:
     """A `Source`: a model that generates as many tokens as are asked for, for all requests at once."""
 
-    def __init__(self, engine: PagedEngine) -> None:
+    def __init__(self, engine: PagedEngine, chains: Chains | None = None) -> None:
         self.engine, self.runner, self.cache = engine, engine.runner, engine.cache
-        self.rows = engine.scheduler.rows
+        self.rows, self.chains = engine.scheduler.rows, chains  # many steps in one graph, if there are graphs
         self.shadows: dict[Request, Shadow] = {}
 
     def guess(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[tuple[int, ...]]:
@@ -179,12 +183,10 @@ class DraftModel:
 
     def _chain(self, works: list[Work], steps: int) -> HostSampled | None:
         """All steps in one graph, where there is one."""
-        chain = getattr(self.runner, "chain", None)
-        return None if chain is None else chain(works, steps)
+        return None if self.chains is None else self.chains.run(works, steps)
 
     def _step(self, works: list[Work]) -> Pending:
-        step = self._forward(works)
-        return self.runner.sample(step)
+        return self.runner.sample(self._forward(works))
 
     def _forward(self, works: list[Work]) -> Forwarded:
         return self.runner.forward(works)

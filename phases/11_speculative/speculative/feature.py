@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from common.errors import UserError, boolean, choice, integer, number
 from common.options import option
+from cuda_graphs import Graphs
 from forward.loading import load_model
 from forward.model import Model
 from paged_cache import Feature, PagedEngine, PagedSizes, Parts, build
@@ -17,11 +18,16 @@ from quant import Quant
 from speculative.control import Control
 from speculative.draft_model import DraftModel
 from speculative.head import WEIGHTS, HeadSource, load
+from speculative.loops import InGraph, Watcher, watched
 from speculative.ngram import NGrams
 from speculative.speculator import Source, Speculator
 from speculative.suffix import Suffixes
 from speculative.synthetic import Synthetic
 from speculative.taps import Taps
+from speculative.verify import verify
+
+if TYPE_CHECKING:  # there is no Triton everywhere
+    from speculative.chain_graph import Chains, Feed
 
 Kind = Literal["ngram", "suffix", "model", "head", "synthetic", "none"]
 MOST_DRAFTS = 32
@@ -84,7 +90,8 @@ class Speculate(Feature):
         source = self.source(parts)
         speculator = Speculator(source, Control(self.length, adaptive=self.draft_adaptive))
         parts.bring(self, drafter=speculator)
-        parts.finish.append(speculator.attach)
+        parts.finish += [verify, speculator.attach]
+        parts.loops["waiting"] = watched
         SmallSteps(self.length).install(parts)
         if (
             self.draft_ahead
@@ -94,15 +101,16 @@ class Speculate(Feature):
             self._go_ahead(parts, speculator)
 
     def _go_ahead(self, parts: Parts, speculator: Speculator) -> None:
-        """Steps that verify and draft in one graph; the engine is still the overlapping one."""
-        from speculative.ahead import Ahead, AheadEngine, ahead_bytes
+        """Steps that verify and draft in one graph, around those that overlap."""
+        from speculative.ahead import Ahead, ahead_bytes
 
-        def begin(engine: PagedEngine) -> None:
-            assert isinstance(engine, AheadEngine)
-            speculator.ahead = engine.ahead = Ahead(engine, speculator, self.length)
+        def in_graph(engine: PagedEngine) -> InGraph:
+            speculator.ahead = ahead = Ahead(engine, speculator, self.length)
+            drafter = engine.scheduler.drafter
+            assert isinstance(drafter, Watcher)
+            return InGraph(engine.loop, drafter, ahead)
 
-        parts.engine = AheadEngine
-        parts.finish.append(begin)
+        parts.loops["in graph"] = in_graph
         models = 2 if isinstance(speculator.source, DraftModel) else 1
         parts.reserve.append(
             lambda whole: ahead_bytes(whole.model, whole.size("max_rows"), self.length, models=models)
@@ -116,17 +124,28 @@ class Speculate(Feature):
             return Suffixes(self.suffix_bytes)
         if self.drafter == "synthetic":
             return Synthetic(self.draft_accept)
-        shared = {name: parts.features[name] for name in SHARED if name in parts.features}
+        features = [parts.features[name] for name in SHARED if name in parts.features]
+        features.append(SmallSteps(self.length, alone=True))
         if self.drafter == "model":
             assert self.draft_model is not None
-            features = [*shared.values(), SmallSteps(self.length, chained=True)]
-            return DraftModel(draft_engine(parts, self.draft_model, features))
+            engine = draft_engine(parts, self.draft_model, features)
+            return DraftModel(engine, self._chains(parts, engine))
         path = Path(self.draft_model) if self.draft_model else WEIGHTS / "smollm2-head.safetensors"
         head = load(path, parts.model)
         head.room(max(STEP_TOKENS, parts.size("max_rows")))
         taps = Taps(parts.own_model(), head.taps, step_tokens(parts))
-        features = [*shared.values(), SmallSteps(self.length, chained=True)]
-        return HeadSource(draft_engine(parts, head, features), taps)
+        engine = draft_engine(parts, head, features)
+        return HeadSource(engine, taps, self._chains(parts, engine, head.feed))
+
+    def _chains(self, parts: Parts, engine: PagedEngine, feed: Feed | None = None) -> Chains | None:
+        """All steps of a draft behind the first in one graph, where the draft model has graphs."""
+        if self.length == 1 or "graphs" not in parts.features:
+            return None
+        from cuda_graphs.runner import GraphRunner
+        from speculative.chain_graph import Chains
+
+        assert isinstance(engine.runner, GraphRunner)
+        return Chains(engine.runner, self.length - 1, feed)
 
 
 def step_tokens(parts: Parts) -> int:
@@ -138,28 +157,32 @@ def step_tokens(parts: Parts) -> int:
 @dataclass(frozen=True)
 class SmallSteps(Feature):
     """Where there are graphs, they also take steps of a few tokens a request: what has to be verified, and
-    what a draft model has to catch up with. `chained`: and all that it writes ahead, in one. Some GPUs have
-    kernels of their own for such steps.
+    what a draft model has to catch up with. Some GPUs have kernels of their own for such steps.
+
+    drafts: of a request in a step. alone: the engine is a draft model's.
     """
 
     name: ClassVar[str] = "small_steps"
     phase: ClassVar[int] = 11
 
     drafts: int
-    chained: bool = False
+    alone: bool = False
 
     def install(self, parts: Parts) -> None:
         """More graphs, memory for them, and kernels."""
         if "graphs" in parts.features:
-            from cuda_graphs.memory import verify_bytes
+            from speculative.verify_graph import VerifyPlan, verify_bytes
 
-            chained = self.drafts - 1 if self.chained else 0
-            parts.runner = partial(parts.runner, most_drafts=self.drafts, most_chained=chained)
+            graphs = parts.features["graphs"]
+            assert isinstance(graphs, Graphs)
+            verify = partial(VerifyPlan, most_rows=graphs.graph_rows, most_drafts=self.drafts)
+            decodes = parts.plans.pop("decodes")  # these are asked first, as nearly all steps are decodes
+            parts.plans |= {"verify": verify, "decodes": decodes}
             parts.reserve.append(lambda whole: verify_bytes(whole.model, whole.size("max_rows"), self.drafts))
         if "latency" in parts.features:
             from speculative.cuda.columns import install
 
-            install(parts.own_model(), fewest=1 if self.chained else 2)
+            install(parts.own_model(), fewest=1 if self.alone else 2)
 
 
 def draft_engine(parts: Parts, model: str | Model, features: Iterable[Feature]) -> PagedEngine:

@@ -14,7 +14,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -40,6 +40,9 @@ from paged_cache import PagedEngine
 from quant.weights import QuantizedWeight
 from speculative.draft_model import DraftModel, Shadow
 from speculative.taps import Taps, tapped
+
+if TYPE_CHECKING:  # there is no Triton everywhere
+    from speculative.chain_graph import Chains
 
 WEIGHTS = Path(__file__).resolve().parent.parent / "weights"
 """Weights that come with the course: `<model>-head.safetensors`."""
@@ -245,8 +248,8 @@ class HeadSource(DraftModel):
 
     watches = True
 
-    def __init__(self, engine: PagedEngine, taps: Taps) -> None:
-        super().__init__(engine)
+    def __init__(self, engine: PagedEngine, taps: Taps, chains: Chains | None = None) -> None:
+        super().__init__(engine, chains)
         assert isinstance(engine.runner.model, Head)
         self.head, self.taps = engine.runner.model, taps
         self._large: Engine | None = None

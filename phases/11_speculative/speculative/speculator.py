@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from common.request import Request
 from continuous.engine import Engine
-from continuous.seams import Drafter
 from continuous.work import Work
 from speculative.control import SAMPLES, Control
+from speculative.loops import Watcher
 from speculative.stats import SpeculationStats
+
+if TYPE_CHECKING:  # there is no Triton everywhere
+    from speculative.ahead.steps import Ahead
 
 
 class Source(Protocol):
@@ -33,15 +36,7 @@ class Source(Protocol):
         ...
 
 
-class Landing(Protocol):
-    """Steps that draft on the device."""
-
-    def landed(self, work: Work) -> bool:
-        """Take note of the end of such a step; False: it was another one."""
-        ...
-
-
-class Speculator(Drafter):
+class Speculator(Watcher):
     """Asks a source for as many guesses as pay.
 
     All guesses of a step are made at once, before anything is scheduled, so that a source may make them in
@@ -64,7 +59,7 @@ class Speculator(Drafter):
         self._engine: Engine | None = None
         self._guesses: dict[Request, Sequence[int]] = {}
         self._begun: bool | None = None  # what `begin` would say, if it was asked already
-        self.ahead: Landing | None = None
+        self.ahead: Ahead | None = None
         self._watches = bool(getattr(source, "watches", False))
         self._on = not control.adaptive or self._watches
         self._steady = True  # the first step after a switch overlaps with the one before, or with none
@@ -151,7 +146,9 @@ class Speculator(Drafter):
         return self._guesses.get(request, ())[:most]
 
     def landed(self, work: Work, accepted: int) -> None:
-        """Learn from a work; called while it `waits`."""
+        """Learn from a work, while it `waits`."""
+        if not (work.drafts or self._on):
+            return
         self._rows += 1
         self._drafts += len(work.drafts)
         self._tokens += accepted + 1

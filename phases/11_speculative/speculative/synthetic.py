@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from common.request import Request
 from continuous.engine import Engine
 from continuous.work import Work
+from speculative.verify import verify
 
 
 class Synthetic:
@@ -25,7 +26,7 @@ class Synthetic:
 
     def attach(self, engine: Engine) -> None:
         """Replace the verification."""
-        engine.runner.agree = self.agree
+        verify(engine).agree = self.agree
 
     def agree(self, sampled: Sequence[int], drafts: Sequence[int]) -> int:
         """As many as are owed, in whole drafts; what is left over is owed to the next."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from common.request import Request
-from continuous.seams import NO_DRAFTS, Drafter
 from continuous.work import Work
+from speculative.loops import NO_GUESSES, Watcher
 from speculative.stats import SpeculationStats
 from structured.masks import Constraint
 
@@ -15,7 +16,7 @@ FEW_IN_TURN = 2
 and drafts cost a call of attention a layer, since they make queries of another length."""
 
 
-class GrammarDrafter(Drafter):
+class GrammarDrafter(Watcher):
     """A `Drafter` around another one.
 
     Where a grammar leaves no choice it says what comes (jump-forward: Zheng et al., "SGLang", arXiv
@@ -34,6 +35,7 @@ class GrammarDrafter(Drafter):
         in_turn: whether steps do not overlap as long as somebody has a grammar and few run: where the device
             is the host, running ahead hides nothing, and would only see less of what is forced.
 
+    looks_ahead: whether it drafts behind tokens on their way: if there are not too many requests.
     forced: how many tokens were drafted because a grammar left no choice.
     refused: how many guesses of the other drafter a grammar has cut off.
     stats: what came of all drafts; the other drafter's, if it counts.
@@ -41,7 +43,7 @@ class GrammarDrafter(Drafter):
 
     def __init__(
         self,
-        inner: Drafter = NO_DRAFTS,
+        inner: Watcher = NO_GUESSES,
         *,
         jump_forward: bool = True,
         most_ahead: int = 64,
@@ -53,24 +55,19 @@ class GrammarDrafter(Drafter):
         counted = getattr(inner, "stats", None)
         self.stats: SpeculationStats = SpeculationStats() if counted is None else counted
         self._inner_counts = counted is not None
-        self._jumping = self._ahead = False
+        self._jumping = self.looks_ahead = False
 
     @property
     def waits(self) -> bool:
         """While the other drafter does, or somebody has a grammar and steps shall take turns."""
         return self.inner.waits or (self.in_turn and self._jumping)
 
-    @property
-    def looks_ahead(self) -> bool:
-        """For what is forced, if there are not too many requests."""
-        return self._ahead
-
     def begin(self, running: Sequence[Request]) -> bool:
         """Ask for drafts where the other drafter guesses, or a grammar may force."""
         guessing = self.inner.begin(running)
         few = not self.in_turn or len(running) <= FEW_IN_TURN
         self._jumping = self.jump_forward and few and any(one.constraint is not None for one in running)
-        self._ahead = self._jumping and len(running) <= self.most_ahead
+        self.looks_ahead = self._jumping and len(running) <= self.most_ahead
         return guessing or self._jumping
 
     def landed(self, work: Work, accepted: int) -> None:
@@ -88,12 +85,14 @@ class GrammarDrafter(Drafter):
         """Forced tokens, or else as much of the other drafter's guess as the grammar takes."""
         constraint = request.constraint
         if request.placeholders:
-            return self.behind(request, constraint, most) if isinstance(constraint, Constraint) else ()
+            ready = self.looks_ahead and isinstance(constraint, Constraint)
+            return self.behind(request, cast(Constraint, constraint), most) if ready else ()
         if not isinstance(constraint, Constraint):
             return self.inner.propose(request, most)
         if constraint.follow(request):  # the masks will say what is wrong
             return ()
-        jumping = self._ahead or (self._jumping and self.waits)  # other steps that run ahead have no drafts
+        # Other steps that run ahead have no drafts.
+        jumping = self.looks_ahead or (self._jumping and self.waits)
         forced = constraint.matcher.forced()[:most] if jumping else ()
         guess = self.inner.propose(request, most)
         count = constraint.matcher.agrees(guess) if guess else 0

@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal, cast, get_args
 
 from common.errors import UserError, boolean, choice, integer, number
 from common.options import option
 from common.text.tokenizer import Tokenizer
 from continuous.seams import NO_DRAFTS
 from cuda_graphs.feature import Graphs
-from paged_cache import Feature, Parts
+from paged_cache import Feature, PagedEngine, Parts
+from speculative.loops import NO_GUESSES, Watcher, watched
+from speculative.verify import verify
 from structured.drafter import GrammarDrafter
 from structured.late import let_late_ones_wait
+from structured.loop import EarlyMasks, TwoHalves
 from structured.masks import GrammarMasks
 from structured.matcher import Backend
 from structured.pool import GrammarPool
@@ -70,6 +73,8 @@ class Structured(Feature):
             most_forced=self.jump_rows if self.jump_forward else 0,
         )
         parts.bring(self, masks=masks)
+        if "overlap" in parts.features:
+            parts.loops["overlap"] = partial(two_halves, parts)
         if "kernels" in parts.features:
             from structured.kernel import rehearse, with_kernel
 
@@ -78,10 +83,9 @@ class Structured(Feature):
                 parts.finish.append(lambda engine: rehearse(engine.runner.sampler))
             graphs = parts.features.get("graphs")
             if isinstance(graphs, Graphs):
-                from cuda_graphs.masked_runner import MaskedRunner, remade
-                from cuda_graphs.memory import masked_bytes
+                from structured.masked_plan import MaskedPlan, masked_bytes
 
-                parts.runner = remade(parts.runner, MaskedRunner)
+                parts.plans["masked"] = MaskedPlan
                 most = graphs.graph_rows
                 parts.reserve.append(
                     lambda whole: masked_bytes(whole.model, min(most, whole.size("max_rows")))
@@ -89,12 +93,25 @@ class Structured(Feature):
         if parts.model.device.type != "cpu":  # there a step takes longer than any mask
             parts.finish.append(let_late_ones_wait)
         if parts.drafter is not NO_DRAFTS or self.jump_forward:
+            parts.loops.setdefault("waiting", watched)
+            parts.finish.append(verify)
             parts.drafter = GrammarDrafter(
-                parts.drafter,
+                parts.drafter if isinstance(parts.drafter, Watcher) else NO_GUESSES,
                 jump_forward=self.jump_forward,
                 most_ahead=self.jump_rows,
                 in_turn=parts.model.device.type == "cpu",
             )
+
+
+def two_halves(parts: Parts, engine: PagedEngine) -> TwoHalves:
+    """Overlap with masks; with their graphs, what a step reads is sent before the second half of the last."""
+    if "masked" not in parts.plans:
+        return TwoHalves(cast(EarlyMasks, engine.masks))
+    from cuda_graphs.runner import GraphRunner
+    from structured.masked_plan import MaskedPlan
+
+    assert isinstance(engine.runner, GraphRunner)
+    return TwoHalves(cast(EarlyMasks, engine.masks), engine.runner.plan(MaskedPlan).stage)
 
 
 def make_backend(name: Name, tokenizer: Tokenizer | None, size: int, eos: tuple[int, ...]) -> Backend:

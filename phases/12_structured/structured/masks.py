@@ -16,9 +16,9 @@ from common.request import Request
 from common.rules import finish_reason
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import Allowed
-from continuous.seams import NOBODYS, Landed
 from continuous.work import Work
 from structured.longer import Longer
+from structured.loop import NOBODYS, Landed
 from structured.matcher import Job, Matcher, Words, allows_one
 from structured.pool import Compilation, GrammarPool
 from structured.staging import MaskStaging

@@ -17,7 +17,8 @@ import zmq
 
 from common.collector import keep_out
 from common.errors import UserError
-from paged_cache import PagedEngine
+from continuous.engine import Engine
+from paged_cache import PagedCache
 from serving.messages import Command, Failed, Ready, Report, commands, encode
 from serving.seams import Served
 from serving.worker import Worker
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 
 def ready(engine: Served, vocab_size: int, seconds: float) -> Ready:
     """What the API process learns about an engine."""
-    if not isinstance(engine, PagedEngine):
+    if not isinstance(engine, Engine) or not isinstance(engine.cache, PagedCache):
         return Ready(engine.max_len, vocab_size, 1, 0, 0, "fcfs", "", seconds)
     policy = getattr(engine.scheduler.policy, "__name__", "")
     cache = engine.cache

@@ -10,8 +10,9 @@ import time
 
 from common.errors import UserError
 from common.request import Request
+from continuous.engine import Engine
 from continuous.messages import Output
-from paged_cache import PagedEngine
+from paged_cache import PagedCache
 from serving.messages import (
     FAILED,
     NO_TOKEN,
@@ -146,7 +147,7 @@ class Worker:
 
     def _stats(self, seconds: float) -> Stats:
         engine = self.engine
-        if not isinstance(engine, PagedEngine):
+        if not isinstance(engine, Engine) or not isinstance(engine.cache, PagedCache):
             return Stats(self._steps, len(self.live), step_seconds=seconds)
         computed, found = engine.stats.computed_tokens, getattr(engine.cache, "stats", None)
         step_tokens, self._computed = computed - self._computed, computed

@@ -26,7 +26,7 @@ def load(model: str | Path | Model, **options: Any) -> PagedEngine:
     Args:
         model: see `forward.load_model`; with `tensor_parallel` above 1 it must be a name.
         options: those of the phase below, and the fields of `Parallel`. Rank 0 is in this process, and so is
-            the engine that is returned; `close()` of an engine in ranks lets the other processes go.
+            the engine that is returned; `loop.close()` of an engine in ranks lets the other processes go.
 
     Raises:
         UserError: an option is unknown or out of its limits, features do not go together, or the model cannot

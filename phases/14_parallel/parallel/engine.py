@@ -14,53 +14,43 @@ from typing import Any
 
 from common.request import Request
 from continuous.engine import Engine
-from continuous.messages import Output
-from continuous.runner import Forwarded, Pending, RequestError, Token
-from continuous.seams import Landed
+from continuous.messages import Abort, Add
+from continuous.runner import RequestError, Results
+from continuous.seams import Journal, Loop
 from continuous.work import Work
 from parallel import crew as crews
 from parallel.crew import Crew, RanksLost
 from parallel.member import Line
 from parallel.messages import Enter, Entry, Leave, Rehearsed, Sum, Turn
-from parallel.ranks import Ranks
-from parallel.sampler import RanksPrompts
-from parallel.told import FirstMasks, Teller, Told
+from parallel.told import Teller, Told
 
 KEPT = 1000
 """Checksums that rank 0 keeps for those who are behind."""
 
 
-class InRanks(Engine):
-    """Put before another engine's class.
+class InRanks(Journal):
+    """Hears what a rank's engine does, and adds it up.
 
     turn: the number of the last step.
     checksum: of all steps up to it: works and tokens.
     """
 
-    ranks: Ranks
-    every = 100
     turn = 0
     checksum = 0
 
-    def __init__(self, *given: Any, **options: Any) -> None:
-        super().__init__(*given, **options)
-        self.prompts = RanksPrompts(self.ranks, self.config.vocab_size)
-
-    def forward(self, works: list[Work]) -> Forwarded | None:
-        """See `Engine.forward`."""
+    def scheduled(self, works: Sequence[Work]) -> None:
+        """Add up a step's works."""
         self._add_up(*((w.request.id, w.row, w.start, w.count, w.drafts) for w in works))
-        return super().forward(works)
 
-    def _receive(self, request: Request, tokens: Sequence[Token], now: float) -> bool:
-        self._add_up(request.id, *(token for token, _ in tokens))
-        return super()._receive(request, tokens, now)
+    def landed(self, works: Sequence[Work], results: Results) -> None:
+        """Add up a step's tokens."""
+        self._add_up(*(tuple(token for token, _ in tokens) for tokens in results))
 
     def _add_up(self, *what: Any) -> None:
         self.checksum = hash((self.checksum, *what))  # of whole numbers alone, so all processes agree
 
-    def fail(self, works: Sequence[Work], error: BaseException) -> None:
-        """See `Engine.fail`. What is wrong with one request is so on every rank; else this rank is lost."""
-        super().fail(works, error)
+    def failed(self, error: BaseException) -> None:
+        """What is wrong with one request is so on every rank; else this rank is lost."""
         if not isinstance(sys.exc_info()[1], RequestError):
             self.broken(error)
 
@@ -70,54 +60,52 @@ class InRanks(Engine):
 
 
 class Leader(InRanks):
-    """Rank 0's engine.
+    """Rank 0's `Loop` around another one, and its journal: the others are told before each step.
 
-    closed: whether the ranks have been let go.
+    Args:
+        inner: the loop that every rank has.
+        every: steps from one comparison of checksums to the next.
+        drafter: the engine's, if there is one.
+
+    closed: whether the ranks have been let go. compared: checksums. release: lets the ranks go.
     """
 
-    crew: Crew
-    closed = False
-    release: Callable[[], Any] = staticmethod(lambda: None)
-
-    def __init__(self, *given: Any, **options: Any) -> None:
-        super().__init__(*given, **options)
+    def __init__(self, inner: Loop, crew: Crew, every: int, drafter: Teller | None) -> None:
+        self.inner, self.crew, self.every, self.drafter = inner, crew, every, drafter
+        self.release: Callable[[], Any] = lambda: None
+        self.closed = False
         self._commands: list[Enter | Leave] = []
         self._sums: dict[int, int] = {}
-        self._failing: dict[Request, Exception] = {}
+        self._failing: dict[Request, tuple[Exception, int]] = {}  # and its tokens by then
         self.compared = 0
 
     # What comes in.
 
-    def take_in(self) -> None:
-        """See `Engine.take_in`; requests whose grammar has failed leave here, on all ranks alike."""
+    def entered(self, requests: Sequence[Request]) -> None:
+        """Note that the others are to put the requests in line."""
+        self._commands.append(Enter([Entry.of(request) for request in requests]))
+
+    def left(self, request: Request) -> None:
+        """Note that the others are to abort the request."""
+        self._commands.append(Leave(request.id))
+
+    def _end_failing(self, engine: Engine) -> None:
+        """Requests whose grammar has failed leave at the beginning of a step, on all ranks alike."""
         failing, self._failing = self._failing, {}
-        for request, error in failing.items():
+        for request, (error, _) in failing.items():
             if request.finish_reason is None:
-                request.error = error
-                self._end(request, "error", time.perf_counter())
+                engine.end(request, "error", error)
                 self._commands.append(Leave(request.id, error=True))
-        super().take_in()
-
-    def _enter(self, requests: list[Request]) -> None:
-        super()._enter(requests)
-        held = bool(self._held) and self._held[-1] is requests
-        if requests and requests[0].finish_reason is None and not held:
-            self._commands.append(Enter([Entry.of(request) for request in requests]))
-
-    def _abort(self, request: Request) -> None:
-        if request.finish_reason is None:
-            self._commands.append(Leave(request.id))
-        super()._abort(request)
 
     # Steps.
 
     @property
     def idle(self) -> bool:
-        """See `Engine.idle`. One that is broken has something to tell."""
-        return super().idle and not self.crew.reason
+        """Whether nothing is under way. One that is broken has something to tell."""
+        return self.inner.idle and not self.crew.reason
 
-    def step(self) -> list[Output]:
-        """See `Engine.step`.
+    def advance(self, engine: Engine) -> None:
+        """Advance on all ranks.
 
         Raises:
             RanksLost: a rank has ended; nothing can be computed any more.
@@ -127,47 +115,49 @@ class Leader(InRanks):
             if self.closed:  # its crew may be another engine's by now, and this would be a step of that one
                 raise RanksLost("the engine is closed, and its ranks are gone")
             with self.crew.awaited():
-                outputs = super().step()
+                self._lead(engine)
             self.crew.check()
         except RanksLost:
             self.release()
             raise
-        return outputs
 
-    def advance(self) -> None:
-        """See `Engine.advance`; the others are told before, and checksums compared now and then."""
+    def _lead(self, engine: Engine) -> None:
+        """Tell the others what has come in, advance, and compare checksums now and then."""
+        self._end_failing(engine)
         self.turn += 1
         commands, self._commands = self._commands, []
-        self.crew.tell(Turn(self.turn, commands, self.scheduler.drafter.waits))
-        super().advance()
+        waits = self.drafter is not None and self.drafter.waits
+        self.crew.tell(Turn(self.turn, commands, waits))
+        self.inner.advance(engine)
+        self._drop_late_tokens(engine)
         if self.turn % self.every == 0:
             self._sums[self.turn] = self.checksum
             self._compare()
 
-    def schedule(self) -> list[Work]:
-        """See `Engine.schedule`; what was drafted the others are told at once, for they wait for it."""
-        works = super().schedule()
-        if isinstance(self.scheduler.drafter, Teller):
-            self.crew.tell(self.scheduler.drafter.said())
-        return works
+    def land(self, engine: Engine) -> None:
+        """Collect what is under way."""
+        self.inner.land(engine)
 
-    def sample(self, step: Forwarded | None) -> Pending | None:
-        """See `Engine.sample`."""
-        pending = super().sample(step)
-        if isinstance(self.masks, FirstMasks):
-            failed, self.masks.failed = self.masks.failed, []
-            self._failing |= dict(failed)
-        return pending
+    def scheduled(self, works: Sequence[Work]) -> None:
+        """Also tell the others what was drafted, for they wait for it."""
+        super().scheduled(works)
+        if self.drafter is not None:
+            self.crew.tell(self.drafter.said())
 
-    def collect(self, pending: Pending, first: Callable[[Landed], None] | None = None) -> None:
-        """See `Engine.collect`; a token that was chosen after its request's grammar had failed is none."""
-        super().collect(pending, first)
-        if self._failing:
-            self._outputs = [
-                output
-                for output in self._outputs
-                if output.finish_reason is not None or output.request not in self._failing
-            ]
+    def grammar_failed(self, request: Request, error: Exception) -> None:
+        """Let a request leave at the next step."""
+        self._failing.setdefault(request, (error, len(request.tokens)))
+
+    def _drop_late_tokens(self, engine: Engine) -> None:
+        """A token that was chosen after its request's grammar had failed is none."""
+        for request, (_, known) in self._failing.items():
+            late = len(request.tokens) - known
+            for place in range(len(engine.outputs) - 1, -1, -1):
+                output = engine.outputs[place]
+                if late > 0 and output.request is request and output.token_id is not None:
+                    late -= 1
+                    if output.finish_reason is None:
+                        del engine.outputs[place]
 
     def broken(self, error: BaseException) -> None:
         """A step has failed: perhaps since another rank has ended."""
@@ -207,53 +197,66 @@ class Leader(InRanks):
 
 
 class Follower(InRanks):
-    """Any other rank's engine: it does what it is told, and what comes out is for nobody."""
+    """Any other rank's `Loop` around another one, and its journal: it does what it is told.
 
-    line: Line
+    What comes out of its engine is read by no caller.
+    """
 
-    def __init__(self, *given: Any, **options: Any) -> None:
-        super().__init__(*given, **options)
+    def __init__(self, inner: Loop, line: Line, every: int) -> None:
+        self.inner, self.line, self.every = inner, line, every
         self._known: dict[int, Request] = {}
 
-    def follow(self, turn: Turn) -> None:
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way."""
+        return self.inner.idle
+
+    def advance(self, engine: Engine) -> None:
+        """Advance as rank 0 does."""
+        self.inner.advance(engine)
+
+    def land(self, engine: Engine) -> None:
+        """Collect what is under way."""
+        self.inner.land(engine)
+
+    def follow(self, engine: Engine, turn: Turn) -> None:
         """One step."""
         self.turn = turn.number
         for command in turn.commands:
             if isinstance(command, Enter):
-                requests = [entry.request(self.tokenizer) for entry in command.entries]
+                requests = [entry.request(engine.tokenizer) for entry in command.entries]
                 self._known.update((request.id, request) for request in requests)
-                self.prompts.watch(requests[0])
-                self.scheduler.add(requests)
+                engine.inbox.append(Add(requests))
             else:
-                self._leave(command)
-        if isinstance(self.scheduler.drafter, Told):
-            self.scheduler.drafter.now = turn.waits
-        self.advance()
-        for output in self.drain():
+                self._leave(engine, command)
+        if isinstance(engine.scheduler.drafter, Told):
+            engine.scheduler.drafter.now = turn.waits
+        for output in engine.step():
             if output.finish_reason is not None:
                 self._known.pop(output.request.id, None)
         if turn.number % self.every == 0:
             self.line.send(Sum(turn.number, self.checksum))
 
-    def _leave(self, command: Leave) -> None:
+    def _leave(self, engine: Engine, command: Leave) -> None:
         request = self._known.get(command.id)
-        if request is None or request.finish_reason is not None:
+        if request is None:
             return
-        if command.error:
-            self._end(request, "error", time.perf_counter())
-        else:
-            self._abort(request)
+        if not command.error:
+            engine.inbox.append(Abort(request))
+            return
+        engine.take_in()  # what came before that
+        if request.finish_reason is None:
+            engine.end(request, "error")
 
     def broken(self, error: BaseException) -> None:
-        """Nobody can follow any more: end, so that rank 0 notices."""
+        """No rank can follow any more: end, so that rank 0 notices."""
         raise error
 
-
-def rehearse(engine: Any) -> float:
-    """A follower's part in a rehearsal: whatever rank 0 plays."""
-    begun = time.perf_counter()
-    while not isinstance(message := engine.line.receive(), Rehearsed):
-        engine.follow(message)
-    engine.stats = type(engine.stats)()
-    engine.cache.forget()
-    return time.perf_counter() - begun
+    def rehearse(self, engine: Engine) -> float:
+        """Take part in a rehearsal: whatever rank 0 plays."""
+        begun = time.perf_counter()
+        while not isinstance(message := self.line.receive(), Rehearsed):
+            self.follow(engine, message)
+        engine.stats = type(engine.stats)()
+        engine.cache.forget()
+        return time.perf_counter() - begun

@@ -6,7 +6,7 @@ import sys
 import weakref
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, cast, get_args
 
 import torch
 
@@ -26,10 +26,12 @@ from parallel.member import Line
 from parallel.messages import Build, Rehearsed
 from parallel.ranks import Ranks, graphs_of
 from parallel.reduce import PLAIN, Reducer
-from parallel.sampler import over
+from parallel.sampler import RanksPrompts, over
 from parallel.shard import Shard
 from parallel.told import FirstMasks, OtherMasks, Teller, Told
 from speculative import Speculate
+from speculative.loops import Watcher
+from structured.loop import EarlyMasks
 
 Way = Literal["auto", "nccl", "one-shot", "two-shot"]
 MOST_RANKS = 64
@@ -102,8 +104,8 @@ def lead(options: Parallel, recipe: Recipe, device: torch.device, crew: Crew) ->
     except RuntimeError:
         crew.check(patient=True)
         raise
-    assert isinstance(engine, engines.Leader)
-    engine.release = weakref.finalize(engine, part, crew, ranks, graphs_of(engine))
+    assert isinstance(engine.loop, engines.Leader)
+    engine.loop.release = weakref.finalize(engine, part, crew, ranks, graphs_of(engine))
     crew.check()
     return engine
 
@@ -141,7 +143,7 @@ class Split(Feature):
         return partial(load_part, ranks=self.ranks)
 
     def install(self, parts: Parts) -> None:
-        """Layers that add up, tokens chosen over ranks, and an engine that tells or is told."""
+        """Layers that add up, tokens chosen over ranks, and a loop that leads or follows."""
         ranks, model = self.ranks, parts.model
         if "kernels" in parts.features:
             from parallel.fused import install
@@ -152,33 +154,42 @@ class Split(Feature):
         parts.sampler = over(ranks, parts.sampler, kernels=kernels)
         parts.agree = self._agree
         if "graphs" in parts.features:  # where a step is masked, rank 0 tells the others what it has chosen
-            from cuda_graphs.masked_runner import remade
-            from cuda_graphs.runner import GraphRunner
-
+            parts.plans.pop("masked", None)
             # Graphs of full steps have not been tried in ranks: NCCL's sums would be in them.
-            parts.runner = partial(remade(parts.runner, GraphRunner), step_tokens=lambda: 0)
+            parts.plans["chunks"] = partial(parts.plans["chunks"], step_tokens=lambda: 0)
         about = model.config.vocab_size, model.device
-        extra: dict[str, Any] = {"ranks": ranks, "every": self.options.rank_check}
-        kind: Any = engines.Leader
+        parts.loops["ranks"] = self._loop
         if self.crew is not None:
-            extra["crew"] = self.crew
             if parts.drafter is not NO_DRAFTS:
-                parts.drafter = Teller(parts.drafter)
+                parts.drafter = Teller(cast(Watcher, parts.drafter))
             if parts.masks is not NO_MASKS:
-                parts.masks = FirstMasks(parts.masks, *about)
+                parts.masks = FirstMasks(cast(EarlyMasks, parts.masks), *about)
             if parts.rehearse is not None:
                 parts.rehearse = self._rehearse(parts.rehearse, self.crew)
         else:
             assert self.line is not None
-            kind, extra["line"] = engines.Follower, self.line
             if parts.drafter is not NO_DRAFTS:
                 parts.drafter = Told(self.line)
             if parts.masks is not NO_MASKS:
                 parts.masks = OtherMasks(*about)
             if parts.rehearse is not None:
-                parts.rehearse = engines.rehearse
-        base: Any = parts.engine
-        parts.engine = type(f"{kind.__name__}{base.__name__}", (kind, base), extra)
+                parts.rehearse = lambda engine: cast(engines.Follower, engine.loop).rehearse(engine)
+
+    def _loop(self, engine: PagedEngine) -> engines.Leader | engines.Follower:
+        """Rank 0's loop, or another's, around what it has without ranks."""
+        made: engines.Leader | engines.Follower
+        drafter = engine.scheduler.drafter
+        if self.crew is not None:
+            teller = drafter if isinstance(drafter, Teller) else None
+            made = engines.Leader(engine.loop, self.crew, self.options.rank_check, teller)
+            if isinstance(engine.masks, FirstMasks):
+                engine.masks.failed = made.grammar_failed
+        else:
+            assert self.line is not None
+            made = engines.Follower(engine.loop, self.line, self.options.rank_check)
+        engine.journal = made
+        engine.runner.prompts = RanksPrompts(self.ranks, engine.config.vocab_size)
+        return made
 
     def _reducer(self, parts: Parts) -> Reducer:
         """How sums are made. Raises `UserError` for kernels where there can be none."""

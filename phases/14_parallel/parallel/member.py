@@ -78,7 +78,7 @@ def live(order: Build, ranks: Ranks, line: Line) -> None:
     )
     while not isinstance(message := line.receive(), Closed):
         assert isinstance(message, Turn), f"rank {ranks.rank} was told {message!r}"
-        engine.follow(message)
+        engine.loop.follow(engine, message)
     graphs_of(engine)()
 
 

@@ -81,7 +81,6 @@ class Drafts(NamedTuple):
     """
 
     asks: bool
-    looks_ahead: bool
     drafts: dict[int, tuple[int, ...]]
 
 

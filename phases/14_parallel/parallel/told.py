@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,16 +10,17 @@ from torch import Tensor
 from common.request import Request
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import Allowed
-from continuous.seams import NOBODYS, Drafter, Landed, Masks
 from continuous.work import Work
 from parallel.member import Line
 from parallel.messages import Drafts
+from speculative.loops import Watcher
+from structured.loop import NOBODYS, EarlyMasks, Landed
 
 
-class Teller(Drafter):
+class Teller(Watcher):
     """Rank 0's drafter: the one that it would have by itself, and a note of what it said."""
 
-    def __init__(self, inner: Drafter) -> None:
+    def __init__(self, inner: Watcher) -> None:
         self.inner = inner
         self.stats = getattr(inner, "stats", None)
         self._asks = False
@@ -27,17 +28,12 @@ class Teller(Drafter):
 
     def said(self) -> Drafts:
         """For the step that has just been scheduled."""
-        return Drafts(self._asks, self.inner.looks_ahead, self._drafts)
+        return Drafts(self._asks, self._drafts)
 
     @property
     def waits(self) -> bool:
-        """See `Drafter`; so are the others."""
+        """See `Watcher`."""
         return self.inner.waits
-
-    @property
-    def looks_ahead(self) -> bool:
-        """The other drafter's business."""
-        return self.inner.looks_ahead
 
     def begin(self, running: Sequence[Request]) -> bool:
         """Note whether anybody is asked."""
@@ -60,23 +56,18 @@ class Teller(Drafter):
         self.inner.leave(request)
 
 
-class Told(Drafter):
+class Told(Watcher):
     """Any other rank's drafter: what rank 0's has said."""
 
     def __init__(self, line: Line) -> None:
         self.line = line
         self.now = False
-        self._said = Drafts(False, False, {})
+        self._said = Drafts(False, {})
 
     @property
     def waits(self) -> bool:
         """As rank 0's drafter before the step was scheduled."""
         return self.now
-
-    @property
-    def looks_ahead(self) -> bool:
-        """As rank 0's drafter."""
-        return self._said.looks_ahead
 
     def begin(self, running: Sequence[Request]) -> bool:
         """Wait until rank 0 has scheduled the step."""
@@ -90,18 +81,18 @@ class Told(Drafter):
         return self._said.drafts.get(request.id, ())
 
 
-class FirstMasks(Masks):
+class FirstMasks(EarlyMasks):
     """Rank 0's masks: those that it would have by itself.
 
     Where a step is masked, rank 0 chooses and the others take its tokens, so all must know that it is, even
     if no mask is left to apply. And a request leaves at the beginning of a step, on all ranks alike.
 
-    failed: requests whose grammar has failed in the last step, with the reasons.
+    failed: told each request whose grammar has failed, and the reason.
     """
 
-    def __init__(self, inner: Masks, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, inner: EarlyMasks, vocab_size: int, device: torch.device) -> None:
         self.inner = inner
-        self.failed: list[tuple[Request, Exception]] = []
+        self.failed: Callable[[Request, Exception], None] = lambda request, error: None
         self._nothing = nothing(vocab_size, device)
 
     def check(self, params: SamplingParams) -> None:
@@ -128,7 +119,8 @@ class FirstMasks(Masks):
     def fill(self, works: Sequence[Work]) -> Tensor | Allowed | None:
         """Masks, or none for nobody."""
         found = self.inner.fill(works)
-        self.failed = self.inner.take_failed()
+        for request, error in self.inner.take_failed():
+            self.failed(request, error)
         return self._nothing if found is None else found
 
     def take_failed(self) -> list[tuple[Request, Exception]]:
@@ -136,7 +128,7 @@ class FirstMasks(Masks):
         return []
 
 
-class OtherMasks(Masks):
+class OtherMasks(EarlyMasks):
     """Any other rank's masks: it knows which steps are masked, and no more."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:

@@ -18,9 +18,10 @@ from continuous.runner import Pending, Token
 from continuous.work import Work
 from cuda_graphs.buckets import decode_sizes, smallest
 from cuda_graphs.capture import Capturer
-from cuda_graphs.decode_graph import CAPTURED, Machine
+from cuda_graphs.decode_graph import CAPTURED
 from cuda_graphs.memory import PER_GRAPH
-from cuda_graphs.runner import FEW, GraphRunner
+from cuda_graphs.plans import FEW
+from cuda_graphs.runner import GraphRunner
 from cuda_graphs.staging import Staging
 from forward.model import Model
 from paged_cache import PagedEngine
@@ -105,7 +106,7 @@ class Ahead:
         self.sizes = request_sizes(engine.scheduler.rows.count, models=len(self.runners))
         self._staging = Staging(4 * self.sizes[-1], device)
         kept = source.taps.kept if isinstance(source, HeadSource) else None
-        large, *small = map(self._machine, self.runners)
+        large, *small = (runner.machine for runner in self.runners)
         pair = Pair(large, small[0] if small else None, self.next_at, kept)
         capturer = Capturer(device)
         self._graphs: dict[tuple[int, int, Feature], AheadGraph] = {}
@@ -113,13 +114,6 @@ class Ahead:
             for size, k, kind in product(reversed(self.sizes), reversed(self.lengths), CAPTURED):
                 given = self._staging.device[: 4 * size].view(4, size)
                 self._graphs[size, k, kind] = AheadGraph(pair, size, k, given, kind, capturer)
-
-    @staticmethod
-    def _machine(runner: GraphRunner) -> Machine:
-        cache = runner.cache
-        return Machine(
-            runner.model, runner.attention, runner.sampler, runner.rows, runner.tables, cache.block_size
-        )
 
     # Launching.
 

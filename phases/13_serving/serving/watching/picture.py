@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from paged_cache import PagedEngine
+from continuous.engine import Engine
+from paged_cache import PagedCache
 from prefix_cache.radix import Node, RadixIndex
 
 MOST_CELLS = 1024
@@ -25,7 +26,7 @@ def picture(engine: object) -> dict[str, Any]:
 
     It reads the tables between two steps, at most ten times a second, and only while somebody watches.
     """
-    if not isinstance(engine, PagedEngine):
+    if not isinstance(engine, Engine) or not isinstance(engine.cache, PagedCache):
         return {"blocks": [], "stride": 1, "rows": [], "tree": None}
     cache, running = engine.cache, engine.scheduler.running
     count = cache.allocator.count

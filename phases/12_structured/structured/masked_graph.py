@@ -1,4 +1,4 @@
-"""The second half of a decode step as a graph of its own, for steps whose samples are masked (phase 12).
+"""The second half of a decode step as a graph of its own, for steps whose samples are masked.
 
 Such a step cannot be one graph: the host makes its masks while the device computes the first half. What does
 not need them is done before: a `LogitsGraph` belongs to the first half.

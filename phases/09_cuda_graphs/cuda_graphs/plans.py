@@ -1,0 +1,166 @@
+"""Which steps are replayed: decodes down to the sampled tokens, other small steps to their hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import product
+from operator import attrgetter
+
+import numpy as np
+from torch import Tensor
+
+from common.sampling.sampler import Feature
+from continuous.batch import HostBatch, Ints
+from continuous.runner import Forwarded
+from continuous.work import Work
+from cuda_graphs.buckets import chunk_sizes, decode_sizes, fills, full_step, smallest
+from cuda_graphs.capture import Capturer
+from cuda_graphs.chunk_graph import ChunkGraph, Layout
+from cuda_graphs.decode_graph import KINDS, DecodeGraph, captured
+from cuda_graphs.runner import GraphRunner
+from cuda_graphs.staging import Staging
+from triton_paged_attention.tuning.tables import LONG
+
+FEW = 16
+"""Requests for which each size of chunk has a second graph. With few requests the decode kernel splits
+contexts over programs, and how often is fixed at capture."""
+_by_row = attrgetter("row")
+_PADDING = np.array([[0], [-1], [0]])  # row 0, no position, no step
+
+
+class DecodePlan:
+    """Steps of one token a request, each in the smallest `DecodeGraph` that holds it.
+
+    graphs: by size and kind of sampling.
+    """
+
+    def __init__(self, runner: GraphRunner, *, most_rows: int) -> None:
+        self.runner = runner
+        self.sizes = decode_sizes(min(most_rows, runner.rows.count))
+        self.graphs: dict[tuple[int, Feature | None], DecodeGraph] = {}
+        self.count = len(self.sizes) * len(KINDS)
+        self._staging = Staging(3 * self.sizes[-1], runner.model.device)
+
+    def capture(self, capturer: Capturer, part: Callable[[str], object]) -> None:
+        """See `GraphPlan`."""
+        for size, features in product(reversed(self.sizes), KINDS):
+            part(f"{size} requests")
+            given = decode_inputs(self._staging, size)
+            self.graphs[size, features] = DecodeGraph(self.runner.machine, size, given, features, capturer)
+
+    def takes(self, works: Sequence[Work], masked: bool) -> tuple[int, bool] | None:
+        """The size of a graph, and whether the second half comes later."""
+        size = smallest(self.sizes, len(works)) if decodes(works) else None
+        return None if size is None else (size, masked)
+
+    def run(self, works: Sequence[Work], ticket: tuple[int, bool]) -> Forwarded:
+        """The first half of a step; unless its samples are to be masked, a graph does the second as well."""
+        size, masked = ticket
+        self.runner.replays += 1
+        self.runner.refresh(works)
+        count, rows = len(works), self.stage(works, size)
+        plan = self.runner.sampler.plan(rows.tolist())
+        inside = captured(plan) and not masked
+        graph = self.graphs[size, plan.features if inside else None]
+        graph.replay()
+        if inside:
+            return self.runner.replayed(works, graph.batch, graph.hidden, graph.for_host[:count])
+        return Forwarded(works, graph.sampled(rows), graph.hidden)
+
+    def stage(self, works: Sequence[Work], size: int) -> Ints:
+        """Send what the graphs of a size read; returns the rows."""
+        return stage_decodes(self.runner, self._staging, works, size)
+
+
+def decodes(works: Sequence[Work]) -> bool:
+    """Whether each request computes one token and samples the next; a chunk of one token is no decode."""
+    return all(work.count == 1 and len(work.takers) == 1 for work in works)
+
+
+def decode_inputs(staging: Staging, size: int) -> Tensor:
+    """What a decode graph of a size reads of the staged numbers: `[3, size]`."""
+    return staging.device[: 3 * size].view(3, size)
+
+
+def stage_decodes(
+    runner: GraphRunner, staging: Staging, works: Sequence[Work], size: int, steps: int = 1
+) -> Ints:
+    """Send rows, positions and tables to the device, for so many steps in a row; returns the rows."""
+    count, starts = len(works), [work.start for work in works]
+    rows: Ints = np.array([work.row for work in works], np.int64)
+    runner.tables.update(rows, (max(starts) + steps - 1) // runner.cache.block_size + 1)
+    with staging.fill(3 * size) as flat:
+        inputs = flat.reshape(3, size)
+        inputs[:, count:] = _PADDING
+        inputs[0, :count], inputs[1, :count] = rows, starts
+        inputs[2, :count] = inputs[1, :count] + 1 - runner.rows.prompt_lens[rows]
+    return rows
+
+
+class ChunkPlan:
+    """Other small steps, and full ones of small models, each in the smallest `ChunkGraph` that holds it.
+
+    most_tokens: in the largest graph, but for that of full steps; 0: there are no graphs.
+    step_tokens: returns how many tokens a step has at most: such steps may have a graph, see `full_step`.
+    """
+
+    def __init__(self, runner: GraphRunner, *, most_tokens: int, step_tokens: Callable[[], int]) -> None:
+        self.runner, count = runner, runner.rows.count
+        self._full = full_step(runner.model, step_tokens(), most_tokens)
+        self._sizes = chunk_sizes(most_tokens) if most_tokens else []
+        self._sizes += [self._full] * bool(self._full)
+        self._requests = sorted({min(FEW, count), count})
+        self._layouts = {
+            (tokens, requests): Layout(tokens, requests, runner.attention.most_tiles(tokens, requests))
+            for tokens in self._sizes
+            for requests in self._requests
+        }
+        self._graphs: dict[tuple[int, int], ChunkGraph] = {}
+        self.count = len(self._layouts)
+        largest = max((layout.size for layout in self._layouts.values()), default=0)
+        self._staging = Staging(largest, runner.model.device)
+
+    def capture(self, capturer: Capturer, part: Callable[[str], object]) -> None:
+        """See `GraphPlan`."""
+        for (tokens, requests), layout in reversed(self._layouts.items()):
+            part(f"{tokens} tokens of {requests} requests")
+            given = self._staging.device[: layout.size]
+            graph = ChunkGraph(self.runner.machine, tokens, requests, layout, given, capturer)
+            self._graphs[tokens, requests] = graph
+
+    def takes(self, works: Sequence[Work], masked: bool) -> ChunkGraph | None:
+        """The smallest graph that holds a step; that of full steps only for one that nearly is."""
+        count = sum(work.count for work in works)
+        samples = sum(max(1, len(work.takers)) + len(work.drafts) for work in works)
+        tokens, requests = smallest(self._sizes, count), smallest(self._requests, samples)
+        if tokens is None or requests is None or (tokens == self._full and not fills(tokens, works, LONG)):
+            return None
+        return self._graphs[tokens, requests]
+
+    def run(self, works: Sequence[Work], ticket: ChunkGraph) -> Forwarded:
+        """The first half of a step; it is sampled eagerly."""
+        self.runner.refresh(works)
+        works, host = replay_chunk(self.runner, self._staging, works, ticket)
+        return Forwarded(works, ticket.sampled(host), ticket.hidden)
+
+
+DraftsOf = Callable[[Sequence[Work], HostBatch], Ints]
+
+
+def replay_chunk(
+    runner: GraphRunner,
+    staging: Staging,
+    works: Sequence[Work],
+    graph: ChunkGraph,
+    drafts_of: DraftsOf | None = None,
+) -> tuple[Sequence[Work], HostBatch]:
+    """Send a step's inputs and replay its graph; returns the works in the order of the batch, and that."""
+    runner.replays += 1
+    works = sorted(works, key=_by_row)
+    host = HostBatch.of(works, runner.rows.prompt_lens)
+    runner.tables.update(host.rows, runner.cache.blocks_for(int(host.context_lens.max())))
+    drafts = None if drafts_of is None else drafts_of(works, host)
+    with staging.fill(graph.layout.size) as flat:
+        graph.layout.fill(flat, host, *runner.attention.sort(host), drafts)
+    graph.replay()
+    return works, host

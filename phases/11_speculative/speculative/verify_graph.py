@@ -1,0 +1,147 @@
+"""A step that verifies drafts as a graph, down to the tokens sampled at every position.
+
+A few tokens of a few requests are a small mixed step. What differs from `ChunkGraph`: every position is
+sampled, and inside the graph, since the host is waiting for the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import product
+
+import numpy as np
+from torch import Tensor
+
+from common.sampling.sampler import Feature, Plan
+from continuous.batch import HostBatch, Ints
+from continuous.runner import Forwarded
+from continuous.work import Work
+from cuda_graphs.buckets import decode_sizes, smallest
+from cuda_graphs.capture import Capturer
+from cuda_graphs.chunk_graph import ChunkGraph, Layout
+from cuda_graphs.decode_graph import CAPTURED, Machine, captured, narrow_logits
+from cuda_graphs.memory import PER_GRAPH
+from cuda_graphs.plans import replay_chunk
+from cuda_graphs.runner import GraphRunner
+from cuda_graphs.staging import Staging
+from cuda_graphs.step_kernels import scatter_tokens
+from forward.model import Model
+from paged_cache.memory import activation_bytes
+
+
+class VerifyGraph(ChunkGraph):
+    """A step of up to `tokens` tokens of up to `requests` requests, all of which may be sampled.
+
+    features: how it samples, one of `decode_graph.CAPTURED`.
+
+    for_host: `[tokens]` int64, in the order of the samples, as in `Sampled`; good until the next replay.
+    """
+
+    for_host: Tensor
+
+    def __init__(
+        self,
+        machine: Machine,
+        tokens: int,
+        requests: int,
+        layout: Layout,
+        inputs: Tensor,
+        features: Feature,
+        capturer: Capturer,
+    ) -> None:
+        self.plan = Plan(features, (), None).for_any_rows()
+        super().__init__(machine, tokens, requests, layout, inputs, capturer)
+
+    def compute(self) -> None:
+        """The step; what is captured."""
+        super().compute()
+        on, given = self.machine, self.inputs
+        hidden = self.hidden[given["sample_at"]]  # [tokens, hidden]
+        logits = narrow_logits(on.model, hidden)
+        rows, steps = given["sample_rows"], given["sample_steps"]
+        sampled = on.sampler.sample(logits, rows, (), steps, self.plan)
+        self.for_host = sampled.for_host
+        # A padded sample's position is 0, so that it would be written behind position -1: nowhere.
+        scatter_tokens(rows, given["sample_positions"] - 1, sampled.tokens, on.rows.tokens)
+
+
+def drafts_of(works: Sequence[Work], host: HostBatch) -> Ints:
+    """Each token's draft `[T]`, -1 where it is none: the last ones of a work."""
+    drafts: Ints = np.full(len(host.positions), -1)
+    for work, end in zip(works, host.query_starts[1:].tolist(), strict=True):
+        if work.drafts:
+            drafts[end - len(work.drafts) : end] = work.drafts
+    return drafts
+
+
+class VerifyPlan:
+    """Steps of a few tokens a request, each in the smallest `VerifyGraph` that holds it.
+
+    most_rows: requests in the largest decode graph; most_drafts: drafts of a request in the largest graph.
+
+    graphs: by tokens, requests and kind of sampling.
+    """
+
+    def __init__(self, runner: GraphRunner, *, most_rows: int, most_drafts: int) -> None:
+        self.runner = runner
+        self._sizes = verify_sizes(decode_sizes(min(most_rows, runner.rows.count))[-1], most_drafts)
+        self._requests = list(self._sizes)
+        self._layouts = {
+            (tokens, requests): Layout(
+                tokens, requests, runner.attention.most_tiles(tokens, requests), tokens
+            )
+            for requests, counts in self._sizes.items()
+            for tokens in counts
+        }
+        self.graphs: dict[tuple[int, int, Feature], VerifyGraph] = {}
+        self.count = len(self._layouts) * len(CAPTURED)
+        self._staging = Staging(max(layout.size for layout in self._layouts.values()), runner.model.device)
+
+    def capture(self, capturer: Capturer, part: Callable[[str], object]) -> None:
+        """See `GraphPlan`."""
+        for ((tokens, requests), layout), kind in product(
+            sorted(self._layouts.items(), reverse=True), CAPTURED
+        ):
+            part(f"{tokens} tokens of {requests} requests, all sampled")
+            given = self._staging.device[: layout.size]
+            self.graphs[tokens, requests, kind] = VerifyGraph(
+                self.runner.machine, tokens, requests, layout, given, kind, capturer
+            )
+
+    def takes(self, works: Sequence[Work], masked: bool) -> VerifyGraph | None:
+        """The graph for a small step, if there is one that samples as these requests want it."""
+        requests = None if masked else smallest(self._requests, len(works))
+        if requests is None:
+            return None
+        tokens = smallest(self._sizes[requests], sum(work.count for work in works))
+        if tokens is None or any(len(work.takers) > 1 for work in works):
+            return None
+        self.runner.refresh(())  # or the plan would not know the newest settings; drafts go with the rest
+        plan = self.runner.sampler.plan([work.row for work in works])
+        return self.graphs[tokens, requests, plan.features] if captured(plan) else None
+
+    def run(self, works: Sequence[Work], ticket: VerifyGraph) -> Forwarded:
+        """Both halves of a step."""
+        works, host = replay_chunk(self.runner, self._staging, works, ticket, drafts_of)
+        tokens = ticket.for_host[: len(host.sample_at)]
+        return self.runner.replayed(works, ticket.batch, ticket.hidden, tokens)
+
+
+def verify_sizes(most_rows: int, most_drafts: int) -> dict[int, list[int]]:
+    """For each number of requests the token counts of steps that verify drafts: 2, 4, 8, ... a request.
+
+    Beyond `MOST_VERIFIED` tokens in all a step is so long that sampling outside of its graph is no matter.
+    """
+    lengths = [length for length in (2, 4, 8, 16) if length < most_drafts + 1] + [most_drafts + 1]
+    rows = [size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size <= most_rows]
+    found = {size: [size * length for length in lengths if size * length <= MOST_VERIFIED] for size in rows}
+    return {size: tokens for size, tokens in found.items() if tokens}
+
+
+MOST_VERIFIED = 512
+
+
+def verify_bytes(model: Model, rows: int, drafts: int) -> int:
+    """Estimate from above what graphs take that verify `drafts` drafts of each of `rows` requests."""
+    count = sum(len(tokens) for tokens in verify_sizes(rows, drafts).values()) * len(CAPTURED)
+    return activation_bytes(model, MOST_VERIFIED, MOST_VERIFIED) + count * PER_GRAPH

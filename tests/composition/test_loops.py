@@ -1,0 +1,137 @@
+"""A step is a loop, and features put loops together: for every set of them the same tokens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+import continuous
+import forward
+from common.sampling.grammar import Grammar
+from common.sampling.params import SamplingParams
+from continuous.engine import Engine
+from continuous.seams import InTurn, Loop
+from cuda_graphs.overlap import Overlapped
+from forward.model import Model
+from parallel import crew as crews
+from parallel.engine import Leader
+from phases import find_phase
+from phases.config import EngineConfig
+from speculative.loops import InGraph, Waiting
+from structured.loop import TwoHalves
+from tests.structured_kit import tokenizer
+
+pytest.importorskip("llguidance")
+
+PROMPTS = [[5, 6, 7, 8] * 3, [3, 1], [7]]
+PARAMS = [
+    SamplingParams(max_tokens=9, ignore_eos=True),
+    SamplingParams(max_tokens=7, temperature=0.8, seed=1, ignore_eos=True),
+    SamplingParams(max_tokens=6, temperature=1.0, seed=2, n=2, ignore_eos=True),
+]
+BOUND = SamplingParams(max_tokens=8, temperature=1.0, seed=3, grammar=Grammar.regex("[xyz]{3,9}"))
+SIZES: dict[str, Any] = {
+    "max_rows": 4, "max_len": 48, "step_tokens": 48, "block_size": 4, "cache_bytes": 1 << 20
+}  # fmt: skip
+PLAIN = dict.fromkeys(("norms", "rope", "activation", "projections"), "torch")
+GRAPHS: dict[str, Any] = {"kernels": True, "graphs": True, "graph_tokens": 0, "latency": False, **PLAIN}
+SWITCHES = ("overlap", "speculate", "structured")
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return forward.load_model("random:tiny-window", device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def expected(model: Model) -> list[list[int]]:
+    return tokens(continuous.load(model, max_rows=4, max_len=48), PROMPTS, PARAMS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _end_crews() -> Iterator[None]:
+    yield
+    for crew in list(crews._idle.values()):
+        crew.kill()
+    crews._idle.clear()
+
+
+def tokens(engine: Engine, prompts: Sequence[list[int]], params: Any) -> list[list[int]]:
+    return [completion.token_ids for completion in engine.generate(prompts, params)]
+
+
+def built(model: Model | str, **options: Any) -> Engine:
+    phase = find_phase("14")
+    assert phase is not None
+    config = EngineConfig.of(phase, SIZES | options, torch.device("cpu"))
+    return config.build(model, device="cpu", dtype="float32", tokenizer=tokenizer())
+
+
+def kinds(loop: Loop) -> list[type]:
+    """From the outermost loop to the innermost."""
+    found: list[type] = []
+    while isinstance(loop, Leader | InGraph | Waiting):
+        found.append(type(loop))
+        loop = loop.inner
+    return [*found, type(loop)]
+
+
+def kinds_of(overlap: bool, speculate: bool, structured: bool, graphs: bool = False) -> list[type]:
+    """The loops of an engine with these features; `jump_forward`, which drafts, is on with `structured`."""
+    around = [InGraph] * (overlap and speculate and graphs) + [Waiting] * (speculate or structured)
+    return [*around, InTurn if not overlap else TwoHalves if structured else Overlapped]
+
+
+def must_be_served(engine: Engine, expected: list[list[int]], structured: bool) -> None:
+    prompts, params = [*PROMPTS, [10, 11]], [*PARAMS, BOUND]
+    if not structured:
+        prompts, params = PROMPTS, PARAMS
+    found = tokens(engine, prompts, params)
+    assert found[: len(expected)] == expected
+    for bound in found[len(expected) :]:
+        text = tokenizer().decode([token for token in bound if token not in engine.config.eos_token_ids])
+        assert set(text) <= set("xyz"), f"the grammar allows x, y and z, not {text!r}"
+    assert engine.idle and engine.loop.idle
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("on", list(product([False, True], repeat=3)), ids=str)
+def test_every_set_of_loops_gives_the_same_tokens(
+    on: tuple[bool, ...], model: Model, expected: list[list[int]]
+) -> None:
+    engine = built(model, **dict(zip(SWITCHES, on, strict=True)))
+    assert kinds(engine.loop) == kinds_of(*on)
+    must_be_served(engine, expected, structured=on[2])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("on", list(product([False, True], repeat=3)), ids=str)
+def test_every_set_of_loops_around_graphs(
+    on: tuple[bool, ...], model: Model, expected: list[list[int]]
+) -> None:
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("needs Triton's interpreter")
+    rows = {"max_rows": 2, "draft_length": 2} if on[1] else {"max_rows": 2}
+    engine = built(model, **dict(zip(SWITCHES, on, strict=True)), **GRAPHS, **rows)
+    assert kinds(engine.loop) == kinds_of(*on, graphs=True)
+    must_be_served(engine, expected, structured=on[2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on", list(product([False, True], repeat=3)), ids=str)
+def test_every_set_of_loops_in_two_ranks(on: tuple[bool, ...], expected: list[list[int]]) -> None:
+    options = dict(zip(SWITCHES, on, strict=True))
+    engine = built("random:tiny-window", **options, tensor_parallel=2, rank_check=1)
+    assert isinstance(engine.loop, Leader)
+    try:
+        assert kinds(engine.loop) == [Leader, *kinds_of(*on)]
+        must_be_served(engine, expected, structured=on[2])
+        engine.loop.agree()
+    finally:
+        engine.loop.close()
