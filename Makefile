@@ -44,7 +44,8 @@ test-fast: setup ## the tests that need neither weights nor much time (under two
 	$(PYTEST) -m 'not slow and not long and not weights and not gpu' tests
 
 test-gpu: setup ## the tests that need a CUDA device
-	$(PY) -m pytest -m gpu tests
+	$(PY) -m pytest -n 8 --dist worksteal -m 'gpu and not alone' tests
+	$(PY) -m pytest -m 'gpu and alone' tests
 
 lint: setup ## ruff format, ruff check, mypy --strict
 	$(VENV)/bin/ruff format --check .

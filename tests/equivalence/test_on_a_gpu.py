@@ -97,6 +97,7 @@ def last_logits(engine: Any, prompts: Sequence[Sequence[int]]) -> Tensor:
     return found
 
 
+@pytest.mark.alone
 def test_the_ledger_adds_up() -> None:
     """What is allocated once an engine stands is what its ledger says of weights, rows and cache."""
     gc.collect()

@@ -673,6 +673,7 @@ def test_full_steps_on_a_gpu() -> None:
 
 
 @GPU
+@pytest.mark.alone
 def test_capturing_stays_within_its_budget() -> None:
     model = forward.load_model("random:qwen3-0.6b", device="cuda", dtype="bfloat16")
     engine = cuda_graphs.load(model, max_rows=64, max_len=1024, cache_bytes=1 << 30)
