@@ -57,7 +57,7 @@ mypy: setup
 	@rm -rf build/benches && mkdir -p build/benches
 	@for file in phases/*/bench.py; do \
 	  ln -s "$(CURDIR)/$$file" "build/benches/bench_$$(basename $$(dirname $$file)).py"; done
-	$(VENV)/bin/mypy common benchmarks phases/*.py phases/commands phases/course $(PACKAGES) build/benches
+	$(VENV)/bin/mypy common benchmarks phases/*.py phases/appendix phases/commands phases/course $(PACKAGES) build/benches
 
 format: setup ## let ruff format and fix what it can
 	$(VENV)/bin/ruff format .

@@ -16,10 +16,10 @@ from common.events import Streams
 from common.options import names, route, unknown
 from common.text.tokenizer import Tokenizer
 from forward.model import Model
-from phases import PHASES, Phase, find_phase
+from phases import PHASES, Phase, appendix, find_phase
 
 if TYPE_CHECKING:
-    from paged_cache.build import Chosen
+    from paged_cache.build import Chosen, Preset
     from paged_cache.parts import Feature
 
 ROWS, BLOCKS = 4, 5
@@ -70,9 +70,15 @@ def features() -> dict[str, type[Feature]]:
     found: dict[str, type[Feature]] = {}
     for phase in PHASES:
         if phase.number > BLOCKS:
-            preset = import_phase(phase).PRESET
-            found |= {kind.name: kind for kind in (*preset.on, *preset.fitting)}
+            own = preset(phase)
+            found |= {kind.name: kind for kind in (*own.on, *own.fitting)}
     return dict(sorted((found | _added).items(), key=lambda item: item[1].phase))
+
+
+def preset(phase: Phase) -> Preset:
+    """Return a phase's preset with the appendix's features for it and the phases below."""
+    own: Preset = import_phase(phase).PRESET
+    return own.plus(fitting=[kind for kind in appendix.features() if kind.phase <= phase.number])
 
 
 def add_feature(kind: type[Feature]) -> None:
@@ -123,8 +129,7 @@ def choose(phase: Phase, options: Mapping[str, Any], device: torch.device) -> Ch
             raise UserError(_later(name, first[name], phase))
     options = {name: value for name, value in options.items() if first[name] <= phase.number}
     more = [kind for kind in features().values() if kind.phase <= phase.number]
-    chosen: Chosen = import_phase(phase).PRESET.choose(options, device, more)
-    return chosen
+    return preset(phase).choose(options, device, more)
 
 
 def _asks_for_nothing(name: str, options: Mapping[str, Any]) -> bool:

@@ -24,7 +24,11 @@ def modules() -> dict[str, Path]:
         inside = (
             folder.rglob("*.py")
             if package != "phases"
-            else [*folder.glob("*.py"), *folder.glob("commands/*.py"), *folder.glob("course/*.py")]
+            else [
+                p
+                for n in ("*.py", "appendix/**/*.py", "commands/*.py", "course/*.py")
+                for p in folder.glob(n)
+            ]
         )
         for path in inside:
             parts = (package, *path.relative_to(folder).with_suffix("").parts)

@@ -1,0 +1,28 @@
+"""The appendix: entries that make a phase faster, broader or easier to operate, and are no part of the climb.
+
+An entry is a folder with a README of at most 800 words, its code, and tests in `tests/appendix`. Nothing in a
+numbered phase imports an entry: the registry, the command line and the benchmarks add its feature to a phase's own.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paged_cache.parts import Feature
+
+FEATURES: tuple[str, ...] = ()
+"""Every feature of an entry as `module:class`, in the order in which features of one phase are installed.
+
+Its `phase` is the phase that it extends; it is on where its `pays` says so.
+"""
+
+
+def features() -> list[type[Feature]]:
+    """Import the features of all entries."""
+    found = []
+    for place in FEATURES:
+        module, name = place.split(":")
+        found.append(getattr(importlib.import_module(module), name))
+    return found
