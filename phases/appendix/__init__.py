@@ -1,7 +1,8 @@
 """The appendix: entries that make a phase faster, broader or easier to operate, and are no part of the climb.
 
-An entry is a folder with a README of at most 800 words, its code, and tests in `tests/appendix`. Nothing in a
-numbered phase imports an entry: the registry, the command line and the benchmarks add its feature to a phase's own.
+An entry is a folder with a README of at most 800 words, its code, and tests in `tests/appendix`. No numbered
+phase imports an entry: the registry adds its feature to those of the phase, for the command line and the
+benchmarks.
 """
 
 from __future__ import annotations
