@@ -62,13 +62,6 @@ BUGS = (
         "Lets a drafter read a rank's part of a hidden state.",
     ),
     Bug(
-        "one-place-for-all",
-        PARALLEL + "kernels/all_reduce.py",
-        "    counter = COUNTERS + program.to(tl.int64) * ALIGN\n",
-        "    counter = COUNTERS + 0 * program.to(tl.int64)\n",
-        "Counts all programs' meetings in one counter.",
-    ),
-    Bug(
         "part-not-added-up",
         PARALLEL + "layers.py",
         "return self.ranks.all_reduce(self.linear(x))",

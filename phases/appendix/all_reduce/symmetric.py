@@ -20,8 +20,8 @@ from torch import Tensor
 
 from common.errors import UserError
 from forward.model import Model
-from parallel.kernels.all_reduce import ALIGN, PROGRAMS, all_reduce_kernel
 from parallel.reduce import Reducer
+from phases.appendix.all_reduce.kernel import ALIGN, PROGRAMS, all_reduce_kernel
 from triton_paged_attention.hardware import dependent_launch
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ def times(ranks: Ranks, way: str, sizes: list[int], hidden: int, samples: int = 
     reducer: Reducer = PLAIN
     most = max(sizes)
     if way != "nccl":
-        from parallel.symmetric import MOST, Limits, Symmetric
+        from phases.appendix.all_reduce.symmetric import MOST, Limits, Symmetric
 
         name, most = ranks.text("timing"), MOST
         reducer = Symmetric(
