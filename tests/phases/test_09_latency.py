@@ -20,7 +20,7 @@ from cuda_graphs.latency.block import LatencyBlock
 from cuda_graphs.latency.few import few
 from cuda_graphs.latency.gemv import gemv
 from cuda_graphs.latency.heads import project_few_heads, project_heads
-from cuda_graphs.latency.linear import LatencyLinear
+from cuda_graphs.latency.linear import add_way
 from cuda_graphs.latency.lone import attend_lone
 from cuda_graphs.latency.lone_few import attend_few
 from cuda_graphs.latency.tables import FewHeadsConfig, HeadsConfig, LoneConfig, LoneFewConfig
@@ -42,6 +42,8 @@ from tests.paged_batches import (
 from triton_paged_attention.decode import Workspace, paged_decode
 from triton_paged_attention.kernels.norms import NormWeights
 from triton_paged_attention.kernels.rope import HeadNorms, norm_rope
+from triton_paged_attention.layers import FusedBlock
+from triton_paged_attention.linear import FusedLinear
 from triton_paged_attention.surgery import optimize
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -230,7 +232,10 @@ def test_few_tokens_with_norm_bias_residual_and_gate(size: int, tokens: int) -> 
 def test_a_gate_with_biases_is_applied_behind_them() -> None:
     """The kernels add a bias last, so a gated layer that has one takes the way of many tokens."""
     weight, bias, x = torch.randn(40, 48), torch.randn(40), torch.randn(1, 48)
-    layer = LatencyLinear(*(torch.nn.Parameter(part.to(DEVICE), False) for part in (weight, bias)))
+    plain = torch.nn.Linear(48, 40, device=DEVICE)
+    plain.weight, plain.bias = (torch.nn.Parameter(part.to(DEVICE), False) for part in (weight, bias))
+    layer = FusedLinear(plain)
+    assert add_way(layer) is not None
     out = F.linear(x, weight, bias)
     got = layer(x.to(DEVICE), gate="silu").cpu()
     assert_near(got, F.silu(out[:, :20]) * out[:, 20:], 1e-5, "act(gate + its bias) * (up + its bias)")
@@ -242,12 +247,20 @@ def test_what_the_second_surgery_makes_of_a_block(dtype: torch.dtype) -> None:
     all layers but the first that is over when it starts.
     """
     model = surgery.install(optimize(random_model(SHAPES["tiny"], device="cpu", dtype=dtype)))
-    blocks = [module for module in model.modules() if isinstance(module, LatencyBlock)]
+    blocks = [module for module in model.modules() if isinstance(module, FusedBlock)]
     assert len(blocks) == model.config.num_layers
     for block in blocks:
-        assert block.few == (dtype == torch.float16), f"kernels for a few tokens of {dtype}: {block.few}"
-        linears = {name: part for name, part in block.named_modules() if isinstance(part, LatencyLinear)}
-        waits = [name for name, linear in linears.items() if not linear.run_ahead]
+        (direct,) = block.ways
+        assert isinstance(direct, LatencyBlock)
+        ways = {
+            name: way
+            for name, part in block.named_modules()
+            for way in (part.ways if isinstance(part, FusedLinear) else ())
+        }
+        assert len(ways) == 4, f"layers with a direct way: {list(ways)}"
+        for way in (direct, *ways.values()):
+            assert way.few == (dtype == torch.float16), f"kernels for a few tokens of {dtype}: {way.few}"
+        waits = [name for name, way in ways.items() if not way.run_ahead]
         index = block.self_attn.spec.index
         expected = ["self_attn.qkv_proj"] if index == 0 else []
         assert waits == expected, f"layer {index}: the next kernel may not run ahead of {waits}"
@@ -267,7 +280,9 @@ def test_a_step_of_a_few_tokens_runs_the_kernels_for_few(monkeypatch: pytest.Mon
     tokens = []
     few_steps = LatencyBlock._attend_few
     monkeypatch.setattr(
-        LatencyBlock, "_attend_few", lambda self, x, *a: tokens.append(len(x)) or few_steps(self, x, *a)
+        LatencyBlock,
+        "_attend_few",
+        lambda self, a, b, x, *c: tokens.append(len(x)) or few_steps(self, a, b, x, *c),
     )
     after = generate(
         cuda_graphs.load(model, kernels=True, latency=True, graphs=False, rehearsal=False, **options),

@@ -21,8 +21,7 @@ from forward.loading import load_model
 from paged_cache.pool import LayerCache
 from quant.activations import quantize_tokens, rounded
 from quant.formats import FP8, FP8_BLOCK, INT4, INT8, W8A8, Scheme
-from quant.fused import QuantFusedLinear
-from quant.kernel_layers import KernelLinear, KernelOutput
+from quant.kernel_layers import EightBitHeads, KernelLinear, OneToken
 from quant.kernels import gemv, gemv4
 from quant.kernels.configs import LoopConfig
 from quant.kernels.gemv4 import from_words, to_words
@@ -38,6 +37,7 @@ from triton_paged_attention.kernels.kv_store import kv_store
 from triton_paged_attention.kernels.norms import NormWeights
 from triton_paged_attention.kernels.rope import HeadNorms, ProductScales, norm_rope
 from triton_paged_attention.layers import FusedAttention
+from triton_paged_attention.linear import FusedLinear, join
 from triton_paged_attention.prefill import paged_prefill, query_tiles
 from triton_paged_attention.surgery import optimize
 from triton_paged_attention.tuning.tables import DecodeConfig, PrefillConfig
@@ -81,7 +81,8 @@ def test_a_product_is_that_of_the_dequantized_weight(
     plain = layer_of(scheme, n, k, rng, bias=n == 32)
     x = torch.randn(tokens, k, device=DEVICE, generator=rng).to(DTYPE)
     layer = KernelLinear(plain)
-    assert_close(layer(x), plain.exact(x), f"{scheme.name}, {tokens} tokens times [{n}, {k}]")
+    for found in (layer(x), layered(plain)(x)):
+        assert_close(found, plain.exact(x), f"{scheme.name}, {tokens} tokens times [{n}, {k}]")
     kept = layer.quantized()
     for name, tensor in plain.weight.per_channel().tensors().items():
         assert torch.equal(kept.tensors()[name].float(), tensor.float()), f"{name} is kept as it was"
@@ -99,7 +100,7 @@ def test_one_token_with_norm_gate_and_residual(
     weight = torch.randn(k, device=DEVICE, generator=rng).to(DTYPE)
     rows = n // (1 if gate is None else 2)
     residual = torch.randn(1, rows, device=DEVICE, generator=rng).to(DTYPE)
-    found = KernelLinear(plain)(x, norm=NormWeights(weight, 1e-5, one_plus), gate=gate, residual=residual)
+    found = layered(plain)(x, norm=NormWeights(weight, 1e-5, one_plus), gate=gate, residual=residual)
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean() + 1e-5) * (weight.float() + (1.0 if one_plus else 0.0))
     out = plain.exact(normed.to(DTYPE))
@@ -134,7 +135,7 @@ def test_a_program_takes_row_after_row(
     if gate is not None:
         out = F.silu(out[:, :rows]) * out[:, rows:]
     wanted = out + residual.float()
-    found = KernelLinear(plain)(x, gate=gate, residual=residual)
+    found = layered(plain)(x, gate=gate, residual=residual)
     off = (found.float() - wanted).abs()[0] / wanted.abs().max()
     wrong = (~(off < CLOSE[DTYPE])).nonzero()[:, 0].tolist()  # nor may they be NaN
     assert not wrong, f"{scheme.name}: outputs {wrong} of {rows} are wrong; a round has 12"
@@ -201,7 +202,9 @@ def test_a_joined_layer_becomes_one_of_kernels(rng: torch.Generator) -> None:
     parts = [
         QuantLinear.of(nn.Linear(64, n, bias=False, device=DEVICE, dtype=DTYPE), FP8, "x") for n in (32, 16)
     ]
-    layer = KernelLinear(QuantFusedLinear.of(*parts).linear)
+    made = join(*parts).linear
+    assert isinstance(made, QuantLinear)
+    layer = KernelLinear(made)
     x = torch.randn(4, 64, device=DEVICE, generator=rng).to(DTYPE)
     assert_close(layer(x), torch.cat([part.exact(x) for part in parts], dim=-1), "joined")
 
@@ -300,7 +303,7 @@ def test_rope_stores_in_the_caches_format(paired: bool, rng: torch.Generator) ->
 @pytest.mark.parametrize("d", [16, 24])
 def test_the_output_projection_combines_splits(scheme: Scheme, d: int, rng: torch.Generator) -> None:
     heads, splits, size = 6, 4, 48
-    layer = KernelOutput(layer_of(scheme, size, heads * d, rng))
+    layer = KernelLinear(layer_of(scheme, size, heads * d, rng))
     spec = LayerSpec(0, heads, 2, d, 1.0, None, None)
     d_pad = max(16, 1 << (d - 1).bit_length())
     workspace = Workspace(heads * splits * 2, d_pad, DEVICE)
@@ -310,11 +313,19 @@ def test_the_output_projection_combines_splits(scheme: Scheme, d: int, rng: torc
     workspace.lse[: splits * heads * 2 : 2] = logs.flatten()
     residual = torch.randn(1, size, device=DEVICE, generator=rng).to(DTYPE)
     contexts = torch.tensor([64], dtype=torch.int32, device=DEVICE)
-    found = layer.combine(Parts(residual, spec, contexts, workspace, LoneConfig(16, splits=splits)), residual)
+    given = Parts(residual, spec, contexts, workspace, LoneConfig(16, splits=splits))
+    found = EightBitHeads(layer).combine(given, residual)
     weights = torch.softmax(logs * 0.6931471805599453, dim=0)[..., None]
     mixed = (parts.float() * weights).sum(0).to(DTYPE).view(1, -1)
-    wanted = KernelLinear(layer_of_kept(layer))(mixed, residual=residual)
+    wanted = layered(layer_of_kept(layer))(mixed, residual=residual)
     assert_close(found, wanted, f"{scheme.name}, combined")
+
+
+def layered(plain: QuantLinear) -> FusedLinear:
+    """A layer by kernels with its way for one token."""
+    fused = FusedLinear(kernels := KernelLinear(plain))
+    fused.ways.append(OneToken(kernels))
+    return fused
 
 
 def layer_of_kept(layer: KernelLinear) -> QuantLinear:
@@ -334,6 +345,6 @@ def test_attention_waits_for_the_first_layers_projection_alone() -> None:
     """Before its wait it reads what was written before that one; see `starts_early`."""
     model = load_model("random:tiny", device=DEVICE, dtype="float32", linears=Quantize(FP8, None))
     blocks = install(latency(optimize(model))).modules()
-    projections = [block.qkv_proj for block in blocks if isinstance(block, FusedAttention)]
-    ahead = [layer.run_ahead for layer in projections if isinstance(layer, KernelLinear)]
+    ways = [block.qkv_proj.ways[0] for block in blocks if isinstance(block, FusedAttention)]
+    ahead = [way.run_ahead for way in ways if isinstance(way, OneToken)]
     assert ahead == [index > 0 for index in range(model.config.num_layers)], f"layers run ahead: {ahead}"

@@ -1123,7 +1123,7 @@ def test_a_first_half_leaves_the_logits_where_the_second_reads_them(model: Model
 
     model = copy.copy(model)
     model._modules = dict(model._modules)
-    head = FusedLinear.of(cast(torch.nn.Linear, model.lm_head))
+    head = FusedLinear(model.lm_head)
     for kind in (model.lm_head, head):
         model.lm_head = kind
         asked = list[object]()

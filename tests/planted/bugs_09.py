@@ -21,8 +21,6 @@ FEW = HOME + "latency/few.py"
 LONE = HOME + "latency/lone.py"
 LONE_FEW = HOME + "latency/lone_few.py"
 HEADS = HOME + "latency/heads.py"
-LINEAR = HOME + "latency/linear.py"
-BLOCK = HOME + "latency/block.py"
 LATENCY = HOME + "latency/surgery.py"
 CHUNKED = "phases/07_chunked_prefill/chunked_prefill/scheduler.py"
 SCHEDULER = "phases/04_continuous/continuous/scheduler.py"
@@ -376,13 +374,6 @@ BUGS = (
         "Takes the next row of the matrix for the up projection's.",
     ),
     Bug(
-        "bias-of-a-gate",
-        LINEAR,
-        "if self.bias is None or gate is None:  # the kernels have no gate for biased outputs",
-        "if True:",
-        "Adds a bias behind the gate instead of before it.",
-    ),
-    Bug(
         "few-sweep-unmasked",
         FEW,
         "part = tl.load(x + at_x + start, mask=here & (start + k < K)[:, None, :], other=0.0)",
@@ -465,13 +456,6 @@ BUGS = (
         "for first in range(0, used, CHUNK):",
         "for first in range(0, 1, CHUNK):",
         "Combines as many splits as are loaded at once, and no more.",
-    ),
-    Bug(
-        "weights-read-too-early",
-        BLOCK,
-        "linear.run_ahead = linear is not attend.qkv_proj or starts_early(attend.spec)",
-        "linear.run_ahead = True",
-        "Lets attention begin before what it reads is written: a race that shows on a GPU only.",
     ),
     Bug(
         "drafts-see-each-other",

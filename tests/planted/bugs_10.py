@@ -306,11 +306,4 @@ BUGS = (
         'Field("checkpoint_format", str',
         "Overlooks GPTQ's second version, whose zero points are stored as they are, in a file's other field.",
     ),
-    Bug(
-        "attention-begins-too-early",
-        f"{HERE}/surgery.py",
-        "block.qkv_proj.run_ahead = starts_early(block.spec)",
-        "block.qkv_proj.run_ahead = True",
-        "Lets the first layer's attention begin before what it reads is written: a race, on a GPU only.",
-    ),
 )

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cuda_graphs.latency.linear import CombinesHeads
 from cuda_graphs.latency.lone import Parts
 from cuda_graphs.latency.tables import HeadsConfig, heads_config
 from forward.attention import Attention
@@ -21,27 +20,22 @@ from quant.kernels.inputs import Pending, Rounded, gated_rows, norm_rows, round_
 from quant.kernels.products import eight_by_eight, eight_by_eight_whole, eight_pays, unpack
 from quant.linear import QuantLinear
 from quant.weights import QuantizedWeight
-from triton_paged_attention.kernels.norms import NormWeights
 from triton_paged_attention.kernels.rope import ProductScales
 from triton_paged_attention.layers import FusedAttention, FusedBlock, FusedMLP, FusedRMSNorm, Stream
 from triton_paged_attention.linear import FusedLinear
 
 
-class KernelLinear(FusedLinear):
-    """A `FusedLinear` whose weight has few bits. One token is a kernel; many are a product of the library.
+class KernelLinear(nn.Module):
+    """A linear layer whose weight has few bits, multiplied by kernels and by the library."""
 
-    run_ahead, out_dtype: see `cuda_graphs.latency.linear.LatencyLinear`.
-    """
-
-    run_ahead = True
-    out_dtype: torch.dtype | None = None
     data: Tensor
     scale: Tensor
     zero: Tensor | None
     order: Tensor | None
+    bias: nn.Parameter | None
 
     def __init__(self, linear: QuantLinear) -> None:
-        nn.Module.__init__(self)
+        super().__init__()
         weight = linear.weight.per_channel()
         self.scheme, self.shape = weight.scheme, weight.shape
         data = to_words(weight) if self.scheme.weights == "int4" else weight.data
@@ -69,31 +63,8 @@ class KernelLinear(FusedLinear):
         numbers = from_words(self.data, self.shape[1])
         return replace(weight, data=numbers[:, ::2] | (numbers[:, 1::2] << 4))
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        norm: NormWeights | None = None,
-        gate: str | None = None,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        """See `FusedLinear.forward`."""
-        alone = x.numel() == self.shape[1] and (self.bias is None or gate is None)
-        if alone and self.order is None:
-            return self._one(x, norm, gate, residual)
-        return super().forward(x, norm=norm, gate=gate, residual=residual)
-
-    def _one(self, x: Tensor, norm: NormWeights | None, gate: str | None, residual: Tensor | None) -> Tensor:
-        """One token, in one kernel."""
-        around: dict[str, Any] = {"norm": norm, "gate": gate, "residual": residual}
-        around["run_ahead"] = self.run_ahead
-        how = {**around, "bias": self.bias, "out_dtype": self.out_dtype}
-        if self.scheme.weights == "int4":
-            return gemv4(x, self.stored, self.shape[1], **how)
-        return gemv8(x, self.stored, **how)
-
-    def product(self, x: Tensor) -> Tensor:
-        """See `FusedLinear.product`."""
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., K]` -> `[..., N]` in `x`'s dtype."""
         x = x if self.order is None else x.index_select(-1, self.order)
         kind = self.scheme.activations
         if kind is not None and x.numel():
@@ -105,42 +76,75 @@ class KernelLinear(FusedLinear):
         return F.linear(x, unpack(self.stored, self.shape[1], x.dtype), self.bias)
 
 
-class KernelOutput(KernelLinear, CombinesHeads):
-    """The projection behind attention, in eight bits with scales by channel."""
+class OneToken:
+    """A layer's way for one token, in one kernel.
+
+    run_ahead, out_dtype: see `cuda_graphs.latency.linear.LatencyWay`.
+    """
+
+    def __init__(
+        self, linear: KernelLinear, *, run_ahead: bool = True, out_dtype: torch.dtype | None = None
+    ) -> None:
+        self.linear, self.run_ahead, self.out_dtype = linear, run_ahead, out_dtype
+
+    def takes(self, tokens: int, gate: str | None) -> bool:
+        """See `Way.takes`."""
+        linear = self.linear
+        return tokens == 1 and linear.order is None and (gate is None or linear.bias is None)
+
+    def __call__(self, x: Tensor, **around: Any) -> Tensor:
+        """See `FusedLinear.forward`."""
+        linear = self.linear
+        how = {**around, "bias": linear.bias, "run_ahead": self.run_ahead, "out_dtype": self.out_dtype}
+        if linear.scheme.weights == "int4":
+            return gemv4(x, linear.stored, linear.shape[1], **how)
+        return gemv8(x, linear.stored, **how)
+
+
+class EightBitHeads:
+    """`CombinesHeads` with a weight of eight bits and scales by channel."""
+
+    def __init__(self, linear: KernelLinear) -> None:
+        self.linear = linear
 
     @property
-    def heads_config(self) -> HeadsConfig | None:
-        """See `CombinesHeads.heads_config`."""
-        plain = self.scheme.scales == "channel" and self.order is None
-        found = heads_config(*self.shape) if plain else None
+    def config(self) -> HeadsConfig | None:
+        """The kernel's configuration; None: it does not take this weight."""
+        plain = self.linear.scheme.scales == "channel" and self.linear.order is None
+        found = heads_config(*self.linear.shape) if plain else None
         return found and replace(found, rows=2 * found.rows)  # of half the bytes
+
+    def takes(self) -> bool:
+        """See `CombinesHeads.takes`."""
+        return self.config is not None
 
     def combine(self, parts: Parts, residual: Tensor) -> Tensor:
         """See `CombinesHeads.combine`."""
-        config = self.heads_config
+        config = self.config
         assert config is not None
-        return project_heads8(residual, self.stored, self.bias, parts, shape=config)
+        return project_heads8(residual, self.linear.stored, self.linear.bias, parts, shape=config)
 
 
-class EightBitBlock(nn.Module):
-    """A `FusedBlock` between whose projections no number of 16 bits is written that has eight.
+class EightBitBlock:
+    """A way through a block between whose projections no number of 16 bits is written that has eight.
 
     Norms and activations round what they make, and multiply what they read by its scales. A lone token goes
     through the block as it was: there every projection is a kernel that does all this by itself.
     """
 
-    def __init__(self, block: FusedBlock, kind: Activations) -> None:
-        super().__init__()
-        self.block, self.kind = block, kind
+    def __init__(self, kind: Activations) -> None:
+        self.kind = kind
 
-    def forward(
-        self, x: Tensor | Stream, cos_sin: tuple[Tensor, Tensor], attention: Attention
-    ) -> Tensor | Stream:
+    def takes(self, x: Tensor | Stream, attention: Attention) -> bool:
+        """See `BlockWay.takes`."""
+        return not (isinstance(x, Tensor) and len(x) == 1)
+
+    def __call__(
+        self, block: FusedBlock, x: Tensor | Stream, cos_sin: tuple[Tensor, Tensor], attention: Attention
+    ) -> Stream:
         """See `LlamaBlock.forward`."""
-        block, attend, mlp = self.block, self.block.self_attn, self.block.mlp
+        attend, mlp = block.self_attn, block.mlp
         assert isinstance(attend, FusedAttention) and isinstance(mlp, FusedMLP)
-        if isinstance(x, Tensor) and len(x) == 1:
-            return block(x, cos_sin, attention)
         total, delta = x if isinstance(x, Stream) else (x, None)
         total, normed = norm_rows(total, delta, block.input_layernorm.weights, self.kind)
         dtype = total.dtype
@@ -158,8 +162,8 @@ class EightBitBlock(nn.Module):
 
 def multiply(layer: FusedLinear, x: Rounded | Tensor, dtype: torch.dtype) -> Pending | Tensor:
     """A layer's product with an input of eight bits, perhaps still to be scaled; the layer is `eight`."""
-    assert isinstance(layer, KernelLinear) and isinstance(x, Rounded)
-    return eight_by_eight(x, layer.stored, dtype)
+    assert isinstance(layer.linear, KernelLinear) and isinstance(x, Rounded)
+    return eight_by_eight(x, layer.linear.stored, dtype)
 
 
 class PendingNorm(FusedRMSNorm):

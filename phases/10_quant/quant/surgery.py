@@ -1,8 +1,6 @@
-"""The third surgery, after those of phases 06 and 09: kernels for quantized layers."""
+"""Kernels for the products of quantized layers, and ways for one token and for eight bits."""
 
 from __future__ import annotations
-
-from functools import partial
 
 import torch
 
@@ -10,37 +8,47 @@ from cuda_graphs.latency.block import LatencyBlock
 from cuda_graphs.latency.lone import starts_early
 from forward.model import Model
 from quant.formats import Activations
-from quant.fused import QuantFusedLinear
-from quant.kernel_layers import EightBitBlock, KernelLinear, KernelOutput, PendingNorm
+from quant.kernel_layers import EightBitBlock, EightBitHeads, KernelLinear, OneToken, PendingNorm
+from quant.linear import QuantLinear
 from triton_paged_attention.layers import FusedAttention, FusedBlock, FusedMLP, FusedRMSNorm
 from triton_paged_attention.linear import FusedLinear
-from triton_paged_attention.surgery import replace
 
 
 def install(model: Model) -> Model:
-    """Put kernels in the places of quantized layers, and return the model, which is the same object."""
-    for block in model.modules():
-        if isinstance(block, LatencyBlock):
-            attend = block.self_attn
-            if isinstance(attend.o_proj, QuantFusedLinear):
-                attend.o_proj = by_kernels(attend.o_proj, KernelOutput)
-    replace(model, QuantFusedLinear, by_kernels)
-    kinds = {eight_bits(block) for block in model.modules() if isinstance(block, FusedBlock)}
+    """Put kernels in the places of quantized products, and return the model, which is the same object."""
+    for fused in model.modules():
+        linear = fused.linear if isinstance(fused, FusedLinear) else None
+        if isinstance(fused, FusedLinear) and isinstance(linear, QuantLinear) and KernelLinear.takes(linear):
+            fused.linear = made = KernelLinear(linear)
+            fused.ways.insert(0, OneToken(made))
+    blocks = [block for block in model.modules() if isinstance(block, FusedBlock)]
+    kinds = {eight_bits(block) for block in blocks}
     kind = kinds.pop() if len(kinds) == 1 else None
+    for block in blocks:
+        add_ways(block)
+        if kind is not None and isinstance(model.norm, FusedRMSNorm):
+            block.ways.insert(0, EightBitBlock(kind))
     if kind is not None and isinstance(model.norm, FusedRMSNorm):
-        replace(model, FusedBlock, partial(EightBitBlock, kind=kind))
         model.norm = PendingNorm(model.norm)
-    for block in model.modules():
-        if isinstance(block, FusedAttention) and isinstance(block.qkv_proj, KernelLinear):
-            block.qkv_proj.run_ahead = starts_early(block.spec)
-    if isinstance(model.lm_head, KernelLinear):
-        model.lm_head.out_dtype = torch.float32  # what is sampled
+    if isinstance(model.lm_head, FusedLinear):
+        for way in model.lm_head.ways:
+            if isinstance(way, OneToken):
+                way.out_dtype = torch.float32  # what is sampled
     return model
 
 
-def by_kernels(old: QuantFusedLinear, kind: type[KernelLinear] = KernelLinear) -> FusedLinear:
-    """A layer by kernels, if there are any for its weight."""
-    return kind(old.linear) if kind.takes(old.linear) else old
+def add_ways(block: FusedBlock) -> None:
+    """Say how a block's projections start, and combine attention's splits in the one behind it."""
+    attend = block.self_attn
+    if not isinstance(attend, FusedAttention):
+        return
+    for way in attend.qkv_proj.ways:
+        if isinstance(way, OneToken):
+            way.run_ahead = starts_early(attend.spec)
+    out = attend.o_proj
+    for direct in block.ways:
+        if isinstance(direct, LatencyBlock) and isinstance(out.linear, KernelLinear) and out.total is None:
+            direct.heads = EightBitHeads(out.linear)
 
 
 def unpacked_bytes(model: Model) -> int:
@@ -54,11 +62,13 @@ def eight_bits(block: FusedBlock) -> Activations | None:
     attend, mlp = block.self_attn, block.mlp
     if not (isinstance(attend, FusedAttention) and isinstance(mlp, FusedMLP) and attend.fused and mlp.fused):
         return None
-    layers = (attend.qkv_proj, attend.o_proj, mlp.gate_up_proj, mlp.down_proj)
     kinds = {
-        layer.scheme.activations
-        if isinstance(layer, KernelLinear) and layer.eight and layer.bias is None
+        fused.linear.scheme.activations
+        if isinstance(fused.linear, KernelLinear)
+        and fused.linear.eight
+        and fused.linear.bias is None
+        and fused.total is None
         else None
-        for layer in layers
+        for fused in (attend.qkv_proj, attend.o_proj, mlp.gate_up_proj, mlp.down_proj)
     }
     return kinds.pop() if len(kinds) == 1 else None

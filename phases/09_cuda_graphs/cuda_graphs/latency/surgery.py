@@ -1,44 +1,52 @@
-"""The second surgery, after phase 06's: layers that take a direct way for one token, and for a few."""
+"""Give phase 06's layers a direct way for one token, and for a few."""
 
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from cuda_graphs.latency.block import LatencyBlock
-from cuda_graphs.latency.linear import LatencyLinear
+from cuda_graphs.latency.linear import FewHeads, Heads, add_way
+from cuda_graphs.latency.lone import starts_early
 from cuda_graphs.latency.tables import few_pays
 from forward.model import Model
 from triton_paged_attention.layers import FusedAttention, FusedBlock, FusedMLP
 from triton_paged_attention.linear import FusedLinear, SideBySide
-from triton_paged_attention.surgery import replace
 
 
 def install(model: Model) -> Model:
-    """Put `LatencyBlock`s in the places of phase 06's blocks, and return the model, which is the same object.
+    """Add ways to a model's blocks and linear layers, and return the model, which is the same object.
 
     Blocks whose layers were left to torch stay as they are. The way is taken with a `LatencyAttention` only.
     """
     few = few_pays(model.config.hidden_size, model.dtype.itemsize, model.device)
-    replace(model, FusedBlock, lambda block: LatencyBlock(block, few=few) if whole(block) else block)
+    for block in model.modules():
+        if isinstance(block, FusedBlock) and whole(block):
+            attend, mlp = block.self_attn, block.mlp
+            assert isinstance(attend, FusedAttention) and isinstance(mlp, FusedMLP)
+            add_way(attend.qkv_proj, few=few, run_ahead=starts_early(attend.spec))
+            for linear in (attend.o_proj, mlp.gate_up_proj, mlp.down_proj):
+                add_way(linear, few=few)
+            way, out = LatencyBlock(few=few), attend.o_proj
+            if isinstance(out.linear, nn.Linear) and out.total is None:
+                way.heads, way.few_heads = Heads(out.linear), FewHeads(out.linear)
+            block.ways.insert(0, way)
     if isinstance(model.lm_head, FusedLinear):
-        head = LatencyLinear.like(model.lm_head)
-        if isinstance(head, LatencyLinear):
-            # What is sampled is float32: one row comes so, and no one has to convert it afterwards.
-            head.out_dtype = torch.float32
-        model.lm_head = head
+        # What is sampled is float32: one row comes so, and no one has to convert it afterwards.
+        add_way(model.lm_head, out_dtype=torch.float32)
     return model
 
 
 def whole(block: FusedBlock) -> bool:
-    """Whether all layers of a block are kernels of phase 06."""
+    """Return whether all layers of a block are kernels of phase 06."""
     attend, mlp = block.self_attn, block.mlp
     return (
         isinstance(attend, FusedAttention)
         and isinstance(mlp, FusedMLP)
         and attend.fused
         and mlp.fused
-        and all(
-            isinstance(linear, FusedLinear) and not isinstance(linear, SideBySide)
-            for linear in (attend.qkv_proj, attend.o_proj, mlp.gate_up_proj, mlp.down_proj)
+        and not any(
+            isinstance(fused.linear, SideBySide)
+            for fused in (attend.qkv_proj, attend.o_proj, mlp.gate_up_proj, mlp.down_proj)
         )
     )
