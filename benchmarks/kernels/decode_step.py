@@ -24,13 +24,14 @@ from benchmarks.roofline import Ceilings, ceilings
 from common.errors import UserError
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import Sampler
-from cuda_graphs.latency import LatencyAttention, install
-from cuda_graphs.latency.block import LatencyBlock
-from cuda_graphs.latency.linear import LatencyWay
 from forward.loading import load_model
 from forward.model import Model
 from forward.surgery import clone
 from paged_cache import BlockPool, PagedBatch
+from phases.appendix.latency.attention import LatencyAttention
+from phases.appendix.latency.block import LatencyBlock
+from phases.appendix.latency.linear import LatencyWay
+from phases.appendix.latency.surgery import install
 from triton_paged_attention.backends import Backends
 from triton_paged_attention.batch import fixed_batch
 from triton_paged_attention.kernels.sampling import argmax_rows, draw_rows

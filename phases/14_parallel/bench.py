@@ -38,7 +38,7 @@ import torch
 from matplotlib.axes import Axes
 
 import parallel
-import serving
+from benchmarks.engines import engine_of
 from benchmarks.evidence import BenchOptions, Evidence, Metric, Run, collect, sample_metrics
 from benchmarks.measure import alternate, summarize, timer
 from benchmarks.plotting import MARKERS, colours, panels, save
@@ -358,8 +358,8 @@ class Bench:
         }
         given |= (GPU if self.cuda else CPU) | more
         if ranks == 1:
-            return serving.load(model, **given)
-        return parallel.load(model, tensor_parallel=ranks, **given, **self.more)
+            return engine_of("13", model, **given)
+        return engine_of("14", model, tensor_parallel=ranks, **given, **self.more)
 
 
 def small_work(part: str) -> Workload:

@@ -524,7 +524,7 @@ SUBSETS: list[dict[str, Any]] = [
     {"chunked_prefill": False},
     {"overlap": False},
     {"chunk_tokens": 5, "step_tokens": 9},
-    {"kernels": True, "latency": False, "graphs": False},
+    {"kernels": True, "graphs": False},
 ]
 
 
@@ -567,7 +567,7 @@ def test_kernels_first_or_not_the_layers_are_quantized_and_joined(tiny: Model, s
         pytest.skip("needs triton's interpreter")
     from quant.kernel_layers import KernelLinear
 
-    engine = quant.load(tiny, quantization=scheme, kernels=True, graphs=False, latency=False, **SMALL)
+    engine = quant.load(tiny, quantization=scheme, kernels=True, graphs=False, **SMALL)
     model = engine.runner.model
     # Groups of 16, which rows of 48 leave, have no kernels.
     joined = [part for part in model.modules() if isinstance(part, (KernelLinear, QuantLinear))]

@@ -11,18 +11,18 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
-from cuda_graphs.latency import linear as linears
-from cuda_graphs.latency.attention import LatencyAttention
-from cuda_graphs.latency.few import few
-from cuda_graphs.latency.heads import project_few_heads
-from cuda_graphs.latency.linear import add_way
-from cuda_graphs.latency.lone_few import FewParts
-from cuda_graphs.latency.surgery import install as latency
-from cuda_graphs.latency.tables import FewHeadsConfig, LoneFewConfig
 from forward.attention import LayerSpec
 from forward.loading import random_model
 from forward.shapes import SHAPES
 from paged_cache import BlockPool
+from phases.appendix.latency import linear as linears
+from phases.appendix.latency.attention import LatencyAttention
+from phases.appendix.latency.few import few
+from phases.appendix.latency.heads import project_few_heads
+from phases.appendix.latency.linear import add_way
+from phases.appendix.latency.lone_few import FewParts
+from phases.appendix.latency.surgery import install as latency
+from phases.appendix.latency.tables import FewHeadsConfig, LoneFewConfig
 from speculative.ahead.graph import several
 from speculative.cuda import columns
 from tests.cuda_kit import ON_A_GPU, random, replayed

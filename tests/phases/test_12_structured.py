@@ -1172,7 +1172,7 @@ def obey_beside_free_rows(model: Model, **options: Any) -> None:
     check(engine)
 
 
-PLAIN: dict[str, Any] = {"kernels": True, "graphs": True, "graph_tokens": 0, "latency": False}
+PLAIN: dict[str, Any] = {"kernels": True, "graphs": True, "graph_tokens": 0}
 PLAIN |= dict.fromkeys(("norms", "rope", "activation", "projections"), "torch")
 """Graphs around attention and sampling by kernels: the others would only take the interpreter's time."""
 

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cuda_graphs.latency.block import LatencyBlock
-from cuda_graphs.latency.few import FEW_TOKENS
-from cuda_graphs.latency.linear import CombinesFewHeads, LatencyWay
-from cuda_graphs.latency.lone_few import FewParts
 from forward.attention import LayerSpec
 from forward.model import Model
+from phases.appendix.latency.block import LatencyBlock
+from phases.appendix.latency.few import FEW_TOKENS
+from phases.appendix.latency.linear import CombinesFewHeads, LatencyWay
+from phases.appendix.latency.lone_few import FewParts
 from speculative.cuda.launch import CudaKernel, available
 from triton_paged_attention.hardware import multiprocessors
 from triton_paged_attention.kernels.norms import NormWeights
@@ -55,7 +55,7 @@ def shape_of(rows: int, size: int, gated: bool, device: torch.device) -> Shape |
 
 
 class Splits(NamedTuple):
-    """How attention has left its splits: see `cuda_graphs.latency.lone_few.lone_few_kernel`."""
+    """How attention has left its splits: see `phases.appendix.latency.lone_few.lone_few_kernel`."""
 
     most: int
     head_dim: int
@@ -89,7 +89,7 @@ def columns(
     residual: Tensor | None = None,  # [T, N]
     run_ahead: bool = True,
 ) -> Tensor:
-    """`cuda_graphs.latency.few.few` of a matrix that has a shape: `[T, N]`."""
+    """`phases.appendix.latency.few.few` of a matrix that has a shape: `[T, N]`."""
     tokens, size = x.shape
     assert tokens <= FEW_TOKENS, f"x has {tokens} tokens, but may have {FEW_TOKENS}"
     outputs = weight.shape[0] // (1 if gate is None else 2)
@@ -110,7 +110,7 @@ def project_few_heads(
     parts: FewParts,
     shape: Shape,
 ) -> Tensor:
-    """`cuda_graphs.latency.heads.project_few_heads`: `[T, N]`; padding gets its residual."""
+    """`phases.appendix.latency.heads.project_few_heads`: `[T, N]`; padding gets its residual."""
     layer, space, config = parts.layer, parts.workspace, parts.config
     tokens, (outputs, size) = len(residual), weight.shape
     splits = Splits(

@@ -11,12 +11,12 @@ import triton
 from torch import Tensor
 
 from common.models.config import ModelConfig
-from cuda_graphs.latency.attention import LatencyAttention
-from cuda_graphs.latency.gemv import gemv
-from cuda_graphs.latency.surgery import install
-from cuda_graphs.latency.tables import GEMV, LONE, GemvKey, LoneKey, heads_config
 from forward.loading import random_model
 from paged_cache import BlockPool
+from phases.appendix.latency.attention import LatencyAttention
+from phases.appendix.latency.gemv import gemv
+from phases.appendix.latency.surgery import install
+from phases.appendix.latency.tables import GEMV, LONE, GemvKey, LoneKey, heads_config
 from triton_paged_attention.batch import fixed_batch
 from triton_paged_attention.layers import FusedBlock
 from triton_paged_attention.surgery import optimize

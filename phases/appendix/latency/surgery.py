@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from cuda_graphs.latency.block import LatencyBlock
-from cuda_graphs.latency.linear import FewHeads, Heads, add_way
-from cuda_graphs.latency.lone import starts_early
-from cuda_graphs.latency.tables import few_pays
 from forward.model import Model
+from phases.appendix.latency.block import LatencyBlock
+from phases.appendix.latency.linear import FewHeads, Heads, add_way
+from phases.appendix.latency.lone import starts_early
+from phases.appendix.latency.tables import few_pays
 from triton_paged_attention.layers import FusedAttention, FusedBlock, FusedMLP
 from triton_paged_attention.linear import FusedLinear, SideBySide
 

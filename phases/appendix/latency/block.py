@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cuda_graphs.latency.attention import LatencyAttention
-from cuda_graphs.latency.few import FEW_TOKENS
-from cuda_graphs.latency.linear import CombinesFewHeads, CombinesHeads
 from forward.attention import Attention
+from phases.appendix.latency.attention import LatencyAttention
+from phases.appendix.latency.few import FEW_TOKENS
+from phases.appendix.latency.linear import CombinesFewHeads, CombinesHeads
 from triton_paged_attention.layers import FusedAttention, FusedBlock, FusedMLP, FusedRMSNorm, Stream
 
 

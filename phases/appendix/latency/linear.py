@@ -7,13 +7,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from cuda_graphs.latency.few import FEW_TOKENS, few
-from cuda_graphs.latency.gemv import gemv
-from cuda_graphs.latency.heads import project_few_heads, project_heads
-from cuda_graphs.latency.lone import Parts
-from cuda_graphs.latency.lone_few import FewParts
-from cuda_graphs.latency.tables import few_heads_config, heads_config
 from forward.attention import LayerSpec
+from phases.appendix.latency.few import FEW_TOKENS, few
+from phases.appendix.latency.gemv import gemv
+from phases.appendix.latency.heads import project_few_heads, project_heads
+from phases.appendix.latency.lone import LoneParts
+from phases.appendix.latency.lone_few import FewParts
+from phases.appendix.latency.tables import few_heads_config, heads_config
 from triton_paged_attention.linear import FusedLinear
 
 
@@ -66,7 +66,7 @@ class CombinesHeads(Protocol):
         """Return whether it does; if not, attention has to."""
         ...
 
-    def combine(self, parts: Parts, residual: Tensor) -> Tensor:
+    def combine(self, parts: LoneParts, residual: Tensor) -> Tensor:
         """Return `residual` plus the product with attention's output, which is in `parts`: `[1, hidden]`."""
         ...
 
@@ -93,7 +93,7 @@ class Heads:
         """See `CombinesHeads.takes`."""
         return heads_config(*self.linear.weight.shape) is not None
 
-    def combine(self, parts: Parts, residual: Tensor) -> Tensor:
+    def combine(self, parts: LoneParts, residual: Tensor) -> Tensor:
         """See `CombinesHeads.combine`."""
         weight = self.linear.weight
         config = heads_config(*weight.shape)
