@@ -71,7 +71,8 @@ BUGS = (
     Bug(
         "body-read-before-it-is-weighed",
         SERVING + "http/exchange.py",
-        "        if length.isdigit() and int(length[:20]) > most:\n            raise large\n",
+        "        if self.told_bytes.isdigit() and int(self.told_bytes[:20]) > most:\n"
+        "            raise large\n",
         "",
         "Reads a body that is too large by its own account.",
     ),
@@ -221,13 +222,6 @@ BUGS = (
         "                if found is not None and (len(found) == 1 or found[-1] is not None):\n",
         "                if found is not None and token is not None:\n",
         "Forgets the prompt's log-probabilities where no token is generated.",
-    ),
-    Bug(
-        "first-token-has-a-past",
-        SERVING + "http/answers.py",
-        "            if entry is None:  # the prompt's first, before which there is nothing\n",
-        "            if entry is None and offset == 0:\n",
-        "Looks for what is likely before the beginning.",
     ),
     Bug(
         "trace-begins-here",
