@@ -38,6 +38,7 @@ import torch
 from matplotlib.axes import Axes
 
 import parallel
+from benchmarks.engines import engine_of
 from benchmarks.evidence import BenchOptions, Evidence, Metric, Run, collect, sample_metrics
 from benchmarks.measure import alternate, summarize, timer
 from benchmarks.plotting import MARKERS, colours, panels, save
@@ -49,7 +50,6 @@ from common.errors import UserError
 from common.paths import cache_home
 from forward.shapes import SHAPES
 from parallel.member import end_with
-from phases.registry import load_engine, phase_named
 
 PHASE, BEFORE = "14_parallel", "13_serving"
 SUMS, FAILED, STARTUP = "all-reduce", "failed", "startup"
@@ -357,9 +357,9 @@ class Bench:
             "drafter": "none",  # what random weights say repeats itself, by chance, for some ranks
         }
         given |= (GPU if self.cuda else CPU) | more
-        if ranks > 1:
-            given |= {"tensor_parallel": ranks, **self.more}
-        return load_engine(phase_named(BEFORE if ranks == 1 else PHASE), model, **given)
+        if ranks == 1:
+            return engine_of("13", model, **given)
+        return engine_of("14", model, tensor_parallel=ranks, **given, **self.more)
 
 
 def small_work(part: str) -> Workload:

@@ -509,27 +509,6 @@ BUGS = (
         "Turns a head on when the step with the prompt, which it should see, is on its way already.",
     ),
     Bug(
-        "columns-start-alone",
-        COLUMNS,
-        "    made.few, made.run_ahead, made.out_dtype = linear.few, linear.run_ahead, linear.out_dtype\n",
-        "    made.few, made.out_dtype = linear.few, linear.out_dtype\n",
-        "Lets attention of the first layer start before its keys are written.",
-    ),
-    Bug(
-        "columns-of-any-dtype",
-        COLUMNS,
-        "linear.few and linear.weight.dtype == torch.bfloat16 and available",
-        "linear.few and available",
-        "Reads float16 as if it were bfloat16.",
-    ),
-    Bug(
-        "columns-for-nobody",
-        COLUMNS,
-        "    made.fewest = fewest\n",
-        "",
-        "Leaves the drafts of a lone request to the kernels for a lone token.",
-    ),
-    Bug(
         "columns-with-an-odd-gate",
         COLUMNS,
         "    if part is None or rows % tiles or",

@@ -1,4 +1,4 @@
-"""`cuda_graphs.latency.heads` with a weight of eight bits: splits of attention meet in the projection."""
+"""`latency.heads` with a weight of eight bits: splits of attention meet in the projection."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from cuda_graphs.latency.heads import combine_heads
-from cuda_graphs.latency.lone import Parts, splits_of
-from cuda_graphs.latency.tables import HeadsConfig
+from phases.appendix.latency.heads import combine_heads
+from phases.appendix.latency.lone import LoneParts, splits_of
+from phases.appendix.latency.tables import HeadsConfig
 from quant.formats import LARGEST
-from quant.kernels.inputs import hardware_rounds, rounded, token_scale
+from quant.kernels.rounding import hardware_rounds, rounded, token_scale
 from quant.weights import QuantizedWeight
 from triton_paged_attention.hardware import dependent_launch
 
@@ -58,11 +58,11 @@ def project_heads8(
     residual: Tensor,  # [1, N]
     weight: QuantizedWeight,  # [N, H D], scales by channel
     bias: Tensor | None,  # [N]
-    parts: Parts,
+    parts: LoneParts,
     *,
     shape: HeadsConfig,
 ) -> Tensor:
-    """`cuda_graphs.latency.heads.project_heads` with a weight of eight bits: `[1, N]`."""
+    """`latency.heads.project_heads` with a weight of eight bits: `[1, N]`."""
     layer, workspace, config = parts.layer, parts.workspace, parts.config
     heads, d, rows = layer.num_heads, layer.head_dim, len(weight.data)
     out = torch.empty_like(residual)

@@ -23,9 +23,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from cuda_graphs.latency.tables import LoneConfig
 from forward.attention import LayerSpec
 from paged_cache.pool import LayerCache
+from phases.appendix.latency.tables import LoneConfig
 from triton_paged_attention.decode import Workspace
 from triton_paged_attention.hardware import dependent_launch
 from triton_paged_attention.kernels.rope import HeadNorms, apply_norm_weight, norm_scale, turn
@@ -194,7 +194,7 @@ def starts_early(layer: LayerSpec) -> bool:
     return layer.index > 0
 
 
-class Parts(NamedTuple):
+class LoneParts(NamedTuple):
     """Attention's output of a lone token.
 
     out: `[1, H D]`, if attention has combined its splits; otherwise `workspace` holds them.
@@ -220,7 +220,7 @@ def attend_lone(
     workspace: Workspace,
     config: LoneConfig,
     meet: bool,
-) -> Parts:
+) -> LoneParts:
     """Attention's output; with `meet` false, its splits stay apart in the workspace for `project_heads`.
 
     Launch it behind a `gemv` with `run_ahead=False` where it does not start early: see `starts_early`.
@@ -243,4 +243,4 @@ def attend_lone(
         num_warps=config.num_warps, num_stages=config.num_stages,
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
-    return Parts(out, layer, context_lens, workspace, config)
+    return LoneParts(out, layer, context_lens, workspace, config)

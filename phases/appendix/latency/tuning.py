@@ -11,14 +11,14 @@ import triton
 from torch import Tensor
 
 from common.models.config import ModelConfig
-from cuda_graphs.latency.attention import LatencyAttention
-from cuda_graphs.latency.block import LatencyBlock
-from cuda_graphs.latency.gemv import gemv
-from cuda_graphs.latency.surgery import install
-from cuda_graphs.latency.tables import GEMV, LONE, GemvKey, LoneKey, heads_config
 from forward.loading import random_model
 from paged_cache import BlockPool
+from phases.appendix.latency.attention import LatencyAttention
+from phases.appendix.latency.gemv import gemv
+from phases.appendix.latency.surgery import install
+from phases.appendix.latency.tables import GEMV, LONE, GemvKey, LoneKey, heads_config
 from triton_paged_attention.batch import fixed_batch
+from triton_paged_attention.layers import FusedBlock
 from triton_paged_attention.surgery import optimize
 from triton_paged_attention.tuning import autotune as kernels
 from triton_paged_attention.tuning.autotune import Found, Report, Space, Timer, graph_timer, tune
@@ -98,7 +98,7 @@ def _step(
 ) -> Callable[[], Tensor] | None:
     """One token through random layers, with so many keys in the cache; None: these take no direct way."""
     built = install(optimize(random_model(model, device=device, dtype=dtype)))
-    if not any(isinstance(module, LatencyBlock) for module in built.modules()):
+    if not any(isinstance(module, FusedBlock) and module.ways for module in built.modules()):
         return None
     blocks = -(-context // BLOCK_SIZE)
     pool = BlockPool(model, blocks, BLOCK_SIZE, device=device, dtype=dtype)

@@ -15,18 +15,22 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import pad
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quant.kernels.configs import LoopConfig, loop_config
-from quant.kernels.gemv import four, input_scales, load_addends, pair, place_of, power_scale
-from quant.weights import QuantizedWeight, unpack_nibbles
+from phases.appendix.quant_kernels.configs import LoopConfig, loop_config
+from phases.appendix.quant_kernels.gemv import (
+    four,
+    input_scales,
+    load_addends,
+    pair,
+    place_of,
+    power_scale,
+)
+from quant.kernels.words import SPAN
+from quant.weights import QuantizedWeight
 from triton_paged_attention.hardware import dependent_launch
 from triton_paged_attention.kernels.activation import KINDS, activate
 from triton_paged_attention.kernels.norms import NormWeights
-
-SPAN = 128
-"""Inputs that 16 words hold: bits 4 i and 16 + 4 i of word j are inputs 32 i + 2 j and 32 i + 2 j + 1."""
 
 
 def _products(word: int, total: str) -> str:
@@ -228,7 +232,7 @@ def gemv4(
     run_ahead: bool = True,
     config: LoopConfig | None = None,
 ) -> Tensor:
-    """`cuda_graphs.latency.gemv` with a weight of four bits, of `size` inputs: `[..., N]`."""
+    """`latency.gemv` with a weight of four bits, of `size` inputs: `[..., N]`."""
     rows = len(weight.data) // (1 if gate is None else 2)
     shape = config or loop_config(rows, size, len(weight.data) // rows, 4, x.device)
     out = torch.empty(*x.shape[:-1], rows, dtype=out_dtype or x.dtype, device=x.device)
@@ -245,27 +249,3 @@ def gemv4(
         num_warps=shape.num_warps, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out
-
-
-def words_fit(weight: QuantizedWeight) -> bool:
-    """Whether a weight can lie in words: its groups are no smaller than a part of a span."""
-    return weight.scheme.group % 32 == 0
-
-
-def to_words(weight: QuantizedWeight) -> Tensor:
-    """The nibbles of a weight `[N, K]` in the order of `SPAN`: `[N, 16 ceil(K / 128)]` int32."""
-    numbers = unpack_nibbles(weight.data)  # [N, K]
-    numbers = pad(numbers, (0, -numbers.shape[1] % SPAN), value=8)
-    parts = numbers.view(len(numbers), -1, 4, 16, 2)  # spans, i, j, even and odd
-    words = torch.zeros(parts.shape[0], parts.shape[1], 16, dtype=torch.int32, device=numbers.device)
-    for i in range(4):
-        for odd in range(2):
-            words |= parts[:, :, i, :, odd].to(torch.int32) << (4 * i + 16 * odd)
-    return words.flatten(1)
-
-
-def from_words(words: Tensor, size: int) -> Tensor:
-    """What `to_words` was given: `[N, K]` uint8 of 0 to 15, for `size` inputs."""
-    shifts = torch.tensor([[0, 16], [4, 20], [8, 24], [12, 28]], dtype=torch.int32, device=words.device)
-    parts = (words.view(len(words), -1, 1, 16, 1) >> shifts[:, None, :]) & 15  # [N, spans, 4, 16, 2]
-    return parts.flatten(1).to(torch.uint8)[:, :size]

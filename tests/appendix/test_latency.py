@@ -1,4 +1,4 @@
-"""Phase 09's direct ways for one token and for a few, in the interpreter or natively on a GPU."""
+"""Ways for one token and for a few, in the interpreter or natively on a GPU."""
 
 from __future__ import annotations
 
@@ -11,23 +11,27 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-import cuda_graphs
+import continuous
 import paged_cache
 from common.events import generate
 from common.sampling.params import SamplingParams
-from cuda_graphs.latency import surgery
-from cuda_graphs.latency.block import LatencyBlock
-from cuda_graphs.latency.few import few
-from cuda_graphs.latency.gemv import gemv
-from cuda_graphs.latency.heads import project_few_heads, project_heads
-from cuda_graphs.latency.linear import LatencyLinear
-from cuda_graphs.latency.lone import attend_lone
-from cuda_graphs.latency.lone_few import attend_few
-from cuda_graphs.latency.tables import FewHeadsConfig, HeadsConfig, LoneConfig, LoneFewConfig
+from cuda_graphs.capture import Capturer
 from forward.attention import LayerSpec
 from forward.loading import load_model, random_model
+from forward.model import Model
 from forward.shapes import SHAPES
-from paged_cache import LayerCache
+from paged_cache import LayerCache, PagedEngine
+from phases import find_phase, registry
+from phases.appendix.latency import surgery
+from phases.appendix.latency.attention import LatencyAttention
+from phases.appendix.latency.block import LatencyBlock
+from phases.appendix.latency.few import few
+from phases.appendix.latency.gemv import gemv
+from phases.appendix.latency.heads import project_few_heads, project_heads
+from phases.appendix.latency.linear import add_way
+from phases.appendix.latency.lone import attend_lone
+from phases.appendix.latency.lone_few import attend_few
+from phases.appendix.latency.tables import FewHeadsConfig, HeadsConfig, LoneConfig, LoneFewConfig
 from tests.compiling import spilled
 from tests.paged_batches import (
     DEVICE,
@@ -42,9 +46,21 @@ from tests.paged_batches import (
 from triton_paged_attention.decode import Workspace, paged_decode
 from triton_paged_attention.kernels.norms import NormWeights
 from triton_paged_attention.kernels.rope import HeadNorms, norm_rope
+from triton_paged_attention.layers import FusedBlock
+from triton_paged_attention.linear import FusedLinear
 from triton_paged_attention.surgery import optimize
 
 pytestmark = pytest.mark.usefixtures("poison")
+
+
+def engine_of(model: Model, **options: Any) -> PagedEngine:
+    """Phase 09's engine with these ways, without graphs, which would only call them."""
+    phase = find_phase("09")
+    assert phase is not None
+    own = {"kernels": True, "latency": True, "graphs": False, "rehearsal": False}
+    made = registry.load_engine(phase, model, **own, **options)
+    assert isinstance(made, PagedEngine)
+    return made
 
 
 @pytest.mark.parametrize("meet", [False, True], ids=["combined in the projection", "combined by the last"])
@@ -230,24 +246,35 @@ def test_few_tokens_with_norm_bias_residual_and_gate(size: int, tokens: int) -> 
 def test_a_gate_with_biases_is_applied_behind_them() -> None:
     """The kernels add a bias last, so a gated layer that has one takes the way of many tokens."""
     weight, bias, x = torch.randn(40, 48), torch.randn(40), torch.randn(1, 48)
-    layer = LatencyLinear(*(torch.nn.Parameter(part.to(DEVICE), False) for part in (weight, bias)))
+    plain = torch.nn.Linear(48, 40, device=DEVICE)
+    plain.weight, plain.bias = (torch.nn.Parameter(part.to(DEVICE), False) for part in (weight, bias))
+    layer = FusedLinear(plain)
+    assert add_way(layer) is not None
     out = F.linear(x, weight, bias)
     got = layer(x.to(DEVICE), gate="silu").cpu()
     assert_near(got, F.silu(out[:, :20]) * out[:, 20:], 1e-5, "act(gate + its bias) * (up + its bias)")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_what_the_second_surgery_makes_of_a_block(dtype: torch.dtype) -> None:
+def test_which_layers_of_a_block_have_ways(dtype: torch.dtype) -> None:
     """Tensor cores have no float32; and before its wait, attention reads what came before its projection. In
     all layers but the first that is over when it starts.
     """
     model = surgery.install(optimize(random_model(SHAPES["tiny"], device="cpu", dtype=dtype)))
-    blocks = [module for module in model.modules() if isinstance(module, LatencyBlock)]
+    blocks = [module for module in model.modules() if isinstance(module, FusedBlock)]
     assert len(blocks) == model.config.num_layers
     for block in blocks:
-        assert block.few == (dtype == torch.float16), f"kernels for a few tokens of {dtype}: {block.few}"
-        linears = {name: part for name, part in block.named_modules() if isinstance(part, LatencyLinear)}
-        waits = [name for name, linear in linears.items() if not linear.run_ahead]
+        (direct,) = block.ways
+        assert isinstance(direct, LatencyBlock)
+        ways = {
+            name: way
+            for name, part in block.named_modules()
+            for way in (part.ways if isinstance(part, FusedLinear) else ())
+        }
+        assert len(ways) == 4, f"layers with a direct way: {list(ways)}"
+        for way in (direct, *ways.values()):
+            assert way.few == (dtype == torch.float16), f"kernels for a few tokens of {dtype}: {way.few}"
+        waits = [name for name, way in ways.items() if not way.run_ahead]
         index = block.self_attn.spec.index
         expected = ["self_attn.qkv_proj"] if index == 0 else []
         assert waits == expected, f"layer {index}: the next kernel may not run ahead of {waits}"
@@ -267,10 +294,12 @@ def test_a_step_of_a_few_tokens_runs_the_kernels_for_few(monkeypatch: pytest.Mon
     tokens = []
     few_steps = LatencyBlock._attend_few
     monkeypatch.setattr(
-        LatencyBlock, "_attend_few", lambda self, x, *a: tokens.append(len(x)) or few_steps(self, x, *a)
+        LatencyBlock,
+        "_attend_few",
+        lambda self, a, b, x, *c: tokens.append(len(x)) or few_steps(self, a, b, x, *c),
     )
     after = generate(
-        cuda_graphs.load(model, kernels=True, latency=True, graphs=False, rehearsal=False, **options),
+        engine_of(model, **options),
         prompts,
         params,
     )
@@ -289,9 +318,7 @@ def test_a_step_of_one_token_takes_the_direct_way(monkeypatch: pytest.MonkeyPatc
     single = LatencyBlock._attend_lone
     monkeypatch.setattr(LatencyBlock, "_attend_lone", lambda self, *a: calls.append(1) or single(self, *a))
     after = generate(
-        cuda_graphs.load(
-            model, kernels=True, latency=True, graphs=False, rehearsal=False, max_len=64, max_rows=1
-        ),
+        engine_of(model, max_len=64, max_rows=1),
         [[5, 6, 7]],
         params,
     )
@@ -307,13 +334,42 @@ def test_a_lone_request_gets_its_tokens_whatever_the_size_of_a_head(d: int) -> N
     model = random_model(config, device=DEVICE, dtype=torch.float32)
     params = SamplingParams(max_tokens=3, ignore_eos=True)
     before = generate(paged_cache.load(model, max_len=64, max_rows=1), [[5, 6, 7]], params)
-    engine = cuda_graphs.load(
-        model, kernels=True, latency=True, graphs=False, rehearsal=False, max_len=64, max_rows=1
-    )
-    after = generate(engine, [[5, 6, 7]], params)
+    after = generate(engine_of(model, max_len=64, max_rows=1), [[5, 6, 7]], params)
     assert [c.token_ids for c in after] == [c.token_ids for c in before], (
         f"heads of {d}: not the tokens of phase 05"
     )
+
+
+@pytest.mark.slow
+def test_drafts_of_a_lone_request_are_verified_by_the_kernels_for_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All its tokens in one kernel of attention a layer, behind its lone tokens."""
+    if DEVICE == "cpu":  # the interpreter knows float32
+        monkeypatch.setattr(surgery, "few_pays", lambda *_: True)
+        monkeypatch.setattr(Capturer, "capture", lambda self, function: function)
+    model = load_model("random:tiny", device=DEVICE, dtype="float32" if DEVICE == "cpu" else "float16")
+    few, seen = LatencyAttention.attend_few, []
+
+    def counted(self: LatencyAttention, layer: Any, qkv: Any, *rest: Any, **options: Any) -> Any:
+        seen.append(len(qkv))
+        return few(self, layer, qkv, *rest, **options)
+
+    monkeypatch.setattr(LatencyAttention, "attend_few", counted)
+    prompts, params = [[5, 6, 7]], [SamplingParams(max_tokens=7, ignore_eos=True)]
+    phase = find_phase("11")
+    assert phase is not None
+    sizes: dict[str, Any] = {"max_rows": 1, "max_len": 64, "block_size": 8, "cache_bytes": 1 << 20}
+    drafts = {"drafter": "model", "draft_model": "random:tiny", "draft_length": 2, "draft_adaptive": False}
+    engine = registry.load_engine(
+        phase, model, kernels=True, graphs=True, graph_tokens=0, latency=True, rehearsal=False,
+        overlap=False, draft_ahead=False, **drafts, **sizes,
+    )  # fmt: skip
+    after = generate(engine, prompts, params)
+    assert seen.count(3) >= 2 * model.config.num_layers, f"a token and two drafts in each layer: {seen}"
+    if DEVICE == "cpu":
+        before = generate(continuous.load(model, max_rows=1, max_len=64), prompts, params)
+        assert [c.token_ids for c in after] == [c.token_ids for c in before], "a draft changes a token"
 
 
 @pytest.mark.slow

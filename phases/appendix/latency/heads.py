@@ -8,10 +8,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from cuda_graphs.latency.few import FEW_TOKENS, TOKENS
-from cuda_graphs.latency.lone import LOG_STEP, Parts, splits_of
-from cuda_graphs.latency.lone_few import FewParts, few_splits_of
-from cuda_graphs.latency.tables import FewHeadsConfig, HeadsConfig
+from phases.appendix.latency.few import FEW_TOKENS, TOKENS
+from phases.appendix.latency.lone import LOG_STEP, LoneParts, splits_of
+from phases.appendix.latency.lone_few import FewParts, few_splits_of
+from phases.appendix.latency.tables import FewHeadsConfig, HeadsConfig
 from triton_paged_attention.hardware import dependent_launch
 
 
@@ -106,7 +106,7 @@ def project_heads(
     residual: Tensor,  # [1, N]
     weight: Tensor,  # [N, H D]
     bias: Tensor | None,  # [N]
-    parts: Parts,
+    parts: LoneParts,
     *,
     shape: HeadsConfig,
 ) -> Tensor:

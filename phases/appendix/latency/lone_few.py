@@ -16,11 +16,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from cuda_graphs.latency.few import FEW_TOKENS
-from cuda_graphs.latency.lone import norm_and_turn
-from cuda_graphs.latency.tables import LoneFewConfig
 from forward.attention import LayerSpec
 from paged_cache.pool import LayerCache
+from phases.appendix.latency.few import FEW_TOKENS
+from phases.appendix.latency.lone import norm_and_turn
+from phases.appendix.latency.tables import LoneFewConfig
 from triton_paged_attention.decode import Workspace, combine_rows
 from triton_paged_attention.hardware import dependent_launch
 from triton_paged_attention.kernels.rope import HeadNorms

@@ -1,7 +1,7 @@
 """Matrix times vector for a batch of one token, the matrix in eight bits.
 
-`cuda_graphs.latency.gemv` with half the bytes, which leaves half the time for everything else. There, every
-program prepares the input for a few rows; here a program prepares it once, stays, and takes further rows.
+`latency.gemv` with half the bytes, which leaves half the time for everything else. There, every program
+prepares the input for a few rows; here a program prepares it once, stays, and takes further rows.
 Numbers of e4m3 become pairs of float16 by one instruction, and sixteen products are summed up in float16
 before anything is float32: that is a third of the instructions of a float32 for each weight. A row's scale is
 multiplied once, when its sum is known. Where the scheme rounds a layer's inputs, this does so, too, though it
@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from phases.appendix.quant_kernels.configs import LoopConfig, loop_config
 from quant.formats import BLOCK, LARGEST
-from quant.kernels.configs import LoopConfig, loop_config
-from quant.kernels.inputs import hardware_rounds, rounded, token_scale
+from quant.kernels.rounding import hardware_rounds, rounded, token_scale
 from quant.weights import QuantizedWeight
 from triton_paged_attention.hardware import dependent_launch
 from triton_paged_attention.kernels.activation import KINDS, activate
@@ -271,7 +271,7 @@ def gemv8(
     run_ahead: bool = True,
     config: LoopConfig | None = None,
 ) -> Tensor:
-    """`cuda_graphs.latency.gemv` with a weight of eight bits, its scales by channel or block: `[..., N]`."""
+    """`latency.gemv` with a weight of eight bits, its scales by channel or block: `[..., N]`."""
     scheme = weight.scheme
     assert scheme.scales in ("channel", "block") and weight.order is None, "not a form that this kernel reads"
     whole, size = weight.shape

@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from cuda_graphs.latency.lone import Parts, attend_lone
-from cuda_graphs.latency.lone_few import MOST_ROWS, FewParts, attend_few, fits
-from cuda_graphs.latency.tables import LONE, LoneKey, lone_few_config
 from forward.attention import LayerSpec
 from paged_cache import BlockPool, PagedBatch
+from phases.appendix.latency.lone import LoneParts, attend_lone
+from phases.appendix.latency.lone_few import MOST_ROWS, FewParts, attend_few, fits
+from phases.appendix.latency.tables import LONE, LoneKey, lone_few_config
 from triton_paged_attention.attention import TritonPagedAttention
 from triton_paged_attention.decode import Workspace
 from triton_paged_attention.kernels.rope import HeadNorms
@@ -61,7 +61,7 @@ class LatencyAttention(TritonPagedAttention):
         norms: HeadNorms | None,
         *,
         meet: bool,
-    ) -> Parts:
+    ) -> LoneParts:
         """From the projection's output to attention's, head norms, RoPE and KV store included."""
         batch = self.batch
         return attend_lone(

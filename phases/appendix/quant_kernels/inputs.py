@@ -2,13 +2,11 @@
 
 A product of eight-bit numbers has to be multiplied by its token's scale and by its channel's. A kernel for
 that alone would read and write everything once more. But what follows a projection reads its output anyway:
-a norm, an activation, RoPE. So the product is handed on as it is (`Pending`), and who reads it multiplies. In
-the same way, who makes a projection's input also finds each token's largest number and rounds (`Rounded`).
+a norm, an activation, RoPE. So the product is handed on as it is (`Unscaled`), and who reads it multiplies.
+In the same way, who makes a projection's input also finds each token's largest number and rounds (`Rounded`).
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -16,65 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from quant.formats import DTYPES, LARGEST, Activations
-from triton_paged_attention.hardware import ADA, at_least
+from quant.kernels.products import TYPES, Unscaled
+from quant.kernels.rounding import Rounded, hardware_rounds, rounded, token_scale
 from triton_paged_attention.kernels.activation import KINDS, activate
 from triton_paged_attention.kernels.norms import NormWeights
-
-
-class Rounded(NamedTuple):
-    """An input in eight bits: `values [T, K]`, each token to be multiplied by its `scale [T]` (float32)."""
-
-    values: Tensor
-    scale: Tensor
-
-
-class Pending(NamedTuple):
-    """A product that still has to be multiplied: `values [T, N]` by `rows [T]` and `columns [N]`, float32."""
-
-    values: Tensor
-    rows: Tensor
-    columns: Tensor
-
-    def finished(self, dtype: torch.dtype) -> Tensor:
-        """The product itself, by whoever has no kernel for it: `[T, N]`."""
-        return (self.values.float() * self.rows[:, None] * self.columns).to(dtype)
-
-
-@triton.jit
-def token_scale(top, LARGEST: tl.constexpr):
-    """The scale of a token whose largest magnitude is `top`, and 1 over it; a token of zeros stays one."""
-    scale = tl.maximum(top * (1.0 / LARGEST), 1.1754943508222875e-38)
-    return scale, tl.div_rn(1.0, scale)
-
-
-@triton.jit
-def to_even(y):
-    """The nearest whole number; of two that are as near, the even one."""
-    down = tl.floor(y)
-    rest = y - down
-    odd = down - 2.0 * tl.floor(down * 0.5) > 0.5
-    return tl.where((rest > 0.5) | ((rest == 0.5) & odd), down + 1.0, down)
-
-
-@triton.jit
-def rounded(y, LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr):
-    """Numbers as eight bits can hold them, in float32: whole ones, or e4m3.
-
-    HARDWARE: it converts to e4m3 by itself. Not every GPU does, and the interpreter's conversion loses a
-    carry. A number of e4m3 has three bits behind its first; below 2^-6 it is a multiple of 2^-9.
-    """
-    if WHOLE:
-        y = to_even(tl.minimum(tl.maximum(y, -LARGEST), LARGEST))
-    elif HARDWARE:
-        y = y.to(tl.float8e4nv).to(tl.float32)  # nothing beyond the largest becomes more than that
-    else:
-        y = tl.minimum(tl.maximum(y, -LARGEST), LARGEST)
-        bits = y.to(tl.int32, bitcast=True)
-        bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
-        y = tl.where(
-            tl.abs(y) < 0.015625, to_even(y * 512.0) * 0.001953125, bits.to(tl.float32, bitcast=True)
-        )
-    return y
 
 
 @triton.jit
@@ -156,11 +99,6 @@ def gated_rows_kernel(
         tl.store(out + token * SIZE + here, y.to(out.dtype.element_ty), mask=here < SIZE)
 
 
-def hardware_rounds(device: torch.device) -> bool:
-    """Whether a device converts to e4m3 by itself."""
-    return device.type == "cuda" and at_least(device, ADA)
-
-
 def _warps(padded: int) -> int:
     return min(16, max(1, padded // 512))
 
@@ -178,7 +116,7 @@ def _room(x: Tensor, size: int, kind: Activations | None) -> tuple[Tensor, Tenso
 
 def norm_rows(
     x: Tensor,  # [..., K]
-    delta: Tensor | Pending | None,
+    delta: Tensor | Unscaled | None,
     norm: NormWeights | None,
     kind: Activations | None,
 ) -> tuple[Tensor, Rounded | Tensor]:
@@ -190,8 +128,8 @@ def norm_rows(
     size = x.shape[-1]
     out, scale = _room(x, size, kind)
     total = x if delta is None else torch.empty_like(x)
-    pending = isinstance(delta, Pending)
-    values, rows, columns = delta if isinstance(delta, Pending) else (delta, scale, scale)
+    pending = isinstance(delta, Unscaled)
+    values, rows, columns = delta if isinstance(delta, Unscaled) else (delta, scale, scale)
     weight, eps, one_plus = norm if norm is not None else (x, 0.0, False)
     padded = triton.next_power_of_2(size)
     if x.numel():
@@ -204,23 +142,16 @@ def norm_rows(
     return total, out if kind is None else Rounded(out, scale)
 
 
-def round_rows(x: Tensor, kind: Activations) -> Rounded:
-    """`x [..., K]` in eight bits, as `quant.activations.quantize_tokens` does it."""
-    found = norm_rows(x, None, None, kind)[1]
-    assert isinstance(found, Rounded)
-    return found
-
-
-def gated_rows(gate_up: Pending | Tensor, gate: str, kind: Activations, dtype: torch.dtype) -> Rounded:
+def gated_rows(gate_up: Unscaled | Tensor, gate: str, kind: Activations, dtype: torch.dtype) -> Rounded:
     """`act(gates) * ups` of `gate_up [T, 2 I]` in eight bits; `gate` is a key of `activation.KINDS`.
 
     dtype: the model's, to which every intermediate result is rounded.
     """
-    pending = isinstance(gate_up, Pending)
-    values = gate_up.values if isinstance(gate_up, Pending) else gate_up.contiguous()
+    pending = isinstance(gate_up, Unscaled)
+    values = gate_up.values if isinstance(gate_up, Unscaled) else gate_up.contiguous()
     size = values.shape[-1] // 2
     out, scale = _room(values, size, kind)
-    rows, columns = gate_up[1:] if isinstance(gate_up, Pending) else (scale, scale)
+    rows, columns = gate_up[1:] if isinstance(gate_up, Unscaled) else (scale, scale)
     block = min(4096, triton.next_power_of_2(size))
     if values.numel():
         gated_rows_kernel[(len(out),)](
@@ -230,6 +161,3 @@ def gated_rows(gate_up: Pending | Tensor, gate: str, kind: Activations, dtype: t
             num_warps=_warps(block),
         )  # fmt: skip
     return Rounded(out, scale)
-
-
-TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

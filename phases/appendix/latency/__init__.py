@@ -2,8 +2,3 @@
 
 These ways pay inside a graph only. Launched from Python, a step of one token takes as long as its launches.
 """
-
-from cuda_graphs.latency.attention import LatencyAttention
-from cuda_graphs.latency.surgery import install
-
-__all__ = ["LatencyAttention", "install"]
