@@ -23,6 +23,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from benchmarks.loadtest.loops import Plan, run
+from benchmarks.loadtest.report import summarize
+from benchmarks.loadtest.user import Target
 from benchmarks.measure import Sample
 from benchmarks.server import bodies_of
 from benchmarks.workloads import uniform
@@ -31,9 +34,6 @@ from common.request import Request
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from continuous.messages import Output
-from serving.loadtest.loops import Plan, run
-from serving.loadtest.report import summarize
-from serving.loadtest.user import Target
 
 PROMPT, OUTPUT, USERS, STEP_MS = 64, 64, 16, 20.0
 MODEL = "smollm2"

@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 import uvloop
 
+from benchmarks.made_up import made_up_tokenizer
 from common.request import Request
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
@@ -33,7 +34,6 @@ from forward.shapes import SHAPES
 from serving.alive import EngineProcess
 from serving.app import App
 from serving.http.server import Server, listen
-from serving.made_up import made_up_tokenizer
 
 SHAPE = "qwen3-0.6b"
 

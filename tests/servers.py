@@ -24,13 +24,13 @@ from typing import Any
 
 import psutil
 
+from benchmarks.made_up import write_tokenizer
 from common.text.tokenizer import Tokenizer
 from continuous.engine import Engine
 from phases import ROOT
 from serving import messages
 from serving.app import App
 from serving.client import EngineClient
-from serving.made_up import write_tokenizer
 from serving.messages import Command, Report
 from serving.process import ready
 from serving.worker import Worker

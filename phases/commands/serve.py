@@ -13,6 +13,8 @@ from typing import Any
 
 import uvloop
 
+from benchmarks.made_up import RANDOM, made_up_tokenizer
+from benchmarks.one_at_a_time import OneAtATime
 from common.collector import keep_out
 from common.console import err, out
 from common.device import pick_device, pick_dtype
@@ -29,8 +31,6 @@ from serving.http.hosts import hosts, names_of
 from serving.http.limits import Limits
 from serving.http.origins import origins
 from serving.http.server import Server, listen
-from serving.made_up import RANDOM, made_up_tokenizer
-from serving.versions.one_at_a_time import OneAtATime
 from serving.watching.traces import Traces
 
 KEY = "LADDER_API_KEY"

@@ -20,6 +20,7 @@ import torch
 import batching
 import continuous
 import serving
+from benchmarks.made_up import TEMPLATE
 from common.events import generate
 from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
@@ -33,7 +34,6 @@ from phases.commands.engines import serve
 from serving.app import App
 from serving.completion import Choice
 from serving.http.answers import CompletionAnswer
-from serving.made_up import TEMPLATE
 from serving.messages import Token
 from serving.order import Offsets, Order
 from structured.vocabulary import Vocabulary

@@ -22,6 +22,7 @@ import torch
 
 import cuda_graphs
 import kv_cache
+from benchmarks.one_at_a_time import OneAtATime
 from common.errors import UserError
 from common.events import TextStream
 from common.sampling.grammar import Grammar
@@ -42,7 +43,6 @@ from serving.http.orders import as_asked
 from serving.http.origins import origins
 from serving.http.schema import CompletionRequest
 from serving.messages import Abort, Add, Step
-from serving.versions.one_at_a_time import OneAtATime
 from serving.watching.traces import Traces
 from serving.worker import Worker
 from tests.equivalence.engines import blocks

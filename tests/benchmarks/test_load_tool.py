@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.loadtest.loops import Plan, poisson, run
+from benchmarks.loadtest.report import Goal, summarize
+from benchmarks.loadtest.user import Outcome, Target, ask
 from common.errors import UserError
 from phases.commands import load
-from serving.loadtest.loops import Plan, poisson, run
-from serving.loadtest.report import Goal, summarize
-from serving.loadtest.user import Outcome, Target, ask
 from tests.servers import Running
 
 

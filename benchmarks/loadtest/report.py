@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from serving.loadtest.user import Outcome
+from benchmarks.loadtest.user import Outcome
 
 PERCENTILES = (50, 95, 99)
 

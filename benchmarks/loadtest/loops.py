@@ -17,7 +17,7 @@ from typing import Any
 
 import uvloop
 
-from serving.loadtest.user import Outcome, Target, ask
+from benchmarks.loadtest.user import Outcome, Target, ask
 
 Bodies = Sequence[dict[str, Any]]
 
