@@ -104,11 +104,11 @@ def serve(folder: str, seconds: float, port: Any) -> None:
     """A server in front of it, until it is ended; `port` takes where."""
     import uvloop
 
+    from phases.appendix.server import whole_app
     from serving.alive import EngineProcess
-    from serving.app import App
     from serving.http.server import Server, listen
 
-    app = App(EngineProcess(partial(paced, folder, seconds)), Tokenizer(folder), MODEL)
+    app = whole_app(EngineProcess(partial(paced, folder, seconds)), Tokenizer(folder), MODEL)
     listening = listen("127.0.0.1", 0)
     server = Server(app, on_ready=lambda: port.put(listening.getsockname()[1]))
     uvloop.run(server.serve([listening]))

@@ -31,8 +31,8 @@ from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from continuous.messages import Output
 from forward.shapes import SHAPES
+from phases.appendix.server import whole_app
 from serving.alive import EngineProcess
-from serving.app import App
 from serving.http.server import Server, listen
 
 SHAPE = "qwen3-0.6b"
@@ -95,7 +95,7 @@ def serve(wait: float, told: Any) -> None:
     folder = made_up_tokenizer(f"random:{SHAPE}")
     tokenizer = Tokenizer(folder)
     shutil.rmtree(folder)
-    app = App(EngineProcess(partial(Ticking, wait)), tokenizer, "stub")
+    app = whole_app(EngineProcess(partial(Ticking, wait)), tokenizer, "stub")
     listening = listen("127.0.0.1", 0)
     ready: Callable[[], None] = lambda: told.send(listening.getsockname()[1])  # noqa: E731
     uvloop.run(Server(app, on_ready=ready).serve([listening]))

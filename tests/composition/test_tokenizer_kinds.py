@@ -30,6 +30,7 @@ from forward.generator import Generator
 from forward.loading import random_model
 from forward.model import Model
 from forward.shapes import SHAPES
+from phases.appendix.server import whole_app
 from phases.commands.engines import serve
 from serving.app import App
 from serving.completion import Choice
@@ -58,7 +59,7 @@ class Kit:
         size = blocks(self.model, 200)
         tokenizer = self.tokenizer
         engine = serving.load(self.model, max_rows=8, cache_bytes=size, tokenizer=tokenizer, **options)
-        return App(Loopback(engine), tokenizer, "tiny")
+        return whole_app(Loopback(engine), tokenizer, "tiny")
 
     def token(self, data: bytes) -> int:
         """The token of these bytes in the middle of a text."""

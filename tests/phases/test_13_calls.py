@@ -20,6 +20,7 @@ from common.text.tokenizer import Tokenizer
 from forward.loading import random_model
 from forward.model import Model
 from forward.shapes import SHAPES
+from phases.appendix.server import whole_app
 from serving import load
 from serving.app import App
 from serving.http.errors import ApiError
@@ -67,7 +68,7 @@ def make(model: Model, tokenizer: Tokenizer) -> Callable[..., App]:
     def made(**options: Any) -> App:
         size = blocks(model, 200)
         engine = load(model, max_rows=8, cache_bytes=size, step_tokens=256, tokenizer=tokenizer)
-        return App(Loopback(engine), tokenizer, "tiny", **options)
+        return whole_app(Loopback(engine), tokenizer, "tiny", **options)
 
     return made
 
@@ -466,7 +467,7 @@ def test_other_families_call_as_they_were_taught(tmp_path, template, special):
         made = templated(tmp_path, template, special=special)
         wide = replace(SHAPES["tiny"], vocab_size=300, eos_token_ids=(0,))
         engine = load(random_model(wide, device="cpu", dtype=torch.float32), max_rows=2, tokenizer=made)
-        app = App(Loopback(engine), made, "tiny")
+        app = whole_app(Loopback(engine), made, "tiny")
         body = {"messages": [{"role": "user", "content": "x"}], "tools": [WEATHER], "max_tokens": 400}
         body |= {"tool_choice": "required", "parallel_tool_calls": False, "return_token_ids": True}
         status, whole = await Client(app).post("/v1/chat/completions", body)
@@ -529,7 +530,7 @@ def test_free_text_beside_tools_is_free(make):
 def test_tools_are_refused_where_there_are_none(model, tmp_path):
     async def test() -> None:
         plain = templated(tmp_path, "{{ messages[0].content }}")
-        app = App(Loopback(load(model, max_rows=2, tokenizer=plain)), plain, "tiny")
+        app = whole_app(Loopback(load(model, max_rows=2, tokenizer=plain)), plain, "tiny")
         body = {"messages": [{"role": "user", "content": "x"}], "tools": [NOW], "max_tokens": 2}
         status, found = await Client(app).post("/v1/chat/completions", body)
         assert (status, found["error"]["param"]) == (400, "tools") and "shows it none" in found["error"][

@@ -12,10 +12,10 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from common.errors import UserError
+from phases.appendix.browsers.hosts import check, hosts, names_of
 from serving.http.connection import KEEP_ALIVE_SECONDS, Connection
 from serving.http.errors import ApiError
 from serving.http.exchange import Exchange
-from serving.http.hosts import check, hosts, names_of
 from serving.http.limits import Limits
 from serving.http.server import NEVER
 

@@ -14,7 +14,7 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import pytest
@@ -33,21 +33,25 @@ from forward.loading import random_model
 from forward.model import Model
 from forward.shapes import SHAPES
 from paged_cache import PagedEngine
+from phases.appendix.browsers.origins import origins
+from phases.appendix.observability.live import Live
+from phases.appendix.observability.log import AccessLog
+from phases.appendix.observability.traces import Traces
+from phases.appendix.server import whole_app
 from serving import load, messages
-from serving.app import App
+from serving.app import App, Extension
 from serving.http import orders
 from serving.http.answers import Answer
 from serving.http.errors import ApiError
 from serving.http.limits import Limits
 from serving.http.orders import as_asked
-from serving.http.origins import origins
 from serving.http.schema import CompletionRequest
 from serving.messages import Abort, Add, Step
-from serving.watching.traces import Traces
 from serving.worker import Worker
 from tests.equivalence.engines import blocks
 from tests.servers import Asked, Client, Loopback, asynchronously, tokenizer_for
 
+E = TypeVar("E", bound=Extension)
 PROMPTS = ["hello", "a longer prompt, of some twenty tokens", "x", "one more, and the last of them all " * 4]
 
 
@@ -68,7 +72,13 @@ def engine(model: Model) -> PagedEngine:
 
 @pytest.fixture
 def make(engine: PagedEngine, tokenizer: Tokenizer) -> Callable[..., App]:
-    return lambda **options: App(Loopback(engine), tokenizer, "tiny", **options)
+    return lambda **options: whole_app(Loopback(engine), tokenizer, "tiny", **options)
+
+
+def extension(app: App, kind: type[E]) -> E:
+    """The extension of this kind."""
+    (found,) = (one for one in app.extensions if isinstance(one, kind))
+    return found
 
 
 def leaks(engine: PagedEngine) -> str:
@@ -353,7 +363,7 @@ def test_constrained_output(model, tokenizer, field, value, allowed):
 
     async def test() -> None:
         engine = load(model, max_rows=8, cache_bytes=blocks(model, 200), step_tokens=256, tokenizer=tokenizer)
-        app = App(Loopback(engine), tokenizer, "tiny")
+        app = whole_app(Loopback(engine), tokenizer, "tiny")
         body = {"prompt": "abc", "max_tokens": 200, "temperature": 1.0, "seed": 3, "logit_bias": {}}
         plain = Client(app).post("/v1/completions", body | {"max_tokens": 5})
         (status, found), (other, _) = await asyncio.gather(
@@ -883,7 +893,7 @@ def test_a_prompt_is_read_with_special_tokens_or_without(model, engine, tmp_path
     bos, plain = tokenizer.bos_token_id, tokenizer.encode("ab", add_special_tokens=False)
 
     async def test() -> None:
-        client = Client(App(Loopback(engine), tokenizer, "tiny"))
+        client = Client(whole_app(Loopback(engine), tokenizer, "tiny"))
         for prompt, special, expected in (
             ("ab", None, [bos, *plain]),
             ("ab", True, [bos, *plain]),
@@ -1083,7 +1093,7 @@ def test_addresses_of_a_client_are_never_opened(model, tokenizer):
         with socket.create_server(("127.0.0.1", 0)) as trap:
             trap.settimeout(0.2)
             url = f"http://127.0.0.1:{trap.getsockname()[1]}/x"
-            app = App(Loopback(load(model, max_rows=2, tokenizer=tokenizer)), tokenizer, "tiny")
+            app = whole_app(Loopback(load(model, max_rows=2, tokenizer=tokenizer)), tokenizer, "tiny")
             said = [{"role": "user", "content": "x"}]
             image = [{"type": "image_url", "image_url": {"url": url}}]
             tool = {"type": "function", "function": {"name": "f", "parameters": {"$ref": url}}}
@@ -1492,7 +1502,9 @@ def test_the_log_survives_a_full_disk(make, tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(
-            app.log, "_file", type("Full", (), {"write": staticmethod(full), "flush": lambda self: None})()
+            extension(app, AccessLog),
+            "_file",
+            type("Full", (), {"write": staticmethod(full), "flush": lambda self: None})(),
         )
         assert (await Client(app).post("/v1/completions", {"prompt": "a", "max_tokens": 1}))[0] == 200
         assert app.metrics.lost_log_lines == 1
@@ -1508,7 +1520,7 @@ def test_nan_is_an_error_of_its_own_request_and_is_counted(tokenizer, stream):
     engine = load(broken, max_rows=4, cache_bytes=blocks(broken, 60), step_tokens=64)
 
     async def test() -> None:
-        app = App(Loopback(engine), tokenizer, "tiny")
+        app = whole_app(Loopback(engine), tokenizer, "tiny")
         body = {"max_tokens": 6, "ignore_eos": True, "stream": stream, "logit_bias": {str(bad): -100}}
         asked = [
             Client(app).request("/v1/completions", body | {"prompt": text}) for text in ("ab", "aqb", "c")
@@ -1516,7 +1528,7 @@ def test_nan_is_an_error_of_its_own_request_and_is_counted(tokenizer, stream):
         done = await asyncio.gather(*(one.run() for one in asked))
         assert [one.status for one in done] == [200, 500, 200]
         error = json.loads(b"".join(done[1].chunks))["error"]
-        assert error["code"] == "nan" and "not a number" in error["message"]
+        assert error["code"] == "nan" and "are NaN" in error["message"]
         page = b"".join((await Client(app).request("/metrics", b"", "GET").run()).chunks).decode()
         assert 'ladder:troubles_total{model_name="tiny",reason="nan"} 1' in page
         await settle(app)
@@ -1720,9 +1732,9 @@ def test_watching(make):
         )
         watcher.leave()
         await task
-        assert app.live.watchers == 0
+        assert extension(app, Live).watchers == 0
         await settle(app)
-        assert app.engine.worker._watch == 0.0
+        assert app.engine.worker.watcher.seconds == 0.0
 
     asynchronously(test)
 

@@ -3,6 +3,7 @@
 from tests.planted.planting import Bug
 
 SERVING = "phases/13_serving/serving/"
+APPENDIX = "phases/appendix/"
 
 BUGS = (
     Bug(
@@ -140,7 +141,7 @@ BUGS = (
     ),
     Bug(
         "watched-for-ever",
-        SERVING + "watching/live.py",
+        APPENDIX + "observability/live.py",
         "            if not self.watchers:\n                self.engine.watch(0.0)",
         "            if self.watchers:\n                self.engine.watch(0.0)",
         "Draws pictures when nobody looks any more.",
@@ -231,7 +232,7 @@ BUGS = (
     ),
     Bug(
         "trace-begins-here",
-        SERVING + "watching/traces.py",
+        APPENDIX + "observability/traces.py",
         "            context=self._propagator.extract(carried),\n",
         "",
         "Begins a trace of its own instead of going on with the client's.",

@@ -18,7 +18,7 @@ from phases.commands.flags import add_engine_flags
 from serving.http.limits import Limits
 from serving.http.schema import Generation
 from serving.messages import Stats
-from serving.watching.metrics import Metrics
+from serving.metrics import Metrics
 
 PACKAGE = ROOT / "phases" / "13_serving" / "serving"
 PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")

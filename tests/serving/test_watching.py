@@ -9,10 +9,11 @@ import serving
 from common.sampling.params import SamplingParams
 from forward import load_model
 from paged_cache import BlockPool
+from phases.appendix.observability.picture import MOST_NODES, picture
+from phases.appendix.observability.watcher import EngineWatcher
+from phases.appendix.server import whole_app
 from serving import messages
-from serving.app import App
 from serving.messages import Add, Stats, Step
-from serving.watching.picture import MOST_NODES, picture
 from serving.worker import Worker
 from tests.servers import Client, Loopback, asynchronously, tokenizer_for
 
@@ -41,7 +42,7 @@ class Lists:
 def marks_of(made, *adds: Add) -> dict[int, list[str]]:
     """For each completion the marks of its tokens, in order."""
     channel = Lists()
-    worker = Worker(made, channel)
+    worker = Worker(made, channel, EngineWatcher(made))
     channel.commands = list(adds)
     worker.turn()
     while worker.live:
@@ -51,7 +52,9 @@ def marks_of(made, *adds: Add) -> dict[int, list[str]]:
         marks = dict(step.marks)
         for place, number in enumerate(step.numbers):
             found.setdefault(number, []).append(marks.get(place, ""))
-    assert not worker._marks._followed and not worker._marks._single, "who has ended is still followed"
+    assert not worker.watcher.marks._followed and not worker.watcher.marks._single, (
+        "who has ended is still followed"
+    )
     return found
 
 
@@ -71,7 +74,7 @@ def test_a_chunk_tells_how_its_tokens_came_about(tmp_path: Path):
     body = {"prompt": "x", "stream": True, "max_tokens": 40, "guided_choice": ["aaaa"], "temperature": 0}
 
     async def test() -> None:
-        app = App(Loopback(made), tokenizer, "tiny")
+        app = whole_app(Loopback(made), tokenizer, "tiny")
         asked = await Client(app).request("/v1/completions", body | {"return_token_marks": True}).run()
         marks = [pair for event in asked.events()[:-1] for pair in event["choices"][0]["token_marks"]]
         assert "".join(text for text, _ in marks) == "aaaa", f"the texts of the marks are {marks}"
@@ -122,7 +125,7 @@ def test_a_mark_of_the_wrong_type_is_refused(tmp_path: Path):
     tokenizer = tokenizer_for(tmp_path, 257)
 
     async def test() -> None:
-        app = App(Loopback(engine_with(tokenizer)), tokenizer, "tiny")
+        app = whole_app(Loopback(engine_with(tokenizer)), tokenizer, "tiny")
         status, answer = await Client(app).post("/v1/completions", {"prompt": "x", "return_token_marks": "y"})
         assert status == 400 and "return_token_marks" in answer["error"]["message"]
 

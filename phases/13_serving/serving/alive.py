@@ -18,6 +18,7 @@ from common.temporary import new_folder
 from serving import process
 from serving.client import EngineClient
 from serving.messages import Failed, Ready, Stats, Step, Stop, report
+from serving.seams import Served, Watcher
 
 log = logging.getLogger(__name__)
 
@@ -41,11 +42,18 @@ class EngineProcess(EngineClient):
     Args:
         make: makes the engine, there; any callable that can be pickled.
         silence: seconds without a word, while somebody waits for tokens, after which it counts as hanging.
+        watcher: makes what reads along, there.
     """
 
-    def __init__(self, make: Callable[[], Any], *, silence: float = 300.0) -> None:
+    def __init__(
+        self,
+        make: Callable[[], Any],
+        *,
+        silence: float = 300.0,
+        watcher: Callable[[Served], Watcher] = Watcher,
+    ) -> None:
         super().__init__()
-        self.make, self.silence = make, silence
+        self.make, self.silence, self.watcher = make, silence, watcher
         self.process: Any = None
         self._socket: zmq.asyncio.Socket | None = None
         self._stopping = False
@@ -102,7 +110,8 @@ class EngineProcess(EngineClient):
         address = f"ipc://{folder}/engine"
         socket.bind(address)
         context = multiprocessing.get_context("spawn")
-        child = self.process = context.Process(target=process.main, args=(self.make, address), name="engine")
+        arguments = self.make, address, self.watcher
+        child = self.process = context.Process(target=process.main, args=arguments, name="engine")
         child.start()
         sentinel = child.sentinel
         ended = loop.create_future()

@@ -11,18 +11,15 @@ import base64
 import hmac
 import logging
 import time
-from collections.abc import Awaitable, Callable
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from common.text.tokenizer import Tokenizer
 from serving.client import EngineClient
 from serving.completion import Call
-from serving.http import origins
 from serving.http.answers import Answer, ChatAnswer, CompletionAnswer, GenerateAnswer
 from serving.http.errors import ApiError
-from serving.http.exchange import EVENTS, Exchange, Gone, Receive, Scope, Send
-from serving.http.hosts import ANY, check
+from serving.http.exchange import Exchange, Gone, Receive, Scope, Send
 from serving.http.limits import Limits
 from serving.http.openapi import openapi
 from serving.http.orders import Orders
@@ -38,30 +35,39 @@ from serving.http.schema import (
     decode,
 )
 from serving.messages import Ready, Step
+from serving.metrics import Metrics
 from serving.service import Service
-from serving.watching.live import Live
-from serving.watching.log import AccessLog
-from serving.watching.metrics import Metrics
-from serving.watching.traces import Traces
 
 log = logging.getLogger(__name__)
 
 OPEN = ("/health", "/ready")
 """Routes that need no key."""
-PAGE = Path(__file__).parent / "page" / "index.html"
-HTML = [
-    (b"content-type", b"text/html; charset=utf-8"),
-    (
-        b"content-security-policy",
-        b"default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
-        b"connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    ),
-    (b"x-content-type-options", b"nosniff"),
-    (b"referrer-policy", b"no-referrer"),
-]
 LARGE_BODY = 64 << 10
 """Bytes of a body whose parts are counted; a smaller one has no more than are allowed."""
 Handler = Callable[[Exchange], Awaitable[None]]
+
+
+class Extension:
+    """Something that the appendix adds to an application; each method does nothing here."""
+
+    def install(self, app: App) -> None:
+        """Add routes, or take others' place."""
+
+    async def before(self, exchange: Exchange) -> bool:
+        """Look at a request before its key is, and tell if it is answered already."""
+        return False
+
+    def stepped(self, step: Step) -> None:
+        """Read the report of a step."""
+
+    def ended(self, exchange: Exchange) -> None:
+        """Look at a request that has its answer, or has left."""
+
+    def refused(self, status: int, client: str | None, reason: str) -> None:
+        """Look at what never became a request."""
+
+    def close(self) -> None:
+        """Let go, after the last request."""
 
 
 class App:
@@ -71,8 +77,9 @@ class App:
         model: the name that clients know it by.
         keys: of which a client needs one; none: everybody may come in.
         strict: refuse unknown fields, instead of naming them in the header `x-ladder-ignored`.
-        allowed_origins: whose web pages may read answers; see `origins`.
-        hosts: names that the server answers to; see `hosts.names_of`.
+        extensions: of the appendix.
+
+    closing: the server ends, and so must streams that have no end.
     """
 
     def __init__(
@@ -84,24 +91,18 @@ class App:
         limits: Limits | None = None,
         keys: tuple[str, ...] = (),
         strict: bool = False,
-        allowed_origins: tuple[str, ...] = (),
-        hosts: frozenset[str] = frozenset({ANY}),
-        access_log: str = "none",
-        traces: Traces | None = None,
+        extensions: Sequence[Extension] = (),
         version: str = "0",
     ) -> None:
         self.engine, self.tokenizer, self.model = engine, tokenizer, model
         self.limits, self.strict, self.version = limits or Limits(), strict, version
         self.metrics = Metrics(model)
-        self.log, self.traces = AccessLog(access_log, self.metrics), traces
         self.orders = Orders(tokenizer, self.limits)
-        self.live = Live(engine)
         self.service = Service(engine, tokenizer, self.limits, self.metrics)
-        self.service.traced = traces is not None
         self.started = int(time.time())
         self.exchanges: set[Exchange] = set()
+        self.closing = False
         self.keys = [key.encode() for key in keys]
-        self.allowed_origins, self.hosts = allowed_origins, hosts
         engine.on_step = self._stepped
         self.routes: dict[str, dict[str, Handler]] = {
             "/v1/completions": {"POST": self._completions},
@@ -115,9 +116,10 @@ class App:
             "/version": {"GET": self._version},
             "/metrics": {"GET": self._metrics},
             "/openapi.json": {"GET": self._openapi},
-            "/events": {"GET": self._events},
-            "/": {"GET": self._page},
         }
+        self.extensions = extensions
+        for extension in extensions:
+            extension.install(self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, whatever happens."""
@@ -149,27 +151,28 @@ class App:
         return [exchange.call for exchange in self.exchanges if exchange.call is not None]
 
     async def _answer(self, exchange: Exchange) -> None:
-        path = exchange.path
-        check(exchange, self.hosts)
-        asked = False
-        if self.allowed_origins:
-            origins.permit(exchange, self.allowed_origins)
-            asked = origins.asks(exchange)
-        if path not in OPEN and not asked:
+        for extension in self.extensions:
+            if await extension.before(exchange):
+                return
+        if exchange.path not in OPEN:
             self._check_key(exchange)
-        handlers = self.routes.get(path)
-        if handlers is None and path.startswith("/v1/models/"):
-            handlers = {"GET": self._one_model}
-        if handlers is None:
-            raise ApiError(404, f"there is no {path[:200]!r} here", code="not_found")
-        takes = (*handlers, "HEAD") if "GET" in handlers else (*handlers,)
-        if asked:
-            await origins.reply(exchange, takes)
-            return
+        handlers, takes = self._handlers(exchange.path), self.takes(exchange.path)
         if exchange.method not in takes:
             exchange.extra.append((b"allow", ", ".join(takes).encode()))
-            raise ApiError(405, f"{path} takes {', '.join(takes)}, not {exchange.method}")
+            raise ApiError(405, f"{exchange.path} takes {', '.join(takes)}, not {exchange.method}")
         await handlers["GET" if exchange.method == "HEAD" else exchange.method](exchange)
+
+    def takes(self, path: str) -> tuple[str, ...]:
+        """Return the methods that a path takes. Raises `ApiError` if there is no such path."""
+        handlers = self._handlers(path)
+        return (*handlers, "HEAD") if "GET" in handlers else (*handlers,)
+
+    def _handlers(self, path: str) -> dict[str, Handler]:
+        if path.startswith("/v1/models/"):
+            return {"GET": self._one_model}
+        if path not in self.routes:
+            raise ApiError(404, f"there is no {path[:200]!r} here", code="not_found")
+        return self.routes[path]
 
     def _check_key(self, exchange: Exchange) -> None:
         """Raise `ApiError` without a key. All keys are compared, each in constant time."""
@@ -255,7 +258,8 @@ class App:
 
     def _stepped(self, step: Step) -> None:
         self.metrics.stepped(step)
-        self.live.stepped(step)
+        for extension in self.extensions:
+            extension.stepped(step)
 
     # Everything else.
 
@@ -313,52 +317,24 @@ class App:
     async def _openapi(self, exchange: Exchange) -> None:
         await exchange.json(openapi(self.version))
 
-    async def _page(self, exchange: Exchange) -> None:
-        await exchange.answer(200, PAGE.read_bytes(), HTML)
-
-    async def _events(self, exchange: Exchange) -> None:
-        if exchange.method == "HEAD":  # nothing follows the headers, and a stream would never end
-            await exchange.start(200, EVENTS)
-            await exchange.write(b"", more=False)
-            return
-        leaving = asyncio.ensure_future(exchange.gone())
-        try:
-            await self.live.show(exchange, leaving)
-        finally:
-            leaving.cancel()
-
-    # What is counted and written down.
+    # What is counted, and what extensions hear of.
 
     def refused(self, status: int, client: tuple[str, int] | None, reason: str) -> None:
-        """Count and write down what never became a request."""
+        """Count what never became a request."""
         self.metrics.answers["other", status] += 1
-        where = client[0] if client else None
-        self.log.write({"time": now(), "client": where, "status": status, "error": reason}, limited=True)
+        for extension in self.extensions:
+            extension.refused(status, client[0] if client else None, reason)
 
     def _tell(self, exchange: Exchange) -> None:
         route = exchange.path if exchange.path in self.routes else "other"
         self.metrics.answers[route, exchange.status] += 1
-        if self.traces is not None and exchange.done is not None:
-            self.traces.tell(exchange, exchange.done)
-        client = exchange.scope.get("client")
-        self.log.write(
-            {
-                "time": now(),
-                "id": exchange.id,
-                "client": client[0] if client else None,
-                "method": exchange.method,
-                "path": exchange.path[:200],
-                "status": exchange.status,
-                "seconds": round(time.perf_counter() - exchange.started, 6),
-                "bytes": exchange.sent_bytes,
-                **exchange.facts,
-            }
-        )
+        for extension in self.extensions:
+            extension.ended(exchange)
 
-
-def now() -> str:
-    """Return the time as lines of the log have it."""
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    def close(self) -> None:
+        """Let extensions go, after the last request."""
+        for extension in self.extensions:
+            extension.close()
 
 
 def _listed(names: list[str]) -> bytes:

@@ -12,9 +12,9 @@ from common.events import FinishReason, TextStream
 from common.text.tokenizer import Tokenizer
 from serving.client import EngineClient
 from serving.messages import Read, Token
+from serving.metrics import Metrics
 from serving.order import Offsets, Order, Piece
 from serving.tools.reader import CallReader
-from serving.watching.metrics import Metrics
 
 Trouble = Literal["refused", "error", "nan", "died", "deadline", "slow", "left"]
 """Why a call ends early: the engine refused it, its step failed, its logits are NaN, the engine died, it took

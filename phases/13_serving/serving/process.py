@@ -20,7 +20,7 @@ from common.errors import UserError
 from continuous.engine import Engine
 from paged_cache import PagedCache
 from serving.messages import Command, Failed, Ready, Report, commands, encode
-from serving.seams import Served
+from serving.seams import Served, Watcher
 from serving.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -67,12 +67,13 @@ class Pipe:
         self._socket.send(encode(report))
 
 
-def main(make: Callable[[], Any], address: str) -> None:
+def main(make: Callable[[], Any], address: str, watcher: Callable[[Served], Watcher] = Watcher) -> None:
     """The whole life of the engine process.
 
     Args:
         make: makes the engine; any callable that can be pickled.
         address: where the API process listens.
+        watcher: makes what reads along.
     """
     # Signals of the terminal or of systemd go to the whole group: the API process decides what they mean.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -92,7 +93,7 @@ def main(make: Callable[[], Any], address: str) -> None:
     _tell_of_late_kernels()
     pipe.send(ready(engine, engine.config.vocab_size, time.perf_counter() - started))
     try:
-        Worker(engine, pipe).run()
+        Worker(engine, pipe, watcher(engine)).run()
     finally:
         sys.stderr.flush()
 

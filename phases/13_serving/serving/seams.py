@@ -1,4 +1,4 @@
-"""What the loop around an engine needs, the engine and somebody to talk to, and who wants its tokens."""
+"""Seams of the loop around an engine: the engine, the other process, a watcher, and who wants the tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 from common.request import Request
 from common.sampling.params import SamplingParams
 from continuous.messages import Output
-from serving.messages import Command, Read, Report, Token
+from serving.messages import Command, Read, Report, Step, Token
 
 
 class Served(Protocol):
@@ -46,6 +46,23 @@ class Channel(Protocol):
     def send(self, report: Report) -> None:
         """Hand over a report."""
         ...
+
+
+class Watcher:
+    """Reads along in the engine's process; this one does nothing, and the appendix has one that draws."""
+
+    def __init__(self, engine: Served) -> None:
+        self.engine = engine
+
+    def hear(self, command: Command, requests: Sequence[Request]) -> None:
+        """Note a command, and the requests that it has added."""
+
+    def due(self, now: float) -> bool:
+        """Tell if there is something to report though no step was run."""
+        return False
+
+    def write(self, step: Step, now: float) -> None:
+        """Add to the report of a step."""
 
 
 class Sink(Protocol):

@@ -16,9 +16,9 @@ from serving.http.limits import Limits
 from serving.http.orders import as_asked
 from serving.http.schema import Generation
 from serving.messages import Ready
+from serving.metrics import Metrics
 from serving.order import Order
 from serving.tools.request import refusal
-from serving.watching.metrics import Metrics
 
 RETRY_SECONDS = 1
 
@@ -84,7 +84,7 @@ class Service:
             leaving.cancel()
             call.close()
             exchange.call, exchange.done = None, call
-            self._count(exchange, call)
+            self._count(call)
 
     async def _stream(self, exchange: Exchange, call: Call, request: Generation, answer: Answer) -> None:
         """Send events as they come. Before the first token nothing is sent, so that errors have a status."""
@@ -154,7 +154,7 @@ class Service:
         left = request.deadline_ms / 1e3 - (time.perf_counter() - started)
         return min(max(0.0, left), self.limits.max_seconds)
 
-    def _count(self, exchange: Exchange, call: Call) -> None:
+    def _count(self, call: Call) -> None:
         metrics, done = self.metrics, time.perf_counter()
         if call.trouble is not None:
             metrics.troubles[call.trouble[0]] += 1
@@ -166,10 +166,3 @@ class Service:
             metrics.prompt.observe(call.prompt_tokens)
             metrics.output.observe(call.output_tokens)
             metrics.whole.observe(done - call.arrived)
-        exchange.facts = {
-            "prompt_tokens": call.prompt_tokens,
-            "output_tokens": call.output_tokens,
-            "trouble": call.trouble[0] if call.trouble else None,
-        }
-        if call.first_token is not None:
-            exchange.facts["first_token_ms"] = round((call.first_token - call.arrived) * 1e3, 3)

@@ -28,9 +28,7 @@ from serving.messages import (
     ending,
     read,
 )
-from serving.seams import Channel, Served
-from serving.watching.marks import Marks
-from serving.watching.picture import picture
+from serving.seams import Channel, Served, Watcher
 
 log = logging.getLogger(__name__)
 
@@ -42,17 +40,15 @@ class Worker:
     """One engine and the loop around it.
 
     live: completions that have not ended, by their numbers.
+    watcher: reads along, if anything does.
     """
 
-    def __init__(self, engine: Served, channel: Channel) -> None:
-        self.engine, self.channel = engine, channel
+    def __init__(self, engine: Served, channel: Channel, watcher: Watcher | None = None) -> None:
+        self.engine, self.channel, self.watcher = engine, channel, watcher or Watcher(engine)
         self.live: dict[int, Request] = {}
         self._fresh: set[int] = set()
-        self._traced: set[int] = set()  # in line, and somebody wants to know when that ends
-        self._marks = Marks(engine)
         self._ends: list[End] = []
         self._steps = 0
-        self._watch, self._drawn = 0.0, 0.0
         self._stopped = False
 
     def run(self) -> None:
@@ -70,7 +66,7 @@ class Worker:
         busy = not self.engine.idle
         outputs = self.engine.step() if busy else []
         self._steps += busy
-        if busy or self._ends or self._due(started):
+        if busy or self._ends or self.watcher.due(started):
             self.channel.send(self._report(outputs, time.perf_counter() - started, started))
 
     def obey(self, command: Command) -> None:
@@ -84,7 +80,7 @@ class Worker:
                     if request is not None:
                         self.engine.abort(request)
             case Watch():
-                self._watch, self._drawn = command.seconds, 0.0
+                self.watcher.hear(command, [])
             case Stop():
                 self._stopped = True
 
@@ -106,17 +102,11 @@ class Worker:
         else:
             self.live.update(zip(numbers, requests, strict=True))
             self._fresh.update(numbers)
-            if command.traced:
-                self._traced.add(command.first)
-            if command.marks:
-                self._marks.follow(numbers, requests)
+            self.watcher.hear(command, requests)
 
     def _report(self, outputs: list[Output], seconds: float, now: float) -> Step:
         step = Step([], [], self._ends, self._stats(seconds))
         self._ends = []
-        if self._traced:
-            lined = {n for n in self._traced if (r := self.live.get(n)) is not None and r.row < 0}
-            step.entered, self._traced = [*(self._traced - lined)], lined
         for request, token, reason, _, logprob, _ in outputs:
             number, place = request.index + request.sample, NO_TOKEN
             if number in self._fresh:
@@ -135,15 +125,8 @@ class Worker:
             if reason is not None:
                 step.ends.append(ending(number, reason, request.error, place))
                 self.live.pop(number, None)
-        self._marks.write(step)
-        if self._due(now):
-            self._drawn = now
-            step.picture = picture(self.engine)
+        self.watcher.write(step, now)
         return step
-
-    def _due(self, now: float) -> bool:
-        """Whether somebody watches who has not got a picture for long enough."""
-        return self._watch > 0.0 and now - self._drawn >= self._watch
 
     def _stats(self, seconds: float) -> Stats:
         engine = self.engine

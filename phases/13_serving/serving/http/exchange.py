@@ -57,7 +57,6 @@ class Exchange:
         self.done: Call | None = None
         self.sending: float | None = None
         self.extra: list[Header] = []
-        self.facts: dict[str, Any] = {}
 
     async def body(self) -> bytes:
         """All of the body.

@@ -87,7 +87,7 @@ class Server(uvicorn.Server):
             await asyncio.sleep(0.05)
         for call in self.app.calls:
             call.give_up("died", "the server is shutting down")
-        self.app.live.closing = True
+        self.app.closing = True
         self.should_exit = True
 
     async def serve(self, sockets: Any = None) -> None:

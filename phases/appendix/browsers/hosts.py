@@ -12,6 +12,7 @@ import re
 import socket
 
 from common.errors import UserError
+from serving.app import Extension
 from serving.http.errors import ApiError
 from serving.http.exchange import Exchange
 
@@ -40,6 +41,18 @@ def names_of(host: str, allowed: tuple[str, ...], *, keys: bool) -> frozenset[st
     if ANY in allowed or (keys and not allowed):
         return frozenset({ANY})
     return frozenset({"localhost", host.lower(), socket.gethostname().lower(), *allowed})
+
+
+class Hosts(Extension):
+    """Refuses requests to other names. names: see `names_of`."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self.names = names
+
+    async def before(self, exchange: Exchange) -> bool:
+        """See `Extension`."""
+        check(exchange, self.names)
+        return False
 
 
 def check(exchange: Exchange, names: frozenset[str]) -> None:

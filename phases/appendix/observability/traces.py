@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
+from serving.app import App, Extension
 from serving.completion import Call
 from serving.http.exchange import Exchange
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 _CARRIED = ("traceparent", "tracestate")
 
 
-class Traces:
+class Traces(Extension):
     """Tells a collector about requests for tokens.
 
     provider: an OpenTelemetry `TracerProvider`; its sampler has a say, and so has a client that says that its
@@ -60,8 +61,15 @@ class Traces:
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url, timeout=2)))
         return cls(provider, model)
 
-    def tell(self, exchange: Exchange, call: Call) -> None:
-        """A request has ended: its span, and below it what it waited for: `queue`, `prefill`, `decode`."""
+    def install(self, app: App) -> None:
+        """Have the engine tell when a request got its row."""
+        app.service.traced = True
+
+    def ended(self, exchange: Exchange) -> None:
+        """Make the span of a request, and below it what it waited for: `queue`, `prefill`, `decode`."""
+        call = exchange.done
+        if call is None:
+            return
         now, clock = time.time_ns(), time.perf_counter()
 
         def at(seconds: float) -> int:

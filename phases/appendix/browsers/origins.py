@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 
 from common.errors import UserError
+from serving.app import App, Extension
 from serving.http.errors import ApiError
 from serving.http.exchange import Exchange, Header
 
@@ -31,6 +32,25 @@ def origins(given: str | None) -> tuple[str, ...]:
                 f"without a path, or {ANY}"
             )
     return found
+
+
+class Origins(Extension):
+    """Lets pages of the origins `allowed` read answers, and answers what browsers ask first."""
+
+    def __init__(self, allowed: tuple[str, ...]) -> None:
+        self.allowed = allowed
+
+    def install(self, app: App) -> None:
+        """Learn the routes."""
+        self.app = app
+
+    async def before(self, exchange: Exchange) -> bool:
+        """See `Extension`."""
+        permit(exchange, self.allowed)
+        if not asks(exchange):
+            return False
+        await reply(exchange, self.app.takes(exchange.path))
+        return True
 
 
 def asks(exchange: Exchange) -> bool:

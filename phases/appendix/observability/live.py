@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from serving.client import EngineClient
+from serving.app import App, Extension
 from serving.http.errors import ApiError
 from serving.http.exchange import EVENTS, Exchange
 from serving.messages import Step
 
+PAGE = Path(__file__).parent / "page.html"
+HTML = [
+    (b"content-type", b"text/html; charset=utf-8"),
+    (
+        b"content-security-policy",
+        b"default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+        b"connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    ),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+]
 SECONDS = 0.1
 """Between two events."""
 MOST_WATCHERS = 16
@@ -20,17 +32,35 @@ QUIET = 10.0
 """Seconds after which an event is sent though nothing has changed: a reader that is gone is noticed."""
 
 
-class Live:
-    """Keeps the last steps, and the last picture of the engine, for those who watch.
+class Live(Extension):
+    """The page at `/`, and its events: the last steps, and the last picture of the engine."""
 
-    closing: the server ends, so streams of events do.
-    """
-
-    def __init__(self, engine: EngineClient) -> None:
-        self.engine = engine
-        self.watchers, self.closing = 0, False
+    def __init__(self) -> None:
+        self.watchers = 0
         self.picture: dict[str, Any] | None = None
         self._steps: deque[tuple[int, float, int, int, int]] = deque(maxlen=512)
+
+    def install(self, app: App) -> None:
+        """Add both routes."""
+        self.app, self.engine = app, app.engine
+        app.routes["/events"] = {"GET": self.events}
+        app.routes["/"] = {"GET": self.page}
+
+    async def page(self, exchange: Exchange) -> None:
+        """Answer with the page."""
+        await exchange.answer(200, PAGE.read_bytes(), HTML)
+
+    async def events(self, exchange: Exchange) -> None:
+        """Answer with events for as long as the client stays."""
+        if exchange.method == "HEAD":  # nothing follows the headers, and a stream would never end
+            await exchange.start(200, EVENTS)
+            await exchange.write(b"", more=False)
+            return
+        leaving = asyncio.ensure_future(exchange.gone())
+        try:
+            await self.show(exchange, leaving)
+        finally:
+            leaving.cancel()
 
     def stepped(self, step: Step) -> None:
         """Remember a step: its number, milliseconds, tokens computed, how many ran, tokens that came out."""
@@ -69,7 +99,7 @@ class Live:
         try:
             await exchange.start(200, EVENTS)
             last, quiet, seen = b"", 0.0, 0
-            while not leaving.done() and not self.closing:
+            while not leaving.done() and not self.app.closing:
                 event = self.event(seen)
                 data = msgspec.json.encode(event)
                 if data != last or quiet >= QUIET:
