@@ -104,13 +104,13 @@ def serve(folder: str, seconds: float, port: Any) -> None:
     """A server in front of it, until it is ended; `port` takes where."""
     import uvloop
 
-    from phases.appendix.server import whole_app
+    from phases.appendix.server import whole_app, whole_server
     from serving.alive import EngineProcess
-    from serving.http.server import Server, listen
+    from serving.http.server import listen
 
     app = whole_app(EngineProcess(partial(paced, folder, seconds)), Tokenizer(folder), MODEL)
     listening = listen("127.0.0.1", 0)
-    server = Server(app, on_ready=lambda: port.put(listening.getsockname()[1]))
+    server = whole_server(app, on_ready=lambda: port.put(listening.getsockname()[1]))
     uvloop.run(server.serve([listening]))
 
 

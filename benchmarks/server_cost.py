@@ -31,9 +31,9 @@ from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from continuous.messages import Output
 from forward.shapes import SHAPES
-from phases.appendix.server import whole_app
+from phases.appendix.server import whole_app, whole_server
 from serving.alive import EngineProcess
-from serving.http.server import Server, listen
+from serving.http.server import listen
 
 SHAPE = "qwen3-0.6b"
 
@@ -98,7 +98,7 @@ def serve(wait: float, told: Any) -> None:
     app = whole_app(EngineProcess(partial(Ticking, wait)), tokenizer, "stub")
     listening = listen("127.0.0.1", 0)
     ready: Callable[[], None] = lambda: told.send(listening.getsockname()[1])  # noqa: E731
-    uvloop.run(Server(app, on_ready=ready).serve([listening]))
+    uvloop.run(whole_server(app, on_ready=ready).serve([listening]))
 
 
 def request(tokens: int, chat: bool) -> bytes:

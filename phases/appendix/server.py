@@ -1,17 +1,21 @@
-"""The whole server: phase 13's application with every entry that extends it."""
+"""The whole server: phase 13's with every entry that extends it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from common.text.tokenizer import Tokenizer
+from phases.appendix.api.extension import Api
 from phases.appendix.browsers.hosts import ANY, Hosts
 from phases.appendix.browsers.origins import Origins
+from phases.appendix.connections.connection import NEVER, Connection
 from phases.appendix.observability.live import Live
 from phases.appendix.observability.log import AccessLog
 from phases.appendix.observability.traces import Traces
 from serving.app import App, Extension
 from serving.client import EngineClient
+from serving.http.server import Server
 
 
 def whole_app(
@@ -39,5 +43,10 @@ def whole_app(
         extensions.append(Origins(allowed_origins))
     if traces is not None:
         extensions.append(traces)
-    extensions += [AccessLog(access_log), Live()]
+    extensions += [AccessLog(access_log), Api(), Live()]
     return App(engine, tokenizer, model, extensions=extensions, **server)
+
+
+def whole_server(app: App, on_ready: Callable[[], None] = lambda: None) -> Server:
+    """Make the server that `ladder serve` runs."""
+    return Server(app, on_ready, connection=Connection, keep_alive=NEVER)

@@ -23,9 +23,9 @@ from common.text.tokenizer import Tokenizer
 from phases import Phase
 from phases.appendix.browsers.hosts import hosts, names_of
 from phases.appendix.browsers.origins import origins
+from phases.appendix.observability.observer import EngineObserver
 from phases.appendix.observability.traces import Traces
-from phases.appendix.observability.watcher import EngineWatcher
-from phases.appendix.server import whole_app
+from phases.appendix.server import whole_app, whole_server
 from phases.commands.fetch import fetch_with_progress
 from phases.config import options_from_yaml
 from phases.registry import ROWS, check_options, load_engine, missing_for, phase_named
@@ -33,7 +33,7 @@ from replicas.options import ReplicaOptions
 from serving.alive import CannotStart, EngineProcess
 from serving.app import App
 from serving.http.limits import Limits
-from serving.http.server import Server, listen
+from serving.http.server import listen
 
 KEY = "LADDER_API_KEY"
 
@@ -139,7 +139,7 @@ def make_app(
     source = model if model.startswith(RANDOM) else str(folder)
     make = partial(make_engine, phase, source, str(folder), device, dtype, options)
     telling = None if traces is None else Traces.to(traces, name)
-    engine = EngineProcess(make, watcher=EngineWatcher)
+    engine = EngineProcess(make, observer=EngineObserver)
     return whole_app(engine, Tokenizer(folder), name, traces=telling, **server)
 
 
@@ -195,7 +195,7 @@ def _serve_replicas(
 
 def _serve(app: App, host: str, port: int) -> int:
     listening = listen(host, port)  # before anything slow: the port may be taken
-    server = Server(app, on_ready=partial(_greet, app, host, listening.getsockname()[1]))
+    server = whole_server(app, on_ready=partial(_greet, app, host, listening.getsockname()[1]))
     try:
         uvloop.run(server.serve([listening]))
     finally:

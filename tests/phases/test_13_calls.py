@@ -20,15 +20,15 @@ from common.text.tokenizer import Tokenizer
 from forward.loading import random_model
 from forward.model import Model
 from forward.shapes import SHAPES
+from phases.appendix.api.schema import ChatRequest
 from phases.appendix.server import whole_app
+from phases.appendix.tools.formats import HERMES, LLAMA, MISTRAL, CallFormat, format_of
+from phases.appendix.tools.reader import CallReader
+from phases.appendix.tools.request import conversation, refusal, tools_of
 from serving import load
 from serving.app import App
 from serving.http.errors import ApiError
 from serving.http.limits import Limits
-from serving.http.schema import ChatRequest
-from serving.tools.formats import HERMES, LLAMA, MISTRAL, CallFormat, format_of
-from serving.tools.reader import CallReader
-from serving.tools.request import conversation, refusal, tools_of
 from structured.backends.llguidance import GuidanceBackend
 from structured.vocabulary import Vocabulary
 from tests.equivalence.engines import blocks

@@ -13,11 +13,11 @@ from uvicorn.server import ServerState
 
 from common.errors import UserError
 from phases.appendix.browsers.hosts import check, hosts, names_of
-from serving.http.connection import KEEP_ALIVE_SECONDS, Connection
+from phases.appendix.connections.connection import NEVER, Connection
 from serving.http.errors import ApiError
 from serving.http.exchange import Exchange
 from serving.http.limits import Limits
-from serving.http.server import NEVER
+from serving.http.server import KEEP_ALIVE_SECONDS
 
 LIMITS = Limits(body_seconds=10.0, max_connections=3, max_header_bytes=1000)
 GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"

@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from serving.tools.loosen import loosen
+from phases.appendix.tools.loosen import loosen
 
 CASES: dict[str, tuple[Any, list[str]]] = {
     "zod's record": ({"type": "object", "propertyNames": {"type": "string"}}, []),

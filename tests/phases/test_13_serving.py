@@ -33,20 +33,20 @@ from forward.loading import random_model
 from forward.model import Model
 from forward.shapes import SHAPES
 from paged_cache import PagedEngine
+from phases.appendix.api.answers import WideAnswer
+from phases.appendix.api.endpoints import WideCompletions
+from phases.appendix.api.schema import CompletionRequest
 from phases.appendix.browsers.origins import origins
 from phases.appendix.observability.live import Live
 from phases.appendix.observability.log import AccessLog
 from phases.appendix.observability.traces import Traces
 from phases.appendix.server import whole_app
-from serving import load, messages
+from serving import load, messages, prompts
 from serving.app import App, Extension
-from serving.http import orders
-from serving.http.answers import Answer
 from serving.http.errors import ApiError
 from serving.http.limits import Limits
-from serving.http.orders import as_asked
-from serving.http.schema import CompletionRequest
 from serving.messages import Abort, Add, Step
+from serving.prompts import Prompts
 from serving.worker import Worker
 from tests.equivalence.engines import blocks
 from tests.servers import Asked, Client, Loopback, asynchronously, tokenizer_for
@@ -1361,7 +1361,7 @@ def test_cancelled_at_every_await(make, monkeypatch, stream, more):
 
     Its prompt is tokenized by a thread, which is a wait, too.
     """
-    monkeypatch.setattr(orders, "LONG", 0)
+    monkeypatch.setattr(prompts, "LONG", 0)
     body = {"prompt": "abcdef", "max_tokens": 8, "ignore_eos": True, "stream": stream, **more}
     app = make()
     waits = awaits_of(app, body)
@@ -1659,18 +1659,19 @@ def test_the_simplest_client(make):
     asynchronously(test)
 
 
-def test_names_are_those_that_the_client_has_sent():
+def test_names_are_those_that_the_client_has_sent(tokenizer):
+    endpoint = WideCompletions(Prompts(tokenizer), "tiny", Limits())
     error = ApiError(400, "prompt_logprobs is set, but must be None", param=None)
-    found = as_asked(error, CompletionRequest(prompt="a", echo=True, logprobs=1))
+    found = endpoint.named(error, CompletionRequest(prompt="a", echo=True, logprobs=1))
     assert (found.param, str(found)) == ("echo", "echo with logprobs is set, but must be None")
-    kept = as_asked(error, CompletionRequest(prompt="a", prompt_logprobs=1))
+    kept = endpoint.named(error, CompletionRequest(prompt="a", prompt_logprobs=1))
     assert str(kept) == str(error), "the client has sent prompt_logprobs, and is told of another field"
 
 
 def test_nobody_waits_for_a_long_request_of_another(make, tokenizer, monkeypatch):
     """What takes long is done by threads, on the way in and on the way out."""
     seen: dict[str, str] = {}
-    chat, decode, place = Tokenizer.chat, Tokenizer.decode, Answer._place
+    chat, decode, place = Tokenizer.chat, Tokenizer.decode, WideAnswer._place
 
     def noted(name: str, function: Any) -> Any:
         def note(*given: Any, **more: Any) -> Any:
@@ -1681,7 +1682,7 @@ def test_nobody_waits_for_a_long_request_of_another(make, tokenizer, monkeypatch
 
     monkeypatch.setattr(Tokenizer, "chat", noted("chat", chat))
     monkeypatch.setattr(Tokenizer, "decode", noted("decode", decode))
-    monkeypatch.setattr(Answer, "_place", noted("answer", place))
+    monkeypatch.setattr(WideAnswer, "_place", noted("answer", place))
     loop = threading.current_thread().name
 
     async def test() -> None:
@@ -1734,7 +1735,7 @@ def test_watching(make):
         await task
         assert extension(app, Live).watchers == 0
         await settle(app)
-        assert app.engine.worker.watcher.seconds == 0.0
+        assert app.engine.worker.observer.seconds == 0.0
 
     asynchronously(test)
 

@@ -9,8 +9,8 @@ import serving
 from common.sampling.params import SamplingParams
 from forward import load_model
 from paged_cache import BlockPool
+from phases.appendix.observability.observer import EngineObserver
 from phases.appendix.observability.picture import MOST_NODES, picture
-from phases.appendix.observability.watcher import EngineWatcher
 from phases.appendix.server import whole_app
 from serving import messages
 from serving.messages import Add, Stats, Step
@@ -42,7 +42,7 @@ class Lists:
 def marks_of(made, *adds: Add) -> dict[int, list[str]]:
     """For each completion the marks of its tokens, in order."""
     channel = Lists()
-    worker = Worker(made, channel, EngineWatcher(made))
+    worker = Worker(made, channel, EngineObserver(made))
     channel.commands = list(adds)
     worker.turn()
     while worker.live:
@@ -52,7 +52,7 @@ def marks_of(made, *adds: Add) -> dict[int, list[str]]:
         marks = dict(step.marks)
         for place, number in enumerate(step.numbers):
             found.setdefault(number, []).append(marks.get(place, ""))
-    assert not worker.watcher.marks._followed and not worker.watcher.marks._single, (
+    assert not worker.observer.marks._followed and not worker.observer.marks._single, (
         "who has ended is still followed"
     )
     return found

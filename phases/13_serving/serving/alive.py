@@ -18,7 +18,7 @@ from common.temporary import new_folder
 from serving import process
 from serving.client import EngineClient
 from serving.messages import Failed, Ready, Stats, Step, Stop, report
-from serving.seams import Served, Watcher
+from serving.seams import Observer, Served
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class EngineProcess(EngineClient):
     Args:
         make: makes the engine, there; any callable that can be pickled.
         silence: seconds without a word, while somebody waits for tokens, after which it counts as hanging.
-        watcher: makes what reads along, there.
+        observer: makes what reads along, there.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class EngineProcess(EngineClient):
         make: Callable[[], Any],
         *,
         silence: float = 300.0,
-        watcher: Callable[[Served], Watcher] = Watcher,
+        observer: Callable[[Served], Observer] = Observer,
     ) -> None:
         super().__init__()
-        self.make, self.silence, self.watcher = make, silence, watcher
+        self.make, self.silence, self.observer = make, silence, observer
         self.process: Any = None
         self._socket: zmq.asyncio.Socket | None = None
         self._stopping = False
@@ -110,7 +110,7 @@ class EngineProcess(EngineClient):
         address = f"ipc://{folder}/engine"
         socket.bind(address)
         context = multiprocessing.get_context("spawn")
-        arguments = self.make, address, self.watcher
+        arguments = self.make, address, self.observer
         child = self.process = context.Process(target=process.main, args=arguments, name="engine")
         child.start()
         sentinel = child.sentinel

@@ -17,25 +17,14 @@ from typing import Any
 from common.text.tokenizer import Tokenizer
 from serving.client import EngineClient
 from serving.completion import Call
-from serving.http.answers import Answer, ChatAnswer, CompletionAnswer, GenerateAnswer
+from serving.endpoints import B, Chat, Completions, Endpoint
 from serving.http.errors import ApiError
-from serving.http.exchange import Exchange, Gone, Receive, Scope, Send
+from serving.http.exchange import Exchange, Gone, Receive, Scope, Send, listed
 from serving.http.limits import Limits
-from serving.http.openapi import openapi
-from serving.http.orders import Orders
-from serving.http.schema import (
-    Body,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerateRequest,
-    Generation,
-    TokenizeRequest,
-    check_parts,
-    decode,
-)
+from serving.http.schema import Body, check_parts, decode
 from serving.messages import Ready, Step
 from serving.metrics import Metrics
+from serving.prompts import Prompts
 from serving.service import Service
 
 log = logging.getLogger(__name__)
@@ -97,7 +86,7 @@ class App:
         self.engine, self.tokenizer, self.model = engine, tokenizer, model
         self.limits, self.strict, self.version = limits or Limits(), strict, version
         self.metrics = Metrics(model)
-        self.orders = Orders(tokenizer, self.limits)
+        self.prompts = Prompts(tokenizer)
         self.service = Service(engine, tokenizer, self.limits, self.metrics)
         self.started = int(time.time())
         self.exchanges: set[Exchange] = set()
@@ -105,18 +94,14 @@ class App:
         self.keys = [key.encode() for key in keys]
         engine.on_step = self._stepped
         self.routes: dict[str, dict[str, Handler]] = {
-            "/v1/completions": {"POST": self._completions},
-            "/v1/chat/completions": {"POST": self._chat},
-            "/generate": {"POST": self._generate},
             "/v1/models": {"GET": self._models},
-            "/tokenize": {"POST": self._tokenize},
-            "/detokenize": {"POST": self._detokenize},
             "/health": {"GET": self._health},
             "/ready": {"GET": self._ready},
             "/version": {"GET": self._version},
             "/metrics": {"GET": self._metrics},
-            "/openapi.json": {"GET": self._openapi},
         }
+        self.add("/v1/completions", Completions(self.prompts, model, self.limits))
+        self.add("/v1/chat/completions", Chat(self.prompts, model, self.limits))
         self.extensions = extensions
         for extension in extensions:
             extension.install(self)
@@ -193,68 +178,36 @@ class App:
 
     # Requests for tokens.
 
-    async def _completions(self, exchange: Exchange) -> None:
-        request, ready = await self._begin(exchange, CompletionRequest)
-        orders = await self.orders.completion(request, ready)
-        await self.service.serve(
-            exchange, request, orders, self._shape(CompletionAnswer, exchange, request, "cmpl")
-        )
+    def add(self, path: str, endpoint: Endpoint[B]) -> None:
+        """Serve an endpoint at a path, in the place of any other."""
 
-    async def _chat(self, exchange: Exchange) -> None:
-        request, ready = await self._begin(exchange, ChatRequest)
-        orders = await self.orders.chat(request, ready)
-        if orders[0].loosened:
-            exchange.extra.append((b"x-ladder-loosened", _listed(orders[0].loosened)))
-        await self.service.serve(
-            exchange, request, orders, self._shape(ChatAnswer, exchange, request, "chatcmpl")
-        )
+        async def handle(exchange: Exchange) -> None:
+            request, ready = await self.begin(exchange, endpoint.body, endpoint.ignored)
+            orders = await endpoint.orders(exchange, request, ready)
+            await self.service.serve(exchange, endpoint, request, orders)
 
-    async def _generate(self, exchange: Exchange) -> None:
-        request, ready = await self._begin(exchange, GenerateRequest)
-        orders = await self.orders.completion(request, ready)
-        await self.service.serve(
-            exchange, request, orders, self._shape(GenerateAnswer, exchange, request, "gen")
-        )
+        self.routes[path] = {"POST": handle}
 
-    async def _begin(self, exchange: Exchange, kind: type[Body]) -> tuple[Body, Ready]:
-        """Read a request; raise `ApiError` if it cannot be taken now, or never."""
+    async def begin(
+        self, exchange: Exchange, kind: type[Body], ignored: Callable[[Body], list[str]] = lambda request: []
+    ) -> tuple[Body, Ready]:
+        """Read a request; raise `ApiError` if it cannot be taken now, or never.
+
+        ignored: names what the request says in vain, beside unknown fields.
+        """
         ready = self.service.ready()
-        request = await self._read(exchange, kind)
-        name = getattr(request, "model", None)
-        if name is not None and name != self.model:
-            raise ApiError(
-                404, f"model is {name!r}, but this is {self.model!r}", param="model", code="model_not_found"
-            )
-        return request, ready
-
-    async def _read(self, exchange: Exchange, kind: type[Body]) -> Body:
         body = await exchange.body()
         if len(body) > LARGE_BODY:
             await asyncio.to_thread(check_parts, body, self.limits.max_parts)
         request, unknown = decode(kind, body)
-        if isinstance(request, (ChatRequest, TokenizeRequest)):
-            unknown += self.orders.ignored(request)
+        unknown += ignored(request)
         if unknown and self.strict:
             raise ApiError(400, f"{unknown[0][:100]!r} is no field of this request", param=unknown[0][:100])
         if unknown:
-            exchange.extra.append((b"x-ladder-ignored", _listed(unknown)))
-        return request
-
-    def _shape(self, kind: type[Answer], exchange: Exchange, request: Generation, prefix: str) -> Answer:
-        options = request.stream_options
-        if options is not None and not request.stream:
-            raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
-        return kind(
-            f"{prefix}-{exchange.id.removeprefix('req-')}",
-            self.model,
-            self.tokenizer,
-            usage=bool(options and options.include_usage),
-            continuous=bool(options and options.continuous_usage_stats),
-            ids=bool(request.return_token_ids),
-            marks=bool(request.stream and request.return_token_marks),
-            logprobs=getattr(request, "logprobs", None),  # `best_of` needs them for itself
-            prompts=getattr(request, "prompt_logprobs", None) is not None,
-        )
+            exchange.extra.append((b"x-ladder-ignored", listed(unknown)))
+        if request.model is not None and request.model != self.model:
+            raise self._no_model(request.model, "model")
+        return request, ready
 
     def _stepped(self, step: Step) -> None:
         self.metrics.stepped(step)
@@ -269,27 +222,17 @@ class App:
     async def _one_model(self, exchange: Exchange) -> None:
         name = exchange.path.removeprefix("/v1/models/")
         if name != self.model:
-            raise ApiError(
-                404, f"model is {name[:200]!r}, but this is {self.model!r}", code="model_not_found"
-            )
+            raise self._no_model(name[:200])
         await exchange.json(self._model())
+
+    def _no_model(self, name: str, param: str | None = None) -> ApiError:
+        words = f"model is {name!r}, but this is {self.model!r}"
+        return ApiError(404, words, param=param, code="model_not_found")
 
     def _model(self) -> dict[str, Any]:
         found = {"id": self.model, "object": "model", "created": self.started, "owned_by": "inference-ladder"}
         ready = self.engine.ready
         return found | ({"max_model_len": ready.max_len} if ready else {})
-
-    async def _tokenize(self, exchange: Exchange) -> None:
-        request, ready = await self._begin(exchange, TokenizeRequest)
-        ids = await self.orders.tokenize(request, ready)
-        found: dict[str, Any] = {"count": len(ids), "max_model_len": ready.max_len, "tokens": ids}
-        if request.return_token_strs:
-            found["token_strs"] = await self.orders.pieces(ids)
-        await exchange.answer(200, await self.orders.json(found))
-
-    async def _detokenize(self, exchange: Exchange) -> None:
-        request, ready = await self._begin(exchange, DetokenizeRequest)
-        await exchange.json({"prompt": await self.orders.decode(request.tokens, ready)})
 
     async def _health(self, exchange: Exchange) -> None:
         await exchange.json({"status": "alive"})
@@ -314,9 +257,6 @@ class App:
             200, text.encode(), [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
         )
 
-    async def _openapi(self, exchange: Exchange) -> None:
-        await exchange.json(openapi(self.version))
-
     # What is counted, and what extensions hear of.
 
     def refused(self, status: int, client: tuple[str, int] | None, reason: str) -> None:
@@ -335,9 +275,3 @@ class App:
         """Let extensions go, after the last request."""
         for extension in self.extensions:
             extension.close()
-
-
-def _listed(names: list[str]) -> bytes:
-    """Return the first names as the value of a header."""
-    text = ", ".join(name[:100] for name in names[:16]).encode("ascii", "replace")
-    return bytes(byte if 32 <= byte < 127 else 63 for byte in text)

@@ -5,29 +5,56 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, cast
 
 from common.events import FinishReason, TextStream
+from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from serving.client import EngineClient
 from serving.messages import Read, Token
 from serving.metrics import Metrics
-from serving.order import Offsets, Order, Piece
-from serving.tools.reader import CallReader
 
 Trouble = Literal["refused", "error", "nan", "died", "deadline", "slow", "left"]
 """Why a call ends early: the engine refused it, its step failed, its logits are NaN, the engine died, it took
 too long, its reader took too long, its reader left."""
 
 
+@dataclass
+class Order:
+    """A prompt as it goes to the engine.
+
+    shown: special tokens that belong to the text of its completions.
+    marks: whether to say of each token how it came about.
+    read: the log-probabilities of the prompt's tokens, from the first completion's first token on.
+    """
+
+    prompt: list[int]
+    params: SamplingParams
+    shown: frozenset[int] = frozenset()
+    marks: bool = False
+    read: list[Read | None] = field(default_factory=list)
+
+
+@dataclass
+class Piece:
+    """What one token added, or several, ready to be sent.
+
+    marks: if asked for, the text of each token and how it came about.
+    """
+
+    text: str
+    tokens: list[int]
+    logprobs: list[Token] = field(default_factory=list)
+    marks: list[tuple[str, str]] = field(default_factory=list)
+
+
 class Choice:
     """One completion: a `Sink` that makes text of tokens and looks for stop strings.
 
     fresh: pieces that have not been sent.
-    offsets: of its tokens, for log-probabilities.
+    begins: whether its first token begins a text.
     reason: None until it has ended.
-    reader: finds calls in its text, if there may be any.
     """
 
     def __init__(self, call: Call, index: int, order: Order, tokenizer: Tokenizer) -> None:
@@ -41,11 +68,8 @@ class Choice:
         self.started = False  # whether its first chunk is sent
         self.last = call.arrived
         self.mark = ""
-        calls = order.calls
-        self.reader = None if calls is None else CallReader(calls)
-        shown = frozenset[int]() if calls is None or calls.token is None else frozenset({calls.token})
-        self._text = TextStream(tokenizer, order.params, order.prompt, shown)
-        self.offsets = Offsets(tokenizer, start=len(order.text), begins=self._text.begins)
+        self._text = TextStream(tokenizer, order.params, order.prompt, order.shown)
+        self.begins = self._text.begins
 
     @property
     def text(self) -> str:
@@ -68,7 +92,7 @@ class Choice:
             if reason is None:  # a stop string, which the engine does not look for
                 call.engine.abort([self.number])
         if call.streamed:
-            marks = [(text, self.mark)] if call.marks else []
+            marks = [(text, self.mark)] if self.order.marks else []
             self.mark = ""
             self.fresh.append(Piece(text, [token], [] if logprob is None else [logprob], marks))
             if len(self.fresh) > call.most_unsent:
@@ -83,7 +107,7 @@ class Choice:
             return
         _, text = self._text.advance(None, "length")
         if self.call.streamed and text:
-            self.fresh.append(Piece(text, [], marks=[(text, "")] if self.call.marks else []))
+            self.fresh.append(Piece(text, [], marks=[(text, "")] if self.order.marks else []))
         self.reason = "length" if reason == "abort" else reason
         self.call.hear(True)
 
@@ -132,9 +156,8 @@ class Call:
         *,
         streamed: bool,
         most_unsent: int,
-        marks: bool = False,
     ) -> None:
-        self.engine, self.metrics, self.marks = engine, metrics, marks
+        self.engine, self.metrics = engine, metrics
         self.orders, self.streamed, self.most_unsent = orders, streamed, most_unsent
         self.arrived = time.perf_counter()
         self.trouble: tuple[Trouble, str] | None = None
@@ -153,7 +176,7 @@ class Call:
             mine = self.choices[at : at + order.params.n]
             params = replace(order.params, stop=()) if order.params.stop else order.params
             numbers = self.engine.submit(
-                order.prompt, params, mine, priority=priority, salt=salt, traced=traced, marks=self.marks
+                order.prompt, params, mine, priority=priority, salt=salt, traced=traced, marks=order.marks
             )
             for choice, number in zip(mine, numbers, strict=True):
                 choice.number = number

@@ -1,4 +1,4 @@
-"""Seams of the loop around an engine: the engine, the other process, a watcher, and who wants the tokens."""
+"""Seams of the loop around an engine: the engine, the other process, an observer, and sinks of tokens."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Channel(Protocol):
         ...
 
 
-class Watcher:
+class Observer:
     """Reads along in the engine's process; this one does nothing, and the appendix has one that draws."""
 
     def __init__(self, engine: Served) -> None:

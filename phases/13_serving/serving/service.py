@@ -5,22 +5,23 @@ from __future__ import annotations
 import asyncio
 import time
 
-from common.errors import UserError
 from common.text.tokenizer import Tokenizer
 from serving.client import EngineClient
-from serving.completion import Call
+from serving.completion import Call, Order
+from serving.endpoints import B, Endpoint
 from serving.http.answers import Answer
-from serving.http.errors import STATUS, ApiError, of_user_error
+from serving.http.errors import STATUS, ApiError
 from serving.http.exchange import EVENTS, Exchange, Gone
 from serving.http.limits import Limits
-from serving.http.orders import as_asked
 from serving.http.schema import Generation
 from serving.messages import Ready
 from serving.metrics import Metrics
-from serving.order import Order
-from serving.tools.request import refusal
 
 RETRY_SECONDS = 1
+
+
+class Refused(Exception):
+    """The engine does not take a request; its endpoint knows the names of the fields."""
 
 
 class Service:
@@ -48,13 +49,12 @@ class Service:
             )
         return ready
 
-    async def serve(
-        self, exchange: Exchange, request: Generation, orders: list[Order], answer: Answer
-    ) -> None:
+    async def serve(self, exchange: Exchange, endpoint: Endpoint[B], request: B, orders: list[Order]) -> None:
         """The life of a request for tokens, from its order to its last byte.
 
         However this function is left, the engine has been told to drop what is not finished.
         """
+        answer = endpoint.answer(exchange, request)
         ready = self.ready()  # it may have changed while the prompt was read
         call = Call(
             self.engine,
@@ -63,7 +63,6 @@ class Service:
             orders,
             streamed=bool(request.stream),
             most_unsent=self.limits.max_unsent,
-            marks=bool(request.stream and request.return_token_marks),
         )
         self._admit(len(call.choices), request.priority or 0, ready)
         seconds = self._deadline(request, exchange.started)
@@ -74,24 +73,26 @@ class Service:
             salt = request.cache_salt or ""
             call.send(priority=request.priority or 0, salt=salt, seconds=seconds, traced=self.traced)
             if request.stream:
-                await self._stream(exchange, call, request, answer)
+                await self._stream(exchange, call, answer)
             else:
                 while call.left and call.trouble is None:
                     await call.news()
-                self._raise_trouble(call, request)
+                self._raise_trouble(call)
                 await exchange.answer(200, await answer.body(call, request.n or 1))
+        except Refused as error:
+            raise endpoint.refusal(str(error), orders[0], request) from None
         finally:
             leaving.cancel()
             call.close()
             exchange.call, exchange.done = None, call
             self._count(call)
 
-    async def _stream(self, exchange: Exchange, call: Call, request: Generation, answer: Answer) -> None:
+    async def _stream(self, exchange: Exchange, call: Call, answer: Answer) -> None:
         """Send events as they come. Before the first token nothing is sent, so that errors have a status."""
         waiting = call.choices
         while True:
             await call.news()
-            self._raise_trouble(call, request)
+            self._raise_trouble(call)
             events = []
             for choice in waiting:
                 if choice.fresh or choice.reason is not None:
@@ -111,19 +112,14 @@ class Service:
             if not waiting:
                 return
 
-    def _raise_trouble(self, call: Call, request: Generation) -> None:
+    def _raise_trouble(self, call: Call) -> None:
         if call.trouble is None:
             return
         kind, message = call.trouble
         if kind in ("left", "slow"):
             raise Gone
         if kind == "refused":
-            order = call.orders[0]
-            if message.startswith("grammar"):
-                if order.calls is not None and order.params.grammar is not None:
-                    message = refusal(message, order.params.grammar)
-                raise ApiError(400, message, param=order.asked or None)
-            raise as_asked(of_user_error(UserError(message), type(request).__struct_fields__), request)
+            raise Refused(message)
         raise ApiError(STATUS[kind], message, retry=RETRY_SECONDS if kind == "died" else None, code=kind)
 
     def _admit(self, more: int, priority: int, ready: Ready) -> None:

@@ -28,7 +28,7 @@ from serving.messages import (
     ending,
     read,
 )
-from serving.seams import Channel, Served, Watcher
+from serving.seams import Channel, Observer, Served
 
 log = logging.getLogger(__name__)
 
@@ -40,11 +40,11 @@ class Worker:
     """One engine and the loop around it.
 
     live: completions that have not ended, by their numbers.
-    watcher: reads along, if anything does.
+    observer: reads along, if anything does.
     """
 
-    def __init__(self, engine: Served, channel: Channel, watcher: Watcher | None = None) -> None:
-        self.engine, self.channel, self.watcher = engine, channel, watcher or Watcher(engine)
+    def __init__(self, engine: Served, channel: Channel, observer: Observer | None = None) -> None:
+        self.engine, self.channel, self.observer = engine, channel, observer or Observer(engine)
         self.live: dict[int, Request] = {}
         self._fresh: set[int] = set()
         self._ends: list[End] = []
@@ -66,7 +66,7 @@ class Worker:
         busy = not self.engine.idle
         outputs = self.engine.step() if busy else []
         self._steps += busy
-        if busy or self._ends or self.watcher.due(started):
+        if busy or self._ends or self.observer.due(started):
             self.channel.send(self._report(outputs, time.perf_counter() - started, started))
 
     def obey(self, command: Command) -> None:
@@ -80,7 +80,7 @@ class Worker:
                     if request is not None:
                         self.engine.abort(request)
             case Watch():
-                self.watcher.hear(command, [])
+                self.observer.hear(command, [])
             case Stop():
                 self._stopped = True
 
@@ -102,7 +102,7 @@ class Worker:
         else:
             self.live.update(zip(numbers, requests, strict=True))
             self._fresh.update(numbers)
-            self.watcher.hear(command, requests)
+            self.observer.hear(command, requests)
 
     def _report(self, outputs: list[Output], seconds: float, now: float) -> Step:
         step = Step([], [], self._ends, self._stats(seconds))
@@ -125,7 +125,7 @@ class Worker:
             if reason is not None:
                 step.ends.append(ending(number, reason, request.error, place))
                 self.live.pop(number, None)
-        self.watcher.write(step, now)
+        self.observer.write(step, now)
         return step
 
     def _stats(self, seconds: float) -> Stats:

@@ -148,3 +148,9 @@ class Exchange:
         abort = self.scope.get("state", {}).get("abort")
         if abort is not None:
             abort()
+
+
+def listed(names: list[str]) -> bytes:
+    """Return the first names of a list as the value of a header."""
+    text = ", ".join(name[:100] for name in names[:16]).encode("ascii", "replace")
+    return bytes(byte if 32 <= byte < 127 else 63 for byte in text)

@@ -1,7 +1,7 @@
 """The HTTP server around the application: uvicorn with httptools, and what uvicorn leaves to others.
 
-It adds limits on connections (`connection`), a hand on the connection of a slow reader, and a shutdown in
-which streams may finish while `/ready` already says no.
+It adds a hand on the connection of a slow reader, and a shutdown in which streams may finish while `/ready`
+already says no.
 """
 
 from __future__ import annotations
@@ -17,21 +17,26 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from common.errors import UserError
 from serving.alive import CannotStart
 from serving.app import App
-from serving.http.connection import Connection
 
 log = logging.getLogger(__name__)
 
 TERMINATED = 143
-NEVER = 1 << 30
-"""Seconds of uvicorn's clock, which any byte stops: `Connection` has its own."""
+KEEP_ALIVE_SECONDS = 75
+"""That a connection may wait for its next request."""
 
 
 class Server(uvicorn.Server):
     """Ends in two steps: first nothing new is taken and streams may finish, then the connections go.
+
+    Args:
+        on_ready: called when the engine is there.
+        connection: reads requests; the appendix has one with limits of its own.
+        keep_alive: seconds that a connection may wait for its next request.
 
     failure: why the engine could not be started, if it could not.
     code: that the process should end with.
@@ -40,20 +45,27 @@ class Server(uvicorn.Server):
     failure: CannotStart | None = None
     code = 0
 
-    def __init__(self, app: App, on_ready: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        app: App,
+        on_ready: Callable[[], None] = lambda: None,
+        *,
+        connection: type[HttpToolsProtocol] = HttpToolsProtocol,
+        keep_alive: int = KEEP_ALIVE_SECONDS,
+    ) -> None:
         self.app, self.on_ready = app, on_ready
-        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # `Connection` writes refusals down itself
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         super().__init__(
             uvicorn.Config(
                 app,
-                http=Connection,
+                http=connection,
                 ws="none",
                 loop="uvloop",
                 lifespan="off",
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                timeout_keep_alive=NEVER,
+                timeout_keep_alive=keep_alive,
                 timeout_graceful_shutdown=2,
                 backlog=4096,
             )

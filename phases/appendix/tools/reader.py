@@ -7,7 +7,7 @@ import string
 from dataclasses import dataclass, field
 from typing import Literal
 
-from serving.tools.formats import CallFormat
+from phases.appendix.tools.formats import CallFormat
 
 _LETTERS = string.ascii_letters + string.digits
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from serving.http.schema import (
+from phases.appendix.api.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,

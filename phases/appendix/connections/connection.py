@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from serving.http.server import KEEP_ALIVE_SECONDS
+
 if TYPE_CHECKING:
     from serving.app import App
 
 UNREAD_BYTES = 128 << 10
 """What the system keeps of what a client has not read yet; beyond that the server knows that it is slow."""
-KEEP_ALIVE_SECONDS = 75.0
-"""That a connection may wait for its next request."""
+NEVER = 1 << 30
+"""Seconds of uvicorn's clock, which any byte stops: a connection here has its own."""
 _CLOSE = b"content-length: 0\r\nconnection: close\r\n\r\n"
 LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\n" + _CLOSE
 LATE = b"HTTP/1.1 408 Request Timeout\r\n" + _CLOSE

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from common.request import Request
 from continuous.engine import Engine
 from phases.appendix.observability.picture import picture
 from serving.messages import DRAFT, FORCED, Add, Command, Step, Watch
-from serving.seams import Served, Watcher
+from serving.seams import Observer, Served
 from structured.masks import GrammarMasks
 
+log = logging.getLogger(__name__)
 
-class EngineWatcher(Watcher):
+
+class EngineObserver(Observer):
     """Writes marks, entries and pictures into the reports of those who asked; nothing else costs anything."""
 
     def __init__(self, engine: Served) -> None:
         super().__init__(engine)
+        log_late_kernels()
         self.marks = Marks(engine)
         self.seconds, self._drawn = 0.0, 0.0
         self._lined: dict[int, Request] = {}  # traced, and without a row so far
 
     def hear(self, command: Command, requests: Sequence[Request]) -> None:
-        """See `Watcher`."""
+        """See `Observer`."""
         match command:
             case Watch():
                 self.seconds, self._drawn = command.seconds, 0.0
@@ -37,7 +43,7 @@ class EngineWatcher(Watcher):
         return self.seconds > 0.0 and now - self._drawn >= self.seconds
 
     def write(self, step: Step, now: float) -> None:
-        """See `Watcher`."""
+        """See `Observer`."""
         if self._lined:
             served = {n for n, r in self._lined.items() if r.row >= 0 or len(r.tokens) > r.prompt_len}
             step.entered = sorted(served)
@@ -47,6 +53,17 @@ class EngineWatcher(Watcher):
         if self.due(now):
             self._drawn = now
             step.picture = picture(self.engine)
+
+
+def log_late_kernels() -> None:
+    """Log each kernel that is compiled from now on: the rehearsal has left it out, and requests wait."""
+
+    def note(**facts: Any) -> None:
+        log.warning("a kernel was compiled while requests waited: %s", facts.get("repr"))
+
+    triton: Any = sys.modules.get("triton")  # an engine without kernels does without
+    if triton is not None:
+        triton.knobs.runtime.jit_post_compile_hook = note
 
 
 class Marks:

@@ -12,11 +12,11 @@ import msgspec
 from common.errors import UserError
 from common.sampling.grammar import Grammar
 from common.text.tokenizer import Tokenizer
+from phases.appendix.api.schema import ChatRequest
+from phases.appendix.tools.formats import CallFormat, Schema, format_of
+from phases.appendix.tools.loosen import loosen
 from serving.http.errors import ApiError
 from serving.http.limits import Limits
-from serving.http.schema import ChatRequest
-from serving.tools.formats import CallFormat, Schema, format_of
-from serving.tools.loosen import loosen
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 

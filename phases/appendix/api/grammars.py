@@ -11,9 +11,9 @@ import msgspec
 
 from common.errors import UserError
 from common.sampling.grammar import Grammar
+from phases.appendix.api.schema import Wide
 from serving.http.errors import ApiError
 from serving.http.limits import Limits
-from serving.http.schema import Generation
 
 GUIDED = {
     "guided_json": "json_schema",
@@ -24,7 +24,7 @@ GUIDED = {
 STRUCTURED = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 
 
-def constraint(request: Generation, limits: Limits) -> tuple[str, Any, str] | None:
+def constraint(request: Wide, limits: Limits) -> tuple[str, Any, str] | None:
     """What the output must be: a kind (`json_object`, `json_schema`, `regex`, `choice`, `grammar`), its
     definition, and the field that asked; or None.
 
@@ -86,7 +86,7 @@ def _of_format(form: dict[str, Any] | None) -> tuple[str, Any] | None:
     )
 
 
-def is_hint(request: Generation, found: tuple[str, Any, str]) -> bool:
+def is_hint(request: Wide, found: tuple[str, Any, str]) -> bool:
     """Whether a schema need not be followed where it cannot be: `response_format` with `strict` false."""
     nested = (request.response_format or {}).get("json_schema")
     strict = nested.get("strict") if isinstance(nested, dict) else None
