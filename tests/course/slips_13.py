@@ -118,8 +118,8 @@ SLIPS = {
         "body-without-limit",
         Slip(
             "half-a-body",
-            "                        raise Gone\n",
-            "                        return bytes(body)\n",
+            "message = await self._next()",
+            "message = await self._receive()",
             "Takes what has come from a client that has left for the whole.",
         ),
         Slip("any-type", 'if kind != b"application/json":', "if False:", "Takes bodies of any type."),

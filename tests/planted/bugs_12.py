@@ -324,13 +324,6 @@ BUGS = (
         "A step makes lexers, and everybody waits for them.",
     ),
     Bug(
-        "every-schema-is-read-to-compile-it",
-        f"{HERE}/backends/llguidance.py",
-        'if "\\\\" in source or OWN_OPTIONS in source or OLDER.search(source):',
-        "if True:",
-        "Reads a schema in a thread that holds Python's lock meanwhile, so that the engine's step waits.",
-    ),
-    Bug(
         "options-go-after-nothing",
         f"{HERE}/backends/llguidance.py",
         'comma = "" if rest == "}" else ","',

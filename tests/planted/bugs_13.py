@@ -72,7 +72,8 @@ BUGS = (
     Bug(
         "body-read-before-it-is-weighed",
         SERVING + "http/exchange.py",
-        "        if length.isdigit() and int(length[:20]) > most:\n            raise large\n",
+        "        if self.told_bytes.isdigit() and int(self.told_bytes[:20]) > most:\n"
+        "            raise large\n",
         "",
         "Reads a body that is too large by its own account.",
     ),
