@@ -43,7 +43,7 @@ WITHIN = 0.05
 
 
 class Paced:
-    """A `serving.worker.Served` that computes nothing: each step lasts `seconds`, for everybody."""
+    """A `serving.seams.ServedEngine` that computes nothing: each step lasts `seconds`, for everybody."""
 
     max_len = 4096
 

@@ -56,7 +56,7 @@ class Ticking:
     def add(
         self, prompt: Sequence[int], params: SamplingParams, *, index: int, priority: int, salt: str
     ) -> list[Request]:
-        """See `Served`."""
+        """See `ServedEngine`."""
         size = len(prompt)
         found = [
             Request(
@@ -68,7 +68,7 @@ class Ticking:
         return found
 
     def abort(self, request: Request) -> None:
-        """See `Served`."""
+        """See `ServedEngine`."""
         if self._live.pop(request, None) is not None:
             self._ended.append(Output(request, None, "abort", time.perf_counter()))
 

@@ -175,7 +175,7 @@ class Loopback(EngineClient):
         self._arrived: list[Command] = []
         self._pumping: asyncio.Task[None] | None = None
         self.ready = ready(engine, engine.config.vocab_size, 0.0)
-        self.stats = messages.Stats(free_blocks=self.ready.blocks)
+        self.stats = messages.StepStats(free_blocks=self.ready.blocks)
         self.state = "ready"
 
     def receive(self, seconds: float) -> list[Command]:
@@ -185,7 +185,7 @@ class Loopback(EngineClient):
     def send(self, report: Report) -> None:
         self.now = time.perf_counter()
         found = messages.report(messages.encode(report))
-        assert isinstance(found, messages.Step)
+        assert isinstance(found, messages.StepReport)
         self._deal(found)
 
     def transmit(self, data: bytes) -> None:

@@ -45,7 +45,7 @@ from serving import load, messages, prompts
 from serving.app import App, Extension
 from serving.http.errors import ApiError
 from serving.http.limits import Limits
-from serving.messages import Abort, Add, Step
+from serving.messages import AbortCompletions, AddPrompt, StepReport
 from serving.prompts import Prompts
 from serving.worker import Worker
 from tests.equivalence.engines import blocks
@@ -109,13 +109,18 @@ def texts(model: Model, tokenizer: Tokenizer, prompts: list[str], params: Sampli
 
 def test_messages_come_out_as_they_went_in():
     params = SamplingParams(max_tokens=3, logit_bias={5: -1.5}, seed=2**64 - 1, stop_token_ids=(1, 2), n=2)
-    commands = [Add(7, [1, 2, 3], params, 5, "salt"), Abort([7, 8]), messages.Watch(0.1), messages.Stop()]
+    commands = [
+        AddPrompt(7, [1, 2, 3], params, 5, "salt"),
+        AbortCompletions([7, 8]),
+        messages.Watch(0.1),
+        messages.Stop(),
+    ]
     assert messages.commands(messages.encode(commands)) == commands
-    step = Step(
+    step = StepReport(
         [1, 2],
         [30, 40],
         [messages.End(2, "stop", "", 1)],
-        messages.Stats(steps=4),
+        messages.StepStats(steps=4),
         [messages.Token(0, -1.5, [(3, -0.5)])],
     )
     assert messages.report(messages.encode(step)) == step
@@ -142,7 +147,7 @@ class Channel:
 def free_after(worker: Worker, channel: Channel, engine: PagedEngine, number: int, steps: int) -> bool:
     """Whether a completion has nothing left so many steps after it was aborted."""
     request = worker.live[number]
-    channel.commands.append(Abort([number]))
+    channel.commands.append(AbortCompletions([number]))
     for _ in range(steps):
         worker.turn()
     return request.row < 0 and request not in engine.scheduler.running and number not in worker.live
@@ -160,11 +165,15 @@ def test_whoever_leaves_has_nothing_after_two_steps(model, state):
     worker = Worker(engine, channel)
     prompt = [1 + n % 200 for n in range(100)]
     params = SamplingParams(max_tokens=200, ignore_eos=True)
-    channel.commands = [Add(0, prompt, params), Add(1, prompt[::-1], params), Add(2, prompt, params)]
+    channel.commands = [
+        AddPrompt(0, prompt, params),
+        AddPrompt(1, prompt[::-1], params),
+        AddPrompt(2, prompt, params),
+    ]
     number = {"queued": 2, "prefilling": 0, "decoding": 1, "preempted": 1}.get(state, 10)
     turns = {"queued": 3, "prefilling": 1, "decoding": 12}.get(state, 3)
     if state.startswith("samples"):
-        channel.commands = [Add(10, prompt, replace(params, n=2))]
+        channel.commands = [AddPrompt(10, prompt, replace(params, n=2))]
         turns = 1 if state == "samples in line" else 12
     for _ in range(turns):
         worker.turn()
@@ -185,7 +194,7 @@ def test_whoever_leaves_has_nothing_after_two_steps(model, state):
         f"a request that left while {state} still holds something"
     )
     others = list(worker.live)
-    channel.commands.append(Abort(others))
+    channel.commands.append(AbortCompletions(others))
     for _ in range(3):
         worker.turn()
     assert leaks(engine) == ""
@@ -195,7 +204,7 @@ def test_a_request_that_cannot_be_served_is_refused_and_no_other(model):
     engine, channel = load(model, max_rows=2, cache_bytes=blocks(model, 8)), Channel()
     worker = Worker(engine, channel)
     good, bad = SamplingParams(max_tokens=4, ignore_eos=True), SamplingParams(max_tokens=900, ignore_eos=True)
-    channel.commands = [Add(0, [5, 6], good), Add(1, [5] * 100, bad), Add(2, [7], good)]
+    channel.commands = [AddPrompt(0, [5, 6], good), AddPrompt(1, [5] * 100, bad), AddPrompt(2, [7], good)]
     while not channel.steps or worker.live:
         worker.turn()
     ends = {end.number: end for step in channel.steps for end in step.ends}
@@ -207,7 +216,7 @@ def test_a_request_that_cannot_be_served_is_refused_and_no_other(model):
 def test_a_step_that_fails_ends_its_own_requests(model, monkeypatch):
     engine, channel = load(model, max_rows=2), Channel()
     worker = Worker(engine, channel)
-    channel.commands = [Add(0, [5, 6], SamplingParams(max_tokens=9, ignore_eos=True))]
+    channel.commands = [AddPrompt(0, [5, 6], SamplingParams(max_tokens=9, ignore_eos=True))]
     worker.turn()
     failing, forward = [True], engine.runner.forward
 
@@ -223,7 +232,7 @@ def test_a_step_that_fails_ends_its_own_requests(model, monkeypatch):
     assert (end.number, end.reason) == (0, "error") and "device" not in end.message, (
         "an inner word has got out"
     )
-    channel.commands = [Add(1, [5, 6], SamplingParams(max_tokens=2, ignore_eos=True))]
+    channel.commands = [AddPrompt(1, [5, 6], SamplingParams(max_tokens=2, ignore_eos=True))]
     for _ in range(6):
         worker.turn()
     assert {end.number for step in channel.steps for end in step.ends} == {0, 1}
@@ -239,7 +248,7 @@ def test_whoever_leaves_while_a_grammar_is_compiled_has_nothing(model, tokenizer
     monkeypatch.setattr(pool.backend, "compile", lambda grammar: (gate.wait(20), compile_(grammar))[1])
     slow = SamplingParams(max_tokens=5, grammar=Grammar.regex("a+"))
     quick = SamplingParams(max_tokens=5, ignore_eos=True)
-    channel.commands = [Add(0, [5, 6], slow), Add(1, [5, 6], quick)]
+    channel.commands = [AddPrompt(0, [5, 6], slow), AddPrompt(1, [5, 6], quick)]
     while 1 not in {end.number for step in channel.steps for end in step.ends}:
         worker.turn()
     assert not any(0 in step.numbers for step in channel.steps), "a token came before its grammar"
@@ -248,7 +257,7 @@ def test_whoever_leaves_while_a_grammar_is_compiled_has_nothing(model, tokenizer
     )
     assert engine.idle, "the engine still waits for the grammar of a request that has left"
     gate.set()
-    channel.commands = [Add(2, [5, 6], slow)]
+    channel.commands = [AddPrompt(2, [5, 6], slow)]
     while 2 not in {end.number for step in channel.steps for end in step.ends}:
         worker.turn()
     assert leaks(engine) == ""
@@ -1262,9 +1271,9 @@ def test_a_slow_reader_is_dropped_and_others_are_not(make, model, tokenizer):
         await tasks[1]
         text = "".join(e["choices"][0]["text"] for e in fast.events() if e != "[DONE]")
         assert text == texts(model, tokenizer, ["hello"], SamplingParams(max_tokens=200, ignore_eos=True))[0]
-        (call,) = app.calls
-        assert call.trouble is not None and call.trouble[0] == "slow"
-        assert len(slow.chunks) == 1 and sum(len(c.fresh) for c in call.choices) <= 21, (
+        (group,) = app.groups
+        assert group.trouble is not None and group.trouble[0] == "slow"
+        assert len(slow.chunks) == 1 and sum(len(c.fresh) for c in group.choices) <= 21, (
             "its buffer has no bound"
         )
         slow.leave()  # what the server's sweep does
@@ -1745,9 +1754,13 @@ def test_an_early_phase_behind_the_same_loop(model):
     channel = Channel()
     worker = Worker(OneAtATime(kv_cache.load(model)), channel)
     params = SamplingParams(max_tokens=5, ignore_eos=True, temperature=1.0, seed=3)
-    channel.commands = [Add(0, [5, 6, 7], replace(params, n=2)), Add(2, [8], params), Add(3, [9, 10], params)]
+    channel.commands = [
+        AddPrompt(0, [5, 6, 7], replace(params, n=2)),
+        AddPrompt(2, [8], params),
+        AddPrompt(3, [9, 10], params),
+    ]
     worker.turn()
-    channel.commands = [Abort([1, 2])]
+    channel.commands = [AbortCompletions([1, 2])]
     while worker.live:
         worker.turn()
     got: dict[int, list[int]] = {}
@@ -1763,11 +1776,13 @@ def test_an_early_phase_behind_the_same_loop(model):
 def test_a_grammar_is_not_checked_again_where_it_arrives(monkeypatch: pytest.MonkeyPatch):
     """The engine's steps would wait while a large schema is read; the API process has read it."""
     schema = Grammar.json_schema({"enum": list(range(100))})
-    data = messages.encode([Add(1, [1, 2], SamplingParams(grammar=schema))])
+    data = messages.encode([AddPrompt(1, [1, 2], SamplingParams(grammar=schema))])
 
     def read_again(*given: Any) -> Any:
         raise AssertionError("a schema that was checked is read once more")
 
     monkeypatch.setattr("common.sampling.grammar._read", read_again)
     (received,) = messages.commands(data)
-    assert isinstance(received, Add) and received.params.grammar == schema, "a grammar has changed on its way"
+    assert isinstance(received, AddPrompt) and received.params.grammar == schema, (
+        "a grammar has changed on its way"
+    )

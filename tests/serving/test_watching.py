@@ -13,7 +13,7 @@ from phases.appendix.observability.observer import EngineObserver
 from phases.appendix.observability.picture import MOST_NODES, picture
 from phases.appendix.server import whole_app
 from serving import messages
-from serving.messages import Add, Stats, Step
+from serving.messages import AddPrompt, StepReport, StepStats
 from serving.worker import Worker
 from tests.servers import Client, Loopback, asynchronously, tokenizer_for
 
@@ -29,17 +29,17 @@ class Lists:
 
     def __init__(self) -> None:
         self.commands: list[Any] = []
-        self.reports: list[Step] = []
+        self.reports: list[StepReport] = []
 
     def receive(self, seconds: float) -> list[Any]:
         commands, self.commands = self.commands, []
         return commands
 
-    def send(self, report: Step) -> None:
+    def send(self, report: StepReport) -> None:
         self.reports.append(report)
 
 
-def marks_of(made, *adds: Add) -> dict[int, list[str]]:
+def marks_of(made, *adds: AddPrompt) -> dict[int, list[str]]:
     """For each completion the marks of its tokens, in order."""
     channel = Lists()
     worker = Worker(made, channel, EngineObserver(made))
@@ -61,7 +61,7 @@ def marks_of(made, *adds: Add) -> dict[int, list[str]]:
 def test_drafts_that_were_right_are_marked_and_only_for_those_who_asked():
     made = engine(drafter="synthetic", draft_accept=1.0, draft_length=3, draft_adaptive=False)
     params = SamplingParams(max_tokens=9, ignore_eos=True)
-    found = marks_of(made, Add(0, [1, 2, 3], params, marks=True), Add(1, [4, 5], params))
+    found = marks_of(made, AddPrompt(0, [1, 2, 3], params, marks=True), AddPrompt(1, [4, 5], params))
     accepted = sum(made.scheduler.drafter.inner.stats.accepted)
     assert accepted, "nothing was drafted: the test shows nothing"
     assert found[0].count("draft") >= 3 and found[0][0] == "", f"marks of request 0: {found[0]}"
@@ -133,5 +133,5 @@ def test_a_mark_of_the_wrong_type_is_refused(tmp_path: Path):
 
 
 def test_marks_travel():
-    step = Step([0], [5], [], Stats(), marks=[(0, "draft")])
+    step = StepReport([0], [5], [], StepStats(), marks=[(0, "draft")])
     assert messages.report(messages.encode(step)) == step

@@ -17,8 +17,8 @@ import zmq.asyncio
 from common.temporary import new_folder
 from serving import process
 from serving.client import EngineClient
-from serving.messages import Failed, Ready, Stats, Step, Stop, report
-from serving.seams import Observer, Served
+from serving.messages import Failed, Ready, StepReport, StepStats, Stop, report
+from serving.seams import Observer, ServedEngine
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class EngineProcess(EngineClient):
         make: Callable[[], Any],
         *,
         silence: float = 300.0,
-        observer: Callable[[Served], Observer] = Observer,
+        observer: Callable[[ServedEngine], Observer] = Observer,
     ) -> None:
         super().__init__()
         self.make, self.silence, self.observer = make, silence, observer
@@ -147,10 +147,10 @@ class EngineProcess(EngineClient):
             message = report(await socket.recv())
             self._heard, self.now = time.monotonic(), time.perf_counter()
             match message:
-                case Step():
+                case StepReport():
                     self._deal(message)
                 case Ready():
-                    self.ready, self.stats = message, Stats(free_blocks=message.blocks)
+                    self.ready, self.stats = message, StepStats(free_blocks=message.blocks)
                     self.state = "stopped" if self._stopping else "ready"
                     if self._watch:
                         self.watch(self._watch)

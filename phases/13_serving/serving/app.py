@@ -16,13 +16,13 @@ from typing import Any
 
 from common.text.tokenizer import Tokenizer
 from serving.client import EngineClient
-from serving.completion import Call
+from serving.completion import ChoiceGroup
 from serving.endpoints import B, Chat, Completions, Endpoint
 from serving.http.errors import ApiError
 from serving.http.exchange import Exchange, Gone, Receive, Scope, Send, listed
 from serving.http.limits import Limits
 from serving.http.schema import Body, check_parts, decode
-from serving.messages import Ready, Step
+from serving.messages import Ready, StepReport
 from serving.metrics import Metrics
 from serving.prompts import Prompts
 from serving.service import Service
@@ -46,7 +46,7 @@ class Extension:
         """Look at a request before its key is, and tell if it is answered already."""
         return False
 
-    def stepped(self, step: Step) -> None:
+    def stepped(self, step: StepReport) -> None:
         """Read the report of a step."""
 
     def ended(self, exchange: Exchange) -> None:
@@ -131,9 +131,9 @@ class App:
             self._tell(exchange)
 
     @property
-    def calls(self) -> list[Call]:
+    def groups(self) -> list[ChoiceGroup]:
         """Requests for tokens that are being answered."""
-        return [exchange.call for exchange in self.exchanges if exchange.call is not None]
+        return [exchange.group for exchange in self.exchanges if exchange.group is not None]
 
     async def _answer(self, exchange: Exchange) -> None:
         for extension in self.extensions:
@@ -209,7 +209,7 @@ class App:
             raise self._no_model(request.model, "model")
         return request, ready
 
-    def _stepped(self, step: Step) -> None:
+    def _stepped(self, step: StepReport) -> None:
         self.metrics.stepped(step)
         for extension in self.extensions:
             extension.stepped(step)

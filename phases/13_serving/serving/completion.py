@@ -12,7 +12,7 @@ from common.events import FinishReason, TextStream
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from serving.client import EngineClient
-from serving.messages import Read, Token
+from serving.messages import PromptToken, Token
 from serving.metrics import Metrics
 
 Trouble = Literal["refused", "error", "nan", "died", "deadline", "slow", "left"]
@@ -33,7 +33,7 @@ class Order:
     params: SamplingParams
     shown: frozenset[int] = frozenset()
     marks: bool = False
-    read: list[Read | None] = field(default_factory=list)
+    read: list[PromptToken | None] = field(default_factory=list)
 
 
 @dataclass
@@ -57,8 +57,8 @@ class Choice:
     reason: None until it has ended.
     """
 
-    def __init__(self, call: Call, index: int, order: Order, tokenizer: Tokenizer) -> None:
-        self.call, self.index, self.order = call, index, order
+    def __init__(self, group: ChoiceGroup, index: int, order: Order, tokenizer: Tokenizer) -> None:
+        self.group, self.index, self.order = group, index, order
         self.number = -1
         self.fresh: list[Piece] = []
         self.tokens: list[int] = []
@@ -66,7 +66,7 @@ class Choice:
         self.reason: str | None = None
         self.cached = 0
         self.started = False  # whether its first chunk is sent
-        self.last = call.arrived
+        self.last = group.arrived
         self.mark = ""
         self._text = TextStream(tokenizer, order.params, order.prompt, order.shown)
         self.begins = self._text.begins
@@ -78,38 +78,38 @@ class Choice:
 
     def token(self, token: int, reason: str | None, logprob: Token | None) -> None:
         """See `Sink`."""
-        call = self.call
+        group = self.group
         ended: FinishReason | None = reason  # type: ignore[assignment]
         ended, text = self._text.advance(token, ended)
         self.tokens.append(token)
         if logprob is not None:
             logprob.place = token
             self.logprobs.append(logprob)
-        call.metrics.token(call.engine.now - self.last, first=len(self.tokens) == 1)
-        self.last = call.engine.now
+        group.metrics.token(group.engine.now - self.last, first=len(self.tokens) == 1)
+        self.last = group.engine.now
         if ended is not None:
             self.reason = ended
             if reason is None:  # a stop string, which the engine does not look for
-                call.engine.abort([self.number])
-        if call.streamed:
+                group.engine.abort([self.number])
+        if group.streamed:
             marks = [(text, self.mark)] if self.order.marks else []
             self.mark = ""
             self.fresh.append(Piece(text, [token], [] if logprob is None else [logprob], marks))
-            if len(self.fresh) > call.most_unsent:
-                call.give_up("slow", "the reader is too slow")
+            if len(self.fresh) > group.most_unsent:
+                group.give_up("slow", "the reader is too slow")
                 return
-        call.hear(ended is not None)
+        group.hear(ended is not None)
 
     def end(self, reason: str, message: str) -> None:
         """See `Sink`."""
         if reason in ("refused", "error", "nan", "died"):
-            self.call.give_up(reason, message)  # type: ignore[arg-type]
+            self.group.give_up(reason, message)  # type: ignore[arg-type]
             return
         _, text = self._text.advance(None, "length")
-        if self.call.streamed and text:
+        if self.group.streamed and text:
             self.fresh.append(Piece(text, [], marks=[(text, "")] if self.order.marks else []))
         self.reason = "length" if reason == "abort" else reason
-        self.call.hear(True)
+        self.group.hear(True)
 
     def found(self, tokens: int) -> None:
         """See `Sink`."""
@@ -117,9 +117,9 @@ class Choice:
 
     def entered(self) -> None:
         """See `Sink`."""
-        self.call.entered = self.call.entered or self.call.engine.now
+        self.group.entered = self.group.entered or self.group.engine.now
 
-    def read(self, prompt: list[Read | None]) -> None:
+    def read(self, prompt: list[PromptToken | None]) -> None:
         """See `Sink`."""
         self.order.read = prompt
 
@@ -140,7 +140,7 @@ class Choice:
         return whole
 
 
-class Call:
+class ChoiceGroup:
     """The completions of one HTTP request.
 
     trouble: why it cannot be answered in full, and a sentence about it.

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from serving.messages import Stats, Step
+from serving.messages import StepReport, StepStats
 
 FIRST = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
@@ -74,12 +74,12 @@ class Metrics:
         self.generated += 1
         (self.first if first else self.gap).observe(seconds)
 
-    def stepped(self, step: Step) -> None:
+    def stepped(self, step: StepReport) -> None:
         """The engine has run a step."""
         self.step.observe(step.stats.step_seconds)
         self.step_tokens.observe(step.stats.step_tokens)
 
-    def text(self, stats: Stats, *, blocks: int, in_flight: int, restarts: int, ready: bool) -> str:
+    def text(self, stats: StepStats, *, blocks: int, in_flight: int, restarts: int, ready: bool) -> str:
         """The page that Prometheus reads."""
         used = 1.0 - stats.free_blocks / blocks if blocks else 0.0
         gauges = {

@@ -19,11 +19,11 @@ from common.errors import UserError
 from continuous.engine import Engine
 from paged_cache import PagedCache
 from serving.messages import Command, Failed, Ready, Report, commands, encode
-from serving.seams import Observer, Served
+from serving.seams import Observer, ServedEngine
 from serving.worker import Worker
 
 
-def ready(engine: Served, vocab_size: int, seconds: float) -> Ready:
+def ready(engine: ServedEngine, vocab_size: int, seconds: float) -> Ready:
     """What the API process learns about an engine."""
     if not isinstance(engine, Engine) or not isinstance(engine.cache, PagedCache):
         return Ready(engine.max_len, vocab_size, 1, 0, 0, "fcfs", "", seconds)
@@ -64,7 +64,9 @@ class Pipe:
         self._socket.send(encode(report))
 
 
-def main(make: Callable[[], Any], address: str, observer: Callable[[Served], Observer] = Observer) -> None:
+def main(
+    make: Callable[[], Any], address: str, observer: Callable[[ServedEngine], Observer] = Observer
+) -> None:
     """The whole life of the engine process.
 
     Args:

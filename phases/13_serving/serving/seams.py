@@ -8,10 +8,10 @@ from typing import Protocol
 from common.request import Request
 from common.sampling.params import SamplingParams
 from continuous.messages import Output
-from serving.messages import Command, Read, Report, Step, Token
+from serving.messages import Command, PromptToken, Report, StepReport, Token
 
 
-class Served(Protocol):
+class ServedEngine(Protocol):
     """What the loop needs of an engine: `continuous.Engine` is one."""
 
     max_len: int
@@ -51,7 +51,7 @@ class Channel(Protocol):
 class Observer:
     """Reads along in the engine's process; this one does nothing, and the appendix has one that draws."""
 
-    def __init__(self, engine: Served) -> None:
+    def __init__(self, engine: ServedEngine) -> None:
         self.engine = engine
 
     def hear(self, command: Command, requests: Sequence[Request]) -> None:
@@ -61,7 +61,7 @@ class Observer:
         """Tell if there is something to report though no step was run."""
         return False
 
-    def write(self, step: Step, now: float) -> None:
+    def write(self, step: StepReport, now: float) -> None:
         """Add to the report of a step."""
 
 
@@ -84,7 +84,7 @@ class Sink(Protocol):
         """It has got a row; told to who asked to trace it."""
         ...
 
-    def read(self, prompt: list[Read | None]) -> None:
+    def read(self, prompt: list[PromptToken | None]) -> None:
         """How likely the tokens of its prompt were, where that was asked; told before its first token."""
         ...
 

@@ -7,7 +7,7 @@ import time
 
 from common.text.tokenizer import Tokenizer
 from serving.client import EngineClient
-from serving.completion import Call, Order
+from serving.completion import ChoiceGroup, Order
 from serving.endpoints import B, Endpoint
 from serving.http.answers import Answer
 from serving.http.errors import STATUS, ApiError
@@ -56,7 +56,7 @@ class Service:
         """
         answer = endpoint.answer(exchange, request)
         ready = self.ready()  # it may have changed while the prompt was read
-        call = Call(
+        group = ChoiceGroup(
             self.engine,
             self.metrics,
             self.tokenizer,
@@ -64,35 +64,35 @@ class Service:
             streamed=bool(request.stream),
             most_unsent=self.limits.max_unsent,
         )
-        self._admit(len(call.choices), request.priority or 0, ready)
+        self._admit(len(group.choices), request.priority or 0, ready)
         seconds = self._deadline(request, exchange.started)
         leaving = asyncio.ensure_future(exchange.gone())
-        leaving.add_done_callback(lambda _: call.give_up("left", "the client has left"))
-        exchange.call = call
+        leaving.add_done_callback(lambda _: group.give_up("left", "the client has left"))
+        exchange.group = group
         try:
             salt = request.cache_salt or ""
-            call.send(priority=request.priority or 0, salt=salt, seconds=seconds, traced=self.traced)
+            group.send(priority=request.priority or 0, salt=salt, seconds=seconds, traced=self.traced)
             if request.stream:
-                await self._stream(exchange, call, answer)
+                await self._stream(exchange, group, answer)
             else:
-                while call.left and call.trouble is None:
-                    await call.news()
-                self._raise_trouble(call)
-                await exchange.answer(200, await answer.body(call, request.n or 1))
+                while group.left and group.trouble is None:
+                    await group.news()
+                self._raise_trouble(group)
+                await exchange.answer(200, await answer.body(group, request.n or 1))
         except Refused as error:
             raise endpoint.refusal(str(error), orders[0], request) from None
         finally:
             leaving.cancel()
-            call.close()
-            exchange.call, exchange.done = None, call
-            self._count(call)
+            group.close()
+            exchange.group, exchange.done = None, group
+            self._count(group)
 
-    async def _stream(self, exchange: Exchange, call: Call, answer: Answer) -> None:
+    async def _stream(self, exchange: Exchange, group: ChoiceGroup, answer: Answer) -> None:
         """Send events as they come. Before the first token nothing is sent, so that errors have a status."""
-        waiting = call.choices
+        waiting = group.choices
         while True:
-            await call.news()
-            self._raise_trouble(call)
+            await group.news()
+            self._raise_trouble(group)
             events = []
             for choice in waiting:
                 if choice.fresh or choice.reason is not None:
@@ -107,15 +107,15 @@ class Service:
             if not exchange.status:
                 await exchange.start(200, EVENTS)
             if not waiting:
-                events.append(answer.end(call))
+                events.append(answer.end(group))
             await exchange.write(b"".join(events), more=bool(waiting))
             if not waiting:
                 return
 
-    def _raise_trouble(self, call: Call) -> None:
-        if call.trouble is None:
+    def _raise_trouble(self, group: ChoiceGroup) -> None:
+        if group.trouble is None:
             return
-        kind, message = call.trouble
+        kind, message = group.trouble
         if kind in ("left", "slow"):
             raise Gone
         if kind == "refused":
@@ -150,15 +150,15 @@ class Service:
         left = request.deadline_ms / 1e3 - (time.perf_counter() - started)
         return min(max(0.0, left), self.limits.max_seconds)
 
-    def _count(self, call: Call) -> None:
+    def _count(self, group: ChoiceGroup) -> None:
         metrics, done = self.metrics, time.perf_counter()
-        if call.trouble is not None:
-            metrics.troubles[call.trouble[0]] += 1
-        for choice in call.choices:
+        if group.trouble is not None:
+            metrics.troubles[group.trouble[0]] += 1
+        for choice in group.choices:
             if choice.reason is not None:
                 metrics.finished[choice.reason] += 1
-        if call.trouble is None or call.trouble[0] != "refused":  # that one has computed nothing
-            metrics.prompted += call.prompt_tokens
-            metrics.prompt.observe(call.prompt_tokens)
-            metrics.output.observe(call.output_tokens)
-            metrics.whole.observe(done - call.arrived)
+        if group.trouble is None or group.trouble[0] != "refused":  # that one has computed nothing
+            metrics.prompted += group.prompt_tokens
+            metrics.prompt.observe(group.prompt_tokens)
+            metrics.output.observe(group.output_tokens)
+            metrics.whole.observe(done - group.arrived)

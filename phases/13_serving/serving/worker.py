@@ -16,19 +16,19 @@ from paged_cache import PagedCache
 from serving.messages import (
     FAILED,
     NO_TOKEN,
-    Abort,
-    Add,
+    AbortCompletions,
+    AddPrompt,
     Command,
     End,
-    Stats,
-    Step,
+    StepReport,
+    StepStats,
     Stop,
     Token,
     Watch,
     ending,
     read,
 )
-from serving.seams import Channel, Observer, Served
+from serving.seams import Channel, Observer, ServedEngine
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Worker:
     observer: reads along, if anything does.
     """
 
-    def __init__(self, engine: Served, channel: Channel, observer: Observer | None = None) -> None:
+    def __init__(self, engine: ServedEngine, channel: Channel, observer: Observer | None = None) -> None:
         self.engine, self.channel, self.observer = engine, channel, observer or Observer(engine)
         self.live: dict[int, Request] = {}
         self._fresh: set[int] = set()
@@ -72,9 +72,9 @@ class Worker:
     def obey(self, command: Command) -> None:
         """Carry out one command. What is wrong with a request is told to its sender and harms nobody else."""
         match command:
-            case Add():
+            case AddPrompt():
                 self._add(command)
-            case Abort():
+            case AbortCompletions():
                 for number in command.numbers:
                     request = self.live.get(number)
                     if request is not None:
@@ -84,7 +84,7 @@ class Worker:
             case Stop():
                 self._stopped = True
 
-    def _add(self, command: Add) -> None:
+    def _add(self, command: AddPrompt) -> None:
         numbers = range(command.first, command.first + command.params.n)
         try:
             requests = self.engine.add(
@@ -104,8 +104,8 @@ class Worker:
             self._fresh.update(numbers)
             self.observer.hear(command, requests)
 
-    def _report(self, outputs: list[Output], seconds: float, now: float) -> Step:
-        step = Step([], [], self._ends, self._stats(seconds))
+    def _report(self, outputs: list[Output], seconds: float, now: float) -> StepReport:
+        step = StepReport([], [], self._ends, self._stats(seconds))
         self._ends = []
         for request, token, reason, _, logprob, _ in outputs:
             number, place = request.index + request.sample, NO_TOKEN
@@ -128,13 +128,13 @@ class Worker:
         self.observer.write(step, now)
         return step
 
-    def _stats(self, seconds: float) -> Stats:
+    def _stats(self, seconds: float) -> StepStats:
         engine = self.engine
         if not isinstance(engine, Engine) or not isinstance(engine.cache, PagedCache):
-            return Stats(self._steps, len(self.live), step_seconds=seconds)
+            return StepStats(self._steps, len(self.live), step_seconds=seconds)
         computed, found = engine.stats.computed_tokens, getattr(engine.cache, "stats", None)
         step_tokens, self._computed = computed - self._computed, computed
-        return Stats(
+        return StepStats(
             self._steps,
             len(engine.scheduler.running),
             engine.cache.free,

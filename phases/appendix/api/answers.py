@@ -12,9 +12,9 @@ from common.text.tokenizer import Tokenizer
 from phases.appendix.api.offsets import Offsets
 from phases.appendix.tools.formats import CallFormat
 from phases.appendix.tools.reader import CallReader
-from serving.completion import Call, Choice, Order, Piece
+from serving.completion import Choice, ChoiceGroup, Order, Piece
 from serving.http.answers import DONE, Answer, usage
-from serving.messages import Read, Token
+from serving.messages import PromptToken, Token
 
 _json = msgspec.json.Encoder().encode
 LONG_ANSWER = 250
@@ -85,23 +85,23 @@ class WideAnswer(Answer):
             body += b',"token_marks":' + _json(piece.marks)
         return self._event(choice, body, reason)
 
-    async def body(self, call: Call, n: int) -> bytes:
+    async def body(self, group: ChoiceGroup, n: int) -> bytes:
         """See `Answer`; the `n` completions are the likeliest ones.
 
         With log-probabilities of long prompts it takes seconds, and a thread, so that others do not wait.
         """
 
         def make() -> bytes:
-            return _json(self.whole(call, likeliest(call, n)))
+            return _json(self.whole(group, likeliest(group, n)))
 
-        told = [order.read for order in call.orders] + [choice.logprobs for choice in call.choices]
+        told = [order.read for order in group.orders] + [choice.logprobs for choice in group.choices]
         return await asyncio.to_thread(make) if sum(map(len, told)) > LONG_ANSWER else make()
 
     def _prompt(self, order: Order) -> list[dict[str, Any] | None]:
         """vLLM's shape: for each token of the prompt but the first what was likely there, by token id."""
         return [self._place(*pair) for pair in zip(order.prompt, order.read, strict=True)]
 
-    def _place(self, token: int, read: Read | None) -> dict[str, Any] | None:
+    def _place(self, token: int, read: PromptToken | None) -> dict[str, Any] | None:
         if read is None:
             return None
         known = {other: (value, rank) for rank, (other, value) in enumerate(read.top, start=1)}
@@ -144,7 +144,9 @@ class WideCompletionAnswer(WideAnswer):
     def _logprobs(self, choice: Choice, found: list[Token]) -> dict[str, Any] | None:
         """The shape with four lists; with `echo` the prompt first."""
         order, output = order_of(choice), self.offsets(choice)
-        entries: list[tuple[int, Read | Token | None, Offsets]] = [(one.place, one, output) for one in found]
+        entries: list[tuple[int, PromptToken | Token | None, Offsets]] = [
+            (one.place, one, output) for one in found
+        ]
         if order.text and not choice.started:
             prompt = Offsets(self.tokenizer, order.text)
             entries[:0] = [(*pair, prompt) for pair in zip(order.prompt, order.read, strict=False)]
@@ -164,7 +166,7 @@ class WideCompletionAnswer(WideAnswer):
             lists["text_offset"].append(offsets.take(token))
         return lists
 
-    def _top(self, token: int, entry: Read | Token, offsets: Offsets) -> dict[str, float]:
+    def _top(self, token: int, entry: PromptToken | Token, offsets: Offsets) -> dict[str, float]:
         """Log-probabilities by text; by id (as vLLM spells it) where another token looks the same."""
         own, top = _text(offsets.spelled(token)), dict[str, float]()
         for other, value in (*entry.top[: self.logprobs], (token, entry.chosen)):
@@ -186,10 +188,10 @@ class WideChatAnswer(WideAnswer):
             self._readers[choice.index] = CallReader(format)
         return self._readers.get(choice.index)
 
-    def whole(self, call: Call, keep: list[Choice]) -> dict[str, Any]:
+    def whole(self, group: ChoiceGroup, keep: list[Choice]) -> dict[str, Any]:
         """See `Answer`."""
-        found = super().whole(call, keep)
-        return found | ({"prompt_logprobs": self._prompt(call.orders[0])} if self.prompts else {})
+        found = super().whole(group, keep)
+        return found | ({"prompt_logprobs": self._prompt(group.orders[0])} if self.prompts else {})
 
     def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
         """See `Answer`. The first chunk of a choice says who speaks, the last one why it ended."""
@@ -288,25 +290,25 @@ class GenerateAnswer(WideAnswer):
         if last:
             body["finish_reason"] = choice.reason
         if self.continuous:
-            body["usage"] = usage(choice.call)
+            body["usage"] = usage(choice.group)
         return b"data: " + _json(body) + b"\n\n"
 
-    def end(self, call: Call) -> bytes:
+    def end(self, group: ChoiceGroup) -> bytes:
         """See `Answer`."""
-        return (b"data: " + _json({"usage": usage(call)}) + b"\n\n" if self.usage else b"") + DONE
+        return (b"data: " + _json({"usage": usage(group)}) + b"\n\n" if self.usage else b"") + DONE
 
-    def whole(self, call: Call, keep: list[Choice]) -> dict[str, Any]:
+    def whole(self, group: ChoiceGroup, keep: list[Choice]) -> dict[str, Any]:
         """See `Answer`."""
         (choice,) = keep[:1]
-        found = {"text": choice.text, "finish_reason": choice.reason, "usage": usage(call)}
+        found = {"text": choice.text, "finish_reason": choice.reason, "usage": usage(group)}
         return found | ({"token_ids": choice.tokens} if self.ids else {})
 
 
-def likeliest(call: Call, n: int) -> list[Choice]:
+def likeliest(group: ChoiceGroup, n: int) -> list[Choice]:
     """Of each prompt's completions the `n` whose tokens are the most likely on average, the best first."""
     keep, at = [], 0
-    for order in call.orders:
-        mine = call.choices[at : at + order.params.n]
+    for order in group.orders:
+        mine = group.choices[at : at + order.params.n]
         at += order.params.n
         if len(mine) > n:
             mine = sorted(mine, key=_mean, reverse=True)[:n]

@@ -12,7 +12,7 @@ import msgspec
 from serving.app import App, Extension
 from serving.http.errors import ApiError
 from serving.http.exchange import EVENTS, Exchange
-from serving.messages import Step
+from serving.messages import StepReport
 
 PAGE = Path(__file__).parent / "page.html"
 HTML = [
@@ -62,7 +62,7 @@ class Live(Extension):
         finally:
             leaving.cancel()
 
-    def stepped(self, step: Step) -> None:
+    def stepped(self, step: StepReport) -> None:
         """Remember a step: its number, milliseconds, tokens computed, how many ran, tokens that came out."""
         if self.watchers:
             stats, ms = step.stats, round(step.stats.step_seconds * 1e3, 3)

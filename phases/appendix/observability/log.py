@@ -45,7 +45,7 @@ class AccessLog(Extension):
 
     def ended(self, exchange: Exchange) -> None:
         """Write down a request and its answer."""
-        client, call = exchange.scope.get("client"), exchange.done
+        client, group = exchange.scope.get("client"), exchange.done
         entry: dict[str, Any] = {
             "time": now(),
             "id": exchange.id,
@@ -56,11 +56,11 @@ class AccessLog(Extension):
             "seconds": round(time.perf_counter() - exchange.started, 6),
             "bytes": exchange.sent_bytes,
         }
-        if call is not None:
-            entry["prompt_tokens"], entry["output_tokens"] = call.prompt_tokens, call.output_tokens
-            entry["trouble"] = call.trouble[0] if call.trouble else None
-            if call.first_token is not None:
-                entry["first_token_ms"] = round((call.first_token - call.arrived) * 1e3, 3)
+        if group is not None:
+            entry["prompt_tokens"], entry["output_tokens"] = group.prompt_tokens, group.output_tokens
+            entry["trouble"] = group.trouble[0] if group.trouble else None
+            if group.first_token is not None:
+                entry["first_token_ms"] = round((group.first_token - group.arrived) * 1e3, 3)
         self.write(entry)
 
     def write(self, entry: dict[str, Any], *, limited: bool = False) -> None:

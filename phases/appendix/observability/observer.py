@@ -10,8 +10,8 @@ from typing import Any
 from common.request import Request
 from continuous.engine import Engine
 from phases.appendix.observability.picture import picture
-from serving.messages import DRAFT, FORCED, Add, Command, Step, Watch
-from serving.seams import Observer, Served
+from serving.messages import DRAFT, FORCED, AddPrompt, Command, StepReport, Watch
+from serving.seams import Observer, ServedEngine
 from structured.masks import GrammarMasks
 
 log = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 class EngineObserver(Observer):
     """Writes marks, entries and pictures into the reports of those who asked; nothing else costs anything."""
 
-    def __init__(self, engine: Served) -> None:
+    def __init__(self, engine: ServedEngine) -> None:
         super().__init__(engine)
         log_late_kernels()
         self.marks = Marks(engine)
@@ -32,7 +32,7 @@ class EngineObserver(Observer):
         match command:
             case Watch():
                 self.seconds, self._drawn = command.seconds, 0.0
-            case Add():
+            case AddPrompt():
                 if command.traced:
                     self._lined[command.first] = requests[0]
                 if command.marks:
@@ -42,7 +42,7 @@ class EngineObserver(Observer):
         """Tell if a picture is asked for, and the last one is old enough."""
         return self.seconds > 0.0 and now - self._drawn >= self.seconds
 
-    def write(self, step: Step, now: float) -> None:
+    def write(self, step: StepReport, now: float) -> None:
         """See `Observer`."""
         if self._lined:
             served = {n for n, r in self._lined.items() if r.row >= 0 or len(r.tokens) > r.prompt_len}
@@ -85,7 +85,7 @@ class Marks:
             self._followed[number], self._told[number] = request, 0
             self._single[request] = set()
 
-    def write(self, step: Step) -> None:
+    def write(self, step: StepReport) -> None:
         """Add the marks of a step to its report, and forget the completions that have ended."""
         if not self._followed:
             return

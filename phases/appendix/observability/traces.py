@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
 from serving.app import App, Extension
-from serving.completion import Call
+from serving.completion import ChoiceGroup
 from serving.http.exchange import Exchange
 
 if TYPE_CHECKING:
@@ -67,8 +67,8 @@ class Traces(Extension):
 
     def ended(self, exchange: Exchange) -> None:
         """Make the span of a request, and below it what it waited for: `queue`, `prefill`, `decode`."""
-        call = exchange.done
-        if call is None:
+        group = exchange.done
+        if group is None:
             return
         now, clock = time.time_ns(), time.perf_counter()
 
@@ -86,12 +86,12 @@ class Traces(Extension):
             name,
             context=self._propagator.extract(carried),
             kind=kind,
-            attributes=self._attributes(exchange, call),
+            attributes=self._attributes(exchange, group),
             start_time=at(exchange.started),
         )
         within = self._api.set_span_in_context(span)
-        entered, first = call.entered, call.first_token
-        parts = [("queue", call.arrived, entered)]
+        entered, first = group.entered, group.first_token
+        parts = [("queue", group.arrived, entered)]
         if entered is not None:
             parts.append(("prefill", entered, first))
         if entered is not None and first is not None:
@@ -99,8 +99,8 @@ class Traces(Extension):
         for part, begin, end in parts:
             below = self._tracer.start_span(part, context=within, start_time=at(begin))
             below.end(at(clock if end is None else end))
-        if call.trouble is not None or exchange.status >= 500:
-            said = call.trouble[1] if call.trouble else f"status {exchange.status}"
+        if group.trouble is not None or exchange.status >= 500:
+            said = group.trouble[1] if group.trouble else f"status {exchange.status}"
             span.set_status(self._api.Status(self._api.StatusCode.ERROR, said))
         span.end(at(clock))
 
@@ -108,23 +108,23 @@ class Traces(Extension):
         """Send what is left."""
         self._provider.shutdown()
 
-    def _attributes(self, exchange: Exchange, call: Call) -> Mapping[str, Any]:
-        params = call.orders[0].params
+    def _attributes(self, exchange: Exchange, group: ChoiceGroup) -> Mapping[str, Any]:
+        params = group.orders[0].params
         found: dict[str, Any] = {
             "gen_ai.operation.name": "chat" if "chat" in exchange.path else "text_completion",
             "gen_ai.request.model": self._model,
             "gen_ai.request.max_tokens": params.max_tokens,
             "gen_ai.request.temperature": params.temperature,
-            "gen_ai.request.choice.count": len(call.choices),
-            "gen_ai.usage.input_tokens": call.prompt_tokens,
-            "gen_ai.usage.output_tokens": call.output_tokens,
-            "gen_ai.response.finish_reasons": [choice.reason or "none" for choice in call.choices],
+            "gen_ai.request.choice.count": len(group.choices),
+            "gen_ai.usage.input_tokens": group.prompt_tokens,
+            "gen_ai.usage.output_tokens": group.output_tokens,
+            "gen_ai.response.finish_reasons": [choice.reason or "none" for choice in group.choices],
             "http.request.method": exchange.method,
             "http.response.status_code": exchange.status,
             "url.path": exchange.path,
             "ladder.request.id": exchange.id,
-            "ladder.cached_tokens": max(choice.cached for choice in call.choices),
+            "ladder.cached_tokens": max(choice.cached for choice in group.choices),
         }
-        if call.trouble is not None:
-            found["error.type"] = call.trouble[0]
+        if group.trouble is not None:
+            found["error.type"] = group.trouble[0]
         return found

@@ -12,19 +12,19 @@ from typing import Any
 import msgspec
 
 from common.text.tokenizer import Tokenizer
-from serving.completion import Call, Choice, Piece
+from serving.completion import Choice, ChoiceGroup, Piece
 
 _json = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
 
 
-def usage(call: Call) -> dict[str, Any]:
+def usage(group: ChoiceGroup) -> dict[str, Any]:
     """Return how many tokens a call has taken."""
-    prompt = call.prompt_tokens
-    output = call.output_tokens
+    prompt = group.prompt_tokens
+    output = group.output_tokens
     # A prompt's other completions take over what its first one has computed: that was in no cache.
-    first = accumulate((order.params.n for order in call.orders[:-1]), initial=0)
-    cached = sum(call.choices[place].cached for place in first)
+    first = accumulate((order.params.n for order in group.orders[:-1]), initial=0)
+    cached = sum(group.choices[place].cached for place in first)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": output,
@@ -59,11 +59,11 @@ class Answer:
         """Return a completion as a whole."""
         raise NotImplementedError
 
-    async def body(self, call: Call, n: int) -> bytes:
+    async def body(self, group: ChoiceGroup, n: int) -> bytes:
         """Return the answer to a request that is not streamed, with `n` completions of each prompt."""
-        return _json(self.whole(call, call.choices))
+        return _json(self.whole(group, group.choices))
 
-    def whole(self, call: Call, keep: list[Choice]) -> dict[str, Any]:
+    def whole(self, group: ChoiceGroup, keep: list[Choice]) -> dict[str, Any]:
         """Return the same, before it is written as JSON."""
         return {
             "id": self.id,
@@ -71,21 +71,21 @@ class Answer:
             "created": self.created,
             "model": self.model,
             "choices": [self.shape(choice) | {"index": index} for index, choice in enumerate(keep)],
-            "usage": usage(call),
+            "usage": usage(group),
         }
 
-    def end(self, call: Call) -> bytes:
+    def end(self, group: ChoiceGroup) -> bytes:
         """Return what comes after the last chunk."""
         if not self.usage:
             return DONE
         head = {"id": self.id, "object": self.chunk_object, "created": self.created, "model": self.model}
-        return b"data: " + _json(head | {"choices": [], "usage": usage(call)}) + b"\n\n" + DONE
+        return b"data: " + _json(head | {"choices": [], "usage": usage(group)}) + b"\n\n" + DONE
 
     def _event(self, choice: Choice, body: bytes, reason: str | None) -> bytes:
         parts = [self._head, b"%d," % choice.index, body]
         parts.append(b',"finish_reason":"%s"}]' % reason.encode() if reason else b',"finish_reason":null}]')
         if self.continuous:
-            parts += [b',"usage":', _json(usage(choice.call))]
+            parts += [b',"usage":', _json(usage(choice.group))]
         elif self.usage:
             parts.append(b',"usage":null')  # it is in the last chunk, and OpenAI's others say so
         parts.append(b"}\n\n")

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from serving.completion import Call
+from serving.completion import ChoiceGroup
 from serving.http.errors import ApiError
 from serving.http.limits import Limits
 
@@ -54,8 +54,8 @@ class Exchange:
         self.told_bytes = self.headers.get(b"content-length", b"0")
         self.unread = b"transfer-encoding" in self.headers or self.told_bytes.strip(b"0") != b""
         self.status, self.sent_bytes = 0, 0
-        self.call: Call | None = None
-        self.done: Call | None = None
+        self.group: ChoiceGroup | None = None
+        self.done: ChoiceGroup | None = None
         self.sending: float | None = None
         self.extra: list[Header] = []
 

@@ -90,15 +90,15 @@ class Server(uvicorn.Server):
             self.should_exit = self.force_exit = True
             return
         self.app.service.draining = True
-        log.warning("draining: %d requests may finish, nothing new is taken", len(self.app.calls))
+        log.warning("draining: %d requests may finish, nothing new is taken", len(self.app.groups))
         self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
         end = time.monotonic() + self.app.limits.grace_seconds
-        while self.app.calls and time.monotonic() < end and not self.should_exit:
+        while self.app.groups and time.monotonic() < end and not self.should_exit:
             await asyncio.sleep(0.05)
-        for call in self.app.calls:
-            call.give_up("died", "the server is shutting down")
+        for group in self.app.groups:
+            group.give_up("died", "the server is shutting down")
         self.app.closing = True
         self.should_exit = True
 
@@ -141,10 +141,10 @@ class Server(uvicorn.Server):
             await asyncio.sleep(min(1.0, self.app.limits.slow_seconds / 4))
             oldest = time.monotonic() - self.app.limits.slow_seconds
             for exchange in list(self.app.exchanges):
-                call, late = exchange.call, exchange.sending is not None and exchange.sending < oldest
-                if call is not None and late:
-                    call.give_up("slow", "the reader is too slow")
-                if late or (call is not None and call.trouble is not None and call.trouble[0] == "slow"):
+                group, late = exchange.group, exchange.sending is not None and exchange.sending < oldest
+                if group is not None and late:
+                    group.give_up("slow", "the reader is too slow")
+                if late or (group is not None and group.trouble is not None and group.trouble[0] == "slow"):
                     exchange.hang_up()
 
 
