@@ -109,12 +109,8 @@ def texts(model: Model, tokenizer: Tokenizer, prompts: list[str], params: Sampli
 
 def test_messages_come_out_as_they_went_in():
     params = SamplingParams(max_tokens=3, logit_bias={5: -1.5}, seed=2**64 - 1, stop_token_ids=(1, 2), n=2)
-    commands = [
-        AddPrompt(7, [1, 2, 3], params, 5, "salt"),
-        AbortCompletions([7, 8]),
-        messages.Watch(0.1),
-        messages.Stop(),
-    ]
+    commands: list[Any] = [AddPrompt(7, [1, 2, 3], params, 5, "salt"), AbortCompletions([7, 8])]
+    commands += [messages.Watch(0.1), messages.Stop()]
     assert messages.commands(messages.encode(commands)) == commands
     step = StepReport(
         [1, 2],
@@ -285,6 +281,56 @@ def test_the_text_is_that_of_phase_09(make, model, tokenizer, stream, settings):
         for prompt, text, oracle in zip(PROMPTS, got, texts(model, tokenizer, PROMPTS, params), strict=True):
             assert text == oracle, f"prompt {prompt[:20]!r} was answered differently from phase 09"
         assert leaks(app.engine.engine) == ""
+
+    asynchronously(test)
+
+
+def test_phase_13_serves_by_itself(engine, model, tokenizer):
+    """Without the appendix: completions and chats, whole and streamed, stops, usage, limits, metrics."""
+
+    async def test() -> None:
+        app = App(Loopback(engine), tokenizer, "tiny", limits=Limits(max_queue=1), strict=True)
+        client, body = Client(app), {"max_tokens": 12, "temperature": 0}
+        status, whole = await client.post("/v1/completions", {"prompt": PROMPTS[0], **body})
+        (oracle,) = texts(model, tokenizer, PROMPTS[:1], SamplingParams(max_tokens=12))
+        assert status == 200 and whole["choices"][0]["text"] == oracle
+        assert whole["usage"]["total_tokens"] == 5 + whole["usage"]["completion_tokens"]
+        stop = await client.post("/v1/completions", {"prompt": PROMPTS[0], **body, "stop": oracle[3:5]})
+        assert stop[1]["choices"][0] == {
+            **{"text": oracle[: oracle.index(oracle[3:5])], "logprobs": None},
+            **{"finish_reason": "stop", "index": 0},
+        }
+        for path, ask in (
+            ("/v1/completions", {"prompt": PROMPTS[:2]}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ):
+            told = (await client.post(path, ask | body | {"n": 2}))[1]
+            more = {"n": 2, "stream": True, "stream_options": {"include_usage": True}}
+            *pieces, last, done = (await client.request(path, ask | body | more).run()).events()
+            assert (
+                done == "[DONE]" and last["usage"]["completion_tokens"] == told["usage"]["completion_tokens"]
+            )
+            for choice in told["choices"]:
+                mine = [p["choices"][0] for p in pieces if p["choices"][0]["index"] == choice["index"]]
+                text = "".join(p["text"] if "text" in p else p["delta"].get("content", "") for p in mine)
+                assert text == (choice["text"] if "text" in choice else choice["message"]["content"])
+                assert mine[-1]["finish_reason"] == choice["finish_reason"]
+        refused = [
+            ("/v1/completions", {"prompt": "a", "best_of": 2}, 400, "best_of"),
+            ("/v1/completions", {"prompt": "a", "top_p": 2}, 400, "top_p"),
+            ("/v1/completions", {"prompt": "a", "n": 10}, 400, "n"),
+            ("/v1/chat/completions", {"messages": [], "max_completion_tokens": 0}, 400, None),
+            ("/tokenize", {"prompt": "a"}, 404, None),
+        ]
+        for path, ask, status, param in refused:
+            found, error = await client.post(path, ask)
+            assert found == status, f"{path} {ask}: {error}"
+            assert param is None or error["error"]["param"] == param, error
+        for path in ("/health", "/ready", "/v1/models", "/v1/models/tiny", "/version"):
+            assert (await client.request(path, b"", "GET").run()).status == 200, path
+        page = b"".join((await client.request("/metrics", b"", "GET").run()).chunks).decode()
+        assert 'ladder:http_responses_total{model_name="tiny",route="/v1/completions",status="200"} 4' in page
+        await settle(app)
 
     asynchronously(test)
 

@@ -79,7 +79,7 @@ class EngineClient:
         return numbers
 
     def abort(self, numbers: Iterable[int]) -> None:
-        """Nobody wants these any more: their sinks are not called again."""
+        """End these completions: their sinks are not called again."""
         mine = [number for number in numbers if self._sinks.pop(number, None) is not None]
         if mine:
             self._send(AbortCompletions(mine))
@@ -136,7 +136,7 @@ class EngineClient:
         self.on_step(step)
 
     def _lose(self) -> None:
-        """Whoever waits for an engine that is no more is told so."""
+        """End all sinks that wait for an engine that is no more."""
         if self.state != "stopped":
             self.state = "restarting"
         lost, self._sinks, self._outbox = list(self._sinks.values()), {}, []

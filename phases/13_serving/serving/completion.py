@@ -1,4 +1,4 @@
-"""What one HTTP request waits for: its completions, made into text token by token, and the waiting itself."""
+"""The completions that one HTTP request waits for, made into text token by token, and the waiting itself."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from serving.messages import PromptToken, Token
 from serving.metrics import Metrics
 
 Trouble = Literal["refused", "error", "nan", "died", "deadline", "slow", "left"]
-"""Why a call ends early: the engine refused it, its step failed, its logits are NaN, the engine died, it took
-too long, its reader took too long, its reader left."""
+"""Why a request ends early: the engine refused it, its step failed, its logits are NaN, the engine died, it
+took too long, its reader took too long, its reader left."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Order:
 
 @dataclass
 class Piece:
-    """What one token added, or several, ready to be sent.
+    """Text and tokens that are ready to be sent, of one token or several.
 
     marks: if asked for, the text of each token and how it came about.
     """

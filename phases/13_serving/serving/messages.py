@@ -1,4 +1,4 @@
-"""What the two processes say to each other: one message a step each way, token ids only.
+"""Messages between the two processes: one a step each way, token ids only.
 
 The API process speaks HTTP and text, the engine process token ids. Structs travel as arrays in MessagePack,
 without their fields' names: a step of 256 tokens is little more than a kilobyte.
@@ -91,7 +91,7 @@ class StepStats(Struct, array_like=True):
 
 
 class Token(Struct, array_like=True):
-    """Log-probabilities of one token: its place in `tokens` of the report, its own, and the likeliest others."""
+    """Log-probabilities of one token: its place in the report's `tokens`, its own, the likeliest others."""
 
     place: int
     chosen: float
@@ -120,7 +120,7 @@ class End(Struct, array_like=True):
 
 
 def read(found: Sequence[PromptLogprob | None]) -> list[PromptToken | None]:
-    """A prompt's log-probabilities as they travel."""
+    """Return a prompt's log-probabilities as they travel."""
     return [None if one is None else PromptToken(one.chosen, one.rank, list(one.top)) for one in found]
 
 
@@ -128,7 +128,7 @@ FAILED = "the step that computed this request failed; the server's log says why"
 
 
 def ending(number: int, reason: str, error: BaseException | None, place: int) -> End:
-    """How a completion ended. What is wrong with a request itself, as its grammar, is told to its sender."""
+    """Return how a completion ended. What is wrong with a request itself is told to its sender."""
     if reason != "error":
         return End(number, reason, "", place)
     if isinstance(error, UserError):
@@ -139,7 +139,7 @@ def ending(number: int, reason: str, error: BaseException | None, place: int) ->
 
 
 class StepReport(Struct, array_like=True, tag="step"):
-    """What came of a step: token `tokens[i]` for completion `numbers[i]`, and who has ended.
+    """The outcome of a step: token `tokens[i]` for completion `numbers[i]`, and who has ended.
 
     cached: completions that have entered, and how many tokens of their prompts were found in the cache.
     entered: traced completions that have got a row in this step.

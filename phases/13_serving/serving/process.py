@@ -24,7 +24,7 @@ from serving.worker import Worker
 
 
 def ready(engine: ServedEngine, vocab_size: int, seconds: float) -> Ready:
-    """What the API process learns about an engine."""
+    """Return what the API process learns about an engine."""
     if not isinstance(engine, Engine) or not isinstance(engine.cache, PagedCache):
         return Ready(engine.max_len, vocab_size, 1, 0, 0, "fcfs", "", seconds)
     policy = getattr(engine.scheduler.policy, "__name__", "")

@@ -36,7 +36,7 @@ class Service:
         self.draining, self.traced = False, False
 
     def ready(self) -> Ready:
-        """What the engine is, if it takes requests now. Raises `ApiError` if not."""
+        """Return what the engine is, if it takes requests now. Raises `ApiError` if not."""
         ready = self.engine.ready
         if self.draining:
             raise ApiError(503, "the server is shutting down", retry=RETRY_SECONDS, code="draining")

@@ -144,9 +144,8 @@ class WideCompletionAnswer(WideAnswer):
     def _logprobs(self, choice: Choice, found: list[Token]) -> dict[str, Any] | None:
         """The shape with four lists; with `echo` the prompt first."""
         order, output = order_of(choice), self.offsets(choice)
-        entries: list[tuple[int, PromptToken | Token | None, Offsets]] = [
-            (one.place, one, output) for one in found
-        ]
+        entries: list[tuple[int, PromptToken | Token | None, Offsets]] = []
+        entries += ((one.place, one, output) for one in found)
         if order.text and not choice.started:
             prompt = Offsets(self.tokenizer, order.text)
             entries[:0] = [(*pair, prompt) for pair in zip(order.prompt, order.read, strict=False)]

@@ -19,7 +19,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def usage(group: ChoiceGroup) -> dict[str, Any]:
-    """Return how many tokens a call has taken."""
+    """Return how many tokens a request has taken."""
     prompt = group.prompt_tokens
     output = group.output_tokens
     # A prompt's other completions take over what its first one has computed: that was in no cache.

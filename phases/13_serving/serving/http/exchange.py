@@ -34,13 +34,13 @@ class Gone(Exception):
 
 
 class Exchange:
-    """What came in, and what has gone out so far.
+    """A request, and what has gone out of its answer so far.
 
     id: the client's `x-request-id` where it is sane, or one of ours.
     status: of the answer, 0 before it.
     told_bytes: the content-length, as it came.
     unread: there may be a body that has not been read.
-    call: what is being answered, if that is a request for tokens; done: afterwards.
+    group: what is being answered, if that is a request for tokens; done: afterwards.
     sending: when the write that the client has not taken yet began (`time.monotonic()`), or None.
     """
 
