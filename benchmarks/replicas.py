@@ -34,6 +34,9 @@ import torch
 from benchmarks import handover
 from benchmarks.engines import engine_of
 from benchmarks.evidence import ROOT, BenchOptions, Evidence, Run, collect
+from benchmarks.loadtest.loops import Plan
+from benchmarks.loadtest.loops import run as run_plan
+from benchmarks.loadtest.user import Target
 from benchmarks.measure import Sample, Samples, alternate, percentiles, summarize
 from benchmarks.plotting import colours, number, panels, save
 from benchmarks.roofline import ceilings
@@ -48,9 +51,6 @@ from paged_cache import PagedEngine
 from prefix_cache import PrefixCache
 from replicas.prefixes import chain_of
 from replicas.routing import InFlight, make_policy
-from serving.loadtest.loops import Plan
-from serving.loadtest.loops import run as run_plan
-from serving.loadtest.user import Target
 
 PHASE = "replicas"
 ROUTES = ("round-robin", "least-loaded", "prefix")

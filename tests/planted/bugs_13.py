@@ -3,6 +3,7 @@
 from tests.planted.planting import Bug
 
 SERVING = "phases/13_serving/serving/"
+APPENDIX = "phases/appendix/"
 
 BUGS = (
     Bug(
@@ -22,28 +23,28 @@ BUGS = (
     Bug(
         "leavers-stay",
         SERVING + "service.py",
-        '        leaving.add_done_callback(lambda _: call.give_up("left", "the client has left"))\n',
+        '        leaving.add_done_callback(lambda _: group.give_up("left", "the client has left"))\n',
         "",
         "Never notices that the client has gone.",
     ),
     Bug(
         "cancelled-stay",
         SERVING + "service.py",
-        "            leaving.cancel()\n            call.close()\n",
+        "            leaving.cancel()\n            group.close()\n",
         "",
         "Leaves the engine at work when the request's task is cancelled.",
     ),
     Bug(
         "abort-not-sent",
         SERVING + "client.py",
-        "        if mine:\n            self._send(Abort(mine))",
-        "        if not mine:\n            self._send(Abort(mine))",
+        "        if mine:\n            self._send(AbortCompletions(mine))",
+        "        if not mine:\n            self._send(AbortCompletions(mine))",
         "Forgets its own sink and does not tell the engine.",
     ),
     Bug(
         "stop-only-in-the-text",
         SERVING + "completion.py",
-        "                call.engine.abort([self.number])\n",
+        "                group.engine.abort([self.number])\n",
         "                pass\n",
         "Cuts the text at a stop string and lets the engine go on.",
     ),
@@ -57,7 +58,7 @@ BUGS = (
     Bug(
         "unbounded-buffer",
         SERVING + "completion.py",
-        "            if len(self.fresh) > call.most_unsent:\n",
+        "            if len(self.fresh) > group.most_unsent:\n",
         "            if False:\n",
         "Keeps everything for a reader that does not read.",
     ),
@@ -141,63 +142,63 @@ BUGS = (
     ),
     Bug(
         "watched-for-ever",
-        SERVING + "watching/live.py",
+        APPENDIX + "observability/live.py",
         "            if not self.watchers:\n                self.engine.watch(0.0)",
         "            if self.watchers:\n                self.engine.watch(0.0)",
         "Draws pictures when nobody looks any more.",
     ),
     Bug(
         "trigger-in-the-content",
-        SERVING + "tools/reader.py",
+        APPENDIX + "tools/reader.py",
         "            known -= next((size for size in sizes if rest.endswith(trigger[:size])), 0)\n",
         "",
         "Shows the beginning of a call's marker as text, because the rest had not come yet.",
     ),
     Bug(
         "braces-in-strings",
-        SERVING + "tools/reader.py",
+        APPENDIX + "tools/reader.py",
         "            if self._quoted:\n",
         "            if self._quoted and char == '\"':\n",
         "Counts the braces that stand in strings.",
     ),
     Bug(
         "cut-call-is-whole",
-        SERVING + "tools/reader.py",
+        APPENDIX + "tools/reader.py",
         'return bool(self.calls) and self._state in ("between", "end")',
         "return bool(self.calls)",
         "Takes a call whose arguments were cut off for one that can be made.",
     ),
     Bug(
         "text-spells-the-trigger",
-        SERVING + "tools/formats.py",
+        APPENDIX + "tools/formats.py",
         'rules.append(f"TEXT: /(?s:.*)/ & ~/(?s:.*){spelled}(?s:.*)/")',
         'rules.append("TEXT: /(?s:.*)/")',
         "Lets text look like the special token that begins calls.",
     ),
     Bug(
         "one-call-is-not-enough",
-        SERVING + "tools/formats.py",
+        APPENDIX + "tools/formats.py",
         'if several and self.between else ""',
         'if self.between else ""',
         "Lets several calls be made where only one may.",
     ),
     Bug(
         "any-of-the-tools",
-        SERVING + "tools/request.py",
+        APPENDIX + "tools/request.py",
         "    return True, [name]\n",
         "    return True, list(functions)\n",
         "Lets the model choose where the request has named a function.",
     ),
     Bug(
         "arguments-without-a-grammar",
-        SERVING + "http/orders.py",
+        APPENDIX + "api/endpoints.py",
         '            more["grammar"] = tools.grammar\n',
         "            pass\n",
         "Shows the model its tools and hopes for the best.",
     ),
     Bug(
         "calls-end-like-text",
-        SERVING + "http/answers.py",
+        APPENDIX + "api/answers.py",
         'return "tool_calls" if choice.reason == "stop" and reader.complete else choice.reason',
         "return choice.reason",
         "Does not say that it waits for the answers to calls.",
@@ -211,7 +212,7 @@ BUGS = (
     ),
     Bug(
         "prompt-in-every-chunk",
-        SERVING + "http/answers.py",
+        APPENDIX + "api/answers.py",
         "        if order.text and not choice.started:\n",
         "        if order.text:\n",
         "Repeats the prompt's log-probabilities in each chunk of a stream.",
@@ -225,16 +226,16 @@ BUGS = (
     ),
     Bug(
         "trace-begins-here",
-        SERVING + "watching/traces.py",
+        APPENDIX + "observability/traces.py",
         "            context=self._propagator.extract(carried),\n",
         "",
         "Begins a trace of its own instead of going on with the client's.",
     ),
     Bug(
         "in-line-is-in",
-        SERVING + "worker.py",
-        "r.row < 0}",
-        "r.row >= 0}",
+        APPENDIX + "observability/observer.py",
+        "if r.row >= 0 or",
+        "if r.row < 0 or",
         "Tells that a request has entered while it is still in line.",
     ),
     Bug(
@@ -260,21 +261,21 @@ BUGS = (
     ),
     Bug(
         "only-contents-are-long",
-        "phases/13_serving/serving/http/orders.py",
-        "size = sum(len(str(part)) for part in (*messages, variables))",
+        SERVING + "prompts.py",
+        "size = sum(len(str(part)) for part in (*messages, settings))",
         "size = sum(len(str(part.get('content', ''))) for part in messages)",
         "Tokenizes a conversation on the event loop whose roles or calls are long.",
     ),
     Bug(
         "answers-on-the-loop",
-        "phases/13_serving/serving/http/answers.py",
+        APPENDIX + "api/answers.py",
         "return await asyncio.to_thread(make) if sum(map(len, told)) > LONG_ANSWER else make()",
         "return make()",
         "Puts a long answer together while everybody's streams stand still.",
     ),
     Bug(
         "half-a-call-is-content",
-        "phases/13_serving/serving/http/answers.py",
+        APPENDIX + "api/answers.py",
         '            message["content"] = news.content  # a call that was cut before its name is neither\n',
         "",
         "Shows the beginning of a call that was cut as if it were text.",
@@ -288,7 +289,7 @@ BUGS = (
     ),
     Bug(
         "marks-for-one-route",
-        "phases/13_serving/serving/http/answers.py",
+        APPENDIX + "api/answers.py",
         '            body["token_marks"] = piece.marks\n',
         "            pass\n",
         "Forgets what `/generate` was asked for.",
