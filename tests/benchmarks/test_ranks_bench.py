@@ -163,8 +163,7 @@ def test_one_ranks_engine_is_gone_before_the_next_is_made(
         def generate(self, prompts: Any, params: Any) -> list[Any]:
             return [SimpleNamespace(token_ids=[1, 2]) for _ in prompts]
 
-        def agree(self) -> None: ...
-        def close(self) -> None: ...
+        loop = SimpleNamespace(agree=lambda: None, close=lambda: None)
 
     def engine_of(self: Any, model: str, ranks: int, **more: Any) -> Engine:
         assert all(ref() is None for ref in made), f"{ranks} ranks: the engine before still fills its GPU"

@@ -1034,7 +1034,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a model that nobody reads": (
         {"draft_model": "random:tiny"},
-        "draft_model is 'random:tiny', but drafter is 'ngram', which reads none: only model, head, layers do",
+        "draft_model is 'random:tiny', but drafter is 'ngram', which reads none: only model, head do",
     ),
     "no weights": ({"drafter": "head", "draft_model": "/nowhere"}, "there is no such file"),
     "off": ({"speculate": False, "drafter": "suffix"}, "switch it on with speculate=True"),
