@@ -206,33 +206,6 @@ def test_a_stop_string_may_be_spread_over_tokens(tokenizer: Tokenizer) -> None:
     assert checker.finish() == "the E EN"
 
 
-def test_text_held_back_is_given_out_at_the_end(tokenizer: Tokenizer) -> None:
-    checker = StopChecker(tokenizer, SamplingParams(stop=("END",)))
-    for token in tokenizer.encode("the EN"):
-        assert not checker.push(token)
-    assert (checker.text, checker.held) == ("the ", "EN")
-    assert checker.finish() == "the EN"
-    assert not checker.stopped
-
-
-@pytest.mark.parametrize(
-    ("stops", "text", "kept"),
-    [
-        (("bc", "abcd"), "xabcd", "xa"),  # completed first
-        (("c", "abc"), "xabcd", "x"),  # completed together: the longest
-        (("zz", "b"), "abzz", "a"),
-        (("aab",), "aaab", "a"),  # the held-back text is not the beginning, its end is
-        (("\n\n",), "one\n\ntwo", "one"),
-        (("é",), "caféine", "caf"),
-        (("🙂",), "so 🙂", "so "),
-    ],
-)
-def test_which_stop_string_counts(tokenizer: Tokenizer, stops: tuple[str, ...], text: str, kept: str) -> None:
-    checker = StopChecker(tokenizer, SamplingParams(stop=stops))
-    assert any([checker.push(token) for token in tokenizer.encode(text)])
-    assert checker.text == kept
-
-
 @settings(max_examples=300, deadline=None)
 @given(
     text=st.text("ab cdé", max_size=30),

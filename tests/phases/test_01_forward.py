@@ -64,88 +64,39 @@ LONGROPE = {
 ENDS = {"bos_token_id": 0, "eos_token_id": 0}  # GPT-2's own lie outside of a small vocabulary
 ORACLES: dict[str, tuple[type, dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, {"tie_word_embeddings": True}),
-    "llama-biased-untied": (
-        transformers.LlamaConfig,
-        {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
-    ),
+    "llama-biased-untied": (transformers.LlamaConfig,
+        {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True}),
     "llama3-rope": (transformers.LlamaConfig, {"rope_parameters": LLAMA3_ROPE}),
-    "linear-rope": (
-        transformers.LlamaConfig,
-        {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}},
-    ),
-    "dynamic-rope": (
-        transformers.LlamaConfig,
-        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0}},
-    ),
+    "linear-rope": (transformers.LlamaConfig, {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0,
+        "factor": 4.0}}),
+    "dynamic-rope": (transformers.LlamaConfig, {"rope_parameters": {"rope_type": "dynamic",
+        "rope_theta": 500.0, "factor": 4.0}}),
     "yarn-rope": (transformers.LlamaConfig, {"rope_parameters": YARN_ROPE}),
-    "yarn-rope-of-all-fields": (
-        transformers.Qwen3Config,
-        {
-            "rope_parameters": {
-                **YARN_ROPE,
-                **{
-                    "beta_fast": 8.0,
-                    "beta_slow": 0.5,
-                    "truncate": False,
-                    "mscale": 1.0,
-                    "mscale_all_dim": 0.5,
-                },
-            }
-        },
-    ),
+    "yarn-rope-of-all-fields": (transformers.Qwen3Config,
+        {"rope_parameters": {**YARN_ROPE, **{"beta_fast": 8.0, "beta_slow": 0.5, "truncate": False,
+        "mscale": 1.0, "mscale_all_dim": 0.5}}}),
     "longrope": (transformers.LlamaConfig, {"rope_parameters": LONGROPE}),
-    "longrope-short": (
-        transformers.LlamaConfig,
-        {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 128, "factor": 4.0}},
-    ),
+    "longrope-short": (transformers.LlamaConfig, {"rope_parameters": {**LONGROPE,
+        "original_max_position_embeddings": 128, "factor": 4.0}}),
     "mistral": (transformers.MistralConfig, {"sliding_window": 7}),
     "mistral-no-window": (transformers.MistralConfig, {"sliding_window": None}),
     "mistral-window-by-default": (transformers.MistralConfig, {"head_dim": None, "hidden_size": 108}),
     "qwen2": (transformers.Qwen2Config, {"hidden_size": 108, "tie_word_embeddings": True}),
-    "qwen2-window": (
-        transformers.Qwen2Config,
-        {"hidden_size": 108, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2},
-    ),
+    "qwen2-window": (transformers.Qwen2Config, {"hidden_size": 108, "use_sliding_window": True,
+        "sliding_window": 7, "max_window_layers": 2}),
     "qwen3": (transformers.Qwen3Config, {"tie_word_embeddings": True}),
     "qwen3-untied": (transformers.Qwen3Config, {"tie_word_embeddings": False}),
-    "gemma3": (
-        transformers.Gemma3TextConfig,
-        {
-            "sliding_window": 7,
-            "query_pre_attn_scalar": 20,
-            "final_logit_softcapping": 5.0,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-        },
-    ),
-    "gemma3-yarn-rope": (
-        transformers.Gemma3TextConfig,
-        {
-            "sliding_window": 7,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "rope_parameters": {
-                "full_attention": YARN_ROPE,
-                "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
-            },
-        },
-    ),
-    "gpt2": (
-        transformers.GPT2Config,
-        {"vocab_size": 97, "n_embd": 36, "n_layer": 3, "n_head": 3, "n_positions": 64, **ENDS},
-    ),
-    "gpt2-layer-scale": (
-        transformers.GPT2Config,
-        {
-            "vocab_size": 97,
-            "n_embd": 36,
-            "n_layer": 3,
-            "n_head": 3,
-            "n_positions": 64,
-            **ENDS,
-            "n_inner": 50,
-            "scale_attn_by_inverse_layer_idx": True,
-        },
-    ),
-}
+    "gemma3": (transformers.Gemma3TextConfig, {"sliding_window": 7, "query_pre_attn_scalar": 20,
+        "final_logit_softcapping": 5.0, "layer_types": ["sliding_attention", "full_attention"] * 2}),
+    "gemma3-yarn-rope": (transformers.Gemma3TextConfig,
+        {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {"full_attention": YARN_ROPE,
+        "sliding_attention": {"rope_type": "default", "rope_theta": 20.0}}}),
+    "gpt2": (transformers.GPT2Config, {"vocab_size": 97, "n_embd": 36, "n_layer": 3, "n_head": 3,
+        "n_positions": 64, **ENDS}),
+    "gpt2-layer-scale": (transformers.GPT2Config, {"vocab_size": 97, "n_embd": 36, "n_layer": 3, "n_head": 3,
+        "n_positions": 64, **ENDS, "n_inner": 50, "scale_attn_by_inverse_layer_idx": True}),
+}  # fmt: skip
 
 
 def oracle_config(name: str) -> Any:
@@ -304,40 +255,24 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
 
 SPELLINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "scaling-beside-parameters": ("qwen3", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
-    "yarn-as-a-card-says": (
-        "qwen3",
-        {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
-    ),
+    "yarn-as-a-card-says": ("qwen3", {"rope_scaling": {"type": "yarn", "factor": 4.0,
+        "original_max_position_embeddings": 32}}),
     "llama3-beside-parameters": ("llama", {"rope_scaling": LLAMA3_ROPE}),
     "empty-scaling": ("llama3-rope", {"rope_scaling": {}}),
     "the-same-twice": ("yarn-rope", {"rope_scaling": YARN_ROPE}),
     "gemma-scaling-beside-parameters": ("gemma3", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
-    "older-names": (
-        "llama",
-        {
-            "rope_parameters": None,
-            "rope_theta": 500.0,
-            "rope_scaling": {key: value for key, value in YARN_ROPE.items() if key != "rope_theta"},
-        },
-    ),
-    "original-length-outside": (
-        "llama",
-        {
-            "original_max_position_embeddings": 32,
-            "rope_parameters": {
-                key: value for key, value in YARN_ROPE.items() if not key.startswith("original")
-            },
-        },
-    ),
+    "older-names": ("llama", {"rope_parameters": None, "rope_theta": 500.0,
+        "rope_scaling": {key: value for key, value in YARN_ROPE.items() if key != "rope_theta"}}),
+    "original-length-outside": ("llama", {"original_max_position_embeddings": 32,
+        "rope_parameters": {key: value for key,
+        value in YARN_ROPE.items() if not key.startswith("original")}}),
     "swish": ("llama", {"hidden_act": "swish"}),
     "gelu-fast": ("qwen2", {"hidden_act": "gelu_fast"}),
     "gelu-python": ("gemma3", {"hidden_activation": "gelu_python"}),
     "gelu-accurate": ("gpt2", {"activation_function": "gelu_accurate"}),
-    "gpt2-in-general-names": (
-        "gpt2",
-        {"n_embd": None, "hidden_size": 36, "n_layer": None, "num_hidden_layers": 3},
-    ),
-}
+    "gpt2-in-general-names": ("gpt2", {"n_embd": None, "hidden_size": 36, "n_layer": None,
+        "num_hidden_layers": 3}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", SPELLINGS)
