@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from serving.completion import Call
+from serving.completion import ChoiceGroup
 from serving.http.errors import ApiError
 from serving.http.limits import Limits
 
@@ -34,13 +34,13 @@ class Gone(Exception):
 
 
 class Exchange:
-    """What came in, and what has gone out so far.
+    """A request, and what has gone out of its answer so far.
 
     id: the client's `x-request-id` where it is sane, or one of ours.
     status: of the answer, 0 before it.
     told_bytes: the content-length, as it came.
     unread: there may be a body that has not been read.
-    call: what is being answered, if that is a request for tokens; done: afterwards.
+    group: what is being answered, if that is a request for tokens; done: afterwards.
     sending: when the write that the client has not taken yet began (`time.monotonic()`), or None.
     """
 
@@ -54,11 +54,10 @@ class Exchange:
         self.told_bytes = self.headers.get(b"content-length", b"0")
         self.unread = b"transfer-encoding" in self.headers or self.told_bytes.strip(b"0") != b""
         self.status, self.sent_bytes = 0, 0
-        self.call: Call | None = None
-        self.done: Call | None = None
+        self.group: ChoiceGroup | None = None
+        self.done: ChoiceGroup | None = None
         self.sending: float | None = None
         self.extra: list[Header] = []
-        self.facts: dict[str, Any] = {}
 
     async def body(self) -> bytes:
         """All of the body.
@@ -152,3 +151,9 @@ class Exchange:
         abort = self.scope.get("state", {}).get("abort")
         if abort is not None:
             abort()
+
+
+def listed(names: list[str]) -> bytes:
+    """Return the first names of a list as the value of a header."""
+    text = ", ".join(name[:100] for name in names[:16]).encode("ascii", "replace")
+    return bytes(byte if 32 <= byte < 127 else 63 for byte in text)
