@@ -14,6 +14,7 @@ import typer.main
 
 from phases import ROOT
 from phases.appendix.api.schema import Wide
+from phases.appendix.observability.metrics import WholeMetrics
 from phases.appendix.server import whole_app
 from phases.cli import app
 from phases.commands.flags import add_engine_flags
@@ -21,7 +22,6 @@ from serving.client import EngineClient
 from serving.http.limits import Limits
 from serving.http.schema import Generation
 from serving.messages import StepStats
-from serving.metrics import Metrics
 from tests.servers import tokenizer_for
 
 PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
@@ -74,7 +74,7 @@ def test_every_route_and_every_field_of_vllms_is_named(tmp_path: Path):
 
 
 def test_every_metric_exists():
-    there = Metrics("x").text(StepStats(), blocks=1, in_flight=0, restarts=0, ready=True)
+    there = WholeMetrics("x").text(StepStats(), blocks=1, in_flight=0, restarts=0, ready=True)
     for name in re.findall(r"`((?:vllm|ladder):\w+)`", PAGE):
         assert f"# TYPE {name} " in there, f"there is no metric {name}"
 
