@@ -50,12 +50,6 @@ def test_functions_without_class_docstring_and_indentation(folder: Path) -> None
     )
 
 
-def test_a_part_of_a_function(folder: Path) -> None:
-    assert shown('code.py Counter.up "from=if self._count" "to=self._count = 0"', folder) == (
-        "```python\n# code.py\nif self._count > 3:\n    self._count = 0\n```\n"
-    )
-
-
 def test_a_place_is_a_link_with_the_line_of_today(folder: Path) -> None:
     text = "| 1 | <!-- at: code.py Counter.up -->old<!-- /at --> | <!-- at: code.py Counter --><!-- /at --> |"
     filled = fill(text, folder)

@@ -124,46 +124,6 @@ def test_the_official_clients_errors(server, client):
             pass
 
 
-def test_the_official_asynchronous_client_and_one_that_leaves(server):
-    async def test() -> None:
-        client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-        async def one(number: int) -> int:
-            stream = await client.completions.create(
-                model="random:tiny",
-                prompt=f"{number}",
-                max_tokens=300,  # a client that is late gets what is there in one piece
-                stream=True,
-                extra_body={"ignore_eos": True},
-            )
-            count = 0
-            async for _ in stream:
-                count += 1
-                if number % 3 == 0 and count == 2:
-                    await stream.close()
-                    break
-            return count
-
-        counts = await asyncio.gather(*(one(number) for number in range(24)))
-        assert all(count == 2 for count in counts[::3]) and min(counts[1::3]) > 2
-        await client.close()
-
-    asyncio.run(test())
-    server.settle()
-
-
-def test_litellm(server):
-    litellm = pytest.importorskip("litellm")
-    done = litellm.text_completion(
-        model="text-completion-openai/random:tiny",
-        prompt="abc",
-        api_base=f"{server.url}/v1",
-        api_key="none",
-        max_tokens=4,
-    )
-    assert done.usage.completion_tokens >= 1
-
-
 # The same tokens as phase 09, whatever happens beside them.
 
 
@@ -342,15 +302,6 @@ def test_a_reader_that_does_not_read_is_dropped(server):
         connection.close()
 
 
-def test_a_thousand_idle_connections(server):
-    idle = [opened(server) for _ in range(1000)]
-    started = time.monotonic()
-    assert server.post("/v1/completions", {"prompt": "b", "max_tokens": 5})[0] == 200
-    assert time.monotonic() - started < 10
-    for connection in idle:
-        connection.close()
-
-
 def test_a_thousand_slow_streams(server):
     """They read nothing for a while: others are served meanwhile, and then everybody has an answer."""
     body = {"prompt": "s", "max_tokens": 3, "ignore_eos": True, "stream": True}
@@ -405,22 +356,6 @@ def test_who_leaves_frees_the_blocks(server):
             grown = now / before[pid] - 1
             print(f"process {pid}: {now >> 20} MiB, {grown:+.2%}")
             assert grown < 0.01, f"{pid} has grown by {grown:.1%} over {LEAVERS // 2} requests that were left"
-
-
-def test_memory_of_the_server_does_not_grow(server):
-    process = psutil.Process(server.process.pid)
-
-    def some(count: int) -> None:
-        with ThreadPoolExecutor(8) as pool:
-            body = {"prompt": "m"}
-            list(
-                pool.map(lambda n: server.post("/v1/completions", body | {"max_tokens": n % 5}), range(count))
-            )
-
-    some(300)
-    before = process.memory_info().rss
-    some(600)
-    assert process.memory_info().rss < before * 1.02
 
 
 # The engine's death, and the server's.
@@ -555,8 +490,3 @@ def test_an_engine_that_is_still_starting_is_ended_at_once():
         assert not complaints, f"asyncio complains: {complaints}"
 
     asyncio.run(test())
-
-
-def test_no_two_servers_on_one_port(server):
-    with pytest.raises(AssertionError, match="cannot be listened on"), Running("--port", str(server.port)):
-        pass
