@@ -165,13 +165,6 @@ def test_what_was_measured_is_withheld_until_its_questions_are_answered() -> Non
         assert "figures/cpu" not in text or shown
 
 
-def test_the_rule_sees_an_answer() -> None:
-    name = "08.2 RadixIndex._split"
-    body = answers()[name]
-    assert gives_away("\n".join(["def f():", *("    " + line for line in body)]), {name: body}) == name
-    assert gives_away("x = 1\n", {name: body}) == ""
-
-
 def test_a_lesson_shows_no_code_of_an_exercise() -> None:
     lesson = made_files(of_phases("12"))["phases/12_structured/README.md"]
     assert "*This code is exercise 12.4, `Trie.walk`.*" in lesson
