@@ -77,7 +77,12 @@ class Choice:
         return self._text.text
 
     def token(self, token: int, reason: str | None, logprob: Token | None) -> None:
-        """See `Sink`."""
+        """See `Sink`. A stop string ends it here, so the engine is told to abort it.
+
+        The place of its log-probabilities becomes the token's id. The metrics hear how long after the last
+        token this one came, or after the request. Where it is streamed, the token is one fresh piece more;
+        with more than `most_unsent` of them the group gives up ("slow"), and hears of no token any more.
+        """
         group = self.group
         ended: FinishReason | None = reason  # type: ignore[assignment]
         ended, text = self._text.advance(token, ended)
