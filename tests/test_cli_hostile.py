@@ -198,7 +198,7 @@ def test_ceilings_that_cannot_be_kept(monkeypatch: pytest.MonkeyPatch, capsys: A
 def read(tmp_path: Path, content: bytes) -> list[str]:
     path = tmp_path / "prompts.txt"
     path.write_bytes(content)
-    return read_prompts(None, path, "")
+    return read_prompts(None, path)
 
 
 def test_lines_of_a_prompts_file(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_prompts_files_that_are_refused(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(UserError, match="has more than 100 bytes"):
         read(tmp_path, b"a" * 101)
     with pytest.raises(UserError, match="has more than 100 bytes"):
-        read_prompts(None, Path("/dev/zero"), "")
+        read_prompts(None, Path("/dev/zero"))
 
 
 def test_what_is_no_prompt(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,13 @@ from common.collector import keep_out
 from common.console import err, out
 from common.device import pick_device, pick_dtype
 from common.errors import UserError, integer
+from common.neighbours import Usage, usage, warning
 from common.text.tokenizer import Tokenizer
-from phases import Phase
+from phases import Phase, phase_named
 from phases.commands.fetch import fetch_with_progress
+from phases.commands.version import version
 from phases.config import options_from_yaml
-from phases.registry import ROWS, check_options, load_engine, missing_for, phase_named
+from phases.registry import ROWS, check_options, load_engine, missing_for
 from replicas.options import ReplicaOptions
 from serving.alive import CannotStart, EngineProcess
 from serving.app import App
@@ -63,7 +64,7 @@ def run(
     replicas: fields of `ReplicaOptions`.
     options: of the engine; they come before what the file says.
     """
-    phase = phase_named(phase_name)
+    begun, phase = usage(), phase_named(phase_name)
     given = {**(options_from_yaml(config) if config else {}), **options}
     checked, copies = Limits(**limits), ReplicaOptions(**replicas)
     where = pick_device(device)
@@ -91,7 +92,7 @@ def run(
         hosts=names_of(host, hosts(allowed_hosts), keys=bool(keys)),
         access_log=access_log,
         traces=traces,
-        version=_version(),
+        version=version(),
     )
     folder = _folder_of(model)
     try:
@@ -99,7 +100,7 @@ def run(
             return _serve_replicas(make, copies, given, checked, where.type, host, port)
         app = make(folder=folder)
         try:
-            return _serve(app, host, port)
+            return _serve(app, host, port, begun if where.type == "cpu" else None)
         finally:
             if app.traces is not None:
                 app.traces.close()
@@ -150,14 +151,6 @@ def make_engine(
     return engine if phase.number >= ROWS else OneAtATime(engine)
 
 
-def _version() -> str:
-    """Of this package; a checkout that is not installed has none."""
-    try:
-        return metadata.version("inference-ladder")
-    except metadata.PackageNotFoundError:
-        return "unknown"
-
-
 def _keys(api_key: str | None) -> tuple[str, ...]:
     """The keys that are taken: `--api-key`, or the environment's, which `ps` does not show."""
     given = os.environ.get(KEY) if api_key is None else api_key
@@ -191,9 +184,9 @@ def _serve_replicas(
         return 1
 
 
-def _serve(app: App, host: str, port: int) -> int:
+def _serve(app: App, host: str, port: int, begun: Usage | None) -> int:
     listening = listen(host, port)  # before anything slow: the port may be taken
-    server = Server(app, on_ready=partial(_greet, app, host, listening.getsockname()[1]))
+    server = Server(app, on_ready=partial(_greet, app, host, listening.getsockname()[1], begun))
     try:
         uvloop.run(server.serve([listening]))
     finally:
@@ -206,8 +199,8 @@ def _serve(app: App, host: str, port: int) -> int:
     return server.code
 
 
-def _greet(app: App, host: str, port: int) -> None:
-    """The memory, and how to call it."""
+def _greet(app: App, host: str, port: int, begun: Usage | None) -> None:
+    """Say where the memory goes, how to call the server, and what neighbours have taken since `begun`."""
     keep_out()  # what is imported is here to stay, and looking at it stops streams for 80 ms
     ready = app.engine.ready
     if ready is not None and ready.ledger:
@@ -221,6 +214,8 @@ def _greet(app: App, host: str, port: int) -> None:
         soft_wrap=True,
     )
     out.file.flush()
+    if begun is not None and (busy := warning(begun)):
+        err.print(f"[yellow]{busy}[/yellow]", soft_wrap=True)
 
 
 def _say_ready(host: str, port: int) -> str:

@@ -19,7 +19,7 @@ from benchmarks.evidence import (
     sample_metrics,
     versions,
 )
-from common.device import device_folder
+from common.device_names import device_folder
 from common.errors import UserError
 
 CPU = torch.device("cpu")
