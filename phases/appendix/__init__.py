@@ -13,7 +13,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from paged_cache.parts import Feature
 
-FEATURES: tuple[str, ...] = ()
+FEATURES: tuple[str, ...] = (
+    "phases.appendix.latency.feature:Latency",
+    "phases.appendix.quant_kernels.feature:QuantKernels",
+    "phases.appendix.all_reduce.feature:OwnSums",
+)
 """Every feature of an entry as `module:class`, in the order in which features of one phase are installed.
 
 Its `phase` is the phase that it extends; it is on where its `pays` says so.

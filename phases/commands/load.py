@@ -12,16 +12,16 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
+from benchmarks.loadtest.loops import Plan, poisson
+from benchmarks.loadtest.loops import run as ask_all
+from benchmarks.loadtest.report import Goal, summarize
+from benchmarks.loadtest.user import Outcome, Target
 from benchmarks.server import bodies_of
 from benchmarks.workloads import Workload, workload
 from common import words
 from common.console import err, out
 from common.errors import UserError, integer, number
 from common.files import whole
-from serving.loadtest.loops import Plan, poisson
-from serving.loadtest.loops import run as ask_all
-from serving.loadtest.report import Goal, summarize
-from serving.loadtest.user import Outcome, Target
 
 QUIET = 10.0
 COLUMNS = {

@@ -12,6 +12,8 @@ from typing import Any
 
 import uvloop
 
+from benchmarks.made_up import RANDOM, made_up_tokenizer
+from benchmarks.one_at_a_time import OneAtATime
 from common.collector import keep_out
 from common.console import err, out
 from common.device import pick_device, pick_dtype
@@ -19,6 +21,11 @@ from common.errors import UserError, integer
 from common.neighbours import Usage, usage, warning
 from common.text.tokenizer import Tokenizer
 from phases import Phase, phase_named
+from phases.appendix.browsers.hosts import hosts, names_of
+from phases.appendix.browsers.origins import origins
+from phases.appendix.observability.observer import EngineObserver
+from phases.appendix.observability.traces import Traces
+from phases.appendix.server import whole_app, whole_server
 from phases.commands.fetch import fetch_with_progress
 from phases.commands.version import version
 from phases.config import options_from_yaml
@@ -26,13 +33,8 @@ from phases.registry import ROWS, check_options, load_engine, missing_for
 from replicas.options import ReplicaOptions
 from serving.alive import CannotStart, EngineProcess
 from serving.app import App
-from serving.http.hosts import hosts, names_of
 from serving.http.limits import Limits
-from serving.http.origins import origins
-from serving.http.server import Server, listen
-from serving.made_up import RANDOM, made_up_tokenizer
-from serving.versions.one_at_a_time import OneAtATime
-from serving.watching.traces import Traces
+from serving.http.server import listen
 
 KEY = "LADDER_API_KEY"
 
@@ -102,8 +104,7 @@ def run(
         try:
             return _serve(app, host, port, begun if where.type == "cpu" else None)
         finally:
-            if app.traces is not None:
-                app.traces.close()
+            app.close()
     finally:
         if model.startswith(RANDOM):
             shutil.rmtree(folder, ignore_errors=True)
@@ -130,7 +131,7 @@ def make_app(
 
     folder: see `_folder_of`; None on a machine that has to look for itself.
     traces: where spans go, if anywhere.
-    server: what `App` takes besides.
+    server: what `whole_app` takes besides.
     """
     if folder is None:
         folder = _folder_of(model)
@@ -139,7 +140,8 @@ def make_app(
     source = model if model.startswith(RANDOM) else str(folder)
     make = partial(make_engine, phase, source, str(folder), device, dtype, options)
     telling = None if traces is None else Traces.to(traces, name)
-    return App(EngineProcess(make), Tokenizer(folder), name, traces=telling, **server)
+    engine = EngineProcess(make, observer=EngineObserver)
+    return whole_app(engine, Tokenizer(folder), name, traces=telling, **server)
 
 
 def make_engine(
@@ -186,7 +188,7 @@ def _serve_replicas(
 
 def _serve(app: App, host: str, port: int, begun: Usage | None) -> int:
     listening = listen(host, port)  # before anything slow: the port may be taken
-    server = Server(app, on_ready=partial(_greet, app, host, listening.getsockname()[1], begun))
+    server = whole_server(app, on_ready=partial(_greet, app, host, listening.getsockname()[1], begun))
     try:
         uvloop.run(server.serve([listening]))
     finally:
