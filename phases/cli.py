@@ -76,6 +76,8 @@ ConfigFile = Annotated[
 # And what `quant.formats` and `quant.methods` have.
 SCHEMES = ("fp8", "fp8-block", "fp8-weights", "int8", "w8a8", "int4")
 METHODS = ("rtn", "gptq", "awq")
+SOURCES = ("model", "neutral")
+"""Of sampling that nobody asks for; see `common.sampling.defaults`."""
 MODEL_HELP = "smollm2, gemma3-270m, a folder or a Hugging Face hub id"
 # Groups of the help of `ladder run`.
 PROMPT, SAMPLING, GRAMMAR, OUTPUT = (
@@ -144,15 +146,33 @@ def run(
     ] = False,
     max_tokens: Annotated[int, typer.Option(help="most tokens to generate", rich_help_panel=SAMPLING)] = 128,
     temperature: Annotated[
-        float, typer.Option(help="0 takes the most likely token each time", rich_help_panel=SAMPLING)
-    ] = 0.0,
+        float | None,
+        typer.Option(
+            help="0 takes the most likely token each time", show_default="0", rich_help_panel=SAMPLING
+        ),
+    ] = None,
     top_k: Annotated[
-        int, typer.Option(help="sample among the k most likely tokens; 0: all", rich_help_panel=SAMPLING)
-    ] = 0,
+        int | None,
+        typer.Option(
+            help="sample among the k most likely tokens; 0: all", show_default="0", rich_help_panel=SAMPLING
+        ),
+    ] = None,
     top_p: Annotated[
-        float,
-        typer.Option(help="sample among the most likely tokens up to this share", rich_help_panel=SAMPLING),
-    ] = 1.0,
+        float | None,
+        typer.Option(
+            help="sample among the most likely tokens up to this share",
+            show_default="1",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = None,
+    generation_config: Annotated[
+        str,
+        typer.Option(
+            help="what holds where these say nothing: neutral (the most likely token), or model (its "
+            "generation_config.json)",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = "neutral",
     seed: Annotated[
         int | None, typer.Option(help="makes sampling repeatable", rich_help_panel=SAMPLING)
     ] = None,
@@ -210,13 +230,14 @@ def run(
 
     given = {name: value for name, value in options.items() if value is not None}
     early.check(phase, device=device, dtype=dtype, model=model, options=given)
+    choose("generation_config", generation_config, SOURCES)
+    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    sampling = {name: value for name, value in sampling.items() if value is not None}
     params = SamplingParams(
         max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
         seed=seed,
         grammar=chosen_grammar(json_schema, regex, _joined(choice), grammar),
+        **sampling,  # type: ignore[arg-type]
     )
     prompts = read_prompts(prompt, prompts_file, chat=chat)
     from phases.commands import run
@@ -227,6 +248,8 @@ def run(
         prompts=prompts,
         chat=chat,
         params=params,
+        generation_config=generation_config,
+        said=frozenset(sampling),
         device=device,
         dtype=dtype,
         as_json=as_json,
@@ -333,6 +356,13 @@ def serve(
     traces: Annotated[
         str | None, typer.Option(help="a collector's address for OpenTelemetry's spans")
     ] = None,
+    generation_config: Annotated[
+        str,
+        typer.Option(
+            help="sampling where a request says nothing: model (its generation_config.json) or neutral "
+            "(temperature 1, all tokens)"
+        ),
+    ] = "model",
     phase: Annotated[str, typer.Option(help=f"whose engine: {PHASE_HELP}")] = "13",
     device: DeviceName = "auto",
     dtype: DtypeName = "auto",
@@ -347,6 +377,7 @@ def serve(
     given = {name: value for name, value in options.items() if value is not None}
     early.check(phase, device=device, dtype=dtype, model=model, options=given)
     integer("port", port, low=0, high=65_535)
+    choose("generation_config", generation_config, SOURCES)
     owners = {flag.name: flag.of for flag in all_flags()}
     from phases.commands import serve
 
@@ -364,6 +395,7 @@ def serve(
         traces=traces,
         device=device,
         dtype=dtype,
+        generation_config=generation_config,
         config=config,
         limits={name: value for name, value in given.items() if owners[name] == LIMITS},
         replicas={name: value for name, value in given.items() if owners[name] == REPLICAS},

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from common.console import err, out
 from common.device import pick_device, pick_dtype
 from common.errors import UserError
 from common.neighbours import usage, warning
+from common.sampling.defaults import sampling_defaults
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from common.words import count
@@ -34,6 +36,8 @@ def run(
     prompts: Sequence[str],
     chat: bool,
     params: SamplingParams,
+    generation_config: str,
+    said: Collection[str],
     device: str,
     dtype: str,
     as_json: bool,
@@ -46,6 +50,7 @@ def run(
 ) -> int:
     """Generate and print, after a search for kernels if `autotune`.
 
+    generation_config, said: sampling that is not said is the model's own; see `sampling_defaults`.
     trace: show the masks of one prompt's steps instead of its text.
     config, options: of the engine; the second come first.
     stats: also print what came of guesses, from phase 11 on.
@@ -70,6 +75,8 @@ def run(
     if model.startswith("random:"):
         raise UserError(f"model is {model!r}, but `ladder run` needs a model with a tokenizer")
     folder = fetch_with_progress(model)
+    own = sampling_defaults(folder, generation_config)
+    params = replace(params, **{name: value for name, value in own.items() if name not in said})  # type: ignore[arg-type]
     tokenizer = Tokenizer(folder)
     ids = [encode(tokenizer, text, chat) for text in prompts]
     missing = missing_for(phase, where)

@@ -19,6 +19,7 @@ from common.console import err, out
 from common.device import pick_device, pick_dtype
 from common.errors import UserError, integer
 from common.neighbours import Usage, usage, warning
+from common.sampling.defaults import MODEL, sampling_defaults
 from common.text.tokenizer import Tokenizer
 from phases import Phase, phase_named
 from phases.appendix.browsers.hosts import hosts, names_of
@@ -54,6 +55,7 @@ def run(
     traces: str | None,
     device: str,
     dtype: str,
+    generation_config: str,
     config: Path | None,
     limits: Mapping[str, Any],
     replicas: Mapping[str, Any],
@@ -62,6 +64,7 @@ def run(
     """Serve until a signal; returns the exit code.
 
     traces: where spans go, if anywhere.
+    generation_config: where settings come from that a request does not say: model or neutral.
     limits: fields of `Limits`.
     replicas: fields of `ReplicaOptions`.
     options: of the engine; they come before what the file says.
@@ -94,6 +97,7 @@ def run(
         hosts=names_of(host, hosts(allowed_hosts), keys=bool(keys)),
         access_log=access_log,
         traces=traces,
+        generation_config=generation_config,
         version=version(),
     )
     folder = _folder_of(model)
@@ -125,12 +129,14 @@ def make_app(
     name: str,
     folder: Path | None = None,
     traces: str | None = None,
+    generation_config: str = MODEL,
     **server: Any,
 ) -> App:
     """The application with an engine that is yet to be started.
 
     folder: see `_folder_of`; None on a machine that has to look for itself.
     traces: where spans go, if anywhere.
+    generation_config: see `sampling_defaults`.
     server: what `whole_app` takes besides.
     """
     if folder is None:
@@ -141,7 +147,8 @@ def make_app(
     make = partial(make_engine, phase, source, str(folder), device, dtype, options)
     telling = None if traces is None else Traces.to(traces, name)
     engine = EngineProcess(make, observer=EngineObserver)
-    return whole_app(engine, Tokenizer(folder), name, traces=telling, **server)
+    defaults = sampling_defaults(folder, generation_config)
+    return whole_app(engine, Tokenizer(folder), name, traces=telling, defaults=defaults, **server)
 
 
 def make_engine(

@@ -11,7 +11,7 @@ import base64
 import hmac
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from common.text.tokenizer import Tokenizer
@@ -67,6 +67,7 @@ class App:
         keys: of which a client needs one; none: everybody may come in.
         strict: refuse unknown fields, instead of naming them in the header `x-ladder-ignored`.
         extensions: of the appendix.
+        defaults: settings of requests that do not say; see `sampling_defaults`.
 
     closing: the server ends, and so must streams that have no end.
     """
@@ -81,12 +82,13 @@ class App:
         keys: tuple[str, ...] = (),
         strict: bool = False,
         extensions: Sequence[Extension] = (),
+        defaults: Mapping[str, float] | None = None,
         version: str = "0",
     ) -> None:
         self.engine, self.tokenizer, self.model = engine, tokenizer, model
         self.limits, self.strict, self.version = limits or Limits(), strict, version
         self.metrics = Metrics(model)
-        self.prompts = Prompts(tokenizer)
+        self.prompts = Prompts(tokenizer, defaults or {})
         self.service = Service(engine, tokenizer, self.limits, self.metrics)
         self.started = int(time.time())
         self.exchanges: set[Exchange] = set()
@@ -231,6 +233,8 @@ class App:
 
     def _model(self) -> dict[str, Any]:
         found = {"id": self.model, "object": "model", "created": self.started, "owned_by": "inference-ladder"}
+        if self.prompts.defaults:
+            found["default_sampling_params"] = dict(self.prompts.defaults)
         ready = self.engine.ready
         return found | ({"max_model_len": ready.max_len} if ready else {})
 
