@@ -1,4 +1,4 @@
-"""Phase 11's kernel in CUDA C++, on a GPU that can run it, against those in Triton, alone and in a model."""
+"""The kernel in CUDA C++, on a GPU that can run it, against those in Triton, alone and in a model."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from forward.attention import LayerSpec
 from forward.loading import random_model
 from forward.shapes import SHAPES
 from paged_cache import BlockPool
-from speculative.ahead.graph import several
-from speculative.cuda import columns
+from phases.appendix.drafting_in_graphs import columns
+from phases.appendix.drafting_in_graphs.graph import several
 from tests.cuda_kit import ON_A_GPU, random, replayed
 from tests.paged_batches import DEVICE, assert_near, walled
 from triton_paged_attention.decode import Workspace

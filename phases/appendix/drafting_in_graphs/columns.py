@@ -13,7 +13,7 @@ from cuda_graphs.latency.few import FEW_TOKENS
 from cuda_graphs.latency.linear import LatencyLinear, OutputLinear
 from cuda_graphs.latency.lone_few import FewParts
 from forward.model import Model
-from speculative.cuda.launch import CudaKernel, available
+from phases.appendix.drafting_in_graphs.launch import CudaKernel, available
 from triton_paged_attention.hardware import multiprocessors
 from triton_paged_attention.kernels.norms import NormWeights
 from triton_paged_attention.surgery import replace

@@ -16,8 +16,8 @@ from cuda_graphs.decode_graph import Machine, narrow_logits
 from cuda_graphs.latency.linear import LatencyLinear
 from cuda_graphs.latency.tables import few_pays
 from forward.attention import Attention
-from speculative.ahead.kernels import side_by_side
-from speculative.cuda.columns import by_columns
+from phases.appendix.drafting_in_graphs.columns import by_columns
+from phases.appendix.drafting_in_graphs.kernels import side_by_side
 from speculative.head import Head, ReducedHead
 
 
