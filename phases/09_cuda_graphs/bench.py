@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-import cuda_graphs
 import prefix_cache
 from benchmarks.compiled import Compiled
+from benchmarks.engines import engine_of
 from benchmarks.evidence import BenchOptions, Evidence, Metric, Run, collect
 from benchmarks.measure import Sample, Samples, alternate, summarize, time_generation
 from benchmarks.plotting import bars, measured_once, panels, save, times
@@ -101,7 +101,7 @@ class Bench:
         """The phase's engine."""
         given: dict[str, Any] = {"max_rows": ROWS, "max_len": MAX_LEN, "step_tokens": STEP_TOKENS}
         tokens = CACHE_TOKENS * self.model.config.kv_bytes_per_token(self.model.dtype)
-        return cuda_graphs.load(self.model, **{**given, "cache_bytes": tokens, **more})
+        return engine_of("09", self.model, **{**given, "cache_bytes": tokens, **more})
 
     def engine(self, variant: str) -> PagedEngine:
         """A variant over the one scheduler and cache."""

@@ -18,6 +18,7 @@ import torch
 from matplotlib.axes import Axes
 
 from benchmarks.agreement import agreement
+from benchmarks.engines import engine_of
 from benchmarks.evidence import BenchOptions, Evidence, Run, collect
 from benchmarks.measure import Sample, Samples, alternate, summarize
 from benchmarks.plotting import GREY, colours, lines, number, panels, save
@@ -30,8 +31,6 @@ from common.text.tokenizer import Tokenizer
 from continuous.seams import NO_DRAFTS, Drafter
 from forward.model import Model
 from paged_cache import PagedEngine, Parts
-from phases import find_phase
-from phases.registry import load_engine
 from speculative import Speculate, Speculator
 from speculative.control import Control
 from speculative.head import WEIGHTS
@@ -39,8 +38,6 @@ from speculative.speculation import agreeing, verify
 from speculative.stats import SpeculationStats
 
 PHASE, BEFORE = "11_speculative", "09_cuda_graphs"
-HERE = find_phase(PHASE)
-assert HERE is not None
 TASKS = ("rewriting", "summarizing", "chat")
 LENGTH = 3
 """Drafts in the sweep, all of which count as right."""
@@ -123,11 +120,11 @@ class Bench:
         self.options, self.name = options, options.model or ""
         self.model = load_target(options) if model is None else model
         self.given, self.length = {"prefix_cache": False, **given}, int(given["draft_length"])
-        self.engine = load_engine(HERE, self.model, **self.given, draft_ahead=False)  # or none takes turns
+        self.engine = engine_of("11", self.model, **self.given, draft_ahead=False)  # or none takes turns
 
     def other(self, **settings: Any) -> Contender:
         """Return an engine of its own, whose drafter is part of it."""
-        engine: Any = load_engine(HERE, self.model, **{**self.given, **settings})
+        engine = engine_of("11", self.model, **{**self.given, **settings})
         return engine, engine.scheduler.drafter
 
     def drafter(self, **settings: Any) -> Speculator:

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from paged_cache.parts import Feature
 
 FEATURES: tuple[str, ...] = (
+    "phases.appendix.latency.feature:Latency",
+    "phases.appendix.quant_kernels.feature:QuantKernels",
+    "phases.appendix.all_reduce.feature:OwnSums",
     "phases.appendix.drafting_in_graphs.feature:DraftAhead",
     "phases.appendix.suffix_drafter.feature:SuffixDrafter",
 )

@@ -50,7 +50,7 @@ def autotune(
 
     # Phase 09 has kernels of its own for few tokens; its search finds phase 06's, too.
     search = import_module(
-        "cuda_graphs.latency.tuning" if phase.number >= 9 else "triton_paged_attention.tuning.autotune"
+        "phases.appendix.latency.tuning" if phase.number >= 9 else "triton_paged_attention.tuning.autotune"
     ).autotune
 
     if folder is None:

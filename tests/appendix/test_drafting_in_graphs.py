@@ -22,20 +22,18 @@ from common.request import Request
 from common.sampling.params import SamplingParams
 from continuous.work import Work
 from cuda_graphs.capture import Capturer
-from cuda_graphs.latency import surgery
-from cuda_graphs.latency.attention import LatencyAttention
 from forward.model import Model
 from forward.surgery import clone
 from paged_cache import PagedEngine
 from phases import find_phase
 from phases.appendix.drafting_in_graphs.loop import InGraph
+from phases.appendix.latency import surgery
+from phases.appendix.latency.attention import LatencyAttention
 from phases.registry import load_engine
-from speculative import head, loops
-from speculative.control import Control
+from speculative import head
 from speculative.draft_model import DraftModel
 from speculative.head import HeadSource
 from speculative.ngram import NGramIndex
-from speculative.speculation import Source, Speculator
 from tests.compiling import spilled
 from tests.equivalence.compare import assert_all_same
 from tests.heads import head_of, hidden_states
@@ -86,18 +84,6 @@ def clean_drafts(source: DraftModel | None) -> None:
     source.cache.check()
 
 
-class RightAtFirst(Source):
-    """Knows what will come, and says something else from the third token on."""
-
-    def __init__(self, coming: list[int]) -> None:
-        self.coming = coming
-
-    def guess(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[list[int]]:
-        (request,), (length,) = requests, lengths
-        rest = (self.coming[len(request.tokens) - request.prompt_len :] + [1] * 99)[:length]
-        return [rest[:2] + [(token + 1) % 257 for token in rest[2:]]]
-
-
 def ahead_engine(model: Model, kind: str, folder: Any, rows: int = 2, **options: Any) -> PagedEngine:
     """An engine whose drafter guesses inside the graphs; they are called here, not replayed."""
     path = folder / f"{kind}.safetensors"
@@ -111,9 +97,8 @@ def ahead_engine(model: Model, kind: str, folder: Any, rows: int = 2, **options:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["in the verify graph", "in the graph that drafts, too"])
 def test_a_lone_request_is_verified_by_the_kernels_for_few(
-    model: Model, where: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    model: Model, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All its tokens in one kernel of attention a layer, padding included, behind its lone tokens."""
     monkeypatch.setattr(surgery, "few_pays", lambda *_: True)  # the interpreter knows float32
@@ -125,26 +110,14 @@ def test_a_lone_request_is_verified_by_the_kernels_for_few(
         return few(self, layer, qkv, *rest, **options)
 
     monkeypatch.setattr(LatencyAttention, "attend_few", counted)
-    output = 8 if where == "in the verify graph" else 6
-    prompts, params = [[5, 6, 7]], [SamplingParams(max_tokens=output, ignore_eos=True)]
+    prompts, params = [[5, 6, 7]], [SamplingParams(max_tokens=6, ignore_eos=True)]
     right = continuous.load(model, max_rows=1, max_len=64).generate(prompts, params)
-    fused = {**dict.fromkeys(PLAIN, "triton"), "latency": True, "overlap": False}
-    if where == "in the verify graph":
-        options = {**AHEAD, "max_rows": 1, "drafter": "ngram", "draft_length": 6, **fused}
-        engine = load(model, **{**options, "draft_ahead": False})
-        speculator = Speculator(RightAtFirst(right[0].token_ids), Control(6, adaptive=False))
-        engine.scheduler.drafter = speculator
-        engine.loop = loops.watched(engine)
-        speculator.attach(engine)
-        seen.clear()
-        made = engine.generate(prompts, params)
-        assert set(seen) == {4, 7}, f"the prompt of 3 in a graph of 4, and six drafts: {seen}"
-    else:
-        engine = ahead_engine(model, "model", tmp_path, rows=1, **{**fused, "overlap": True})
-        seen.clear()
-        made = engine.generate(prompts, params)
-        assert isinstance(engine.loop, InGraph) and engine.loop.ahead.replays > 1
-        assert seen.count(3) >= 6, f"verified in two layers, and caught up with in two others: {seen}"
+    fused = {**dict.fromkeys(PLAIN, "triton"), "latency": True}
+    engine = ahead_engine(model, "model", tmp_path, rows=1, **fused)
+    seen.clear()
+    made = engine.generate(prompts, params)
+    assert isinstance(engine.loop, InGraph) and engine.loop.ahead.replays > 1
+    assert seen.count(3) >= 6, f"verified in two layers, and caught up with in two others: {seen}"
     assert plain(made) == plain(right), "a token differs from the engine's without drafts"
     clean(engine)
 

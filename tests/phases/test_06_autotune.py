@@ -15,11 +15,11 @@ import triton
 import triton_paged_attention
 from common.events import generate
 from common.sampling.params import SamplingParams
-from cuda_graphs.latency import tuning as latency
-from cuda_graphs.latency.tables import GemvKey
 from forward.loading import load_model
 from forward.shapes import SHAPES
 from phases import find_phase
+from phases.appendix.latency import tuning as latency
+from phases.appendix.latency.tables import GemvKey
 from phases.cli import main
 from phases.commands import autotune as command
 from phases.commands import benches, doctor

@@ -698,7 +698,7 @@ def test_a_draft_model_may_be_a_quantized_checkpoint(tmp_path: Any, kernels: boo
     quantize_model(made, SCHEMES["int8"])
     export(made, tmp_path / "plain", tmp_path / "int8")
     prompts, params = [[5, 6, 7]], SamplingParams(max_tokens=12, ignore_eos=True)
-    options = SMALL | {"kernels": kernels, "latency": False, "device": "cpu", "draft_adaptive": False}
+    options = SMALL | {"kernels": kernels, "device": "cpu", "draft_adaptive": False}
     right = speculative.load(str(tmp_path / "plain"), **options, drafter="none").generate(prompts, params)
     engine = speculative.load(
         str(tmp_path / "plain"), **options, drafter="model", draft_model=str(tmp_path / "int8")
@@ -844,7 +844,7 @@ def test_a_drafter_has_the_rows_of_a_quantized_head(
 ) -> None:
     assert not model.config.tie_word_embeddings
     head.save(head_of(model), tmp_path / "head", {})
-    options: dict[str, Any] = {"quantization": scheme, "head": scheme, "kernels": kernels, "latency": False}
+    options: dict[str, Any] = {"quantization": scheme, "head": scheme, "kernels": kernels}
     engine = speculative.load(
         model, drafter="head", draft_model=str(tmp_path / "head"), group_size=16, **options, **SMALL
     )

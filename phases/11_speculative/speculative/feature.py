@@ -31,7 +31,7 @@ MOST_CACHED = 1 << 17
 """Tokens in the draft model's cache, for all requests together."""
 READ = ("model", "head")
 """Drafters whose weights `draft_model` may name."""
-SHARED = ("kernels", "graphs", "latency")
+SHARED = ("kernels", "graphs", "latency", "quant_kernels")
 """Features that a draft model takes over from the model it drafts for."""
 
 
@@ -184,4 +184,4 @@ def draft_engine(parts: Parts, model: str | Model, features: Iterable[Feature]) 
         block_size=block,
         cache_bytes=(tokens + 2 * block) * small.config.kv_bytes_per_token(small.dtype),
     )
-    return build(small, sizes, [*features, few_bits])
+    return build(small, sizes, [few_bits, *features])
