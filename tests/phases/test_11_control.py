@@ -134,7 +134,7 @@ def test_steps_grow_with_their_contexts() -> None:
     for _ in range(3000):
         machine.plain *= 4 ** (1 / 3000)
         machine.step(0.7)
-    assert machine.control.cost(1).plain == pytest.approx(4.0, rel=0.1)
+    assert machine.control.cost(1).plain == pytest.approx(4.0, rel=0.2), "plain steps are those of long ago"
     assert sum(count > 0 for count in machine.drafts[-128:]) > 110, "guessing is off though it pays"
 
 

@@ -79,7 +79,7 @@ class Pace:
         While nothing runs, that is the step with the next request's prompt.
         """
         if not self.watches:
-            return rows > 0 and self.control.decide(rows) and not self.control.times_plain(rows)
+            return self.control.decide(rows) and not self.control.times_plain(rows) if rows else self.on
         fresh, self._fresh = self._fresh, self._fresh and not rows
         if not (fresh or self.on) or (fresh and self.control.cost(rows).waited):
             return False
