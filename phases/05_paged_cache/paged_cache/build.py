@@ -102,7 +102,7 @@ def make(parts: Parts) -> PagedEngine:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a set of options comes to: sizes, and each feature, None where it is off."""
+    """The outcome of a set of options: sizes, and each feature, None where it is off."""
 
     sizes: PagedSizes
     features: dict[str, Feature | None]
@@ -155,7 +155,7 @@ class Preset:
     def choose(
         self, options: Mapping[str, Any], device: torch.device, more: Sequence[type[Feature]] = ()
     ) -> Chosen:
-        """What the options mean on a device.
+        """Return the sizes and features that the options mean on a device.
 
         more: features beyond this preset's; they are off unless an option switches them on.
 

@@ -1,4 +1,4 @@
-"""How many blocks fit: the memory ledger, made once at the start."""
+"""The memory ledger, made once at the start: the number of blocks that fit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CPU_CACHE_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Ledger:
-    """Where the memory goes, in bytes, and how many blocks and tokens the cache's part makes.
+    """The parts of the memory, in bytes, and the blocks and tokens that the cache's part makes.
 
     weights: parameters and buffers of the model.
     rows: what is kept for every row: tokens, block tables, and the sampler's settings and counts.
@@ -71,7 +71,7 @@ def activation_bytes(model: Model, step_tokens: int, rows: int, sampler: type[Sa
 def row_bytes(
     model: Model, rows: int, max_len: int, block_size: int, sampler: type[Sampler] = Sampler
 ) -> int:
-    """What `rows` rows of at most `max_len` tokens keep, penalties that no request uses yet included."""
+    """Return the bytes of `rows` rows of at most `max_len` tokens, unused penalties included."""
     tables = 4 * -(-max_len // block_size)
     return rows * (8 * max_len + tables) + sampler.persistent_bytes(rows, model.config.vocab_size)
 

@@ -1,4 +1,4 @@
-"""What an engine is made of, and what changes that: a feature.
+"""The parts of an engine, and features, which change them.
 
 A feature is one optimization: a small frozen dataclass whose fields are its options, and whose `install` puts
 its own parts in the places of the usual ones. This phase has none. Every later phase adds one or two, and
@@ -166,7 +166,7 @@ class Feature(ABC):
         return None
 
     def loader(self) -> Loader | None:
-        """Who loads the model in the place of `forward.load_model`, if anybody does."""
+        """Return the loader that takes the place of `forward.load_model`, or None."""
         return None
 
     @abstractmethod
@@ -175,5 +175,5 @@ class Feature(ABC):
 
     @classmethod
     def pays(cls, device: torch.device, others: Mapping[str, Feature | None]) -> bool:
-        """Whether it is on by itself, where a phase leaves that to the device and to the `others` chosen."""
+        """Return True if it is on by default for this device and the `others` chosen."""
         return True
