@@ -45,7 +45,7 @@ def draw(p: Tensor, generator: torch.Generator) -> int:
 
 
 def optimum(p: Tensor, q: Tensor) -> Tensor:
-    """Return how often draws of p and q can be the same at most: 1 - total variation. `[..., V]` -> `[...]`."""
+    """Return how often draws of p and q can be the same: 1 - total variation. `[..., V]` -> `[...]`."""
     return torch.minimum(p, q).sum(-1)
 
 

@@ -55,7 +55,7 @@ def shape_of(rows: int, size: int, gated: bool, device: torch.device) -> Shape |
 
 
 class Splits(NamedTuple):
-    """Layout of the splits that attention has left: see `phases.appendix.latency.lone_few.lone_few_kernel`."""
+    """Layout of the splits that attention left: see `phases.appendix.latency.lone_few.lone_few_kernel`."""
 
     most: int
     head_dim: int
