@@ -105,7 +105,7 @@ class Speculate(Feature):
 
 
 @dataclass(frozen=True)
-class Drafter:
+class DrafterKind:
     """A kind of drafter. usual: drafts of a request in a step, at most, unless the caller says otherwise."""
 
     usual: int
@@ -113,12 +113,12 @@ class Drafter:
 
 
 DRAFTERS = {
-    "ngram": Drafter(
+    "ngram": DrafterKind(
         7, lambda options, parts: NGrams()
     ),  # seven and the newest: as many as kernels for few take
-    "model": Drafter(4, Speculate.draft_model_source),
-    "head": Drafter(4, Speculate.head_source),
-    "synthetic": Drafter(3, lambda options, parts: Synthetic(options.draft_accept)),
+    "model": DrafterKind(4, Speculate.draft_model_source),
+    "head": DrafterKind(4, Speculate.head_source),
+    "synthetic": DrafterKind(3, lambda options, parts: Synthetic(options.draft_accept)),
 }
 """By name; an appendix entry may add one."""
 
@@ -131,7 +131,7 @@ def step_tokens(parts: Parts) -> int:
 
 @dataclass(frozen=True)
 class SmallSteps(Feature):
-    """Where there are graphs, they also take steps of a few tokens a request: what has to be verified, and
+    """Graphs also for steps of a few tokens a request, where there are graphs: what has to be verified, and
     what a draft model has to catch up with.
 
     drafts: of a request in a step.
