@@ -12,11 +12,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-import cuda_graphs
 import prefix_cache
 from benchmarks.compiled import Compiled
 from benchmarks.evidence import BenchOptions, Evidence, Metric, Run, collect
@@ -34,6 +33,7 @@ from cuda_graphs import Graphs, Overlap, Overlapped
 from cuda_graphs.plans import DecodePlan
 from cuda_graphs.runner import GraphRunner
 from paged_cache import PagedEngine, PagedRunner, PagedSizes, build
+from phases.registry import load_engine, phase_named
 from prefix_cache import Prefix
 from triton_paged_attention.sampler import TritonSampler
 
@@ -98,10 +98,11 @@ class Bench:
         self.shift = 0
 
     def load(self, **more: Any) -> PagedEngine:
-        """The phase's engine."""
+        """Return the phase's engine, with what the appendix adds to it."""
         given: dict[str, Any] = {"max_rows": ROWS, "max_len": MAX_LEN, "step_tokens": STEP_TOKENS}
         tokens = CACHE_TOKENS * self.model.config.kv_bytes_per_token(self.model.dtype)
-        return cuda_graphs.load(self.model, **{**given, "cache_bytes": tokens, **more})
+        given |= {"cache_bytes": tokens, **more}
+        return cast(PagedEngine, load_engine(phase_named("09"), self.model, **given))
 
     def engine(self, variant: str) -> PagedEngine:
         """A variant over the one scheduler and cache."""

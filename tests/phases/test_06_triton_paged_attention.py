@@ -56,7 +56,7 @@ from triton_paged_attention.linear import FusedLinear, join  # noqa: E402
 from triton_paged_attention.prefill import paged_prefill, query_tiles  # noqa: E402
 from triton_paged_attention.sampler import TritonSampler  # noqa: E402
 from triton_paged_attention.surgery import optimize  # noqa: E402
-from triton_paged_attention.tuning.tables import (  # noqa: E402
+from triton_paged_attention.tables import (  # noqa: E402
     DECODE,
     PREFILL,
     DecodeConfig,

@@ -270,7 +270,7 @@ def test_a_step_of_a_few_tokens_runs_the_kernels_for_few(monkeypatch: pytest.Mon
         LatencyBlock, "_attend_few", lambda self, x, *a: tokens.append(len(x)) or few_steps(self, x, *a)
     )
     after = generate(
-        cuda_graphs.load(model, kernels=True, latency=True, graphs=False, rehearsal=False, **options),
+        cuda_graphs.load(model, kernels=True, latency=True, graphs=False, **options),
         prompts,
         params,
     )
@@ -289,9 +289,7 @@ def test_a_step_of_one_token_takes_the_direct_way(monkeypatch: pytest.MonkeyPatc
     single = LatencyBlock._attend_lone
     monkeypatch.setattr(LatencyBlock, "_attend_lone", lambda self, *a: calls.append(1) or single(self, *a))
     after = generate(
-        cuda_graphs.load(
-            model, kernels=True, latency=True, graphs=False, rehearsal=False, max_len=64, max_rows=1
-        ),
+        cuda_graphs.load(model, kernels=True, latency=True, graphs=False, max_len=64, max_rows=1),
         [[5, 6, 7]],
         params,
     )
@@ -307,9 +305,7 @@ def test_a_lone_request_gets_its_tokens_whatever_the_size_of_a_head(d: int) -> N
     model = random_model(config, device=DEVICE, dtype=torch.float32)
     params = SamplingParams(max_tokens=3, ignore_eos=True)
     before = generate(paged_cache.load(model, max_len=64, max_rows=1), [[5, 6, 7]], params)
-    engine = cuda_graphs.load(
-        model, kernels=True, latency=True, graphs=False, rehearsal=False, max_len=64, max_rows=1
-    )
+    engine = cuda_graphs.load(model, kernels=True, latency=True, graphs=False, max_len=64, max_rows=1)
     after = generate(engine, [[5, 6, 7]], params)
     assert [c.token_ids for c in after] == [c.token_ids for c in before], (
         f"heads of {d}: not the tokens of phase 05"

@@ -40,7 +40,7 @@ from triton_paged_attention.kernels.rope import HeadNorms, ProductScales, norm_r
 from triton_paged_attention.layers import FusedAttention
 from triton_paged_attention.prefill import paged_prefill, query_tiles
 from triton_paged_attention.surgery import optimize
-from triton_paged_attention.tuning.tables import DecodeConfig, PrefillConfig
+from triton_paged_attention.tables import DecodeConfig, PrefillConfig
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
@@ -323,7 +323,7 @@ def layer_of_kept(layer: KernelLinear) -> QuantLinear:
 
 def test_the_ledger_knows_of_unpacked_weights() -> None:
     model = load_model("random:tiny", device=DEVICE, dtype="float32")
-    options = {"kernels": True, "graphs": False, "rehearsal": False, "cache_bytes": 1 << 20, "max_len": 64}
+    options = {"kernels": True, "graphs": False, "cache_bytes": 1 << 20, "max_len": 64}
     engines = [quant.load(model, quantization=scheme, **options) for scheme in (None, "int8")]
     largest = model.config.vocab_size * model.config.hidden_size * 4  # the head, in float32
     more = engines[1].ledger.reserved - engines[0].ledger.reserved

@@ -351,7 +351,7 @@ def test_masked_steps_are_no_graphs_where_ranks_talk() -> None:
     """Rank 0 chooses and tells the others: in a graph nobody could."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("needs Triton's interpreter")
-    options = {"kernels": True, "graphs": True, "graph_tokens": 0, "max_rows": 1, "rehearsal": False}
+    options = {"kernels": True, "graphs": True, "graph_tokens": 0, "max_rows": 1}
     options |= {"max_len": 32, "cache_bytes": 1 << 20, "tokenizer": structured_kit.tokenizer()}
     engine: Any = parallel.load("random:tiny-window", tensor_parallel=2, **SMALL | options)
     try:

@@ -23,8 +23,6 @@ LAYERS = HOME + "layers.py"
 LINEAR = HOME + "linear.py"
 SURGERY = HOME + "surgery.py"
 FEATURE = HOME + "feature.py"
-REHEARSAL = HOME + "rehearsal.py"
-WINNERS = HOME + "tuning/winners.py"
 
 BUGS = (
     Bug(
@@ -420,47 +418,5 @@ BUGS = (
         "            check_backend(name, getattr(self, name))\n",
         "            getattr(self, name)\n",
         "Takes any word for a backend.",
-    ),
-    Bug(
-        "rehearsal-is-counted",
-        REHEARSAL,
-        "    engine.stats = Stats()\n",
-        "",
-        "Counts the steps of the rehearsal among the real ones.",
-    ),
-    Bug(
-        "rehearsal-is-remembered",
-        REHEARSAL,
-        "    engine.cache.forget()\n",
-        "",
-        "Leaves the blocks of the rehearsal in the cache.",
-    ),
-    Bug(
-        "a-scene-knows-anothers-prompts",
-        REHEARSAL,
-        'salt=f"rehearsal: {scene.title}"',
-        'salt="rehearsal"',
-        "Finds most of a long prompt in the prefix cache, so that its step is a small one with a graph.",
-    ),
-    Bug(
-        "few-decodes-are-rehearsed",
-        REHEARSAL,
-        "for power in range(40)",
-        "for power in range(9)",
-        "Leaves out the numbers of splits that more than 26 decodes of few key/value heads have.",
-    ),
-    Bug(
-        "winners-of-another-triton",
-        WINNERS,
-        '        if found["triton"] != triton.__version__:\n            return {}\n',
-        "",
-        "Uses what was found with another compiler.",
-    ),
-    Bug(
-        "winners-forget-the-others",
-        WINNERS,
-        '[entry for entry in kept.get(kind, []) if entry["at"] != dict(at)]',
-        "[]",
-        "Keeps one winner of a kind, the newest.",
     ),
 )

@@ -83,9 +83,9 @@ def bugs_of(phase: str) -> Sequence[Bug]:
 
 
 def own_tests(phase: str) -> list[str]:
-    """The phase's own tests, those of its tooling last: they are slow, and fall with whatever they time."""
+    """Return the phase's own tests."""
     found = sorted((ROOT / "tests" / "phases").glob(f"test_{phase}_*.py"), key=lambda path: path.name)
-    return [str(path.relative_to(ROOT)) for path in sorted(found, key=lambda path: "autotune" in path.name)]
+    return [str(path.relative_to(ROOT)) for path in found]
 
 
 def try_out(nursery: Nursery, phase: str, bug: Bug | None = None, limit: float = LIMIT) -> Outcome:

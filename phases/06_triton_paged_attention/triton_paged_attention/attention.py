@@ -16,7 +16,7 @@ from triton_paged_attention.decode import Workspace, paged_decode
 from triton_paged_attention.hardware import multiprocessors
 from triton_paged_attention.kernels.kv_store import kv_store
 from triton_paged_attention.prefill import paged_prefill, query_tiles
-from triton_paged_attention.tuning.tables import PREFILL, PrefillKey, for_keys
+from triton_paged_attention.tables import PREFILL, PrefillKey, for_keys
 
 TILE_ROWS = 16
 """Rows of the decode kernel's tile. A request with at most `16 / GROUP` new tokens goes through it, rounded

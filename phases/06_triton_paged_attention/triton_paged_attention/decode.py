@@ -23,9 +23,9 @@ from torch import Tensor
 
 from paged_cache.pool import LayerCache
 from triton_paged_attention.pairs import LEAST_TILE, attend_pairs
+from triton_paged_attention.tables import DECODE, DecodeConfig, DecodeKey
 from triton_paged_attention.tiles import attend, combine
 from triton_paged_attention.tma import describe
-from triton_paged_attention.tuning.tables import DECODE, DecodeConfig, DecodeKey
 
 MOST_SPLITS, LEAST_KEYS = 8, 128
 """Of a context, and keys of a split, where requests bring several tokens. On an H200 five tokens of 9 heads

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from paged_cache.pool import LayerCache
 from triton_paged_attention.pairs import LEAST_TILE, attend_pairs
+from triton_paged_attention.tables import PREFILL, PrefillConfig, PrefillKey
 from triton_paged_attention.tiles import attend
 from triton_paged_attention.tma import describe
-from triton_paged_attention.tuning.tables import PREFILL, PrefillConfig, PrefillKey
 
 
 @triton.jit(do_not_specialize=["table_stride"])
