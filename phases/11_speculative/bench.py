@@ -33,7 +33,7 @@ from forward.attention import RecomputeAttention
 from forward.loading import load_model
 from forward.model import Model
 from forward.surgery import clone
-from paged_cache import PagedEngine, Parts
+from paged_cache import PagedEngine, Parts, Recipe
 from speculative import Speculate, Speculator
 from speculative.control import Control
 from speculative.head import WEIGHTS
@@ -140,7 +140,9 @@ class Bench:
     def drafter(self, **settings: Any) -> Speculator:
         """A drafter for the engine that guesses on the host, as the feature would make it."""
         feature = Speculate(**settings)
-        source = feature.source(Parts(self.engine.runner.model))
+        parts = Parts(Recipe(self.engine.runner.model))
+        parts.model = self.engine.runner.model
+        source = feature.source(parts)
         return Speculator(source, Control(feature.length, adaptive=feature.draft_adaptive))
 
     def sweep(self, sizes: Sequence[int]) -> list[Run]:

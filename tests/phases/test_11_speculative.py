@@ -45,7 +45,7 @@ from forward.attention import LayerSpec, RecomputeAttention
 from forward.model import Model
 from forward.models.llama import Llama
 from forward.surgery import clone
-from paged_cache import PagedEngine, PagedSizes, Parts
+from paged_cache import PagedEngine, PagedSizes, Parts, Recipe
 from phases.cli import main
 from phases.commands.benches import _module as bench_of
 from phases.commands.run import Tint
@@ -1081,10 +1081,16 @@ def small_model(model: Model, noise: float) -> Model:
     return small
 
 
+def parts_of(model: Model, sizes: dict[str, Any]) -> Parts:
+    parts = Parts(Recipe(model, PagedSizes(**sizes)))
+    parts.model = model
+    return parts
+
+
 def with_draft_model(model: Model, small: Model, **options: Any) -> tuple[PagedEngine, DraftModel]:
     engine = speculative.load(model, drafter="none", **{**SMALL, **options})
-    parts = Parts(model, PagedSizes(**{**SMALL, **{k: v for k, v in options.items() if k in SMALL}}))
-    source = DraftModel(draft_engine(parts, small, ()))
+    sizes = {**SMALL, **{k: v for k, v in options.items() if k in SMALL}}
+    source = DraftModel(draft_engine(parts_of(model, sizes), small, ()))
     speculator = Speculator(source, Control(4, adaptive=False))
     speculate(engine, speculator)
     return engine, source
@@ -1257,7 +1263,7 @@ def with_head(model: Model, **options: Any) -> tuple[PagedEngine, HeadSource]:
     assert engine.runner.model is own
     made.room(2048)
     taps = Taps(own, made.taps, SMALL["step_tokens"])
-    source = HeadSource(draft_engine(Parts(model, PagedSizes(**SMALL)), made, ()), taps)  # type: ignore[arg-type]
+    source = HeadSource(draft_engine(parts_of(model, SMALL), made, ()), taps)  # type: ignore[arg-type]
     speculator = Speculator(source, Control(3, adaptive=False))
     speculate(engine, speculator)
     return engine, source

@@ -80,7 +80,8 @@ class Latency(Feature):
             raise UserError("latency is True, but must be False without the kernels' layers and attention")
         from cuda_graphs.latency import LatencyAttention, install
 
-        parts.attention = kernels.attention_of(LatencyAttention, install(parts.own_model()))
+        made = kernels.attention_of(LatencyAttention, install(parts.own_model()))
+        parts.wrap(self, attention=lambda plain: made)
 
 
 @dataclass(frozen=True)

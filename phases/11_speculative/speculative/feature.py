@@ -41,8 +41,8 @@ up to which phase 09 has kernels for a few tokens."""
 READ = ("model", "head")
 """Drafters whose weights `draft_model` may name."""
 
-SHARED = ("kernels", "graphs", "latency")
-"""Features that a draft model takes over from the model it drafts for."""
+SHARED = ("kernels", "rehearsal", "graphs", "latency")
+"""Features that a draft model takes over from the model it drafts for, where that has them."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,10 @@ class Speculate(Feature):
         source = self.source(parts)
         speculator = Speculator(source, Control(self.length, adaptive=self.draft_adaptive))
         parts.bring(self, drafter=speculator)
-        parts.finish += [verify, speculator.attach]
+        parts.stages["connect"] += [
+            lambda whole: verify(whole.engine),
+            lambda whole: speculator.attach(whole.engine),
+        ]
         parts.loops["waiting"] = watched
         SmallSteps(self.length).install(parts)
         if (

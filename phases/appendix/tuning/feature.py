@@ -57,7 +57,7 @@ class Rehearsal(Feature):
         if parts.model.device.type == "cuda":
             from phases.appendix.tuning.rehearsal import rehearse
 
-            parts.bring(self, rehearse=rehearse)
+            parts.stages["rehearse"].append(lambda whole: rehearse(whole.engine))
 
 
 def need_kernels(feature: Feature, parts: Parts) -> None:
