@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 FEATURES: tuple[str, ...] = (
     "phases.appendix.tuning.feature:Tuned",
     "phases.appendix.tuning.feature:Rehearsal",
+    "phases.appendix.checkpoint_formats.feature:CheckpointFormats",
 )
 """Every feature of an entry as `module:class`, in the order in which features of one phase are installed.
 

@@ -11,9 +11,9 @@ from common.progress import bar
 from common.text.tokenizer import Tokenizer
 from forward.loading import load_model
 from phases import ROOT
+from phases.appendix.checkpoint_formats.export import check_source, check_target, export
 from phases.commands.fetch import fetch_with_progress
 from quant.calibrate import blocks_of, samples
-from quant.export import check_source, check_target, export
 from quant.formats import GROUPS, SCHEMES
 from quant.kv import KV_DTYPES, head_scales
 from quant.methods import METHODS, quantize_model

@@ -50,10 +50,6 @@ from phases.cli import main
 from phases.commands.benches import _module as bench_of
 from phases.commands.run import Tint
 from prefix_cache import PrefixCache, RadixIndex
-from quant import SCHEMES, QuantLinear
-from quant.export import export
-from quant.kernel_layers import KernelLinear
-from quant.methods import quantize_model
 from speculative import feature, head, loops, ngram, rejection, suffix
 from speculative.control import CREDIT, GRACE, SAMPLES, Control, Cost, Rate
 from speculative.draft_model import DraftModel
@@ -1178,31 +1174,6 @@ def test_nobody_drafts_beyond_the_end_of_a_row(model: Model) -> None:
     assert plain(engine.generate(prompts, params)) == plain(right)
     assert chains and all(start + steps < 96 for start, steps in chains), "a graph would write beyond a row"
     clean(engine)
-    clean_drafts(source)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kernels", [False, True], ids=["torch", "kernels"])
-def test_a_draft_model_may_be_a_quantized_checkpoint(tmp_path: Any, kernels: bool) -> None:
-    hf = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    shape = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = hf.LlamaConfig(vocab_size=128, num_hidden_layers=2, max_position_embeddings=128, **shape)
-    hf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "plain")
-    made = forward.load_model(str(tmp_path / "plain"), device="cpu", dtype="float32")
-    quantize_model(made, SCHEMES["int8"])
-    export(made, tmp_path / "plain", tmp_path / "int8")
-    prompts, params = [[5, 6, 7]], SamplingParams(max_tokens=12, ignore_eos=True)
-    options = SMALL | {"kernels": kernels, "latency": False, "device": "cpu", "draft_adaptive": False}
-    right = speculative.load(str(tmp_path / "plain"), **options, drafter="none").generate(prompts, params)
-    engine = speculative.load(
-        str(tmp_path / "plain"), **options, drafter="model", draft_model=str(tmp_path / "int8")
-    )
-    source = engine.scheduler.drafter.source  # type: ignore[attr-defined]
-    small = source.runner.model
-    assert any(isinstance(part, QuantLinear | KernelLinear) for part in small.modules())
-    assert plain(engine.generate(prompts, params)) == plain(right)
-    assert engine.scheduler.drafter.stats.acceptance > 0.5  # type: ignore[attr-defined]
     clean_drafts(source)
 
 

@@ -3,11 +3,9 @@
 from tests.planted.planting import Bug
 
 HERE = "phases/10_quant/quant"
-LAYOUTS = f"{HERE}/layouts.py"
 WEIGHTS = f"{HERE}/weights.py"
 GPTQ = f"{HERE}/gptq.py"
 METHODS = f"{HERE}/methods.py"
-CHECKPOINTS = f"{HERE}/checkpoints.py"
 CALIBRATE = f"{HERE}/calibrate.py"
 CPU = f"{HERE}/cpu.py"
 LINEAR = f"{HERE}/linear.py"
@@ -19,20 +17,6 @@ CHANGE = "change(name, block, hessians)"
 AGAIN = "inputs = [block(x, *rest[place]) for x, (_, rest) in zip(inputs, calls, strict=True)]"
 
 BUGS = (
-    Bug(
-        "zero-points-as-stored",
-        LAYOUTS,
-        "zero = (zero + int(self.one_less)) &",
-        "zero = zero &",
-        "Reads GPTQ's zero points as they are stored, less one.",
-    ),
-    Bug(
-        "awq-in-the-order-of-its-nibbles",
-        LAYOUTS,
-        "return numbers[..., list(AWQ_ORDER)].flatten(1)",
-        "return numbers.flatten(1)",
-        "Reads the columns of AWQ's words in the order in which they lie.",
-    ),
     Bug(
         "act-order-forgotten",
         WEIGHTS,
@@ -102,34 +86,6 @@ BUGS = (
         "scale = x.abs().amax(dim=-1, keepdim=True) * (1.0 / LARGEST[kind])",
         "scale = (x.abs().amax() * (1.0 / LARGEST[kind])).expand(*x.shape[:-1], 1)",
         "Rounds all tokens of a step with the scale of the loudest.",
-    ),
-    Bug(
-        "all-layers-before-named-ones",
-        CHECKPOINTS,
-        '    rules.sort(key=lambda rule: "Linear" in rule.targets)\n',
-        "",
-        "Lets a rule for all layers win over one that names a layer.",
-    ),
-    Bug(
-        "a-name-within-a-name",
-        CHECKPOINTS,
-        "return pattern in names or (",
-        "return any(pattern in each for each in names) or (",
-        "Takes a part of a layer's name for its name.",
-    ),
-    Bug(
-        "zero-points-unread",
-        CHECKPOINTS,
-        '        zeros=not Field("symmetric", bool, default=True).read(weights),\n',
-        "        zeros=False,\n",
-        "Reads weights with zero points as if there were none.",
-    ),
-    Bug(
-        "static-inputs-as-dynamic",
-        CHECKPOINTS,
-        'if given.get("dynamic") is not True or _BITS',
-        "if _BITS",
-        "Rounds inputs by the token where the file says that its scales are fixed.",
     ),
     Bug(
         "the-head-like-a-layer",
@@ -230,13 +186,6 @@ BUGS = (
         "Takes the values' scales from the keys.",
     ),
     Bug(
-        "the-first-heads-scale",
-        f"{HERE}/export.py",
-        "pair[place].amax().reshape(1)",
-        "pair[place][:1]",
-        "Writes the first head's scale for all heads of a layer, not the largest.",
-    ),
-    Bug(
         "predictions-one-late",
         QUALITY,
         "attention)[:, :-1].flatten(0, 1)",
@@ -291,20 +240,6 @@ BUGS = (
         "            bias = maker.bias.float() / scales\n",
         "            bias = maker.bias.float()\n",
         "Makes what a layer computes smaller, but not what it adds.",
-    ),
-    Bug(
-        "keys-that-are-all-zero",
-        "phases/10_quant/quant/kv.py",
-        "    if not scale.all():\n",
-        "    if False:\n",
-        "Takes a scale of 0 for keys, which makes all of them equal.",
-    ),
-    Bug(
-        "version-by-one-name",
-        "phases/10_quant/quant/checkpoints.py",
-        'Field("checkpoint_format format", str',
-        'Field("checkpoint_format", str',
-        "Overlooks GPTQ's second version, whose zero points are stored as they are, in a file's other field.",
     ),
     Bug(
         "attention-begins-too-early",

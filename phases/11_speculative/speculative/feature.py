@@ -15,6 +15,7 @@ from forward.loading import load_model
 from forward.model import Model
 from paged_cache import Feature, PagedEngine, PagedSizes, Parts, build
 from quant import Quant
+from quant.loading import Quantize
 from speculative.control import Control
 from speculative.draft_model import DraftModel
 from speculative.head import WEIGHTS, HeadSource, load
@@ -200,7 +201,7 @@ def draft_engine(parts: Parts, model: str | Model, features: Iterable[Feature]) 
         model,
         device=str(large.device),
         dtype=str(large.dtype).removeprefix("torch."),
-        linears=few_bits.linears(),
+        linears=parts.linears.reading() if isinstance(parts.linears, Quantize) else None,
     )
     if small.config.vocab_size != large.config.vocab_size:
         raise UserError(
