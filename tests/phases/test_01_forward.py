@@ -669,24 +669,12 @@ class Shifted(nn.Module):
 @pytest.mark.parametrize("shape", ["tiny", "tiny-window"])
 def test_a_model_keeps_dtype_and_device_without_weights_in_its_linears(shape: str) -> None:
     model = load_model(f"random:{shape}", device="cpu", dtype="bfloat16")
-    before, exact = model.weight_bytes, our_logits(model, torch.arange(9))
+    exact = our_logits(model, torch.arange(9))
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     for name, linear in linears.items():
         model.set_submodule(name, Shifted(linear))
     assert model.dtype == torch.bfloat16 and model.device == torch.device("cpu")
-    weights = sum(linear.weight.numel() for linear in linears.values())
-    assert model.weight_bytes == before - 2 * weights + weights + 2 * len(linears)
     assert (our_logits(model, torch.arange(9)) - exact).norm() / exact.norm() < 0.2
-
-
-def test_weight_bytes_count_buffers_and_shared_memory_once() -> None:
-    model = load_model("random:tiny", device="cpu", dtype="float32")
-    expected = 4 * sum(p.numel() for p in model.parameters()) + 4 * 8  # and RoPE's 8 frequencies
-    assert model.weight_bytes == expected
-    model.register_buffer("view", model.lm_head.weight[3:5])
-    assert model.weight_bytes == expected
-    tied = random_model(replace(SHAPES["tiny"], tie_word_embeddings=True), device="cpu", dtype=torch.float32)
-    assert tied.weight_bytes == expected - 4 * 257 * 48
 
 
 def test_gpt2_weights_of_three_dimensions_are_named(tmp_path: Path) -> None:
