@@ -29,6 +29,7 @@ from quant.kernels.gemv4 import from_words, to_words
 from quant.kernels.inputs import Pending, gated_rows, norm_rows, round_rows
 from quant.linear import QuantLinear
 from quant.loading import Quantize
+from quant.pairs import PAIRS
 from quant.rtn import quantize
 from quant.surgery import install
 from quant.weights import QuantizedWeight
@@ -225,7 +226,7 @@ def caches(
         data = torch.full((2, *shape), float("nan"), device=DEVICE).to(torch.float8_e4m3fn)
         if paired:  # the other half of a pair is multiplied by 0: it may be anything that `kv_store` stores
             data[1] = 448.0
-        made.append(LayerCache(data[0], data[1], *scales, paired))
+        made.append(LayerCache(data[0], data[1], *scales, PAIRS if paired else None))
     for row, n in enumerate(lens):
         k, v = torch.randn(2, n, kv_heads, d, device=DEVICE, generator=rng).to(DTYPE)
         places = torch.arange(n)
@@ -285,7 +286,7 @@ def test_rope_stores_in_the_caches_format(paired: bool, rng: torch.Generator) ->
     made = []
     for _ in range(2):
         data = torch.zeros(2, 3, size, kv_heads, d, device=DEVICE).to(torch.float8_e4m3fn)
-        made.append(LayerCache(data[0], data[1], *scales, paired))
+        made.append(LayerCache(data[0], data[1], *scales, PAIRS if paired else None))
     pending = ProductScales(rows, each, DTYPE)
     q, _, _ = norm_rope(values, cos, sin, spec, norms=norms, cache=made[0], slots=slots, pending=pending)
     product = Pending(values, rows, each).finished(DTYPE)

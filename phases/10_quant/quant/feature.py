@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -81,7 +81,12 @@ class Quant(Feature):
         """Keys and values; and the layers' fastest form, for the weights are there already."""
         kind = stored_kind(parts.model) if self.kv_cache == AUTO else self.kv_cache
         if kind is not None and kind != PLAIN:
-            parts.bring(self, kv=replace(kv_format(parts.model, kind), paired=_pairs(parts, kind)))
+            kv = kv_format(parts.model, kind)
+            if _pairs(parts, kind):
+                from quant.pairs import in_pairs  # Triton comes with it
+
+                kv = in_pairs(kv, parts.size("block_size"))
+            parts.bring(self, kv=kv)
         if not any(isinstance(layer, QuantLinear) for layer in parts.model.modules()):
             return
         if "kernels" in parts.features:
