@@ -14,11 +14,11 @@ from typing import Any
 import psutil
 
 from benchmarks.evidence import ROOT
+from benchmarks.loadtest.loops import Plan, poisson, run
+from benchmarks.loadtest.report import summarize
+from benchmarks.loadtest.user import Outcome, Target
 from benchmarks.measure import Sample
 from benchmarks.workloads import Workload
-from serving.loadtest.loops import Plan, poisson, run
-from serving.loadtest.report import summarize
-from serving.loadtest.user import Outcome, Target
 
 STARTS_WITHIN = 600.0
 """Seconds: on a GPU kernels are compiled before the server is ready."""

@@ -25,13 +25,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import phases  # noqa: F401  # puts every phase's package on the path
-from cuda_graphs.latency.few import few_kernel
-from cuda_graphs.latency.heads import few_heads_kernel
-from cuda_graphs.latency.lone_few import lone_few_kernel
-from cuda_graphs.latency.tables import LoneKey, few_config, few_heads_config, lone_few_config
-from quant.kernels.configs import loop_config
-from quant.kernels.gemv import gemv8_kernel
-from quant.kernels.gemv4 import gemv4_kernel
+from phases.appendix.latency.few import few_kernel
+from phases.appendix.latency.heads import few_heads_kernel
+from phases.appendix.latency.lone_few import lone_few_kernel
+from phases.appendix.latency.tables import LoneKey, few_config, few_heads_config, lone_few_config
+from phases.appendix.quant_kernels.configs import loop_config
+from phases.appendix.quant_kernels.gemv import gemv8_kernel
+from phases.appendix.quant_kernels.gemv4 import gemv4_kernel
 from speculative.ahead import kernels as ahead
 from speculative.ahead.lookup import AT_ONCE, look_up_kernel
 from speculative.ngram import MOST_TOKENS

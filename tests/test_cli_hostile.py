@@ -12,11 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import continuous
-from benchmarks import roofline
-from benchmarks.roofline import Ceilings, ceilings
 from common.console import Terminal
 from common.device import pick_device
 from common.errors import UserError
@@ -180,16 +177,6 @@ def test_a_bench_whose_result_has_no_place_does_not_begin(
     code, out, err = cli("bench", "1", "--quick", "--device", "cpu")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert f"{tmp_path}/home/quick/benchmarks/results/cpu cannot be written: Not a directory" in err
-
-
-def test_ceilings_that_cannot_be_kept(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setenv("LADDER_HOME", "/dev/null/home")
-    monkeypatch.setattr(roofline, "_probe", lambda device, dtype: (Ceilings(1.0, 2.0), True))
-    roofline._say_once.cache_clear()
-    for _ in range(2):
-        assert ceilings("cpu", torch.float32) == Ceilings(1.0, 2.0)
-    said = capsys.readouterr().err
-    assert said.count("the ceilings are measured each time: ") == 1 and said.count("\n") == 1
 
 
 # Prompts.

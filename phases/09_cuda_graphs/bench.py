@@ -12,12 +12,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 import prefix_cache
 from benchmarks.compiled import Compiled
+from benchmarks.engines import engine_of
 from benchmarks.evidence import BenchOptions, Evidence, Metric, Run, collect
 from benchmarks.measure import Sample, Samples, alternate, summarize, time_generation
 from benchmarks.plotting import bars, measured_once, panels, save, times
@@ -33,7 +34,6 @@ from cuda_graphs import Graphs, Overlap, Overlapped
 from cuda_graphs.plans import DecodePlan
 from cuda_graphs.runner import GraphRunner
 from paged_cache import PagedEngine, PagedRunner, PagedSizes, build
-from phases.registry import load_engine, phase_named
 from prefix_cache import Prefix
 from triton_paged_attention.sampler import TritonSampler
 
@@ -103,8 +103,7 @@ class Bench:
         """Return the phase's engine, with what the appendix adds to it."""
         given: dict[str, Any] = {"max_rows": ROWS, "max_len": MAX_LEN, "step_tokens": STEP_TOKENS}
         tokens = CACHE_TOKENS * self.model.config.kv_bytes_per_token(self.model.dtype)
-        given |= {"cache_bytes": tokens, **more}
-        return cast(PagedEngine, load_engine(phase_named("09"), self.model, **given))
+        return engine_of("09", self.model, **{**given, "cache_bytes": tokens, **more})
 
     def engine(self, variant: str) -> PagedEngine:
         """A variant over the one scheduler and cache."""

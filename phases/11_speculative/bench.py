@@ -18,7 +18,7 @@ import torch
 from matplotlib.axes import Axes
 from torch import Tensor
 
-import speculative
+from benchmarks.engines import engine_of
 from benchmarks.evidence import BenchOptions, Evidence, Run, collect
 from benchmarks.measure import Sample, Samples, alternate, summarize
 from benchmarks.plotting import GREY, bars, colours, lines, number, panels, save
@@ -135,7 +135,7 @@ class Bench:
         self.model = load_target(options) if model is None else model
         self.given = {"prefix_cache": False, "draft_ahead": False, **given}  # or drafters take no turns
         self.length = int(given.get("draft_length", LENGTH))
-        self.engine = speculative.load(self.model, **self.given)
+        self.engine = engine_of("11", self.model, **self.given)
 
     def drafter(self, **settings: Any) -> Speculator:
         """A drafter for the engine that guesses on the host, as the feature would make it."""

@@ -18,9 +18,8 @@ import tokenizers
 from tokenizers import decoders, pre_tokenizers
 from tokenizers.models import WordPiece
 
-import cuda_graphs
-import structured
 from benchmarks import hostile_grammars
+from benchmarks.engines import engine_of
 from benchmarks.evidence import BenchOptions, Evidence, Metric, Run, collect
 from benchmarks.measure import Sample, alternate, request_metrics, summarize
 from benchmarks.plotting import bars, colours, log_axis, panels, save
@@ -189,7 +188,7 @@ class Bench:
         }
         lengths = [len(item.prompt) + item.max_tokens for item in work.items]
         sizes = self.sizes(count, 512 if max(lengths) <= 512 else 2048, max(2048, most_at_once(work)))
-        engines: dict[str, PagedEngine] = {BEFORE: cuda_graphs.load(self.model, **sizes)}
+        engines: dict[str, PagedEngine] = {BEFORE: engine_of("09", self.model, **sizes)}
         engine = self.engine(sizes)
         for name in variants:
             engines[name] = self.engine(sizes, jump_rows=count) if name == JUMP else engine
@@ -221,7 +220,7 @@ class Bench:
     def engine(self, sizes: Mapping[str, Any], **options: Any) -> PagedEngine:
         """This phase's engine with the vocabulary, which a random model has from nowhere else."""
         # Guesses would need a mask for each of their places, and phase 09 guesses nothing either.
-        engine = structured.load(self.model, **{"speculate": False, **sizes, **options})
+        engine = engine_of("12", self.model, **{"speculate": False, **sizes, **options})
         config = self.model.config
         pool = GrammarPool(
             lambda: backend_named(self.backend)(self.vocabulary), cache_bytes=1 << 28, seconds=60.0

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from matplotlib.axes import Axes
 
+from benchmarks.engines import engine_of
 from benchmarks.evidence import BenchOptions, Evidence, Run, collect
 from benchmarks.measure import Sample, Samples, alternate, summarize, time_generation
 from benchmarks.plotting import colours, lines, log_axis, measured_once, number, panels, save
@@ -22,7 +23,6 @@ from benchmarks.roofline import ceilings
 from benchmarks.server import Server
 from benchmarks.targets import load_target, targets
 from benchmarks.workloads import Item, Workload, uniform, workload
-from phases.registry import load_engine, phase_named
 
 PHASE, ENGINE, ALONE = "13_serving", "09_cuda_graphs, no server", "13_serving, phase 02 one at a time"
 LENGTHS, ARRIVALS = f"{PHASE}+prompts", f"{PHASE}+arrivals"
@@ -137,7 +137,7 @@ class OnCuda:
     def __init__(self, options: BenchOptions) -> None:
         self.options, self.model = options, load_target(options)
         self.dtype = str(options.dtype).removeprefix("torch.")
-        self.engine: Any = load_engine(phase_named("09"), self.model, **self.engine_options())
+        self.engine = engine_of("09", self.model, **self.engine_options())
         self.shift = 0
 
     def engine_options(self) -> dict[str, Any]:

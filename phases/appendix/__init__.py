@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 FEATURES: tuple[str, ...] = (
     "phases.appendix.tuning.feature:Tuned",
     "phases.appendix.tuning.feature:Rehearsal",
+    "phases.appendix.latency.feature:Latency",
     "phases.appendix.checkpoint_formats.feature:CheckpointFormats",
+    "phases.appendix.quant_kernels.feature:QuantKernels",
+    "phases.appendix.all_reduce.feature:OwnSums",
 )
 """Every feature of an entry as `module:class`, in the order in which features of one phase are installed.
 

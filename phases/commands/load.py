@@ -11,15 +11,15 @@ from typing import Any
 from rich.live import Live
 from rich.table import Table
 
+from benchmarks.loadtest.loops import Plan, poisson
+from benchmarks.loadtest.loops import run as ask_all
+from benchmarks.loadtest.report import Goal, summarize
+from benchmarks.loadtest.user import Outcome, Target
 from benchmarks.server import bodies_of
 from benchmarks.workloads import Workload, workload
 from common.console import err, out
 from common.errors import UserError, integer, number
 from common.files import whole
-from serving.loadtest.loops import Plan, poisson
-from serving.loadtest.loops import run as ask_all
-from serving.loadtest.report import Goal, summarize
-from serving.loadtest.user import Outcome, Target
 
 COLUMNS = {
     "output_tokens_per_s": "tokens/s",

@@ -13,25 +13,27 @@ from typing import Any
 
 import uvloop
 
+from benchmarks.made_up import RANDOM, made_up_tokenizer
+from benchmarks.one_at_a_time import OneAtATime
 from common.collector import keep_out
 from common.console import err, out
 from common.device import pick_device, pick_dtype
 from common.errors import UserError, integer
 from common.text.tokenizer import Tokenizer
 from phases import Phase
+from phases.appendix.browsers.hosts import hosts, names_of
+from phases.appendix.browsers.origins import origins
+from phases.appendix.observability.observer import EngineObserver
+from phases.appendix.observability.traces import Traces
+from phases.appendix.server import whole_app, whole_server
 from phases.commands.fetch import fetch_with_progress
 from phases.config import options_from_yaml
 from phases.registry import ROWS, check_options, load_engine, missing_for, phase_named
 from replicas.options import ReplicaOptions
 from serving.alive import CannotStart, EngineProcess
 from serving.app import App
-from serving.http.hosts import hosts, names_of
 from serving.http.limits import Limits
-from serving.http.origins import origins
-from serving.http.server import Server, listen
-from serving.made_up import RANDOM, made_up_tokenizer
-from serving.versions.one_at_a_time import OneAtATime
-from serving.watching.traces import Traces
+from serving.http.server import listen
 
 KEY = "LADDER_API_KEY"
 
@@ -101,8 +103,7 @@ def run(
         try:
             return _serve(app, host, port)
         finally:
-            if app.traces is not None:
-                app.traces.close()
+            app.close()
     finally:
         if model.startswith(RANDOM):
             shutil.rmtree(folder, ignore_errors=True)
@@ -129,7 +130,7 @@ def make_app(
 
     folder: see `_folder_of`; None on a machine that has to look for itself.
     traces: where spans go, if anywhere.
-    server: what `App` takes besides.
+    server: what `whole_app` takes besides.
     """
     if folder is None:
         folder = _folder_of(model)
@@ -138,7 +139,8 @@ def make_app(
     source = model if model.startswith(RANDOM) else str(folder)
     make = partial(make_engine, phase, source, str(folder), device, dtype, options)
     telling = None if traces is None else Traces.to(traces, name)
-    return App(EngineProcess(make), Tokenizer(folder), name, traces=telling, **server)
+    engine = EngineProcess(make, observer=EngineObserver)
+    return whole_app(engine, Tokenizer(folder), name, traces=telling, **server)
 
 
 def make_engine(
@@ -193,7 +195,7 @@ def _serve_replicas(
 
 def _serve(app: App, host: str, port: int) -> int:
     listening = listen(host, port)  # before anything slow: the port may be taken
-    server = Server(app, on_ready=partial(_greet, app, host, listening.getsockname()[1]))
+    server = whole_server(app, on_ready=partial(_greet, app, host, listening.getsockname()[1]))
     try:
         uvloop.run(server.serve([listening]))
     finally:

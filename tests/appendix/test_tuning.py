@@ -19,11 +19,11 @@ import prefix_cache
 from common.events import generate
 from common.sampling.params import SamplingParams
 from continuous.engine import Stats
-from cuda_graphs.latency.tables import GemvKey
 from forward.loading import load_model
 from forward.model import Model
 from forward.shapes import SHAPES
 from phases import find_phase
+from phases.appendix.latency.tables import GemvKey
 from phases.appendix.tuning import autotune, lone, winners
 from phases.appendix.tuning.autotune import SPACE, neighbours, tune
 from phases.appendix.tuning.rehearsal import play, rehearse, scenes

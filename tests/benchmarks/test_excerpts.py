@@ -50,12 +50,6 @@ def test_functions_without_class_docstring_and_indentation(folder: Path) -> None
     )
 
 
-def test_a_part_of_a_function(folder: Path) -> None:
-    assert shown('code.py Counter.up "from=if self._count" "to=self._count = 0"', folder) == (
-        "```python\n# code.py\nif self._count > 3:\n    self._count = 0\n```\n"
-    )
-
-
 @pytest.mark.parametrize(
     ("words", "says"),
     [

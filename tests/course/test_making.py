@@ -128,13 +128,6 @@ def test_no_answer_is_anywhere_in_a_copy() -> None:
     assert {Path(file).suffix for file in made} == {".py", ".md"}, "no bytecode, notebooks or history"
 
 
-def test_the_rule_sees_an_answer() -> None:
-    name = "08.2 RadixIndex._split"
-    body = answers()[name]
-    assert gives_away("\n".join(["def f():", *("    " + line for line in body)]), {name: body}) == name
-    assert gives_away("x = 1\n", {name: body}) == ""
-
-
 def test_a_lesson_shows_no_code_of_an_exercise() -> None:
     lesson = made_files(of_phases("12"))["phases/12_structured/README.md"]
     assert "*This code is exercise 12.4, `Trie.walk`.*" in lesson

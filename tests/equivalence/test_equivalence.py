@@ -17,7 +17,6 @@ import kv_cache
 import prefix_cache
 from common.events import Completion, TokenEvent, generate
 from common.sampling.params import SamplingParams
-from common.sampling.sampler import Sampler
 from continuous.engine import Engine
 from forward.model import Model
 from tests.equivalence.compare import assert_all_same, margin, next_logits, sampled_tie
@@ -218,30 +217,6 @@ def test_the_comparator_sees_a_wrong_token() -> None:
         assert_all_same(model(name), [right], [wrong])
     with pytest.raises(AssertionError, match="beginning"):
         assert_all_same(model(name), [right], [replace(right, token_ids=right.token_ids[:-1])])
-
-
-@pytest.mark.parametrize("settings", [{}, {"top_k": 5}, {"top_p": 0.6}, {"temperature": 0.0}])
-def test_a_sampled_tie_names_the_drawn_token_and_the_one_next_to_it(settings: dict[str, float]) -> None:
-    params = SamplingParams(**{"temperature": 0.9, "seed": 3, **settings})  # type: ignore[arg-type]
-    logits = torch.randn(50, generator=torch.Generator().manual_seed(2))
-    sampler = Sampler(1, 50, "cpu")
-    sampler.set_row(0, params)
-    for step in range(20):
-
-        def drawn(x: torch.Tensor, at: int = step) -> int:
-            return int(sampler.sample(x[None], torch.tensor([0]), [0], torch.tensor([at])).tokens)
-
-        clear = sampled_tie(logits, params, 3, step)
-        assert clear.first == drawn(logits)
-        if clear.gap < 1e-2 or not 0.01 < clear.gap < 100 or {"top_k", "top_p"} & set(settings):
-            continue
-        moved = logits.clone()
-        moved[clear.second] += clear.gap - 1e-4
-        near = sampled_tie(moved, params, 3, step)
-        assert (near.first, near.second, near.tied) == (clear.first, clear.second, True)
-        moved[clear.second] += 2e-4
-        assert drawn(moved) == clear.second, "a little more, and the other token is drawn"
-        assert not clear.tied
 
 
 def test_a_sampled_tie_sees_the_edge_of_truncation() -> None:

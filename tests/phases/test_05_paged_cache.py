@@ -168,19 +168,6 @@ def test_an_engine_that_falls_idle_checks_its_books(model: Model, monkeypatch: p
 # Admission, growth and preemption.
 
 
-def test_a_request_grows_block_by_block() -> None:
-    engine, _ = fake(2, 12)
-    (request,) = engine.add([1] * 6, greedy(8))
-    held = []
-    while True:
-        engine.step()
-        if engine.idle:
-            break
-        held.append(engine.scheduler.cache.allocator.count - engine.scheduler.cache.free)
-    # 6 tokens in the first step, then one more in each: 6, 7, 8 in two blocks, 9 to 12 in three.
-    assert held == [2, 2, 2, 3, 3, 3, 3] and request.preemptions == 0
-
-
 def test_admission_counts_blocks_promised_in_the_same_step() -> None:
     engine, _ = fake(4, 5)
     first, second, third = (engine.add([1] * 12, greedy(1))[0] for _ in range(3))
@@ -613,14 +600,6 @@ def test_ledger(model: Model) -> None:
         plan_cache(model, cache_bytes=10**18, **plan)
     with pytest.raises(UserError, match=r"max_rows is 65536, which takes \d+ bytes for requests of 16777216"):
         plan_cache(model, **{**plan, "rows": 1 << 16, "max_len": 1 << 24})
-
-
-def test_the_pool_has_the_ledgers_size(model: Model) -> None:
-    engine = paged_cache.load(model, cache_bytes=block_bytes(model, 10))
-    pool = engine.runner.attention.pool  # type: ignore[attr-defined]
-    assert pool.data.nbytes == engine.ledger.cache
-    cache = pool.layers[1]
-    assert cache.k.shape == cache.v.shape == (10, 16, model.config.num_kv_heads, model.config.head_dim)
 
 
 def test_an_exception_gives_the_blocks_back(model: Model) -> None:

@@ -167,7 +167,7 @@ SUBSETS: list[dict[str, Any]] = [
     {"chunked_prefill": False},
     {"overlap": False},
     {"chunk_tokens": 5, "step_tokens": 9},
-    {"kernels": True, "latency": False, "graphs": False},
+    {"kernels": True, "graphs": False},
 ]
 
 
@@ -208,13 +208,12 @@ def interpreted() -> bool:
 def test_kernels_first_or_not_the_layers_are_quantized_and_joined(tiny: Model, scheme: str) -> None:
     if not interpreted():
         pytest.skip("needs triton's interpreter")
-    from quant.fused import QuantFusedLinear
     from quant.kernel_layers import KernelLinear
 
-    engine = quant.load(tiny, quantization=scheme, kernels=True, graphs=False, latency=False, **SMALL)
+    engine = quant.load(tiny, quantization=scheme, kernels=True, graphs=False, **SMALL)
     model = engine.runner.model
     # Groups of 16, which rows of 48 leave, have no kernels.
-    joined = [part for part in model.modules() if isinstance(part, (KernelLinear, QuantFusedLinear))]
+    joined = [part for part in model.modules() if isinstance(part, (KernelLinear, QuantLinear))]
     assert len(joined) == 2 * 4 + 1, "qkv, out, gate and up, down of two layers, and the head"
     assert not any(isinstance(part, nn.Linear) for part in model.modules()), "a plain layer is left"
 

@@ -11,24 +11,25 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
-from cuda_graphs.latency import linear as linears
-from cuda_graphs.latency.attention import LatencyAttention
-from cuda_graphs.latency.few import few
-from cuda_graphs.latency.heads import project_few_heads
-from cuda_graphs.latency.linear import LatencyLinear, OutputLinear
-from cuda_graphs.latency.lone_few import FewParts
-from cuda_graphs.latency.surgery import install as latency
-from cuda_graphs.latency.tables import FewHeadsConfig, LoneFewConfig
 from forward.attention import LayerSpec
 from forward.loading import random_model
 from forward.shapes import SHAPES
 from paged_cache import BlockPool
+from phases.appendix.latency import linear as linears
+from phases.appendix.latency.attention import LatencyAttention
+from phases.appendix.latency.few import few
+from phases.appendix.latency.heads import project_few_heads
+from phases.appendix.latency.linear import add_way
+from phases.appendix.latency.lone_few import FewParts
+from phases.appendix.latency.surgery import install as latency
+from phases.appendix.latency.tables import FewHeadsConfig, LoneFewConfig
 from speculative.ahead.graph import several
 from speculative.cuda import columns
 from tests.cuda_kit import ON_A_GPU, random, replayed
 from tests.paged_batches import DEVICE, assert_near, walled
 from triton_paged_attention.decode import Workspace
 from triton_paged_attention.kernels.norms import NormWeights
+from triton_paged_attention.linear import FusedLinear
 from triton_paged_attention.surgery import optimize
 
 CLOSE = 4e-3
@@ -133,24 +134,31 @@ class TestOnAGPU:
         assert_near(hidden[1], hidden[0], 10 * CLOSE, f"12 layers, {tokens} tokens behind {context}")
 
 
+def layer(weight: Tensor, bias: Tensor | None = None, *, few: bool = True, ahead: bool = True) -> FusedLinear:
+    """A linear layer with phase 09's way."""
+    plain = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    plain.weight = nn.Parameter(weight)
+    if bias is not None:
+        plain.bias = nn.Parameter(bias)
+    fused = FusedLinear(plain)
+    add_way(fused, few=few, run_ahead=ahead)
+    return fused
+
+
 def test_which_layers_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody's without the hardware; with it, those of bfloat16 for whose few tokens there are kernels."""
-    made = [LatencyLinear(nn.Parameter(random(64, 576))), OutputLinear(nn.Parameter(random(64, 576)))]
-    for linear in made:
-        linear.few, linear.run_ahead = True, False
+    made = layer(random(64, 576), ahead=False)
     monkeypatch.setattr(columns, "available", lambda device: False)
-    assert all(columns.by_columns(linear) is linear for linear in made), "there is no such kernel here"
+    assert len(columns.by_columns(made).ways) == 1, "there is no such kernel here"
     monkeypatch.setattr(columns, "available", lambda device: True)
-    changed = [columns.by_columns(linear, fewest=1) for linear in made]
-    assert [type(linear) for linear in changed] == [columns.ColumnLinear, columns.ColumnOutput]
-    for old, new in zip(made, changed, strict=True):
-        assert new.weight is old.weight, "the weight is copied"
-        assert (new.few, new.run_ahead, new.fewest) == (True, False, 1), "how it starts is lost"
-    made[0].few = False
-    assert columns.by_columns(made[0]) is made[0], "a few tokens of it have no kernel"
-    half = LatencyLinear(nn.Parameter(random(64, 576).half()))
-    half.few = True
-    assert columns.by_columns(half) is half, "it is not of bfloat16"
+    way = columns.by_columns(made, fewest=1).ways[0]
+    assert isinstance(way, columns.Columns)
+    assert way.linear is made.linear, "the weight is copied"
+    assert (way.run_ahead, way.fewest) == (False, 1), "how it starts is lost"
+    slow = layer(random(64, 576), few=False)
+    assert len(columns.by_columns(slow).ways) == 1, "a few tokens of it have no kernel"
+    half = layer(random(64, 576).half())
+    assert len(columns.by_columns(half).ways) == 1, "it is not of bfloat16"
 
 
 def test_who_is_a_column(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,12 +172,10 @@ def test_who_is_a_column(monkeypatch: pytest.MonkeyPatch) -> None:
         (2, None, ["gemv", "columns", "columns"]),
         (1, random(64), ["gemv", "few", "few"]),
     ]:
-        old = LatencyLinear(nn.Parameter(random(64, 576)), None if bias is None else nn.Parameter(bias))
-        old.few = True
-        layer = columns.by_columns(old, fewest=fewest)
+        made = columns.by_columns(layer(random(64, 576), bias), fewest=fewest)
         taken.clear()
         for tokens in (1, 2, 8):
-            layer(random(tokens, 576))
+            made(random(tokens, 576))
         assert taken == wanted, f"one, two and eight tokens, from {fewest} on, bias {bias is not None}"
 
 

@@ -38,8 +38,6 @@ from continuous.engine import Engine
 from continuous.seams import NO_DRAFTS
 from continuous.work import Work
 from cuda_graphs.capture import Capturer
-from cuda_graphs.latency import surgery
-from cuda_graphs.latency.attention import LatencyAttention
 from cuda_graphs.runner import GraphRunner
 from forward.attention import LayerSpec, RecomputeAttention
 from forward.model import Model
@@ -1030,7 +1028,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a model that nobody reads": (
         {"draft_model": "random:tiny"},
-        "draft_model is 'random:tiny', but drafter is 'ngram', which reads none: only model, head, layers do",
+        "draft_model is 'random:tiny', but drafter is 'ngram', which reads none: only model, head do",
     ),
     "no weights": ({"drafter": "head", "draft_model": "/nowhere"}, "there is no such file"),
     "off": ({"speculate": False, "drafter": "suffix"}, "switch it on with speculate=True"),
@@ -1323,7 +1321,7 @@ def test_a_drafter_has_the_rows_of_a_quantized_head(
 ) -> None:
     assert not model.config.tie_word_embeddings
     head.save(head_of(model), tmp_path / "head", {})
-    options: dict[str, Any] = {"quantization": scheme, "head": scheme, "kernels": kernels, "latency": False}
+    options: dict[str, Any] = {"quantization": scheme, "head": scheme, "kernels": kernels}
     engine = speculative.load(
         model, drafter="head", draft_model=str(tmp_path / "head"), group_size=16, **options, **SMALL
     )
@@ -1801,41 +1799,6 @@ def ahead_engine(model: Model, kind: str, folder: Any, rows: int = 2, **options:
     given |= {} if kind == "ngram" else {"draft_model": drafts}
     given["max_rows"] = rows
     return speculative.load(model, **{**AHEAD, **given, **options})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["in the verify graph", "in the graph that drafts, too"])
-def test_a_lone_request_is_verified_by_the_kernels_for_few(
-    model: Model, where: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All its tokens in one kernel of attention a layer, padding included, behind its lone tokens."""
-    monkeypatch.setattr(surgery, "few_pays", lambda *_: True)  # the interpreter knows float32
-    monkeypatch.setattr(Capturer, "capture", lambda self, function: function)
-    few, seen = LatencyAttention.attend_few, []
-
-    def counted(self: LatencyAttention, layer: Any, qkv: Tensor, *rest: Any, **options: Any) -> Any:
-        seen.append(len(qkv))
-        return few(self, layer, qkv, *rest, **options)
-
-    monkeypatch.setattr(LatencyAttention, "attend_few", counted)
-    output = 8 if where == "in the verify graph" else 6
-    prompts, params = [[5, 6, 7]], [SamplingParams(max_tokens=output, ignore_eos=True)]
-    right = continuous.load(model, max_rows=1, max_len=64).generate(prompts, params)
-    fused = {**dict.fromkeys(PLAIN, "triton"), "latency": True, "overlap": False}
-    if where == "in the verify graph":
-        options = {**AHEAD, "max_rows": 1, "drafter": "ngram", "draft_length": 6, **fused}
-        engine = scripted(model, right, "right at first", **options)
-        seen.clear()
-        made = engine.generate(prompts, params)
-        assert set(seen) == {4, 7}, f"the prompt of 3 in a graph of 4, and six drafts: {seen}"
-    else:
-        engine = ahead_engine(model, "model", tmp_path, rows=1, **{**fused, "overlap": True})
-        seen.clear()
-        made = engine.generate(prompts, params)
-        assert isinstance(engine.loop, loops.InGraph) and engine.loop.ahead.replays > 1
-        assert seen.count(3) >= 6, f"verified in two layers, and caught up with in two others: {seen}"
-    assert plain(made) == plain(right), "a token differs from the engine's without drafts"
-    clean(engine)
 
 
 def of_few_words(model: Model) -> Model:

@@ -17,8 +17,8 @@ from phases.cli import app
 from phases.commands.flags import add_engine_flags
 from serving.http.limits import Limits
 from serving.http.schema import Generation
-from serving.messages import Stats
-from serving.watching.metrics import Metrics
+from serving.messages import StepStats
+from serving.metrics import Metrics
 
 PACKAGE = ROOT / "phases" / "13_serving" / "serving"
 PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
@@ -67,7 +67,7 @@ def test_every_route_and_every_field_of_vllms_is_named():
 
 
 def test_every_metric_exists():
-    there = Metrics("x").text(Stats(), blocks=1, in_flight=0, restarts=0, ready=True)
+    there = Metrics("x").text(StepStats(), blocks=1, in_flight=0, restarts=0, ready=True)
     for name in re.findall(r"`((?:vllm|ladder):\w+)`", PAGE):
         assert f"# TYPE {name} " in there, f"there is no metric {name}"
 

@@ -308,7 +308,9 @@ class Engine:
         for token, logprob in tokens:
             if token == NAN_TOKEN:
                 self.runner.attention.wipe(request.row)
-                self.end(request, "error", NotANumber("the model's logits for this request are NaN"))
+                self.end(
+                    request, "error", NotANumber("the model's logits for this request are not a number (NaN)")
+                )
                 return False
             if not request.params.max_tokens:  # only its prompt was wanted
                 self.outputs.append(Output(request, None, "length", now))

@@ -35,8 +35,14 @@ def build(
     """
     ordered = tuple(sorted(features, key=lambda feature: feature.phase))
     parts = Parts(Recipe(model, sizes or PagedSizes(), ordered, device, dtype, tokenizer))
-    parts.stages = {"load": [load], "install": [install], "plan": [plan], "make": [make]}
-    parts.stages |= {"connect": [], "rehearse": []}
+    parts.stages = {
+        "load": [load],
+        "install": [install],
+        "plan": [plan],
+        "make": [make],
+        "connect": [],  # what features have brought meets the engine
+        "rehearse": [],  # the engine gets ready for its first request
+    }
     for feature in ordered:
         feature.prepare(parts)
     for calls in parts.stages.values():

@@ -90,7 +90,7 @@ class Quant(Feature):
         if not any(isinstance(layer, QuantLinear) for layer in parts.model.modules()):
             return
         if "kernels" in parts.features:
-            from quant.surgery import install, unpacked_bytes  # Triton comes with it
+            from quant.kernel_layers import install, unpacked_bytes  # Triton comes with it
 
             install(parts.own_model())
             parts.reserve.append(lambda whole: unpacked_bytes(whole.model))

@@ -42,7 +42,7 @@ up to which phase 09 has kernels for a few tokens."""
 READ = ("model", "head")
 """Drafters whose weights `draft_model` may name."""
 
-SHARED = ("kernels", "rehearsal", "graphs", "latency")
+SHARED = ("kernels", "rehearsal", "graphs", "latency", "quant_kernels")
 """Features that a draft model takes over from the model it drafts for, where that has them."""
 
 
@@ -218,4 +218,4 @@ def draft_engine(parts: Parts, model: str | Model, features: Iterable[Feature]) 
         block_size=block,
         cache_bytes=(tokens + 2 * block) * small.config.kv_bytes_per_token(small.dtype),
     )
-    return build(small, sizes, [*features, few_bits])
+    return build(small, sizes, [few_bits, *features])

@@ -76,10 +76,6 @@ class ReducedHead(nn.Module):
         """`[..., hidden]` -> `[..., N]`."""
         return hidden @ self.weight.T
 
-    def joined(self, *parts: nn.Module) -> ReducedHead:
-        """Kernels for linear layers leave it as it is."""
-        return self
-
 
 class Head(Model):
     """One layer on hidden states of the large model, between its embedding and a reduced output head.

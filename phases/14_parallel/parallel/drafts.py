@@ -17,6 +17,7 @@ from forward.model import Model
 from paged_cache import Parts
 from parallel.ranks import Ranks
 from speculative import Speculate
+from speculative.head import head_weight
 from speculative.ngram import NGrams
 from speculative.speculator import Source
 
@@ -55,7 +56,7 @@ def view(model: Model, ranks: Ranks, whole: ModelConfig) -> Model:
     embedding.weight = nn.Parameter(gathered(model.get_parameter("embed_tokens.weight"), ranks, whole), False)
     if not whole.tie_word_embeddings:
         seen.lm_head = head = nn.Linear(0, 0, bias=False)
-        head.weight = nn.Parameter(gathered(model.get_parameter("lm_head.weight"), ranks, whole), False)
+        head.weight = nn.Parameter(gathered(head_weight(model), ranks, whole), False)
     found: Model = seen
     return found
 

@@ -20,7 +20,7 @@ from continuous.seams import Journal, Loop
 from continuous.work import Work
 from parallel import crew as crews
 from parallel.crew import Crew, RanksLost
-from parallel.member import Line
+from parallel.line import Line
 from parallel.messages import Enter, Entry, Leave, Rehearsed, Sum, Turn
 from parallel.told import Teller, Told
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar
 
 import torch
 
 from common.device import pick_device
-from common.errors import UserError, choice, integer
+from common.errors import UserError, integer
 from common.options import option
 from continuous.seams import NO_DRAFTS, NO_MASKS
 from forward.model import Model
@@ -21,17 +20,15 @@ from parallel import engine as engines
 from parallel.crew import Crew
 from parallel.drafts import SplitSpeculate
 from parallel.launch import meet, part
+from parallel.line import Line
 from parallel.loading import config_of, load_part
-from parallel.member import Line
 from parallel.messages import Build, Rehearsed
 from parallel.ranks import Ranks, graphs_of
-from parallel.reduce import PLAIN, Reducer
 from parallel.sampler import RanksPrompts, over
 from parallel.shard import Shard
 from parallel.told import FirstMasks, OtherMasks, Teller, Told
 from speculative import Speculate
 
-Way = Literal["auto", "nccl", "one-shot", "two-shot"]
 MOST_RANKS = 64
 
 
@@ -43,13 +40,11 @@ class Parallel(Feature):
     phase: ClassVar[int] = 14
 
     tensor_parallel: int = option(1, "GPUs (or processes) that share the model's heads, MLP and vocabulary")
-    all_reduce: Way = option("auto", "how they add up: auto (by size), nccl, one-shot or two-shot")
     rank_check: int = option(100, "steps from one comparison of what the ranks have done to the next")
 
     def __post_init__(self) -> None:
         """Check the options."""
         integer("tensor_parallel", self.tensor_parallel, low=1, high=MOST_RANKS)
-        choice("all_reduce", self.all_reduce, get_args(Way))
         integer("rank_check", self.rank_check, low=1)
 
     def prepare(self, parts: Parts) -> None:
@@ -158,7 +153,6 @@ class Split(Feature):
             from parallel.fused import install
 
             install(parts.own_model(), ranks)
-        ranks.reducer = self._reducer(parts)
         kernels = getattr(parts.features.get("kernels"), "sampling", "") == "triton"
         parts.wrap(self, sampler=partial(over, ranks, kernels=kernels))
         if "graphs" in parts.features:  # where a step is masked, rank 0 tells the others what it has chosen
@@ -200,24 +194,6 @@ class Split(Feature):
         engine.journal = made
         engine.runner.prompts = RanksPrompts(self.ranks, engine.config.vocab_size)
         return made
-
-    def _reducer(self, parts: Parts) -> Reducer:
-        """How sums are made. Raises `UserError` for kernels where there can be none."""
-        way, cuda = self.options.all_reduce, parts.model.device.type == "cuda"
-        if way == "nccl" or (way == "auto" and not (cuda and "kernels" in parts.features)):
-            return PLAIN
-        if "kernels" not in parts.features:
-            raise UserError(f"all_reduce is {way!r}, but must be 'nccl' or 'auto' without kernels")
-        from parallel.symmetric import OtherRanks, symmetric
-
-        try:
-            return symmetric(self.ranks, parts.model, way)
-        except OtherRanks as error:
-            if way != "auto":
-                raise
-            if self.crew is not None:
-                print(f"note: {error}: sums are NCCL's", file=sys.stderr, flush=True)
-            return PLAIN
 
     def _agree(self, parts: Parts) -> None:
         """Take as many blocks as there are on the rank that has room for the fewest."""

@@ -11,18 +11,18 @@ import triton
 from torch import Tensor
 
 from common.models.config import ModelConfig
-from cuda_graphs.latency.attention import LatencyAttention
-from cuda_graphs.latency.block import LatencyBlock
-from cuda_graphs.latency.gemv import gemv
-from cuda_graphs.latency.surgery import install
-from cuda_graphs.latency.tables import GEMV, LONE, GemvConfig, GemvKey, LoneConfig, LoneKey, heads_config
 from forward.loading import random_model
 from paged_cache import BlockPool
+from phases.appendix.latency.attention import LatencyAttention
+from phases.appendix.latency.gemv import gemv
+from phases.appendix.latency.surgery import install
+from phases.appendix.latency.tables import GEMV, LONE, GemvConfig, GemvKey, LoneConfig, LoneKey, heads_config
 from phases.appendix.tuning import autotune as kernels
 from phases.appendix.tuning.autotune import Found, Report, Space, Timer, graph_timer, tune
 from phases.appendix.tuning.shapes import BLOCK_SIZE, Shape, copies_of
 from phases.appendix.tuning.winners import Winners
 from triton_paged_attention.batch import fixed_batch
+from triton_paged_attention.layers import FusedBlock
 from triton_paged_attention.surgery import optimize
 
 GEMVS = Winners("gemv", GEMV, GemvConfig)
@@ -103,7 +103,7 @@ def _step(
 ) -> Callable[[], Tensor] | None:
     """One token through random layers, with so many keys in the cache; None: these take no direct way."""
     built = install(optimize(random_model(model, device=device, dtype=dtype)))
-    if not any(isinstance(module, LatencyBlock) for module in built.modules()):
+    if not any(isinstance(module, FusedBlock) and module.ways for module in built.modules()):
         return None
     blocks = -(-context // BLOCK_SIZE)
     pool = BlockPool(model, blocks, BLOCK_SIZE, device=device, dtype=dtype)

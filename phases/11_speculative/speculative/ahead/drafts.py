@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from common.sampling.sampler import Feature, Plan
 from cuda_graphs.decode_graph import Machine, narrow_logits
-from cuda_graphs.latency.linear import LatencyLinear
-from cuda_graphs.latency.tables import few_pays
 from forward.attention import Attention
+from phases.appendix.latency.linear import add_way
+from phases.appendix.latency.tables import few_pays
 from speculative.ahead.kernels import side_by_side
 from speculative.cuda.columns import by_columns
 from speculative.head import Head, ReducedHead
+from triton_paged_attention.linear import FusedLinear
 
 
 class ModelDrafts:
@@ -100,11 +101,13 @@ class HeadDrafts(ModelDrafts):
         return self.head.through(self._fuse(given), cos_sin, attention)
 
 
-def _quick(weight: Tensor, few: bool) -> LatencyLinear:
+def _quick(weight: Tensor, few: bool) -> FusedLinear:
     """A projection with kernels for one token and, with `few`, for a few; the weight is shared."""
-    linear = LatencyLinear(nn.Parameter(weight, requires_grad=False))
-    linear.few = few
-    return by_columns(linear, fewest=1)
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    fused = FusedLinear(linear)
+    add_way(fused, few=few)
+    return by_columns(fused, fewest=1)
 
 
 def _stacked(*norms: nn.Module) -> Tensor:

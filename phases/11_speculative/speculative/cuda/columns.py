@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from cuda_graphs.latency.few import FEW_TOKENS
-from cuda_graphs.latency.linear import LatencyLinear, OutputLinear
-from cuda_graphs.latency.lone_few import FewParts
+from forward.attention import LayerSpec
 from forward.model import Model
+from phases.appendix.latency.block import LatencyBlock
+from phases.appendix.latency.few import FEW_TOKENS
+from phases.appendix.latency.linear import CombinesFewHeads, LatencyWay
+from phases.appendix.latency.lone_few import FewParts
 from speculative.cuda.launch import CudaKernel, available
 from triton_paged_attention.hardware import multiprocessors
 from triton_paged_attention.kernels.norms import NormWeights
-from triton_paged_attention.surgery import replace
+from triton_paged_attention.layers import FusedAttention, FusedBlock
+from triton_paged_attention.linear import FusedLinear
 
 PARTS = (64, 96, 128, 192, 256)
 """Inputs that a warp may have."""
@@ -52,7 +55,7 @@ def shape_of(rows: int, size: int, gated: bool, device: torch.device) -> Shape |
 
 
 class Splits(NamedTuple):
-    """How attention has left its splits: see `cuda_graphs.latency.lone_few.lone_few_kernel`."""
+    """How attention has left its splits: see `phases.appendix.latency.lone_few.lone_few_kernel`."""
 
     most: int
     head_dim: int
@@ -86,7 +89,7 @@ def columns(
     residual: Tensor | None = None,  # [T, N]
     run_ahead: bool = True,
 ) -> Tensor:
-    """`cuda_graphs.latency.few.few` of a matrix that has a shape: `[T, N]`."""
+    """`phases.appendix.latency.few.few` of a matrix that has a shape: `[T, N]`."""
     tokens, size = x.shape
     assert tokens <= FEW_TOKENS, f"x has {tokens} tokens, but may have {FEW_TOKENS}"
     outputs = weight.shape[0] // (1 if gate is None else 2)
@@ -107,7 +110,7 @@ def project_few_heads(
     parts: FewParts,
     shape: Shape,
 ) -> Tensor:
-    """`cuda_graphs.latency.heads.project_few_heads`: `[T, N]`; padding gets its residual."""
+    """`phases.appendix.latency.heads.project_few_heads`: `[T, N]`; padding gets its residual."""
     layer, space, config = parts.layer, parts.workspace, parts.config
     tokens, (outputs, size) = len(residual), weight.shape
     splits = Splits(
@@ -129,57 +132,79 @@ def _grid(weight: Tensor, shape: Shape) -> tuple[int, int]:
     return -(-rows // (TILE * shape.tiles)), size // shape.part * 32
 
 
-class ColumnLinear(LatencyLinear):
-    """A `LatencyLinear` whose few tokens are columns of a tensor core, where its matrix has a shape.
+class Columns:
+    """A layer's way for a few tokens as columns of a tensor core, where its matrix has a shape.
 
     fewest: tokens that are; if that is one, a lone token is a column, too.
     """
 
-    fewest = 2
+    def __init__(self, linear: nn.Linear, *, fewest: int, run_ahead: bool) -> None:
+        self.linear, self.fewest, self.run_ahead = linear, fewest, run_ahead
 
     def shape(self, gate: str | None) -> Shape | None:
         """How its matrix is shared out, if it can be with such a gate."""
-        fits = self.bias is None and gate in (None, "silu")
-        return shape_of(*self.weight.shape, gate is not None, self.weight.device) if fits else None
+        weight = self.linear.weight
+        fits = self.linear.bias is None and gate in (None, "silu")
+        return shape_of(*weight.shape, gate is not None, weight.device) if fits else None
 
-    def project_one(self, x: Tensor, **around: Any) -> Tensor:
-        """See `LatencyLinear.project_one`."""
-        shape = self.shape(around["gate"]) if self.fewest == 1 else None
-        return super().project_one(x, **around) if shape is None else self._columns(x, shape, **around)
+    def takes(self, tokens: int, gate: str | None) -> bool:
+        """See `Way.takes`."""
+        return self.fewest <= tokens <= FEW_TOKENS and self.shape(gate) is not None
 
-    def project_few(self, x: Tensor, **around: Any) -> Tensor:
-        """See `LatencyLinear.project_few`."""
-        shape = self.shape(around["gate"])
-        return super().project_few(x, **around) if shape is None else self._columns(x, shape, **around)
+    def __call__(
+        self, x: Tensor, *, norm: NormWeights | None, gate: str | None, residual: Tensor | None
+    ) -> Tensor:
+        """See `FusedLinear.forward`."""
+        shape = self.shape(gate)
+        assert shape is not None
+        return columns(
+            x, self.linear.weight, shape, norm=norm, gate=gate, residual=residual, run_ahead=self.run_ahead
+        )
 
-    def _columns(self, x: Tensor, shape: Shape, *, bias: None, **around: Any) -> Tensor:
-        return columns(x, self.weight, shape, **around)
 
+class ColumnHeads:
+    """`CombinesFewHeads` by this kernel, where the matrix has a shape; others have `inner`."""
 
-class ColumnOutput(OutputLinear, ColumnLinear):
-    """The same behind attention, whose splits it may combine."""
+    def __init__(self, linear: nn.Linear, inner: CombinesFewHeads) -> None:
+        self.linear, self.inner = linear, inner
 
-    def combine_few(self, parts: FewParts, residual: Tensor) -> Tensor:
-        """See `OutputLinear.combine_few`."""
-        shape = self.shape(None)
+    def takes(self, layer: LayerSpec) -> bool:
+        """See `CombinesFewHeads.takes`."""
+        return self.inner.takes(layer)
+
+    def combine(self, parts: FewParts, residual: Tensor) -> Tensor:
+        """See `CombinesFewHeads.combine`."""
+        weight = self.linear.weight
+        shape = None if self.linear.bias is not None else shape_of(*weight.shape, False, weight.device)
         if shape is None or parts.layer.head_dim % shape.part or parts.config.splits > MOST_SPLITS:
-            return super().combine_few(parts, residual)
-        return project_few_heads(residual, self.weight, parts, shape)
+            return self.inner.combine(parts, residual)
+        return project_few_heads(residual, weight, parts, shape)
 
 
-def by_columns(linear: LatencyLinear, *, fewest: int = 2) -> LatencyLinear:
-    """The same layer, its weight shared, with this kernel for so many tokens or more, if there is one for it.
+def by_columns(fused: FusedLinear, *, fewest: int = 2) -> FusedLinear:
+    """Give a layer this way for so many tokens or more, and return it.
 
     Others stay as they are: of other dtypes, on other devices, and where a few tokens have no kernel at all.
     """
-    if not (linear.few and linear.weight.dtype == torch.bfloat16 and available(linear.weight.device)):
-        return linear
-    made = (ColumnOutput if isinstance(linear, OutputLinear) else ColumnLinear)(linear.weight, linear.bias)
-    made.few, made.run_ahead, made.out_dtype = linear.few, linear.run_ahead, linear.out_dtype
-    made.fewest = fewest
-    return made
+    for way in fused.ways:
+        if isinstance(way, LatencyWay) and way.few and _can(way.linear):
+            fused.ways.insert(0, Columns(way.linear, fewest=fewest, run_ahead=way.run_ahead))
+            break
+    return fused
+
+
+def _can(linear: nn.Linear) -> bool:
+    return linear.weight.dtype == torch.bfloat16 and available(linear.weight.device)
 
 
 def install(model: Model, *, fewest: int = 2) -> None:
-    """`by_columns` for all layers of a model."""
-    replace(model, LatencyLinear, lambda linear: by_columns(linear, fewest=fewest))
+    """`by_columns` for all layers of a model, and for the splits of attention."""
+    for module in model.modules():
+        if isinstance(module, FusedLinear):
+            by_columns(module, fewest=fewest)
+        elif isinstance(module, FusedBlock) and isinstance(module.self_attn, FusedAttention):
+            linear = module.self_attn.o_proj.linear
+            for way in module.ways:
+                inner = way.few_heads if isinstance(way, LatencyBlock) and way.few else None
+                if isinstance(way, LatencyBlock) and inner and isinstance(linear, nn.Linear) and _can(linear):
+                    way.few_heads = ColumnHeads(linear, inner)
