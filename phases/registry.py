@@ -19,8 +19,8 @@ from forward.model import Model
 from phases import PHASES, Phase, appendix, too_early
 
 if TYPE_CHECKING:
-    from paged_cache.build import Chosen, Preset
     from paged_cache.parts import Feature
+    from paged_cache.preset import Chosen, Preset
 
 ROWS, BLOCKS = 4, 5
 """The phases that bring rows of requests, and blocks with everything that is a feature."""

@@ -54,7 +54,7 @@ class Engine:
 
     cache: the scheduler's, of the class that has been brought.
     loop: what a step is. journal: hears what happens.
-    ledger, rehearsal_seconds: how `build` of phase 05 divides the memory, and how long the start takes.
+    ledger: how `build` of phase 05 divides the memory.
     """
 
     def __init__(
@@ -70,7 +70,6 @@ class Engine:
         self.loop: Loop = InTurn()
         self.journal = Journal()
         self.ledger: Any = None
-        self.rehearsal_seconds = 0.0
         self.config = runner.model.config
         self.max_len = scheduler.rows.max_len
         self.stats = Stats()

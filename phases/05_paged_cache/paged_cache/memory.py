@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 from common.device import free_memory
 from common.errors import UserError, shown
@@ -52,6 +53,12 @@ class Ledger:
 
 def _mib(size: int) -> str:
     return f"{size / 2**20:,.1f} MiB"
+
+
+def weight_bytes(model: Model) -> int:
+    """Return the bytes of all parameters and buffers; memory that several of them share is counted once."""
+    storages = {tensor.untyped_storage() for tensor in chain(model.parameters(), model.buffers())}
+    return sum(storage.nbytes() for storage in storages)
 
 
 def activation_bytes(model: Model, step_tokens: int, rows: int, sampler: type[Sampler] = Sampler) -> int:
@@ -130,4 +137,6 @@ def plan_cache(
             f"the cache has {max(room, 0)} bytes" if cache_bytes is None else f"cache_bytes is {cache_bytes}"
         )
         raise UserError(f"{found}, but one block of {block_size} tokens takes {per_block}")
-    return Ledger(model.weight_bytes, for_rows, activations, blocks * per_block, blocks, block_size, reserved)
+    return Ledger(
+        weight_bytes(model), for_rows, activations, blocks * per_block, blocks, block_size, reserved
+    )
