@@ -225,6 +225,11 @@ class ChoiceGroup:
             self._waiter.set_result(None)
 
     @property
+    def computed(self) -> bool:
+        """False where the engine has refused the request."""
+        return self.trouble is None or self.trouble[0] != "refused"
+
+    @property
     def prompt_tokens(self) -> int:
         """Tokens of all prompts."""
         return sum(len(order.prompt) for order in self.orders)
