@@ -155,7 +155,7 @@ def test_an_output_that_knows_only_ascii(name: str, text_of: Any, tmp_path: Path
     assert path.read_bytes().isascii() and path.stat().st_size > 1
 
 
-@pytest.mark.parametrize("columns", ["0", "²", "-3", "x", LONG, "1", "20"])
+@pytest.mark.parametrize("columns", ["0", "x", LONG, "20"])
 @pytest.mark.parametrize("name", ["help", "list", "doctor"])
 def test_screens_of_odd_widths(name: str, columns: str, text_of: Any, cli: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("COLUMNS", columns)

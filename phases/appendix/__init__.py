@@ -17,6 +17,8 @@ FEATURES: tuple[str, ...] = (
     "phases.appendix.latency.feature:Latency",
     "phases.appendix.quant_kernels.feature:QuantKernels",
     "phases.appendix.all_reduce.feature:OwnSums",
+    "phases.appendix.drafting_in_graphs.feature:DraftAhead",
+    "phases.appendix.suffix_drafter.feature:SuffixDrafter",
 )
 """Every feature of an entry as `module:class`, in the order in which features of one phase are installed.
 

@@ -22,8 +22,8 @@ from common.neighbours import Usage, usage, warning
 from common.sampling.defaults import MODEL, sampling_defaults
 from common.text.tokenizer import Tokenizer
 from phases import Phase, phase_named
-from phases.appendix.browsers.hosts import hosts, names_of
-from phases.appendix.browsers.origins import origins
+from phases.appendix.access.hosts import hosts, names_of
+from phases.appendix.access.origins import origins
 from phases.appendix.observability.observer import EngineObserver
 from phases.appendix.observability.traces import Traces
 from phases.appendix.server import whole_app, whole_server
@@ -106,7 +106,7 @@ def run(
             return _serve_replicas(make, copies, given, checked, where.type, host, port)
         app = make(folder=folder)
         try:
-            return _serve(app, host, port, begun if where.type == "cpu" else None)
+            return _serve(app, host, port, bool(keys), begun if where.type == "cpu" else None)
         finally:
             app.close()
     finally:
@@ -193,9 +193,10 @@ def _serve_replicas(
         return 1
 
 
-def _serve(app: App, host: str, port: int, begun: Usage | None) -> int:
+def _serve(app: App, host: str, port: int, keyed: bool, begun: Usage | None) -> int:
     listening = listen(host, port)  # before anything slow: the port may be taken
-    server = whole_server(app, on_ready=partial(_greet, app, host, listening.getsockname()[1], begun))
+    greet = partial(_greet, app, host, listening.getsockname()[1], keyed, begun)
+    server = whole_server(app, on_ready=greet)
     try:
         uvloop.run(server.serve([listening]))
     finally:
@@ -208,14 +209,14 @@ def _serve(app: App, host: str, port: int, begun: Usage | None) -> int:
     return server.code
 
 
-def _greet(app: App, host: str, port: int, begun: Usage | None) -> None:
+def _greet(app: App, host: str, port: int, keyed: bool, begun: Usage | None) -> None:
     """Say where the memory goes, how to call the server, and what neighbours have taken since `begun`."""
     keep_out()  # what is imported is here to stay, and looking at it stops streams for 80 ms
     ready = app.engine.ready
     if ready is not None and ready.ledger:
         err.print(f"[dim]{ready.ledger}[/dim]")
     url = _say_ready(host, port)
-    key = " -H 'Authorization: Bearer KEY'" if app.keys else ""
+    key = " -H 'Authorization: Bearer KEY'" if keyed else ""
     body = f'{{"model": "{app.model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
     out.print(
         f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'",

@@ -20,6 +20,8 @@ import cuda_graphs
 import forward
 import paged_cache
 import quant
+from benchmarks.defined import DefinedLinear, defined, defined_layer
+from benchmarks.fidelity import StoredAttention, compare, difference
 from common.errors import UserError
 from common.models.checkpoint import assign
 from common.sampling.params import SamplingParams
@@ -32,7 +34,6 @@ from phases import find_phase, registry
 from phases.cli import main
 from quant import awq, gptq, rtn
 from quant.calibrate import blocks_of, samples, sweep, watch
-from quant.defined import DefinedLinear, defined, defined_layer
 from quant.export import configuration, export
 from quant.formats import INT4, SCHEMES
 from quant.kv import KV_DTYPES, StoredKV, head_scales, kv_format, sample
@@ -40,7 +41,6 @@ from quant.layouts import pack_words
 from quant.linear import QuantLinear
 from quant.loading import Quantize
 from quant.methods import quantize_model
-from quant.quality import StoredAttention, compare, difference
 
 SMALL = {"max_rows": 4, "max_len": 64, "step_tokens": 64, "block_size": 4, "cache_bytes": 1 << 20}
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [5, 6, 7, 8, 9, 10, 11, 12, 40, 41, 42], [3]]

@@ -33,10 +33,11 @@ from forward.loading import random_model
 from forward.model import Model
 from forward.shapes import SHAPES
 from paged_cache import PagedEngine
+from phases.appendix.access.keys import Keys
+from phases.appendix.access.origins import origins
 from phases.appendix.api.answers import WideAnswer
 from phases.appendix.api.endpoints import WideCompletions
 from phases.appendix.api.schema import CompletionRequest
-from phases.appendix.browsers.origins import origins
 from phases.appendix.observability.live import Live
 from phases.appendix.observability.log import AccessLog
 from phases.appendix.observability.traces import Traces
@@ -1136,7 +1137,7 @@ def test_every_key_is_compared_whichever_is_right(make, monkeypatch):
         for key in ("first", "third", "none", ""):
             compared.clear()
             await Client(app).request("/version", b"", "GET", {"authorization": f"Bearer {key}"}).run()
-            assert compared == app.keys, f"with {key!r} only {compared} were compared"
+            assert compared == extension(app, Keys).keys, f"with {key!r} only {compared} were compared"
 
     asynchronously(test)
 

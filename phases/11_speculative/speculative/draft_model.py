@@ -7,9 +7,8 @@ both add the same noise to their logits, and a sampled draft is right nearly as 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,9 +18,11 @@ from continuous.batch import upload
 from continuous.runner import Forwarded, Pending
 from continuous.work import Work
 from paged_cache import PagedEngine
+from speculative.speculation import Source
 
-if TYPE_CHECKING:  # there is no Triton everywhere
-    from speculative.chain_graph import Chains
+Several = Callable[[Sequence[Work], int], HostSampled | None]
+"""Runs so many decode steps of all works at once: `[len(works) * steps]` tokens, request by request, or None
+where it cannot. This phase has none: it is a place for graphs of several steps."""
 
 
 @dataclass(eq=False, slots=True)
@@ -38,12 +39,17 @@ class Shadow:
     known: int = -1
 
 
-class DraftModel:
-    """A `Source`: a model that generates as many tokens as are asked for, for all requests at once."""
+class DraftModel(Source):
+    """A `Source`: a model that generates as many tokens as are asked for, for all requests at once.
 
-    def __init__(self, engine: PagedEngine, chains: Chains | None = None) -> None:
+    several: all steps behind the first at once, if something has brought that.
+    """
+
+    several: Several | None = None
+
+    def __init__(self, engine: PagedEngine) -> None:
         self.engine, self.runner, self.cache = engine, engine.runner, engine.cache
-        self.rows, self.chains = engine.scheduler.rows, chains  # many steps in one graph, if there are graphs
+        self.rows = engine.scheduler.rows
         self.shadows: dict[Request, Shadow] = {}
 
     def guess(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[tuple[int, ...]]:
@@ -182,17 +188,14 @@ class DraftModel:
                 return pending
 
     def _chain(self, works: list[Work], steps: int) -> HostSampled | None:
-        """All steps in one graph, where there is one."""
-        return None if self.chains is None else self.chains.run(works, steps)
+        """Run all steps at once, where that can be."""
+        return None if self.several is None else self.several(works, steps)
 
     def _step(self, works: list[Work]) -> Pending:
         return self.runner.sample(self._forward(works))
 
     def _forward(self, works: list[Work]) -> Forwarded:
         return self.runner.forward(works)
-
-    def landed(self, work: Work, accepted: int) -> None:
-        """Nothing to learn: the tokens say it all."""
 
     def leave(self, request: Request) -> None:
         """Give back what the request holds here."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from common.request import Request
-from continuous.work import Work
+from speculative.speculation import Source
 
 ORDERS = (4, 3, 2)
 """Lengths of the n-grams, the longest first: what more tokens agree on is right more often."""
@@ -61,7 +61,7 @@ def follow(tokens: Sequence[int], at: int, most: int) -> list[int]:
     return drafts
 
 
-class NGrams:
+class NGrams(Source):
     """A `Source` with an index for each request."""
 
     def __init__(self) -> None:
@@ -75,9 +75,6 @@ class NGrams:
             index.extend(request.tokens)
             found.append(index.propose(length))
         return found
-
-    def landed(self, work: Work, accepted: int) -> None:
-        """Nothing to learn from: the tokens say it all."""
 
     def leave(self, request: Request) -> None:
         """The index goes with its request."""

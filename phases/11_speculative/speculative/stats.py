@@ -42,6 +42,10 @@ class SpeculationStats:
                 range(first, first + accepted)
             )
 
+    def clear(self) -> None:
+        """Count anew."""
+        self.steps, self.drafted, self.accepted = 0, [], []
+
     @property
     def acceptance(self) -> float:
         """The share of drafts that were right."""

@@ -14,7 +14,7 @@ from continuous.seams import NO_DRAFTS
 from cuda_graphs.feature import Graphs
 from paged_cache import Feature, PagedEngine, Parts
 from speculative.loops import NO_GUESSES, Watcher, watched
-from speculative.verify import verify
+from speculative.speculation import verify
 from structured.drafter import GrammarDrafter
 from structured.late import let_late_ones_wait
 from structured.loop import EarlyMasks, TwoHalves

@@ -19,9 +19,9 @@ from cuda_graphs.capture import Capturer
 from cuda_graphs.decode_graph import Machine, narrow_logits
 from cuda_graphs.step_kernels import gather_inputs
 from paged_cache.attention import PagedBatch
-from speculative.ahead.drafts import HeadDrafts, ModelDrafts
-from speculative.ahead.kernels import accept, find_places, hand_on
-from speculative.ahead.lookup import look_up
+from phases.appendix.drafting_in_graphs.drafts import HeadDrafts, ModelDrafts
+from phases.appendix.drafting_in_graphs.kernels import accept, find_places, hand_on
+from phases.appendix.drafting_in_graphs.lookup import look_up
 from triton_paged_attention.attention import TritonPagedAttention
 from triton_paged_attention.batch import fixed_batch
 from triton_paged_attention.prefill import query_tiles

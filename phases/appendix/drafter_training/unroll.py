@@ -8,7 +8,8 @@ place would find in its cache.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +17,9 @@ from torch import Tensor
 
 from forward.attention import LayerSpec, RecomputeAttention
 from forward.model import Model
+from phases.appendix.drafter_training.text import Talk
 from speculative.head import Head
-from speculative.taps import watching
-from speculative.training.text import Talk
+from speculative.taps import layers_of, stream
 
 
 class WholeAttention(RecomputeAttention):
@@ -83,6 +84,21 @@ def padded(talks: Sequence[Talk], device: torch.device) -> tuple[Tensor, Tensor]
         ids[line, : len(talk.tokens)] = torch.tensor(talk.tokens)
         real[line, : len(talk.tokens)] = True
     return ids.to(device), real.to(device)
+
+
+@contextmanager
+def watching(model: Model, places: Sequence[int]) -> Iterator[list[Tensor]]:
+    """While it lasts, a forward pass leaves the outputs of these layers in the list, `[..., hidden]` each."""
+    seen: list[Tensor] = []
+    hooks = [
+        layers_of(model)[place].register_forward_hook(lambda layer, given, out: seen.append(stream(out)))
+        for place in places
+    ]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @torch.no_grad()

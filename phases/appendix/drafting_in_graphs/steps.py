@@ -26,11 +26,11 @@ from cuda_graphs.staging import Staging
 from forward.model import Model
 from paged_cache import PagedEngine
 from paged_cache.memory import activation_bytes
-from speculative.ahead.graph import AheadGraph, Pair
+from phases.appendix.drafting_in_graphs.drafter import CarriedSource, InGraphDrafter
+from phases.appendix.drafting_in_graphs.graph import AheadGraph, Pair
 from speculative.draft_model import DraftModel
 from speculative.head import HeadSource
 from speculative.ngram import NGrams
-from speculative.speculator import Speculator
 
 FEW_LOOKED_UP = 4
 """Requests in a graph that looks n-grams up, at most. Every engine pays for these graphs with memory and time
@@ -80,18 +80,19 @@ class Ahead:
     """Launches steps that verify and draft in one graph.
 
     Args:
-        engine: with a `GraphRunner`; its drafter is `speculator`.
-        speculator: over a `DraftModel` with a `GraphRunner` of its own, or over `NGrams`.
+        engine: with a `GraphRunner`; its drafter is `drafter`, or one around that.
+        drafter: over a `DraftModel` with a `GraphRunner` of its own, or over `NGrams`.
         most: drafts of a request in a step.
 
     landing: the flight that is being collected. replays: steps that were launched.
     blank: rows behind whose newest token stand no guesses, as far as the host knows.
     """
 
-    def __init__(self, engine: PagedEngine, speculator: Speculator, most: int) -> None:
-        source = speculator.source
+    def __init__(self, engine: PagedEngine, drafter: InGraphDrafter, most: int) -> None:
+        source = drafter.speculator.source
         assert isinstance(source, (DraftModel, NGrams)) and isinstance(engine.runner, GraphRunner)
-        self.engine, self.runner, self.speculator = engine, engine.runner, speculator
+        drafter.speculator.source = CarriedSource(source, self)
+        self.engine, self.runner, self.drafter = engine, engine.runner, drafter
         self.source = source if isinstance(source, DraftModel) else None
         self.runners = [engine.runner]
         if self.source is not None:
@@ -137,7 +138,7 @@ class Ahead:
             return None
         works = [Work(r, r.row, len(r.tokens) - 1, k + 1, (-1,) * k, (r,)) for r in running]
         self.engine.stats.begin(works, len(running))
-        self.speculator.went_ahead()
+        self.drafter.begun = None  # no ordinary step comes in its place
         for request in running:
             request.in_flight += 1
             request.placeholders += 1
@@ -177,7 +178,7 @@ class Ahead:
 
     def _enter(self, running: Sequence[Request]) -> int:
         """Guess as before an ordinary step, and put the guesses where the graph reads them."""
-        guesses = self.speculator.guesses(running)
+        guesses = self.drafter.guesses(running)
         if not guesses or any(request not in guesses for request in running):
             return 0
         lengths = [len(guesses[request]) for request in running]
@@ -206,7 +207,7 @@ class Ahead:
 
     def _go_on(self, running: Sequence[Request]) -> int:
         """How many of the drafts that are on the device already are to be verified."""
-        wanted = self.speculator.wanted(running)
+        wanted = self.drafter.wanted(running)
         if not wanted:
             return 0
         if self.source is not None and any(request not in self.source.shadows for request in running):

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from forward.attention import LayerSpec
 from forward.model import Model
+from phases.appendix.drafting_in_graphs.launch import CudaKernel, available
 from phases.appendix.latency.block import LatencyBlock
 from phases.appendix.latency.few import FEW_TOKENS
 from phases.appendix.latency.linear import CombinesFewHeads, LatencyWay
 from phases.appendix.latency.lone_few import FewParts
-from speculative.cuda.launch import CudaKernel, available
 from triton_paged_attention.hardware import multiprocessors
 from triton_paged_attention.kernels.norms import NormWeights
 from triton_paged_attention.layers import FusedAttention, FusedBlock

@@ -1,4 +1,4 @@
-"""The command of `train.py`: all stages, each within its share of the time."""
+"""All stages of the training, each within its share of the time."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from continuous.engine import Engine
 from forward.loading import load_model
 from forward.model import Model
 from forward.models.llama import Llama
+from phases.appendix.drafter_training.questions import PEOPLE, beginning, words_of
+from phases.appendix.drafter_training.text import Talk, batches, frequent, template, write
+from phases.appendix.drafter_training.unroll import accepted, loss, padded
 from speculative.head import KIND, Head, save
-from speculative.training.questions import PEOPLE, beginning, words_of
-from speculative.training.text import Talk, batches, frequent, template, write
-from speculative.training.unroll import accepted, loss, padded
 
 WRITING = 0.38
 """Of the whole time: loading, and writing the text."""
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None, *, started: float | None = None) -> 
     started: what `time.monotonic` said when the time began.
     """
     started = time.monotonic() if started is None else started
-    parser = argparse.ArgumentParser(prog="train.py", description="Train a model's head.")
+    parser = argparse.ArgumentParser(prog="drafter_training", description="Train a model's head.")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--minutes", type=float, default=4.0, help="for everything together")
@@ -311,7 +311,7 @@ def card(report: dict[str, Any]) -> str:
     lines = [
         f"# A drafter for {report['model']}",
         "",
-        f"Made by `python phases/11_speculative/train.py --model {report['model']} --minutes "
+        f"Made by `python -m phases.appendix.drafter_training --model {report['model']} --minutes "
         f"{report['minutes']:g} --out phases/11_speculative/weights` on {report['device']}. It guesses what "
         f"{report['model']} will say and is of no use alone: embedding and output head are those of the "
         "model. License: Apache 2.0, as the model's.",
@@ -333,7 +333,7 @@ def card(report: dict[str, Any]) -> str:
         "",
         f"Held out: {HELD} conversations with greedy answers at most, each draft behind right ones. "
         f"For people: tokens a step in answers to {len(PEOPLE)} questions that none of these made "
-        "(`PEOPLE` in `training/questions.py`).",
+        "(`PEOPLE` in `questions.py` of the training).",
     ]
     return "\n".join(lines) + "\n"
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from common.request import Request
-from continuous.work import Work
 from speculative.ngram import follow
+from speculative.speculation import Source
 
 BYTES_PER_TOKEN = 900
 """At most two states a token, each with a dictionary of one entry or two and four numbers; measured."""
@@ -96,7 +96,7 @@ class SuffixAutomaton:
         return length, self.end[state]
 
 
-class Suffixes:
+class Suffixes(Source):
     """A `Source`: of what the request said itself and what others said before it, the longer match.
 
     Requests that have ended leave their text to a shared automaton, one for each salt, since what one tenant
@@ -105,11 +105,15 @@ class Suffixes:
     """
 
     def __init__(self, most_bytes: int) -> None:
-        self.most_tokens = most_bytes // BYTES_PER_TOKEN // 2
+        self.limit(most_bytes)
         self.own: dict[Request, tuple[SuffixAutomaton, int]] = {}
         self.young: dict[str, SuffixAutomaton] = {}
         self.old: dict[str, SuffixAutomaton] = {}
         self._young_tokens = 0
+
+    def limit(self, most_bytes: int) -> None:
+        """Let the shared automata take so many bytes."""
+        self.most_tokens = most_bytes // BYTES_PER_TOKEN // 2
 
     @property
     def shared_bytes(self) -> int:
@@ -145,9 +149,6 @@ class Suffixes:
             return []
         drafts = follow(tokens, end, most)
         return drafts[: drafts.index(BREAK)] if BREAK in drafts else drafts
-
-    def landed(self, work: Work, accepted: int) -> None:
-        """Nothing to learn from: the tokens say it all."""
 
     def leave(self, request: Request) -> None:
         """A request that has ended leaves its text to the others."""

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from common.sampling.sampler import Feature, Plan
 from cuda_graphs.decode_graph import Machine, narrow_logits
 from forward.attention import Attention
+from phases.appendix.drafting_in_graphs.columns import by_columns
+from phases.appendix.drafting_in_graphs.kernels import side_by_side
 from phases.appendix.latency.linear import add_way
 from phases.appendix.latency.tables import few_pays
-from speculative.ahead.kernels import side_by_side
-from speculative.cuda.columns import by_columns
 from speculative.head import Head, ReducedHead
 from triton_paged_attention.linear import FusedLinear
 

@@ -15,6 +15,8 @@ from forward.attention import LayerSpec
 from forward.loading import random_model
 from forward.shapes import SHAPES
 from paged_cache import BlockPool
+from phases.appendix.drafting_in_graphs import columns
+from phases.appendix.drafting_in_graphs.graph import several
 from phases.appendix.latency import linear as linears
 from phases.appendix.latency.attention import LatencyAttention
 from phases.appendix.latency.few import few
@@ -23,8 +25,6 @@ from phases.appendix.latency.linear import add_way
 from phases.appendix.latency.lone_few import FewParts
 from phases.appendix.latency.surgery import install as latency
 from phases.appendix.latency.tables import FewHeadsConfig, LoneFewConfig
-from speculative.ahead.graph import several
-from speculative.cuda import columns
 from tests.cuda_kit import ON_A_GPU, random, replayed
 from tests.paged_batches import DEVICE, assert_near, walled
 from triton_paged_attention.decode import Workspace

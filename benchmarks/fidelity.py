@@ -9,10 +9,10 @@ from math import exp
 import torch
 from torch import Tensor
 
+from benchmarks.defined import defined
 from forward.attention import Attention, LayerSpec, RecomputeAttention
 from forward.model import Model
 from paged_cache.pool import KVFormat, encode
-from quant.defined import defined
 from quant.formats import Scheme
 from quant.linear import QuantLinear
 
