@@ -29,13 +29,13 @@ from cuda_graphs.latency.few import few_kernel
 from cuda_graphs.latency.heads import few_heads_kernel
 from cuda_graphs.latency.lone_few import lone_few_kernel
 from cuda_graphs.latency.tables import LoneKey, few_config, few_heads_config, lone_few_config
+from phases.appendix.masked_graphs.kernel import masked_best_kernel, masked_race_kernel
 from quant.kernels.configs import loop_config
 from quant.kernels.gemv import gemv8_kernel
 from quant.kernels.gemv4 import gemv4_kernel
 from speculative.ahead import kernels as ahead
 from speculative.ahead.lookup import AT_ONCE, look_up_kernel
 from speculative.ngram import MOST_TOKENS
-from structured.kernel import masked_best_kernel, masked_race_kernel
 
 HOPPER, ADA = 90, 89
 TYPES = {

@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from paged_cache.parts import Feature
 
-FEATURES: tuple[str, ...] = ()
+FEATURES: tuple[str, ...] = (
+    "phases.appendix.guidance.feature:Guidance",
+    "phases.appendix.masked_graphs.feature:MaskedGraphs",
+)
 """Every feature of an entry as `module:class`, in the order in which features of one phase are installed.
 
 Its `phase` is the phase that it extends; it is on where its `pays` says so.

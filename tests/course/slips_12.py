@@ -30,8 +30,8 @@ SLIPS = {
         "no-closure",
         Slip(
             "last-class-missing",
-            "range(first, last + 1)",
-            "range(first, last)",
+            "range(classes[low], classes[high] + 1)",
+            "range(classes[low], classes[high])",
             "Leaves out the last class of a range.",
         ),
         Slip(
@@ -48,18 +48,25 @@ SLIPS = {
         ),
     ),
     "12.3": (
-        "not-the-smallest",
-        Slip("never-split", "    while waiting:", "    while False:", "Leaves it at two groups."),
         Slip(
-            "nobody-is-told",
-            "                for state in part:\n                    group_of[state] = new\n",
-            "",
-            "Does not tell states of their new group.",
+            "never-split", "    while groups.max() >= many:", "    while False:", "Leaves it at two groups."
+        ),
+        Slip(
+            "split-once",
+            "    while groups.max() >= many:",
+            "    if groups.max() >= many:",
+            "Splits groups once and never looks again.",
+        ),
+        Slip(
+            "groups-forget-themselves",
+            "np.column_stack([groups, groups[columns]])",
+            "groups[columns]",
+            "Joins states of which one accepts, if they lead to the same.",
         ),
         Slip(
             "first-class-ignored",
-            "for into in sources:",
-            "for into in sources[1:]:",
+            "np.column_stack([groups, groups[columns]])",
+            "np.column_stack([groups, groups[columns[:, 1:]]])",
             "Ignores a class of symbols.",
         ),
         Slip(
@@ -69,10 +76,10 @@ SLIPS = {
             "Lets the trap lead back to the beginning.",
         ),
         Slip(
-            "whole-groups-split",
-            "if len(part) == len(groups[number]):",
-            "if len(part) != len(groups[number]):",
-            "Splits groups that need not be split, and no others.",
+            "trap-is-a-state",
+            "    numbers[groups[count]] = DEAD\n",
+            "    numbers[groups[count]] = 0\n",
+            "Takes the beginning for what is dead.",
         ),
     ),
     "12.4": (
@@ -111,7 +118,7 @@ SLIPS = {
         ),
         Slip(
             "nothing-to-go-on-with",
-            "*(() if self.ends[after] else (after,))",
+            "*(() if self.ends[then] else (then,))",
             "*(())",
             "Forgets where a caller goes on.",
         ),
@@ -124,7 +131,12 @@ SLIPS = {
     ),
     "12.6": (
         "tokens-twice",
-        "wrong-places",
+        Slip(
+            "wrong-places",
+            "places += range(place, place + count)",
+            "places += range(len(places), len(places) + count)",
+            "Gives the masks to the first rows of the batch.",
+        ),
         Slip(
             "prompt-is-fed",
             "request.tokens[request.prompt_len + self.taken :]",
@@ -133,15 +145,15 @@ SLIPS = {
         ),
         Slip(
             "one-place-each",
-            "            if drafts:\n                self.places += range(place + 1, place + len(drafts) + 1)\n",
-            "",
+            "count = len(work.drafts) + 1",
+            "count = 1",
             "Gives a request one place, whatever its drafts.",
         ),
         Slip(
-            "end-not-held-back",
-            "longer.apply(words, self._ends_at)",
-            "longer",
-            "Lets a text end before min_tokens.",
+            "drafts-are-kept",
+            "        self.matcher.rollback(taken)\n",
+            "",
+            "Leaves the matcher behind drafts that are not verified yet.",
         ),
     ),
 }

@@ -102,8 +102,8 @@ SLIPS = {
         ),
         Slip(
             "noise-by-place",
-            "self.ids[self.first_token : self.first_token + logits.shape[1]]",
-            "self.ids[: logits.shape[1]]",
+            "sampler.ids[self.first_token : self.first_token + logits.shape[1]]",
+            "sampler.ids[: logits.shape[1]]",
             "Draws the noise of a token by its place in the part.",
         ),
         Slip(

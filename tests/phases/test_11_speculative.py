@@ -46,6 +46,7 @@ from forward.model import Model
 from forward.models.llama import Llama
 from forward.surgery import clone
 from paged_cache import PagedEngine, PagedSizes, Parts
+from phases.appendix.guidance.drafter import GrammarDrafter
 from phases.cli import main
 from phases.commands.benches import _module as bench_of
 from phases.commands.run import Tint
@@ -70,7 +71,6 @@ from speculative.training.run import main as train_drafters
 from speculative.training.text import Talk
 from speculative.verify import verify
 from speculative.verify_graph import VerifyPlan, verify_sizes
-from structured.drafter import GrammarDrafter
 from tests.compiling import spilled
 from tests.equivalence.compare import assert_all_same, next_logits
 from tests.fakes import FakeDrafter

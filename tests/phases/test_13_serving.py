@@ -32,7 +32,7 @@ from forward.loading import random_model
 from forward.model import Model
 from forward.shapes import SHAPES
 from paged_cache import PagedEngine
-from serving import load, messages
+from serving import messages
 from serving.app import App
 from serving.http import orders
 from serving.http.answers import Answer
@@ -46,6 +46,7 @@ from serving.versions.one_at_a_time import OneAtATime
 from serving.watching.traces import Traces
 from serving.worker import Worker
 from tests.equivalence.engines import blocks
+from tests.guidance_kit import served as load
 from tests.servers import Asked, Client, Loopback, asynchronously, tokenizer_for
 
 PROMPTS = ["hello", "a longer prompt, of some twenty tokens", "x", "one more, and the last of them all " * 4]

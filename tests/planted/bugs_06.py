@@ -379,7 +379,7 @@ BUGS = (
         "truncation-forgotten",
         SAMPLER,
         "        if plan.features & TRUNCATION:\n"
-        "            return super().choose(logits, rows, steps, plan)\n",
+        "            return super().choose(sampler, logits, rows, steps, plan, allowed)\n",
         "",
         "Draws from all tokens, also where top-k or top-p asks for some.",
     ),

@@ -92,8 +92,8 @@ BUGS = (
     Bug(
         "noise-of-other-tokens",
         PARALLEL + "sampler.py",
-        "ids = self.ids[self.first_token : self.first_token + logits.shape[1]]",
-        "ids = self.ids[: logits.shape[1]]",
+        "ids = sampler.ids[self.first_token : self.first_token + logits.shape[1]]",
+        "ids = sampler.ids[: logits.shape[1]]",
         "Draws the noise of a token by its place in the part.",
     ),
     Bug(

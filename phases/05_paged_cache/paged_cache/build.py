@@ -74,7 +74,6 @@ def make(parts: Parts) -> PagedEngine:
         rows=max_rows,
         max_len=length,
         kv=parts.kv,
-        sampler=parts.sampler,
         cache_bytes=sizes.cache_bytes,
         gpu_memory_utilization=sizes.gpu_memory_utilization,
         reserved=sum(ask(parts) for ask in parts.reserve),
@@ -88,7 +87,7 @@ def make(parts: Parts) -> PagedEngine:
     pool = BlockPool(
         loaded.config, ledger.blocks, block_size, device=loaded.device, dtype=loaded.dtype, kv=parts.kv
     )
-    runner = parts.runner(loaded, parts.attention(pool), rows, cache, sampler=parts.sampler)
+    runner = parts.runner(loaded, parts.attention(pool), rows, cache, chooser=parts.chooser)
     engine = PagedEngine(scheduler, runner, parts.tokenizer, masks=parts.masks)
     engine.ledger = ledger
     for loop in parts.loops.values():

@@ -26,7 +26,7 @@ from parallel.member import Line
 from parallel.messages import Build, Rehearsed
 from parallel.ranks import Ranks, graphs_of
 from parallel.reduce import PLAIN, Reducer
-from parallel.sampler import RanksPrompts, over
+from parallel.sampler import RanksChooser, RanksPrompts
 from parallel.shard import Shard
 from parallel.told import FirstMasks, OtherMasks, Teller, Told
 from speculative import Speculate
@@ -151,7 +151,12 @@ class Split(Feature):
             install(parts.own_model(), ranks)
         ranks.reducer = self._reducer(parts)
         kernels = getattr(parts.features.get("kernels"), "sampling", "") == "triton"
-        parts.sampler = over(ranks, parts.sampler, kernels=kernels)
+        if kernels:
+            from parallel.winners import KernelRanksChooser  # Triton comes with it
+
+            parts.chooser = KernelRanksChooser(ranks, parts.chooser, model.config.vocab_size)
+        else:
+            parts.chooser = RanksChooser(ranks, parts.chooser, model.config.vocab_size)
         parts.agree = self._agree
         if "graphs" in parts.features:  # where a step is masked, rank 0 tells the others what it has chosen
             parts.plans.pop("masked", None)

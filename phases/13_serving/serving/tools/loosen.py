@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from structured.exact import NUMBERS, exact
+from common.sampling.exact import NUMBERS, exact
 
 ENFORCED = frozenset(
     {

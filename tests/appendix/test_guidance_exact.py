@@ -15,11 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import UserError
+from common.sampling.exact import DATE, exact
 from common.sampling.grammar import Grammar
-from structured.exact import DATE, exact
-from structured.feature import backend_named
+from phases.appendix.guidance.feature import backend_named
 from structured.matcher import Backend
-from tests.structured_kit import tokenizer, vocabulary
+from tests.guidance_kit import vocabulary
+from tests.structured_kit import tokenizer
 
 BIG = 1157442765409226769
 
