@@ -29,10 +29,11 @@ SELECTIONS = (
         "-m",
         "not gpu",
         "tests/phases/test_06_formats.py",
+        "tests/phases/test_06_head_sizes.py",
         "tests/phases/test_06_triton_paged_attention.py",
         "tests/phases/test_09_cuda_graphs.py",
-        "tests/phases/test_09_head_sizes.py",
-        "tests/phases/test_09_latency.py",
+        "tests/appendix/test_latency.py",
+        "tests/appendix/test_latency_head_sizes.py",
     ),
 )
 """What pytest is asked for, in one call after the other."""

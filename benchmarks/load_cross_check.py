@@ -23,6 +23,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from benchmarks.loadtest.loops import Plan, run
+from benchmarks.loadtest.report import summarize
+from benchmarks.loadtest.user import Target
 from benchmarks.measure import Sample
 from benchmarks.server import bodies_of
 from benchmarks.workloads import uniform
@@ -31,9 +34,6 @@ from common.request import Request
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from continuous.messages import Output
-from serving.loadtest.loops import Plan, run
-from serving.loadtest.report import summarize
-from serving.loadtest.user import Target
 
 PROMPT, OUTPUT, USERS, STEP_MS = 64, 64, 16, 20.0
 MODEL = "smollm2"
@@ -43,7 +43,7 @@ WITHIN = 0.05
 
 
 class Paced:
-    """A `serving.worker.Served` that computes nothing: each step lasts `seconds`, for everybody."""
+    """A `serving.seams.ServedEngine` that computes nothing: each step lasts `seconds`, for everybody."""
 
     max_len = 4096
 
@@ -104,13 +104,13 @@ def serve(folder: str, seconds: float, port: Any) -> None:
     """A server in front of it, until it is ended; `port` takes where."""
     import uvloop
 
+    from phases.appendix.server import whole_app, whole_server
     from serving.alive import EngineProcess
-    from serving.app import App
-    from serving.http.server import Server, listen
+    from serving.http.server import listen
 
-    app = App(EngineProcess(partial(paced, folder, seconds)), Tokenizer(folder), MODEL)
+    app = whole_app(EngineProcess(partial(paced, folder, seconds)), Tokenizer(folder), MODEL)
     listening = listen("127.0.0.1", 0)
-    server = Server(app, on_ready=lambda: port.put(listening.getsockname()[1]))
+    server = whole_server(app, on_ready=lambda: port.put(listening.getsockname()[1]))
     uvloop.run(server.serve([listening]))
 
 

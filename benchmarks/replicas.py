@@ -31,9 +31,12 @@ from urllib.request import urlopen
 import msgspec
 import torch
 
-import cuda_graphs
 from benchmarks import handover
+from benchmarks.engines import engine_of
 from benchmarks.evidence import ROOT, BenchOptions, Evidence, Run, collect
+from benchmarks.loadtest.loops import Plan
+from benchmarks.loadtest.loops import run as run_plan
+from benchmarks.loadtest.user import Target
 from benchmarks.measure import Sample, Samples, alternate, percentiles, summarize
 from benchmarks.plotting import colours, number, panels, save
 from benchmarks.roofline import ceilings
@@ -48,9 +51,6 @@ from paged_cache import PagedEngine
 from prefix_cache import PrefixCache
 from replicas.prefixes import chain_of
 from replicas.routing import InFlight, make_policy
-from serving.loadtest.loops import Plan
-from serving.loadtest.loops import run as run_plan
-from serving.loadtest.user import Target
 
 PHASE = "replicas"
 ROUTES = ("round-robin", "least-loaded", "prefix")
@@ -163,7 +163,7 @@ class Bench:
         name = "smollm2" if self.on_cpu else self.model
         lengths = (256,) if self.options.quick else (256, 512, 1024) if self.on_cpu else (1024, 4096, 16_384)
         bytes_each = 4 * max(lengths) * model.config.kv_bytes_per_token(model.dtype)
-        make = partial(cuda_graphs.load, model, max_rows=4, max_len=2 * max(lengths), cache_bytes=bytes_each)
+        make = partial(engine_of, "09", model, max_rows=4, max_len=2 * max(lengths), cache_bytes=bytes_each)
         there, here = make(), make()
         runs = []
         for length in lengths:
@@ -271,7 +271,7 @@ class Simulated:
         room = (users + PREFIXES // 3) * 320 * model.config.kv_bytes_per_token(model.dtype)
         names = [f"r{n}" for n in range(replicas)]
         self.engines = {
-            name: cuda_graphs.load(model, max_rows=users, step_tokens=256, cache_bytes=room, graphs=False)
+            name: engine_of("09", model, max_rows=users, step_tokens=256, cache_bytes=room, graphs=False)
             for name in names
         }
         self.policy, self.flight, self.users = make_policy(route, 8), InFlight(), users

@@ -81,7 +81,7 @@ class Recorder:
 
 async def life(recorder: Recorder, server: Any, port: int) -> None:
     """Ask: first the neighbour, and once it is served, the request that is looked at."""
-    from serving.loadtest.user import Target, ask
+    from benchmarks.loadtest.user import Target, ask
 
     target = Target("127.0.0.1", port)
     await ask(target, {**NEIGHBOUR, "max_tokens": 4})  # the first steps allocate
@@ -99,7 +99,8 @@ async def life(recorder: Recorder, server: Any, port: int) -> None:
 
 def make_engine(folder: str, options: dict[str, Any]) -> Any:
     """The engine, in its own process."""
-    from phases.registry import load_engine, phase_named
+    from phases import phase_named
+    from phases.registry import load_engine
 
     tokenizer = Tokenizer(folder)
     return load_engine(
@@ -111,10 +112,10 @@ def record() -> list[Note]:
     """Notes of one life, in milliseconds from the client's first word to a little after its last."""
     import uvloop
 
+    from benchmarks.made_up import write_tokenizer
     from serving.alive import EngineProcess
     from serving.app import App
     from serving.http.server import Server, listen
-    from serving.made_up import write_tokenizer
 
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder), 257, (0,))

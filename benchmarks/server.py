@@ -14,12 +14,14 @@ from typing import Any
 import psutil
 
 from benchmarks.evidence import ROOT
+from benchmarks.loadtest.loops import Plan, poisson, run
+from benchmarks.loadtest.report import summarize
+from benchmarks.loadtest.user import Outcome, Target
 from benchmarks.measure import Sample
 from benchmarks.workloads import Workload
-from serving.loadtest.loops import Plan, poisson, run
-from serving.loadtest.report import summarize
-from serving.loadtest.user import Outcome, Target
 
+USUAL = ("--port", "0", "--access-log", "none", "--generation-config", "neutral")
+"""What is measured says itself how it samples."""
 STARTS_WITHIN = 600.0
 """Seconds: on a GPU kernels are compiled before the server is ready."""
 
@@ -45,7 +47,7 @@ class Server:
             else:
                 flags += [flag, str(value)]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "phases", "serve", model, "--port", "0", "--access-log", "none", *flags],
+            [sys.executable, "-m", "phases", "serve", model, *USUAL, *flags],
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,

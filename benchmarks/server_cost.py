@@ -25,15 +25,15 @@ from typing import Any
 import psutil
 import uvloop
 
+from benchmarks.made_up import made_up_tokenizer
 from common.request import Request
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from continuous.messages import Output
 from forward.shapes import SHAPES
+from phases.appendix.server import whole_app, whole_server
 from serving.alive import EngineProcess
-from serving.app import App
-from serving.http.server import Server, listen
-from serving.made_up import made_up_tokenizer
+from serving.http.server import listen
 
 SHAPE = "qwen3-0.6b"
 
@@ -56,7 +56,7 @@ class Ticking:
     def add(
         self, prompt: Sequence[int], params: SamplingParams, *, index: int, priority: int, salt: str
     ) -> list[Request]:
-        """See `Served`."""
+        """See `ServedEngine`."""
         size = len(prompt)
         found = [
             Request(
@@ -68,7 +68,7 @@ class Ticking:
         return found
 
     def abort(self, request: Request) -> None:
-        """See `Served`."""
+        """See `ServedEngine`."""
         if self._live.pop(request, None) is not None:
             self._ended.append(Output(request, None, "abort", time.perf_counter()))
 
@@ -95,10 +95,10 @@ def serve(wait: float, told: Any) -> None:
     folder = made_up_tokenizer(f"random:{SHAPE}")
     tokenizer = Tokenizer(folder)
     shutil.rmtree(folder)
-    app = App(EngineProcess(partial(Ticking, wait)), tokenizer, "stub")
+    app = whole_app(EngineProcess(partial(Ticking, wait)), tokenizer, "stub")
     listening = listen("127.0.0.1", 0)
     ready: Callable[[], None] = lambda: told.send(listening.getsockname()[1])  # noqa: E731
-    uvloop.run(Server(app, on_ready=ready).serve([listening]))
+    uvloop.run(whole_server(app, on_ready=ready).serve([listening]))
 
 
 def request(tokens: int, chat: bool) -> bytes:

@@ -24,13 +24,14 @@ from typing import Any
 
 import psutil
 
+from benchmarks.made_up import write_tokenizer
 from common.text.tokenizer import Tokenizer
 from continuous.engine import Engine
 from phases import ROOT
+from phases.appendix.observability.observer import EngineObserver
 from serving import messages
 from serving.app import App
 from serving.client import EngineClient
-from serving.made_up import write_tokenizer
 from serving.messages import Command, Report
 from serving.process import ready
 from serving.worker import Worker
@@ -169,12 +170,12 @@ class Loopback(EngineClient):
     def __init__(self, engine: Engine) -> None:
         super().__init__()
         self.engine = engine
-        self.worker = Worker(engine, self)
+        self.worker = Worker(engine, self, EngineObserver(engine))
         self.busy = True
         self._arrived: list[Command] = []
         self._pumping: asyncio.Task[None] | None = None
         self.ready = ready(engine, engine.config.vocab_size, 0.0)
-        self.stats = messages.Stats(free_blocks=self.ready.blocks)
+        self.stats = messages.StepStats(free_blocks=self.ready.blocks)
         self.state = "ready"
 
     def receive(self, seconds: float) -> list[Command]:
@@ -184,7 +185,7 @@ class Loopback(EngineClient):
     def send(self, report: Report) -> None:
         self.now = time.perf_counter()
         found = messages.report(messages.encode(report))
-        assert isinstance(found, messages.Step)
+        assert isinstance(found, messages.StepReport)
         self._deal(found)
 
     def transmit(self, data: bytes) -> None:
@@ -201,7 +202,7 @@ class Loopback(EngineClient):
     def die(self) -> None:
         """What happens when the process ends."""
         self._lose()
-        self.worker = Worker(self.engine, self)
+        self.worker = Worker(self.engine, self, EngineObserver(self.engine))
         self._arrived = []
         for request in [*self.engine.scheduler.running, *self.engine.scheduler.waiting]:
             self.engine.abort(request)

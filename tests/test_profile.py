@@ -20,7 +20,7 @@ from forward.loading import load_model
 from phases import PHASES, ROOT, find_phase
 from phases.cli import main
 from phases.commands import profile
-from phases.commands.profile import kernel_table, summary
+from phases.commands.profile import summary
 from phases.registry import load_engine
 
 SIZE = ["--model", "random:tiny", "--batch", "2", "--context", "6", "--steps", "2"]
@@ -36,7 +36,12 @@ def ladder(capsys: Any, *arguments: str) -> tuple[int, str, str]:
     return int(ended.value.code or 0), out, err
 
 
-@pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.name)
+# Of the others, `make test` tries those whose engine is made or stepped in another way.
+QUICK = {1, 2, 3, 4, 6, 9, 11}
+PROFILED = [one if one.number in QUICK else pytest.param(one, marks=pytest.mark.long) for one in PHASES]
+
+
+@pytest.mark.parametrize("phase", PROFILED, ids=lambda phase: phase.name)
 @pytest.mark.slow
 def test_every_phase_is_profiled(capsys: Any, tmp_path: Path, phase: Any) -> None:
     if phase.needs and torch.cuda.is_available():
@@ -200,15 +205,6 @@ def test_an_operator_s_time_leaves_out_those_it_called() -> None:
         "triton: gemv_kernel": 20, BETWEEN: 30,
     }  # fmt: skip
     assert table.launches == 3
-
-
-def test_a_long_table_ends_with_the_others() -> None:
-    events = [event("user_annotation", "step: decode", 0, 100)]
-    events += [event("cpu_op", f"op{i}", i, 0.5) for i in range(30)]
-    (table,) = step_tables(events, on_device=False)
-    shown = kernel_table(table, on_device=False, most=4)
-    names = list(shown.columns[0].cells)
-    assert names == [BETWEEN, "op0", "op1", "(28 others)"]
 
 
 NAMES = {

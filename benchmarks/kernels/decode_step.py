@@ -24,16 +24,20 @@ from benchmarks.roofline import Ceilings, ceilings
 from common.errors import UserError
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import Sampler
-from cuda_graphs.latency import LatencyAttention, install
-from cuda_graphs.latency.block import LatencyBlock
-from cuda_graphs.latency.linear import LatencyLinear
 from forward.loading import load_model
 from forward.model import Model
 from forward.surgery import clone
 from paged_cache import BlockPool, PagedBatch
+from paged_cache.memory import weight_bytes
+from phases.appendix.latency.attention import LatencyAttention
+from phases.appendix.latency.block import LatencyBlock
+from phases.appendix.latency.linear import LatencyWay
+from phases.appendix.latency.surgery import install
 from triton_paged_attention.backends import Backends
 from triton_paged_attention.batch import fixed_batch
 from triton_paged_attention.kernels.sampling import argmax_rows, draw_rows
+from triton_paged_attention.layers import FusedBlock
+from triton_paged_attention.linear import FusedLinear
 from triton_paged_attention.surgery import optimize
 
 NAME, STEP = "decode_step", "06_triton_paged_attention"
@@ -62,8 +66,9 @@ def steps(name: str, options: BenchOptions, top: Ceilings) -> Iterator[Run]:
     base = load_model(f"random:{name}", device=str(options.device), dtype=str(options.dtype).split(".")[-1])
     alike = install(optimize(clone(base)))
     for module in alike.modules():
-        if isinstance(module, LatencyBlock | LatencyLinear):
-            module.few = False
+        for way in module.ways if isinstance(module, FusedBlock | FusedLinear) else ():
+            if isinstance(way, LatencyBlock | LatencyWay):
+                way.few = False
     models = {
         "06_triton_paged_attention": install(optimize(clone(base))),
         "without kernels for a few tokens": alike,
@@ -91,7 +96,7 @@ def steps(name: str, options: BenchOptions, top: Ceilings) -> Iterator[Run]:
             batch.slots.copy_(last * BLOCK + (context - 1) % BLOCK)
             with torch.inference_mode():
                 samples = graph_seconds([partial(step, model, batch)], target=0.05, repeats=9)
-            work = base.weight_bytes + count * context * config.kv_bytes_per_token(options.dtype)
+            work = weight_bytes(base) + count * context * config.kv_bytes_per_token(options.dtype)
             if not config.tie_word_embeddings:
                 work -= config.vocab_size * config.hidden_size * options.dtype.itemsize
             print(f"{name} {variant} {count} x {context}: {sorted(samples)[4] * 1e6:.1f} us", flush=True)

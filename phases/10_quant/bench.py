@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-import cuda_graphs
-import quant
+from benchmarks.engines import engine_of
 from benchmarks.evidence import BenchOptions, Evidence, Metric, Run, collect
 from benchmarks.measure import Sample, Samples, alternate, summarize, time_generation
 from benchmarks.plotting import bars, panels, save, times
@@ -56,9 +55,9 @@ def run(options: BenchOptions) -> Evidence:
 def on_cpu(options: BenchOptions) -> list[Run]:
     """One request, and 16 at a time."""
     model = load_target(options)
-    engines = {BEFORE: cuda_graphs.load(model, max_rows=16, max_len=512)}
+    engines = {BEFORE: engine_of("09", model, max_rows=16, max_len=512)}
     for scheme in SCHEMES_ON_CPU:
-        engines[f"{PHASE} {scheme}"] = quant.load(model, quantization=scheme, max_rows=16, max_len=512)
+        engines[f"{PHASE} {scheme}"] = engine_of("10", model, quantization=scheme, max_rows=16, max_len=512)
     runs = []
     for batch, output in ((1, 48), (16, 16)):
         work = uniform(f"decode-{batch}x32+{output}", batch, 32, 4 if options.quick else output)
@@ -107,8 +106,8 @@ def peers(options: BenchOptions) -> list[Run]:
 
 def _engine(model: Model, way: dict[str, Any] | None, sizes: dict[str, int]) -> PagedEngine:
     if way is None:
-        return cuda_graphs.load(model, **sizes)
-    return quant.load(model, **(sizes | way))
+        return engine_of("09", model, **sizes)
+    return engine_of("10", model, **(sizes | way))
 
 
 def timed(

@@ -10,11 +10,12 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from benchmarks import hostile_grammars
+from benchmarks.engines import engine_of
 from benchmarks.evidence import BenchOptions, Evidence, Metric, Run, collect
 from benchmarks.grammars import (
     ORDERS,
@@ -42,10 +43,8 @@ from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from paged_cache import PagedEngine
-from phases import find_phase
 from phases.appendix.guidance.feature import Name, backend_named
 from phases.appendix.guidance.spelling import Spelling
-from phases.registry import load_engine
 from structured.masks import GrammarMasks
 
 PHASE, BEFORE = "12_structured", "09_cuda_graphs"
@@ -124,7 +123,7 @@ class Bench:
         }
         lengths = [len(item.prompt) + item.max_tokens for item in work.items]
         sizes = self.sizes(count, 512 if max(lengths) <= 512 else 2048, max(2048, most_at_once(work)))
-        engines: dict[str, PagedEngine] = {BEFORE: loaded("09", self.model, **sizes)}
+        engines: dict[str, PagedEngine] = {BEFORE: engine_of("09", self.model, **sizes)}
         engine = self.engine(sizes)
         for name in variants:
             engines[name] = self.engine(sizes, jump_rows=count) if name == JUMP else engine
@@ -156,7 +155,7 @@ class Bench:
     def engine(self, sizes: Mapping[str, Any], **options: Any) -> PagedEngine:
         """This phase's engine with the vocabulary, which a random model has from nowhere else."""
         # Guesses would need a mask for each of their places, and phase 09 guesses nothing either.
-        engine = loaded("12", self.model, **{"speculate": False, **sizes, **options})
+        engine = engine_of("12", self.model, **{"speculate": False, **sizes, **options})
         masks = engine.masks
         assert isinstance(masks, GrammarMasks)
         masks.refusal, masks.pool.seconds, masks.pool.cache_bytes = "", 60.0, 1 << 28
@@ -270,13 +269,6 @@ class Bench:
         dtype = str(self.options.dtype).removeprefix("torch.")
         sha = hashlib.sha256(json.dumps([work, SCHEMAS, PEOPLE]).encode()).hexdigest()  # what it was made of
         return Run(variant, work, sha, self.name.removeprefix("random:"), kind, dtype, metrics, options)
-
-
-def loaded(phase: str, model: Any, **options: Any) -> PagedEngine:
-    """Load a phase's engine as users have it."""
-    found = find_phase(phase)
-    assert found is not None
-    return cast(PagedEngine, load_engine(found, model, **options))
 
 
 def _parsed(text: str) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from matplotlib.axes import Axes
 
-import cuda_graphs
+from benchmarks.engines import engine_of
 from benchmarks.evidence import BenchOptions, Evidence, Run, collect
 from benchmarks.measure import Sample, Samples, alternate, summarize, time_generation
 from benchmarks.plotting import colours, lines, log_axis, measured_once, number, panels, save
@@ -137,7 +137,7 @@ class OnCuda:
     def __init__(self, options: BenchOptions) -> None:
         self.options, self.model = options, load_target(options)
         self.dtype = str(options.dtype).removeprefix("torch.")
-        self.engine = cuda_graphs.load(self.model, **self.engine_options())
+        self.engine = engine_of("09", self.model, **self.engine_options())
         self.shift = 0
 
     def engine_options(self) -> dict[str, Any]:

@@ -38,18 +38,18 @@ import torch
 from matplotlib.axes import Axes
 
 import parallel
-import serving
+from benchmarks.engines import engine_of
 from benchmarks.evidence import BenchOptions, Evidence, Metric, Run, collect, sample_metrics
 from benchmarks.measure import alternate, summarize, timer
 from benchmarks.plotting import MARKERS, colours, panels, save
 from benchmarks.roofline import ceilings
+from benchmarks.sums import WAYS, times
 from benchmarks.workloads import Workload, uniform, workload
 from common.device import pick_device, pick_dtype
 from common.errors import UserError
 from common.paths import cache_home
 from forward.shapes import SHAPES
 from parallel.member import end_with
-from parallel.timing import WAYS, times
 
 PHASE, BEFORE = "14_parallel", "13_serving"
 SUMS, FAILED, STARTUP = "all-reduce", "failed", "startup"
@@ -358,8 +358,8 @@ class Bench:
         }
         given |= (GPU if self.cuda else CPU) | more
         if ranks == 1:
-            return serving.load(model, **given)
-        return parallel.load(model, tensor_parallel=ranks, **given, **self.more)
+            return engine_of("13", model, **given)
+        return engine_of("14", model, tensor_parallel=ranks, **given, **self.more)
 
 
 def small_work(part: str) -> Workload:

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from common.sampling.exact import DATE, exact
 from common.sampling.grammar import Grammar
+from phases.appendix.guidance.exact import DATE, exact
 from phases.appendix.guidance.feature import backend_named
 from structured.matcher import Backend
 from tests.guidance_kit import vocabulary

@@ -145,7 +145,7 @@ def test_a_first_half_leaves_the_logits_where_the_second_reads_them(model: Model
 
     model = copy.copy(model)
     model._modules = dict(model._modules)
-    head = FusedLinear.of(cast(torch.nn.Linear, model.lm_head))
+    head = FusedLinear(model.lm_head)
     for kind in (model.lm_head, head):
         model.lm_head = kind
         asked = list[object]()
@@ -178,7 +178,7 @@ def obey_beside_free_rows(model: Model, **options: Any) -> None:
     check(engine)
 
 
-PLAIN: dict[str, Any] = {"kernels": True, "graphs": True, "graph_tokens": 0, "latency": False}
+PLAIN: dict[str, Any] = {"kernels": True, "graphs": True, "graph_tokens": 0}
 
 
 PLAIN |= dict.fromkeys(("norms", "rope", "activation", "projections"), "torch")

@@ -16,10 +16,8 @@ from benchmarks.evidence import (
     collect,
     git_state,
     results,
-    sample_metrics,
-    versions,
 )
-from common.device import device_folder
+from common.device_names import device_folder
 from common.errors import UserError
 
 CPU = torch.device("cpu")
@@ -77,24 +75,6 @@ def test_another_file_is_named_in_the_error(tmp_path, content):
         Evidence.load(tmp_path / "nothing.json")
 
 
-def test_find_and_one_choose_by_facts_and_options():
-    evidence = collect("p", [a_run(batch=1), a_run(batch=2), a_run("01_forward", batch=1)], CPU)
-    assert evidence.find(batch=1) == [evidence.runs[0], evidence.runs[2]]
-    assert evidence.one("02_kv_cache", batch=2, model="smollm2") == evidence.runs[1]
-    assert evidence.find(model="other") == []
-    with pytest.raises(UserError, match="2 runs"):
-        evidence.one("02_kv_cache")
-    with pytest.raises(UserError, match="no ttft_ms_p50"):
-        evidence.runs[0].median("ttft_ms_p50")
-
-
-def test_median_and_spread():
-    assert Metric((1.0, 4.0, 2.0, 3.0)).median == 2.5
-    assert Metric((1.0, 4.0, 2.0, 3.0)).spread == pytest.approx(1.2)
-    assert sample_metrics([{"a": 1, "b": 2}, {"a": 3}]) == {"a": Metric((1.0, 3.0))}
-    assert sample_metrics([]) == {}
-
-
 @pytest.mark.parametrize(
     ("device", "name", "folder"),
     [
@@ -130,7 +110,3 @@ def test_git_state_without_a_checkout(tmp_path, monkeypatch):
     monkeypatch.setenv("LADDER_GIT_COMMIT", "f" * 40)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert git_state(tmp_path) == {"commit": "f" * 40, "dirty": None}
-
-
-def test_versions_are_those_installed():
-    assert versions()["torch"] == torch.__version__

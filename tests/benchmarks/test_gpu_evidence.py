@@ -12,7 +12,6 @@ import torch
 from benchmarks import evidence as common_evidence
 from benchmarks import gpu_tests
 from benchmarks.evidence import ROOT, BenchOptions, Evidence
-from common.errors import UserError
 
 OPTIONS = BenchOptions(torch.device("cuda"), torch.bfloat16)
 REPORT = """<?xml version="1.0" encoding="utf-8"?><testsuites><testsuite name="pytest" tests="4">
@@ -69,30 +68,3 @@ def test_the_kernels_tests_run_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [run.variant for run in runs] == ["test_one", "test_three", "test_two"]
     assert asked[1][:2] == ["-m", "not gpu"]
     assert all((ROOT / file).is_file() for file in asked[1][2:4])
-
-
-@pytest.mark.slow
-def test_a_real_pytest_writes_a_report_that_is_understood(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu_tests, "SELECTIONS", gpu_tests.SELECTIONS[:1])
-    (tmp_path / "test_some.py").write_text(
-        "import pytest\ndef test_good(): pass\ndef test_bad(): assert False\n"
-        "@pytest.mark.skip(reason='no')\ndef test_left_out(): pass\n"
-    )
-
-    def runner(arguments: Sequence[str]) -> int:
-        kept = [word for word in arguments if word.startswith("--junitxml") or "xunit1" in word]
-        return gpu_tests.pytest(["-q", "-p", "no:cacheprovider", "-o", kept[1], kept[0], str(tmp_path)])
-
-    (run,) = gpu_tests.run(OPTIONS, runner).runs
-    assert run.variant == "test_some"
-    assert [run.median(f"tests_{name}") for name in gpu_tests.OUTCOMES] == [1, 1, 1]
-    assert run.options["failed_tests"] == ["test_bad"]
-
-
-def test_without_a_gpu_or_without_tests() -> None:
-    with pytest.raises(UserError, match="device is 'cpu'"):
-        gpu_tests.run(BenchOptions(torch.device("cpu"), torch.float32), fake)
-    with pytest.raises(UserError, match="code 4 and ran no test"):
-        gpu_tests.run(OPTIONS, lambda arguments: 4)

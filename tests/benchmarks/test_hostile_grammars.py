@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 import forward
 from benchmarks import hostile_grammars
-from common.request import Request
-from common.sampling.params import SamplingParams
-from continuous.messages import Output
 from paged_cache import PagedEngine
 from tests.guidance_kit import loaded
 
@@ -66,36 +62,3 @@ def test_a_turn_has_grammars_that_no_turn_before_has_had() -> None:
     known = [grammar for turn in turns for grammar in turn if grammar is not None]
     assert len(set(known)) == len(known), "an engine remembers a grammar that it has compiled"
     assert [g is None for g in turns[0]] == [g is None for g in turns[2]], "another text is refused"
-
-
-def test_new_ones_are_put_among_known_ones_and_take_nobodys_place() -> None:
-    known, new = (hostile_grammars.schemas(50, distinct=False), hostile_grammars.schemas(3, distinct=True))
-    mixed = hostile_grammars.among(new, known)
-    assert mixed.keys() == known.keys() | new.keys()
-    sources = [make().source for make in mixed.values()]
-    assert len(sources) == 53 and len(set(sources)) == 1 + 3, "a new one is known"
-    places = [number for number, name in enumerate(mixed) if name in new]
-    assert places == [14, 29, 44], f"new ones at {places}"
-
-
-def test_requests_come_while_others_run_and_are_never_all_alike(
-    engine: PagedEngine, monkeypatch: Any
-) -> None:
-    """Who waits for his next token has others beside him until the end, and few of them begin in one step."""
-    beside, came, add = list[int](), [0], engine.add
-
-    def counted(prompt: list[int], params: SamplingParams) -> list[Request]:
-        came[-1] += params.grammar is not None
-        return add(prompt, params)
-
-    def stepped() -> list[Output]:
-        beside.append(sum(request.params.grammar is not None for request in engine.scheduler.running))
-        came.append(0)
-        return type(engine).step(engine)
-
-    monkeypatch.setattr(engine, "add", counted)
-    monkeypatch.setattr(engine, "step", stepped)
-    hostile_grammars.gaps(engine, hostile_grammars.schemas(120, distinct=False), 60)
-    assert max(came) == hostile_grammars.PER_STEP, f"requests that came, by step: {came}"
-    assert min(beside[8:58]) >= 3, f"requests beside, by step: {beside}"
-    assert len(set(beside[20:58])) > 2, "all come and go at once"

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from benchmarks import json_schema_suite as suite
-from benchmarks.evidence import Evidence
 from common.errors import UserError
 from common.sampling.grammar import Grammar
 from structured.automata.backend import AutomataBackend
@@ -123,41 +122,3 @@ def test_a_schema_that_kills_or_hangs_is_given_up_and_the_others_are_scored() ->
     found = suite.score_apart(partial(Fatal, suite.byte_vocabulary()), given, seconds=0.5)
     assert (found.schemas, found.refused, found.given_up) == (5, 3, 2), found
     assert [line for line in found.wrong] == ["1: given up", "3: given up"]
-
-
-class Limited(Matcher):
-    """Says after the first token that a limit was hit."""
-
-    problem = "lexer error: too many expressions"
-    accepting = False
-
-    def fill(self, words: Words) -> None: ...
-
-    def advance(self, tokens: Sequence[int]) -> int:
-        return 0
-
-    def rollback(self, count: int) -> None: ...
-
-
-def test_a_limit_that_is_hit_midway_is_no_wrong_answer() -> None:
-    with pytest.raises(suite.GivenUp):
-        suite.takes(Limited, {"a": 1}, {})
-
-
-def test_counts_of_a_folder_are_evidence_without_times(
-    checkout: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    written: list[Evidence] = []
-
-    def write(self: Evidence, path: Path | None = None) -> Path:
-        written.append(self)
-        return tmp_path / "evidence.json"
-
-    monkeypatch.setattr(Evidence, "write", write)
-    given = suite.folder_cases(checkout)
-    scores = {"automata (by hand)": suite.score(AutomataBackend(suite.byte_vocabulary()), given)}
-    suite.record_folder(scores, suite.folder_digest(given), 8)
-    (run,) = written[0].runs
-    assert run.workload.endswith("(every 8th schema)") and written[0].phase == "json_schema_bench"
-    assert run.median("refused") == 2 and "compile_ms" not in run.metrics
-    assert run.workload_sha256 != suite.folder_digest(given[1:]), "the hash does not depend on the cases"

@@ -13,9 +13,7 @@ from benchmarks.measure import (
     Noise,
     Sample,
     Samples,
-    Watch,
     alternate,
-    memory,
     percentiles,
     request_metrics,
     summarize,
@@ -72,14 +70,6 @@ def test_order_alternates_after_a_warm_up(noises):
     assert [sample["seconds"] for sample in samples["a"].kept] == [3.0, 6.0, 7.0]
 
 
-def test_a_given_warm_up_comes_before_each_sample(noises):
-    noises()
-    calls: list[tuple[str, int]] = []
-    warm = {"a": lambda: calls.append(("warm", -1))}
-    alternate({"a": recorder(calls, "a")}, repeats=2, warm=warm)
-    assert calls == [("warm", -1), ("a", 0), ("warm", -1), ("a", 1)]
-
-
 def test_no_call_gets_a_number_twice(noises):
     """Warm-ups and samples taken again included: the engine's prefix cache must not know the tokens."""
     noises(DIRTY, WORSE)
@@ -121,33 +111,6 @@ def test_noise_limits():
     assert not Noise(other_cpu=0.05, switches_per_s=10).dirty
     assert Noise(other_cpu=0.2).dirty
     assert Noise(switches_per_s=1000).dirty
-
-
-class FakeUsage:
-    """Counters of a machine with two cores, as `_usage` reports them."""
-
-    def __init__(self, monkeypatch, before: tuple[float, ...], after: tuple[float, ...]) -> None:
-        from benchmarks import measure
-
-        values = [measure._Usage(*before), measure._Usage(*after)]
-        monkeypatch.setattr(measure, "_usage", lambda: values.pop(0))
-        monkeypatch.setattr(measure.psutil, "cpu_count", lambda: 2)
-
-
-def test_watch_subtracts_our_own_time(monkeypatch):
-    # 10 s on two cores: 15 s of processor time in all, 9 s of it ours, so 6 of 20 were others'
-    FakeUsage(monkeypatch, (0.0, 100.0, 50.0, 0.0), (10.0, 115.0, 59.0, 0.0))
-    with Watch() as watch:
-        pass
-    assert watch.noise.other_cpu == pytest.approx(0.3)
-    assert watch.noise.dirty
-
-
-def test_watch_says_nothing_about_a_moment(monkeypatch):
-    FakeUsage(monkeypatch, (0.0, 0.0, 0.0, 0.0), (0.05, 0.1, 0.0, 500.0))
-    with Watch() as watch:
-        pass
-    assert watch.noise == CLEAN
 
 
 def test_percentiles():
@@ -197,19 +160,6 @@ def test_time_generation_runs_the_whole_workload():
         work.sha256,
     )
     assert run.metrics["seconds"].samples == (sample["seconds"],)
-
-
-@pytest.mark.slow
-def test_memory_peak_of_a_block():
-    with memory() as before:
-        pass
-    with memory() as used:
-        # Far more than what the allocator may keep from earlier tests, and hand out again without growing.
-        block = torch.ones(3 * 2**30 // 4)
-        del block
-    if used.peak is None or before.peak is None:
-        pytest.skip("this kernel does not let a process reset its resident peak")
-    assert used.peak - before.peak > 2**29
 
 
 def test_time_call_counts():

@@ -80,19 +80,3 @@ def test_every_step_that_a_notebook_can_show(package: str) -> None:
     show = import_module(f"benchmarks.pictures.{package}").show
     for step in STEPS[package]:
         assert list(flaws(show(step))) == [], f"{package}.show({step})"
-
-
-def test_flaws_are_seen() -> None:
-    picture = Picture("", "something", height=40, width=800)
-    picture.text(790, 20, "cut")
-    picture.text(10, 20, "tiny", size=9)
-    picture.cell(-5, 5, 20, 20, "now")
-    found = " | ".join(flaws(picture))
-    for flaw in (
-        "800.0 wide",
-        "no title",
-        "'cut' leaves",
-        "'tiny' is written in size 9",
-        "a rectangle at -4",
-    ):
-        assert flaw in found, f"{flaw} is not among: {found}"

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from benchmarks.evidence import Metric, Roofline, Run, collect
-from benchmarks.plotting import axis_label, bars, caption, lines, number, panels, reference_line, save
-from common.errors import UserError
+from benchmarks.plotting import bars, caption, lines, panels, reference_line, save
 
 
 def run(variant: str, rate: float, **options: object) -> Run:
@@ -51,13 +50,6 @@ def test_lines_are_sorted_and_separate():
     assert "a peer" in texts(axes)
 
 
-def test_nothing_to_draw_is_an_error():
-    with pytest.raises(UserError, match="no runs"):
-        bars([], "output_tokens_per_s")
-    with pytest.raises(UserError, match="over context"):
-        lines(RUNS, "context", "output_tokens_per_s")
-
-
 @pytest.mark.parametrize("ending", ["png", "svg"])
 @pytest.mark.slow
 def test_the_same_evidence_gives_the_same_bytes(tmp_path, ending):
@@ -70,15 +62,3 @@ def test_the_same_evidence_gives_the_same_bytes(tmp_path, ending):
         files.append(save(figure, tmp_path / "new" / f"{name}.{ending}", evidence).read_bytes())
     assert files[0] == files[1]
     assert "smollm2 (real weights, float32)" in caption(evidence)
-
-
-def test_words_and_numbers():
-    assert axis_label("ttft_ms_p50") == "time to first token, p50 (ms)"
-    assert axis_label("kv_cache_bytes") == "KV cache (GB)"
-    assert [number(value) for value in (12345.6, 56.71, 5.678, 0.0894, 3.0)] == [
-        "12,346",
-        "56.7",
-        "5.68",
-        "0.0894",
-        "3",
-    ]

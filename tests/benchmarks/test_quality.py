@@ -12,13 +12,6 @@ from forward.loading import load_model
 from quant.linear import QuantLinear
 
 
-def test_every_way_has_a_name_and_every_name_a_way() -> None:
-    known = {*quality.WAYS, *quality.KEYS}
-    for model, names in quality.MODELS.items():
-        assert set(names) <= known, f"{model} is measured in ways that nobody made: {set(names) - known}"
-    assert set(quality.MODELS["smollm2"]) == known, "the default model is measured in every way"
-
-
 def test_a_way_is_what_its_name_says() -> None:
     tiny = load_model("random:tiny", device="cpu", dtype="float32")
     made = quality.Way("fp8", head="int8").make(tiny, ())

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -148,37 +147,6 @@ def test_engines_whose_own_sums_fail_add_up_by_nccl(
     assert f"4 reduce {bench.WAYS[0]}" in Scripted.asked, "another number of ranks begins anew"
     assert Scripted.limits["reduce nccl"] < 100 < Scripted.limits["single"] == 240.0
     assert Scripted.asked.index("2 reduce nccl") == 0, "sums tell whether an engine can trust them"
-
-
-def test_one_ranks_engine_is_gone_before_the_next_is_made(
-    bench: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It fills its GPU, and rank 0 of the next is on the same one."""
-    made: list[weakref.ref[Any]] = []
-
-    class Engine:
-        def __init__(self) -> None:
-            self.itself = self  # freed by the collector of cycles alone
-
-        def generate(self, prompts: Any, params: Any) -> list[Any]:
-            return [SimpleNamespace(token_ids=[1, 2]) for _ in prompts]
-
-        def agree(self) -> None: ...
-        def close(self) -> None: ...
-
-    def engine_of(self: Any, model: str, ranks: int, **more: Any) -> Engine:
-        assert all(ref() is None for ref in made), f"{ranks} ranks: the engine before still fills its GPU"
-        made.append(weakref.ref(engine := Engine()))
-        return engine
-
-    monkeypatch.setattr(bench.Bench, "engine_of", engine_of)
-    found = bench.Bench(BenchOptions(CPU, torch.float32), 2, {}).same()
-    assert found.metrics["same_fraction"].samples == (1.0,) and len(made) == 2
-
-
-def test_a_start_that_failed_is_not_kept_beside_one_that_did_not(bench: ModuleType, tmp_path: Path) -> None:
-    path = collect(bench.PHASE, [failed(bench, "startup")], CPU).write(tmp_path / "found.json")
-    assert bench.others(path, CPU, [2], ["single"]) == []
 
 
 @pytest.mark.slow

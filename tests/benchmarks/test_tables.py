@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,13 +72,6 @@ def test_a_table_is_made_from_the_evidence(tmp_path):
         fill(marks.format("nonsense", ""), tmp_path)
 
 
-def test_seconds_of_a_kernel_are_shown_in_microseconds(tmp_path):
-    kernel = Run("v1", "w", "hash", "m", "random", "float32", {"seconds": Metric((1.25e-5,))})
-    evidence(kernel).write(tmp_path / "benchmarks" / "results" / "cpu" / "02_kv_cache.json")
-    text = fill("<!-- table: cpu/02_kv_cache columns=microseconds -->\n<!-- /table -->", tmp_path)
-    assert "| variant | µs |\n| --- | ---: |\n| v1 | 12.5 |\n" in text
-
-
 def test_other_engines_are_compared_by_the_rate_that_a_workload_is_about(tmp_path):
     def of(variant: str, workload: str, **rates: float) -> Run:
         metrics = {name: Metric((rate,)) for name, rate in rates.items()}
@@ -122,15 +114,6 @@ def test_gain_compares_the_same_work_with_the_phase_below():
     assert gain(phase, evidence(other_model, run("02_kv_cache", 52.0))) is None
     assert gain(phase, None) is None
     assert gain_text(phase, None) == ""
-
-
-def test_gain_is_over_the_first_that_was_measured():
-    own = {"cpu": {"ranks": 2}}
-    phase = replace(find_phase("02"), headline_before=("without", "01_forward"), headline_runs=own)
-    after = run("02_kv_cache", 52.0, ranks=2)
-    assert gain(phase, evidence(run("01_forward", 26.0, ranks=1), after)).factor == pytest.approx(2.0)
-    both = evidence(run("01_forward", 26.0, ranks=1), after, run("without", 13.0, ranks=1))
-    assert gain(phase, both).factor == pytest.approx(4.0)
 
 
 def test_a_table_may_wait_for_its_evidence(tmp_path: Path) -> None:

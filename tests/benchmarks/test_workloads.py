@@ -75,54 +75,6 @@ def test_offline_256_is_the_published_benchmark():
     assert set(work.arrivals) == {0.0}
 
 
-def test_sizes_of_the_others():
-    assert (workload("single-512").prompt_lens, workload("single-512").output_lens) == ([100], [512])
-    prefill = workload("prefill-64x1024")
-    assert (set(prefill.prompt_lens), set(prefill.output_lens), len(prefill.items)) == ({1024}, {1}, 64)
-    assert len({tuple(prompt) for prompt in prefill.prompts}) == 64
-
-
-def test_params_generate_exactly_the_length():
-    for params, item in zip(
-        workload("offline-256-small").params, workload("offline-256-small").items, strict=True
-    ):
-        assert (params.max_tokens, params.ignore_eos, params.temperature) == (item.max_tokens, True, 0.6)
-
-
-@pytest.mark.parametrize(
-    ("name", "count", "rate"),
-    [("continuous_batching", 32, 4.0), ("chunked_prefill", 48, 6.0), ("prefix_caching", 48, 8.0)],
-)
-def test_arrivals_are_as_many_a_second_as_said(name, count, rate):
-    arrivals = workload(name).arrivals
-    assert len(arrivals) == count
-    assert arrivals == sorted(arrivals)
-    assert (count - 1) / arrivals[-1] == pytest.approx(rate, rel=0.5)
-
-
-def test_patterns():
-    assert workload("baseline").sequential
-    assert len(workload("baseline").items) == 10
-    assert set(workload("paged_attention").arrivals) == {0.0}
-    lengths = workload("chunked_prefill").prompt_lens
-    assert sum(length == 3072 for length in lengths) == 36  # 75 % of 48
-    shared = workload("prefix_caching").prompts
-    assert len({tuple(prompt[:1024]) for prompt in shared}) == 1
-    assert len({tuple(prompt) for prompt in shared}) == 48
-    skewed = sorted(workload("skewed-outputs").output_lens)
-    assert skewed[len(skewed) // 2] * 8 < skewed[-1]
-
-
-def test_an_agents_turn_begins_with_its_last_one():
-    work = workload("agent-session-small")
-    by_length = sorted(work.prompts, key=len)
-    assert len({tuple(prompt[:192]) for prompt in by_length}) == 1
-    for prompt in by_length[2:]:
-        assert any(
-            prompt[: len(shorter)] == shorter for shorter in by_length if len(shorter) == len(prompt) - 48
-        )
-
-
 def test_cold_repeats_are_distinct_and_keep_what_is_shared():
     work = workload("prefix_caching-small")
     again = work.cold(1)
@@ -165,9 +117,3 @@ def test_hash_covers_everything():
 def test_unknown_name():
     with pytest.raises(UserError, match="workload is 'nope'"):
         workload("nope")
-
-
-def test_first():
-    work = workload("offline-256-small").first(3)
-    assert len(work.items) == 3
-    assert work.name == "offline-256-small[:3]"

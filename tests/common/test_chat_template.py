@@ -42,61 +42,27 @@ FAILS = {
 }
 BOUNDED = {
     "long text": "{{ 'x' * 10**12 }}",
-    "long text twice": "{{ ('x' * 10**7) * 10**7 }}",
     "long list": "{{ [1] * 10**12 }}",
     "power": "{{ (messages | length + 8)**(9**9) }}",
-    "width by filter": "{{ messages | length | string | center(10**12) }}",
-    "batches": "{{ [messages] | batch(10**9, 'x') | list }}",
     "sums": LONG + "{{ range(99999) | map('string') | map('replace', '1', long) | sum(start='') }}",
     "power of powers": "{% set ns = namespace(n=9) %}{% for i in range(100) %}{% set ns.n = ns.n * ns.n %}{% endfor %}",
-    "hex digits": LONG + "{{ ('f' * 400000) | int(base=16) // 3 }}",
-    "macro": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "macro that branches": "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
     "recursive loop": "{% for i in [1] recursive %}{{ loop([1]) }}{% endfor %}",
-    "block": "{% block a %}{{ self.a() }}{% endblock %}",
-    "loops": "{% for i in range(100000) %}" * 3 + "{% endfor %}" * 3,
     "loops with output": "{% for i in range(100000) %}" * 3 + "x" + "{% endfor %}" * 3,
-    "loops with a test": "{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}{% endfor %}",
     "loops with a large body": "{% for i in range(100000) %}"
     + "{% if a.b %}{% endif %}" * 2000
     + "{% endfor %}",
-    "loop over a text": LONG + "{% for a in long %}{% for b in long %}{% endfor %}{% endfor %}",
     "doubled by +": DOUBLED + "{% set ns.a = ns.a + ns.a %}{% endfor %}",
-    "doubled by ~": DOUBLED + "{% set ns.a = ns.a ~ ns.a %}{% endfor %}",
-    "doubled by block": DOUBLED + "{% set t %}{{ ns.a }}{{ ns.a }}{% endset %}{% set ns.a = t %}{% endfor %}",
     "doubled by join": DOUBLED + "{% set ns.a = [ns.a, ns.a] | join %}{% endfor %}",
-    "doubled by format": DOUBLED + "{% set ns.a = '{0}{0}'.format(ns.a) %}{% endfor %}",
-    "doubled by %": DOUBLED + "{% set ns.a = '%s%s' % (ns.a, ns.a) %}{% endfor %}",
-    "doubled by replace": DOUBLED + "{% set ns.a = ns.a.replace('x', 'xx') %}{% endfor %}",
     "doubled by filter": DOUBLED + "{% set ns.a = ns.a | replace('x', 'xx') %}{% endfor %}",
-    "nested lists": LISTS + "{% endfor %}{{ ns.a }}",
     "nested lists as text": LISTS + "{% endfor %}{% set t = ns.a | string %}",
     "nested lists compared": LISTS + "{% endfor %}{{ ns.a == ns.b }}",
-    "nested lists tested": LISTS + "{% endfor %}{{ ns.a is eq(ns.b) }}",
-    "nested lists found": LISTS + "{% endfor %}{{ [ns.b].index(ns.a) }}",
-    "nested lists as JSON": LISTS + "{% endfor %}{{ ns.a | tojson }}",
     "nested tuples as a key": TUPLES + "{{ {ns.a: 1} }}",
-    "nested tuples looked up": TUPLES + "{{ {}[ns.a] }}",
-    "nested tuples in get": TUPLES + "{{ {}.get(ns.a) }}",
-    "nested tuples unique": TUPLES + "{{ [ns.a] | unique | list }}",
-    "nested tuples in dict": TUPLES + "{{ dict([[ns.a, 1]]) }}",
     "deep": "{% set ns = namespace(a=[]) %}{% for i in range(9999) %}{% set ns.a = [ns.a] %}{% endfor %}{{ ns.a }}",
-    "replace of nothing": LONG + "{{ long.replace('', long) }}",
     "replace by long": LONG + "{{ long | replace('x', long) }}",
-    "join": LONG + "{{ long.join(long) }}",
-    "join filter": LONG + "{{ long | join(long) }}",
-    "indent": LONG + "{{ ('\n' * 100000) | indent(10**6, blank=true) }}",
-    "indent of JSON": "{{ messages | tojson(indent=10**9) }}",
     "width by format": "{{ '{:1000000000}'.format(1) }}",
-    "width by nested format": "{{ '{:{}}'.format(1, 10**9) }}",
-    "width by %": "{{ '%1000000000d' % 1 }}",
     "width by star": "{{ '%*d' % (1000000000, 1) }}",
-    "digits by %": "{{ '%.100000000f' % 1 }}",
-    "slices": LONG + "{% for i in range(100000) %}{% set t = long[1:] %}{% endfor %}",
-    "searches": LONG + "{% for i in range(100000) %}{% set t = 'y' in long %}{% endfor %}",
     "attributes": "{% for i in range(99999) %}{% set t = range(99999) | map(attribute='a.a.a.a') | list %}{% endfor %}",
-    "namespaces": "{% set ns = namespace(a=1) %}{% for i in range(60) %}{% set n2 = namespace(a=[ns, ns]) %}{% set ns.b = n2 %}"
-    "{% endfor %}{% for i in range(10**5) %}{% for j in range(10**5) %}{% set t = ns ~ n2 %}{% endfor %}{% endfor %}",
     "output": "{% for i in range(100000) %}" + "x" * 5000 + "{% endfor %}",
 }
 INVALID = {
@@ -154,15 +120,6 @@ def test_output_has_a_limit() -> None:
         template.render(
             [{"role": "user", "content": "x" * (OUTPUT_CHARACTERS + 1)}], add_generation_prompt=True
         )
-
-
-def test_a_budget_is_each_renderings_own() -> None:
-    template = ChatTemplate(
-        "{% for i in range(99999) %}{% for j in range(20) %}{% endfor %}{% endfor %}ok", {}
-    )
-    begun = time.perf_counter()
-    while time.perf_counter() - begun < 1.5 * SECONDS:
-        assert template.render([USER], add_generation_prompt=True) == "ok"
 
 
 def test_threads_render_at_the_same_time_and_get_their_own_texts() -> None:

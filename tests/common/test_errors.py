@@ -25,7 +25,6 @@ HUGE = 10**5000
         lambda: text("x", HUGE),  # type: ignore[arg-type]
         lambda: SamplingParams(max_tokens=HUGE),
         lambda: SamplingParams(temperature=HUGE),
-        lambda: SamplingParams(seed=-HUGE),
         lambda: SamplingParams(stop=HUGE),  # type: ignore[arg-type]
         lambda: SamplingParams(stop=(HUGE,)),  # type: ignore[arg-type]
         lambda: SamplingParams(ignore_eos=HUGE),  # type: ignore[arg-type]

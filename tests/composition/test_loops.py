@@ -39,7 +39,7 @@ SIZES: dict[str, Any] = {
     "max_rows": 4, "max_len": 48, "step_tokens": 48, "block_size": 4, "cache_bytes": 1 << 20
 }  # fmt: skip
 PLAIN = dict.fromkeys(("norms", "rope", "activation", "projections"), "torch")
-GRAPHS: dict[str, Any] = {"kernels": True, "graphs": True, "graph_tokens": 0, "latency": False, **PLAIN}
+GRAPHS: dict[str, Any] = {"kernels": True, "graphs": True, "graph_tokens": 0, **PLAIN}
 SWITCHES = ("overlap", "speculate", "structured")
 
 

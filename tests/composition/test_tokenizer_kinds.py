@@ -19,6 +19,7 @@ import torch
 
 import batching
 import continuous
+from benchmarks.made_up import TEMPLATE
 from common.events import generate
 from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
@@ -28,14 +29,14 @@ from forward.generator import Generator
 from forward.loading import random_model
 from forward.model import Model
 from forward.shapes import SHAPES
+from phases.appendix.api.answers import WideCompletionAnswer, WideOrder
+from phases.appendix.api.offsets import Offsets
 from phases.appendix.guidance.spelling import Spelling
+from phases.appendix.server import whole_app
 from phases.commands.engines import serve
 from serving.app import App
 from serving.completion import Choice
-from serving.http.answers import CompletionAnswer
-from serving.made_up import TEMPLATE
 from serving.messages import Token
-from serving.order import Offsets, Order
 from tests.equivalence.engines import blocks
 from tests.guidance_kit import served
 from tests.servers import Client, Loopback, asynchronously
@@ -58,7 +59,7 @@ class Kit:
         size = blocks(self.model, 200)
         tokenizer = self.tokenizer
         engine = served(self.model, max_rows=8, cache_bytes=size, tokenizer=tokenizer, **options)
-        return App(Loopback(engine), tokenizer, "tiny")
+        return whole_app(Loopback(engine), tokenizer, "tiny")
 
     def token(self, data: bytes) -> int:
         """The token of these bytes in the middle of a text."""
@@ -235,10 +236,12 @@ def test_tokens_that_look_alike_do_not_merge(kit: Kit) -> None:
     for begins in (False, True):
         found = [Token(bare, -1.0, [(spaced, -0.5), (bare, -1.0)])]
         choice = SimpleNamespace(
-            order=Order([BOS], SamplingParams()), logprobs=found, text="a", reason="length", started=False,
-            offsets=Offsets(kit.tokenizer, begins=begins),
+            order=WideOrder([BOS], SamplingParams()), logprobs=found, text="a", reason="length",
+            begins=begins, started=False, index=0,
         )  # fmt: skip
-        told = CompletionAnswer("", "", kit.tokenizer, logprobs=2).shape(cast("Choice", choice))["logprobs"]
+        told = WideCompletionAnswer("", "", kit.tokenizer, logprobs=2).shape(cast("Choice", choice))[
+            "logprobs"
+        ]
         (top,) = told["top_logprobs"]
         assert sorted(top.values()) == [-1.0, -0.5] and top[told["tokens"][0]] == -1.0
 

@@ -1,71 +1,55 @@
-"""Mistakes in the functions of exercises: those planted in the phases' tests, and more."""
+"""Mistakes in the functions of exercises, which their tests must find: `patches/NN.patch`.
+
+Each is a line `05.1 name: one sentence on what the student got wrong` and below it a patch without line
+numbers: lines that go (`-`), come (`+`) and stay (a space). The old lines occur once in the exercise's
+functions.
+"""
 
 from __future__ import annotations
 
 import ast
-import importlib
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from phases import ROOT
 from phases.course.exercises import Exercise
-from tests.planted.planting import ROOT, Bug, DoesNotApply, bugs_of
+
+HEAD = re.compile(r"(\d\d\.\d+) (\S+): (.+)")
+
+
+class DoesNotApply(Exception):
+    """The code has changed, so that the mistake has to change with it."""
 
 
 @dataclass(frozen=True)
 class Slip:
-    """One mistake: what it replaces occurs once in the exercise's functions."""
+    """One mistake: the lines that it replaces, and what replaces them."""
 
     name: str
-    old: str
-    new: str
     mistake: str
+    old: tuple[str, ...]
+    new: tuple[str, ...]
 
     def plant(self, exercise: Exercise) -> str:
-        """The text of the exercise's file with the mistake in it. Raises `DoesNotApply`."""
+        """Return the text of the exercise's file with the mistake in it. Raises `DoesNotApply`."""
         text = (ROOT / exercise.file).read_text(encoding="utf-8")
-        lines, found = text.splitlines(keepends=True), []
-        for first, last in spans(text, exercise.functions):
-            part = "".join(lines[first - 1 : last])
-            if part.count(self.old) == 1:
-                new = part.replace(self.old, self.new)
-                found.append("".join([*lines[: first - 1], new, *lines[last:]]))
-            elif self.old in part:
-                found += ["", ""]
+        lines, length = text.splitlines(), len(self.old)
+        found = [
+            at
+            for first, last in spans(text, exercise.functions)
+            for at in range(first - 1, last - length + 1)
+            if tuple(lines[at : at + length]) == self.old
+        ]
         if len(found) != 1:
-            raise DoesNotApply(f"{exercise.id} {self.name}: the old text occurs {len(found)} times, not once")
-        return _compiled(found[0], f"{exercise.id} {self.name}")
-
-
-@dataclass(frozen=True)
-class Planted:
-    """One of the bugs that are planted in a phase's own tests."""
-
-    bug: Bug
-
-    @property
-    def name(self) -> str:
-        """The bug's."""
-        return self.bug.name
-
-    @property
-    def mistake(self) -> str:
-        """The bug's."""
-        return self.bug.mistake
-
-    def plant(self, exercise: Exercise) -> str:
-        """The text of the exercise's file with the mistake in it. Raises `DoesNotApply`."""
-        if self.bug.file != exercise.file:
-            raise DoesNotApply(f"{exercise.id} {self.name}: it is in {self.bug.file}, not in {exercise.file}")
-        return self.bug.plant(ROOT)
-
-
-def _compiled(text: str, name: str) -> str:
-    try:
-        compile(text, name, "exec")
-    except SyntaxError as error:
-        raise DoesNotApply(f"{name} does not compile: {error}") from None
-    return text
+            raise DoesNotApply(f"{exercise.id} {self.name}: its lines occur {len(found)} times, not once")
+        planted = "\n".join([*lines[: found[0]], *self.new, *lines[found[0] + length :]]) + "\n"
+        try:
+            compile(planted, exercise.file, "exec")
+        except SyntaxError as error:
+            raise DoesNotApply(f"{exercise.id} {self.name} does not compile: {error}") from None
+        return planted
 
 
 def spans(text: str, names: Sequence[str]) -> Iterator[tuple[int, int]]:
@@ -81,20 +65,15 @@ def spans(text: str, names: Sequence[str]) -> Iterator[tuple[int, int]]:
     yield from visit(ast.parse(text).body, "")
 
 
-def slips_of(exercise: Exercise) -> list[Slip | Planted]:
-    """The mistakes to plant in an exercise. A name is a planted bug of the phase, `08:name` of another."""
-    phase = exercise.id[:2]
-    if not (Path(__file__).parent / f"slips_{phase}.py").exists():
-        return []
-    listed = importlib.import_module(f"tests.course.slips_{phase}").SLIPS.get(exercise.id, ())
-    found: list[Slip | Planted] = []
-    for one in listed:
-        if isinstance(one, str):
-            other, _, name = one.rpartition(":")
-            known = {bug.name: bug for bug in bugs_of(other or phase)}
-            if name not in known:
-                raise DoesNotApply(f"{exercise.id}: no planted bug of phase {other or phase} is named {name}")
-            found.append(Planted(known[name]))
-        else:
-            found.append(one)
+def slips_of(exercise: Exercise) -> list[Slip]:
+    """The mistakes to plant in an exercise."""
+    path = Path(__file__).parent / "patches" / f"{exercise.id[:2]}.patch"
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    found: list[Slip] = []
+    for part in re.split(r"\n\n(?=\d\d\.)", text.strip("\n")):
+        head, *lines = part.split("\n")
+        named = HEAD.fullmatch(head)
+        if named and named[1] == exercise.id:
+            old, new = (tuple(line[1:] for line in lines if line[:1] in kept) for kept in ("- ", "+ "))
+            found.append(Slip(named[2], named[3], old, new))
     return found

@@ -45,7 +45,7 @@ def test_an_exercise_follows_the_code(exercise: Exercise) -> None:
 
 
 @each
-def test_an_exercise_has_three_hints(exercise: Exercise) -> None:
+def test_an_exercise_has_all_hints(exercise: Exercise) -> None:
     for level in range(1, LEVELS + 1):
         assert hint(exercise, level).strip(), f"{exercise.id} has no hint {level}"
     assert exercise.cases or exercise.example

@@ -17,7 +17,6 @@ import kv_cache
 import prefix_cache
 from common.events import Completion, TokenEvent, generate
 from common.sampling.params import SamplingParams
-from common.sampling.sampler import Sampler
 from continuous.engine import Engine
 from forward.model import Model
 from tests.equivalence.compare import assert_all_same, margin, next_logits, sampled_tie
@@ -114,8 +113,7 @@ def test_mixed_requests(engine: str, name: str) -> None:
             assert made.scheduler.preemptions > 0
 
 
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("engine", "every"), [(name, 1 + 2 * (at % 2)) for at, name in enumerate(ENGINES)])
 @pytest.mark.slow
 def test_arrivals_in_the_middle(engine: str, every: int) -> None:
     name = MODELS[0]
@@ -159,7 +157,7 @@ def test_sampled_requests_with_seeds(engine: str) -> None:
     assert len(samples) == 3 and len(set(samples)) == 3
 
 
-@pytest.mark.parametrize("chunk", range(1, 41))
+@pytest.mark.parametrize("chunk", [*range(1, 10), 15, 16, 17, 24, 31, 32, 33, 40])
 @pytest.mark.slow
 def test_every_chunk_size(chunk: int) -> None:
     name = MODELS[chunk % 2]
@@ -197,7 +195,7 @@ def conversation(engine: Callable[[list[int]], list[int]]) -> list[list[int]]:
     return answers
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", [name for name in ENGINES if name >= "08" or "small" in name])
 @pytest.mark.slow
 def test_conversation(engine: str) -> None:
     name = MODELS[1]
@@ -218,30 +216,6 @@ def test_the_comparator_sees_a_wrong_token() -> None:
         assert_all_same(model(name), [right], [wrong])
     with pytest.raises(AssertionError, match="beginning"):
         assert_all_same(model(name), [right], [replace(right, token_ids=right.token_ids[:-1])])
-
-
-@pytest.mark.parametrize("settings", [{}, {"top_k": 5}, {"top_p": 0.6}, {"temperature": 0.0}])
-def test_a_sampled_tie_names_the_drawn_token_and_the_one_next_to_it(settings: dict[str, float]) -> None:
-    params = SamplingParams(**{"temperature": 0.9, "seed": 3, **settings})  # type: ignore[arg-type]
-    logits = torch.randn(50, generator=torch.Generator().manual_seed(2))
-    sampler = Sampler(1, 50, "cpu")
-    sampler.set_row(0, params)
-    for step in range(20):
-
-        def drawn(x: torch.Tensor, at: int = step) -> int:
-            return int(sampler.sample(x[None], torch.tensor([0]), [0], torch.tensor([at])).tokens)
-
-        clear = sampled_tie(logits, params, 3, step)
-        assert clear.first == drawn(logits)
-        if clear.gap < 1e-2 or not 0.01 < clear.gap < 100 or {"top_k", "top_p"} & set(settings):
-            continue
-        moved = logits.clone()
-        moved[clear.second] += clear.gap - 1e-4
-        near = sampled_tie(moved, params, 3, step)
-        assert (near.first, near.second, near.tied) == (clear.first, clear.second, True)
-        moved[clear.second] += 2e-4
-        assert drawn(moved) == clear.second, "a little more, and the other token is drawn"
-        assert not clear.tied
 
 
 def test_a_sampled_tie_sees_the_edge_of_truncation() -> None:
@@ -272,10 +246,11 @@ def test_the_comparator_sees_a_wrong_sampled_token() -> None:
     assert_all_same(model(name), [right], [right], params)
 
 
-@pytest.mark.parametrize(
-    "sampling", [{}, {"temperature": 0.7, "seed": 3, "repetition_penalty": 1.1}], ids=str
-)
-@pytest.mark.parametrize("name", ENGINES)
+DRAWN = {"temperature": 0.7, "seed": 3, "repetition_penalty": 1.1}
+BROKEN = [(name, {}) for name in ENGINES] + [(name, DRAWN) for name in ENGINES if "preempting" in name]
+
+
+@pytest.mark.parametrize(("name", "sampling"), BROKEN, ids=str)
 def test_nan_ends_the_request_that_has_it_and_no_other(name: str, sampling: dict[str, Any]) -> None:
     """A token whose embedding is NaN: in prompts, and generated. Blocks that held NaN are used again."""
     sound, broken = (forward.load_model("random:tiny", device="cpu", dtype="float32") for _ in range(2))

@@ -18,6 +18,7 @@ import forward
 import kv_cache
 import prefix_cache
 import triton_paged_attention
+from benchmarks.engines import engine_of
 from common.events import generate
 from common.sampling.params import SamplingParams
 from tests.equivalence.compare import assert_all_same
@@ -42,6 +43,7 @@ def test_the_tokens_of_torch_in_float32() -> None:
         triton_paged_attention.load(model, **OPTIONS),
         cuda_graphs.load(model, graphs=False, step_tokens=512, **OPTIONS),
         cuda_graphs.load(model, step_tokens=512, **OPTIONS),
+        engine_of("09", model, step_tokens=512, **OPTIONS),
     ):
         assert_all_same(model, expected, generate(engine, prompts, params))
 
@@ -68,6 +70,7 @@ def test_logits_in_bfloat16_are_as_near_the_truth_as_those_of_torch() -> None:
     engines = {
         "eager": cuda_graphs.load(model, graphs=False, **options),
         "graphs": cuda_graphs.load(model, **options),
+        "appendix": engine_of("09", model, **options),
         "small steps": cuda_graphs.load(model, **{**options, "step_tokens": BLOCK}),
     }
     for name, engine in engines.items():

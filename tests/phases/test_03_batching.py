@@ -288,14 +288,6 @@ def test_finished_row_may_be_dragged_beyond_the_context() -> None:
         assert_all_same(model, alone, generate(engine, prompts, params))
 
 
-@pytest.mark.parametrize("kind", [tuple, np.array, torch.tensor], ids=["tuple", "numpy", "torch"])
-def test_token_ids_may_come_in_any_sequence(tiny: Model, kind: Any) -> None:
-    prompts, params = [[1, 2, 3], [4]], lasting(3, 3)
-    expected = [event[:3] for event in batching.load(tiny).stream(prompts, params)]
-    events = [event[:3] for event in batching.load(tiny).stream([kind(p) for p in prompts], params)]
-    assert events == expected, f"prompts as {kind.__name__} say {events}, not {expected}"
-
-
 def test_bad_input_is_named_before_anything_is_computed(tiny: Model) -> None:
     with pytest.raises(UserError, match="batch_size is 0"):
         batching.load(tiny, batch_size=0)

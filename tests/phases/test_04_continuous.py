@@ -34,9 +34,10 @@ from tests.fuzz.machines import machine
 from tests.schedules import (
     MAX_LEN,
     SCHEDULES,
-    Ask,
     failures_expected,
     fake_engine,
+    finish,
+    greedy,
     operations,
     play,
     play_seeds,
@@ -46,20 +47,11 @@ from tests.schedules import (
 pytestmark = pytest.mark.timeout(20)
 
 
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return forward.load_model("random:tiny", device="cpu", dtype="float32")
-
-
 def fake(rows: int = 4, *, step_tokens: int = 64, policy: str = "fcfs", overlap: bool = False) -> Any:
     def scheduler(table: Rows) -> Scheduler:
         return Scheduler(table, RowCache(MAX_LEN), step_tokens=step_tokens, policy=POLICIES[policy])
 
     return fake_engine(scheduler, rows, overlap=overlap)
-
-
-def greedy(count: int, **options: Any) -> SamplingParams:
-    return SamplingParams(max_tokens=count, ignore_eos=True, **options)
 
 
 # Schedules.
@@ -149,8 +141,7 @@ def test_policies(policy: str, order: str) -> None:
         name: engine.add([1] * length, greedy(2), priority=priority)[0]
         for name, length, priority in (("a", 20, 1), ("b", 2, 2), ("c", 10, 0))
     }
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     done = sorted(requests, key=lambda name: requests[name].finished or 0.0)
     assert "".join(done) == order
 
@@ -218,19 +209,6 @@ def test_tokens_are_uploaded_to_their_own_rows(lengths: tuple[int, ...], stay: t
     assert written <= 2 * there, f"lengths {lengths}: {written} numbers are written for {there} tokens"
 
 
-def test_one_long_request_does_not_widen_its_neighbours() -> None:
-    """What is copied is at most twice what there is."""
-    rows = Rows(40, 1000)
-    for i in range(40):
-        rows.acquire(Request(i, [1] * (1000 if i == 20 else 10), 5, 1000, SamplingParams()))
-    groups = rows._neighbours()
-    copied = sum(len(group) * max(len(request.tokens) for request in group) for _, group in groups)
-    there = sum(len(request.tokens) for request in rows.fresh.values())
-    assert there <= copied <= 2 * there, f"{copied} numbers are copied for {there} tokens"
-    assert len(groups) <= 3, f"{len(groups)} copies for three kinds of neighbours"
-    assert [request.id for _, group in groups for request in group] == list(range(40))
-
-
 def test_a_plan_is_of_its_rows_and_of_their_settings() -> None:
     """The last one is kept, for a decode follows on a decode; and not where anything else is different."""
     sampler = Sampler(2, 10, torch.device("cpu"))
@@ -244,16 +222,6 @@ def test_a_plan_is_of_its_rows_and_of_their_settings() -> None:
 
 
 # What callers do.
-
-
-def test_a_thousand_queued_requests() -> None:
-    engine, runner = fake(16)
-    rng = np.random.default_rng(0)
-    asks = [
-        Ask(tuple(rng.integers(1, 50, rng.integers(1, 8)).tolist()), greedy(3, seed=0)) for _ in range(1000)
-    ]
-    requests = play(engine, runner, [("burst", asks)])
-    assert len(requests) == 1000 and all(request.finish_reason == "length" for request in requests)
 
 
 def test_max_tokens_zero_and_one(model: Model) -> None:
@@ -387,8 +355,7 @@ def test_times_are_those_of_the_request() -> None:
     engine, _ = fake(1)
     before = time.perf_counter()
     first, second = (engine.add([1], greedy(2))[0] for _ in range(2))
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     assert before <= first.arrival <= first.first_token < first.finished  # type: ignore[operator]
     assert first.finished < second.first_token  # type: ignore[operator]
 

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paged_cache.memory import weight_bytes
+
 triton = pytest.importorskip("triton")
 
 import paged_cache  # noqa: E402
@@ -52,11 +54,11 @@ from triton_paged_attention.kernels.kv_store import kv_store  # noqa: E402
 from triton_paged_attention.kernels.norms import NormWeights, add_rms_norm, rms_norm  # noqa: E402
 from triton_paged_attention.kernels.rope import FusedRope, HeadNorms, norm_rope  # noqa: E402
 from triton_paged_attention.kernels.sampling import argmax_rows, draw_rows, reported_rows  # noqa: E402
-from triton_paged_attention.linear import FusedLinear, join  # noqa: E402
+from triton_paged_attention.linear import FusedLinear, SideBySide, join  # noqa: E402
 from triton_paged_attention.prefill import paged_prefill, query_tiles  # noqa: E402
 from triton_paged_attention.sampler import TritonChooser  # noqa: E402
 from triton_paged_attention.surgery import optimize  # noqa: E402
-from triton_paged_attention.tuning.tables import (  # noqa: E402
+from triton_paged_attention.tables import (  # noqa: E402
     DECODE,
     PREFILL,
     DecodeConfig,
@@ -568,7 +570,7 @@ def test_surgery_leaves_the_given_model_alone_and_shares_its_weights() -> None:
         "FusedBlock",
     }
     shared = {p.data_ptr() for p in model.parameters()}
-    assert fused.lm_head.weight.data_ptr() in shared
+    assert fused.lm_head.linear.weight.data_ptr() in shared
 
 
 def test_surgery_lets_go_of_a_layer_before_it_joins_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -576,7 +578,7 @@ def test_surgery_lets_go_of_a_layer_before_it_joins_the_next(monkeypatch: pytest
     config = replace(SHAPES["tiny"], num_layers=6, sliding_windows=(None,) * 6)
     model = random_model(config, device=DEVICE, dtype=torch.float32)
     alive = {id(p): weakref.ref(p) for p in model.parameters()}
-    before = model.weight_bytes
+    before = weight_bytes(model)
     layer = sum(p.numel() * p.element_size() for p in model.get_submodule("layers.0").parameters())
     peak = 0
     cat = torch.cat
@@ -591,32 +593,73 @@ def test_surgery_lets_go_of_a_layer_before_it_joins_the_next(monkeypatch: pytest
 
     monkeypatch.setattr(torch, "cat", watched)
     assert optimize(model) is model
-    assert model.weight_bytes == before
+    assert weight_bytes(model) == before
     assert before < peak <= before + layer, f"{peak - before} bytes more, and a layer has {layer}"
 
 
-class Halved(FusedLinear):
-    """Another format: weights are stored halved. Nothing but `of` and `product` knows."""
+class Halved(torch.nn.Module):
+    """Another format: weights are stored halved. Nothing but its own methods knows."""
 
-    @classmethod
-    def of(cls, *parts: Any) -> Halved:
-        weights = [part.weight if isinstance(part, Halved) else part.weight / 2 for part in parts]
-        return cls(torch.nn.Parameter(torch.cat(weights), requires_grad=False))
+    def __init__(self, *parts: torch.nn.Linear) -> None:
+        super().__init__()
+        self.half = torch.cat([part.weight for part in parts]) / 2
 
-    def product(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight * 2)
+    def joined(self, *parts: Any) -> Halved | None:
+        if not all(isinstance(part, Halved) for part in parts):
+            return None
+        made = Halved.__new__(Halved)
+        torch.nn.Module.__init__(made)
+        made.half = torch.cat([part.half for part in parts])
+        return made
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.half * 2)
 
 
 @torch.inference_mode()
 def test_linears_of_another_format_join_themselves() -> None:
     plain = [torch.nn.Linear(16, 8, bias=False, device=DEVICE) for _ in range(2)]
-    joined = join(*(Halved.of(linear) for linear in plain))
-    assert type(joined) is Halved
+    joined = join(*(Halved(linear) for linear in plain))
+    assert type(joined.linear) is Halved
+    apart = join(Halved(plain[0]), plain[1])
+    assert type(apart.linear) is SideBySide, "they do not go together"
     x, norm = torch.randn(3, 16, device=DEVICE), NormWeights(torch.randn(16, device=DEVICE), 1e-5)
     residual, normed = torch.randn(3, 8, device=DEVICE), F.rms_norm(x, (16,), norm.weight, 1e-5)
     got = joined(x, norm=norm, gate="silu", residual=residual)
     assert error(got, residual + F.silu(plain[0](normed)) * plain[1](normed)) < 1e-5
-    assert error(join(*plain)(x, norm=norm, gate="silu", residual=residual), got) < 1e-5
+    for other in (join(*plain), apart):
+        assert error(other(x, norm=norm, gate="silu", residual=residual), got) < 1e-5
+
+
+@torch.inference_mode()
+def test_a_linear_asks_its_ways_and_the_library_last() -> None:
+    """In their order, by tokens and gate; a sum gets what a way has made, and the residual after it."""
+    asked: list[str] = []
+
+    class Named:
+        def __init__(self, name: str, most: int) -> None:
+            self.name, self.most = name, most
+
+        def takes(self, tokens: int, gate: str | None) -> bool:
+            return tokens <= self.most and gate is None
+
+        def __call__(self, x: Tensor, *, norm: Any, gate: Any, residual: Tensor | None) -> Tensor:
+            asked.append(self.name)
+            return x if residual is None else x + residual
+
+    fused = FusedLinear(torch.nn.Linear(4, 4, bias=False, device=DEVICE))
+    fused.ways = [Named("one", 1), Named("few", 3)]
+    x, out = torch.randn(5, 4, device=DEVICE), torch.zeros(3, 4, device=DEVICE)
+    for tokens, gate, wanted in [(1, None, ["one"]), (3, None, ["few"]), (4, None, []), (1, "silu", [])]:
+        asked.clear()
+        got = fused(x[:tokens], gate=gate)
+        assert asked == wanted, f"{tokens} tokens, gate {gate}: computed by {asked}"
+        if not wanted and gate is None:
+            assert torch.equal(got, fused.linear(x[:tokens]))
+    fused.write(x[:3], out)
+    assert torch.equal(out, x[:3]), "what a way computes is not written"
+    fused.total = lambda part, residual: 2 * part if residual is None else 2 * part + residual
+    assert torch.equal(fused(x[:1], residual=x[1:2]), 2 * x[:1] + x[1:2])
 
 
 @pytest.mark.parametrize("kind", KINDS)

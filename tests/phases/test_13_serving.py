@@ -14,7 +14,7 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import pytest
@@ -22,6 +22,7 @@ import torch
 
 import cuda_graphs
 import kv_cache
+from benchmarks.one_at_a_time import OneAtATime
 from common.errors import UserError
 from common.events import TextStream
 from common.sampling.grammar import Grammar
@@ -32,23 +33,27 @@ from forward.loading import random_model
 from forward.model import Model
 from forward.shapes import SHAPES
 from paged_cache import PagedEngine
-from serving import messages
-from serving.app import App
-from serving.http import orders
-from serving.http.answers import Answer
+from phases.appendix.access.keys import Keys
+from phases.appendix.access.origins import origins
+from phases.appendix.api.answers import WideAnswer
+from phases.appendix.api.endpoints import WideCompletions
+from phases.appendix.api.schema import CompletionRequest
+from phases.appendix.observability.live import Live
+from phases.appendix.observability.log import AccessLog
+from phases.appendix.observability.traces import Traces
+from phases.appendix.server import whole_app
+from serving import messages, prompts
+from serving.app import App, Extension
 from serving.http.errors import ApiError
 from serving.http.limits import Limits
-from serving.http.orders import as_asked
-from serving.http.origins import origins
-from serving.http.schema import CompletionRequest
-from serving.messages import Abort, Add, Step
-from serving.versions.one_at_a_time import OneAtATime
-from serving.watching.traces import Traces
+from serving.messages import AbortCompletions, AddPrompt, StepReport
+from serving.prompts import Prompts
 from serving.worker import Worker
 from tests.equivalence.engines import blocks
 from tests.guidance_kit import served as load
 from tests.servers import Asked, Client, Loopback, asynchronously, tokenizer_for
 
+E = TypeVar("E", bound=Extension)
 PROMPTS = ["hello", "a longer prompt, of some twenty tokens", "x", "one more, and the last of them all " * 4]
 
 
@@ -69,7 +74,13 @@ def engine(model: Model) -> PagedEngine:
 
 @pytest.fixture
 def make(engine: PagedEngine, tokenizer: Tokenizer) -> Callable[..., App]:
-    return lambda **options: App(Loopback(engine), tokenizer, "tiny", **options)
+    return lambda **options: whole_app(Loopback(engine), tokenizer, "tiny", **options)
+
+
+def extension(app: App, kind: type[E]) -> E:
+    """The extension of this kind."""
+    (found,) = (one for one in app.extensions if isinstance(one, kind))
+    return found
 
 
 def leaks(engine: PagedEngine) -> str:
@@ -100,13 +111,14 @@ def texts(model: Model, tokenizer: Tokenizer, prompts: list[str], params: Sampli
 
 def test_messages_come_out_as_they_went_in():
     params = SamplingParams(max_tokens=3, logit_bias={5: -1.5}, seed=2**64 - 1, stop_token_ids=(1, 2), n=2)
-    commands = [Add(7, [1, 2, 3], params, 5, "salt"), Abort([7, 8]), messages.Watch(0.1), messages.Stop()]
+    commands: list[Any] = [AddPrompt(7, [1, 2, 3], params, 5, "salt"), AbortCompletions([7, 8])]
+    commands += [messages.Watch(0.1), messages.Stop()]
     assert messages.commands(messages.encode(commands)) == commands
-    step = Step(
+    step = StepReport(
         [1, 2],
         [30, 40],
         [messages.End(2, "stop", "", 1)],
-        messages.Stats(steps=4),
+        messages.StepStats(steps=4),
         [messages.Token(0, -1.5, [(3, -0.5)])],
     )
     assert messages.report(messages.encode(step)) == step
@@ -133,7 +145,7 @@ class Channel:
 def free_after(worker: Worker, channel: Channel, engine: PagedEngine, number: int, steps: int) -> bool:
     """Whether a completion has nothing left so many steps after it was aborted."""
     request = worker.live[number]
-    channel.commands.append(Abort([number]))
+    channel.commands.append(AbortCompletions([number]))
     for _ in range(steps):
         worker.turn()
     return request.row < 0 and request not in engine.scheduler.running and number not in worker.live
@@ -151,11 +163,15 @@ def test_whoever_leaves_has_nothing_after_two_steps(model, state):
     worker = Worker(engine, channel)
     prompt = [1 + n % 200 for n in range(100)]
     params = SamplingParams(max_tokens=200, ignore_eos=True)
-    channel.commands = [Add(0, prompt, params), Add(1, prompt[::-1], params), Add(2, prompt, params)]
+    channel.commands = [
+        AddPrompt(0, prompt, params),
+        AddPrompt(1, prompt[::-1], params),
+        AddPrompt(2, prompt, params),
+    ]
     number = {"queued": 2, "prefilling": 0, "decoding": 1, "preempted": 1}.get(state, 10)
     turns = {"queued": 3, "prefilling": 1, "decoding": 12}.get(state, 3)
     if state.startswith("samples"):
-        channel.commands = [Add(10, prompt, replace(params, n=2))]
+        channel.commands = [AddPrompt(10, prompt, replace(params, n=2))]
         turns = 1 if state == "samples in line" else 12
     for _ in range(turns):
         worker.turn()
@@ -176,7 +192,7 @@ def test_whoever_leaves_has_nothing_after_two_steps(model, state):
         f"a request that left while {state} still holds something"
     )
     others = list(worker.live)
-    channel.commands.append(Abort(others))
+    channel.commands.append(AbortCompletions(others))
     for _ in range(3):
         worker.turn()
     assert leaks(engine) == ""
@@ -186,7 +202,7 @@ def test_a_request_that_cannot_be_served_is_refused_and_no_other(model):
     engine, channel = load(model, max_rows=2, cache_bytes=blocks(model, 8)), Channel()
     worker = Worker(engine, channel)
     good, bad = SamplingParams(max_tokens=4, ignore_eos=True), SamplingParams(max_tokens=900, ignore_eos=True)
-    channel.commands = [Add(0, [5, 6], good), Add(1, [5] * 100, bad), Add(2, [7], good)]
+    channel.commands = [AddPrompt(0, [5, 6], good), AddPrompt(1, [5] * 100, bad), AddPrompt(2, [7], good)]
     while not channel.steps or worker.live:
         worker.turn()
     ends = {end.number: end for step in channel.steps for end in step.ends}
@@ -198,7 +214,7 @@ def test_a_request_that_cannot_be_served_is_refused_and_no_other(model):
 def test_a_step_that_fails_ends_its_own_requests(model, monkeypatch):
     engine, channel = load(model, max_rows=2), Channel()
     worker = Worker(engine, channel)
-    channel.commands = [Add(0, [5, 6], SamplingParams(max_tokens=9, ignore_eos=True))]
+    channel.commands = [AddPrompt(0, [5, 6], SamplingParams(max_tokens=9, ignore_eos=True))]
     worker.turn()
     failing, forward = [True], engine.runner.forward
 
@@ -214,7 +230,7 @@ def test_a_step_that_fails_ends_its_own_requests(model, monkeypatch):
     assert (end.number, end.reason) == (0, "error") and "device" not in end.message, (
         "an inner word has got out"
     )
-    channel.commands = [Add(1, [5, 6], SamplingParams(max_tokens=2, ignore_eos=True))]
+    channel.commands = [AddPrompt(1, [5, 6], SamplingParams(max_tokens=2, ignore_eos=True))]
     for _ in range(6):
         worker.turn()
     assert {end.number for step in channel.steps for end in step.ends} == {0, 1}
@@ -230,7 +246,7 @@ def test_whoever_leaves_while_a_grammar_is_compiled_has_nothing(model, tokenizer
     monkeypatch.setattr(pool.backend, "compile", lambda grammar: (gate.wait(20), compile_(grammar))[1])
     slow = SamplingParams(max_tokens=5, grammar=Grammar.regex("a+"))
     quick = SamplingParams(max_tokens=5, ignore_eos=True)
-    channel.commands = [Add(0, [5, 6], slow), Add(1, [5, 6], quick)]
+    channel.commands = [AddPrompt(0, [5, 6], slow), AddPrompt(1, [5, 6], quick)]
     while 1 not in {end.number for step in channel.steps for end in step.ends}:
         worker.turn()
     assert not any(0 in step.numbers for step in channel.steps), "a token came before its grammar"
@@ -239,7 +255,7 @@ def test_whoever_leaves_while_a_grammar_is_compiled_has_nothing(model, tokenizer
     )
     assert engine.idle, "the engine still waits for the grammar of a request that has left"
     gate.set()
-    channel.commands = [Add(2, [5, 6], slow)]
+    channel.commands = [AddPrompt(2, [5, 6], slow)]
     while 2 not in {end.number for step in channel.steps for end in step.ends}:
         worker.turn()
     assert leaks(engine) == ""
@@ -267,6 +283,56 @@ def test_the_text_is_that_of_phase_09(make, model, tokenizer, stream, settings):
         for prompt, text, oracle in zip(PROMPTS, got, texts(model, tokenizer, PROMPTS, params), strict=True):
             assert text == oracle, f"prompt {prompt[:20]!r} was answered differently from phase 09"
         assert leaks(app.engine.engine) == ""
+
+    asynchronously(test)
+
+
+def test_phase_13_serves_by_itself(engine, model, tokenizer):
+    """Without the appendix: completions and chats, whole and streamed, stops, usage, limits, metrics."""
+
+    async def test() -> None:
+        app = App(Loopback(engine), tokenizer, "tiny", limits=Limits(max_queue=1), strict=True)
+        client, body = Client(app), {"max_tokens": 12, "temperature": 0}
+        status, whole = await client.post("/v1/completions", {"prompt": PROMPTS[0], **body})
+        (oracle,) = texts(model, tokenizer, PROMPTS[:1], SamplingParams(max_tokens=12))
+        assert status == 200 and whole["choices"][0]["text"] == oracle
+        assert whole["usage"]["total_tokens"] == 5 + whole["usage"]["completion_tokens"]
+        stop = await client.post("/v1/completions", {"prompt": PROMPTS[0], **body, "stop": oracle[3:5]})
+        assert stop[1]["choices"][0] == {
+            **{"text": oracle[: oracle.index(oracle[3:5])], "logprobs": None},
+            **{"finish_reason": "stop", "index": 0},
+        }
+        for path, ask in (
+            ("/v1/completions", {"prompt": PROMPTS[:2]}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ):
+            told = (await client.post(path, ask | body | {"n": 2}))[1]
+            more = {"n": 2, "stream": True, "stream_options": {"include_usage": True}}
+            *pieces, last, done = (await client.request(path, ask | body | more).run()).events()
+            assert (
+                done == "[DONE]" and last["usage"]["completion_tokens"] == told["usage"]["completion_tokens"]
+            )
+            for choice in told["choices"]:
+                mine = [p["choices"][0] for p in pieces if p["choices"][0]["index"] == choice["index"]]
+                text = "".join(p["text"] if "text" in p else p["delta"].get("content", "") for p in mine)
+                assert text == (choice["text"] if "text" in choice else choice["message"]["content"])
+                assert mine[-1]["finish_reason"] == choice["finish_reason"]
+        refused = [
+            ("/v1/completions", {"prompt": "a", "best_of": 2}, 400, "best_of"),
+            ("/v1/completions", {"prompt": "a", "top_p": 2}, 400, "top_p"),
+            ("/v1/completions", {"prompt": "a", "n": 10}, 400, "n"),
+            ("/v1/chat/completions", {"messages": [], "max_completion_tokens": 0}, 400, None),
+            ("/tokenize", {"prompt": "a"}, 404, None),
+        ]
+        for path, ask, status, param in refused:
+            found, error = await client.post(path, ask)
+            assert found == status, f"{path} {ask}: {error}"
+            assert param is None or error["error"]["param"] == param, error
+        for path in ("/health", "/ready", "/v1/models", "/v1/models/tiny", "/version"):
+            assert (await client.request(path, b"", "GET").run()).status == 200, path
+        page = b"".join((await client.request("/metrics", b"", "GET").run()).chunks).decode()
+        assert 'ladder:http_responses_total{model_name="tiny",route="/v1/completions",status="200"} 4' in page
+        await settle(app)
 
     asynchronously(test)
 
@@ -354,7 +420,7 @@ def test_constrained_output(model, tokenizer, field, value, allowed):
 
     async def test() -> None:
         engine = load(model, max_rows=8, cache_bytes=blocks(model, 200), step_tokens=256, tokenizer=tokenizer)
-        app = App(Loopback(engine), tokenizer, "tiny")
+        app = whole_app(Loopback(engine), tokenizer, "tiny")
         body = {"prompt": "abc", "max_tokens": 200, "temperature": 1.0, "seed": 3, "logit_bias": {}}
         plain = Client(app).post("/v1/completions", body | {"max_tokens": 5})
         (status, found), (other, _) = await asyncio.gather(
@@ -884,7 +950,7 @@ def test_a_prompt_is_read_with_special_tokens_or_without(model, engine, tmp_path
     bos, plain = tokenizer.bos_token_id, tokenizer.encode("ab", add_special_tokens=False)
 
     async def test() -> None:
-        client = Client(App(Loopback(engine), tokenizer, "tiny"))
+        client = Client(whole_app(Loopback(engine), tokenizer, "tiny"))
         for prompt, special, expected in (
             ("ab", None, [bos, *plain]),
             ("ab", True, [bos, *plain]),
@@ -1072,7 +1138,7 @@ def test_every_key_is_compared_whichever_is_right(make, monkeypatch):
         for key in ("first", "third", "none", ""):
             compared.clear()
             await Client(app).request("/version", b"", "GET", {"authorization": f"Bearer {key}"}).run()
-            assert compared == app.keys, f"with {key!r} only {compared} were compared"
+            assert compared == extension(app, Keys).keys, f"with {key!r} only {compared} were compared"
 
     asynchronously(test)
 
@@ -1084,7 +1150,7 @@ def test_addresses_of_a_client_are_never_opened(model, tokenizer):
         with socket.create_server(("127.0.0.1", 0)) as trap:
             trap.settimeout(0.2)
             url = f"http://127.0.0.1:{trap.getsockname()[1]}/x"
-            app = App(Loopback(load(model, max_rows=2, tokenizer=tokenizer)), tokenizer, "tiny")
+            app = whole_app(Loopback(load(model, max_rows=2, tokenizer=tokenizer)), tokenizer, "tiny")
             said = [{"role": "user", "content": "x"}]
             image = [{"type": "image_url", "image_url": {"url": url}}]
             tool = {"type": "function", "function": {"name": "f", "parameters": {"$ref": url}}}
@@ -1253,9 +1319,9 @@ def test_a_slow_reader_is_dropped_and_others_are_not(make, model, tokenizer):
         await tasks[1]
         text = "".join(e["choices"][0]["text"] for e in fast.events() if e != "[DONE]")
         assert text == texts(model, tokenizer, ["hello"], SamplingParams(max_tokens=200, ignore_eos=True))[0]
-        (call,) = app.calls
-        assert call.trouble is not None and call.trouble[0] == "slow"
-        assert len(slow.chunks) == 1 and sum(len(c.fresh) for c in call.choices) <= 21, (
+        (group,) = app.groups
+        assert group.trouble is not None and group.trouble[0] == "slow"
+        assert len(slow.chunks) == 1 and sum(len(c.fresh) for c in group.choices) <= 21, (
             "its buffer has no bound"
         )
         slow.leave()  # what the server's sweep does
@@ -1352,7 +1418,7 @@ def test_cancelled_at_every_await(make, monkeypatch, stream, more):
 
     Its prompt is tokenized by a thread, which is a wait, too.
     """
-    monkeypatch.setattr(orders, "LONG", 0)
+    monkeypatch.setattr(prompts, "LONG", 0)
     body = {"prompt": "abcdef", "max_tokens": 8, "ignore_eos": True, "stream": stream, **more}
     app = make()
     waits = awaits_of(app, body)
@@ -1493,7 +1559,9 @@ def test_the_log_survives_a_full_disk(make, tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(
-            app.log, "_file", type("Full", (), {"write": staticmethod(full), "flush": lambda self: None})()
+            extension(app, AccessLog),
+            "_file",
+            type("Full", (), {"write": staticmethod(full), "flush": lambda self: None})(),
         )
         assert (await Client(app).post("/v1/completions", {"prompt": "a", "max_tokens": 1}))[0] == 200
         assert app.metrics.lost_log_lines == 1
@@ -1509,7 +1577,7 @@ def test_nan_is_an_error_of_its_own_request_and_is_counted(tokenizer, stream):
     engine = load(broken, max_rows=4, cache_bytes=blocks(broken, 60), step_tokens=64)
 
     async def test() -> None:
-        app = App(Loopback(engine), tokenizer, "tiny")
+        app = whole_app(Loopback(engine), tokenizer, "tiny")
         body = {"max_tokens": 6, "ignore_eos": True, "stream": stream, "logit_bias": {str(bad): -100}}
         asked = [
             Client(app).request("/v1/completions", body | {"prompt": text}) for text in ("ab", "aqb", "c")
@@ -1517,7 +1585,7 @@ def test_nan_is_an_error_of_its_own_request_and_is_counted(tokenizer, stream):
         done = await asyncio.gather(*(one.run() for one in asked))
         assert [one.status for one in done] == [200, 500, 200]
         error = json.loads(b"".join(done[1].chunks))["error"]
-        assert error["code"] == "nan" and "not a number" in error["message"]
+        assert error["code"] == "nan" and "are NaN" in error["message"]
         page = b"".join((await Client(app).request("/metrics", b"", "GET").run()).chunks).decode()
         assert 'ladder:troubles_total{model_name="tiny",reason="nan"} 1' in page
         await settle(app)
@@ -1648,18 +1716,19 @@ def test_the_simplest_client(make):
     asynchronously(test)
 
 
-def test_names_are_those_that_the_client_has_sent():
+def test_names_are_those_that_the_client_has_sent(tokenizer):
+    endpoint = WideCompletions(Prompts(tokenizer), "tiny", Limits())
     error = ApiError(400, "prompt_logprobs is set, but must be None", param=None)
-    found = as_asked(error, CompletionRequest(prompt="a", echo=True, logprobs=1))
+    found = endpoint.named(error, CompletionRequest(prompt="a", echo=True, logprobs=1))
     assert (found.param, str(found)) == ("echo", "echo with logprobs is set, but must be None")
-    kept = as_asked(error, CompletionRequest(prompt="a", prompt_logprobs=1))
+    kept = endpoint.named(error, CompletionRequest(prompt="a", prompt_logprobs=1))
     assert str(kept) == str(error), "the client has sent prompt_logprobs, and is told of another field"
 
 
 def test_nobody_waits_for_a_long_request_of_another(make, tokenizer, monkeypatch):
     """What takes long is done by threads, on the way in and on the way out."""
     seen: dict[str, str] = {}
-    chat, decode, place = Tokenizer.chat, Tokenizer.decode, Answer._place
+    chat, decode, place = Tokenizer.chat, Tokenizer.decode, WideAnswer._place
 
     def noted(name: str, function: Any) -> Any:
         def note(*given: Any, **more: Any) -> Any:
@@ -1670,7 +1739,7 @@ def test_nobody_waits_for_a_long_request_of_another(make, tokenizer, monkeypatch
 
     monkeypatch.setattr(Tokenizer, "chat", noted("chat", chat))
     monkeypatch.setattr(Tokenizer, "decode", noted("decode", decode))
-    monkeypatch.setattr(Answer, "_place", noted("answer", place))
+    monkeypatch.setattr(WideAnswer, "_place", noted("answer", place))
     loop = threading.current_thread().name
 
     async def test() -> None:
@@ -1721,9 +1790,9 @@ def test_watching(make):
         )
         watcher.leave()
         await task
-        assert app.live.watchers == 0
+        assert extension(app, Live).watchers == 0
         await settle(app)
-        assert app.engine.worker._watch == 0.0
+        assert app.engine.worker.observer.seconds == 0.0
 
     asynchronously(test)
 
@@ -1733,9 +1802,13 @@ def test_an_early_phase_behind_the_same_loop(model):
     channel = Channel()
     worker = Worker(OneAtATime(kv_cache.load(model)), channel)
     params = SamplingParams(max_tokens=5, ignore_eos=True, temperature=1.0, seed=3)
-    channel.commands = [Add(0, [5, 6, 7], replace(params, n=2)), Add(2, [8], params), Add(3, [9, 10], params)]
+    channel.commands = [
+        AddPrompt(0, [5, 6, 7], replace(params, n=2)),
+        AddPrompt(2, [8], params),
+        AddPrompt(3, [9, 10], params),
+    ]
     worker.turn()
-    channel.commands = [Abort([1, 2])]
+    channel.commands = [AbortCompletions([1, 2])]
     while worker.live:
         worker.turn()
     got: dict[int, list[int]] = {}
@@ -1751,11 +1824,13 @@ def test_an_early_phase_behind_the_same_loop(model):
 def test_a_grammar_is_not_checked_again_where_it_arrives(monkeypatch: pytest.MonkeyPatch):
     """The engine's steps would wait while a large schema is read; the API process has read it."""
     schema = Grammar.json_schema({"enum": list(range(100))})
-    data = messages.encode([Add(1, [1, 2], SamplingParams(grammar=schema))])
+    data = messages.encode([AddPrompt(1, [1, 2], SamplingParams(grammar=schema))])
 
     def read_again(*given: Any) -> Any:
         raise AssertionError("a schema that was checked is read once more")
 
     monkeypatch.setattr("common.sampling.grammar._read", read_again)
     (received,) = messages.commands(data)
-    assert isinstance(received, Add) and received.params.grammar == schema, "a grammar has changed on its way"
+    assert isinstance(received, AddPrompt) and received.params.grammar == schema, (
+        "a grammar has changed on its way"
+    )

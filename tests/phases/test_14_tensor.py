@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 import parallel
 import serving
@@ -26,9 +25,10 @@ from common.errors import UserError
 from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
 from cuda_graphs.capture import Capturer
-from forward.loading import load_model, random_model
+from forward.loading import load_model
 from forward.models.llama import Llama
 from forward.shapes import SHAPES
+from paged_cache.memory import weight_bytes
 from parallel import crew as crews
 from parallel.crew import RanksLost
 from parallel.launch import part
@@ -36,24 +36,22 @@ from parallel.ranks import ENVIRONMENT, Ranks, device_of
 from parallel.shard import Shard, Slice
 from speculative import head as drafters
 from tests import structured_kit
+from tests.ranks_kit import (
+    KERNELS,
+    PARAMS,
+    PLACE,
+    PROMPTS,
+    SIZES,
+    SMALL,
+    TIGHT,
+    end_crews,
+    in_ranks,
+    same,
+    tokens_of,
+    write_checkpoint,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
-PLACE: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
-SIZES: dict[str, Any] = {"max_rows": 4, "max_len": 64, "step_tokens": 40, "block_size": 4}
-SMALL: dict[str, Any] = {**PLACE, **SIZES, "cache_bytes": 1 << 20}
-KERNELS: dict[str, Any] = {"kernels": True, "max_len": 32}
-TIGHT: dict[str, Any] = {**SMALL, "cache_bytes": 40 << 10}
-
-BEGIN = [5, 6, 7, 8, 9, 10, 11, 12]
-PROMPTS = [[*BEGIN, 13], [*BEGIN, 40, 41, 42], [3], list(range(20, 52)), [*BEGIN, 13, 14], [7, 7, 7, 7, 7, 7]]
-PARAMS = [
-    SamplingParams(max_tokens=12, ignore_eos=True),
-    SamplingParams(max_tokens=14, temperature=0.8, seed=3, ignore_eos=True),
-    SamplingParams(max_tokens=9, n=2, temperature=1.0, seed=1, ignore_eos=True),
-    SamplingParams(max_tokens=8, temperature=0.9, top_k=20, top_p=0.9, min_p=0.02, seed=5, logprobs=3),
-    SamplingParams(max_tokens=8, repetition_penalty=1.2, frequency_penalty=0.3, logit_bias={9: 2.0}),
-    SamplingParams(max_tokens=10, min_tokens=4, temperature=0.7, seed=8, stop_token_ids=(11, 12, 13)),
-]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,83 +60,12 @@ def _end_crews() -> Iterator[None]:
     end_crews()
 
 
-def end_crews() -> None:
-    for crew in list(crews._idle.values()):
-        crew.kill()
-    crews._idle.clear()
-
-
-def tokens_of(engine: Any, prompts: Sequence[list[int]] = PROMPTS, params: Any = None) -> list[list[int]]:
-    return [completion.token_ids for completion in engine.generate(prompts, params or PARAMS)]
-
-
-def same(found: list[list[int]], wanted: list[list[int]], what: str) -> None:
-    for request, (here, there) in enumerate(zip(found, wanted, strict=True)):
-        for place, (token, right) in enumerate(zip(here, there, strict=False)):
-            assert token == right, (
-                f"{what}: request {request}: token {place} is {token}, but one rank's is {right}: ranks "
-                "give the tokens of one GPU"
-            )
-        assert len(here) == len(there), f"{what}: request {request}: {len(here)} tokens, not {len(there)}"
-
-
-def in_ranks(
-    model: str, size: int, options: dict[str, Any], prompts: Any = PROMPTS, params: Any = None
-) -> Any:
-    """Tokens in ranks, compared at every step with what the other ranks did."""
-    engine: Any = parallel.load(model, tensor_parallel=size, rank_check=1, **options)
-    try:
-        found = tokens_of(engine, prompts, params)
-        engine.loop.agree()
-        assert engine.loop.compared == engine.loop.turn * (size - 1), (
-            f"{engine.loop.compared} checksums came for {engine.loop.turn} steps of {size} ranks"
-        )
-        engine.check_integrity()
-        assert engine.cache.free == engine.cache.allocator.count, "blocks are lost in ranks"
-        return found
-    finally:
-        engine.loop.close()
-
-
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint in files: 8 heads, 2 key/value heads, tied embeddings, an odd vocabulary, biases."""
     folder = tmp_path_factory.mktemp("llama")
     write_checkpoint(folder)
     return folder
-
-
-def write_checkpoint(folder: Path) -> None:
-    raw = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 259,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "silu",
-        "attention_bias": True,
-        "mlp_bias": True,
-        "tie_word_embeddings": True,
-        "eos_token_id": 0,
-        "rope_theta": 10000.0,
-    }
-    (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
-    from common.models.config import ModelConfig
-
-    config = ModelConfig.from_folder(folder)
-    model = random_model(config, device="cpu", dtype=torch.float32, seed=4)
-    state = {
-        ("" if name.startswith("lm_head") else "model.") + name: tensor.clone().contiguous()
-        for name, tensor in model.state_dict().items()
-        if name != "lm_head.weight"
-    }
-    save_file(state, folder / "model.safetensors")
 
 
 # Who has what.
@@ -186,7 +113,7 @@ def _own_weights(ranks: Any, model: str) -> dict[str, tuple[int, ...]]:
 
     part = load_part(model, device="cpu", dtype="float32", linears=None, ranks=ranks)
     return {name: tuple(tensor.shape) for name, tensor in part.state_dict().items()} | {
-        "bytes": (part.weight_bytes,)
+        "bytes": (weight_bytes(part),)
     }
 
 
@@ -198,7 +125,7 @@ def test_no_rank_holds_the_whole(llama: Path) -> None:
         assert found["layers.0.self_attn.o_proj.linear.weight"] == (64, 64)
         assert found["layers.1.mlp.down_proj.linear.weight"] == (64, 64)
         assert found["embed_tokens.weight"] == (130, 64), "259 tokens are 130 a rank, and one place is empty"
-        assert found["bytes"][0] < 0.53 * whole.weight_bytes, "a rank of two has about half of the weights"
+        assert found["bytes"][0] < 0.53 * weight_bytes(whole), "a rank of two has about half of the weights"
 
 
 # The same tokens.
@@ -291,22 +218,16 @@ def guesses_of(engine: Any) -> list[tuple[int, tuple[int, ...]]]:
     return seen
 
 
-KERNELS: dict[str, dict[str, Any]] = {
-    "one shot": {"all_reduce": "one-shot"},
-    "two shots": {"all_reduce": "two-shot"},
-}
 FEW = PROMPTS[:3], [*PARAMS[:2], SamplingParams(max_tokens=3, seed=2, temperature=1.0, ignore_eos=True)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", KERNELS.values(), ids=KERNELS.keys())
-def test_kernels_in_two_ranks(llama: Path, options: dict[str, Any]) -> None:
+def test_kernels_in_two_ranks(llama: Path) -> None:
     prompts, params = FEW
     short = [SamplingParams(**{**vars(p), "max_tokens": 4}) for p in params]
-    given = SMALL | {"kernels": True, "max_len": 32} | options
-    one = {name: value for name, value in given.items() if name != "all_reduce"}
-    wanted = tokens_of(serving.load(str(llama), **one), prompts, short)
-    same(in_ranks(str(llama), 2, given, prompts, short), wanted, f"kernels, {options}")
+    given = SMALL | {"kernels": True, "max_len": 32}
+    wanted = tokens_of(serving.load(str(llama), **given), prompts, short)
+    same(in_ranks(str(llama), 2, given, prompts, short), wanted, "kernels")
 
 
 @pytest.mark.slow
@@ -351,7 +272,7 @@ def test_masked_steps_are_no_graphs_where_ranks_talk() -> None:
     """Rank 0 chooses and tells the others: in a graph nobody could."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("needs Triton's interpreter")
-    options = {"kernels": True, "graphs": True, "graph_tokens": 0, "max_rows": 1, "rehearsal": False}
+    options = {"kernels": True, "graphs": True, "graph_tokens": 0, "max_rows": 1}
     options |= {"max_len": 32, "cache_bytes": 1 << 20, "tokenizer": structured_kit.tokenizer()}
     engine: Any = parallel.load("random:tiny-window", tensor_parallel=2, **SMALL | options)
     try:
@@ -472,98 +393,6 @@ def test_the_configuration_of_a_part() -> None:
     changed = {name for name, value in asdict(own).items() if asdict(whole)[name] != value}
     assert changed == {"num_heads", "num_kv_heads", "intermediate_size"}
     assert (own.num_heads, own.num_kv_heads, own.intermediate_size) == (1, 1, 20)
-
-
-# Sums over shared memory, by the kernels, in Triton's interpreter.
-
-
-def _sums(ranks: Any) -> list[str]:
-    """What is wrong with sums of some shapes: each way, some turns one after the other."""
-    from parallel import symmetric as module
-
-    module.PROGRAMS = 3  # so that programs have several rows, and some have more than others
-    hidden, wrong = 24, []
-    weight = torch.linspace(0.5, 1.5, hidden)
-    ways = {
-        "one": module.Limits(1 << 12, 0),
-        "two": module.Limits(0, 1 << 12),
-        "one or two": module.Limits(2 * 4 * hidden, 1 << 12),  # which take turns in the same places
-    }
-    for way, limits in ways.items():
-        reducer = module.Symmetric(ranks, hidden, torch.float32, limits, ranks.text(f"test-{way}"))
-        for turn, rows in enumerate((1, 7, 2, 5, 60)):  # the last is too large for shared memory
-            parts = [
-                torch.randn(rows, hidden, generator=torch.Generator().manual_seed(9 * turn + r))
-                for r in range(ranks.size)
-            ]
-            residual = torch.full((rows, hidden), 0.25)
-            whole = torch.stack(parts).sum(0)
-            norm = torch.nn.functional.rms_norm(whole + residual, (hidden,), weight, 1e-5)
-            total, normed = reducer.add_norm(
-                ranks, parts[ranks.rank].clone(), residual, (weight, 1e-5, False)
-            )
-            found = {
-                "sum": (reducer.sum(ranks, parts[ranks.rank].clone()), whole),
-                "sum and residual": (
-                    reducer.add(ranks, parts[ranks.rank].clone(), residual),
-                    whole + residual,
-                ),
-                "sum before a norm": (total, whole + residual),
-                "sum and norm": (normed, norm),
-            }
-            for name, (here, right) in found.items():
-                if not torch.allclose(here, right, atol=1e-5):
-                    wrong.append(f"{way} shot, rank {ranks.rank}, {rows} rows: {name} is wrong")
-    return wrong
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3])
-def test_sums_over_shared_memory(size: int) -> None:
-    for rank, wrong in enumerate(parallel.together(size, _sums)):
-        assert not wrong, f"rank {rank}: {wrong}"
-
-
-COMPILED = """
-import re, sys, triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from parallel.kernels.all_reduce import all_reduce_kernel as kernel
-for two in (False, True):
-    place = 1 << 16
-    fixed = {"RANK": 1, "RANKS": 4, "RANKS_PAD": 4, "SIZE": 4096, "SIZE_PAD": 4096, "PLACE": place}
-    fixed |= {"HALF": 128 * place, "COUNTERS": 384 * place, "TWO": two, "ADD": True, "NORM": True}
-    fixed |= {"ONE_PLUS": False, "PDL": False}
-    kinds = {"table": "*i64", "meetings": "*i64", "stop": "*i32", "eps": "fp32", "rows": "i32"}
-    names = kernel.arg_names
-    signature = {n: "constexpr" if n in fixed else kinds.get(n, "*bf16") for n in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n][0] == "*"}
-    constants = {(names.index(name),): value for name, value in fixed.items()}
-    source = ASTSource(kernel, signature, constants, aligned)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 16})
-    print(" ".join(sorted(set(re.findall(r"(?:ld|st|atom|red)[.]global[.a-z0-9]+", made.asm["ptx"])))))
-"""
-
-
-@pytest.mark.slow
-def test_numbers_go_over_the_wire_sixteen_bytes_at_a_time() -> None:
-    """Compiled for an H200 without one: what it says to memory is in the assembly."""
-    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path), TRITON_INTERPRET="0")
-    command = [sys.executable, "-c", COMPILED]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    for way, line in zip(("one shot", "two shots"), done.stdout.splitlines(), strict=True):
-        found = line.split()
-        narrow = [name for name in found if name.endswith(("b16", "v2.b16"))]
-        assert not narrow, f"{way}: {narrow}: it is not known that peers' places are aligned"
-        assert {"ld.global.v4.b32", "st.global.v4.b32"} <= set(found), f"{way}: {found}"
-        released = [name for name in found if name.startswith(("atom", "red")) and ".release" in name]
-        assert released and all(".sys" in name for name in released), (
-            f"{way}: {found}: other GPUs must see the numbers before the counter"
-        )
-        assert any(".acquire" in name and ".sys" in name for name in found), (
-            f"{way}: {found}: numbers are read that may not be there yet"
-        )
 
 
 # What is only needed on GPUs, as far as a CPU can tell.

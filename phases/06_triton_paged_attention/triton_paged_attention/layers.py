@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -53,7 +53,7 @@ def _projections(
     """The projections into a layer, of one input, as one; and the projection out of it."""
     if backends.projections == "triton":
         return join(*parts), join(out)
-    return SideBySide(*parts), SideBySide(out)
+    return FusedLinear(SideBySide(*parts)), FusedLinear(SideBySide(out))
 
 
 class FusedAttention(nn.Module):
@@ -146,16 +146,34 @@ class FusedMLP(nn.Module):
         return self.down_proj(self.act(gate) * up)
 
 
+class BlockWay(Protocol):
+    """A faster way through a block for some steps."""
+
+    def takes(self, x: Tensor | Stream, attention: Attention) -> bool:
+        """Return whether it computes this step."""
+        ...
+
+    def __call__(
+        self, block: FusedBlock, x: Tensor | Stream, cos_sin: tuple[Tensor, Tensor], attention: Attention
+    ) -> Tensor | Stream:
+        """See `LlamaBlock.forward`."""
+        ...
+
+
 class FusedBlock(nn.Module):
-    """A `LlamaBlock` that leaves its last addition to the next norm."""
+    """A `LlamaBlock` that leaves its last addition to the next norm.
+
+    ways: asked in this order before the block computes the step itself; none in this phase.
+    """
 
     input_layernorm: FusedRMSNorm
     self_attn: FusedAttention | LlamaAttention
     post_attention_layernorm: FusedRMSNorm
     mlp: FusedMLP | GatedMLP
 
-    def __init__(self, block: LlamaBlock | FusedBlock) -> None:
+    def __init__(self, block: LlamaBlock) -> None:
         super().__init__()
+        self.ways: list[BlockWay] = []
         for name, part in block.named_children():
             setattr(self, name, part)
 
@@ -163,6 +181,9 @@ class FusedBlock(nn.Module):
         self, x: Tensor | Stream, cos_sin: tuple[Tensor, Tensor], attention: Attention
     ) -> Tensor | Stream:
         """See `LlamaBlock.forward`."""
+        for way in self.ways:
+            if way.takes(x, attention):
+                return way(self, x, cos_sin, attention)
         if isinstance(x, Stream):
             total, normed = self.input_layernorm.add(x.total, x.delta)
         else:

@@ -1,40 +1,44 @@
-"""Linear layers that know their weights, so that nobody else has to."""
+"""A linear layer with what stands around it, and the ways to compute it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Self
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from triton_paged_attention.kernels.activation import gated
 from triton_paged_attention.kernels.norms import NormWeights, rms_norm
 
 
-class FusedLinear(nn.Module):
-    """One linear layer, or several of one input as one matrix product with their outputs end to end.
+class Way(Protocol):
+    """A faster way to compute a linear layer for some numbers of tokens."""
 
-    Whoever holds one asks it to apply itself, with what stands before and after it, and never looks at its
-    weights. So another format of weights is a subclass with its own `of` and `product`, and a faster way for
-    some numbers of tokens is one with its own `forward`.
+    def takes(self, tokens: int, gate: str | None) -> bool:
+        """Return whether it computes this many tokens with such a gate."""
+        ...
+
+    def __call__(
+        self, x: Tensor, *, norm: NormWeights | None, gate: str | None, residual: Tensor | None
+    ) -> Tensor:
+        """See `FusedLinear.forward`."""
+        ...
+
+
+class FusedLinear(nn.Module):
+    """A linear layer that asks its ways, the library last.
+
+    linear: the product, `[..., in] -> [..., out]`, in any format of weights.
+    ways: asked in this order; none in this phase.
+    total: adds up a product that is this GPU's part of a sum, and then the residual; None: it is the sum.
     """
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None = None) -> None:
+    def __init__(self, linear: nn.Module) -> None:
         super().__init__()
-        self.weight, self.bias = weight, bias  # [out, in], [out]
-
-    @classmethod
-    def of(cls, *parts: nn.Linear) -> Self:
-        """The parts' weights end to end, copied; a single part's are shared."""
-        biases = [part.bias for part in parts if part.bias is not None]
-        assert len(biases) in (0, len(parts)), "some parts have a bias, and some have none"
-        return cls(_end_to_end([part.weight for part in parts]), _end_to_end(biases) if biases else None)
-
-    def product(self, x: Tensor) -> Tensor:
-        """`[..., in]` -> `[..., out]`, the bias added."""
-        return F.linear(x, self.weight, self.bias)
+        self.linear = linear
+        self.ways: list[Way] = []
+        self.total: Callable[[Tensor, Tensor | None], Tensor] | None = None
 
     def forward(
         self,
@@ -44,21 +48,67 @@ class FusedLinear(nn.Module):
         gate: str | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """`residual + act(product(norm(x)))`, each part if it is given: `[..., in]` -> `[..., out]`.
+        """`residual + act(linear(norm(x)))`, each part if it is given: `[..., in]` -> `[..., out]`.
 
         norm: of the input. gate: an activation, a key of `activation.KINDS`; then the outputs are gates and
         as many ups, and `act(gates) * ups [..., out / 2]` comes back.
         """
-        out = self.product(x if norm is None else rms_norm(x, *norm))
+        way = self.way(x, gate) or self._library
+        if self.total is None:
+            return way(x, norm=norm, gate=gate, residual=residual)
+        return self.total(way(x, norm=norm, gate=gate, residual=None), residual)
+
+    def way(self, x: Tensor, gate: str | None = None) -> Way | None:
+        """Return the first way that takes the tokens of `x`; None: the library does."""
+        tokens = x.numel() // x.shape[-1]
+        for way in self.ways:
+            if way.takes(tokens, gate):
+                return way
+        return None
+
+    def _library(
+        self, x: Tensor, *, norm: NormWeights | None, gate: str | None, residual: Tensor | None
+    ) -> Tensor:
+        """Each part by itself."""
+        out: Tensor = self.linear(x if norm is None else rms_norm(x, *norm))
         out = out if gate is None else gated(out, gate)
         return out if residual is None else out + residual
 
     def write(self, x: Tensor, out: Tensor) -> None:
         """`forward(x)` into `out`, `[T, in]` -> `[T, out]`; uncopied, where it is a product and no more."""
-        if type(self).product is FusedLinear.product and self.bias is None:
-            torch.mm(x, self.weight.t(), out=out)
+        linear = self.linear if self.way(x) is None and self.total is None else None
+        if isinstance(linear, nn.Linear) and linear.bias is None:
+            torch.mm(x, linear.weight.t(), out=out)
         else:
             out.copy_(self(x))
+
+
+@runtime_checkable
+class Joins(Protocol):
+    """A linear layer of another format, that knows how it is joined with others of the same input."""
+
+    def joined(self, *parts: nn.Module) -> nn.Module | None:
+        """Return the parts as one layer; None: they do not go together."""
+        ...
+
+
+def join(*parts: nn.Module) -> FusedLinear:
+    """Return linear layers of one input as one product, their outputs end to end."""
+    for part in parts:
+        if isinstance(part, Joins):
+            found = part.joined(*parts) or SideBySide(*parts)
+            return found if isinstance(found, FusedLinear) else FusedLinear(found)
+    return FusedLinear(end_to_end(parts))  # type: ignore[arg-type]  # what is no `Joins` is plain
+
+
+def end_to_end(parts: Sequence[nn.Linear]) -> nn.Linear:
+    """Return plain layers as one, their weights copied; a single part's are shared."""
+    biases = [part.bias for part in parts if part.bias is not None]
+    assert len(biases) in (0, len(parts)), "some parts have a bias, and some have none"
+    weight = _end_to_end([part.weight for part in parts])
+    made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    made.weight, made.bias = weight, _end_to_end(biases) if biases else None  # type: ignore[assignment]
+    return made
 
 
 def _end_to_end(tensors: Sequence[Tensor]) -> nn.Parameter:
@@ -67,22 +117,13 @@ def _end_to_end(tensors: Sequence[Tensor]) -> nn.Parameter:
     return nn.Parameter(torch.cat(tuple(tensors)), requires_grad=False)
 
 
-def join(*parts: nn.Module) -> FusedLinear:
-    """Linear layers of one input as one; a layer of another format knows itself how it is joined."""
-    for part in parts:
-        if (joined := getattr(part, "joined", None)) is not None:
-            return joined(*parts)
-    kind = type(parts[0]) if isinstance(parts[0], FusedLinear) else FusedLinear
-    return kind.of(*parts)  # type: ignore[arg-type]  # each kind takes its own
-
-
-class SideBySide(FusedLinear):
-    """The same function with the layers apart, for comparison."""
+class SideBySide(nn.Module):
+    """The same product with the layers apart: for comparison, and for formats that do not go together."""
 
     def __init__(self, *parts: nn.Module) -> None:
-        nn.Module.__init__(self)
+        super().__init__()
         self.parts = nn.ModuleList(parts)
 
-    def product(self, x: Tensor) -> Tensor:
-        """See `FusedLinear.product`."""
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., in]` -> `[..., out]`."""
         return torch.cat([part(x) for part in self.parts], dim=-1)

@@ -16,7 +16,7 @@ from triton_paged_attention.backends import Backends
 from triton_paged_attention.kernels.activation import KINDS
 from triton_paged_attention.kernels.rope import FusedRope
 from triton_paged_attention.layers import FusedAttention, FusedBlock, FusedMLP, FusedRMSNorm
-from triton_paged_attention.linear import join
+from triton_paged_attention.linear import Joins, join
 
 
 def optimize(model: Model, backends: Backends | None = None) -> Model:
@@ -41,7 +41,7 @@ def optimize(model: Model, backends: Backends | None = None) -> Model:
         else:
             replace(model, (RMSNorm, Gemma3RMSNorm), FusedRMSNorm, skip=FusedAttention)
         replace(model, LlamaBlock, FusedBlock)
-    if chosen.projections == "triton":
+    if chosen.projections == "triton" and isinstance(model.lm_head, (nn.Linear, Joins)):
         model.lm_head = join(model.lm_head)
     return model
 

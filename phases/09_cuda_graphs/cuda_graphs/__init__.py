@@ -8,18 +8,18 @@ from typing import Any
 
 from chunked_prefill import Chunked
 from continuous import llm
-from cuda_graphs.feature import Graphs, Latency, Overlap
+from cuda_graphs.feature import Graphs, Overlap
 from cuda_graphs.overlap import Overlapped
 from forward.model import Model
 from paged_cache import PagedEngine, Preset
 from prefix_cache import Prefix
 from triton_paged_attention import Kernels
 
-__all__ = ["LLM", "PRESET", "Graphs", "Latency", "Overlap", "Overlapped", "load"]
+__all__ = ["LLM", "PRESET", "Graphs", "Overlap", "Overlapped", "load"]
 
 PRESET = Preset(
     on=[Chunked, Prefix, Overlap],
-    fitting=[Kernels, Graphs, Latency],
+    fitting=[Kernels, Graphs],
     usual={"cuda": {"max_rows": 256, "step_tokens": 8192}},
 )
 """On a GPU there is one to fill."""

@@ -13,7 +13,6 @@ from common.errors import UserError, integer
 from common.options import option
 from cuda_graphs.overlap import Overlapped
 from paged_cache import Feature, Parts
-from triton_paged_attention import Kernels
 
 
 @dataclass(frozen=True)
@@ -59,28 +58,6 @@ class Graphs(Feature):
                 whole.size("step_tokens"),
             )
         )
-
-
-@dataclass(frozen=True)
-class Latency(Feature):
-    """Steps of one token and of a few have kernels of their own; they pay inside graphs."""
-
-    name: ClassVar[str] = "latency"
-    phase: ClassVar[int] = 9
-
-    @classmethod
-    def pays(cls, device: torch.device, others: Mapping[str, Feature | None]) -> bool:
-        """Inside graphs, around the kernels' layers."""
-        return others.get("graphs") is not None and isinstance(others.get("kernels"), Kernels)
-
-    def install(self, parts: Parts) -> None:
-        """A second surgery on the kernels' layers, and their attention with one more kernel."""
-        kernels = parts.features.get("kernels")
-        if not (isinstance(kernels, Kernels) and kernels.attends):
-            raise UserError("latency is True, but must be False without the kernels' layers and attention")
-        from cuda_graphs.latency import LatencyAttention, install
-
-        parts.attention = kernels.attention_of(LatencyAttention, install(parts.own_model()))
 
 
 @dataclass(frozen=True)

@@ -1,47 +1,32 @@
-"""Quantized layers by kernels: the linear layer, and a block whose numbers stay in eight bits in between."""
+"""Quantized products by kernels, in the places of those in plain torch."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cuda_graphs.latency.linear import CombinesHeads
-from cuda_graphs.latency.lone import Parts
-from cuda_graphs.latency.tables import HeadsConfig, heads_config
-from forward.attention import Attention
-from quant.formats import Activations
-from quant.kernels.gemv import gemv8
-from quant.kernels.gemv4 import from_words, gemv4, to_words, words_fit
-from quant.kernels.heads import project_heads8
-from quant.kernels.inputs import Pending, Rounded, gated_rows, norm_rows, round_rows
-from quant.kernels.products import eight_by_eight, eight_by_eight_whole, eight_pays, unpack
+from forward.model import Model
+from quant.kernels.products import eight_by_eight_whole, eight_pays, unpack
+from quant.kernels.rounding import round_rows
+from quant.kernels.words import from_words, to_words, words_fit
 from quant.linear import QuantLinear
 from quant.weights import QuantizedWeight
-from triton_paged_attention.kernels.norms import NormWeights
-from triton_paged_attention.kernels.rope import ProductScales
-from triton_paged_attention.layers import FusedAttention, FusedBlock, FusedMLP, FusedRMSNorm, Stream
 from triton_paged_attention.linear import FusedLinear
 
 
-class KernelLinear(FusedLinear):
-    """A `FusedLinear` whose weight has few bits. One token is a kernel; many are a product of the library.
+class KernelLinear(nn.Module):
+    """A linear layer whose weight has few bits, multiplied by kernels and by the library."""
 
-    run_ahead, out_dtype: see `cuda_graphs.latency.linear.LatencyLinear`.
-    """
-
-    run_ahead = True
-    out_dtype: torch.dtype | None = None
     data: Tensor
     scale: Tensor
     zero: Tensor | None
     order: Tensor | None
+    bias: nn.Parameter | None
 
     def __init__(self, linear: QuantLinear) -> None:
-        nn.Module.__init__(self)
+        super().__init__()
         weight = linear.weight.per_channel()
         self.scheme, self.shape = weight.scheme, weight.shape
         data = to_words(weight) if self.scheme.weights == "int4" else weight.data
@@ -53,7 +38,7 @@ class KernelLinear(FusedLinear):
 
     @staticmethod
     def takes(linear: QuantLinear) -> bool:
-        """Whether there are kernels for a layer's weight."""
+        """Return whether there are kernels for a layer's weight."""
         return linear.scheme.weights != "int4" or words_fit(linear.weight)
 
     @property
@@ -69,31 +54,8 @@ class KernelLinear(FusedLinear):
         numbers = from_words(self.data, self.shape[1])
         return replace(weight, data=numbers[:, ::2] | (numbers[:, 1::2] << 4))
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        norm: NormWeights | None = None,
-        gate: str | None = None,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        """See `FusedLinear.forward`."""
-        alone = x.numel() == self.shape[1] and (self.bias is None or gate is None)
-        if alone and self.order is None:
-            return self._one(x, norm, gate, residual)
-        return super().forward(x, norm=norm, gate=gate, residual=residual)
-
-    def _one(self, x: Tensor, norm: NormWeights | None, gate: str | None, residual: Tensor | None) -> Tensor:
-        """One token, in one kernel."""
-        around: dict[str, Any] = {"norm": norm, "gate": gate, "residual": residual}
-        around["run_ahead"] = self.run_ahead
-        how = {**around, "bias": self.bias, "out_dtype": self.out_dtype}
-        if self.scheme.weights == "int4":
-            return gemv4(x, self.stored, self.shape[1], **how)
-        return gemv8(x, self.stored, **how)
-
-    def product(self, x: Tensor) -> Tensor:
-        """See `FusedLinear.product`."""
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., K]` -> `[..., N]` in `x`'s dtype."""
         x = x if self.order is None else x.index_select(-1, self.order)
         kind = self.scheme.activations
         if kind is not None and x.numel():
@@ -105,72 +67,16 @@ class KernelLinear(FusedLinear):
         return F.linear(x, unpack(self.stored, self.shape[1], x.dtype), self.bias)
 
 
-class KernelOutput(KernelLinear, CombinesHeads):
-    """The projection behind attention, in eight bits with scales by channel."""
-
-    @property
-    def heads_config(self) -> HeadsConfig | None:
-        """See `CombinesHeads.heads_config`."""
-        plain = self.scheme.scales == "channel" and self.order is None
-        found = heads_config(*self.shape) if plain else None
-        return found and replace(found, rows=2 * found.rows)  # of half the bytes
-
-    def combine(self, parts: Parts, residual: Tensor) -> Tensor:
-        """See `CombinesHeads.combine`."""
-        config = self.heads_config
-        assert config is not None
-        return project_heads8(residual, self.stored, self.bias, parts, shape=config)
+def install(model: Model) -> Model:
+    """Put kernels in the places of quantized products, and return the model, which is the same object."""
+    for fused in model.modules():
+        linear = fused.linear if isinstance(fused, FusedLinear) else None
+        if isinstance(fused, FusedLinear) and isinstance(linear, QuantLinear) and KernelLinear.takes(linear):
+            fused.linear = KernelLinear(linear)
+    return model
 
 
-class EightBitBlock(nn.Module):
-    """A `FusedBlock` between whose projections no number of 16 bits is written that has eight.
-
-    Norms and activations round what they make, and multiply what they read by its scales. A lone token goes
-    through the block as it was: there every projection is a kernel that does all this by itself.
-    """
-
-    def __init__(self, block: FusedBlock, kind: Activations) -> None:
-        super().__init__()
-        self.block, self.kind = block, kind
-
-    def forward(
-        self, x: Tensor | Stream, cos_sin: tuple[Tensor, Tensor], attention: Attention
-    ) -> Tensor | Stream:
-        """See `LlamaBlock.forward`."""
-        block, attend, mlp = self.block, self.block.self_attn, self.block.mlp
-        assert isinstance(attend, FusedAttention) and isinstance(mlp, FusedMLP)
-        if isinstance(x, Tensor) and len(x) == 1:
-            return block(x, cos_sin, attention)
-        total, delta = x if isinstance(x, Stream) else (x, None)
-        total, normed = norm_rows(total, delta, block.input_layernorm.weights, self.kind)
-        dtype = total.dtype
-        qkv = multiply(attend.qkv_proj, normed, dtype)
-        if isinstance(qkv, Pending):
-            scales = ProductScales(qkv.rows, qkv.columns, dtype)
-            mixed = attend.attend(qkv.values, cos_sin, attention, scales)
-        else:
-            mixed = attend.attend(qkv, cos_sin, attention)
-        out = multiply(attend.o_proj, round_rows(mixed, self.kind), dtype)
-        total, normed = norm_rows(total, out, block.post_attention_layernorm.weights, self.kind)
-        both = gated_rows(multiply(mlp.gate_up_proj, normed, dtype), mlp.kind, self.kind, dtype)
-        return Stream(total, multiply(mlp.down_proj, both, dtype))  # type: ignore[arg-type]  # see PendingNorm
-
-
-def multiply(layer: FusedLinear, x: Rounded | Tensor, dtype: torch.dtype) -> Pending | Tensor:
-    """A layer's product with an input of eight bits, perhaps still to be scaled; the layer is `eight`."""
-    assert isinstance(layer, KernelLinear) and isinstance(x, Rounded)
-    return eight_by_eight(x, layer.stored, dtype)
-
-
-class PendingNorm(FusedRMSNorm):
-    """The norm behind the last `EightBitBlock`, which has left its product to whoever reads it."""
-
-    def __init__(self, norm: FusedRMSNorm) -> None:
-        nn.Module.__init__(self)
-        self.weight, self.eps, self.one_plus = norm.weight, norm.eps, norm.one_plus
-
-    def add(self, x: Tensor, delta: Tensor | Pending) -> tuple[Tensor, Tensor]:
-        """See `FusedRMSNorm.add`."""
-        total, normed = norm_rows(x, delta, self.weights, None)
-        assert isinstance(normed, Tensor)
-        return total, normed
+def unpacked_bytes(model: Model) -> int:
+    """Bytes of the largest weight that is unpacked as a whole where it meets many tokens."""
+    layers = [layer for layer in model.modules() if isinstance(layer, KernelLinear) and not layer.eight]
+    return max((layer.shape[0] * layer.shape[1] * model.dtype.itemsize for layer in layers), default=0)

@@ -86,11 +86,9 @@ class QuantLinear(nn.Module):
         return F.linear(rounded(x.float(), self.scheme.activations), self.weight.dequantize(), bias)
 
     @staticmethod
-    def joined(*parts: nn.Module) -> nn.Module:
-        """What phase 06's `join` makes of quantized layers, see there."""
-        from quant.fused import joined  # Triton comes with it
-
-        return joined(*parts)
+    def joined(*parts: nn.Module) -> nn.Module | None:
+        """Join layers of one input, of which some are quantized; see phase 06's `join`."""
+        return end_to_end(parts) if joinable(parts) else None
 
     def extra_repr(self) -> str:
         """Shape and scheme."""

@@ -38,7 +38,7 @@ class Structured(Feature):
 
         No tokenizer is prepared before the first grammar comes.
         """
-        config, tokenizer = parts.model.config, parts.tokenizer
+        config, tokenizer = parts.model.config, parts.recipe.tokenizer
         refusal = ""
         if tokenizer is None:
             refusal = "grammar is set, but must be None for an engine that has no tokenizer"
@@ -49,9 +49,8 @@ class Structured(Feature):
             cache_bytes=self.grammar_cache_bytes,
             seconds=self.grammar_seconds,
         )
-        device = parts.model.device
-        masks = GrammarMasks(pool, config.vocab_size, config.eos_token_ids, device, refusal=refusal)
-        parts.bring(self, masks=masks)
+        about = config.vocab_size, config.eos_token_ids, parts.model.device
+        parts.bring(self, masks=GrammarMasks(pool, *about, refusal=refusal))
         if "overlap" in parts.features:
             parts.loops["overlap"] = lambda engine: TwoHalves(engine.masks)
 

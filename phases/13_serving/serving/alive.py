@@ -17,7 +17,8 @@ import zmq.asyncio
 from common.temporary import new_folder
 from serving import process
 from serving.client import EngineClient
-from serving.messages import Failed, Ready, Stats, Step, Stop, report
+from serving.messages import Failed, Ready, StepReport, StepStats, Stop, report
+from serving.seams import Observer, ServedEngine
 
 log = logging.getLogger(__name__)
 
@@ -41,11 +42,18 @@ class EngineProcess(EngineClient):
     Args:
         make: makes the engine, there; any callable that can be pickled.
         silence: seconds without a word, while somebody waits for tokens, after which it counts as hanging.
+        observer: makes what reads along, there.
     """
 
-    def __init__(self, make: Callable[[], Any], *, silence: float = 300.0) -> None:
+    def __init__(
+        self,
+        make: Callable[[], Any],
+        *,
+        silence: float = 300.0,
+        observer: Callable[[ServedEngine], Observer] = Observer,
+    ) -> None:
         super().__init__()
-        self.make, self.silence = make, silence
+        self.make, self.silence, self.observer = make, silence, observer
         self.process: Any = None
         self._socket: zmq.asyncio.Socket | None = None
         self._stopping = False
@@ -102,7 +110,8 @@ class EngineProcess(EngineClient):
         address = f"ipc://{folder}/engine"
         socket.bind(address)
         context = multiprocessing.get_context("spawn")
-        child = self.process = context.Process(target=process.main, args=(self.make, address), name="engine")
+        arguments = self.make, address, self.observer
+        child = self.process = context.Process(target=process.main, args=arguments, name="engine")
         child.start()
         sentinel = child.sentinel
         ended = loop.create_future()
@@ -138,10 +147,10 @@ class EngineProcess(EngineClient):
             message = report(await socket.recv())
             self._heard, self.now = time.monotonic(), time.perf_counter()
             match message:
-                case Step():
+                case StepReport():
                     self._deal(message)
                 case Ready():
-                    self.ready, self.stats = message, Stats(free_blocks=message.blocks)
+                    self.ready, self.stats = message, StepStats(free_blocks=message.blocks)
                     self.state = "stopped" if self._stopping else "ready"
                     if self._watch:
                         self.watch(self._watch)

@@ -7,61 +7,52 @@ of them, and there is one for every token.
 from __future__ import annotations
 
 import asyncio
-import base64
-import hmac
 import logging
 import time
-from collections.abc import Awaitable, Callable
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from common.text.tokenizer import Tokenizer
 from serving.client import EngineClient
-from serving.completion import Call
-from serving.http import origins
-from serving.http.answers import Answer, ChatAnswer, CompletionAnswer, GenerateAnswer
+from serving.completion import ChoiceGroup
+from serving.endpoints import B, Chat, Completions, Endpoint
 from serving.http.errors import ApiError
-from serving.http.exchange import EVENTS, Exchange, Gone, Receive, Scope, Send
-from serving.http.hosts import ANY, check
+from serving.http.exchange import Exchange, Gone, Receive, Scope, Send, listed
 from serving.http.limits import Limits
-from serving.http.openapi import openapi
-from serving.http.orders import Orders
-from serving.http.schema import (
-    Body,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerateRequest,
-    Generation,
-    TokenizeRequest,
-    check_parts,
-    decode,
-)
-from serving.messages import Ready, Step
+from serving.http.schema import Body, check_parts, decode
+from serving.messages import Ready, StepReport
+from serving.metrics import Metrics
+from serving.prompts import Prompts
 from serving.service import Service
-from serving.watching.live import Live
-from serving.watching.log import AccessLog
-from serving.watching.metrics import Metrics
-from serving.watching.traces import Traces
 
 log = logging.getLogger(__name__)
 
-OPEN = ("/health", "/ready")
-"""Routes that need no key."""
-PAGE = Path(__file__).parent / "page" / "index.html"
-HTML = [
-    (b"content-type", b"text/html; charset=utf-8"),
-    (
-        b"content-security-policy",
-        b"default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
-        b"connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    ),
-    (b"x-content-type-options", b"nosniff"),
-    (b"referrer-policy", b"no-referrer"),
-]
 LARGE_BODY = 64 << 10
 """Bytes of a body whose parts are counted; a smaller one has no more than are allowed."""
 Handler = Callable[[Exchange], Awaitable[None]]
+
+
+class Extension:
+    """Something that the appendix adds to an application; each method does nothing here."""
+
+    def install(self, app: App) -> None:
+        """Add routes, or take others' place."""
+
+    async def before(self, exchange: Exchange) -> bool:
+        """Look at a request before its route is, and tell if it is answered already."""
+        return False
+
+    def stepped(self, step: StepReport) -> None:
+        """Read the report of a step."""
+
+    def ended(self, exchange: Exchange) -> None:
+        """Look at a request that has its answer, or has left."""
+
+    def refused(self, status: int, client: str | None, reason: str) -> None:
+        """Look at what never became a request."""
+
+    def close(self) -> None:
+        """Let go, after the last request."""
 
 
 class App:
@@ -69,10 +60,12 @@ class App:
 
     Args:
         model: the name that clients know it by.
-        keys: of which a client needs one; none: everybody may come in.
         strict: refuse unknown fields, instead of naming them in the header `x-ladder-ignored`.
-        allowed_origins: whose web pages may read answers; see `origins`.
-        hosts: names that the server answers to; see `hosts.names_of`.
+        metrics: what is counted.
+        extensions: of the appendix.
+        defaults: settings of requests that do not say; see `sampling_defaults`.
+
+    closing: the server ends, and so must streams that have no end.
     """
 
     def __init__(
@@ -82,42 +75,33 @@ class App:
         model: str,
         *,
         limits: Limits | None = None,
-        keys: tuple[str, ...] = (),
         strict: bool = False,
-        allowed_origins: tuple[str, ...] = (),
-        hosts: frozenset[str] = frozenset({ANY}),
-        access_log: str = "none",
-        traces: Traces | None = None,
+        metrics: Metrics | None = None,
+        extensions: Sequence[Extension] = (),
+        defaults: Mapping[str, float] | None = None,
         version: str = "0",
     ) -> None:
         self.engine, self.tokenizer, self.model = engine, tokenizer, model
         self.limits, self.strict, self.version = limits or Limits(), strict, version
-        self.metrics = Metrics(model)
-        self.log, self.traces = AccessLog(access_log, self.metrics), traces
-        self.orders = Orders(tokenizer, self.limits)
-        self.live = Live(engine)
+        self.metrics = metrics or Metrics(model)
+        self.prompts = Prompts(tokenizer, defaults or {})
         self.service = Service(engine, tokenizer, self.limits, self.metrics)
-        self.service.traced = traces is not None
         self.started = int(time.time())
         self.exchanges: set[Exchange] = set()
-        self.keys = [key.encode() for key in keys]
-        self.allowed_origins, self.hosts = allowed_origins, hosts
+        self.closing = False
         engine.on_step = self._stepped
         self.routes: dict[str, dict[str, Handler]] = {
-            "/v1/completions": {"POST": self._completions},
-            "/v1/chat/completions": {"POST": self._chat},
-            "/generate": {"POST": self._generate},
             "/v1/models": {"GET": self._models},
-            "/tokenize": {"POST": self._tokenize},
-            "/detokenize": {"POST": self._detokenize},
             "/health": {"GET": self._health},
             "/ready": {"GET": self._ready},
             "/version": {"GET": self._version},
             "/metrics": {"GET": self._metrics},
-            "/openapi.json": {"GET": self._openapi},
-            "/events": {"GET": self._events},
-            "/": {"GET": self._page},
         }
+        self.add("/v1/completions", Completions(self.prompts, model, self.limits))
+        self.add("/v1/chat/completions", Chat(self.prompts, model, self.limits))
+        self.extensions = extensions
+        for extension in extensions:
+            extension.install(self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, whatever happens."""
@@ -144,118 +128,69 @@ class App:
             self._tell(exchange)
 
     @property
-    def calls(self) -> list[Call]:
+    def groups(self) -> list[ChoiceGroup]:
         """Requests for tokens that are being answered."""
-        return [exchange.call for exchange in self.exchanges if exchange.call is not None]
+        return [exchange.group for exchange in self.exchanges if exchange.group is not None]
 
     async def _answer(self, exchange: Exchange) -> None:
-        path = exchange.path
-        check(exchange, self.hosts)
-        asked = False
-        if self.allowed_origins:
-            origins.permit(exchange, self.allowed_origins)
-            asked = origins.asks(exchange)
-        if path not in OPEN and not asked:
-            self._check_key(exchange)
-        handlers = self.routes.get(path)
-        if handlers is None and path.startswith("/v1/models/"):
-            handlers = {"GET": self._one_model}
-        if handlers is None:
-            raise ApiError(404, f"there is no {path[:200]!r} here", code="not_found")
-        takes = (*handlers, "HEAD") if "GET" in handlers else (*handlers,)
-        if asked:
-            await origins.reply(exchange, takes)
-            return
+        for extension in self.extensions:
+            if await extension.before(exchange):
+                return
+        handlers, takes = self._handlers(exchange.path), self.takes(exchange.path)
         if exchange.method not in takes:
             exchange.extra.append((b"allow", ", ".join(takes).encode()))
-            raise ApiError(405, f"{path} takes {', '.join(takes)}, not {exchange.method}")
+            raise ApiError(405, f"{exchange.path} takes {', '.join(takes)}, not {exchange.method}")
         await handlers["GET" if exchange.method == "HEAD" else exchange.method](exchange)
 
-    def _check_key(self, exchange: Exchange) -> None:
-        """Raise `ApiError` without a key. All keys are compared, each in constant time."""
-        if not self.keys:
-            return
-        scheme, _, value = exchange.headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() == b"basic":  # a browser asks for a password, and sends it so
-            try:
-                value = base64.b64decode(value.strip(), validate=True).partition(b":")[2]
-            except ValueError:
-                value = b""
-        elif scheme.lower() != b"bearer":
-            value = b""
-        if not sum(hmac.compare_digest(value.strip(), key) for key in self.keys):
-            kind = b"Basic" if exchange.path == "/" else b"Bearer"
-            exchange.extra.append((b"www-authenticate", kind + b' realm="ladder"'))
-            raise ApiError(401, "the key is missing or wrong", code="invalid_api_key")
+    def takes(self, path: str) -> tuple[str, ...]:
+        """Return the methods that a path takes. Raises `ApiError` if there is no such path."""
+        handlers = self._handlers(path)
+        return (*handlers, "HEAD") if "GET" in handlers else (*handlers,)
+
+    def _handlers(self, path: str) -> dict[str, Handler]:
+        if path.startswith("/v1/models/"):
+            return {"GET": self._one_model}
+        if path not in self.routes:
+            raise ApiError(404, f"there is no {path[:200]!r} here", code="not_found")
+        return self.routes[path]
 
     # Requests for tokens.
 
-    async def _completions(self, exchange: Exchange) -> None:
-        request, ready = await self._begin(exchange, CompletionRequest)
-        orders = await self.orders.completion(request, ready)
-        await self.service.serve(
-            exchange, request, orders, self._shape(CompletionAnswer, exchange, request, "cmpl")
-        )
+    def add(self, path: str, endpoint: Endpoint[B]) -> None:
+        """Serve an endpoint at a path, in the place of any other."""
 
-    async def _chat(self, exchange: Exchange) -> None:
-        request, ready = await self._begin(exchange, ChatRequest)
-        orders = await self.orders.chat(request, ready)
-        if orders[0].loosened:
-            exchange.extra.append((b"x-ladder-loosened", _listed(orders[0].loosened)))
-        await self.service.serve(
-            exchange, request, orders, self._shape(ChatAnswer, exchange, request, "chatcmpl")
-        )
+        async def handle(exchange: Exchange) -> None:
+            request, ready = await self.begin(exchange, endpoint.body, endpoint.ignored)
+            orders = await endpoint.orders(exchange, request, ready)
+            await self.service.serve(exchange, endpoint, request, orders)
 
-    async def _generate(self, exchange: Exchange) -> None:
-        request, ready = await self._begin(exchange, GenerateRequest)
-        orders = await self.orders.completion(request, ready)
-        await self.service.serve(
-            exchange, request, orders, self._shape(GenerateAnswer, exchange, request, "gen")
-        )
+        self.routes[path] = {"POST": handle}
 
-    async def _begin(self, exchange: Exchange, kind: type[Body]) -> tuple[Body, Ready]:
-        """Read a request; raise `ApiError` if it cannot be taken now, or never."""
+    async def begin(
+        self, exchange: Exchange, kind: type[Body], ignored: Callable[[Body], list[str]] = lambda request: []
+    ) -> tuple[Body, Ready]:
+        """Read a request; raise `ApiError` if it cannot be taken now, or never.
+
+        ignored: names what the request says in vain, beside unknown fields.
+        """
         ready = self.service.ready()
-        request = await self._read(exchange, kind)
-        name = getattr(request, "model", None)
-        if name is not None and name != self.model:
-            raise ApiError(
-                404, f"model is {name!r}, but this is {self.model!r}", param="model", code="model_not_found"
-            )
-        return request, ready
-
-    async def _read(self, exchange: Exchange, kind: type[Body]) -> Body:
         body = await exchange.body()
         if len(body) > LARGE_BODY:
             await asyncio.to_thread(check_parts, body, self.limits.max_parts)
         request, unknown = decode(kind, body)
-        if isinstance(request, (ChatRequest, TokenizeRequest)):
-            unknown += self.orders.ignored(request)
+        unknown += ignored(request)
         if unknown and self.strict:
             raise ApiError(400, f"{unknown[0][:100]!r} is no field of this request", param=unknown[0][:100])
         if unknown:
-            exchange.extra.append((b"x-ladder-ignored", _listed(unknown)))
-        return request
+            exchange.extra.append((b"x-ladder-ignored", listed(unknown)))
+        if request.model is not None and request.model != self.model:
+            raise self._no_model(request.model, "model")
+        return request, ready
 
-    def _shape(self, kind: type[Answer], exchange: Exchange, request: Generation, prefix: str) -> Answer:
-        options = request.stream_options
-        if options is not None and not request.stream:
-            raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
-        return kind(
-            f"{prefix}-{exchange.id.removeprefix('req-')}",
-            self.model,
-            self.tokenizer,
-            usage=bool(options and options.include_usage),
-            continuous=bool(options and options.continuous_usage_stats),
-            ids=bool(request.return_token_ids),
-            marks=bool(request.stream and request.return_token_marks),
-            logprobs=getattr(request, "logprobs", None),  # `best_of` needs them for itself
-            prompts=getattr(request, "prompt_logprobs", None) is not None,
-        )
-
-    def _stepped(self, step: Step) -> None:
+    def _stepped(self, step: StepReport) -> None:
         self.metrics.stepped(step)
-        self.live.stepped(step)
+        for extension in self.extensions:
+            extension.stepped(step)
 
     # Everything else.
 
@@ -265,27 +200,19 @@ class App:
     async def _one_model(self, exchange: Exchange) -> None:
         name = exchange.path.removeprefix("/v1/models/")
         if name != self.model:
-            raise ApiError(
-                404, f"model is {name[:200]!r}, but this is {self.model!r}", code="model_not_found"
-            )
+            raise self._no_model(name[:200])
         await exchange.json(self._model())
+
+    def _no_model(self, name: str, param: str | None = None) -> ApiError:
+        words = f"model is {name!r}, but this is {self.model!r}"
+        return ApiError(404, words, param=param, code="model_not_found")
 
     def _model(self) -> dict[str, Any]:
         found = {"id": self.model, "object": "model", "created": self.started, "owned_by": "inference-ladder"}
+        if self.prompts.defaults:
+            found["default_sampling_params"] = dict(self.prompts.defaults)
         ready = self.engine.ready
         return found | ({"max_model_len": ready.max_len} if ready else {})
-
-    async def _tokenize(self, exchange: Exchange) -> None:
-        request, ready = await self._begin(exchange, TokenizeRequest)
-        ids = await self.orders.tokenize(request, ready)
-        found: dict[str, Any] = {"count": len(ids), "max_model_len": ready.max_len, "tokens": ids}
-        if request.return_token_strs:
-            found["token_strs"] = await self.orders.pieces(ids)
-        await exchange.answer(200, await self.orders.json(found))
-
-    async def _detokenize(self, exchange: Exchange) -> None:
-        request, ready = await self._begin(exchange, DetokenizeRequest)
-        await exchange.json({"prompt": await self.orders.decode(request.tokens, ready)})
 
     async def _health(self, exchange: Exchange) -> None:
         await exchange.json({"status": "alive"})
@@ -310,58 +237,21 @@ class App:
             200, text.encode(), [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
         )
 
-    async def _openapi(self, exchange: Exchange) -> None:
-        await exchange.json(openapi(self.version))
-
-    async def _page(self, exchange: Exchange) -> None:
-        await exchange.answer(200, PAGE.read_bytes(), HTML)
-
-    async def _events(self, exchange: Exchange) -> None:
-        if exchange.method == "HEAD":  # nothing follows the headers, and a stream would never end
-            await exchange.start(200, EVENTS)
-            await exchange.write(b"", more=False)
-            return
-        leaving = asyncio.ensure_future(exchange.gone())
-        try:
-            await self.live.show(exchange, leaving)
-        finally:
-            leaving.cancel()
-
-    # What is counted and written down.
+    # What is counted, and what extensions hear of.
 
     def refused(self, status: int, client: tuple[str, int] | None, reason: str) -> None:
-        """Count and write down what never became a request."""
+        """Count what never became a request."""
         self.metrics.answers["other", status] += 1
-        where = client[0] if client else None
-        self.log.write({"time": now(), "client": where, "status": status, "error": reason}, limited=True)
+        for extension in self.extensions:
+            extension.refused(status, client[0] if client else None, reason)
 
     def _tell(self, exchange: Exchange) -> None:
         route = exchange.path if exchange.path in self.routes else "other"
         self.metrics.answers[route, exchange.status] += 1
-        if self.traces is not None and exchange.done is not None:
-            self.traces.tell(exchange, exchange.done)
-        client = exchange.scope.get("client")
-        self.log.write(
-            {
-                "time": now(),
-                "id": exchange.id,
-                "client": client[0] if client else None,
-                "method": exchange.method,
-                "path": exchange.path[:200],
-                "status": exchange.status,
-                "seconds": round(time.perf_counter() - exchange.started, 6),
-                "bytes": exchange.sent_bytes,
-                **exchange.facts,
-            }
-        )
+        for extension in self.extensions:
+            extension.ended(exchange)
 
-
-def now() -> str:
-    """Return the time as lines of the log have it."""
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-
-
-def _listed(names: list[str]) -> bytes:
-    """Return the first names as the value of a header."""
-    text = ", ".join(name[:100] for name in names[:16]).encode("ascii", "replace")
-    return bytes(byte if 32 <= byte < 127 else 63 for byte in text)
+    def close(self) -> None:
+        """Let extensions go, after the last request."""
+        for extension in self.extensions:
+            extension.close()

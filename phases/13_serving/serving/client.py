@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from common.sampling.params import SamplingParams
-from serving.messages import Abort, Add, Command, Ready, Stats, Step, Watch, encode
+from serving.messages import AbortCompletions, AddPrompt, Command, Ready, StepReport, StepStats, Watch, encode
 from serving.seams import Sink
 
 State = Literal["starting", "ready", "restarting", "stopped"]
@@ -30,8 +30,8 @@ class EngineClient:
     def __init__(self) -> None:
         self.state: State = "starting"
         self.ready: Ready | None = None
-        self.stats, self.now, self.restarts = Stats(), 0.0, 0
-        self.on_step: Callable[[Step], None] = lambda step: None
+        self.stats, self.now, self.restarts = StepStats(), 0.0, 0
+        self.on_step: Callable[[StepReport], None] = lambda step: None
         self._sinks: dict[int, Sink] = {}
         self._next = 0
         self._outbox: list[Command] = []
@@ -75,14 +75,14 @@ class EngineClient:
         self._sinks.update(zip(numbers, sinks, strict=True))
         if not self._sinks.keys() - numbers:
             self._heard = time.monotonic()  # it had no reason to speak before
-        self._send(Add(numbers.start, prompt, params, priority, salt, traced, marks))
+        self._send(AddPrompt(numbers.start, prompt, params, priority, salt, traced, marks))
         return numbers
 
     def abort(self, numbers: Iterable[int]) -> None:
-        """Nobody wants these any more: their sinks are not called again."""
+        """End these completions: their sinks are not called again."""
         mine = [number for number in numbers if self._sinks.pop(number, None) is not None]
         if mine:
-            self._send(Abort(mine))
+            self._send(AbortCompletions(mine))
 
     def watch(self, seconds: float) -> None:
         """Ask for a picture of the engine every so many seconds; 0: no more."""
@@ -102,8 +102,14 @@ class EngineClient:
 
     # What the engine says.
 
-    def _deal(self, step: Step) -> None:
-        """Give everybody their tokens. Sinks may abort while this runs, themselves and others."""
+    def _deal(self, step: StepReport) -> None:
+        """Give the sinks what a step has for them. They may abort while this runs, themselves and others.
+
+        A sink hears first what was found, that it has entered, and what was read of its prompt; then its
+        tokens in their order, each behind its mark; an end with a token is told with the token, another
+        afterwards. A sink that ends or leaves is called no more, and is not in flight when it is told its
+        end. `on_step` comes last.
+        """
         self.stats, sinks = step.stats, self._sinks
         for number, tokens in step.cached:
             if number in sinks:
@@ -136,7 +142,7 @@ class EngineClient:
         self.on_step(step)
 
     def _lose(self) -> None:
-        """Whoever waits for an engine that is no more is told so."""
+        """End all sinks that wait for an engine that is no more."""
         if self.state != "stopped":
             self.state = "restarting"
         lost, self._sinks, self._outbox = list(self._sinks.values()), {}, []

@@ -1,37 +1,64 @@
-"""What one HTTP request waits for: its completions, made into text token by token, and the waiting itself."""
+"""The completions that one HTTP request waits for, made into text token by token, and the waiting itself."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, cast
 
 from common.events import FinishReason, TextStream
+from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from serving.client import EngineClient
-from serving.messages import Read, Token
-from serving.order import Offsets, Order, Piece
-from serving.tools.reader import CallReader
-from serving.watching.metrics import Metrics
+from serving.messages import PromptToken, Token
+from serving.metrics import Metrics
 
 Trouble = Literal["refused", "error", "nan", "died", "deadline", "slow", "left"]
-"""Why a call ends early: the engine refused it, its step failed, its logits are NaN, the engine died, it took
-too long, its reader took too long, its reader left."""
+"""Why a request ends early: the engine refused it, its step failed, its logits are NaN, the engine died, it
+took too long, its reader took too long, its reader left."""
+
+
+@dataclass
+class Order:
+    """A prompt as it goes to the engine.
+
+    shown: special tokens that belong to the text of its completions.
+    marks: whether to say of each token how it came about.
+    read: the log-probabilities of the prompt's tokens, from the first completion's first token on.
+    """
+
+    prompt: list[int]
+    params: SamplingParams
+    shown: frozenset[int] = frozenset()
+    marks: bool = False
+    read: list[PromptToken | None] = field(default_factory=list)
+
+
+@dataclass
+class Piece:
+    """Text and tokens that are ready to be sent, of one token or several.
+
+    marks: if asked for, the text of each token and how it came about.
+    """
+
+    text: str
+    tokens: list[int]
+    logprobs: list[Token] = field(default_factory=list)
+    marks: list[tuple[str, str]] = field(default_factory=list)
 
 
 class Choice:
     """One completion: a `Sink` that makes text of tokens and looks for stop strings.
 
     fresh: pieces that have not been sent.
-    offsets: of its tokens, for log-probabilities.
+    begins: whether its first token begins a text.
     reason: None until it has ended.
-    reader: finds calls in its text, if there may be any.
     """
 
-    def __init__(self, call: Call, index: int, order: Order, tokenizer: Tokenizer) -> None:
-        self.call, self.index, self.order = call, index, order
+    def __init__(self, group: ChoiceGroup, index: int, order: Order, tokenizer: Tokenizer) -> None:
+        self.group, self.index, self.order = group, index, order
         self.number = -1
         self.fresh: list[Piece] = []
         self.tokens: list[int] = []
@@ -39,13 +66,10 @@ class Choice:
         self.reason: str | None = None
         self.cached = 0
         self.started = False  # whether its first chunk is sent
-        self.last = call.arrived
+        self.last = group.arrived
         self.mark = ""
-        calls = order.calls
-        self.reader = None if calls is None else CallReader(calls)
-        shown = frozenset[int]() if calls is None or calls.token is None else frozenset({calls.token})
-        self._text = TextStream(tokenizer, order.params, order.prompt, shown)
-        self.offsets = Offsets(tokenizer, start=len(order.text), begins=self._text.begins)
+        self._text = TextStream(tokenizer, order.params, order.prompt, order.shown)
+        self.begins = self._text.begins
 
     @property
     def text(self) -> str:
@@ -53,39 +77,44 @@ class Choice:
         return self._text.text
 
     def token(self, token: int, reason: str | None, logprob: Token | None) -> None:
-        """See `Sink`."""
-        call = self.call
+        """See `Sink`. A stop string ends it here, so the engine is told to abort it.
+
+        The place of its log-probabilities becomes the token's id. The metrics hear how long after the last
+        token this one came, or after the request. Where it is streamed, the token is one fresh piece more;
+        with more than `most_unsent` of them the group gives up ("slow"), and hears of no token any more.
+        """
+        group = self.group
         ended: FinishReason | None = reason  # type: ignore[assignment]
         ended, text = self._text.advance(token, ended)
         self.tokens.append(token)
         if logprob is not None:
             logprob.place = token
             self.logprobs.append(logprob)
-        call.metrics.token(call.engine.now - self.last, first=len(self.tokens) == 1)
-        self.last = call.engine.now
+        group.metrics.token(group.engine.now - self.last, first=len(self.tokens) == 1)
+        self.last = group.engine.now
         if ended is not None:
             self.reason = ended
             if reason is None:  # a stop string, which the engine does not look for
-                call.engine.abort([self.number])
-        if call.streamed:
-            marks = [(text, self.mark)] if call.marks else []
+                group.engine.abort([self.number])
+        if group.streamed:
+            marks = [(text, self.mark)] if self.order.marks else []
             self.mark = ""
             self.fresh.append(Piece(text, [token], [] if logprob is None else [logprob], marks))
-            if len(self.fresh) > call.most_unsent:
-                call.give_up("slow", "the reader is too slow")
+            if len(self.fresh) > group.most_unsent:
+                group.give_up("slow", "the reader is too slow")
                 return
-        call.hear(ended is not None)
+        group.hear(ended is not None)
 
     def end(self, reason: str, message: str) -> None:
         """See `Sink`."""
         if reason in ("refused", "error", "nan", "died"):
-            self.call.give_up(reason, message)  # type: ignore[arg-type]
+            self.group.give_up(reason, message)  # type: ignore[arg-type]
             return
         _, text = self._text.advance(None, "length")
-        if self.call.streamed and text:
-            self.fresh.append(Piece(text, [], marks=[(text, "")] if self.call.marks else []))
+        if self.group.streamed and text:
+            self.fresh.append(Piece(text, [], marks=[(text, "")] if self.order.marks else []))
         self.reason = "length" if reason == "abort" else reason
-        self.call.hear(True)
+        self.group.hear(True)
 
     def found(self, tokens: int) -> None:
         """See `Sink`."""
@@ -93,9 +122,9 @@ class Choice:
 
     def entered(self) -> None:
         """See `Sink`."""
-        self.call.entered = self.call.entered or self.call.engine.now
+        self.group.entered = self.group.entered or self.group.engine.now
 
-    def read(self, prompt: list[Read | None]) -> None:
+    def read(self, prompt: list[PromptToken | None]) -> None:
         """See `Sink`."""
         self.order.read = prompt
 
@@ -116,7 +145,7 @@ class Choice:
         return whole
 
 
-class Call:
+class ChoiceGroup:
     """The completions of one HTTP request.
 
     trouble: why it cannot be answered in full, and a sentence about it.
@@ -132,9 +161,8 @@ class Call:
         *,
         streamed: bool,
         most_unsent: int,
-        marks: bool = False,
     ) -> None:
-        self.engine, self.metrics, self.marks = engine, metrics, marks
+        self.engine, self.metrics = engine, metrics
         self.orders, self.streamed, self.most_unsent = orders, streamed, most_unsent
         self.arrived = time.perf_counter()
         self.trouble: tuple[Trouble, str] | None = None
@@ -153,7 +181,7 @@ class Call:
             mine = self.choices[at : at + order.params.n]
             params = replace(order.params, stop=()) if order.params.stop else order.params
             numbers = self.engine.submit(
-                order.prompt, params, mine, priority=priority, salt=salt, traced=traced, marks=self.marks
+                order.prompt, params, mine, priority=priority, salt=salt, traced=traced, marks=order.marks
             )
             for choice, number in zip(mine, numbers, strict=True):
                 choice.number = number
@@ -195,6 +223,11 @@ class Call:
         self._told = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    @property
+    def computed(self) -> bool:
+        """False where the engine has refused the request."""
+        return self.trouble is None or self.trouble[0] != "refused"
 
     @property
     def prompt_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""What the two processes say to each other: one message a step each way, token ids only.
+"""Messages between the two processes: one a step each way, token ids only.
 
 The API process speaks HTTP and text, the engine process token ids. Structs travel as arrays in MessagePack,
 without their fields' names: a step of 256 tokens is little more than a kilobyte.
@@ -21,7 +21,7 @@ DRAFT, FORCED = "draft", "forced"
 """How a token came about, where that is worth a word: a right guess; the only one that a grammar allowed."""
 
 
-class Add(Struct, array_like=True, tag="add"):
+class AddPrompt(Struct, array_like=True, tag="add"):
     """Put the `params.n` completions of a prompt in line, under the numbers `first .. first + n - 1`.
 
     traced: tell when the first of them gets a row.
@@ -37,7 +37,7 @@ class Add(Struct, array_like=True, tag="add"):
     marks: bool = False
 
 
-class Abort(Struct, array_like=True, tag="abort"):
+class AbortCompletions(Struct, array_like=True, tag="abort"):
     """End these completions; nobody wants them any more. Unknown numbers have ended already."""
 
     numbers: list[int]
@@ -53,7 +53,7 @@ class Stop(Struct, array_like=True, tag="stop"):
     """End the process."""
 
 
-Command = Add | Abort | Watch | Stop
+Command = AddPrompt | AbortCompletions | Watch | Stop
 
 
 class Ready(Struct, array_like=True, tag="ready"):
@@ -76,7 +76,7 @@ class Failed(Struct, array_like=True, tag="failed"):
     wrong_input: bool
 
 
-class Stats(Struct, array_like=True):
+class StepStats(Struct, array_like=True):
     """The engine after a step; counts are since it was made."""
 
     steps: int = 0
@@ -91,14 +91,14 @@ class Stats(Struct, array_like=True):
 
 
 class Token(Struct, array_like=True):
-    """Log-probabilities of one token: its place in `Step.tokens`, its own, and the most likely others."""
+    """Log-probabilities of one token: its place in the report's `tokens`, its own, the likeliest others."""
 
     place: int
     chosen: float
     top: list[tuple[int, float]]
 
 
-class Read(Struct, array_like=True):
+class PromptToken(Struct, array_like=True):
     """Log-probabilities of a token of a prompt; see `common.events.PromptLogprob`."""
 
     chosen: float
@@ -110,7 +110,7 @@ class End(Struct, array_like=True):
     """A completion has ended.
 
     reason: "stop" or "length"; "abort" if it was; "refused", "nan" or "error", and why is the `message`.
-    place: of its last token in `Step.tokens`, or `NO_TOKEN` where it ended without one.
+    place: of its last token in `StepReport.tokens`, or `NO_TOKEN` where it ended without one.
     """
 
     number: int
@@ -119,16 +119,16 @@ class End(Struct, array_like=True):
     place: int = NO_TOKEN
 
 
-def read(found: Sequence[PromptLogprob | None]) -> list[Read | None]:
-    """A prompt's log-probabilities as they travel."""
-    return [None if one is None else Read(one.chosen, one.rank, list(one.top)) for one in found]
+def read(found: Sequence[PromptLogprob | None]) -> list[PromptToken | None]:
+    """Return a prompt's log-probabilities as they travel."""
+    return [None if one is None else PromptToken(one.chosen, one.rank, list(one.top)) for one in found]
 
 
 FAILED = "the step that computed this request failed; the server's log says why"
 
 
 def ending(number: int, reason: str, error: BaseException | None, place: int) -> End:
-    """How a completion ended. What is wrong with a request itself, as its grammar, is told to its sender."""
+    """Return how a completion ended. What is wrong with a request itself is told to its sender."""
     if reason != "error":
         return End(number, reason, "", place)
     if isinstance(error, UserError):
@@ -138,8 +138,8 @@ def ending(number: int, reason: str, error: BaseException | None, place: int) ->
     return End(number, reason, FAILED, place)
 
 
-class Step(Struct, array_like=True, tag="step"):
-    """What came of a step: token `tokens[i]` for completion `numbers[i]`, and who has ended.
+class StepReport(Struct, array_like=True, tag="step"):
+    """The outcome of a step: token `tokens[i]` for completion `numbers[i]`, and who has ended.
 
     cached: completions that have entered, and how many tokens of their prompts were found in the cache.
     entered: traced completions that have got a row in this step.
@@ -151,16 +151,16 @@ class Step(Struct, array_like=True, tag="step"):
     numbers: list[int]
     tokens: list[int]
     ends: list[End]
-    stats: Stats
+    stats: StepStats
     logprobs: list[Token] = field(default_factory=list)
     cached: list[tuple[int, int]] = field(default_factory=list)
     entered: list[int] = field(default_factory=list)
-    prompts: list[tuple[int, list[Read | None]]] = field(default_factory=list)
+    prompts: list[tuple[int, list[PromptToken | None]]] = field(default_factory=list)
     marks: list[tuple[int, str]] = field(default_factory=list)
     picture: dict[str, Any] | None = None
 
 
-Report = Ready | Failed | Step
+Report = Ready | Failed | StepReport
 
 _encoder = msgspec.msgpack.Encoder()
 _commands = msgspec.msgpack.Decoder(list[Command])

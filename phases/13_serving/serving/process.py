@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 import signal
@@ -20,14 +19,12 @@ from common.errors import UserError
 from continuous.engine import Engine
 from paged_cache import PagedCache
 from serving.messages import Command, Failed, Ready, Report, commands, encode
-from serving.seams import Served
+from serving.seams import Observer, ServedEngine
 from serving.worker import Worker
 
-log = logging.getLogger(__name__)
 
-
-def ready(engine: Served, vocab_size: int, seconds: float) -> Ready:
-    """What the API process learns about an engine."""
+def ready(engine: ServedEngine, vocab_size: int, seconds: float) -> Ready:
+    """Return what the API process learns about an engine."""
     if not isinstance(engine, Engine) or not isinstance(engine.cache, PagedCache):
         return Ready(engine.max_len, vocab_size, 1, 0, 0, "fcfs", "", seconds)
     policy = getattr(engine.scheduler.policy, "__name__", "")
@@ -67,12 +64,15 @@ class Pipe:
         self._socket.send(encode(report))
 
 
-def main(make: Callable[[], Any], address: str) -> None:
+def main(
+    make: Callable[[], Any], address: str, observer: Callable[[ServedEngine], Observer] = Observer
+) -> None:
     """The whole life of the engine process.
 
     Args:
         make: makes the engine; any callable that can be pickled.
         address: where the API process listens.
+        observer: makes what reads along.
     """
     # Signals of the terminal or of systemd go to the whole group: the API process decides what they mean.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -89,23 +89,11 @@ def main(make: Callable[[], Any], address: str) -> None:
         pipe.send(Failed(f"{type(error).__name__}: {error}", wrong_input=False))
         raise
     keep_out()  # the model and its modules are here to stay
-    _tell_of_late_kernels()
     pipe.send(ready(engine, engine.config.vocab_size, time.perf_counter() - started))
     try:
-        Worker(engine, pipe).run()
+        Worker(engine, pipe, observer(engine)).run()
     finally:
         sys.stderr.flush()
-
-
-def _tell_of_late_kernels() -> None:
-    """From now on whoever asks waits for a compiler, if the rehearsal has left a kernel out. Log which."""
-
-    def note(**facts: Any) -> None:
-        log.warning("a kernel was compiled while requests waited: %s", facts.get("repr"))
-
-    triton: Any = sys.modules.get("triton")  # an engine without kernels does without
-    if triton is not None:
-        triton.knobs.runtime.jit_post_compile_hook = note
 
 
 def _die_with_parent() -> None:

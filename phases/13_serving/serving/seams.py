@@ -1,4 +1,4 @@
-"""What the loop around an engine needs, the engine and somebody to talk to, and who wants its tokens."""
+"""Seams of the loop around an engine: the engine, the other process, an observer, and sinks of tokens."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Protocol
 from common.request import Request
 from common.sampling.params import SamplingParams
 from continuous.messages import Output
-from serving.messages import Command, Read, Report, Token
+from serving.messages import Command, PromptToken, Report, StepReport, Token
 
 
-class Served(Protocol):
-    """What the loop needs of an engine: `continuous.Engine` is one."""
+class ServedEngine(Protocol):
+    """An engine as the loop around it needs it: `continuous.Engine` is one."""
 
     max_len: int
 
     @property
     def idle(self) -> bool:
-        """Whether a step would have nothing to do."""
+        """True where a step would have nothing to do."""
         ...
 
     def add(
@@ -40,7 +40,7 @@ class Channel(Protocol):
     """The other process, as the loop sees it."""
 
     def receive(self, seconds: float) -> list[Command]:
-        """All commands that have come; waits for the first at most so long."""
+        """Return all commands that have come; wait for the first at most so long."""
         ...
 
     def send(self, report: Report) -> None:
@@ -48,29 +48,46 @@ class Channel(Protocol):
         ...
 
 
+class Observer:
+    """Reads along in the engine's process; this one does nothing, and the appendix has one that draws."""
+
+    def __init__(self, engine: ServedEngine) -> None:
+        self.engine = engine
+
+    def hear(self, command: Command, requests: Sequence[Request]) -> None:
+        """Note a command, and the requests that it has added."""
+
+    def due(self, now: float) -> bool:
+        """Tell if there is something to report though no step was run."""
+        return False
+
+    def write(self, step: StepReport, now: float) -> None:
+        """Add to the report of a step."""
+
+
 class Sink(Protocol):
-    """Who wants the tokens of one completion."""
+    """A taker of the tokens of one completion."""
 
     def token(self, token: int, reason: str | None, logprob: Token | None) -> None:
-        """The next token. reason: why it is the last one, if it is."""
+        """Take the next token. reason: why it is the last one, if it is."""
         ...
 
     def end(self, reason: str, message: str) -> None:
-        """The completion has ended without a further token."""
+        """Take the end that has no further token."""
         ...
 
     def found(self, tokens: int) -> None:
-        """So many tokens of its prompt were in the prefix cache; told before its first token."""
+        """Take note of how many tokens of its prompt the prefix cache had, before its first token."""
         ...
 
     def entered(self) -> None:
-        """It has got a row; told to who asked to trace it."""
+        """Take note that it has a row, where it is traced."""
         ...
 
-    def read(self, prompt: list[Read | None]) -> None:
-        """How likely the tokens of its prompt were, where that was asked; told before its first token."""
+    def read(self, prompt: list[PromptToken | None]) -> None:
+        """Take the log-probabilities of its prompt, where that was asked, before its first token."""
         ...
 
     def marked(self, mark: str) -> None:
-        """How the next token came about; told just before it, to those who asked."""
+        """Take note of how the next token came about, where that was asked."""
         ...

@@ -5,22 +5,23 @@ from __future__ import annotations
 import asyncio
 import time
 
-from common.errors import UserError
 from common.text.tokenizer import Tokenizer
 from serving.client import EngineClient
-from serving.completion import Call
+from serving.completion import ChoiceGroup, Order
+from serving.endpoints import B, Endpoint
 from serving.http.answers import Answer
-from serving.http.errors import STATUS, ApiError, of_user_error
+from serving.http.errors import STATUS, ApiError
 from serving.http.exchange import EVENTS, Exchange, Gone
 from serving.http.limits import Limits
-from serving.http.orders import as_asked
 from serving.http.schema import Generation
 from serving.messages import Ready
-from serving.order import Order
-from serving.tools.request import refusal
-from serving.watching.metrics import Metrics
+from serving.metrics import Metrics
 
 RETRY_SECONDS = 1
+
+
+class Refused(Exception):
+    """The engine does not take a request; its endpoint knows the names of the fields."""
 
 
 class Service:
@@ -35,7 +36,7 @@ class Service:
         self.draining, self.traced = False, False
 
     def ready(self) -> Ready:
-        """What the engine is, if it takes requests now. Raises `ApiError` if not."""
+        """Return what the engine is, if it takes requests now. Raises `ApiError` if not."""
         ready = self.engine.ready
         if self.draining:
             raise ApiError(503, "the server is shutting down", retry=RETRY_SECONDS, code="draining")
@@ -48,50 +49,50 @@ class Service:
             )
         return ready
 
-    async def serve(
-        self, exchange: Exchange, request: Generation, orders: list[Order], answer: Answer
-    ) -> None:
+    async def serve(self, exchange: Exchange, endpoint: Endpoint[B], request: B, orders: list[Order]) -> None:
         """The life of a request for tokens, from its order to its last byte.
 
         However this function is left, the engine has been told to drop what is not finished.
         """
+        answer = endpoint.answer(exchange, request)
         ready = self.ready()  # it may have changed while the prompt was read
-        call = Call(
+        group = ChoiceGroup(
             self.engine,
             self.metrics,
             self.tokenizer,
             orders,
             streamed=bool(request.stream),
             most_unsent=self.limits.max_unsent,
-            marks=bool(request.stream and request.return_token_marks),
         )
-        self._admit(len(call.choices), request.priority or 0, ready)
+        self._admit(len(group.choices), request.priority or 0, ready)
         seconds = self._deadline(request, exchange.started)
         leaving = asyncio.ensure_future(exchange.gone())
-        leaving.add_done_callback(lambda _: call.give_up("left", "the client has left"))
-        exchange.call = call
+        leaving.add_done_callback(lambda _: group.give_up("left", "the client has left"))
+        exchange.group = group
         try:
             salt = request.cache_salt or ""
-            call.send(priority=request.priority or 0, salt=salt, seconds=seconds, traced=self.traced)
+            group.send(priority=request.priority or 0, salt=salt, seconds=seconds, traced=self.traced)
             if request.stream:
-                await self._stream(exchange, call, request, answer)
+                await self._stream(exchange, group, answer)
             else:
-                while call.left and call.trouble is None:
-                    await call.news()
-                self._raise_trouble(call, request)
-                await exchange.answer(200, await answer.body(call, request.n or 1))
+                while group.left and group.trouble is None:
+                    await group.news()
+                self._raise_trouble(group)
+                await exchange.answer(200, await answer.body(group, request.n or 1))
+        except Refused as error:
+            raise endpoint.refusal(str(error), orders[0], request) from None
         finally:
             leaving.cancel()
-            call.close()
-            exchange.call, exchange.done = None, call
-            self._count(exchange, call)
+            group.close()
+            exchange.group, exchange.done = None, group
+            self.metrics.ended(group)
 
-    async def _stream(self, exchange: Exchange, call: Call, request: Generation, answer: Answer) -> None:
+    async def _stream(self, exchange: Exchange, group: ChoiceGroup, answer: Answer) -> None:
         """Send events as they come. Before the first token nothing is sent, so that errors have a status."""
-        waiting = call.choices
+        waiting = group.choices
         while True:
-            await call.news()
-            self._raise_trouble(call, request)
+            await group.news()
+            self._raise_trouble(group)
             events = []
             for choice in waiting:
                 if choice.fresh or choice.reason is not None:
@@ -106,24 +107,19 @@ class Service:
             if not exchange.status:
                 await exchange.start(200, EVENTS)
             if not waiting:
-                events.append(answer.end(call))
+                events.append(answer.end(group))
             await exchange.write(b"".join(events), more=bool(waiting))
             if not waiting:
                 return
 
-    def _raise_trouble(self, call: Call, request: Generation) -> None:
-        if call.trouble is None:
+    def _raise_trouble(self, group: ChoiceGroup) -> None:
+        if group.trouble is None:
             return
-        kind, message = call.trouble
+        kind, message = group.trouble
         if kind in ("left", "slow"):
             raise Gone
         if kind == "refused":
-            order = call.orders[0]
-            if message.startswith("grammar"):
-                if order.calls is not None and order.params.grammar is not None:
-                    message = refusal(message, order.params.grammar)
-                raise ApiError(400, message, param=order.asked or None)
-            raise as_asked(of_user_error(UserError(message), type(request).__struct_fields__), request)
+            raise Refused(message)
         raise ApiError(STATUS[kind], message, retry=RETRY_SECONDS if kind == "died" else None, code=kind)
 
     def _admit(self, more: int, priority: int, ready: Ready) -> None:
@@ -153,23 +149,3 @@ class Service:
             return self.limits.max_seconds
         left = request.deadline_ms / 1e3 - (time.perf_counter() - started)
         return min(max(0.0, left), self.limits.max_seconds)
-
-    def _count(self, exchange: Exchange, call: Call) -> None:
-        metrics, done = self.metrics, time.perf_counter()
-        if call.trouble is not None:
-            metrics.troubles[call.trouble[0]] += 1
-        for choice in call.choices:
-            if choice.reason is not None:
-                metrics.finished[choice.reason] += 1
-        if call.trouble is None or call.trouble[0] != "refused":  # that one has computed nothing
-            metrics.prompted += call.prompt_tokens
-            metrics.prompt.observe(call.prompt_tokens)
-            metrics.output.observe(call.output_tokens)
-            metrics.whole.observe(done - call.arrived)
-        exchange.facts = {
-            "prompt_tokens": call.prompt_tokens,
-            "output_tokens": call.output_tokens,
-            "trouble": call.trouble[0] if call.trouble else None,
-        }
-        if call.first_token is not None:
-            exchange.facts["first_token_ms"] = round((call.first_token - call.arrived) * 1e3, 3)

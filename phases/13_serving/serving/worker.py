@@ -13,24 +13,23 @@ from common.request import Request
 from continuous.engine import Engine
 from continuous.messages import Output
 from paged_cache import PagedCache
+from prefix_cache.cache import PrefixCache, PrefixStats
 from serving.messages import (
     FAILED,
     NO_TOKEN,
-    Abort,
-    Add,
+    AbortCompletions,
+    AddPrompt,
     Command,
     End,
-    Stats,
-    Step,
+    StepReport,
+    StepStats,
     Stop,
     Token,
     Watch,
     ending,
     read,
 )
-from serving.seams import Channel, Served
-from serving.watching.marks import Marks
-from serving.watching.picture import picture
+from serving.seams import Channel, Observer, ServedEngine
 
 log = logging.getLogger(__name__)
 
@@ -42,17 +41,15 @@ class Worker:
     """One engine and the loop around it.
 
     live: completions that have not ended, by their numbers.
+    observer: reads along, if anything does.
     """
 
-    def __init__(self, engine: Served, channel: Channel) -> None:
-        self.engine, self.channel = engine, channel
+    def __init__(self, engine: ServedEngine, channel: Channel, observer: Observer | None = None) -> None:
+        self.engine, self.channel, self.observer = engine, channel, observer or Observer(engine)
         self.live: dict[int, Request] = {}
         self._fresh: set[int] = set()
-        self._traced: set[int] = set()  # in line, and somebody wants to know when that ends
-        self._marks = Marks(engine)
         self._ends: list[End] = []
-        self._steps = 0
-        self._watch, self._drawn = 0.0, 0.0
+        self._steps = self._computed = 0
         self._stopped = False
 
     def run(self) -> None:
@@ -70,25 +67,25 @@ class Worker:
         busy = not self.engine.idle
         outputs = self.engine.step() if busy else []
         self._steps += busy
-        if busy or self._ends or self._due(started):
+        if busy or self._ends or self.observer.due(started):
             self.channel.send(self._report(outputs, time.perf_counter() - started, started))
 
     def obey(self, command: Command) -> None:
         """Carry out one command. What is wrong with a request is told to its sender and harms nobody else."""
         match command:
-            case Add():
+            case AddPrompt():
                 self._add(command)
-            case Abort():
+            case AbortCompletions():
                 for number in command.numbers:
                     request = self.live.get(number)
                     if request is not None:
                         self.engine.abort(request)
             case Watch():
-                self._watch, self._drawn = command.seconds, 0.0
+                self.observer.hear(command, [])
             case Stop():
                 self._stopped = True
 
-    def _add(self, command: Add) -> None:
+    def _add(self, command: AddPrompt) -> None:
         numbers = range(command.first, command.first + command.params.n)
         try:
             requests = self.engine.add(
@@ -106,17 +103,11 @@ class Worker:
         else:
             self.live.update(zip(numbers, requests, strict=True))
             self._fresh.update(numbers)
-            if command.traced:
-                self._traced.add(command.first)
-            if command.marks:
-                self._marks.follow(numbers, requests)
+            self.observer.hear(command, requests)
 
-    def _report(self, outputs: list[Output], seconds: float, now: float) -> Step:
-        step = Step([], [], self._ends, self._stats(seconds))
+    def _report(self, outputs: list[Output], seconds: float, now: float) -> StepReport:
+        step = StepReport([], [], self._ends, self._stats(seconds))
         self._ends = []
-        if self._traced:
-            lined = {n for n in self._traced if (r := self.live.get(n)) is not None and r.row < 0}
-            step.entered, self._traced = [*(self._traced - lined)], lined
         for request, token, reason, _, logprob, _ in outputs:
             number, place = request.index + request.sample, NO_TOKEN
             if number in self._fresh:
@@ -135,32 +126,24 @@ class Worker:
             if reason is not None:
                 step.ends.append(ending(number, reason, request.error, place))
                 self.live.pop(number, None)
-        self._marks.write(step)
-        if self._due(now):
-            self._drawn = now
-            step.picture = picture(self.engine)
+        self.observer.write(step, now)
         return step
 
-    def _due(self, now: float) -> bool:
-        """Whether somebody watches who has not got a picture for long enough."""
-        return self._watch > 0.0 and now - self._drawn >= self._watch
-
-    def _stats(self, seconds: float) -> Stats:
+    def _stats(self, seconds: float) -> StepStats:
         engine = self.engine
         if not isinstance(engine, Engine) or not isinstance(engine.cache, PagedCache):
-            return Stats(self._steps, len(self.live), step_seconds=seconds)
-        computed, found = engine.stats.computed_tokens, getattr(engine.cache, "stats", None)
+            return StepStats(self._steps, len(self.live), step_seconds=seconds)
+        found = engine.cache.stats if isinstance(engine.cache, PrefixCache) else PrefixStats()
+        computed = engine.stats.computed_tokens
         step_tokens, self._computed = computed - self._computed, computed
-        return Stats(
+        return StepStats(
             self._steps,
             len(engine.scheduler.running),
             engine.cache.free,
             engine.scheduler.preemptions,
             computed,
-            found.lookup_tokens if found else 0,
-            found.hit_tokens if found else 0,
+            found.lookup_tokens,
+            found.hit_tokens,
             step_tokens,
             seconds,
         )
-
-    _computed = 0

@@ -20,7 +20,7 @@ from continuous.seams import Journal, Loop
 from continuous.work import Work
 from parallel import crew as crews
 from parallel.crew import Crew, RanksLost
-from parallel.member import Line
+from parallel.line import Line
 from parallel.messages import Enter, Entry, Leave, Rehearsed, Sum, Turn
 from parallel.told import Teller, Told
 
@@ -252,11 +252,9 @@ class Follower(InRanks):
         """No rank can follow any more: end, so that rank 0 notices."""
         raise error
 
-    def rehearse(self, engine: Engine) -> float:
+    def rehearse(self, engine: Engine) -> None:
         """Take part in a rehearsal: whatever rank 0 plays."""
-        begun = time.perf_counter()
         while not isinstance(message := self.line.receive(), Rehearsed):
             self.follow(engine, message)
         engine.stats = type(engine.stats)()
         engine.cache.forget()
-        return time.perf_counter() - begun

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -36,10 +34,26 @@ class RowLinear(nn.Module):
         """`[..., in / ranks]` -> `[..., out]`, the same on every rank."""
         return self.ranks.all_reduce(self.linear(x))
 
-    @staticmethod
-    def joined(*parts: Any) -> nn.Module:
-        """What phase 06's `join` makes of it, see there."""
-        from parallel.fused import RowFused  # Triton comes with it
+    def joined(self, *parts: nn.Module) -> nn.Module:
+        """Keep phase 06's ways, and add up what they compute; see its `join`."""
+        from triton_paged_attention.linear import join  # Triton comes with it
 
-        (part,) = parts
-        return RowFused.around(part)
+        fused = join(self.linear)
+        fused.total = RankSum(self.ranks)
+        return fused
+
+
+class RankSum:
+    """Adds up the parts of a product over ranks, and a residual once, to the sum.
+
+    deferred: the norm behind it adds up what it returns. With a residual it always adds up by itself.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks, self.deferred = ranks, False
+
+    def __call__(self, part: Tensor, residual: Tensor | None) -> Tensor:
+        """`[..., out]` of this rank -> `[..., out]` of all."""
+        if residual is not None:
+            return self.ranks.reduce_add(part, residual)
+        return part if self.deferred else self.ranks.all_reduce(part)

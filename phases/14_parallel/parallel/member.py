@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import pickle
 import select
 import signal
 import sys
@@ -19,6 +18,8 @@ import torch
 from common.errors import UserError
 from common.text.tokenizer import Tokenizer
 from paged_cache import build
+from parallel.feature import split
+from parallel.line import Line
 from parallel.messages import Build, Call, Closed, Here, Join, Turn
 from parallel.ranks import Ranks, device_of, graphs_of, meeting
 
@@ -65,8 +66,6 @@ def join(order: Join, rank: int) -> Ranks:
 
 def live(order: Build, ranks: Ranks, line: Line) -> None:
     """One engine's life."""
-    from parallel.feature import split
-
     recipe = order.recipe
     engine: Any = build(
         recipe.model,
@@ -99,21 +98,3 @@ def end_with(descriptor: int) -> None:
     poll.register(descriptor, select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0))
     poll.poll()
     os._exit(0)
-
-
-class Line:
-    """The connection to rank 0."""
-
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
-
-    def receive(self) -> Any:
-        """The next message. Ends this process when rank 0 is gone."""
-        try:
-            return pickle.loads(self.connection.recv_bytes())
-        except (EOFError, OSError):
-            os._exit(0)
-
-    def send(self, message: Any) -> None:
-        """Answer rank 0."""
-        self.connection.send_bytes(pickle.dumps(message))

@@ -11,7 +11,7 @@ from common.request import Request
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import Allowed
 from continuous.work import Work
-from parallel.member import Line
+from parallel.line import Line
 from parallel.messages import Drafts
 from speculative.loops import Watcher
 from structured.loop import NOBODYS, EarlyMasks, Landed

@@ -86,8 +86,7 @@ class Replica:
         for task in reversed(self._tasks):
             task.cancel()
         await self.app.engine.stop()
-        if self.app.traces is not None:
-            self.app.traces.close()
+        self.app.close()
 
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()

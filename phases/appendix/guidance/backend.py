@@ -23,8 +23,8 @@ import llguidance as ll
 import numpy as np
 
 from common.errors import UserError
-from common.sampling.exact import OPTIONS, SUSPECT, exact
 from common.sampling.grammar import Grammar
+from phases.appendix.guidance.exact import OPTIONS, SUSPECT, exact
 from phases.appendix.guidance.matcher import FIRST, SLOW, Effort, FastBackend, FastMatcher, Job, Trial
 from phases.appendix.guidance.places import Output, Place, Schema, Tokens
 from phases.appendix.guidance.spelling import Spelling

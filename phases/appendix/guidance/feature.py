@@ -13,7 +13,7 @@ import torch
 from common.errors import UserError, boolean, choice, integer
 from common.options import option
 from common.text.tokenizer import Tokenizer
-from continuous.seams import NO_DRAFTS
+from continuous.seams import NO_DRAFTS, Drafter
 from paged_cache import Feature, PagedEngine, Parts
 from phases.appendix.guidance.drafter import GrammarDrafter
 from phases.appendix.guidance.late import let_late_ones_wait
@@ -21,7 +21,7 @@ from phases.appendix.guidance.loop import EarlyHalves
 from phases.appendix.guidance.masks import ThreadedMasks
 from phases.appendix.guidance.spelling import Spelling
 from speculative.loops import NO_GUESSES, Watcher, watched
-from speculative.verify import verify
+from speculative.speculation import verify
 from structured.loop import EarlyMasks
 from structured.masks import GrammarMasks
 from structured.matcher import Backend
@@ -62,28 +62,32 @@ class Guidance(Feature):
             raise UserError("guidance is on, but structured is off: switch it on with structured=True")
         if self.backend == "automata":
             return
-        config, device = parts.model.config, parts.model.device
-        eos = tuple(config.eos_token_ids)
+        config, on_cpu = parts.model.config, parts.model.device.type == "cpu"
         pool = GrammarPool(
-            partial(guidance, parts.tokenizer, config.vocab_size, eos),
+            partial(guidance, parts.recipe.tokenizer, config.vocab_size, tuple(config.eos_token_ids)),
             cache_bytes=plain.pool.cache_bytes,
             seconds=plain.pool.seconds,
             threads=2 if (os.cpu_count() or 1) < 8 else 4,
         )
-        parts.masks = ThreadedMasks(plain, pool, most_forced=self.jump_rows if self.jump_forward else 0)
+        most_forced = self.jump_rows if self.jump_forward else 0
+        parts.wrap(self, masks=partial(ThreadedMasks, pool=pool, most_forced=most_forced))
         if "overlap" in parts.features:
             parts.loops["overlap"] = early_halves
-        if device.type != "cpu":  # there a step takes longer than any mask
-            parts.finish.append(let_late_ones_wait)
+        if not on_cpu:  # there a step takes longer than any mask
+            parts.stages["connect"].append(lambda whole: let_late_ones_wait(whole.engine))
         if parts.drafter is not NO_DRAFTS or self.jump_forward:
             parts.loops.setdefault("waiting", watched)
-            parts.finish.append(verify)
-            parts.drafter = GrammarDrafter(
-                parts.drafter if isinstance(parts.drafter, Watcher) else NO_GUESSES,
-                jump_forward=self.jump_forward,
-                most_ahead=self.jump_rows,
-                in_turn=device.type == "cpu",
-            )
+            parts.stages["connect"].append(lambda whole: verify(whole.engine))
+            parts.wrap(self, drafter=partial(self._forced, in_turn=on_cpu))
+
+    def _forced(self, drafter: Drafter, *, in_turn: bool) -> GrammarDrafter:
+        """Return a drafter of what grammars force, around one that guesses."""
+        return GrammarDrafter(
+            drafter if isinstance(drafter, Watcher) else NO_GUESSES,
+            jump_forward=self.jump_forward,
+            most_ahead=self.jump_rows,
+            in_turn=in_turn,
+        )
 
 
 def early_halves(engine: PagedEngine) -> EarlyHalves:

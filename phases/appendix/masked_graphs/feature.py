@@ -34,9 +34,9 @@ class MaskedGraphs(Feature):
             raise UserError("masked_graphs is on, but kernels or structured is off")
         from phases.appendix.masked_graphs.kernel import rehearse, with_kernel
 
-        parts.chooser = with_kernel(parts.chooser)
-        if parts.rehearse is not None:
-            parts.finish.append(lambda engine: rehearse(engine.runner.sampler))
+        parts.wrap(self, chooser=with_kernel)
+        if parts.stages["rehearse"]:
+            parts.stages["connect"].append(lambda whole: rehearse(whole.engine.runner.sampler))
         graphs = parts.features.get("graphs")
         if not isinstance(graphs, Graphs):
             return

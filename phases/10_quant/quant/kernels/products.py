@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -9,35 +11,34 @@ import triton.language as tl
 from torch import Tensor
 
 from quant.formats import BLOCK
-from quant.kernels.inputs import TYPES, Pending, Rounded
+from quant.kernels.rounding import Rounded
 from quant.weights import QuantizedWeight
 from triton_paged_attention.hardware import ADA, TURING, at_least
 
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 LEAST_ROWS = 32
 """What the library's product of whole numbers wants at least (it asks for more than 16)."""
 
 
-MANY = 1024
-"""Tokens from which a product with a scale for each row and column is as fast as one without."""
+class Unscaled(NamedTuple):
+    """A product that still has to be multiplied: `values [T, N]` by `rows [T]` and `columns [N]`, float32."""
+
+    values: Tensor
+    rows: Tensor
+    columns: Tensor
+
+    def finished(self, dtype: torch.dtype) -> Tensor:
+        """Return the product itself: `[T, N]`."""
+        return (self.values.float() * self.rows[:, None] * self.columns).to(dtype)
 
 
-def eight_by_eight(x: Rounded, weight: QuantizedWeight, dtype: torch.dtype) -> Pending | Tensor:
-    """`x` times an eight-bit weight with scales by channel; of few tokens they are still to be multiplied.
-
-    With one scale for all, the library has a faster product of few tokens than with a scale for each row and
-    column: so it is told that all scales are 1, and the next kernel does the rest.
-    """
-    if len(x.values) >= MANY and _scales_inside(x, weight, dtype):
-        return eight_by_eight_whole(x, weight, dtype)
-    return _pending(x, weight)
-
-
-def _scales_inside(x: Rounded, weight: QuantizedWeight, dtype: torch.dtype) -> bool:
-    """Whether the library multiplies by the scales itself."""
+def scales_inside(x: Rounded, weight: QuantizedWeight, dtype: torch.dtype) -> bool:
+    """Return whether the library multiplies by the scales itself."""
     return x.values.is_cuda and weight.data.dtype == torch.float8_e4m3fn and dtype == torch.bfloat16
 
 
-def _pending(x: Rounded, weight: QuantizedWeight) -> Pending:
+def unscaled(x: Rounded, weight: QuantizedWeight) -> Unscaled:
+    """`x` times an eight-bit weight with scales by channel, still to be multiplied by both scales."""
     values, data = x.values, weight.data
     if values.is_cuda and data.dtype == torch.float8_e4m3fn:
         one = _one(values.device)
@@ -50,17 +51,17 @@ def _pending(x: Rounded, weight: QuantizedWeight) -> Pending:
         out = torch._int_mm(F.pad(values, (0, 0, 0, short)) if short else values, data.t())[: len(values)]
     else:
         out = F.linear(values.float(), data.float())
-    return Pending(out, x.scale, weight.scale)
+    return Unscaled(out, x.scale, weight.scale)
 
 
 def eight_by_eight_whole(x: Rounded, weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
-    """The same with both scales multiplied: `[T, N]`."""
-    if _scales_inside(x, weight, dtype):
+    """`x` times an eight-bit weight with scales by channel: `[T, N]`."""
+    if scales_inside(x, weight, dtype):
         return torch._scaled_mm(
             x.values, weight.data.t(), scale_a=x.scale[:, None], scale_b=weight.scale[None],
             out_dtype=dtype, use_fast_accum=True,
         )  # fmt: skip
-    return _pending(x, weight).finished(dtype)
+    return unscaled(x, weight).finished(dtype)
 
 
 _ones: dict[torch.device, Tensor] = {}
@@ -103,7 +104,7 @@ def unpack4_kernel(
     out, words, scale, zero, K: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, WORDS: tl.constexpr,
     HALF: tl.constexpr,
 ):  # fmt: skip
-    """One program per row and `WORDS` of its words; see `gemv4.SPAN`."""
+    """One program per row and `WORDS` of its words; see `words.SPAN`."""
     row = tl.program_id(0).to(tl.int64)
     SPANS: tl.constexpr = (K + 127) // 128
     word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)

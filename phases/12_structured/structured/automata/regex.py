@@ -67,7 +67,7 @@ class _Reader:
 
     def branches(self) -> list[tuple[bool, Node, bool]]:
         """Read the outermost alternatives, and whether each has `^` before it and `$` behind."""
-        found = []
+        found = list[tuple[bool, Node, bool]]()
         while not found or self.take("|"):
             begins = self.take("^")
             node = self.sequence()

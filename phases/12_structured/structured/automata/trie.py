@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from structured.matcher import Words
 
-Ints, Bools = NDArray[np.int32], NDArray[np.bool_]
+Ints = NDArray[np.int32]
+Bools = NDArray[np.bool_]
 
 
 class Trie:

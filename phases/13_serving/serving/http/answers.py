@@ -5,7 +5,6 @@ A chunk differs from the one before it in a few words, so all that surrounds the
 
 from __future__ import annotations
 
-import asyncio
 import time
 from itertools import accumulate
 from typing import Any
@@ -13,24 +12,19 @@ from typing import Any
 import msgspec
 
 from common.text.tokenizer import Tokenizer
-from serving.completion import Call, Choice
-from serving.messages import Read, Token
-from serving.order import Offsets, Order, Piece
-from serving.tools.reader import CallReader
+from serving.completion import Choice, ChoiceGroup, Piece
 
 _json = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
-LONG_ANSWER = 250
-"""Tokens with log-probabilities in an answer above which it is long: each takes up to 40 us."""
 
 
-def usage(call: Call) -> dict[str, Any]:
-    """How many tokens a call has taken."""
-    prompt = call.prompt_tokens
-    output = call.output_tokens
+def usage(group: ChoiceGroup) -> dict[str, Any]:
+    """Return how many tokens a request has taken."""
+    prompt = group.prompt_tokens
+    output = group.output_tokens
     # A prompt's other completions take over what its first one has computed: that was in no cache.
-    first = accumulate((order.params.n for order in call.orders[:-1]), initial=0)
-    cached = sum(call.choices[place].cached for place in first)
+    first = accumulate((order.params.n for order in group.orders[:-1]), initial=0)
+    cached = sum(group.choices[place].cached for place in first)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": output,
@@ -40,103 +34,58 @@ def usage(call: Call) -> dict[str, Any]:
 
 
 class Answer:
-    """How one request is answered; subclasses know the shapes of their route.
+    """The answer to one request; subclasses know the shapes of their route.
 
     usage, continuous: whether the last chunk, or each, tells how many tokens were taken.
-    ids, marks: whether to send the tokens too, and how they came about.
-    logprobs: how many of the likeliest tokens were asked for at each place, or None; what a chat gives here
-        does not matter.
-    prompts: whether the log-probabilities of the prompt are told, as vLLM does.
     """
 
     object = ""
     chunk_object = ""
 
     def __init__(
-        self,
-        id: str,
-        model: str,
-        tokenizer: Tokenizer,
-        *,
-        usage: bool = False,
-        continuous: bool = False,
-        ids: bool = False,
-        marks: bool = False,
-        logprobs: int | None = 0,
-        prompts: bool = False,
+        self, id: str, model: str, tokenizer: Tokenizer, *, usage: bool = False, continuous: bool = False
     ) -> None:
         self.id, self.model, self.tokenizer = id, model, tokenizer
-        self.usage, self.continuous, self.ids = usage, continuous, ids
-        self.logprobs, self.prompts, self.marks = logprobs, prompts, marks
+        self.usage, self.continuous = usage, continuous
         self.created = int(time.time())
         head = {"id": id, "object": self.chunk_object, "created": self.created, "model": model}
         self._head = b"data: " + _json(head)[:-1] + b',"choices":[{"index":'
 
     def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
-        """The events of a piece: its text, and why it was the last one."""
+        """Return the events of a piece: its text, and why it was the last one."""
         raise NotImplementedError
 
     def shape(self, choice: Choice) -> dict[str, Any]:
-        """A completion as a whole."""
+        """Return a completion as a whole."""
         raise NotImplementedError
 
-    async def body(self, call: Call, n: int) -> bytes:
-        """The answer to a request that is not streamed, with the `n` likeliest completions of each prompt.
+    async def body(self, group: ChoiceGroup, n: int) -> bytes:
+        """Return the answer to a request that is not streamed, with `n` completions of each prompt."""
+        return _json(self.whole(group, group.choices))
 
-        With log-probabilities of long prompts it takes seconds, and a thread, so that others do not wait.
-        """
-
-        def make() -> bytes:
-            return _json(self.whole(call, likeliest(call, n)))
-
-        told = [order.read for order in call.orders] + [choice.logprobs for choice in call.choices]
-        return await asyncio.to_thread(make) if sum(map(len, told)) > LONG_ANSWER else make()
-
-    def whole(self, call: Call, keep: list[Choice]) -> dict[str, Any]:
-        """The same, before it is written as JSON."""
+    def whole(self, group: ChoiceGroup, keep: list[Choice]) -> dict[str, Any]:
+        """Return the same, before it is written as JSON."""
         return {
             "id": self.id,
             "object": self.object,
             "created": self.created,
             "model": self.model,
             "choices": [self.shape(choice) | {"index": index} for index, choice in enumerate(keep)],
-            "usage": usage(call),
+            "usage": usage(group),
         }
 
-    def _prompt(self, order: Order) -> list[dict[str, Any] | None]:
-        """vLLM's shape: for each token of the prompt but the first what was likely there, by token id."""
-        return [self._place(*pair) for pair in zip(order.prompt, order.read, strict=True)]
-
-    def _place(self, token: int, read: Read | None) -> dict[str, Any] | None:
-        if read is None:
-            return None
-        known = {other: (value, rank) for rank, (other, value) in enumerate(read.top, start=1)}
-        known = {token: (read.chosen, read.rank)} | known
-        return {
-            str(other): {
-                "logprob": _finite(value),
-                "rank": rank,
-                "decoded_token": self.tokenizer.token_bytes[other].decode("utf-8", "replace"),
-            }
-            for other, (value, rank) in known.items()
-        }
-
-    def end(self, call: Call) -> bytes:
-        """What comes after the last chunk."""
+    def end(self, group: ChoiceGroup) -> bytes:
+        """Return what comes after the last chunk."""
         if not self.usage:
             return DONE
         head = {"id": self.id, "object": self.chunk_object, "created": self.created, "model": self.model}
-        return b"data: " + _json(head | {"choices": [], "usage": usage(call)}) + b"\n\n" + DONE
+        return b"data: " + _json(head | {"choices": [], "usage": usage(group)}) + b"\n\n" + DONE
 
-    def _event(self, choice: Choice, body: bytes, piece: Piece, reason: str | None) -> bytes:
+    def _event(self, choice: Choice, body: bytes, reason: str | None) -> bytes:
         parts = [self._head, b"%d," % choice.index, body]
-        if self.ids:
-            parts += [b',"token_ids":', _json(piece.tokens)]
-        if self.marks:
-            parts += [b',"token_marks":', _json(piece.marks)]
         parts.append(b',"finish_reason":"%s"}]' % reason.encode() if reason else b',"finish_reason":null}]')
         if self.continuous:
-            parts += [b',"usage":', _json(usage(choice.call))]
+            parts += [b',"usage":', _json(usage(choice.group))]
         elif self.usage:
             parts.append(b',"usage":null')  # it is in the last chunk, and OpenAI's others say so
         parts.append(b"}\n\n")
@@ -150,55 +99,12 @@ class CompletionAnswer(Answer):
 
     def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
         """See `Answer`."""
-        text = piece.text if choice.started else choice.order.text + piece.text
-        logprobs = self._logprobs(choice, piece.logprobs)
-        body = b'"text":' + _json(text) + b',"logprobs":' + (_json(logprobs) if logprobs else b"null")
-        return self._event(choice, body, piece, choice.reason if last else None)
+        body = b'"text":' + _json(piece.text) + b',"logprobs":null'
+        return self._event(choice, body, choice.reason if last else None)
 
     def shape(self, choice: Choice) -> dict[str, Any]:
         """See `Answer`."""
-        found: dict[str, Any] = {
-            "text": choice.order.text + choice.text,
-            "logprobs": None if self.logprobs is None else self._logprobs(choice, choice.logprobs),
-            "finish_reason": choice.reason,
-        }
-        if self.ids:
-            found |= {"token_ids": choice.tokens, "prompt_token_ids": choice.order.prompt}
-        if self.prompts:
-            found["prompt_logprobs"] = self._prompt(choice.order)
-        return found
-
-    def _logprobs(self, choice: Choice, found: list[Token]) -> dict[str, Any] | None:
-        """The shape with four lists; with `echo` the prompt first."""
-        order, output = choice.order, choice.offsets
-        entries: list[tuple[int, Read | Token | None, Offsets]] = [(one.place, one, output) for one in found]
-        if order.text and not choice.started:
-            prompt = Offsets(self.tokenizer, order.text)
-            entries[:0] = [(*pair, prompt) for pair in zip(order.prompt, order.read, strict=False)]
-        if not entries:
-            return None
-        lists: dict[str, list[Any]] = {
-            "tokens": [],
-            "token_logprobs": [],
-            "top_logprobs": [],
-            "text_offset": [],
-        }
-        for token, entry, offsets in entries:
-            # Before the prompt's first token there is nothing.
-            lists["token_logprobs"].append(None if entry is None else _finite(entry.chosen))
-            lists["top_logprobs"].append(None if entry is None else self._top(token, entry, offsets))
-            lists["tokens"].append(_text(offsets.spelled(token)))
-            lists["text_offset"].append(offsets.take(token))
-        return lists
-
-    def _top(self, token: int, entry: Read | Token, offsets: Offsets) -> dict[str, float]:
-        """Log-probabilities by text; by id (as vLLM spells it) where another token looks the same."""
-        own, top = _text(offsets.spelled(token)), dict[str, float]()
-        for other, value in (*entry.top[: self.logprobs], (token, entry.chosen)):
-            text = _text(offsets.spelled(other))
-            taken = other != token and (text == own or text in top)
-            top[f"token_id:{other}" if taken else text] = _finite(value)
-        return top
+        return {"text": choice.text, "logprobs": None, "finish_reason": choice.reason}
 
 
 class ChatAnswer(Answer):
@@ -206,144 +112,18 @@ class ChatAnswer(Answer):
 
     object, chunk_object = "chat.completion", "chat.completion.chunk"
 
-    def whole(self, call: Call, keep: list[Choice]) -> dict[str, Any]:
-        """See `Answer`."""
-        found = super().whole(call, keep)
-        return found | ({"prompt_logprobs": self._prompt(call.orders[0])} if self.prompts else {})
-
     def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
         """See `Answer`. The first chunk of a choice says who speaks, the last one why it ended."""
-        events = []
-        nothing = Piece("", [])
-        reason = choice.reason
-        if not choice.started:
-            body = b'"delta":{"role":"assistant","content":""},"logprobs":null'
-            events.append(self._event(choice, body, nothing, None))
-        if choice.reader is not None:
-            events += self._calls(choice, choice.reader, piece, last)
-            reason = _reason(choice, choice.reader)
-        elif piece.text or piece.logprobs or (self.ids and piece.tokens):
-            logprobs = _json(self._logprobs(choice, piece.logprobs)) if piece.logprobs else b"null"
-            body = b'"delta":{"content":' + _json(piece.text) + b'},"logprobs":' + logprobs
-            events.append(self._event(choice, body, piece, None))
+        deltas: list[dict[str, str]] = [] if choice.started else [{"role": "assistant", "content": ""}]
+        deltas += [{"content": piece.text}] if piece.text else []
+        events = [
+            self._event(choice, b'"delta":' + _json(delta) + b',"logprobs":null', None) for delta in deltas
+        ]
         if last:
-            events.append(self._event(choice, b'"delta":{},"logprobs":null', nothing, reason))
+            events.append(self._event(choice, b'"delta":{},"logprobs":null', choice.reason))
         return b"".join(events)
-
-    def _calls(self, choice: Choice, reader: CallReader, piece: Piece, last: bool) -> list[bytes]:
-        """Events of a piece that may hold calls, or parts of them."""
-        news = reader.read(piece.text, last)
-        deltas: list[dict[str, Any]] = [{"content": news.content}] if news.content else []
-        for index, text, first in news.calls:
-            call: dict[str, Any] = {"index": index, "function": {"arguments": text}}
-            if first:
-                made = reader.calls[index]
-                call |= {"id": made.id, "type": "function", "function": {"name": made.name, "arguments": ""}}
-            deltas.append({"tool_calls": [call]})
-        if not deltas and (piece.logprobs or (self.ids and piece.tokens)):
-            deltas.append({})
-        events = []
-        for delta in deltas:
-            logprobs = _json(self._logprobs(choice, piece.logprobs)) if piece.logprobs else b"null"
-            events.append(
-                self._event(choice, b'"delta":' + _json(delta) + b',"logprobs":' + logprobs, piece, None)
-            )
-            piece = Piece("", [])  # the first event has its tokens
-        return events
 
     def shape(self, choice: Choice) -> dict[str, Any]:
         """See `Answer`."""
-        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
-        reason = choice.reason
-        if choice.reader is not None:
-            news = choice.reader.read(choice.text, True)
-            reason = _reason(choice, choice.reader)
-            message["content"] = news.content  # a call that was cut before its name is neither
-            if choice.reader.calls:
-                message["content"] = news.content or None
-                message["tool_calls"] = [
-                    {
-                        "id": call.id,
-                        "type": "function",
-                        "function": {"name": call.name, "arguments": call.arguments},
-                    }
-                    for call in choice.reader.calls
-                ]
-        found: dict[str, Any] = {
-            "message": message,
-            "logprobs": self._logprobs(choice, choice.logprobs) if choice.logprobs else None,
-            "finish_reason": reason,
-        }
-        if self.ids:
-            found |= {"token_ids": choice.tokens, "prompt_token_ids": choice.order.prompt}
-        return found
-
-    def _logprobs(self, choice: Choice, found: list[Token]) -> dict[str, Any]:
-        content, offsets = list[dict[str, Any]](), choice.offsets
-        for token in found:
-            top = [self._one(other, value, offsets) for other, value in token.top]
-            content.append(self._one(token.place, token.chosen, offsets) | {"top_logprobs": top})
-            offsets.take(token.place)
-        return {"content": content}
-
-    def _one(self, token: int, logprob: float, offsets: Offsets) -> dict[str, Any]:
-        """Special tokens have no bytes: those of all tokens together are the content's."""
-        data = offsets.spelled(token)
-        added = b"" if token in self.tokenizer.special_ids else data
-        return {"token": _text(data), "logprob": _finite(logprob), "bytes": list(added)}
-
-
-class GenerateAnswer(Answer):
-    """`/generate`: text and nothing else."""
-
-    def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
-        """See `Answer`."""
-        body: dict[str, Any] = {"text": piece.text}
-        if self.ids:
-            body["token_ids"] = piece.tokens
-        if self.marks:
-            body["token_marks"] = piece.marks
-        if last:
-            body["finish_reason"] = choice.reason
-        if self.continuous:
-            body["usage"] = usage(choice.call)
-        return b"data: " + _json(body) + b"\n\n"
-
-    def end(self, call: Call) -> bytes:
-        """See `Answer`."""
-        return (b"data: " + _json({"usage": usage(call)}) + b"\n\n" if self.usage else b"") + DONE
-
-    def whole(self, call: Call, keep: list[Choice]) -> dict[str, Any]:
-        """See `Answer`."""
-        (choice,) = keep[:1]
-        found = {"text": choice.text, "finish_reason": choice.reason, "usage": usage(call)}
-        return found | ({"token_ids": choice.tokens} if self.ids else {})
-
-
-def likeliest(call: Call, n: int) -> list[Choice]:
-    """Of each prompt's completions the `n` whose tokens are the most likely on average, the best first."""
-    keep, at = [], 0
-    for order in call.orders:
-        mine = call.choices[at : at + order.params.n]
-        at += order.params.n
-        if len(mine) > n:
-            mine = sorted(mine, key=_mean, reverse=True)[:n]
-        keep += mine
-    return keep
-
-
-def _text(data: bytes) -> str:
-    return data.decode("utf-8", "replace")
-
-
-def _reason(choice: Choice, reader: CallReader) -> str | None:
-    return "tool_calls" if choice.reason == "stop" and reader.complete else choice.reason
-
-
-def _mean(choice: Choice) -> float:
-    return sum(token.chosen for token in choice.logprobs) / max(1, len(choice.logprobs))
-
-
-def _finite(value: float) -> float:
-    """JSON has no infinity and no NaN; OpenAI says -9999 for what is all but impossible."""
-    return max(-9999.0, value)  # in this order it is no NaN
+        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        return {"message": message, "logprobs": None, "finish_reason": choice.reason}

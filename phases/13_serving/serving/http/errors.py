@@ -21,7 +21,7 @@ TYPES = {
     504: "timeout_error",
 }
 STATUS = {"refused": 400, "error": 500, "nan": 500, "died": 503, "deadline": 504, "slow": 408, "left": 499}
-"""Of a call's trouble."""
+"""Of the trouble of a group of choices."""
 
 
 class ApiError(Exception):

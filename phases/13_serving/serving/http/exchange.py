@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from serving.completion import Call
+from serving.completion import ChoiceGroup
 from serving.http.errors import ApiError
 from serving.http.limits import Limits
 
@@ -34,12 +34,13 @@ class Gone(Exception):
 
 
 class Exchange:
-    """What came in, and what has gone out so far.
+    """A request, and what has gone out of its answer so far.
 
     id: the client's `x-request-id` where it is sane, or one of ours.
     status: of the answer, 0 before it.
+    told_bytes: the content-length, as it came.
     unread: there may be a body that has not been read.
-    call: what is being answered, if that is a request for tokens; done: afterwards.
+    group: what is being answered, if that is a request for tokens; done: afterwards.
     sending: when the write that the client has not taken yet began (`time.monotonic()`), or None.
     """
 
@@ -50,14 +51,13 @@ class Exchange:
         given = self.headers.get(b"x-request-id", b"").decode("latin-1")
         self.id = given if _ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
         self.started = time.perf_counter()
-        length = self.headers.get(b"content-length", b"0")
-        self.unread = b"transfer-encoding" in self.headers or length.strip(b"0") != b""
+        self.told_bytes = self.headers.get(b"content-length", b"0")
+        self.unread = b"transfer-encoding" in self.headers or self.told_bytes.strip(b"0") != b""
         self.status, self.sent_bytes = 0, 0
-        self.call: Call | None = None
-        self.done: Call | None = None
+        self.group: ChoiceGroup | None = None
+        self.done: ChoiceGroup | None = None
         self.sending: float | None = None
         self.extra: list[Header] = []
-        self.facts: dict[str, Any] = {}
 
     async def body(self) -> bytes:
         """All of the body.
@@ -74,17 +74,14 @@ class Exchange:
         if coding not in (b"", b"identity"):  # a small body could become a very large one
             raise ApiError(415, "the body must not be compressed: there is a content-encoding", close=True)
         most = self.limits.max_body_bytes
-        length = self.headers.get(b"content-length", b"0")
         large = ApiError(413, f"the body has more than {most:,} bytes, which is the limit", close=True)
-        if length.isdigit() and int(length[:20]) > most:
+        if self.told_bytes.isdigit() and int(self.told_bytes[:20]) > most:
             raise large
         body = bytearray()
         try:
             async with asyncio.timeout(self.limits.body_seconds):
                 while True:
-                    message = await self._receive()
-                    if message["type"] == "http.disconnect":
-                        raise Gone
+                    message = await self._next()
                     body += message.get("body", b"")
                     if len(body) > most:
                         raise large
@@ -95,15 +92,20 @@ class Exchange:
             seconds = self.limits.body_seconds
             raise ApiError(408, f"the body was not here after {seconds:g} s", close=True) from None
 
+    async def _next(self) -> MutableMapping[str, Any]:
+        """Receive a part of the body. Raises `Gone` when the client has left."""
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            raise Gone
+        return message
+
     async def drain(self) -> None:
         """Read a small body that is on its way, so that a client which still sends it reads the answer."""
         left = DRAINED_BYTES
         with suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_SECONDS):
                 while self.unread and left > 0:
-                    message = await self._receive()
-                    if message["type"] == "http.disconnect":
-                        raise Gone
+                    message = await self._next()
                     left -= len(message.get("body", b""))
                     self.unread = message.get("more_body", False)
 
@@ -149,3 +151,9 @@ class Exchange:
         abort = self.scope.get("state", {}).get("abort")
         if abort is not None:
             abort()
+
+
+def listed(names: list[str]) -> bytes:
+    """Return the first names of a list as the value of a header."""
+    text = ", ".join(name[:100] for name in names[:16]).encode("ascii", "replace")
+    return bytes(byte if 32 <= byte < 127 else 63 for byte in text)

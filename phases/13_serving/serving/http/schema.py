@@ -26,10 +26,15 @@ class StreamOptions(Struct):
     continuous_usage_stats: bool | None = False
 
 
-class Generation(Struct, kw_only=True):
-    """What all requests for tokens have. None is the same as a field that is not there."""
+class ForModel(Struct, kw_only=True):
+    """Fields of all requests. model: the name of the one that is served."""
 
     model: str | None = None
+
+
+class Generation(ForModel, kw_only=True):
+    """Fields of all requests for tokens. None is the same as a field that is not there."""
+
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -51,96 +56,28 @@ class Generation(Struct, kw_only=True):
     stop_token_ids: list[int] | None = None
     priority: int | None = None
     cache_salt: str | None = None
-    return_token_ids: bool | None = False
-    guided_json: dict[str, Any] | str | bool | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
-    structured_outputs: dict[str, Any] | None = None
-    response_format: dict[str, Any] | None = None
 
     # ours
     deadline_ms: int | None = None
-    return_token_marks: bool | None = False  # in streams: the text of each token, and how it came about
-
-    # taken, and without a meaning here
-    user: Any = None
-    store: Any = None
-    metadata: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
 
 
-class CompletionRequest(Generation, kw_only=True):
+class CompletionBody(Generation, kw_only=True):
     """`POST /v1/completions`."""
 
     prompt: str | list[str | int | list[int]]
-    echo: bool | None = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    best_of: int | None = None
-    suffix: str | None = None
-    add_special_tokens: bool | None = True
 
 
-class GenerateRequest(Generation, kw_only=True):
-    """`POST /generate`: one prompt, one text."""
-
-    prompt: str | list[int]
-    add_special_tokens: bool | None = True
-
-
-class ChatRequest(Generation, kw_only=True):
+class ChatBody(Generation, kw_only=True):
     """`POST /v1/chat/completions`."""
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
-    logprobs: bool | None = False
-    top_logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    functions: Any = None
-    function_call: Any = None
-    parallel_tool_calls: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = False
-    add_special_tokens: bool | None = False
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-    # taken, and without a meaning here
-    reasoning_effort: Any = None
-    verbosity: Any = None
-    modalities: Any = None
-
-
-class TokenizeRequest(Struct, kw_only=True):
-    """`POST /tokenize`: a text or a conversation."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = False
-    add_special_tokens: bool | None = None  # of a text unless false, of a conversation only if true
-    return_token_strs: bool | None = False
-
-
-class DetokenizeRequest(Struct, kw_only=True):
-    """`POST /detokenize`."""
-
-    tokens: list[int]
-    model: str | None = None
 
 
 BOUNDS = {"priority": (-MAX_INT, MAX_INT), "deadline_ms": (1, MAX_INT)}
 """Of numbers that nothing else checks; a larger one could not be sent to the engine."""
 
-Body = TypeVar("Body", bound=Struct)
+Body = TypeVar("Body", bound=ForModel)
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _decoders: dict[type, msgspec.json.Decoder[Any]] = {}
 

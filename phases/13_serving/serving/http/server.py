@@ -1,7 +1,7 @@
 """The HTTP server around the application: uvicorn with httptools, and what uvicorn leaves to others.
 
-It adds limits on connections (`connection`), a hand on the connection of a slow reader, and a shutdown in
-which streams may finish while `/ready` already says no.
+It adds a hand on the connection of a slow reader, and a shutdown in which streams may finish while `/ready`
+already says no.
 """
 
 from __future__ import annotations
@@ -17,21 +17,26 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from common.errors import UserError
 from serving.alive import CannotStart
 from serving.app import App
-from serving.http.connection import Connection
 
 log = logging.getLogger(__name__)
 
 TERMINATED = 143
-NEVER = 1 << 30
-"""Seconds of uvicorn's clock, which any byte stops: `Connection` has its own."""
+KEEP_ALIVE_SECONDS = 75
+"""That a connection may wait for its next request."""
 
 
 class Server(uvicorn.Server):
     """Ends in two steps: first nothing new is taken and streams may finish, then the connections go.
+
+    Args:
+        on_ready: called when the engine is there.
+        connection: reads requests; the appendix has one with limits of its own.
+        keep_alive: seconds that a connection may wait for its next request.
 
     failure: why the engine could not be started, if it could not.
     code: that the process should end with.
@@ -40,20 +45,27 @@ class Server(uvicorn.Server):
     failure: CannotStart | None = None
     code = 0
 
-    def __init__(self, app: App, on_ready: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        app: App,
+        on_ready: Callable[[], None] = lambda: None,
+        *,
+        connection: type[HttpToolsProtocol] = HttpToolsProtocol,
+        keep_alive: int = KEEP_ALIVE_SECONDS,
+    ) -> None:
         self.app, self.on_ready = app, on_ready
-        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # `Connection` writes refusals down itself
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         super().__init__(
             uvicorn.Config(
                 app,
-                http=Connection,
+                http=connection,
                 ws="none",
                 loop="uvloop",
                 lifespan="off",
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                timeout_keep_alive=NEVER,
+                timeout_keep_alive=keep_alive,
                 timeout_graceful_shutdown=2,
                 backlog=4096,
             )
@@ -78,16 +90,16 @@ class Server(uvicorn.Server):
             self.should_exit = self.force_exit = True
             return
         self.app.service.draining = True
-        log.warning("draining: %d requests may finish, nothing new is taken", len(self.app.calls))
+        log.warning("draining: %d requests may finish, nothing new is taken", len(self.app.groups))
         self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
         end = time.monotonic() + self.app.limits.grace_seconds
-        while self.app.calls and time.monotonic() < end and not self.should_exit:
+        while self.app.groups and time.monotonic() < end and not self.should_exit:
             await asyncio.sleep(0.05)
-        for call in self.app.calls:
-            call.give_up("died", "the server is shutting down")
-        self.app.live.closing = True
+        for group in self.app.groups:
+            group.give_up("died", "the server is shutting down")
+        self.app.closing = True
         self.should_exit = True
 
     async def serve(self, sockets: Any = None) -> None:
@@ -129,10 +141,10 @@ class Server(uvicorn.Server):
             await asyncio.sleep(min(1.0, self.app.limits.slow_seconds / 4))
             oldest = time.monotonic() - self.app.limits.slow_seconds
             for exchange in list(self.app.exchanges):
-                call, late = exchange.call, exchange.sending is not None and exchange.sending < oldest
-                if call is not None and late:
-                    call.give_up("slow", "the reader is too slow")
-                if late or (call is not None and call.trouble is not None and call.trouble[0] == "slow"):
+                group, late = exchange.group, exchange.sending is not None and exchange.sending < oldest
+                if group is not None and late:
+                    group.give_up("slow", "the reader is too slow")
+                if late or (group is not None and group.trouble is not None and group.trouble[0] == "slow"):
                     exchange.hang_up()
 
 

@@ -1,0 +1,79 @@
+"""An early phase behind the server: requests are served one after the other, each to its end.
+
+What every request of the line would wait for, if there were no continuous batching. The bench measures it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from common.events import Streams, TokenEvent
+from common.request import Request
+from common.rules import check_prompt, output_limit
+from common.sampling.params import SamplingParams
+from continuous.messages import Output
+
+
+class OneAtATime:
+    """A `serving.seams.ServedEngine` around the `stream` of phases 01 to 04."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine: Streams = engine
+        self.config = engine.model.config if hasattr(engine, "model") else engine.config
+        self.max_len: int = getattr(engine, "max_len", None) or engine.model.max_len
+        self._line: deque[Request] = deque()
+        self._events: Iterator[TokenEvent] = iter(())
+        self._now: Request | None = None
+        self._ended: list[Output] = []
+
+    @property
+    def idle(self) -> bool:
+        """Nobody is served and nobody waits."""
+        return self._now is None and not self._line and not self._ended
+
+    def add(
+        self, prompt: Sequence[int], params: SamplingParams, *, index: int, priority: int, salt: str
+    ) -> list[Request]:
+        """Put samples in line, each by itself. Raises `UserError` if they cannot be served."""
+        check_prompt(prompt, self.config.vocab_size, self.max_len, params)
+        limit = len(prompt) + output_limit(len(prompt), params, self.max_len)
+        requests = []
+        for sample in range(params.n):
+            alone = replace(params, n=1, seed=params.seed_of(sample), stop=())
+            request = Request(
+                index + sample, list(prompt), len(prompt), limit, alone, index=index, sample=sample
+            )
+            requests.append(request)
+        self._line += requests
+        return requests
+
+    def abort(self, request: Request) -> None:
+        """End a request: leave the line, or the engine."""
+        if request.finish_reason is not None:
+            return
+        request.finish_reason = "abort"
+        if request is self._now:
+            self._events, self._now = iter(()), None
+        else:
+            self._line.remove(request)
+        self._ended.append(Output(request, None, "abort", time.perf_counter()))
+
+    def step(self) -> list[Output]:
+        """One token of whose turn it is."""
+        outputs, self._ended = self._ended, []
+        if self._now is None and self._line:
+            self._now = self._line.popleft()
+            self._events = self.engine.stream([self._now.tokens], self._now.params)
+        request = self._now
+        if request is None:
+            return outputs
+        event = next(self._events)
+        if event.finish_reason is not None:
+            request.finish_reason, self._now = event.finish_reason, None
+            self._events = iter(())
+        outputs.append(Output(request, event.token_id, event.finish_reason, event.time, event.logprob))
+        return outputs

@@ -1,0 +1,77 @@
+"""How long a sum over ranks takes, by size and way: what the limits between the ways are chosen from."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from parallel.ranks import Ranks
+from parallel.reduce import PLAIN, Reducer
+
+WAYS = ("nccl", "one-shot", "two-shot", "one-shot + norm")
+INSIDE = 40
+"""Sums in one graph, or between two looks at the clock."""
+
+
+def times(ranks: Ranks, way: str, sizes: list[int], hidden: int, samples: int = 5) -> dict[int, list[float]]:
+    """Microseconds of a sum of so many bytes, some samples of each; run it on all ranks.
+
+    On a GPU they are in a graph. Sizes that the way does not take are left out.
+    """
+    cuda = ranks.device.type == "cuda"
+    dtype = torch.bfloat16 if cuda else torch.float32
+    reducer: Reducer = PLAIN
+    most = max(sizes)
+    if way != "nccl":
+        from phases.appendix.all_reduce.symmetric import MOST, Limits, Symmetric
+
+        name, most = ranks.text("timing"), MOST
+        reducer = Symmetric(
+            ranks, hidden, dtype, Limits(0, MOST) if way == "two-shot" else Limits(MOST, 0), name
+        )
+    found = {}
+    for size in sizes:
+        if size <= most:
+            x = torch.randn(size // dtype.itemsize // hidden, hidden, device=ranks.device).to(dtype)
+            found[size] = _times(ranks, reducer, x, samples, norm=way.endswith("norm"))
+    ranks.smallest(0)
+    return found
+
+
+def _times(ranks: Ranks, reducer: Reducer, x: Tensor, samples: int, *, norm: bool) -> list[float]:
+    weight = torch.ones(x.shape[-1], device=x.device, dtype=x.dtype)
+
+    def work() -> None:
+        for _ in range(INSIDE):
+            if norm:
+                reducer.add_norm(ranks, x, x, (weight, 1e-6, False))
+            else:
+                reducer.sum(ranks, x)
+
+    if x.device.type != "cuda":
+        found = []
+        for _ in range(samples):
+            begun = time.perf_counter()
+            work()
+            found.append((time.perf_counter() - begun) * 1e6 / INSIDE)
+        return found
+    reducer.sum(ranks, x)
+    work()
+    torch.cuda.synchronize()
+    ranks.smallest(0)
+    graph = torch.cuda.CUDAGraph()
+    # Other threads may go on meanwhile: that of the process group looks at its events all the time.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        work()
+    found = []
+    for _ in range(samples + 1):  # the first one warms up
+        ranks.smallest(0)
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        before.record()
+        graph.replay()
+        after.record()
+        torch.cuda.synchronize()
+        found.append(before.elapsed_time(after) * 1e3 / INSIDE)
+    return found[1:]

@@ -1,1 +1,0 @@
-"""Other engines behind the same server."""

@@ -1,1 +1,0 @@
-"""Looking at a server while it runs: metrics, its log, and pictures of the engine."""

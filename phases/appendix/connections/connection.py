@@ -1,0 +1,151 @@
+"""A connection of the server: uvicorn's protocol with one clock, one request at a time, and a bound on bytes.
+
+A connection waits for a request, receives one, or owes an answer. One clock runs in the first two states, and
+no byte that arrives moves it. What arrives while an answer is owed is kept aside unread, up to the limit of a
+request's headers: so reading goes on, and a client that leaves is noticed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import deque
+from typing import TYPE_CHECKING, cast
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from serving.http.server import KEEP_ALIVE_SECONDS
+
+if TYPE_CHECKING:
+    from serving.app import App
+
+UNREAD_BYTES = 128 << 10
+"""What the system keeps of what a client has not read yet; beyond that the server knows that it is slow."""
+NEVER = 1 << 30
+"""Seconds of uvicorn's clock, which any byte stops: a connection here has its own."""
+_CLOSE = b"content-length: 0\r\nconnection: close\r\n\r\n"
+LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\n" + _CLOSE
+LATE = b"HTTP/1.1 408 Request Timeout\r\n" + _CLOSE
+
+
+class Connection(HttpToolsProtocol):
+    """A connection with limits.
+
+    owed: requests that are not answered yet; all but the first came in one piece with it.
+    since: the time of the loop when it began to wait for, or to receive, what is not complete yet.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Count the connection. Beyond the limit the one goes that keeps the server waiting longest."""
+        super().connection_made(transport)
+        self.application = cast("App", self.config.app)
+        self.limits = self.application.limits
+        self.owed: deque[RequestResponseCycle] = deque()
+        self._bytes = 0  # of the headers that are being received
+        self._later = b""
+        self._clock: asyncio.TimerHandle | None = None
+        self.since = self.loop.time()
+        if len(self.connections) > self.limits.max_connections:
+            others = (one for one in self.connections if isinstance(one, Connection) and one is not self)
+            waiting = [one for one in others if one.keeps_waiting]
+            if not waiting:
+                transport.abort()
+                return
+            min(waiting, key=lambda one: one.since).transport.abort()
+        made = transport.get_extra_info("socket")
+        if made is not None:  # or the system keeps megabytes for a reader that does not read
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD_BYTES)
+        self._expect(self.limits.body_seconds, LATE)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell every request of this connection that its client has left."""
+        self._stop_clock()
+        super().connection_lost(exc)
+        for cycle in self.owed:
+            cycle.disconnected = True
+            cycle.message_event.set()
+
+    @property
+    def keeps_waiting(self) -> bool:
+        """Whether the client has to send something before the server can do anything."""
+        return not self.transport.is_closing() and (not self.owed or self.owed[0].more_body)
+
+    def data_received(self, data: bytes) -> None:
+        """Feed the parser, but neither after a refusal nor while an answer is owed."""
+        if self.transport.is_closing():
+            return
+        if self.owed and not self.owed[-1].more_body:
+            self._later += data
+            if len(self._later) > self.limits.max_header_bytes:
+                self.transport.abort()
+            return
+        super().data_received(data)
+
+    def on_message_begin(self) -> None:
+        """Begin a request: count its bytes from here, and let the application hang up."""
+        super().on_message_begin()
+        self._bytes = 0
+        self.scope["state"]["abort"] = self.transport.abort
+        if not self.owed:
+            self._expect(self.limits.body_seconds, LATE)
+
+    def on_url(self, url: bytes) -> None:
+        """Count."""
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Count."""
+        self._count(len(name) + len(value) + 4)
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Owe an answer. The application has a clock of its own for the body."""
+        self._stop_clock()
+        super().on_headers_complete()
+        self.owed.append(self.cycle)
+        self.flow.resume_reading()  # uvicorn stops at a pipelined request, and would not see a client leave
+
+    def on_response_complete(self) -> None:
+        """Go on with the next request; a body that nobody has read ends the connection."""
+        answered = self.owed.popleft()
+        if answered.more_body:
+            self.transport.close()
+        super().on_response_complete()
+        if self.transport.is_closing() or self.owed:
+            return
+        self.since = self.loop.time()
+        self._expect(KEEP_ALIVE_SECONDS, b"")
+        later, self._later = self._later, b""
+        if later:
+            self.data_received(later)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP, and write it down as the answers are."""
+        self.application.refused(400, self.client, msg)
+        if any(cycle.response_started for cycle in self.owed):
+            self.transport.close()
+        else:
+            super().send_400_response(msg)
+
+    def _count(self, size: int) -> None:
+        self._bytes += size
+        if self._bytes > self.limits.max_header_bytes and not self.transport.is_closing():
+            self._close(LARGE)
+            raise ValueError("too many bytes of headers")  # the parser gives up
+
+    def _expect(self, seconds: float, answer: bytes) -> None:
+        """Close the connection after so many seconds, with this answer, unless the clock is set anew."""
+        self._stop_clock()
+        self._clock = self.loop.call_later(seconds, self._close, answer)
+
+    def _close(self, answer: bytes) -> None:
+        if not self.transport.is_closing():
+            if not self.owed:  # or it would stand in the middle of another answer
+                self.transport.write(answer)
+            self.transport.close()
+
+    def _stop_clock(self) -> None:
+        if self._clock is not None:
+            self._clock.cancel()
+            self._clock = None

@@ -1,0 +1,128 @@
+"""Matrix times vector for a batch of one token, with what stands before and after it in the same kernel.
+
+With one token every weight is used once: a projection is a read of its matrix, and a library's tiles for
+matrix products only get in the way. Here a program owns a few output rows and reads each in one sweep. The
+norm before the product is so cheap that every program repeats it; bias, residual addition and the gate
+follow in registers.
+
+On Hopper the kernel starts while its predecessor still runs (programmatic dependent launch): weights depend
+on nobody, so their loads are issued before `gdc_wait`, and only the input vector and the residual are read
+after it. `gdc_launch_dependents` lets the next kernel start in turn. Where that one, too, reads nothing but
+weights before its own wait, it may do so at once, even while the predecessor still runs: a wait returns when
+the kernel before is complete, which it cannot be before its own wait has returned.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from phases.appendix.latency.tables import GEMV, GemvConfig, GemvKey
+from triton_paged_attention.hardware import dependent_launch
+from triton_paged_attention.kernels.activation import KINDS, activate
+from triton_paged_attention.kernels.norms import NormWeights
+
+
+@triton.jit
+def gemv_kernel(
+    out, x, weight, norm_weight, bias, residual, eps, N,
+    K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr,
+    BIAS: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
+    TRIGGER: tl.constexpr,
+):  # fmt: skip
+    """One program per `ROWS` outputs; `GATED`: row `r` of the gate and row `N + r` of the up projection.
+
+    TRIGGER: the next kernel may start at once (0), when the one before is done (1), or when the matrix is
+    read (2).
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    k = tl.arange(0, BLOCK_K)
+    at = row.to(tl.int64)[:, None] * K + k[None, :]
+    mask = (row < N)[:, None] & (k < K)[None, :]
+    up_at = at + N.to(tl.int64) * K
+    w = tl.load(weight + at, mask=mask, other=0.0)
+    up = tl.load(weight + up_at, mask=mask, other=0.0) if GATED else w
+    g = tl.load(norm_weight + k, mask=k < K, other=0.0) if NORM else k
+    added = tl.zeros([ROWS], tl.float32)
+    if BIAS:
+        added += tl.load(bias + row, mask=row < N, other=0.0).to(tl.float32)
+    if PDL:
+        if TRIGGER == 0:
+            gdc_launch_dependents()
+        gdc_wait()
+        if TRIGGER == 1:
+            gdc_launch_dependents()
+    vector = tl.load(x + k, mask=k < K, other=0.0)
+    if ADD:
+        added += tl.load(residual + row, mask=row < N, other=0.0).to(tl.float32)
+    scale = 1.0
+    if NORM:
+        square = vector.to(tl.float32) * vector.to(tl.float32)
+        for start in tl.static_range(BLOCK_K, K, BLOCK_K):
+            part = tl.load(x + start + k, mask=start + k < K, other=0.0).to(tl.float32)
+            square += part * part
+        scale = tl.rsqrt(tl.sum(square, axis=0) / K + eps)
+    total = tl.zeros([ROWS], tl.float32)
+    total_up = tl.zeros([ROWS], tl.float32)
+    for start in tl.static_range(0, K, BLOCK_K):
+        if start > 0:
+            mask = (row < N)[:, None] & (start + k < K)[None, :]
+            w = tl.load(weight + at + start, mask=mask, other=0.0)
+            if GATED:
+                up = tl.load(weight + up_at + start, mask=mask, other=0.0)
+            if NORM:
+                g = tl.load(norm_weight + start + k, mask=start + k < K, other=0.0)
+            vector = tl.load(x + start + k, mask=start + k < K, other=0.0)
+        if NORM:
+            factor = g.to(tl.float32) + 1.0 if ONE_PLUS else g.to(tl.float32)
+            vector = (vector.to(tl.float32) * scale * factor).to(vector.dtype)  # rounded as a norm apart
+        total += tl.sum(w.to(tl.float32) * vector.to(tl.float32)[None, :], axis=1)
+        if GATED:
+            total_up += tl.sum(up.to(tl.float32) * vector.to(tl.float32)[None, :], axis=1)
+    if PDL and TRIGGER == 2:
+        gdc_launch_dependents()
+    if GATED:
+        total = activate(total, KIND) * total_up
+    tl.store(out + row, (total + added).to(out.dtype.element_ty), mask=row < N)
+
+
+def gemv(
+    x: Tensor,  # [..., K], one row
+    weight: Tensor,  # [N, K], or [2 N, K] when gated
+    *,
+    norm: NormWeights | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    gate: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    run_ahead: bool = True,
+    config: GemvConfig | None = None,
+) -> Tensor:
+    """`residual + bias + weight @ norm(x)`, or `act(gate rows @ norm(x)) * (up rows @ norm(x))`: `[..., N]`.
+
+    Args:
+        norm: of `x`, its weight `[K]`.
+        gate: name of the activation (a key of `activation.KINDS`); then `weight` is gate rows over up rows.
+        out_dtype: by default that of `x`.
+        run_ahead: the next kernel may start while the one before this still runs. False if, before its own
+            wait, it reads anything that the kernels before have written.
+    """
+    size = weight.shape[1]
+    rows = weight.shape[0] // (1 if gate is None else 2)
+    shape = config or GEMV.lookup(GemvKey(rows, size, gate is not None), x.device)
+    out = torch.empty(*x.shape[:-1], rows, dtype=out_dtype or x.dtype, device=x.device)
+    norm_weight, eps, one_plus = norm if norm is not None else (x, 0.0, False)
+    early = dependent_launch(x.device)
+    gemv_kernel[(triton.cdiv(rows, shape.rows),)](
+        out, x, weight, norm_weight, x if bias is None else bias, x if residual is None else residual,
+        eps, rows,
+        K=size, ROWS=shape.rows, BLOCK_K=shape.block_k, NORM=norm is not None, ONE_PLUS=one_plus,
+        BIAS=bias is not None, ADD=residual is not None, GATED=gate is not None,
+        KIND=0 if gate is None else KINDS[gate], PDL=early,
+        TRIGGER=2 if shape.late else (0 if run_ahead else 1),
+        num_warps=shape.num_warps, **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,246 @@
+"""Attention of a lone token, from the output of the QKV projection to the input of the output projection.
+
+With one token, what takes time is not work but waiting: every kernel waits for the one before, and every
+load for the address it depends on. So head norms, RoPE, KV store and attention are one kernel, and all
+that does not depend on the new token is loaded before the wait: lengths, block ids, and each split's last
+tile of keys and values. The newest key and value come from registers, so nothing in the cache has to wait for
+them.
+
+A split leaves its part of the output and the logarithm of its weight. Who combines the parts?
+
+- `project_heads` in `heads.py`: every program of the output projection does, before its product. Nobody waits
+  for the last split to arrive, but each program reads all parts: right while these are small beside its rows.
+- Otherwise the last split to arrive, as in `decode.py`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from forward.attention import LayerSpec
+from paged_cache.pool import LayerCache
+from phases.appendix.latency.tables import LoneConfig
+from triton_paged_attention.decode import Workspace
+from triton_paged_attention.hardware import dependent_launch
+from triton_paged_attention.kernels.rope import HeadNorms, apply_norm_weight, norm_scale, turn
+from triton_paged_attention.tiles import attend, combine, fold, load_tile, lookup, raw_scores, unit
+
+LOG_STEP = tl.constexpr(2)
+"""Heads' logarithms lie apart for `project_heads`: were they neighbours, the compiler would give a thread
+several heads, to load them at once, and would have to shuffle them before it can use them."""
+
+
+@triton.jit
+def splits_of(context, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr):
+    """First tile's first key, tiles a split, and splits that have work (at least one, which may be empty)."""
+    begin = tl.maximum(context - WINDOW, 0) // BLOCK_N * BLOCK_N if WINDOW > 0 else 0
+    tiles = tl.maximum(tl.cdiv(context - begin, BLOCK_N), 1)
+    tiles_per_split = tl.cdiv(tiles, SPLITS)
+    return begin, tiles_per_split, tl.cdiv(tiles, tiles_per_split)
+
+
+@triton.jit
+def norm_and_turn(
+    x, y, w_x, w_y, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr
+):  # fmt: skip
+    """Heads `x [rows, D_PAD]`, whose partners in rotation are `y`, as attention wants them."""
+    if NORM:
+        full = x.to(tl.float32)
+        scale = norm_scale(tl.sum(full * full, axis=1), eps, D)[:, None]
+        x = apply_norm_weight(x, scale, w_x, ONE_PLUS)
+        y = apply_norm_weight(y, scale, w_y, ONE_PLUS)
+    return turn(x, y, cos, sin)
+
+
+@triton.jit
+def meet(
+    out, partial, lse, kv_head, used,
+    H: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Combine the `used` splits of a key/value head's group into `out`."""
+    d = tl.arange(0, D_PAD)
+    member = tl.arange(0, GROUP_PAD)
+    head = kv_head * GROUP + member
+    split = tl.arange(0, SPLITS)
+    filled = (split < used)[:, None] & (member < GROUP)[None, :]
+    mixed = combine(partial, lse, split[:, None] * H + head[None, :], filled, d, D, D_PAD)
+    keep = (member < GROUP)[:, None] & (d < D)[None, :]
+    tl.store(out + head[:, None] * D + d[None, :], mixed.to(out.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def lone_kernel(
+    out,  # [H, D]
+    qkv, cos, sin, q_weight, k_weight, k_cache, v_cache, block_table, context_len, slots,
+    partial, lse, arrived, eps, scale, soft_cap, block_stride, slot_stride, head_stride,
+    H: tl.constexpr, KH: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    P: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, NORM: tl.constexpr,
+    ONE_PLUS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+    MEET: tl.constexpr, GROUP_PAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program per key/value head and split."""
+    kv_head, split = tl.program_id(0), tl.program_id(1)
+    context = tl.load(context_len)
+    newest = context - 1
+    begin, tiles_per_split, used = splits_of(context, WINDOW, BLOCK_N, SPLITS)
+    if split >= used:
+        return
+    low = begin + split * tiles_per_split * BLOCK_N
+    high = tl.minimum(low + tiles_per_split * BLOCK_N, context)
+    last = low + (tl.maximum(tl.cdiv(high - low, BLOCK_N), 1) - 1) * BLOCK_N  # where its last tile begins
+
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, D_PAD)
+    key = last + n
+    block = lookup(block_table, last, newest, n, P, BLOCK_N)
+    known = tl.minimum(high, newest)
+    keys = load_tile(
+        k_cache, block, last, key, known, kv_head, block_stride, slot_stride, head_stride,
+        D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N, BOUNDED=True,
+    )  # fmt: skip
+    values = load_tile(
+        v_cache, block, last, key, known, kv_head, block_stride, slot_stride, head_stride,
+        D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N, BOUNDED=True,
+    )  # fmt: skip
+
+    # Rows 0 to GROUP - 1 are the query heads of this key/value head; the newest key is a row by itself.
+    row = tl.arange(0, BLOCK_M)
+    partner = (d + D // 2) % D  # the other number of each rotated pair, half a head away
+    real = (row < GROUP)[:, None] & (d < D)[None, :]
+    at_q = (kv_head * GROUP + row)[:, None] * D
+    at_k = (H + kv_head) * D
+    c = tl.load(cos + d, mask=d < D, other=0.0)[None, :]
+    s = tl.load(sin + d, mask=d < D, other=0.0)[None, :]  # its first half carries the minus sign
+    q_x, q_y, k_x, k_y = c, c, c, c  # not read without norms
+    if NORM:
+        q_x = tl.load(q_weight + d, mask=d < D, other=0.0)[None, :]
+        q_y = tl.load(q_weight + partner, mask=d < D, other=0.0)[None, :]
+        k_x = tl.load(k_weight + d, mask=d < D, other=0.0)[None, :]
+        k_y = tl.load(k_weight + partner, mask=d < D, other=0.0)[None, :]
+    slot = tl.load(slots)
+    if PDL:
+        gdc_wait()
+
+    x = tl.load(qkv + at_q + d[None, :], mask=real, other=0.0)
+    y = tl.load(qkv + at_q + partner[None, :], mask=real, other=0.0)
+    new_x = tl.load(qkv + at_k + d, mask=d < D, other=0.0)[None, :]
+    new_y = tl.load(qkv + at_k + partner, mask=d < D, other=0.0)[None, :]
+    new_value = tl.load(qkv + at_k + KH * D + d, mask=d < D, other=0.0)[None, :]
+    if PDL:  # not before: the weights that the next kernel reads would delay what this one waits for
+        gdc_launch_dependents()
+    query = norm_and_turn(x, y, q_x, q_y, c, s, eps, D=D, NORM=NORM, ONE_PLUS=ONE_PLUS)
+    new_key = norm_and_turn(new_x, new_y, k_x, k_y, c, s, eps, D=D, NORM=NORM, ONE_PLUS=ONE_PLUS)  # [1, D]
+    if (split == used - 1) & (slot >= 0):
+        at_new = (slot // P) * block_stride + (slot % P) * slot_stride + kv_head * head_stride + d[None, :]
+        tl.store(k_cache + at_new, new_key, mask=(d < D)[None, :])
+        tl.store(v_cache + at_new, new_value, mask=(d < D)[None, :])
+
+    m = tl.full([BLOCK_M], -1.0e30, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+    # The newest key and value as who reads them from the cache later will see them.
+    new_key = new_key.to(k_cache.dtype.element_ty).to(query.dtype)
+    new_value = new_value.to(v_cache.dtype.element_ty).to(query.dtype)
+    keys = tl.where((key == newest)[:, None], new_key, keys.to(query.dtype))
+    values = tl.where((key == newest)[:, None], new_value, values.to(query.dtype))
+    scores = raw_scores(query, keys, scale, soft_cap, SOFT_CAP)
+    visible = key < high
+    if WINDOW > 0:
+        visible = visible & (key > newest - WINDOW)
+    scores = tl.where(visible[None, :], scores, float("-inf"))
+    m, total, acc = fold(scores, values, m, total, acc, unit(scale, soft_cap, SOFT_CAP))
+    # What comes before that tile is in the cache; with a window, its edge may run through the first tile.
+    m, total, acc = attend(
+        query, newest + row * 0, m, total, acc, k_cache, v_cache, block_table, kv_head, low, last, last,
+        scale, soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N,
+        MASK="all" if WINDOW > 0 else "none", CAUSAL=WINDOW > 0, WINDOW=WINDOW, SOFT_CAP=SOFT_CAP, TMA=False,
+    )  # fmt: skip
+
+    weight_sum = tl.where(total > 0, total, 1.0)
+    acc = acc * (1.0 / weight_sum)[:, None]
+    head = kv_head * GROUP + row
+    if MEET and used == 1:
+        tl.store(out + head[:, None] * D + d[None, :], acc.to(out.dtype.element_ty), mask=real)
+    else:
+        at_part = split * H + head
+        part = acc.to(partial.dtype.element_ty)
+        tl.store(partial + at_part[:, None] * D_PAD + d[None, :], part, mask=real)
+        log = m + tl.log2(weight_sum)
+        step = 1 if MEET else LOG_STEP
+        tl.store(lse + at_part * step, log, mask=row < GROUP)
+        if MEET:
+            tl.debug_barrier()  # all threads' stores first, then one release
+            if tl.atomic_add(arrived + kv_head, 1, sem="acq_rel") == used - 1:
+                tl.store(arrived + kv_head, 0)  # ready for the next launch
+                meet(
+                    out, partial, lse, kv_head, used,
+                    H=H, GROUP=GROUP, GROUP_PAD=GROUP_PAD, D=D, D_PAD=D_PAD, SPLITS=SPLITS,
+                )  # fmt: skip
+
+
+def starts_early(layer: LayerSpec) -> bool:
+    """Whether attention may start before the projection in front of it has waited.
+
+    What it reads before its own wait must be complete then. Behind the first layer it is: that one's
+    attention lets nobody start before it has waited.
+    """
+    return layer.index > 0
+
+
+class LoneParts(NamedTuple):
+    """Attention's output of a lone token.
+
+    out: `[1, H D]`, if attention has combined its splits; otherwise `workspace` holds them.
+    """
+
+    out: Tensor
+    layer: LayerSpec
+    context_lens: Tensor
+    workspace: Workspace
+    config: LoneConfig
+
+
+def attend_lone(
+    qkv: Tensor,  # [1, (H + 2 KH) D]
+    cos_sin: tuple[Tensor, Tensor],  # D numbers each, float32
+    norms: HeadNorms | None,
+    layer: LayerSpec,
+    cache: LayerCache,  # the new key and value are stored here
+    block_tables: Tensor,  # [1, max_blocks] int32
+    context_lens: Tensor,  # [1] int32
+    slots: Tensor,  # [1] int64; negative: not stored
+    *,
+    workspace: Workspace,
+    config: LoneConfig,
+    meet: bool,
+) -> LoneParts:
+    """Attention's output; with `meet` false, its splits stay apart in the workspace for `project_heads`.
+
+    Launch it behind a `gemv` with `run_ahead=False` where it does not start early: see `starts_early`.
+    """
+    assert not cache.scaled, "a lone token's key and value are stored by a kernel that knows no scales"
+    heads, kv_heads, d = layer.num_heads, layer.num_kv_heads, layer.head_dim
+    group = heads // kv_heads
+    out = torch.empty(1, heads * d, dtype=qkv.dtype, device=qkv.device)
+    q_weight, k_weight, eps, one_plus = norms if norms is not None else (qkv, qkv, 0.0, False)
+    early = dependent_launch(qkv.device)
+    lone_kernel[(kv_heads, config.splits)](
+        out, qkv, *cos_sin, q_weight, k_weight, cache.k, cache.v, block_tables, context_lens, slots,
+        workspace.partial if meet else workspace.partial.view(qkv.dtype), workspace.lse, workspace.arrived,
+        eps, layer.scale, layer.soft_cap or 1.0, *cache.k.stride()[:3],
+        H=heads, KH=kv_heads, GROUP=group, D=d, D_PAD=max(16, triton.next_power_of_2(d)),
+        P=cache.k.shape[1], WINDOW=layer.sliding_window or 0, SOFT_CAP=layer.soft_cap is not None,
+        NORM=norms is not None, ONE_PLUS=one_plus, BLOCK_M=max(16, triton.next_power_of_2(group)),
+        BLOCK_N=config.block_n, SPLITS=config.splits, MEET=meet,
+        GROUP_PAD=triton.next_power_of_2(group), PDL=early,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+        **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
+    return LoneParts(out, layer, context_lens, workspace, config)

@@ -1,0 +1,234 @@
+"""Attention of a few tokens of a lone request: drafts that are verified, and a drafter that catches up.
+
+`lone.py` for two to eight tokens, where a step is as much a chain of kernels as with one. The keys of the
+new tokens are a tile of their own, which comes from registers; what is in the cache does not depend on them
+and is being loaded before the wait. Its splits are combined as a lone token's are: by every program of the
+output projection (`project_few_heads`), or by the last of them to arrive.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from forward.attention import LayerSpec
+from paged_cache.pool import LayerCache
+from phases.appendix.latency.few import FEW_TOKENS
+from phases.appendix.latency.lone import norm_and_turn
+from phases.appendix.latency.tables import LoneFewConfig
+from triton_paged_attention.decode import Workspace, combine_rows
+from triton_paged_attention.hardware import dependent_launch
+from triton_paged_attention.kernels.rope import HeadNorms
+from triton_paged_attention.tiles import attend, fold, hide, load_tile, lookup, raw_scores, unit
+
+MOST_ROWS, WIDEST = 64, 128
+"""Rows of a tile: new tokens times the query heads of a key/value head. Wider heads do not fit into registers
+with all that is loaded before the wait."""
+NEW = tl.constexpr(16)
+"""Keys in the tile of new ones; tensor cores have no smaller one."""
+
+
+@triton.jit
+def few_splits_of(
+    context_len, query_starts, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+):  # fmt: skip
+    """New tokens, keys that are cached, the first tile's first one, tiles a split, and splits that have work.
+
+    At least one has, which may be empty.
+    """
+    count = tl.load(query_starts + 1) - tl.load(query_starts)
+    cached = tl.maximum(tl.load(context_len) - count, 0)
+    # The first new token sees the most of what is cached.
+    begin = tl.maximum(cached - WINDOW + 1, 0) // BLOCK_N * BLOCK_N if WINDOW > 0 else 0
+    tiles = tl.maximum(tl.cdiv(cached - begin, BLOCK_N), 1)
+    tiles_per_split = tl.maximum(tl.cdiv(tiles, SPLITS), MIN_TILES)
+    return count, cached, begin, tiles_per_split, tl.cdiv(tiles, tiles_per_split)
+
+
+@triton.jit
+def lone_few_kernel(
+    out,  # [T, H, D]
+    qkv, cos, sin, q_weight, k_weight, k_cache, v_cache, block_table, context_len, query_starts, slots,
+    partial, lse, arrived, eps, scale, soft_cap, block_stride, slot_stride, head_stride,
+    H: tl.constexpr, KH: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    P: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, NORM: tl.constexpr,
+    ONE_PLUS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, MEET: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program per key/value head and split of the cached keys; the last split takes the new ones, too.
+
+    Row `r` of the tile is new token `r // GROUP` and query head `r % GROUP` of this key/value head.
+    """
+    kv_head, split = tl.program_id(0), tl.program_id(1)
+    count, cached, begin, tiles_per_split, used = few_splits_of(
+        context_len, query_starts, WINDOW, BLOCK_N, SPLITS, MIN_TILES
+    )
+    if split >= used:
+        return
+    low = begin + split * tiles_per_split * BLOCK_N
+    high = tl.minimum(low + tiles_per_split * BLOCK_N, cached)
+
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, D_PAD)
+    key = low + n
+    block = lookup(block_table, low, high, n, P, BLOCK_N)
+    keys = load_tile(
+        k_cache, block, low, key, high, kv_head, block_stride, slot_stride, head_stride,
+        D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N, BOUNDED=True,
+    )  # fmt: skip
+    values = load_tile(
+        v_cache, block, low, key, high, kv_head, block_stride, slot_stride, head_stride,
+        D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N, BOUNDED=True,
+    )  # fmt: skip
+
+    WIDTH: tl.constexpr = (H + 2 * KH) * D
+    row = tl.arange(0, BLOCK_M)
+    new = tl.arange(0, NEW)
+    token, head = row // GROUP, kv_head * GROUP + row % GROUP
+    partner = (d + D // 2) % D  # the other number of each rotated pair, half a head away
+    inside = (d < D)[None, :]
+    real, fresh = (token < count)[:, None] & inside, (new < count)[:, None] & inside
+    c = tl.load(cos + token[:, None] * D + d[None, :], mask=real, other=0.0)
+    s = tl.load(sin + token[:, None] * D + d[None, :], mask=real, other=0.0)
+    c_new = tl.load(cos + new[:, None] * D + d[None, :], mask=fresh, other=0.0)
+    s_new = tl.load(sin + new[:, None] * D + d[None, :], mask=fresh, other=0.0)
+    q_x, q_y, k_x, k_y = c, c, c_new, c_new  # not read without norms
+    if NORM:
+        q_x = tl.load(q_weight + d, mask=d < D, other=0.0)[None, :]
+        q_y = tl.load(q_weight + partner, mask=d < D, other=0.0)[None, :]
+        k_x = tl.load(k_weight + d, mask=d < D, other=0.0)[None, :]
+        k_y = tl.load(k_weight + partner, mask=d < D, other=0.0)[None, :]
+    slot = tl.load(slots + new, mask=new < count, other=-1)
+    if PDL:
+        gdc_wait()
+
+    at_q = (token * WIDTH + head * D)[:, None]
+    at_k = (new * WIDTH + (H + kv_head) * D)[:, None]
+    x = tl.load(qkv + at_q + d[None, :], mask=real, other=0.0)
+    y = tl.load(qkv + at_q + partner[None, :], mask=real, other=0.0)
+    new_x = tl.load(qkv + at_k + d[None, :], mask=fresh, other=0.0)
+    new_y = tl.load(qkv + at_k + partner[None, :], mask=fresh, other=0.0)
+    new_values = tl.load(qkv + at_k + KH * D + d[None, :], mask=fresh, other=0.0)
+    if PDL:  # not before: the weights that the next kernel reads would delay what this one waits for
+        gdc_launch_dependents()
+    query = norm_and_turn(x, y, q_x, q_y, c, s, eps, D=D, NORM=NORM, ONE_PLUS=ONE_PLUS)
+
+    m = tl.full([BLOCK_M], -1.0e30, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+    position = cached + token
+    factor = unit(scale, soft_cap, SOFT_CAP)
+    scores = raw_scores(query, keys.to(query.dtype), scale, soft_cap, SOFT_CAP)
+    scores = hide(scores, key, position, low, high, CAUSAL=False, WINDOW=WINDOW, TMA=False)
+    m, total, acc = fold(scores, values.to(query.dtype), m, total, acc, factor)
+    m, total, acc = attend(
+        query, position, m, total, acc, k_cache, v_cache, block_table, kv_head, low + BLOCK_N, high, high,
+        scale, soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N,
+        MASK="all", CAUSAL=False, WINDOW=WINDOW, SOFT_CAP=SOFT_CAP, TMA=False,
+    )  # fmt: skip
+    if split == used - 1:
+        new_keys = norm_and_turn(new_x, new_y, k_x, k_y, c_new, s_new, eps, D=D, NORM=NORM, ONE_PLUS=ONE_PLUS)
+        at_new = (slot // P) * block_stride + (slot % P) * slot_stride + kv_head * head_stride
+        stored = fresh & (slot >= 0)[:, None]
+        tl.store(k_cache + at_new[:, None] + d[None, :], new_keys, mask=stored)
+        tl.store(v_cache + at_new[:, None] + d[None, :], new_values, mask=stored)
+        # As who reads them from the cache later will see them.
+        own_keys = new_keys.to(k_cache.dtype.element_ty).to(query.dtype)
+        own_values = new_values.to(v_cache.dtype.element_ty).to(query.dtype)
+        own = raw_scores(query, own_keys, scale, soft_cap, SOFT_CAP)
+        own = hide(own, new, token, 0, count, CAUSAL=True, WINDOW=WINDOW, TMA=False)
+        m, total, acc = fold(own, own_values, m, total, acc, factor)
+
+    weight_sum = tl.where(total > 0, total, 1.0)  # total 0: a row that sees none of these keys, m = -1e30
+    acc = acc * (1.0 / weight_sum)[:, None]
+    if not MEET:
+        at_part = (split * TOKENS + token) * H + head
+        part = acc.to(partial.dtype.element_ty)
+        tl.store(partial + at_part[:, None] * D + d[None, :], part, mask=real)
+        tl.store(lse + at_part, m + tl.log2(weight_sum), mask=token < count)
+    elif used == 1:
+        at_out = (token * H + head)[:, None] * D + d[None, :]
+        tl.store(out + at_out, acc.to(out.dtype.element_ty), mask=real)
+    else:
+        at_split = (kv_head * SPLITS + split) * (TOKENS * GROUP) + row
+        tl.store(partial + at_split[:, None] * D_PAD + d[None, :], acc, mask=real)
+        tl.store(lse + at_split, m + tl.log2(weight_sum), mask=token < count)
+        tl.debug_barrier()  # all threads' stores first, then one release
+        if tl.atomic_add(arrived + kv_head, 1, sem="acq_rel") == used - 1:
+            tl.store(arrived + kv_head, 0)  # ready for the next launch
+            combine_rows(
+                out, partial, lse, kv_head * SPLITS, used, 0, count, kv_head,
+                H=H, GROUP=GROUP, QUERIES=TOKENS, D=D, D_PAD=D_PAD, SPLITS_PAD=SPLITS,
+            )  # fmt: skip
+
+
+def fits(tokens: int, layer: LayerSpec) -> bool:
+    """Whether so many tokens of a request may go through this kernel."""
+    rows = triton.next_power_of_2(tokens) * (layer.num_heads // layer.num_kv_heads)
+    return tokens <= FEW_TOKENS and rows <= MOST_ROWS and layer.head_dim <= WIDEST
+
+
+class FewParts(NamedTuple):
+    """Attention's output of a few tokens of a lone request.
+
+    out: `[T, H D]`, if attention has combined its splits; otherwise `workspace` holds them, numbers of a
+    split, token and head one after the other.
+    """
+
+    out: Tensor
+    layer: LayerSpec
+    context_lens: Tensor
+    query_starts: Tensor
+    workspace: Workspace
+    config: LoneFewConfig
+
+
+def attend_few(
+    qkv: Tensor,  # [T, (H + 2 KH) D]
+    cos_sin: tuple[Tensor, Tensor],  # T D numbers each, float32
+    norms: HeadNorms | None,
+    layer: LayerSpec,
+    cache: LayerCache,  # new keys and values are stored here
+    block_tables: Tensor,  # [1, max_blocks] int32; other rows are not read
+    context_lens: Tensor,  # [1] int32, the new tokens included
+    query_starts: Tensor,  # [2] int32: tokens from the second number on are padding
+    slots: Tensor,  # [T] int64; negative: not stored
+    *,
+    workspace: Workspace,
+    config: LoneFewConfig,
+    meet: bool,
+) -> FewParts:
+    """Attention's output for the tokens of one request; rows of padding are left as they are.
+
+    With `meet` false, its splits stay apart in the workspace for `project_few_heads`.
+
+    Launch it behind a projection with `run_ahead=False` where it does not start early: see `starts_early`.
+    """
+    assert not cache.scaled, "new keys and values are stored by a kernel that knows no scales"
+    assert fits(len(qkv), layer), f"{len(qkv)} tokens of {layer.num_heads} heads do not fit into a tile"
+    heads, kv_heads, d = layer.num_heads, layer.num_kv_heads, layer.head_dim
+    group, tokens = heads // kv_heads, triton.next_power_of_2(len(qkv))
+    rows = kv_heads * config.splits * tokens * group
+    assert workspace.rows >= rows, f"the workspace has {workspace.rows} rows, but {rows} are needed"
+    out = torch.empty(len(qkv), heads * d, dtype=qkv.dtype, device=qkv.device)
+    q_weight, k_weight, eps, one_plus = norms if norms is not None else (qkv, qkv, 0.0, False)
+    early = dependent_launch(qkv.device)
+    lone_few_kernel[(kv_heads, config.splits)](
+        out, qkv, *cos_sin, q_weight, k_weight, cache.k, cache.v, block_tables, context_lens, query_starts,
+        slots, workspace.partial if meet else workspace.partial.view(qkv.dtype), workspace.lse,
+        workspace.arrived, eps, layer.scale, layer.soft_cap or 1.0, *cache.k.stride()[:3],
+        H=heads, KH=kv_heads, GROUP=group, D=d, D_PAD=max(16, triton.next_power_of_2(d)),
+        P=cache.k.shape[1], WINDOW=layer.sliding_window or 0, SOFT_CAP=layer.soft_cap is not None,
+        NORM=norms is not None, ONE_PLUS=one_plus, TOKENS=tokens,
+        BLOCK_M=max(16, triton.next_power_of_2(tokens * group)), BLOCK_N=config.block_n,
+        SPLITS=config.splits, MIN_TILES=config.min_tiles, MEET=meet, PDL=early,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+        **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
+    return FewParts(out, layer, context_lens, query_starts, workspace, config)

@@ -1,0 +1,163 @@
+"""Configurations of the kernels for one token and for a few: see `triton_paged_attention.tables`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from triton_paged_attention.decode import MOST_SPLITS
+from triton_paged_attention.hardware import AMPERE, at_least, multiprocessors
+from triton_paged_attention.tables import Table
+
+
+@dataclass(frozen=True)
+class GemvConfig:
+    """How a matrix-vector kernel runs: output rows per program, inputs per sweep, warps.
+
+    late: let the next kernel start only when this one has read its matrix, not when it begins to.
+    """
+
+    rows: int
+    block_k: int
+    num_warps: int = 4
+    late: bool = False
+
+
+class GemvKey(NamedTuple):
+    """A matrix `[rows, size]`; gated: two such matrices."""
+
+    rows: int
+    size: int
+    gated: bool
+
+
+def gemv_default(key: GemvKey, device: torch.device) -> GemvConfig:
+    """About 16,384 weights a program, 32 KiB in half precision, and at least 256 programs.
+
+    As long as a row is read in one sweep, the next kernel may start at once and wait with its own weights in
+    registers; otherwise it would only take this one's place.
+
+    On a CPU kernels are interpreted, a millisecond a program: few of them, whatever they do.
+    """
+    if device.type == "cpu":
+        return GemvConfig(32, min(512, 1 << (key.size - 1).bit_length()))
+    block_k = min(4096, 1 << (key.size - 1).bit_length())
+    wanted = max(1, min(16_384 // (key.size * (2 if key.gated else 1)), key.rows // 256))
+    num_warps = 4 if key.gated and key.size <= 2048 else 8
+    return GemvConfig(1 << (wanted.bit_length() - 1), block_k, num_warps, late=key.size > block_k)
+
+
+GEMV = Table(gemv_default)
+
+
+def few_pays(hidden: int, itemsize: int, device: torch.device) -> bool:
+    """Whether a model of this hidden size has kernels for a few tokens.
+
+    Every program repeats the norm before the product, so there may not be many programs nor long rows. And
+    for float32, and before Ampere, the compiler has no tensor cores for their products.
+    """
+    return hidden <= 2048 and itemsize == 2 and (device.type != "cuda" or at_least(device, AMPERE))
+
+
+def few_config(size: int) -> GemvConfig:
+    """Defaults for matrices of `size` inputs times a few tokens: 256 inputs a warp and sweep."""
+    block_k = min(2048, 1 << (size - 1).bit_length())
+    return GemvConfig(16, block_k, num_warps=max(1, block_k // 256))
+
+
+@dataclass(frozen=True)
+class LoneConfig:
+    """How attention of a lone token runs: keys per tile, and programs (a power of two) per key/value head."""
+
+    block_n: int = 64
+    num_warps: int = 4
+    num_stages: int = 1
+    splits: int = 32
+
+
+class LoneKey(NamedTuple):
+    """Key/value heads, a head's padded size, and the bytes of a number."""
+
+    kv_heads: int
+    d_pad: int
+    itemsize: int
+
+
+def tile_keys(key: LoneKey) -> int:
+    """Keys of a tile that fits a program's registers."""
+    return max(16, min(64, 16_384 // (key.d_pad * key.itemsize)))
+
+
+def lone_default(key: LoneKey, device: torch.device) -> LoneConfig:
+    """Two programs per multiprocessor, and tiles that fit a program's registers.
+
+    One stage, so that little shared memory is taken and the programs of neighbouring kernels fit beside it.
+    """
+    splits = max(1, min(32, 2 * multiprocessors(device) // key.kv_heads))
+    return LoneConfig(tile_keys(key), splits=1 << (splits.bit_length() - 1))
+
+
+LONE = Table(lone_default)
+
+
+@dataclass(frozen=True)
+class LoneFewConfig:
+    """How attention of a few tokens of a lone request runs: keys per tile, at most so many programs (a power
+    of two) per key/value head, and at least so many tiles in each.
+    """
+
+    block_n: int = 64
+    num_warps: int = 4
+    num_stages: int = 2
+    splits: int = MOST_SPLITS
+    min_tiles: int = 1
+
+
+def lone_few_config(key: LoneKey) -> LoneFewConfig:
+    """Defaults: tiles like a lone token's, one or more a split, and as many splits as the decode kernel has.
+
+    Wide heads take twice the warps, whose registers hold the first tile, the new keys and all queries at
+    once.
+    """
+    block_n = tile_keys(key)
+    num_warps = 4 if key.d_pad <= 64 else 8
+    return LoneFewConfig(block_n, num_warps)
+
+
+@dataclass(frozen=True)
+class HeadsConfig:
+    """How the output projection of a lone token runs: rows per program, splits that are loaded at once."""
+
+    rows: int = 8
+    num_warps: int = 8
+    chunk: int = 10
+
+
+@cache
+def heads_config(rows: int, size: int) -> HeadsConfig | None:
+    """Defaults for `[rows, size]`; None: the splits of attention had better be combined before.
+
+    Every program reads all parts, so there may not be many programs nor large parts.
+    """
+    return HeadsConfig() if size <= 2048 and rows <= 2048 else None
+
+
+@dataclass(frozen=True)
+class FewHeadsConfig:
+    """`HeadsConfig` for a few tokens; each warp has `part` inputs of every row."""
+
+    num_warps: int
+    part: int = 128
+    rows: int = 16
+    chunk: int = 4
+
+
+@cache
+def few_heads_config(rows: int, size: int) -> FewHeadsConfig | None:
+    """Like `heads_config`. A few tokens have a few times the parts, which are to fit into registers."""
+    if rows > 1024 or size > 1024:
+        return None
+    return FewHeadsConfig(max(1, (1 << (size - 1).bit_length()) // FewHeadsConfig.part))

@@ -1,0 +1,115 @@
+"""The engine live, for the page: at most ten events a second, and nothing at all while nobody looks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from serving.app import App, Extension
+from serving.http.errors import ApiError
+from serving.http.exchange import EVENTS, Exchange
+from serving.messages import StepReport
+
+PAGE = Path(__file__).parent / "page.html"
+HTML = [
+    (b"content-type", b"text/html; charset=utf-8"),
+    (
+        b"content-security-policy",
+        b"default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+        b"connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    ),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+]
+SECONDS = 0.1
+"""Between two events."""
+MOST_WATCHERS = 16
+QUIET = 10.0
+"""Seconds after which an event is sent though nothing has changed: a reader that is gone is noticed."""
+
+
+class Live(Extension):
+    """The page at `/`, and its events: the last steps, and the last picture of the engine."""
+
+    def __init__(self) -> None:
+        self.watchers = 0
+        self.picture: dict[str, Any] | None = None
+        self._steps: deque[tuple[int, float, int, int, int]] = deque(maxlen=512)
+
+    def install(self, app: App) -> None:
+        """Add both routes."""
+        self.app, self.engine = app, app.engine
+        app.routes["/events"] = {"GET": self.events}
+        app.routes["/"] = {"GET": self.page}
+
+    async def page(self, exchange: Exchange) -> None:
+        """Answer with the page."""
+        await exchange.answer(200, PAGE.read_bytes(), HTML)
+
+    async def events(self, exchange: Exchange) -> None:
+        """Answer with events for as long as the client stays."""
+        if exchange.method == "HEAD":  # nothing follows the headers, and a stream would never end
+            await exchange.start(200, EVENTS)
+            await exchange.write(b"", more=False)
+            return
+        leaving = asyncio.ensure_future(exchange.gone())
+        try:
+            await self.show(exchange, leaving)
+        finally:
+            leaving.cancel()
+
+    def stepped(self, step: StepReport) -> None:
+        """Remember a step: its number, milliseconds, tokens computed, how many ran, tokens that came out."""
+        if self.watchers:
+            stats, ms = step.stats, round(step.stats.step_seconds * 1e3, 3)
+            if stats.step_tokens or step.tokens:  # or it only brought a picture
+                self._steps.append((stats.steps, ms, stats.step_tokens, stats.running, len(step.tokens)))
+            self.picture = step.picture or self.picture
+
+    def event(self, after: int) -> dict[str, Any]:
+        """What there is to see now, with the steps after step number `after`."""
+        engine, stats, ready = self.engine, self.engine.stats, self.engine.ready
+        return {
+            "state": engine.state,
+            "running": stats.running,
+            "waiting": max(0, engine.in_flight - stats.running),
+            "free": stats.free_blocks,
+            "total": ready.blocks if ready else 0,
+            "block_size": ready.block_size if ready else 0,
+            "max_rows": ready.max_rows if ready else 0,
+            "preemptions": stats.preemptions,
+            "lookup": stats.lookup_tokens,
+            "hit": stats.hit_tokens,
+            "steps": [list(step) for step in self._steps if step[0] > after],
+            "picture": self.picture,
+        }
+
+    async def show(self, exchange: Exchange, leaving: asyncio.Future[None]) -> None:
+        """Send events until the client leaves. Raises `ApiError` if too many watch."""
+        if self.watchers >= MOST_WATCHERS:
+            raise ApiError(429, f"{self.watchers} clients watch, and no more may", retry=10)
+        self.watchers += 1
+        if self.watchers == 1:
+            self._steps.clear()
+            self.engine.watch(SECONDS)
+        try:
+            await exchange.start(200, EVENTS)
+            last, quiet, seen = b"", 0.0, 0
+            while not leaving.done() and not self.app.closing:
+                event = self.event(seen)
+                data = msgspec.json.encode(event)
+                if data != last or quiet >= QUIET:
+                    await exchange.write(b"data: " + data + b"\n\n")
+                    last, quiet = data, 0.0
+                    seen = max((step[0] for step in event["steps"]), default=seen)
+                await asyncio.wait({leaving}, timeout=SECONDS)
+                quiet += SECONDS
+            await exchange.write(b"", more=False)
+        finally:
+            self.watchers -= 1
+            if not self.watchers:
+                self.engine.watch(0.0)

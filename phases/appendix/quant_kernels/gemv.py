@@ -1,0 +1,297 @@
+"""Matrix times vector for a batch of one token, the matrix in eight bits.
+
+`latency.gemv` with half the bytes, which leaves half the time for everything else. There, every program
+prepares the input for a few rows; here a program prepares it once, stays, and takes further rows.
+Numbers of e4m3 become pairs of float16 by one instruction, and sixteen products are summed up in float16
+before anything is float32: that is a third of the instructions of a float32 for each weight. A row's scale is
+multiplied once, when its sum is known. Where the scheme rounds a layer's inputs, this does so, too, though it
+gains nothing by it: a request gets the same tokens alone and among others.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from phases.appendix.quant_kernels.configs import LoopConfig, loop_config
+from quant.formats import BLOCK, LARGEST
+from quant.kernels.rounding import hardware_rounds, rounded, token_scale
+from quant.weights import QuantizedWeight
+from triton_paged_attention.hardware import dependent_launch
+from triton_paged_attention.kernels.activation import KINDS, activate
+from triton_paged_attention.kernels.norms import NormWeights
+
+
+@triton.jit
+def sum_and_top(square_a, top_a, square_b, top_b):
+    """Two reductions in one: a sum, and a maximum."""
+    return square_a + square_b, tl.maximum(top_a, top_b)
+
+
+@triton.jit
+def input_scales(squares, top, eps, K: tl.constexpr, NORM: tl.constexpr, ROUND: tl.constexpr):
+    """What a norm multiplies its input by, and the largest magnitude behind it.
+
+    squares, top: of the input, and of the input times the norm's weight, still `[n]`. Programs repeat this,
+    and every reduction is a wait: so there is one.
+    """
+    norm = 1.0
+    if NORM and ROUND:
+        squares, top = tl.reduce((squares, top), 0, sum_and_top)
+        norm = tl.rsqrt(squares / K + eps)
+    elif NORM:
+        norm = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+    elif ROUND:
+        top = tl.max(top, axis=0)
+    return norm, top * norm
+
+
+@triton.jit
+def power_scale(top):
+    """The power of two below `top`, and 1 over it: to divide by it rounds nothing, and leaves less than 2."""
+    bits = tl.maximum(top, 1.1754943508222875e-38).to(tl.int32, bitcast=True) & 0x7F800000
+    return bits.to(tl.float32, bitcast=True), ((254 << 23) - bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def pair(low, high):
+    """Two numbers as float16 in one word."""
+    low = low.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return low | (high.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit
+def four(x):
+    """`x [A, B, 4]` as four tensors `[A, B]`."""
+    even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], 2, 2]))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def place_of(
+    first_row, N, tile: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    MATRICES: tl.constexpr,
+):  # fmt: skip
+    """Rows and first input of a tile of `ROWS` outputs: tiles are of all matrices, then of all inputs."""
+    row = first_row + tl.arange(0, ROWS)
+    # Behind the last row of the first matrix lies the second: such rows are nobody's.
+    row = tl.where(row < N, row + tile % MATRICES * N, MATRICES * N)
+    return row, tile // MATRICES * BLOCK_K
+
+
+@triton.jit
+def load_addends(bias, residual, row, N, ROWS: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr):
+    """What is added to outputs `row [ROWS]`."""
+    added = tl.zeros([ROWS], tl.float32)
+    if BIAS:
+        added += tl.load(bias + row, mask=row < N, other=0.0).to(tl.float32)
+    if ADD:
+        added += tl.load(residual + row, mask=row < N, other=0.0).to(tl.float32)
+    return added
+
+
+@triton.jit
+def load_rows(
+    weight, weight_scale, first_row, q, N, scale_stride, K: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr, MATRICES: tl.constexpr, SIDE: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """The weights of `ROWS` outputs as tiles `[ROWS, Q, 16]` or of words `[ROWS, Q, 4]`, and their scales."""
+    EACH: tl.constexpr = 16 if WORDS == "" else 4
+    weights, scales = (), ()
+    for tile in tl.static_range((K + BLOCK_K - 1) // BLOCK_K * MATRICES):
+        row, start = place_of(first_row, N, tile, K, ROWS, BLOCK_K, MATRICES)
+        real = row < N * MATRICES
+        k = start * EACH // 16 + q[:, None] * EACH + tl.arange(0, EACH)[None, :]
+        at = row.to(tl.int64)[:, None, None] * (K * EACH // 16) + k[None, :, :]
+        inside = real[:, None, None] & (k < K * EACH // 16)[None, :, :]
+        w = tl.load(weight + at, mask=inside, other=0.0 if WORDS == "" else 0)
+        weights += (w,)  # type: ignore[assignment]
+        if SIDE > 0:
+            block = (start + q * 16) // SIDE
+            at = (row // SIDE)[:, None] * scale_stride + block[None, :]
+            s = tl.load(weight_scale + at, mask=real[:, None] & (start + q * 16 < K)[None, :], other=0.0)
+            scales += (s,)  # type: ignore[assignment]
+        elif tile < MATRICES:
+            scales += (tl.load(weight_scale + row, mask=real, other=0.0),)  # type: ignore[assignment]
+    return weights, scales
+
+
+PAIRS = {
+    "fp8": "mov.b32 {{x, y}}, {word}; cvt.rn.f16x2.e4m3x2 a, x; cvt.rn.f16x2.e4m3x2 b, y;",
+    # 0x64 above a byte n is 1024 + n in float16; with its sign turned, a number n is the byte n + 128.
+    "int8": "xor.b32 t, {word}, 0x80808080;"
+    "prmt.b32 a, t, 0x64646464, 0x4140; prmt.b32 b, t, 0x64646464, 0x4342;"
+    "sub.f16x2 a, a, low; sub.f16x2 b, b, low;",
+}
+"""Instructions that make of a word of four numbers two pairs of float16, `a` and `b`."""
+
+
+def _four_words(kind: str) -> str:
+    """Instructions: products of four words with eight pairs of float16, summed up: the words, the first pair
+    of inputs of each, and the second.
+    """
+    text = "{.reg .b32 t, low, a, b, p, q; .reg .b16 x, y; .reg .f32 f, g; mov.b32 low, 0x64806480;"
+    for word, total in enumerate("ppqq"):
+        first = f"{total}, a, ${5 + word}"
+        text += PAIRS[kind].format(word=f"${word + 1}")
+        text += f"mul.f16x2 {first};" if word % 2 == 0 else f"fma.rn.f16x2 {first}, {total};"
+        text += f"fma.rn.f16x2 {total}, b, ${9 + word}, {total};"
+    return (
+        text + "add.f16x2 p, p, q; mov.b32 {x, y}, p; cvt.f32.f16 f, x; cvt.f32.f16 g, y; add.f32 $0, f, g;}"
+    )
+
+
+FP8_WORDS, INT8_WORDS = tl.constexpr(_four_words("fp8")), tl.constexpr(_four_words("int8"))
+OPERANDS = tl.constexpr("=r" + ",r" * 12)
+
+
+@triton.jit
+def sixteen(w, x, WORDS: tl.constexpr):
+    """Products of a tile with its inputs `[Q, 16]`, sixteen at a time: `[ROWS, Q]`."""
+    if WORDS != "":
+        w0, w1, w2, w3 = four(w)
+        low, high = tl.split(tl.reshape(x, [x.shape[0], 8, 2]))
+        even, odd = tl.split(tl.reshape(pair(low, high), [1, x.shape[0], 4, 2]))
+        a0, a1, a2, a3 = four(even)
+        b0, b1, b2, b3 = four(odd)
+        total = tl.inline_asm_elementwise(
+            FP8_WORDS if WORDS == "fp8" else INT8_WORDS, OPERANDS,
+            [w0, w1, w2, w3, a0, a1, a2, a3, b0, b1, b2, b3],
+            dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        total = tl.sum(w.to(tl.float32) * x[None, :, :], axis=2)
+    return total
+
+
+@triton.jit
+def gemv8_kernel(
+    out, x, weight, weight_scale, norm_weight, bias, residual, eps, N, scale_stride,
+    K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    SIDE: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
+    GATED: tl.constexpr, KIND: tl.constexpr, ROUND: tl.constexpr, LARGEST: tl.constexpr,
+    WHOLE: tl.constexpr, HARDWARE: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """As many programs as run at once. Each prepares the input and takes `ROWS` outputs again and again; the
+    weights of the next are on their way while some are multiplied.
+
+    SIDE: of blocks that share a scale; 0: a row does. WORDS: the numbers in a word, if the hardware has a
+    short way to make float16 of them; else "". AHEAD: whether the next kernel may start at once; else it does
+    when this one's input is complete.
+    """
+    MATRICES: tl.constexpr = 2 if GATED else 1
+    PARTS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    # 448 times 448 is no float16, and to divide by a power of two rounds nothing.
+    SMALLER: tl.constexpr = 1.0 if WORDS == "" else 1.0 / 512
+    q = tl.arange(0, BLOCK_K // 16)
+    k = q[:, None] * 16 + tl.arange(0, 16)[None, :]
+    first_row = tl.program_id(0) * ROWS
+    weights, scales = load_rows(
+        weight, weight_scale, first_row, q, N, scale_stride, K, ROWS, BLOCK_K, MATRICES, SIDE, WORDS
+    )
+    if PDL:
+        if AHEAD:
+            gdc_launch_dependents()
+        gdc_wait()
+        if not AHEAD:
+            gdc_launch_dependents()
+    # The whole input at once, so that its loads wait together; and then its scales, once.
+    parts = ()
+    squares = tl.zeros([BLOCK_K // 16, 16], tl.float32)
+    top = tl.zeros([BLOCK_K // 16, 16], tl.float32)
+    for i in tl.static_range(PARTS):
+        inside = i * BLOCK_K + k < K
+        part = tl.load(x + i * BLOCK_K + k, mask=inside, other=0.0).to(tl.float32)
+        if NORM:
+            squares += part * part
+            g = tl.load(norm_weight + i * BLOCK_K + k, mask=inside, other=0.0).to(tl.float32)
+            part = part * (g + 1.0 if ONE_PLUS else g)
+        top = tl.maximum(top, tl.abs(part))
+        parts += (part,)  # type: ignore[assignment]
+    norm, largest = input_scales(
+        tl.reshape(squares, [BLOCK_K]), tl.reshape(top, [BLOCK_K]), eps, K, NORM, ROUND or WORDS != ""
+    )
+    scale, inverse = 1.0, 1.0
+    if ROUND:
+        scale, inverse = token_scale(largest.to(x.dtype.element_ty).to(tl.float32), LARGEST)
+        scale = scale / SMALLER
+    elif WORDS != "":
+        scale, inverse = power_scale(largest)
+    vectors = ()
+    for i in tl.static_range(PARTS):
+        vector = parts[i]  # type: ignore[var-annotated]
+        if NORM:
+            vector = (vector * norm).to(x.dtype.element_ty).to(tl.float32)  # rounded as a norm apart
+        if ROUND:
+            vector = rounded(vector * inverse, LARGEST, WHOLE, HARDWARE) * SMALLER
+        elif WORDS != "":
+            vector = vector * inverse  # type: ignore[assignment]
+        vectors += (vector,)  # type: ignore[assignment]
+    step = tl.num_programs(0) * ROWS
+    for here in tl.range(first_row, N, step):
+        row = here + tl.arange(0, ROWS)
+        added = load_addends(bias, residual, row, N, ROWS, BIAS, ADD)
+        later, later_scales = load_rows(
+            weight, weight_scale, here + step, q, N, scale_stride, K, ROWS, BLOCK_K, MATRICES, SIDE, WORDS
+        )
+        result = tl.zeros([ROWS], tl.float32)
+        up = tl.zeros([ROWS], tl.float32)
+        for matrix in tl.static_range(MATRICES):
+            product = tl.zeros([ROWS, BLOCK_K // 16], tl.float32)
+            for i in tl.static_range(PARTS):
+                sums = sixteen(weights[i * MATRICES + matrix], vectors[i], WORDS)
+                product += sums * scales[i * MATRICES + matrix] if SIDE > 0 else sums
+            total = tl.sum(product, axis=1) * scale
+            if SIDE == 0:
+                total *= scales[matrix]
+            if matrix == 0:
+                result = total
+            else:
+                up = total
+        if GATED:
+            result = activate(result, KIND) * up
+        tl.store(out + row, (result + added).to(out.dtype.element_ty), mask=row < N)
+        weights, scales = later, later_scales
+
+
+def gemv8(
+    x: Tensor,  # [..., K], one row
+    weight: QuantizedWeight,  # [N, K], or [2 N, K] when gated; fp8 or int8
+    *,
+    norm: NormWeights | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    gate: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    run_ahead: bool = True,
+    config: LoopConfig | None = None,
+) -> Tensor:
+    """`latency.gemv` with a weight of eight bits, its scales by channel or block: `[..., N]`."""
+    scheme = weight.scheme
+    assert scheme.scales in ("channel", "block") and weight.order is None, "not a form that this kernel reads"
+    whole, size = weight.shape
+    rows = whole // (1 if gate is None else 2)
+    shape = config or loop_config(rows, size, whole // rows, 8, x.device)
+    out = torch.empty(*x.shape[:-1], rows, dtype=out_dtype or x.dtype, device=x.device)
+    norm_weight, eps, one_plus = norm if norm is not None else (x, 0.0, False)
+    early = dependent_launch(x.device)
+    blocks = scheme.scales == "block"
+    known = x.is_cuda and size % 16 == 0 and (scheme.weights == "int8" or hardware_rounds(x.device))
+    gemv8_kernel[(shape.programs(rows, x.device),)](
+        out, x, weight.data.view(torch.int32) if known else weight.data, weight.scale, norm_weight,
+        x if bias is None else bias, x if residual is None else residual, eps, rows, weight.scale.stride(0),
+        K=size, ROWS=shape.rows, BLOCK_K=shape.block_k,
+        SIDE=BLOCK if blocks else 0, NORM=norm is not None, ONE_PLUS=one_plus, BIAS=bias is not None,
+        ADD=residual is not None, GATED=gate is not None,
+        KIND=0 if gate is None else KINDS[gate], ROUND=scheme.activations is not None,
+        LARGEST=LARGEST[scheme.activations or "fp8"], WHOLE=scheme.activations == "int8",
+        HARDWARE=hardware_rounds(x.device), WORDS=scheme.weights if known else "", PDL=early,
+        AHEAD=run_ahead,
+        num_warps=shape.num_warps, **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
+    return out

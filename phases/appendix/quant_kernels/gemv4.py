@@ -1,0 +1,251 @@
+"""Matrix times vector for a batch of one token, the matrix in four bits.
+
+A quarter of the bytes leaves so little time that what unpacks a number must cost less than reading it. So the
+nibbles lie where tensor registers want them: one word has four pairs of inputs, and a mask alone turns a pair
+of nibbles into a pair of float16 numbers. For a float16 with `n` in its last bits and nothing else is n times
+2^-24, small, but a number that multiplies like any other; four bits further up it is 16 n times 2^-24. So
+inputs are made as large as float16 allows, and those that meet the higher nibbles a sixteenth of it. Sixteen
+products are summed up in float16; then the zero point's share is taken off, and the group's scale multiplied,
+in float32.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from phases.appendix.quant_kernels.configs import LoopConfig, loop_config
+from phases.appendix.quant_kernels.gemv import (
+    four,
+    input_scales,
+    load_addends,
+    pair,
+    place_of,
+    power_scale,
+)
+from quant.kernels.words import SPAN
+from quant.weights import QuantizedWeight
+from triton_paged_attention.hardware import dependent_launch
+from triton_paged_attention.kernels.activation import KINDS, activate
+from triton_paged_attention.kernels.norms import NormWeights
+
+
+def _products(word: int, total: str) -> str:
+    """Instructions that add a word's eight products to `total`, a pair of float16."""
+    x = [f"${5 + 4 * word + part}" for part in range(4)]
+    first = f"mul.f16x2 {total}, a, {x[0]}" if word % 2 == 0 else f"fma.rn.f16x2 {total}, a, {x[0]}, {total}"
+    return f"""
+shr.u32 t, ${word + 1}, 8;
+and.b32 a, ${word + 1}, 0x000f000f; and.b32 b, ${word + 1}, 0x00f000f0;
+and.b32 c, t, 0x000f000f; and.b32 d, t, 0x00f000f0;
+{first}; fma.rn.f16x2 {total}, b, {x[1]}, {total};
+fma.rn.f16x2 {total}, c, {x[2]}, {total}; fma.rn.f16x2 {total}, d, {x[3]}, {total};"""
+
+
+FOUR_WORDS = tl.constexpr(
+    "{.reg .b32 t, a, b, c, d, p, q; .reg .b16 x, y; .reg .f32 f, g;"
+    + _products(0, "p") + _products(1, "p") + _products(2, "q") + _products(3, "q")
+    + "add.f16x2 p, p, q; mov.b32 {x, y}, p; cvt.f32.f16 f, x; cvt.f32.f16 g, y; add.f32 $0, f, g; }"
+)  # fmt: skip
+"""Products of four words, nibbles times 2^-24, with sixteen pairs of float16 numbers, summed up."""
+LARGE = tl.constexpr(2.0**14)
+"""By what inputs below 2 are multiplied first: products of 15 and the sum of eight are float16, too."""
+UNIT = tl.constexpr(2.0**10)
+"""What is left of 2^24."""
+OPERANDS = tl.constexpr("=r" + ",r" * 20)
+
+
+@triton.jit
+def load_rows(
+    weight, scale, zero, first_row, q, N, K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr, MATRICES: tl.constexpr, ZEROS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """The words of `ROWS` outputs as tiles `[ROWS, Q, 4]`; if groups are spans, scales and zeros `[ROWS, Q]`.
+
+    A quarter of a span's words belongs to each `q`.
+    """
+    SPANS: tl.constexpr = (K + 127) // 128
+    words, scales, zeros = (), (), ()
+    for tile in tl.static_range((K + BLOCK_K - 1) // BLOCK_K * MATRICES):
+        row, start = place_of(first_row, N, tile, K, ROWS, BLOCK_K, MATRICES)
+        real = row < N * MATRICES
+        word = start // 8 + q[:, None] * 4 + tl.arange(0, 4)[None, :]
+        at = row.to(tl.int64)[:, None, None] * (SPANS * 16) + word[None, :, :]
+        w = tl.load(weight + at, mask=real[:, None, None] & (word < SPANS * 16)[None, :, :], other=0)
+        words += (w,)  # type: ignore[assignment]
+        if ASM:
+            s = load_group(scale, row, real, start + q * 32, 0.0, K, GROUP)
+            scales += (s,)  # type: ignore[assignment]
+            if ZEROS:
+                zeros += (load_group(zero, row, real, start + q * 32, 8, K, GROUP),)  # type: ignore[assignment]
+    return words, scales, zeros
+
+
+@triton.jit
+def load_group(numbers, row, real, k, other, K: tl.constexpr, GROUP: tl.constexpr):
+    """Scales or zero points of the groups of inputs `k [Q]`: `[ROWS, Q]`."""
+    at = row.to(tl.int64)[:, None] * (K // GROUP) + (k // GROUP)[None, :]
+    return tl.load(numbers + at, mask=real[:, None] & (k < K)[None, :], other=other)
+
+
+@triton.jit
+def load_inputs(x, start, q, part: tl.constexpr, K: tl.constexpr):
+    """Inputs that part `part` of each word meets: four even and four odd ones a `q`, `[Q, 4]`, in float32."""
+    at = (start + q // 4 * 128 + q % 4 * 8)[:, None] + part * 32 + tl.arange(0, 8)[None, :]
+    eight = tl.load(x + at, mask=at < K, other=0.0).to(tl.float32)  # as they lie: one load
+    return tl.split(tl.reshape(eight, [q.shape[0], 4, 2]))
+
+
+@triton.jit
+def sums(
+    words, s, z, even, odd, pairs, inputs, scale, zero, here, q, N, tile: tl.constexpr,
+    K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, MATRICES: tl.constexpr,
+    ZEROS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Products of a tile with the input, `[ROWS, Q]`, from the four parts of the input that it meets.
+
+    words, s, z: what `load_rows` says. even, odd: `[Q, 4]` each; pairs: the same as words of two; inputs
+    `[Q]`: their sums.
+    """
+    PART: tl.constexpr = tile // MATRICES
+    FIRST: tl.constexpr = PART * 4
+    if ASM:
+        w0, w1, w2, w3 = four(words[tile])
+        a0, a1, a2, a3 = four(pairs[FIRST][None, :, :])
+        b0, b1, b2, b3 = four(pairs[FIRST + 1][None, :, :])
+        c0, c1, c2, c3 = four(pairs[FIRST + 2][None, :, :])
+        d0, d1, d2, d3 = four(pairs[FIRST + 3][None, :, :])
+        total = tl.inline_asm_elementwise(
+            FOUR_WORDS, OPERANDS,
+            [w0, w1, w2, w3, a0, b0, c0, d0, a1, b1, c1, d1, a2, b2, c2, d2, a3, b3, c3, d3],
+            dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+        zero_point = z[tile].to(tl.float32) if ZEROS else 8.0
+        total = (total * UNIT - zero_point * inputs[PART][None, :]) * s[tile].to(tl.float32)
+    else:
+        row, start = place_of(here, N, tile, K, ROWS, BLOCK_K, MATRICES)
+        real = row < N * MATRICES
+        total = tl.zeros([ROWS, BLOCK_K // 32], tl.float32)
+        for part in tl.static_range(4):
+            low, high = even[FIRST + part], odd[FIRST + part]
+            first = ((words[tile] >> (4 * part)) & 15).to(tl.float32) - 8.0
+            second = ((words[tile] >> (16 + 4 * part)) & 15).to(tl.float32) - 8.0
+            product = tl.sum(first * low[None, :, :] + second * high[None, :, :], axis=2)
+            k = start + q // 4 * 128 + part * 32
+            if ZEROS:
+                off = 8.0 - load_group(zero, row, real, k, 8, K, GROUP).to(tl.float32)
+                product += off * tl.sum(low + high, axis=1)[None, :]
+            total += product * load_group(scale, row, real, k, 0.0, K, GROUP).to(tl.float32)
+    return total
+
+
+@triton.jit
+def gemv4_kernel(
+    out, x, weight, scale, zero, norm_weight, bias, residual, eps, N,
+    K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, ZEROS: tl.constexpr,
+    NORM: tl.constexpr, ONE_PLUS: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr,
+    KIND: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Programs as in `gemv8_kernel`: as many as run at once, each with one input and ever more rows."""
+    MATRICES: tl.constexpr = 2 if GATED else 1
+    PARTS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    first_row = tl.program_id(0) * ROWS
+    q = tl.arange(0, BLOCK_K // 32)
+    words, scales, zeros = load_rows(
+        weight, scale, zero, first_row, q, N, K, GROUP, ROWS, BLOCK_K, MATRICES, ZEROS, ASM
+    )
+    if PDL:
+        if AHEAD:
+            gdc_launch_dependents()
+        gdc_wait()
+        if not AHEAD:
+            gdc_launch_dependents()
+    # The whole input at once, in the order of the words: four parts of four pairs for each of their quarters.
+    even, odd = (), ()
+    squares = tl.zeros([BLOCK_K // 32, 4], tl.float32)
+    top = tl.zeros([BLOCK_K // 32, 4], tl.float32)
+    for i in tl.static_range(4 * PARTS):
+        low, high = load_inputs(x, i // 4 * BLOCK_K, q, i % 4, K)
+        if NORM:
+            squares += low * low + high * high
+            g, h = load_inputs(norm_weight, i // 4 * BLOCK_K, q, i % 4, K)
+            low, high = low * (g + 1.0 if ONE_PLUS else g), high * (h + 1.0 if ONE_PLUS else h)
+        top = tl.maximum(top, tl.maximum(tl.abs(low), tl.abs(high)))
+        even += (low,)  # type: ignore[assignment]
+        odd += (high,)  # type: ignore[assignment]
+    norm, largest = input_scales(
+        tl.reshape(squares, [BLOCK_K // 8]), tl.reshape(top, [BLOCK_K // 8]), eps, K, NORM, True
+    )
+    scale_x, inverse = power_scale(largest)
+    lows, highs, pairs, inputs = (), (), (), ()
+    for i in tl.static_range(4 * PARTS):
+        low = (even[i] * norm).to(x.dtype.element_ty).to(tl.float32) * inverse  # rounded as a norm apart
+        high = (odd[i] * norm).to(x.dtype.element_ty).to(tl.float32) * inverse
+        lows += (low,)  # type: ignore[assignment]
+        highs += (high,)  # type: ignore[assignment]
+        large = LARGE / 16 if i % 2 == 1 else LARGE
+        pairs += (pair(low * large, high * large),)  # type: ignore[assignment]
+    for i in tl.static_range(PARTS):
+        every = lows[4 * i] + highs[4 * i]  # type: ignore[var-annotated]
+        for part in tl.static_range(1, 4):
+            every += lows[4 * i + part] + highs[4 * i + part]
+        inputs += (tl.sum(every, axis=1),)  # type: ignore[assignment]
+    step = tl.num_programs(0) * ROWS
+    for here in tl.range(first_row, N, step):
+        row = here + tl.arange(0, ROWS)
+        added = load_addends(bias, residual, row, N, ROWS, BIAS, ADD)
+        later, later_scales, later_zeros = load_rows(
+            weight, scale, zero, here + step, q, N, K, GROUP, ROWS, BLOCK_K, MATRICES, ZEROS, ASM
+        )
+        result = tl.zeros([ROWS], tl.float32)
+        up = tl.zeros([ROWS], tl.float32)
+        for matrix in tl.static_range(MATRICES):
+            product = tl.zeros([ROWS, BLOCK_K // 32], tl.float32)
+            for i in tl.static_range(PARTS):
+                product += sums(
+                    words, scales, zeros, lows, highs, pairs, inputs, scale, zero, here, q, N,
+                    i * MATRICES + matrix, K, GROUP, ROWS, BLOCK_K, MATRICES, ZEROS, ASM,
+                )  # fmt: skip
+            if matrix == 0:
+                result = tl.sum(product, axis=1) * scale_x
+            else:
+                up = tl.sum(product, axis=1) * scale_x
+        if GATED:
+            result = activate(result, KIND) * up
+        tl.store(out + row, (result + added).to(out.dtype.element_ty), mask=row < N)
+        words, scales, zeros = later, later_scales, later_zeros
+
+
+def gemv4(
+    x: Tensor,  # [..., K], one row
+    weight: QuantizedWeight,  # [N, K], or [2 N, K] when gated; its `data` is that of `to_words`
+    size: int,
+    *,
+    norm: NormWeights | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    gate: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    run_ahead: bool = True,
+    config: LoopConfig | None = None,
+) -> Tensor:
+    """`latency.gemv` with a weight of four bits, of `size` inputs: `[..., N]`."""
+    rows = len(weight.data) // (1 if gate is None else 2)
+    shape = config or loop_config(rows, size, len(weight.data) // rows, 4, x.device)
+    out = torch.empty(*x.shape[:-1], rows, dtype=out_dtype or x.dtype, device=x.device)
+    norm_weight, eps, one_plus = norm if norm is not None else (x, 0.0, False)
+    early, group = dependent_launch(x.device), weight.scheme.group
+    gemv4_kernel[(shape.programs(rows, x.device),)](
+        out, x, weight.data, weight.scale, weight.scale if weight.zero is None else weight.zero,
+        norm_weight, x if bias is None else bias, x if residual is None else residual, eps, rows,
+        K=size, GROUP=group, ROWS=shape.rows, BLOCK_K=shape.block_k,
+        ZEROS=weight.zero is not None, NORM=norm is not None, ONE_PLUS=one_plus, BIAS=bias is not None,
+        ADD=residual is not None, GATED=gate is not None, KIND=0 if gate is None else KINDS[gate],
+        ASM=x.is_cuda and group % SPAN == 0, PDL=early,
+        AHEAD=run_ahead,
+        num_warps=shape.num_warps, **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,163 @@
+"""Inputs of eight bits, rounded by the kernel that makes them, and products that are scaled by the next one.
+
+A product of eight-bit numbers has to be multiplied by its token's scale and by its channel's. A kernel for
+that alone would read and write everything once more. But what follows a projection reads its output anyway:
+a norm, an activation, RoPE. So the product is handed on as it is (`Unscaled`), and who reads it multiplies.
+In the same way, who makes a projection's input also finds each token's largest number and rounds (`Rounded`).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quant.formats import DTYPES, LARGEST, Activations
+from quant.kernels.products import TYPES, Unscaled
+from quant.kernels.rounding import Rounded, hardware_rounds, rounded, token_scale
+from triton_paged_attention.kernels.activation import KINDS, activate
+from triton_paged_attention.kernels.norms import NormWeights
+
+
+@triton.jit
+def load_row(values, token_scales, channel_scales, token, at, i, mask, PENDING: tl.constexpr):
+    """Numbers of a token, as float32, with their scales if they are pending."""
+    x = tl.load(values + at, mask=mask, other=0.0).to(tl.float32)
+    if PENDING:
+        x = x * tl.load(token_scales + token) * tl.load(channel_scales + i, mask=mask, other=0.0)
+    return x
+
+
+@triton.jit
+def store_row(
+    out, out_scale, y, token, at, mask, ROUND: tl.constexpr, LARGEST: tl.constexpr, WHOLE: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """A token's row, rounded to eight bits with a scale of its own, or as it is."""
+    if ROUND:
+        scale, inverse = token_scale(tl.max(tl.abs(y), axis=0), LARGEST)
+        tl.store(out_scale + token, scale)
+        y = rounded(y * inverse, LARGEST, WHOLE, HARDWARE)
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def norm_rows_kernel(
+    out, out_scale, total, x, delta, delta_rows, delta_columns, weight, eps,
+    SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, ADD: tl.constexpr, PENDING: tl.constexpr,
+    NORM: tl.constexpr, ONE_PLUS: tl.constexpr, ROUND: tl.constexpr, LARGEST: tl.constexpr,
+    WHOLE: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """One program per token: add, norm, round."""
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, SIZE_PAD)
+    mask = i < SIZE
+    at = token * SIZE + i
+    y = tl.load(x + at, mask=mask, other=0.0)
+    kind = y.dtype
+    if ADD:
+        # Rounded like a projection's output, then like a sum.
+        more = load_row(delta, delta_rows, delta_columns, token, at, i, mask, PENDING).to(kind)
+        y = (y.to(tl.float32) + more.to(tl.float32)).to(kind)
+        tl.store(total + at, y, mask=mask)
+    y = y.to(tl.float32)
+    if NORM:
+        w = tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
+        if ONE_PLUS:
+            w += 1.0
+        y = (y * tl.rsqrt(tl.sum(y * y, axis=0) / SIZE + eps) * w).to(kind).to(tl.float32)
+    store_row(out, out_scale, y, token, at, mask, ROUND, LARGEST, WHOLE, HARDWARE)
+
+
+@triton.jit
+def gated_rows_kernel(
+    out, out_scale, gate_up, token_scales, channel_scales,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, PENDING: tl.constexpr,
+    HALF: tl.constexpr, LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """One program per token: activation, product, round. HALF: the type that the model computes in."""
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    top = tl.zeros([BLOCK], tl.float32)
+    parts = ()  # in registers until the token's scale is known
+    for start in tl.static_range(0, SIZE, BLOCK):
+        here = start + i
+        mask = here < SIZE
+        at = token * 2 * SIZE + here
+        gate = load_row(gate_up, token_scales, channel_scales, token, at, here, mask, PENDING)
+        up = load_row(gate_up, token_scales, channel_scales + SIZE, token, at + SIZE, here, mask, PENDING)
+        gate, up = gate.to(HALF).to(tl.float32), up.to(HALF).to(tl.float32)
+        y = (activate(gate, KIND) * up).to(HALF)
+        top = tl.maximum(top, tl.abs(y.to(tl.float32)))
+        parts += (y,)  # type: ignore[assignment]
+    scale, inverse = token_scale(tl.max(top, axis=0), LARGEST)
+    tl.store(out_scale + token, scale)
+    for part in tl.static_range((SIZE + BLOCK - 1) // BLOCK):
+        here = part * BLOCK + i
+        y = rounded(parts[part].to(tl.float32) * inverse, LARGEST, WHOLE, HARDWARE)
+        tl.store(out + token * SIZE + here, y.to(out.dtype.element_ty), mask=here < SIZE)
+
+
+def _warps(padded: int) -> int:
+    return min(16, max(1, padded // 512))
+
+
+def _room(x: Tensor, size: int, kind: Activations | None) -> tuple[Tensor, Tensor]:
+    """Where tokens of `size` numbers go: rounded to a kind, with their scales, or of `x`'s type."""
+    tokens = x.numel() // x.shape[-1]
+    dtype = x.dtype if kind is None else DTYPES[kind]
+    shape = (*x.shape[:-1], size) if kind is None else (tokens, size)
+    return (
+        torch.empty(shape, dtype=dtype, device=x.device),
+        torch.empty(tokens, dtype=torch.float32, device=x.device),
+    )
+
+
+def norm_rows(
+    x: Tensor,  # [..., K]
+    delta: Tensor | Unscaled | None,
+    norm: NormWeights | None,
+    kind: Activations | None,
+) -> tuple[Tensor, Rounded | Tensor]:
+    """`x + delta`, and its norm rounded to `kind`, or as it is without one.
+
+    Without `delta` the sum is `x`, without `norm` there is none.
+    """
+    x = x.contiguous()
+    size = x.shape[-1]
+    out, scale = _room(x, size, kind)
+    total = x if delta is None else torch.empty_like(x)
+    pending = isinstance(delta, Unscaled)
+    values, rows, columns = delta if isinstance(delta, Unscaled) else (delta, scale, scale)
+    weight, eps, one_plus = norm if norm is not None else (x, 0.0, False)
+    padded = triton.next_power_of_2(size)
+    if x.numel():
+        norm_rows_kernel[(x.numel() // size,)](
+            out, scale, total, x, x if values is None else values.contiguous(), rows, columns, weight, eps,
+            SIZE=size, SIZE_PAD=padded, ADD=delta is not None, PENDING=pending, NORM=norm is not None,
+            ONE_PLUS=one_plus, ROUND=kind is not None, LARGEST=LARGEST[kind or "fp8"], WHOLE=kind == "int8",
+            HARDWARE=hardware_rounds(x.device), num_warps=_warps(padded),
+        )  # fmt: skip
+    return total, out if kind is None else Rounded(out, scale)
+
+
+def gated_rows(gate_up: Unscaled | Tensor, gate: str, kind: Activations, dtype: torch.dtype) -> Rounded:
+    """`act(gates) * ups` of `gate_up [T, 2 I]` in eight bits; `gate` is a key of `activation.KINDS`.
+
+    dtype: the model's, to which every intermediate result is rounded.
+    """
+    pending = isinstance(gate_up, Unscaled)
+    values = gate_up.values if isinstance(gate_up, Unscaled) else gate_up.contiguous()
+    size = values.shape[-1] // 2
+    out, scale = _room(values, size, kind)
+    rows, columns = gate_up[1:] if isinstance(gate_up, Unscaled) else (scale, scale)
+    block = min(4096, triton.next_power_of_2(size))
+    if values.numel():
+        gated_rows_kernel[(len(out),)](
+            out, scale, values, rows, columns,
+            SIZE=size, BLOCK=block, KIND=KINDS[gate], PENDING=pending, HALF=TYPES[dtype],
+            LARGEST=LARGEST[kind], WHOLE=kind == "int8", HARDWARE=hardware_rounds(values.device),
+            num_warps=_warps(block),
+        )  # fmt: skip
+    return Rounded(out, scale)

@@ -1,0 +1,143 @@
+"""Ways of a quantized layer for one token, and of a block whose numbers stay in eight bits in between."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forward.attention import Attention
+from phases.appendix.latency.lone import LoneParts
+from phases.appendix.latency.tables import HeadsConfig, heads_config
+from phases.appendix.quant_kernels.gemv import gemv8
+from phases.appendix.quant_kernels.gemv4 import gemv4
+from phases.appendix.quant_kernels.heads import project_heads8
+from phases.appendix.quant_kernels.inputs import gated_rows, norm_rows
+from quant.formats import Activations
+from quant.kernel_layers import KernelLinear
+from quant.kernels.products import Unscaled, eight_by_eight_whole, scales_inside, unscaled
+from quant.kernels.rounding import Rounded, round_rows
+from quant.weights import QuantizedWeight
+from triton_paged_attention.kernels.rope import ProductScales
+from triton_paged_attention.layers import FusedAttention, FusedBlock, FusedMLP, FusedRMSNorm, Stream
+from triton_paged_attention.linear import FusedLinear
+
+MANY = 1024
+"""Tokens from which a product with a scale for each row and column is as fast as one without."""
+
+
+class QuantWay:
+    """A layer's way for one token, in one kernel.
+
+    run_ahead, out_dtype: see `phases.appendix.latency.linear.LatencyWay`.
+    """
+
+    def __init__(
+        self, linear: KernelLinear, *, run_ahead: bool = True, out_dtype: torch.dtype | None = None
+    ) -> None:
+        self.linear, self.run_ahead, self.out_dtype = linear, run_ahead, out_dtype
+
+    def takes(self, tokens: int, gate: str | None) -> bool:
+        """See `Way.takes`."""
+        linear = self.linear
+        return tokens == 1 and linear.order is None and (gate is None or linear.bias is None)
+
+    def __call__(self, x: Tensor, **around: Any) -> Tensor:
+        """See `FusedLinear.forward`."""
+        linear = self.linear
+        how = {**around, "bias": linear.bias, "run_ahead": self.run_ahead, "out_dtype": self.out_dtype}
+        if linear.scheme.weights == "int4":
+            return gemv4(x, linear.stored, linear.shape[1], **how)
+        return gemv8(x, linear.stored, **how)
+
+
+class EightBitHeads:
+    """`CombinesHeads` with a weight of eight bits and scales by channel."""
+
+    def __init__(self, linear: KernelLinear) -> None:
+        self.linear = linear
+
+    @property
+    def config(self) -> HeadsConfig | None:
+        """The kernel's configuration; None: it does not take this weight."""
+        plain = self.linear.scheme.scales == "channel" and self.linear.order is None
+        found = heads_config(*self.linear.shape) if plain else None
+        return found and replace(found, rows=2 * found.rows)  # of half the bytes
+
+    def takes(self) -> bool:
+        """See `CombinesHeads.takes`."""
+        return self.config is not None
+
+    def combine(self, parts: LoneParts, residual: Tensor) -> Tensor:
+        """See `CombinesHeads.combine`."""
+        config = self.config
+        assert config is not None
+        return project_heads8(residual, self.linear.stored, self.linear.bias, parts, shape=config)
+
+
+class EightBitBlock:
+    """A way through a block between whose projections no number of 16 bits is written that has eight.
+
+    Norms and activations round what they make, and multiply what they read by its scales. A lone token goes
+    through the block as it was: there every projection is a kernel that does all this by itself.
+    """
+
+    def __init__(self, kind: Activations) -> None:
+        self.kind = kind
+
+    def takes(self, x: Tensor | Stream, attention: Attention) -> bool:
+        """See `BlockWay.takes`."""
+        return not (isinstance(x, Tensor) and len(x) == 1)
+
+    def __call__(
+        self, block: FusedBlock, x: Tensor | Stream, cos_sin: tuple[Tensor, Tensor], attention: Attention
+    ) -> Stream:
+        """See `LlamaBlock.forward`."""
+        attend, mlp = block.self_attn, block.mlp
+        assert isinstance(attend, FusedAttention) and isinstance(mlp, FusedMLP)
+        total, delta = x if isinstance(x, Stream) else (x, None)
+        total, normed = norm_rows(total, delta, block.input_layernorm.weights, self.kind)
+        dtype = total.dtype
+        qkv = multiply(attend.qkv_proj, normed, dtype)
+        if isinstance(qkv, Unscaled):
+            scales = ProductScales(qkv.rows, qkv.columns, dtype)
+            mixed = attend.attend(qkv.values, cos_sin, attention, scales)
+        else:
+            mixed = attend.attend(qkv, cos_sin, attention)
+        out = multiply(attend.o_proj, round_rows(mixed, self.kind), dtype)
+        total, normed = norm_rows(total, out, block.post_attention_layernorm.weights, self.kind)
+        both = gated_rows(multiply(mlp.gate_up_proj, normed, dtype), mlp.kind, self.kind, dtype)
+        return Stream(total, multiply(mlp.down_proj, both, dtype))  # type: ignore[arg-type]  # see UnscaledNorm
+
+
+def eight_by_eight(x: Rounded, weight: QuantizedWeight, dtype: torch.dtype) -> Unscaled | Tensor:
+    """`x` times an eight-bit weight with scales by channel; of few tokens they are still to be multiplied.
+
+    With one scale for all, the library has a faster product of few tokens than with a scale for each row and
+    column: so it is told that all scales are 1, and the next kernel does the rest.
+    """
+    if len(x.values) >= MANY and scales_inside(x, weight, dtype):
+        return eight_by_eight_whole(x, weight, dtype)
+    return unscaled(x, weight)
+
+
+def multiply(layer: FusedLinear, x: Rounded | Tensor, dtype: torch.dtype) -> Unscaled | Tensor:
+    """A layer's product with an input of eight bits, perhaps still to be scaled; the layer is `eight`."""
+    assert isinstance(layer.linear, KernelLinear) and isinstance(x, Rounded)
+    return eight_by_eight(x, layer.linear.stored, dtype)
+
+
+class UnscaledNorm(FusedRMSNorm):
+    """The norm behind the last `EightBitBlock`, which has left its product to whoever reads it."""
+
+    def __init__(self, norm: FusedRMSNorm) -> None:
+        nn.Module.__init__(self)
+        self.weight, self.eps, self.one_plus = norm.weight, norm.eps, norm.one_plus
+
+    def add(self, x: Tensor, delta: Tensor | Unscaled) -> tuple[Tensor, Tensor]:
+        """See `FusedRMSNorm.add`."""
+        total, normed = norm_rows(x, delta, self.weights, None)
+        assert isinstance(normed, Tensor)
+        return total, normed

@@ -1,0 +1,1 @@
+"""Appendix to phase 13: tools, functions that a model may call by writing JSON."""

@@ -1,0 +1,189 @@
+"""What a request says about tools: checked, and brought into the shapes of templates and grammars."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from common.errors import UserError
+from common.sampling.grammar import Grammar
+from common.text.tokenizer import Tokenizer
+from phases.appendix.api.schema import ChatRequest
+from phases.appendix.tools.formats import CallFormat, Schema, format_of
+from phases.appendix.tools.loosen import loosen
+from serving.http.errors import ApiError
+from serving.http.limits import Limits
+
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The tools of a request.
+
+    shown: what the template gets.
+    loosened: keywords of tools that are not strict, which the grammar does without.
+    """
+
+    format: CallFormat
+    shown: list[dict[str, Any]]
+    grammar: Grammar
+    loosened: list[str]
+
+
+def tools_of(request: ChatRequest, tokenizer: Tokenizer, limits: Limits) -> Tools | None:
+    """A request's tools, unless it has none or `tool_choice` says "none".
+
+    Raises:
+        ApiError: they are not of OpenAI's form, too many or too large, the model has no form for calls, or
+            the request constrains its output in another way, too.
+    """
+    for field in ("functions", "function_call"):
+        if getattr(request, field) is not None:
+            raise ApiError(400, f"{field} is no longer part of the API: use tools", param=field)
+    tools, chosen = request.tools, request.tool_choice
+    if not tools:
+        if chosen not in (None, "none", "auto"):
+            raise _wrong("tool_choice", "tool_choice needs tools")
+        return None
+    if len(tools) > limits.max_tools:
+        raise _wrong("tools", f"tools has {len(tools)} entries, but may have at most {limits.max_tools}")
+    size = len(msgspec.json.encode(tools))
+    if size > limits.max_schema_bytes:
+        raise _wrong("tools", f"tools has {size:,} bytes, but may have {limits.max_schema_bytes:,}")
+    functions, loosened = dict[str, Schema](), list[str]()
+    for place, tool in enumerate(tools):
+        name, schema, left = _function(f"tools[{place}]", tool)
+        if name in functions:
+            raise _wrong("tools", f"tools has two functions of the name {name!r}")
+        functions[name] = schema
+        loosened += [f"{name}.{keyword}" for keyword in left]
+    must, names = _choice(chosen, functions)
+    if chosen == "none":
+        return None
+    try:
+        format = format_of(tokenizer)
+        grammar = format.grammar(
+            [(name, functions[name]) for name in names],
+            must=must,
+            several=request.parallel_tool_calls is not False,
+            content=_content(request, format, must),
+        )
+    except UserError as error:
+        raise ApiError(400, str(error), param="tools") from None
+    return Tools(format, tools, grammar, loosened)
+
+
+def conversation(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as templates know them: arguments are objects, and a `developer` is the `system`.
+
+    Raises:
+        ApiError: a call is not of OpenAI's form.
+    """
+    return [_message(f"messages[{place}]", message) for place, message in enumerate(messages)]
+
+
+def refusal(message: str, grammar: Grammar) -> str:
+    """What an engine says of the grammar of tools, in the words of who has sent the tools."""
+    found = re.search(r" is refused: at (\d+)\(\d+\): (.*?)(?: 1 \| |$)", message)
+    if found is None:
+        return f"tools cannot be compiled: {message}"
+    line = grammar.source.split("\n")[int(found[1]) - 1]
+    name = re.search(r'\{\\"name\\": \\"([\w-]+)', line)
+    whose = f"the parameters of {name[1]!r} are" if name else "their grammar is"
+    return f"tools: {whose} refused: {found[2]}"
+
+
+def _message(where: str, message: dict[str, Any]) -> dict[str, Any]:
+    if message.get("role") == "developer":  # OpenAI's newer name, which templates do not know
+        message = {**message, "role": "system"}
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    if not isinstance(calls, list):
+        raise _wrong("messages", f"{where}.tool_calls must be a list")
+    made = [_call(f"{where}.tool_calls[{place}]", call) for place, call in enumerate(calls)]
+    return {**message, "content": message.get("content") or "", "tool_calls": made}
+
+
+def _call(where: str, call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise _wrong("messages", f"{where} must be an object with a function that has a name")
+    arguments = function.get("arguments", "{}")
+    if isinstance(arguments, str):
+        try:
+            arguments = msgspec.json.decode(arguments or "{}")
+        except (msgspec.DecodeError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, dict):
+        raise _wrong("messages", f"{where}.function.arguments must be an object as JSON")
+    found = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return found | ({"id": call["id"]} if isinstance(call.get("id"), str) else {})
+
+
+def _function(where: str, tool: Any) -> tuple[str, Schema, list[str]]:
+    """Return a tool's name, the schema of its arguments, and what that does without unless it is strict."""
+    kind = tool.get("type")
+    function = tool.get("function")
+    if kind != "function" or not isinstance(function, Mapping):
+        raise _wrong("tools", f"{where} must be of type function and have a function")
+    name, schema = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise _wrong("tools", f"{where}.function.name must be 1 to 64 of a-z, A-Z, 0-9, _ and -")
+    if schema is None:  # OpenAI: a function without parameters
+        return name, {"type": "object", "properties": {}, "additionalProperties": False}, []
+    left: list[str] = []
+    if not isinstance(schema, dict) or "object" not in _types(schema):
+        raise _wrong("tools", f"{where}.function.parameters must be the schema of an object")
+    try:
+        Grammar.json_schema(schema)
+    except UserError as error:
+        raise ApiError(400, f"{where}.function.parameters: {error}", param="tools") from None
+    if function.get("strict") is not True:
+        schema, left = loosen(schema)
+    return name, {**schema, "type": "object"}, left
+
+
+def _types(schema: Schema) -> list[Any]:
+    """Return the types that a schema names; arguments are an object whatever it says beside that."""
+    kinds = schema.get("type") or "object"
+    return kinds if isinstance(kinds, list) else [kinds]
+
+
+def _choice(chosen: Any, functions: Mapping[str, Schema]) -> tuple[bool, list[str]]:
+    """Whether a call has to be made, and of which functions."""
+    if chosen in (None, "auto", "none", "required"):
+        return chosen == "required", list(functions)
+    function = chosen.get("function") if isinstance(chosen, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or chosen.get("type") != "function":
+        raise _wrong("tool_choice", "tool_choice must be none, auto, required, or a function with its name")
+    if name not in functions:
+        raise _wrong("tool_choice", f"tool_choice names {name[:64]!r}, which is none of the tools")
+    return True, [name]
+
+
+def _content(request: ChatRequest, format: CallFormat, must: bool) -> Schema | None:
+    """The schema of an output that is no call, if `response_format` has one."""
+    form = request.response_format
+    if form is None or form.get("type") == "text":
+        return None
+    if must or not format.trigger:
+        what = "response_format constrains the output, and so do tools: only one of them may here"
+        raise _wrong("response_format", what)
+    nested = form.get("json_schema")
+    schema = nested.get("schema") if isinstance(nested, dict) else form.get("schema")
+    if schema is None:
+        return {"type": "object"}
+    if not isinstance(schema, dict):
+        raise _wrong("response_format", "response_format must have a schema that is an object")
+    return schema
+
+
+def _wrong(param: str, message: str) -> ApiError:
+    return ApiError(400, message, param=param)

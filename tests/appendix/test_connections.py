@@ -1,0 +1,259 @@
+"""Connections: one clock that no byte moves, one request at a time, and a bound on how many wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from common.errors import UserError
+from phases.appendix.access.hosts import check, hosts, names_of
+from phases.appendix.connections.connection import NEVER, Connection
+from serving.http.errors import ApiError
+from serving.http.exchange import Exchange
+from serving.http.limits import Limits
+from serving.http.server import KEEP_ALIVE_SECONDS
+
+LIMITS = Limits(body_seconds=10.0, max_connections=3, max_header_bytes=1000)
+GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+POST = b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000000\r\n\r\n"
+
+
+class Clock:
+    """An event loop that is a clock, and runs no task."""
+
+    def __init__(self) -> None:
+        self.now, self.calls = 0.0, list[list[Any]]()
+
+    def time(self) -> float:
+        return self.now
+
+    def call_later(self, seconds: float, call: Callable[..., None], *args: Any) -> Any:
+        entry = [self.now + seconds, call, args]
+        self.calls.append(entry)
+        return SimpleNamespace(cancel=lambda: entry in self.calls and self.calls.remove(entry))
+
+    def create_task(self, task: Any, context: Any = None) -> Any:
+        task.close()
+        return Mock()
+
+    def wait(self, seconds: float) -> None:
+        end = self.now + seconds
+        while due := min(
+            (entry for entry in self.calls if entry[0] <= end), key=lambda e: e[0], default=None
+        ):
+            self.calls.remove(due)
+            self.now = due[0]
+            due[1](*due[2])
+        self.now = end
+
+
+class Wire:
+    """A transport that keeps what is written."""
+
+    def __init__(self) -> None:
+        self.written, self.closed, self.reading = b"", False, True
+
+    def write(self, data: bytes) -> None:
+        assert not self.closed, f"{data!r} is written to a connection that is closed"
+        self.written += data
+
+    def close(self) -> None:
+        self.closed = True
+
+    abort = close
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return default
+
+    def pause_reading(self) -> None:
+        self.reading = False
+
+    def resume_reading(self) -> None:
+        self.reading = True
+
+
+class Place:
+    """A server without sockets: connections to it, and what it was told of refusals."""
+
+    def __init__(self) -> None:
+        self.clock, self.state, self.refusals = Clock(), ServerState(), list[tuple[int, str]]()
+        app = SimpleNamespace(limits=LIMITS, refused=lambda status, client, why: self.refused(status, why))
+        self.config = uvicorn.Config(app, ws="none", log_config=None, timeout_keep_alive=NEVER)  # type: ignore[arg-type]
+        self.config.load()
+
+    def refused(self, status: int, why: str) -> None:
+        self.refusals.append((status, why))
+
+    def connect(self) -> tuple[Connection, Wire]:
+        made, wire = Connection(self.config, self.state, {}, _loop=self.clock), Wire()  # type: ignore[arg-type]
+        made.connection_made(wire)  # type: ignore[arg-type]
+        return made, wire
+
+
+def answer(connection: Connection) -> None:
+    """The application answers the request that is owed an answer."""
+    cycle = connection.owed[0]
+    cycle.response_complete = True
+    cycle.on_response()
+
+
+def trickle(place: Place, connection: Connection, data: bytes, seconds: float) -> None:
+    """A byte of `data` at each second, as long as the connection is open."""
+    for second in range(int(seconds)):
+        if connection.transport.is_closing():
+            return
+        connection.data_received(data[second % len(data) : second % len(data) + 1])
+        place.clock.wait(1.0)
+
+
+@pytest.mark.parametrize(
+    ("first", "data", "seconds"),
+    [
+        ("nothing", b"\r\n", LIMITS.body_seconds),
+        ("nothing", b"GET /health HTTP/1.1\r\nx: " + 100 * b"a", LIMITS.body_seconds),
+        ("an answer", b"\r\n", KEEP_ALIVE_SECONDS),
+        ("an answer", b"GET /health HTTP/1.1\r\nx: " + 100 * b"a", LIMITS.body_seconds),
+    ],
+)
+def test_no_byte_moves_the_clock(first: str, data: bytes, seconds: float) -> None:
+    place = Place()
+    connection, wire = place.connect()
+    if first == "an answer":
+        connection.data_received(GET)
+        answer(connection)
+    trickle(place, connection, data, seconds + 2)
+    assert wire.closed, f"after {first} a trickle of {data[:9]!r} keeps the connection"
+    assert place.clock.now == pytest.approx(seconds, abs=1.1)
+    late = seconds == LIMITS.body_seconds
+    assert wire.written.startswith(b"HTTP/1.1 408") == late, (
+        "408 is for a request that began, or the first one"
+    )
+
+
+def test_a_body_that_nobody_read_ends_the_connection() -> None:
+    place = Place()
+    connection, wire = place.connect()
+    connection.data_received(POST + b"{")
+    answer(connection)
+    assert wire.closed, "answered, and the rest of the body may trickle in for ever"
+
+
+def test_a_connection_goes_on_after_an_answer() -> None:
+    place = Place()
+    connection, wire = place.connect()
+    for _ in range(3):
+        connection.data_received(GET)
+        place.clock.wait(60.0)  # an answer may take as long as it likes
+        answer(connection)
+        place.clock.wait(KEEP_ALIVE_SECONDS - 1)
+    assert not wire.closed and wire.written == b""
+
+
+@pytest.mark.parametrize("pieces", [[GET + GET], [GET, GET], [GET, GET[:9]], [GET + GET[:9], GET[9:]]])
+def test_a_leaver_is_noticed_whatever_is_pipelined_behind(pieces: list[bytes]) -> None:
+    place = Place()
+    connection, wire = place.connect()
+    for piece in pieces:
+        connection.data_received(piece)
+    running = connection.owed[0]
+    assert wire.reading, "the server does not read, and cannot see a client leave"
+    place.clock.wait(10 * LIMITS.body_seconds)
+    assert wire.written == b"", f"{wire.written!r} stands in the middle of an answer"
+    connection.connection_lost(None)
+    assert running.disconnected and running.message_event.is_set(), "the request runs on for nobody"
+
+
+def test_what_was_kept_aside_is_answered_next() -> None:
+    place = Place()
+    connection, _ = place.connect()
+    connection.data_received(GET)
+    connection.data_received(GET.replace(b"/health", b"/version"))
+    assert [cycle.scope["path"] for cycle in connection.owed] == ["/health"]
+    answer(connection)
+    assert [cycle.scope["path"] for cycle in connection.owed] == ["/version"]
+
+
+def test_what_is_kept_aside_has_a_limit() -> None:
+    place = Place()
+    connection, wire = place.connect()
+    connection.data_received(GET)
+    connection.data_received(1001 * b"a")
+    assert wire.closed
+
+
+def test_the_longest_waiting_connection_makes_room() -> None:
+    place = Place()
+    served, served_wire = place.connect()
+    served.data_received(GET)
+    wires = []
+    for start in (b"", POST + b"{"):
+        place.clock.wait(1.0)
+        connection, wire = place.connect()
+        connection.data_received(start)
+        wires.append(wire)
+    place.clock.wait(1.0)
+    newest, newest_wire = place.connect()
+    assert [wire.closed for wire in (*wires, newest_wire)] == [True, False, False], "the idlest was to go"
+    assert not served_wire.closed, "a request that is being answered was cut for a newcomer"
+    newest.data_received(GET)
+    answer(newest)
+
+
+def test_without_anybody_who_waits_newcomers_are_refused() -> None:
+    place = Place()
+    for _ in range(3):
+        place.connect()[0].data_received(GET)
+    assert place.connect()[1].closed
+
+
+def test_what_is_no_http_is_refused_and_told() -> None:
+    place = Place()
+    connection, wire = place.connect()
+    connection.data_received(b"\x16\x03\x01 hello\r\n\r\n")
+    assert wire.closed and wire.written.startswith(b"HTTP/1.1 400") and place.refusals[0][0] == 400
+
+
+# Names.
+
+LOCAL = names_of("127.0.0.1", (), keys=False)
+
+
+def asked(host: str) -> Exchange:
+    headers = [(b"host", host.encode())] if host else []
+    return Exchange({"method": "GET", "path": "/", "headers": headers}, None, None, LIMITS)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["", "localhost", "LOCALHOST:8000", "a.localhost:1", "127.0.0.1:8000", "[::1]:8000", "192.168.0.7"],
+)
+def test_names_of_this_machine_are_answered(host: str) -> None:
+    check(asked(host), LOCAL)
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "x"]
+)
+def test_other_names_are_not(host: str) -> None:
+    with pytest.raises(ApiError, match="--allowed-hosts") as refused:
+        check(asked(host), LOCAL)
+    assert refused.value.status == 421
+    check(asked(host), names_of("127.0.0.1", hosts(host.split(":")[0]), keys=False))
+    check(asked(host), names_of("127.0.0.1", (), keys=True))  # a page has no key
+    with pytest.raises(ApiError):
+        check(asked(host), names_of("0.0.0.0", ("other",), keys=True))
+
+
+@pytest.mark.parametrize("given", ["", " , ", "a b", "http://a", "a:80"])
+def test_what_is_no_host_is_refused_at_the_start(given: str) -> None:
+    with pytest.raises(UserError, match="--allowed-hosts"):
+        hosts(given)

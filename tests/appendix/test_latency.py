@@ -1,0 +1,380 @@
+"""Ways for one token and for a few, in the interpreter or natively on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+
+import continuous
+import paged_cache
+from common.events import generate
+from common.sampling.params import SamplingParams
+from cuda_graphs.capture import Capturer
+from forward.attention import LayerSpec
+from forward.loading import load_model, random_model
+from forward.model import Model
+from forward.shapes import SHAPES
+from paged_cache import LayerCache, PagedEngine
+from phases import find_phase, registry
+from phases.appendix.latency import surgery
+from phases.appendix.latency.attention import LatencyAttention
+from phases.appendix.latency.block import LatencyBlock
+from phases.appendix.latency.few import few
+from phases.appendix.latency.gemv import gemv
+from phases.appendix.latency.heads import project_few_heads, project_heads
+from phases.appendix.latency.linear import add_way
+from phases.appendix.latency.lone import attend_lone
+from phases.appendix.latency.lone_few import attend_few
+from phases.appendix.latency.tables import FewHeadsConfig, HeadsConfig, LoneConfig, LoneFewConfig
+from tests.compiling import spilled
+from tests.paged_batches import (
+    DEVICE,
+    FEATURES,
+    GARBAGE,
+    assert_attention,
+    assert_near,
+    expected,
+    make,
+    walled,
+)
+from triton_paged_attention.decode import Workspace, paged_decode
+from triton_paged_attention.kernels.norms import NormWeights
+from triton_paged_attention.kernels.rope import HeadNorms, norm_rope
+from triton_paged_attention.layers import FusedBlock
+from triton_paged_attention.linear import FusedLinear
+from triton_paged_attention.surgery import optimize
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+
+def engine_of(model: Model, **options: Any) -> PagedEngine:
+    """Phase 09's engine with these ways, without graphs, which would only call them."""
+    phase = find_phase("09")
+    assert phase is not None
+    own = {"kernels": True, "latency": True, "graphs": False, "rehearsal": False}
+    made = registry.load_engine(phase, model, **own, **options)
+    assert isinstance(made, PagedEngine)
+    return made
+
+
+@pytest.mark.parametrize("meet", [False, True], ids=["combined in the projection", "combined by the last"])
+@pytest.mark.parametrize("feature", ["plain", "window", "cap"])
+@pytest.mark.parametrize("heads", [(6, 2), (3, 3)])
+@pytest.mark.parametrize("context", [0, 1, 15, 16, 17, 101])
+@pytest.mark.slow
+def test_attention_of_a_lone_token(context: int, heads: tuple[int, int], feature: str, meet: bool) -> None:
+    """From the QKV projection to the residual, against the kernels apart, with poison all around."""
+    d, size = 32, 24
+    batch = make([max(context, 1)], heads=heads, d=d)
+    if context == 0:  # a graph's padding: no keys, a slot below 0, a table of garbage
+        batch.context_lens[0] = 0
+        batch.tables[:] = GARBAGE
+    window, cap = FEATURES[feature].get("sliding_window"), FEATURES[feature].get("soft_cap")
+    layer = LayerSpec(0, *heads, d, 0.2, window, cap)  # type: ignore[arg-type]
+    qkv = torch.randn(1, (heads[0] + 2 * heads[1]) * d, device=DEVICE)
+    angles = torch.randn(1, d // 2, device=DEVICE)
+    cos = torch.cat([angles.cos()] * 2, -1)
+    sin = torch.cat([-angles.sin(), angles.sin()], -1)
+    norms = HeadNorms(*torch.randn(2, d, device=DEVICE), 1e-6, True)
+    newest = max(context - 1, 0)
+    slot = int(batch.tables[0, newest // 16]) * 16 + newest % 16 if context else -1
+    slots = torch.tensor([slot], device=DEVICE)
+    weight, residual = torch.randn(size, heads[0] * d, device=DEVICE), torch.randn(1, size, device=DEVICE)
+    bias = torch.randn(size, device=DEVICE)
+    cache = LayerCache(batch.cache.k.clone(), batch.cache.v.clone())
+    q, _, _ = norm_rope(qkv, cos, sin, layer, norms=norms, cache=batch.cache, slots=slots)
+    attended = paged_decode(q, *batch.arguments[1:], scale=0.2, **FEATURES[feature])
+    wanted = attended.flatten(1) @ weight.t() + bias + residual
+    workspace = Workspace(400, d, DEVICE)
+    config = LoneConfig(block_n=16, splits=4)
+    parts = attend_lone(
+        qkv, (cos, sin), norms, layer, cache, batch.tables, batch.context_lens, slots,
+        workspace=workspace, config=config, meet=meet,
+    )  # fmt: skip
+    if meet:
+        got = parts.out @ weight.t() + bias + residual
+        assert (workspace.arrived == 0).all(), f"counters are left at {workspace.arrived[:8].tolist()}"
+    else:
+        shape = HeadsConfig(rows=4, chunk=2)
+        got = project_heads(residual, weight, bias, parts, shape=shape)
+    assert_near(got, wanted, 1e-5, f"{context} keys, {heads} heads, {feature}: output [token, number]")
+    for name, mine, theirs in zip(("keys", "values"), cache[:2], batch.cache[:2], strict=True):
+        wrong = ~torch.isclose(mine, theirs, equal_nan=True, atol=1e-5, rtol=1e-5)
+        slots = wrong.flatten(0, 1).flatten(1).any(1).nonzero().flatten().tolist()
+        what = f"{context} keys, {heads} heads, {feature}: {name} in slots"
+        assert not slots, f"{what} {slots} are wrong; the newest belongs in slot {slot}, padding nowhere"
+
+
+@pytest.mark.parametrize(
+    ("feature", "heads"), [("plain", (6, 2)), ("plain", (3, 3)), ("window", (6, 2)), ("cap", (6, 2))]
+)
+@pytest.mark.parametrize(
+    ("context", "tokens", "padding"),
+    [
+        (0, 0, 3),
+        (3, 3, 0),
+        (4, 2, 1),
+        (37, 8, 0),
+        (130, 7, 0),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((17, 5, 0), (19, 2, 0), (101, 3, 1))),
+    ],
+)
+@pytest.mark.parametrize("meet", [True, False])
+@pytest.mark.slow
+def test_attention_of_a_few_tokens_of_a_lone_request(
+    context: int, tokens: int, padding: int, heads: tuple[int, int], feature: str, meet: bool
+) -> None:
+    """Against the kernels apart: behind nothing, one key, and keys of several splits, the last one full."""
+    d = 32
+    # Natively the projection's tensor cores want numbers of half precision.
+    kind = torch.float16 if DEVICE == "cuda" and not meet else torch.float32
+    limit = 1e-5 if kind == torch.float32 else 1e-2
+    batch = make([max(context, 1)], [tokens], heads=heads, d=d)
+    if context == 0:  # a graph's padding: no keys, slots below 0, a table of garbage
+        batch.context_lens[0] = 0
+        batch.tables[:] = GARBAGE
+    window, cap = FEATURES[feature].get("sliding_window"), FEATURES[feature].get("soft_cap")
+    layer = LayerSpec(0, *heads, d, 0.2, window, cap)  # type: ignore[arg-type]
+    every = tokens + padding
+    qkv = torch.randn(every, (heads[0] + 2 * heads[1]) * d, device=DEVICE).to(kind)
+    angles = torch.randn(every, d // 2, device=DEVICE)
+    cos = torch.cat([angles.cos()] * 2, -1)
+    sin = torch.cat([-angles.sin(), angles.sin()], -1)
+    for part in (qkv, cos, sin):
+        part[tokens:] = float("nan")
+    norms = HeadNorms(*torch.randn(2, d, device=DEVICE), 1e-6, True)
+    at = torch.arange(context - tokens, context, device=DEVICE)
+    slots = torch.full((every,), -1, device=DEVICE)
+    slots[:tokens] = batch.tables[0, at // 16].long() * 16 + at % 16
+    caches = [part.clone() for part in batch.cache[:2]]
+    for part in caches:  # nobody has written there yet
+        part.flatten(0, 1)[slots[:tokens]] = float("nan")
+    cache = LayerCache(*caches)
+    q, _, _ = norm_rope(qkv.float(), cos, sin, layer, norms=norms, cache=batch.cache, slots=slots)
+    batch.q = q[:tokens]
+    workspace = Workspace(400, d, DEVICE)
+    workspace.partial.fill_(float("nan"))
+    workspace.lse.fill_(float("nan"))
+    parts = attend_few(
+        walled(qkv), (walled(cos), walled(sin)), norms, layer, cache, batch.tables, batch.context_lens,
+        batch.query_starts, slots, workspace=workspace,
+        config=LoneFewConfig(block_n=16, splits=4, min_tiles=2), meet=meet,
+    )  # fmt: skip
+    what = f"{tokens} tokens of {context} keys, {heads} heads, {feature}"
+    assert (workspace.arrived == 0).all(), f"{what}: counters are left at {workspace.arrived[:8].tolist()}"
+    if meet and tokens:
+        assert_attention(batch, parts.out[:tokens].view_as(batch.q), limit, what, **FEATURES[feature])
+    elif not meet:
+        weight = (torch.randn(40, heads[0] * d, device=DEVICE) / (heads[0] * d) ** 0.5).to(kind)
+        bias, residual = (
+            torch.randn(40, device=DEVICE).to(kind),
+            torch.randn(every, 40, device=DEVICE).to(kind),
+        )
+        attended = torch.zeros(every, heads[0] * d, device=DEVICE)
+        if tokens:
+            attended[:tokens] = expected(batch, **FEATURES[feature]).flatten(1)
+        shape = FewHeadsConfig(2, part=128, chunk=3)
+        got = project_few_heads(walled(residual), walled(weight), walled(bias), parts, shape=shape)
+        wanted = residual.float() + bias.float() + attended @ weight.float().t()
+        assert_near(got, wanted, limit, f"{what}: output [token, number], padding its residual and the bias")
+    for name, mine, theirs in zip(("keys", "values"), cache[:2], batch.cache[:2], strict=True):
+        wrong = ~torch.isclose(mine, theirs, equal_nan=True, atol=limit, rtol=limit)
+        places = wrong.flatten(0, 1).flatten(1).any(1).nonzero().flatten().tolist()
+        assert not places, f"{what}: {name} in slots {places} are wrong; new ones belong in {slots.tolist()}"
+
+
+def test_a_request_of_padding_with_tokens_is_stored_nowhere() -> None:
+    """Where a graph's requests all have as many tokens, the padding has them, too."""
+    batch = make([16], [3])
+    batch.context_lens[0] = 0
+    batch.tables[:] = GARBAGE
+    cos, sin = torch.ones(2, 3, 64, device=DEVICE)
+    before = [part.clone() for part in batch.cache[:2]]
+    attend_few(
+        torch.randn(3, 8 * 64, device=DEVICE), (cos, sin), None, LayerSpec(0, 4, 2, 64, 0.2), batch.cache,
+        batch.tables, batch.context_lens, batch.query_starts, torch.full((3,), -1, device=DEVICE),
+        workspace=Workspace(400, 64, DEVICE), config=LoneFewConfig(block_n=16, splits=4), meet=True,
+    )  # fmt: skip
+    for name, part, old in zip(("keys", "values"), batch.cache[:2], before, strict=True):
+        assert torch.equal(part.nan_to_num(7.0), old.nan_to_num(7.0)), f"{name} of slot -1 were stored"
+
+
+@pytest.mark.parametrize("size", [48, 512, 1536])
+@pytest.mark.parametrize("gate", [None, "silu"])
+def test_gemv_with_norm_bias_residual_and_gate(size: int, gate: str | None) -> None:
+    x, norm = torch.randn(2, 1, size, device=DEVICE)
+    weight = torch.randn(2 * 20, size, device=DEVICE) / size**0.5
+    bias, residual = torch.randn(40, device=DEVICE), torch.randn(1, 40, device=DEVICE)
+    product = F.rms_norm(x, (size,), norm[0] + 1, 1e-5) @ weight.t()
+    x, weight, weights = walled(x), walled(weight), NormWeights(walled(norm[0]), 1e-5, True)
+    if gate is None:
+        got = gemv(x, weight, norm=weights, bias=walled(bias), residual=walled(residual))
+        assert_near(got, product + bias + residual, 1e-5, f"{size} inputs: norm, product, bias and residual")
+        assert_near(gemv(x, weight), x @ weight.t(), 1e-5, f"{size} inputs: the product alone")
+    else:
+        got = gemv(x, weight, norm=weights, gate=gate)
+        assert_near(got, F.silu(product[:, :20]) * product[:, 20:], 1e-5, f"{size} inputs: act(gate) * up")
+
+
+@pytest.mark.parametrize("size", [48, 512, 1536, 2560])
+@pytest.mark.parametrize("tokens", [2, 5, 8])
+@pytest.mark.slow
+def test_few_tokens_with_norm_bias_residual_and_gate(size: int, tokens: int) -> None:
+    kind = torch.float16 if DEVICE == "cuda" else torch.float32  # natively for tensor cores only
+    x, norm = torch.randn(tokens, size, device=DEVICE), torch.randn(size, device=DEVICE)
+    weight = torch.randn(2 * 20, size, device=DEVICE) / size**0.5
+    bias, residual = torch.randn(40, device=DEVICE), torch.randn(tokens, 40, device=DEVICE)
+    x, norm, weight, bias, residual = (part.to(kind) for part in (x, norm, weight, bias, residual))
+    normed = F.rms_norm(x.float(), (size,), norm.float() + 1, 1e-5).to(kind).float()
+    product, limit = normed @ weight.float().t(), 1e-5 if kind == torch.float32 else 2e-3
+    x, weight, weights = walled(x), walled(weight), NormWeights(walled(norm), 1e-5, True)
+    what = f"{tokens} tokens of {size} inputs: "
+    got = few(x, weight, norm=weights, bias=walled(bias), residual=walled(residual))
+    assert_near(got, product + bias + residual, limit, what + "norm, product, bias and residual")
+    assert_near(few(x, weight), x.float() @ weight.float().t(), limit, what + "the product alone")
+    got = few(x, weight, norm=weights, gate="silu")
+    assert_near(got, F.silu(product[:, :20]) * product[:, 20:], limit, what + "act(gate) * up")
+
+
+@torch.inference_mode()
+def test_a_gate_with_biases_is_applied_behind_them() -> None:
+    """The kernels add a bias last, so a gated layer that has one takes the way of many tokens."""
+    weight, bias, x = torch.randn(40, 48), torch.randn(40), torch.randn(1, 48)
+    plain = torch.nn.Linear(48, 40, device=DEVICE)
+    plain.weight, plain.bias = (torch.nn.Parameter(part.to(DEVICE), False) for part in (weight, bias))
+    layer = FusedLinear(plain)
+    assert add_way(layer) is not None
+    out = F.linear(x, weight, bias)
+    got = layer(x.to(DEVICE), gate="silu").cpu()
+    assert_near(got, F.silu(out[:, :20]) * out[:, 20:], 1e-5, "act(gate + its bias) * (up + its bias)")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_which_layers_of_a_block_have_ways(dtype: torch.dtype) -> None:
+    """Tensor cores have no float32; and before its wait, attention reads what came before its projection. In
+    all layers but the first that is over when it starts.
+    """
+    model = surgery.install(optimize(random_model(SHAPES["tiny"], device="cpu", dtype=dtype)))
+    blocks = [module for module in model.modules() if isinstance(module, FusedBlock)]
+    assert len(blocks) == model.config.num_layers
+    for block in blocks:
+        (direct,) = block.ways
+        assert isinstance(direct, LatencyBlock)
+        ways = {
+            name: way
+            for name, part in block.named_modules()
+            for way in (part.ways if isinstance(part, FusedLinear) else ())
+        }
+        assert len(ways) == 4, f"layers with a direct way: {list(ways)}"
+        for way in (direct, *ways.values()):
+            assert way.few == (dtype == torch.float16), f"kernels for a few tokens of {dtype}: {way.few}"
+        waits = [name for name, way in ways.items() if not way.run_ahead]
+        index = block.self_attn.spec.index
+        expected = ["self_attn.qkv_proj"] if index == 0 else []
+        assert waits == expected, f"layer {index}: the next kernel may not run ahead of {waits}"
+
+
+@pytest.mark.slow
+def test_a_step_of_a_few_tokens_runs_the_kernels_for_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three requests, one of which ends first: their tokens are phase 05's."""
+    if DEVICE == "cpu":  # the interpreter knows float32, in which tokens can be compared
+        monkeypatch.setattr(surgery, "few_pays", lambda *_: True)
+    model = load_model("random:tiny", device=DEVICE, dtype="float32" if DEVICE == "cpu" else "float16")
+    prompts, params = (
+        [[5, 6, 7], [8], [9, 3]],
+        [SamplingParams(max_tokens=n, ignore_eos=True) for n in (3, 2, 3)],
+    )
+    options: dict[str, Any] = {"max_len": 64, "max_rows": 3}
+    tokens = []
+    few_steps = LatencyBlock._attend_few
+    monkeypatch.setattr(
+        LatencyBlock,
+        "_attend_few",
+        lambda self, a, b, x, *c: tokens.append(len(x)) or few_steps(self, a, b, x, *c),
+    )
+    after = generate(
+        engine_of(model, **options),
+        prompts,
+        params,
+    )
+    assert tokens == [6, 6, 3, 3, 2, 2], f"two layers; the prompts, then decodes: {tokens}"
+    if DEVICE == "cpu":
+        before = generate(paged_cache.load(model, **options), prompts, params)
+        assert [c.token_ids for c in after] == [c.token_ids for c in before], "not the tokens of phase 05"
+
+
+def test_a_step_of_one_token_takes_the_direct_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens of a lone request are phase 05's, and every decode went through the fused path."""
+    model = load_model("random:tiny", device=DEVICE, dtype="float32")
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    before = generate(paged_cache.load(model, max_len=64, max_rows=1), [[5, 6, 7]], params)
+    calls = []
+    single = LatencyBlock._attend_lone
+    monkeypatch.setattr(LatencyBlock, "_attend_lone", lambda self, *a: calls.append(1) or single(self, *a))
+    after = generate(
+        engine_of(model, max_len=64, max_rows=1),
+        [[5, 6, 7]],
+        params,
+    )
+    assert [c.token_ids for c in after] == [c.token_ids for c in before], "not the tokens of phase 05"
+    assert len(calls) == 2 * model.config.num_layers
+
+
+@pytest.mark.parametrize("d", [8, 80, *(pytest.param(d, marks=pytest.mark.slow) for d in (24, 40, 100, 192))])
+@pytest.mark.slow
+def test_a_lone_request_gets_its_tokens_whatever_the_size_of_a_head(d: int) -> None:
+    """A head is padded to a power of two, and nobody writes the padding in the workspace."""
+    config = replace(SHAPES["tiny"], head_dim=d, attention_scale=d**-0.5)
+    model = random_model(config, device=DEVICE, dtype=torch.float32)
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    before = generate(paged_cache.load(model, max_len=64, max_rows=1), [[5, 6, 7]], params)
+    after = generate(engine_of(model, max_len=64, max_rows=1), [[5, 6, 7]], params)
+    assert [c.token_ids for c in after] == [c.token_ids for c in before], (
+        f"heads of {d}: not the tokens of phase 05"
+    )
+
+
+@pytest.mark.slow
+def test_drafts_of_a_lone_request_are_verified_by_the_kernels_for_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All its tokens in one kernel of attention a layer, behind its lone tokens."""
+    if DEVICE == "cpu":  # the interpreter knows float32
+        monkeypatch.setattr(surgery, "few_pays", lambda *_: True)
+        monkeypatch.setattr(Capturer, "capture", lambda self, function: function)
+    model = load_model("random:tiny", device=DEVICE, dtype="float32" if DEVICE == "cpu" else "float16")
+    few, seen = LatencyAttention.attend_few, []
+
+    def counted(self: LatencyAttention, layer: Any, qkv: Any, *rest: Any, **options: Any) -> Any:
+        seen.append(len(qkv))
+        return few(self, layer, qkv, *rest, **options)
+
+    monkeypatch.setattr(LatencyAttention, "attend_few", counted)
+    prompts, params = [[5, 6, 7]], [SamplingParams(max_tokens=7, ignore_eos=True)]
+    phase = find_phase("11")
+    assert phase is not None
+    sizes: dict[str, Any] = {"max_rows": 1, "max_len": 64, "block_size": 8, "cache_bytes": 1 << 20}
+    drafts = {"drafter": "model", "draft_model": "random:tiny", "draft_length": 2, "draft_adaptive": False}
+    engine = registry.load_engine(
+        phase, model, kernels=True, graphs=True, graph_tokens=0, latency=True, rehearsal=False,
+        overlap=False, draft_ahead=False, **drafts, **sizes,
+    )  # fmt: skip
+    after = generate(engine, prompts, params)
+    assert seen.count(3) >= 2 * model.config.num_layers, f"a token and two drafts in each layer: {seen}"
+    if DEVICE == "cpu":
+        before = generate(continuous.load(model, max_rows=1, max_len=64), prompts, params)
+        assert [c.token_ids for c in after] == [c.token_ids for c in before], "a draft changes a token"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.long)])
+def test_kernels_for_few_tokens_compile_for_a_gpu(capability: int) -> None:
+    """And keep what they hold in registers, but for a few bytes: versions of the compiler differ by these."""
+    found = spilled(capability)
+    assert len(found) == 7 and max(found) <= 16, f"bytes that do not fit into registers: {found}"

@@ -1,0 +1,97 @@
+"""Kernels for one token and for a few over all sizes of a head, in memory full of NaN."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+
+from forward.attention import LayerSpec
+from paged_cache import LayerCache
+from phases.appendix.latency.few import few
+from phases.appendix.latency.gemv import gemv
+from phases.appendix.latency.heads import project_heads
+from phases.appendix.latency.lone import attend_lone
+from phases.appendix.latency.tables import GemvConfig, HeadsConfig, LoneConfig
+from tests.head_sizes import HEADS, KV_HEADS, angles, by_torch, each_size
+from tests.paged_batches import CUDA, DEVICE, TOLERANCE, assert_near, expected, make, walled
+from triton_paged_attention.decode import Workspace
+from triton_paged_attention.kernels.norms import NormWeights
+from triton_paged_attention.kernels.rope import HeadNorms
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+
+@each_size
+@pytest.mark.parametrize("meet", [False, True], ids=["combined in the projection", "combined by the last"])
+@pytest.mark.slow
+def test_a_lone_token(meet: bool, d: int, dtype: torch.dtype) -> None:
+    """From the QKV projection through attention to the residual, 40 keys in three of four splits."""
+    context, size = 40, 24
+    batch = make([context], heads=(HEADS, KV_HEADS), d=d, dtype=dtype)
+    layer = LayerSpec(0, HEADS, KV_HEADS, d, 0.2)
+    qkv = torch.randn(1, (HEADS + 2 * KV_HEADS) * d, device=DEVICE, dtype=dtype)
+    cos, sin = angles(1, d)
+    norms = HeadNorms(*torch.randn(2, d, device=DEVICE, dtype=dtype), 1e-6, True)
+    weight = torch.randn(size, HEADS * d, device=DEVICE, dtype=dtype) / d
+    bias, residual = torch.randn(2, 1, size, device=DEVICE, dtype=dtype)
+    slots = batch.tables[0, [(context - 1) // 16]].long() * 16 + (context - 1) % 16
+
+    workspace = Workspace(4 * HEADS * 2, max(16, 1 << (d - 1).bit_length()), DEVICE)
+    cache = LayerCache(batch.cache.k.clone(), batch.cache.v.clone())
+    inside = HeadNorms(walled(norms.q_weight), walled(norms.k_weight), norms.eps, norms.one_plus)
+    parts = attend_lone(
+        walled(qkv), (walled(cos), walled(sin)), inside, layer, cache,
+        batch.tables, batch.context_lens, slots,
+        workspace=workspace, config=LoneConfig(block_n=16, splits=4), meet=meet,
+    )  # fmt: skip
+
+    batch.q, k, v = by_torch(qkv, cos, sin, d, norms)
+    for name, mine, stored, new in zip("kv", cache, batch.cache, (k, v), strict=False):
+        at = batch.tables[0, (context - 1) // 16], (context - 1) % 16
+        stored[at] = new[0]
+        assert_near(mine[at], stored[at], TOLERANCE[dtype], f"heads of {d}: the newest {name} in the cache")
+    attended = expected(batch)
+    limit = 1e-5 if dtype == torch.float32 else 3e-2
+    if meet:
+        assert_near(
+            parts.out.view_as(attended), attended, limit, f"heads of {d}: attention [token, head, number]"
+        )
+        return
+    got = project_heads(
+        walled(residual), walled(weight), walled(bias[0]), parts, shape=HeadsConfig(rows=8, chunk=2)
+    )
+    product = attended.to(dtype).float().flatten(1) @ weight.float().t() + bias.float() + residual.float()
+    assert_near(got, product, limit, f"heads of {d}: projection [token, number]")
+
+
+@each_size
+@pytest.mark.parametrize("gate", [None, "silu"])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_projections_of_one_token_and_of_few(
+    tokens: int, gate: str | None, d: int, dtype: torch.dtype
+) -> None:
+    """Matrices of as many columns as six heads have numbers; the kernel for few is for half precision."""
+    if tokens > 1 and CUDA and dtype == torch.float32:
+        pytest.skip("natively there are no tensor cores for float32")
+    size, rows = HEADS * d, 20
+    x, norm = torch.randn(tokens, size, device=DEVICE).to(dtype), torch.randn(size, device=DEVICE).to(dtype)
+    weight = (torch.randn(2 * rows, size, device=DEVICE) / size**0.5).to(dtype)
+    residual = torch.randn(tokens, 2 * rows, device=DEVICE).to(dtype)
+    normed = F.rms_norm(x.float(), (size,), norm.float() + 1, 1e-5).to(dtype).float()
+    wanted = normed @ weight.float().t()
+    given = {"norm": NormWeights(walled(norm), 1e-5, True), "gate": gate}
+    if gate is None:
+        wanted, given["residual"] = wanted + residual, walled(residual)
+    else:
+        wanted = F.silu(wanted[:, :rows]) * wanted[:, rows:]
+    # Few programs, since each takes the interpreter a millisecond; and more than one sweep where it can be.
+    shape = GemvConfig(32, min(256, 1 << (size - 1).bit_length()))
+    kernel = partial(gemv, config=shape) if tokens == 1 else few
+    limit = 1e-5 if dtype == torch.float32 else 3e-2
+    what = f"{tokens} tokens of {size} inputs, {gate or 'no'} gate: output [token, number]"
+    assert_near(kernel(walled(x), walled(weight), **given), wanted, limit, what)

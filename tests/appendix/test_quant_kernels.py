@@ -1,0 +1,216 @@
+"""Kernels for weights of few bits against dequantize-then-multiply in float32, interpreted or on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.events import generate
+from common.sampling.params import SamplingParams
+from forward.attention import LayerSpec
+from forward.loading import load_model
+from phases import find_phase, registry
+from phases.appendix.latency.lone import LoneParts
+from phases.appendix.latency.surgery import install as latency
+from phases.appendix.latency.tables import LoneConfig
+from phases.appendix.quant_kernels import gemv, gemv4
+from phases.appendix.quant_kernels.configs import LoopConfig
+from phases.appendix.quant_kernels.inputs import gated_rows, norm_rows
+from phases.appendix.quant_kernels.surgery import install
+from phases.appendix.quant_kernels.ways import EightBitBlock, EightBitHeads, QuantWay
+from quant.activations import rounded
+from quant.formats import FP8, INT8, W8A8, Scheme
+from quant.kernel_layers import KernelLinear
+from quant.kernel_layers import install as kernels
+from quant.kernels.products import Unscaled
+from quant.linear import QuantLinear
+from quant.loading import Quantize
+from tests.compiling import spilled
+from tests.quant_layers import CLOSE, DEVICE, DTYPE, assert_close, layer_of, named
+from triton_paged_attention.decode import Workspace
+from triton_paged_attention.kernels.norms import NormWeights
+from triton_paged_attention.layers import FusedAttention
+from triton_paged_attention.linear import FusedLinear
+from triton_paged_attention.surgery import optimize
+
+pytestmark = [pytest.mark.usefixtures("poison"), pytest.mark.slow]  # a minute in the interpreter
+
+
+@pytest.fixture
+def rng() -> torch.Generator:
+    return torch.Generator(device=DEVICE).manual_seed(0)
+
+
+@named
+@pytest.mark.parametrize("gate", [None, "silu"])
+@pytest.mark.parametrize("one_plus", [False, True])
+def test_one_token_with_norm_gate_and_residual(
+    scheme: Scheme, gate: str | None, one_plus: bool, rng: torch.Generator
+) -> None:
+    n, k = 64, 640
+    plain = layer_of(scheme, n, k, rng)
+    x = torch.randn(1, k, device=DEVICE, generator=rng).to(DTYPE) * 30
+    weight = torch.randn(k, device=DEVICE, generator=rng).to(DTYPE)
+    rows = n // (1 if gate is None else 2)
+    residual = torch.randn(1, rows, device=DEVICE, generator=rng).to(DTYPE)
+    found = layered(plain)(x, norm=NormWeights(weight, 1e-5, one_plus), gate=gate, residual=residual)
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean() + 1e-5) * (weight.float() + (1.0 if one_plus else 0.0))
+    out = plain.exact(normed.to(DTYPE))
+    if gate is not None:
+        out = F.silu(out[:, :rows]) * out[:, rows:]
+    assert_close(found, out + residual.float(), f"{scheme.name}, one token")
+
+
+@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.long)])
+def test_kernels_for_few_bits_compile_for_a_gpu(capability: int) -> None:
+    """The interpreter knows nothing of the instructions that make pairs of float16. Nor may they spill."""
+    found = spilled(capability, "--quant")
+    wanted = 6 if capability >= 90 else 4  # without e4m3
+    assert len(found) == wanted and max(found) <= 16, f"bytes that do not fit into registers: {found}"
+
+
+@named
+@pytest.mark.parametrize(("gate", "block_k"), [(None, 512), ("silu", 128)])
+def test_a_program_takes_row_after_row(
+    scheme: Scheme, gate: str | None, block_k: int, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three programs, whose last round ends in the middle of a tile; inputs of one tile, and of three."""
+    n, k = 86, 384
+    for module in (gemv, gemv4):
+        monkeypatch.setattr(module, "loop_config", lambda *_: LoopConfig(4, block_k, each=1))
+    monkeypatch.setattr(LoopConfig, "programs", lambda *_: 3)
+    plain = layer_of(scheme, n, k, rng)
+    x = torch.randn(1, k, device=DEVICE, generator=rng).to(DTYPE)
+    rows = n // (1 if gate is None else 2)
+    residual = torch.randn(1, rows, device=DEVICE, generator=rng).to(DTYPE)
+    out = plain.exact(x)
+    if gate is not None:
+        out = F.silu(out[:, :rows]) * out[:, rows:]
+    wanted = out + residual.float()
+    found = layered(plain)(x, gate=gate, residual=residual)
+    off = (found.float() - wanted).abs()[0] / wanted.abs().max()
+    wrong = (~(off < CLOSE[DTYPE])).nonzero()[:, 0].tolist()  # nor may they be NaN
+    assert not wrong, f"{scheme.name}: outputs {wrong} of {rows} are wrong; a round has 12"
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", None])
+def test_add_norm_and_round_take_a_pending_product(kind: str | None, rng: torch.Generator) -> None:
+    tokens, size = 5, 96
+    x = torch.randn(tokens, size, device=DEVICE, generator=rng).to(DTYPE)
+    values = torch.randn(tokens, size, device=DEVICE, generator=rng).to(DTYPE)
+    rows = torch.rand(tokens, device=DEVICE, generator=rng) + 0.5
+    columns = torch.rand(size, device=DEVICE, generator=rng) + 0.5
+    norm = NormWeights(torch.randn(size, device=DEVICE, generator=rng).to(DTYPE), 1e-6)
+    pending = Unscaled(values, rows, columns)
+    total, found = norm_rows(x, pending, norm, kind)  # type: ignore[arg-type]
+    wanted = x + pending.finished(DTYPE)
+    assert_close(total, wanted, "the sum")
+    wide = wanted.float()
+    normed = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6) * norm.weight.float()).to(DTYPE)
+    if kind is None:
+        assert isinstance(found, Tensor)
+        assert_close(found, normed, "the norm")
+    else:
+        assert not isinstance(found, Tensor)
+        step = 0.07 if kind == "fp8" else 0.01  # a number between two may go either way
+        off = (found.values.float() * found.scale[:, None] - rounded(normed.float(), kind)).abs().max()  # type: ignore[arg-type]
+        assert off / normed.float().abs().max() < step, f"the rounded norm is off by {off}"
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_gates_take_a_pending_product(kind: str, rng: torch.Generator) -> None:
+    tokens, size = 4, 72
+    values = torch.randn(tokens, 2 * size, device=DEVICE, generator=rng).to(DTYPE)
+    rows = torch.rand(tokens, device=DEVICE, generator=rng) + 0.5
+    columns = torch.rand(2 * size, device=DEVICE, generator=rng) + 0.5
+    pending = Unscaled(values, rows, columns)
+    found = gated_rows(pending, "silu", kind, DTYPE)  # type: ignore[arg-type]
+    both = pending.finished(DTYPE).float()
+    wanted = F.silu(both[:, :size]) * both[:, size:]
+    off = (found.values.float() * found.scale[:, None] - wanted).abs().max() / wanted.abs().max()
+    assert off < 0.07, f"off by {off}"
+
+
+@pytest.mark.parametrize("scheme", [FP8, W8A8, INT8], ids=lambda s: s.name)
+@pytest.mark.parametrize("d", [16, 24])
+def test_the_output_projection_combines_splits(scheme: Scheme, d: int, rng: torch.Generator) -> None:
+    heads, splits, size = 6, 4, 48
+    layer = KernelLinear(layer_of(scheme, size, heads * d, rng))
+    spec = LayerSpec(0, heads, 2, d, 1.0, None, None)
+    d_pad = max(16, 1 << (d - 1).bit_length())
+    workspace = Workspace(heads * splits * 2, d_pad, DEVICE)
+    parts = torch.randn(splits, heads, d, device=DEVICE, generator=rng).to(DTYPE)
+    logs = torch.randn(splits, heads, device=DEVICE, generator=rng)
+    workspace.partial.view(DTYPE)[: splits * heads * d_pad].view(splits, heads, d_pad)[..., :d] = parts
+    workspace.lse[: splits * heads * 2 : 2] = logs.flatten()
+    residual = torch.randn(1, size, device=DEVICE, generator=rng).to(DTYPE)
+    contexts = torch.tensor([64], dtype=torch.int32, device=DEVICE)
+    given = LoneParts(residual, spec, contexts, workspace, LoneConfig(16, splits=splits))
+    found = EightBitHeads(layer).combine(given, residual)
+    weights = torch.softmax(logs * 0.6931471805599453, dim=0)[..., None]
+    mixed = (parts.float() * weights).sum(0).to(DTYPE).view(1, -1)
+    wanted = layered(layer_of_kept(layer))(mixed, residual=residual)
+    assert_close(found, wanted, f"{scheme.name}, combined")
+
+
+def layered(plain: QuantLinear) -> FusedLinear:
+    """A layer by kernels with its way for one token."""
+    linear = KernelLinear(plain)
+    fused = FusedLinear(linear)
+    fused.ways.append(QuantWay(linear))
+    return fused
+
+
+def layer_of_kept(layer: KernelLinear) -> QuantLinear:
+    return QuantLinear(layer.quantized(), layer.bias)
+
+
+def test_attention_waits_for_the_first_layers_projection_alone() -> None:
+    """Before its wait it reads what was written before that one; see `starts_early`."""
+    model = load_model("random:tiny", device=DEVICE, dtype="float32", linears=Quantize(FP8, None))
+    blocks = install(kernels(latency(optimize(model)))).modules()
+    ways = [block.qkv_proj.ways[0] for block in blocks if isinstance(block, FusedAttention)]
+    ahead = [way.run_ahead for way in ways if isinstance(way, QuantWay)]
+    assert ahead == [index > 0 for index in range(model.config.num_layers)], f"layers run ahead: {ahead}"
+
+
+@named
+def test_one_token_is_a_product_of_the_dequantized_weight(scheme: Scheme, rng: torch.Generator) -> None:
+    for n, k in ((48, 256), (32, 384), (80, 1152)):
+        plain = layer_of(scheme, n, k, rng, bias=n == 32)
+        x = torch.randn(1, k, device=DEVICE, generator=rng).to(DTYPE)
+        assert_close(layered(plain)(x), plain.exact(x), f"{scheme.name}, one token times [{n}, {k}]")
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "w8a8", "int8", "int4"])
+def test_every_step_takes_a_way_and_gives_the_same_tokens(
+    scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts through blocks of eight bits where products are, and lone tokens through their kernel."""
+    phase = find_phase("10")
+    assert phase is not None
+    model = load_model("random:tiny", device=DEVICE, dtype="float32")
+    counts = dict.fromkeys(("one", "block"), 0)
+    for kind, name in ((QuantWay, "one"), (EightBitBlock, "block")):
+        call = kind.__call__
+
+        def counted(self: Any, *given: Any, call: Any = call, name: str = name, **around: Any) -> Any:
+            counts[name] += 1
+            return call(self, *given, **around)
+
+        monkeypatch.setattr(kind, "__call__", counted)
+    options: dict[str, Any] = {"kernels": True, "graphs": False, "rehearsal": False, "max_len": 64}
+    options |= {"max_rows": 2, "cache_bytes": 1 << 20, "quantization": scheme, "group_size": 32}
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    made = []
+    for on in (False, True):
+        engine = registry.load_engine(phase, model, quant_kernels=on, **options)
+        assert on or not any(counts.values()), "a way is taken with the feature off"
+        made.append([one.token_ids for one in generate(engine, [[5, 6, 7]], params)])
+    assert made[0] == made[1], "tokens with the ways differ from those without"
+    assert counts["one"] > 0 and (counts["block"] > 0) == (scheme in ("fp8", "w8a8")), f"ways: {counts}"

@@ -1,0 +1,563 @@
+"""Tools: how calls are written, kept to their schema, found in text, and answered."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from common.errors import UserError
+from common.text.tokenizer import Tokenizer
+from forward.loading import random_model
+from forward.model import Model
+from forward.shapes import SHAPES
+from phases.appendix.api.schema import ChatRequest
+from phases.appendix.guidance.backend import GuidanceBackend
+from phases.appendix.guidance.spelling import Spelling
+from phases.appendix.server import whole_app
+from phases.appendix.tools.formats import HERMES, LLAMA, MISTRAL, CallFormat, format_of
+from phases.appendix.tools.reader import CallReader
+from phases.appendix.tools.request import conversation, refusal, tools_of
+from serving.app import App
+from serving.http.errors import ApiError
+from serving.http.limits import Limits
+from tests.equivalence.engines import blocks
+from tests.guidance_kit import served as load
+from tests.servers import Client, Loopback, asynchronously, tokenizer_for
+
+CITY = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Rome", "Oslo"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "description": "Of a city", "parameters": CITY},
+}
+NOW = {"type": "function", "function": {"name": "now"}}
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+FORMATS = {"hermes": HERMES, "mistral": MISTRAL, "mistral-special": MISTRAL, "llama": LLAMA}
+SPECIAL = 5
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return random_model(SHAPES["tiny"], device="cpu", dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return tokenizer_for(tmp_path_factory.mktemp("tokenizer"), 257)
+
+
+@pytest.fixture
+def make(model: Model, tokenizer: Tokenizer) -> Callable[..., App]:
+    def made(**options: Any) -> App:
+        size = blocks(model, 200)
+        engine = load(model, max_rows=8, cache_bytes=size, step_tokens=256, tokenizer=tokenizer)
+        return whole_app(Loopback(engine), tokenizer, "tiny", **options)
+
+    return made
+
+
+def templated(folder: Path, template: Any, special: str = "") -> Tokenizer:
+    """A tokenizer with this chat template, and perhaps with a special token."""
+    tokenizer_for(folder, 257)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    if special:
+        made = Backend.from_file(str(folder / "tokenizer.json"))
+        made.add_special_tokens([AddedToken(special, special=True)])
+        made.save(str(folder / "tokenizer.json"))
+        (folder / "config.json").write_text('{"vocab_size": 400, "eos_token_id": [0]}')
+    return Tokenizer(folder)
+
+
+# How calls are written.
+
+TEMPLATES = {
+    "{% if tools %}x{% endif %}<tool_call>\n{{ messages }}": HERMES,
+    "{{ tools }}[AVAILABLE_TOOLS]{{ '[TOOL_CALLS] [' }}": MISTRAL,
+    """{{ tools }}ipython {{ '{"name": "' }}{{ '", "parameters": ' }}""": LLAMA,
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_the_format_is_read_off_the_template(tmp_path, template):
+    assert format_of(templated(tmp_path, template)) == TEMPLATES[template]
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ messages }}", "shows it none"),
+        ("{% for tool in tools %}{{ tool }}{% endfor %}", "none of the forms"),
+        ("{{ tools }}<tool_call>\n<function=", "none of the forms"),
+        ("{{ tools }}[TOOL_CALLS]f[ARGS]", "none of the forms"),
+    ],
+)
+def test_a_template_without_tools_is_refused_by_name(tmp_path, template, words):
+    with pytest.raises(UserError, match=words):
+        format_of(templated(tmp_path, template))
+
+
+def test_a_template_of_its_own_for_tools(tmp_path):
+    several = [
+        {"name": "default", "template": "plain {{ messages[0].content }}"},
+        {"name": "tool_use", "template": "<tool_call> {{ tools[0] }} {{ messages[0].content }}"},
+    ]
+    made = templated(tmp_path, several)
+    said = [{"role": "user", "content": "x"}]
+    assert made.decode(made.chat(said)) == "plain x"
+    assert made.decode(made.chat(said, tools=["t"])) == "<tool_call> t x"
+    assert format_of(made) == HERMES
+
+
+def test_a_trigger_that_is_a_special_token(tmp_path):
+    made = templated(tmp_path, "{{ tools }}[TOOL_CALLS]", special="[TOOL_CALLS]")
+    assert format_of(made).token == 257
+
+
+def written(format: CallFormat, calls: list[tuple[str, str]], text: str = "") -> str:
+    """What a model writes, by hand: independent of the grammar."""
+    each = [f'{{"name": "{name}", "{format.arguments}": {arguments}}}' for name, arguments in calls]
+    return text + format.trigger + format.before + format.between.join(each) + format.after if each else text
+
+
+GOOD = [
+    [("weather", '{"city": "Rome", "days": 3}')],
+    [("now", "{}")],
+    [("now", "{ }"), ("weather", '{"city":"Oslo","days":1}'), ("now", "{}")],
+]
+BAD = [
+    [("weather", '{"city": "Paris", "days": 3}')],
+    [("weather", '{"city": "Rome"}')],
+    [("elsewhere", "{}")],
+    [("now", '{"a": 1}')],
+    [("now", "[]")],
+]
+
+
+@pytest.fixture(scope="module")
+def backend(tokenizer: Tokenizer) -> GuidanceBackend:
+    known = Spelling.of(tokenizer, 257, (0,))
+    hidden = (*known.tokens[:SPECIAL], b"", *known.tokens[SPECIAL + 1 :])
+    return GuidanceBackend(Spelling(hidden, known.eos, known.encode))
+
+
+def allows(
+    backend: GuidanceBackend, tokenizer: Tokenizer, grammar: Any, text: str, format: CallFormat
+) -> bool:
+    """Whether an output may be this text, as a whole."""
+    matcher = backend.compile(grammar).matcher()
+    ids = tokenizer.encode(text)
+    if format.token is not None and format.trigger in text:
+        before, after = text.split(format.trigger)
+        ids = [*tokenizer.encode(before), format.token, *tokenizer.encode(after)]
+    return matcher.advance(ids) == len(ids) and matcher.accepting
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_grammars_take_calls_that_follow_their_schema_and_no_others(backend, tokenizer, name):
+    format = FORMATS[name]
+    if name == "mistral-special":
+        format = CallFormat(**{**vars(format), "token": SPECIAL})
+    tools = [("weather", CITY), ("now", NOTHING)]
+    one = format.trigger == ""
+
+    def check(text: str, expected: bool, **how: Any) -> None:
+        grammar = format.grammar(tools, **{"must": False, "several": True, **how})
+        found = allows(backend, tokenizer, grammar, text, format)
+        assert found is expected, f"{name}, {how}: the output {text!r} is {'taken' if found else 'refused'}"
+
+    for calls in GOOD:
+        single = len(calls) == 1
+        check(written(format, calls), single or not one, must=True)
+        check(written(format, calls), single, must=True, several=False)
+        check(written(format, calls, "" if one else "Let me see.\n"), single or not one)
+    for calls in BAD:
+        check(written(format, calls), False, must=True)
+        check(written(format, calls, "" if one else "Well: "), False)
+    check("Hello.", True)
+    check("Hello.", False, must=True)
+    check("", True)
+    if not one:
+        check("7", True, content={"type": "integer"})
+        check(written(format, GOOD[0]), True, content={"type": "integer"})
+        check("Hello.", False, content={"type": "integer"})
+        check(written(format, GOOD[0]) + " and more", False)
+    if format.token is not None:
+        spelled = tokenizer.encode(format.trigger)
+        matcher = backend.compile(format.grammar(tools, must=False, several=True)).matcher()
+        assert matcher.advance(spelled) == len(spelled) - 1, (
+            "text may spell the trigger, and be taken for one"
+        )
+
+
+def test_a_named_function_is_the_only_one(backend, tokenizer):
+    grammar = HERMES.grammar([("now", NOTHING)], must=True, several=True)
+    assert allows(backend, tokenizer, grammar, written(HERMES, [("now", "{}")]), HERMES)
+    assert not allows(backend, tokenizer, grammar, written(HERMES, GOOD[0]), HERMES)
+
+
+def test_wide_schemas_in_a_grammar_are_refused_like_others():
+    wide = {"type": "object", "properties": {f"p{n}": {} for n in range(3000)}}
+    with pytest.raises(UserError, match="3,000 keys"):
+        HERMES.grammar([("f", wide)], must=True, several=False)
+
+
+# Reading.
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral", "llama"])
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+def test_calls_are_found_however_the_text_is_cut(name, size):
+    format = FORMATS[name]
+    tricky = '{"city": "a\\"}}]</tool_call>[TOOL_CALLS]", "days": {"x": ["]", {}]}}'
+    calls = [("weather", tricky)] if name == "llama" else [("weather", tricky), ("now", "{}")]
+    text = written(format, calls, "" if name == "llama" else "One < two <tool [TOOL.\n\n")
+    reader, content, pieces = CallReader(format), "", dict[int, str]()
+    for at in range(0, len(text), size):
+        news = reader.read(text[at : at + size], at + size >= len(text))
+        content += news.content
+        for place, piece, first in news.calls:
+            assert first == (place not in pieces), "a call is told of twice, or not at its beginning"
+            pieces[place] = pieces.get(place, "") + piece
+    where = f"{format.name}'s text in pieces of {size}"
+    before = "" if name == "llama" else "One < two <tool [TOOL."
+    assert content == before, f"{where}: what stands before the calls was read as {content!r}"
+    found = [(call.name, call.arguments) for call in reader.calls]
+    assert found == calls, f"{where}: the calls were read as {found}"
+    for place, (_, arguments) in enumerate(calls):
+        assert pieces[place] == arguments, (
+            f"{where}: the arguments of call {place} were told as {pieces[place]!r}"
+        )
+    assert reader.complete, f"{where}: the last call is not taken for whole"
+    assert len({call.id for call in reader.calls}) == len(calls)
+    assert all(len(call.id) == (9 if format.short_ids else 29) for call in reader.calls)
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral", "llama"])
+def test_text_without_calls_is_left_as_it_is(name):
+    for text in ["", "  spaces  ", "a <tool_cal", "[TOOL_CALLS", " {x", "a\n\n"]:
+        for size in (1, 3, 100):
+            reader = CallReader(FORMATS[name])
+            pieces = [text[at : at + size] for at in range(0, max(1, len(text)), size)]
+            found = "".join(reader.read(p, n == len(pieces) - 1).content for n, p in enumerate(pieces))
+            assert found == text and not reader.calls, f"{text!r} in pieces of {size} became {found!r}"
+
+
+def test_a_call_that_was_cut_off_is_not_complete():
+    whole = written(HERMES, [("now", '{"a": {}}')])
+    for cut in range(len(whole)):
+        reader = CallReader(HERMES)
+        reader.read(whole[:cut], True)
+        closed = whole.index("{}}") + 3
+        assert reader.complete == (cut >= closed), f"cut after {whole[:cut]!r}"
+
+
+# What is asked.
+
+
+def asked(**fields: Any) -> ChatRequest:
+    return ChatRequest(messages=[{"role": "user", "content": "x"}], **fields)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
+    "functions": ({"functions": []}, "functions", "use tools"),
+    "no function": ({"tools": [{"type": "function"}]}, "tools", "tools[0]"),
+    "another type": ({"tools": [{"type": "custom", "function": {"name": "x"}}]}, "tools", "type function"),
+    "no name": ({"tools": [{"type": "function", "function": {}}]}, "tools", "name"),
+    "a strange name": ({"tools": [{"type": "function", "function": {"name": 'a"b'}}]}, "tools", "a-z"),
+    "a long name": ({"tools": [{"type": "function", "function": {"name": "a" * 65}}]}, "tools", "64"),
+    "parameters of no object": (
+        {"tools": [{"type": "function", "function": {"name": "x", "parameters": {"type": "array"}}}]},
+        "tools",
+        "schema of an object",
+    ),
+    "deep parameters": (
+        {
+            "tools": [
+                {
+                    "type": "function",
+                    "function": {"name": "x", "parameters": {"not": json.loads("[" * 200 + "]" * 200)}},
+                }
+            ]
+        },
+        "tools",
+        "128",
+    ),
+    "twice": ({"tools": [NOW, NOW]}, "tools", "two functions"),
+    "too many": ({"tools": [NOW] * 129}, "tools", "at most 128"),
+    "too large": (
+        {"tools": [{"type": "function", "function": {"name": "x", "description": "x" * 70_000}}]},
+        "tools",
+        "65,536",
+    ),
+    "choice without tools": ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+    "a strange choice": ({"tools": [NOW], "tool_choice": "any"}, "tool_choice", "required"),
+    "a choice of no tool": (
+        {"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "gone"}}},
+        "tool_choice",
+        "'gone'",
+    ),
+    "a call and a format": (
+        {"tools": [NOW], "tool_choice": "required", "response_format": {"type": "json_object"}},
+        "response_format",
+        "only one",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_wrong_with_tools_is_named(tokenizer, what):
+    fields, param, words = WRONG[what]
+    with pytest.raises(ApiError) as said:
+        tools_of(asked(**fields), tokenizer, Limits())
+    assert (said.value.status, said.value.param) == (400, param) and words in str(said.value), said.value
+
+
+def test_tools_that_nobody_wants_are_left_out(tokenizer):
+    assert tools_of(asked(tools=[NOW], tool_choice="none"), tokenizer, Limits()) is None
+    assert tools_of(asked(tools=[]), tokenizer, Limits()) is None
+    assert tools_of(asked(tool_choice="auto"), tokenizer, Limits()) is None
+
+
+def test_conversations_with_calls(tokenizer):
+    """What OpenAI's client sends back of an answer: nulls, and arguments as a text of JSON."""
+    call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": '{"a": [1]}'}}
+    said = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": None, "refusal": None, "annotations": [], "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "12:00"},
+        {"role": "assistant", "content": "noon", "tool_calls": None, "audio": None},
+    ]
+    made = conversation(said)
+    shown = tokenizer.chat_template.conversation(made)
+    assert made[1]["tool_calls"][0]["function"]["arguments"] == {"a": [1]}
+    assert conversation([{"role": "developer", "content": "x"}])[0]["role"] == "system"
+    for place, field in ((1, "refusal"), (1, "annotations"), (3, "tool_calls"), (3, "audio")):
+        assert field not in shown[place], f"messages[{place}].{field} was null, and the template gets it"
+    text = tokenizer.decode(tokenizer.chat(made, tools=[NOW]))
+    assert (
+        '<tool_call>\n{"name": "now", "arguments": {"a": [1]}}\n</tool_call>' in text
+        and "tool: 12:00" in text
+    )
+    assert text.startswith("tools: [")
+    for arguments in ("{", "[]", "7", 5):
+        broken = [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]
+        with pytest.raises(ApiError, match="arguments must be an object"):
+            conversation(broken)
+    with pytest.raises(ApiError, match="has a name"):
+        conversation([{"role": "assistant", "tool_calls": [{}]}])
+
+
+def test_special_tokens_in_the_keys_of_arguments_are_text(tmp_path):
+    made = templated(tmp_path, "<tool_call>{{ tools | tojson }}", special="<|end|>")
+    assert 257 not in made.chat([{"role": "user", "content": "x"}], tools=[{"<|end|>": 1}])
+    assert "<|end|>" in made.decode(made.chat([{"role": "user", "content": "x"}], tools=[{"<|end|>": 1}]))
+
+
+def test_a_tool_that_cannot_be_compiled_is_named(backend):
+    bad = {"type": "object", "not": {}}
+    for name, format in FORMATS.items():
+        grammar = format.grammar([("now", NOTHING), ("wea-ther", bad)], must=True, several=True)
+        with pytest.raises(UserError) as said:
+            backend.compile(grammar)
+        found = refusal(str(said.value), grammar)
+        assert found.startswith("tools: the parameters of 'wea-ther' are refused: "), f"{name}: {found}"
+        assert "not" in found and "llguidance" not in found, f"{name}: {found}"
+    assert (
+        refusal("grammar (x) takes longer", grammar) == "tools cannot be compiled: grammar (x) takes longer"
+    )
+
+
+# Answers.
+
+
+@pytest.mark.parametrize("most", [1, 16, 30, 45])
+def test_a_call_that_is_cut_is_told_alike_at_once_and_in_pieces(make, most):
+    async def test() -> None:
+        client = Client(make())
+        body = {
+            "messages": [{"role": "user", "content": "x"}],
+            "tools": [WEATHER],
+            "tool_choice": "required",
+            "max_tokens": most,
+            "seed": 1,
+        }
+        (whole,) = (await client.post("/v1/chat/completions", body))[1]["choices"]
+        streamed = await client.request("/v1/chat/completions", body | {"stream": True}).run()
+        deltas = [event["choices"][0]["delta"] for event in streamed.events()[:-1]]
+        content = "".join(delta.get("content", "") for delta in deltas)
+        said = whole["message"]["content"] or ""
+        assert said == content, f"after {most} tokens the content is {said!r}, and in a stream {content!r}"
+        assert not said or most == 1, f"after {most} tokens of a call its beginning is content: {said!r}"
+        called = sum("id" in one for delta in deltas for one in delta.get("tool_calls", []))
+        assert len(whole["message"].get("tool_calls", [])) == called
+
+    asynchronously(test)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_calls_are_made_where_they_must_be(make, choice):
+    """At a high temperature, with random weights: only the grammar can make these calls."""
+
+    async def test() -> None:
+        app = make()
+        body = {
+            "messages": [{"role": "user", "content": "x"}],
+            "tools": [WEATHER, NOW],
+            "tool_choice": choice,
+            "parallel_tool_calls": False,
+            "max_tokens": 400,
+            "return_token_ids": True,
+        }
+        for seed in range(3):
+            more = body | {"seed": seed}
+            status, whole = await Client(app).post("/v1/chat/completions", more)
+            assert status == 200, whole
+            (answer,) = whole["choices"]
+            made = answer["message"].get("tool_calls", [])
+            assert len(made) == 1, f"seed {seed}, tool_choice {choice}: {len(made)} calls were made, not one"
+            (call,) = made
+            assert answer["finish_reason"] == "tool_calls", f"a call was made, and the end is {answer}"
+            assert answer["message"]["content"] is None
+            name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
+            jsonschema.validate(arguments, {"weather": CITY, "now": NOTHING}[name])
+            assert choice == "required" or name == "weather", "another function was called than the named one"
+
+            streamed = await Client(app).request("/v1/chat/completions", more | {"stream": True}).run()
+            pieces = [event["choices"][0] for event in streamed.events()[:-1]]
+            calls = [c for piece in pieces for c in piece["delta"].get("tool_calls", [])]
+            assert calls[0]["function"]["name"] == name and calls[0]["id"] and calls[0]["type"] == "function"
+            assert all(set(c) == {"index", "function"} and c["index"] == 0 for c in calls[1:])
+            assert "".join(c["function"]["arguments"] for c in calls) == call["function"]["arguments"]
+            assert pieces[-1]["finish_reason"] == "tool_calls"
+            ids = [token for piece in pieces for token in piece.get("token_ids", [])]
+            assert ids == answer["token_ids"], "tokens are missing, or told twice"
+
+    asynchronously(test)
+
+
+MISTRALS = "{{ tools | tojson }}{{ messages[0].content }}{# [TOOL_CALLS] #}"
+LLAMAS = """{{ tools | tojson }}{{ messages[0].content }}{# ipython '{"name": "' '", "parameters": ' #}"""
+
+
+@pytest.mark.parametrize(
+    ("template", "special"), [(MISTRALS, "[TOOL_CALLS]"), (MISTRALS, ""), (LLAMAS, "")], ids=str
+)
+def test_other_families_call_as_they_were_taught(tmp_path, template, special):
+    """Mistral's trigger is a special token: it is sampled, seen in the text, and never shown."""
+
+    async def test() -> None:
+        made = templated(tmp_path, template, special=special)
+        wide = replace(SHAPES["tiny"], vocab_size=300, eos_token_ids=(0,))
+        engine = load(random_model(wide, device="cpu", dtype=torch.float32), max_rows=2, tokenizer=made)
+        app = whole_app(Loopback(engine), made, "tiny")
+        body = {"messages": [{"role": "user", "content": "x"}], "tools": [WEATHER], "max_tokens": 400}
+        body |= {"tool_choice": "required", "parallel_tool_calls": False, "return_token_ids": True}
+        status, whole = await Client(app).post("/v1/chat/completions", body)
+        assert status == 200, whole
+        (answer,) = whole["choices"]
+        (call,) = answer["message"]["tool_calls"]
+        jsonschema.validate(json.loads(call["function"]["arguments"]), CITY)
+        assert answer["message"]["content"] is None and answer["finish_reason"] == "tool_calls"
+        assert (answer["token_ids"][0] == 257) == bool(special), "the trigger is not the special token"
+        streamed = await Client(app).request("/v1/chat/completions", body | {"stream": True}).run()
+        deltas = [event["choices"][0]["delta"] for event in streamed.events()[:-1]]
+        assert "".join(delta.get("content", "") for delta in deltas) == ""
+        assert sum("id" in one for delta in deltas for one in delta.get("tool_calls", [])) == 1
+
+    asynchronously(test)
+
+
+def test_either_a_call_or_the_format(make):
+    """`response_format` beside tools: what is no call has the schema. Both happen, and each as it should."""
+
+    async def test() -> None:
+        app = make()
+        form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [1, 2]}}}
+        body = {"messages": [{"role": "user", "content": "x"}], "tools": [NOW], "response_format": form}
+        kinds = set()
+        more = [body | {"seed": seed, "max_tokens": 300, "temperature": 2.0} for seed in range(12)]
+        answers = await asyncio.gather(*(Client(app).post("/v1/chat/completions", one) for one in more))
+        for status, found in answers:
+            assert status == 200, found
+            (answer,) = found["choices"]
+            kinds.add(answer["finish_reason"])
+            if answer["finish_reason"] == "stop":
+                assert json.loads(answer["message"]["content"]) in (1, 2)
+            elif answer["finish_reason"] == "tool_calls":
+                assert answer["message"]["tool_calls"][0]["function"]["name"] == "now"
+        assert {"stop", "tool_calls"} <= kinds, f"only {kinds} came in {len(answers)} tries"
+
+    asynchronously(test)
+
+
+def test_free_text_beside_tools_is_free(make):
+    async def test() -> None:
+        app = make()
+        body = {"messages": [{"role": "user", "content": "x"}], "tools": [NOW], "max_tokens": 20, "seed": 1}
+        for more in ({}, {"tool_choice": "none"}, {"logprobs": True, "stream": True}):
+            one = await Client(app).request("/v1/chat/completions", body | more).run()
+            assert one.status == 200
+            if not more.get("stream"):
+                (answer,) = one.json()["choices"]
+                assert answer["message"]["content"] and "tool_calls" not in answer["message"]
+                continue
+            pieces = [event["choices"][0] for event in one.events()[:-1]]
+            assert "".join(piece["delta"].get("content", "") for piece in pieces)
+            told = [entry for piece in pieces if piece["logprobs"] for entry in piece["logprobs"]["content"]]
+            assert len(told) == 20, "log-probabilities of some tokens are missing"
+
+    asynchronously(test)
+
+
+def test_tools_are_refused_where_there_are_none(model, tmp_path):
+    async def test() -> None:
+        plain = templated(tmp_path, "{{ messages[0].content }}")
+        app = whole_app(Loopback(load(model, max_rows=2, tokenizer=plain)), plain, "tiny")
+        body = {"messages": [{"role": "user", "content": "x"}], "tools": [NOW], "max_tokens": 2}
+        status, found = await Client(app).post("/v1/chat/completions", body)
+        assert (status, found["error"]["param"]) == (400, "tools") and "shows it none" in found["error"][
+            "message"
+        ]
+        assert (await Client(app).post("/v1/chat/completions", body | {"tool_choice": "none"}))[0] == 200
+
+    asynchronously(test)
+
+
+def test_tools_and_another_grammar(make):
+    async def test() -> None:
+        body = {"messages": [{"role": "user", "content": "x"}], "tools": [NOW], "guided_regex": "a+"}
+        status, found = await Client(make()).post("/v1/chat/completions", body)
+        assert (status, found["error"]["param"]) == (400, "guided_regex"), found
+
+    asynchronously(test)
+
+
+def test_tools_are_counted_as_they_are_shown(make):
+    async def test() -> None:
+        app = make()
+        said = {"messages": [{"role": "user", "content": "x"}]}
+        alone = (await Client(app).post("/tokenize", said))[1]["count"]
+        shown = (await Client(app).post("/tokenize", said | {"tools": [NOW]}))[1]["count"]
+        body = said | {"tools": [NOW], "max_tokens": 1}
+        used = (await Client(app).post("/v1/chat/completions", body))[1]["usage"]["prompt_tokens"]
+        assert alone < shown == used
+
+    asynchronously(test)

@@ -1,0 +1,114 @@
+"""Try mutants: one at a time in a copy of the checkout, until a test of its own fails."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from phases import PHASES, ROOT
+from phases.course.nursery import OUT_OF_TIME, Nursery
+from phases.course.overlay import copy_reference
+from tests.mutants.making import Mutant
+
+MORE = 20.0
+"""Seconds of processor time that tests may take beyond what they take without a mutant."""
+PATIENCE = 4.0
+"""Seconds of real time for each of those: a mutant may wait for something that never comes."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What mutants are made of, and the tests that are to notice."""
+
+    name: str
+    files: tuple[str, ...]
+    tests: tuple[str, ...]
+
+
+def target(name: str) -> Target:
+    """A phase by its two digits, an entry of the appendix by its name, or `common`. Raises `LookupError`."""
+    if name == "common":
+        folder, tests = ROOT / "common", [ROOT / "tests/common"]
+    else:
+        phase = next((one for one in PHASES if f"{one.number:02d}" == name), None)
+        entry = ROOT / "phases" / "appendix" / name
+        if phase is None and not (entry / "__init__.py").is_file():
+            raise LookupError(f"there is no phase and no entry {name}")
+        folder = phase.folder / phase.package if phase else entry
+        pattern = f"phases/test_{name}_*.py" if phase else f"appendix/test_{name}*.py"
+        tests = list((ROOT / "tests").glob(pattern))
+    files, found = (
+        tuple(sorted(str(p.relative_to(ROOT)) for p in some)) for some in (folder.rglob("*.py"), tests)
+    )
+    return Target(name, files, found)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one mutant: the test that failed first, and the seconds of processor time until then."""
+
+    verdict: Literal["killed", "survived", "timed out"]
+    test: str = ""
+    seconds: float = 0.0
+
+
+class Bench:
+    """A copy of the checkout in which the tests of one target run with one mutant after another."""
+
+    def __init__(self, nursery: Nursery, copy: Path, aim: Target) -> None:
+        self.nursery, self.copy, self.target = nursery, copy, aim
+        self.limit = 1200.0
+        control = self._run()
+        if control.verdict != "survived":
+            raise RuntimeError(f"{control.test or 'a test'} of {aim.name} fails without any mutant")
+        self.control, self.limit = control.seconds, control.seconds + MORE
+
+    def try_out(self, mutant: Mutant) -> Outcome:
+        """Run the tests with the mutant in the copy."""
+        path = self.copy / mutant.file
+        before = path.read_bytes()
+        path.write_bytes(mutant.plant(self.copy))
+        try:
+            return self._run()
+        finally:
+            path.write_bytes(before)
+
+    def _run(self) -> Outcome:
+        quiet = [
+            "-x",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--tb=no",
+            "-m",
+            "not gpu and not weights and not long",
+        ]
+        status, output = self.nursery.pytest(self.copy, [*quiet, *self.target.tests], self.limit)
+        seconds = self.nursery.seconds
+        if status == OUT_OF_TIME:
+            return Outcome("timed out", seconds=seconds)
+        failed = re.search(r"^(?:FAILED|ERROR) (?:\S+?::)?(.+?)(?: - .*)?$", output, re.M)
+        return Outcome("killed" if status else "survived", failed[1] if failed else "", seconds)
+
+
+@contextmanager
+def bench(aim: Target) -> Iterator[Bench]:
+    """Copy the checkout for the time of a `with`. Raises `RuntimeError` where tests fail without mutants."""
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder, Nursery(waiting=PATIENCE) as nursery:
+        copy_reference(Path(folder))
+        yield Bench(nursery, Path(folder), aim)
+
+
+def table(rows: Sequence[tuple[Mutant, Outcome]]) -> str:
+    """The survivors, a row each, in Markdown."""
+    lines = ["| survivor | operator | before -> after |", "| --- | --- | --- |"]
+    for mutant, outcome in rows:
+        if outcome.verdict == "survived":
+            edit = mutant.label.partition(f" {mutant.operator}: ")[2].replace("|", "\\|")
+            lines.append(f"| {mutant.file}:{mutant.line} {mutant.name} | {mutant.operator} | `{edit}` |")
+    return "\n".join(lines)
