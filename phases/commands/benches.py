@@ -12,15 +12,16 @@ from types import ModuleType
 
 from rich.table import Table
 
-from benchmarks import measure
 from benchmarks.evidence import FIGURES, RESULTS, BenchOptions, Evidence, results
+from benchmarks.gains import factor_text, gain, gain_words
+from benchmarks.labels import axis_label
 from common.console import err, out
-from common.device import device_folder, device_name, pick_device, pick_dtype
+from common.device_names import device_folder
 from common.errors import UserError, integer
 from common.files import check_folder, whole
 from common.paths import cache_home
-from phases import PHASES, ROOT
-from phases.registry import phase_named
+from common.words import count
+from phases import PHASES, ROOT, phase_named
 
 MOST_REPEATS = 1000
 MADE_BY = {"json_schema_bench": "json_schema_suite", "hostile_grammars": "12_structured"}
@@ -46,6 +47,8 @@ def bench(
     if quick and record:
         raise UserError("--record keeps what was measured with care: leave --quick out")
     name = _named(phase_name)
+    from common.device import device_name, pick_device, pick_dtype
+
     module = _module(name)
     where = pick_device(device)
     device_is = device_folder(where.type, device_name(where))
@@ -66,6 +69,7 @@ def bench(
     begun = time.monotonic()
     measured = _measure(module, options)
     measured = replace(measured, seconds=time.monotonic() - begun)
+    _show(measured)
     if recorded is not None and not quick:
         _compare(measured, recorded)
     written = measured.write(folders[0] / f"{measured.phase}.json")
@@ -79,12 +83,42 @@ def bench(
 def _announce(name: str, options: BenchOptions, recorded: Evidence | None) -> None:
     """What is measured, and how long it takes as far as anybody knows."""
     err.print(
-        f"[dim]{name} on {options.device}, {options.dtype}, {options.repeats} samples of each variant[/dim]"
+        f"[dim]{name} on {options.device}, {str(options.dtype).removeprefix('torch.')}, "
+        f"{count(options.repeats, 'sample')} of each variant[/dim]"
     )
     if recorded is not None and recorded.seconds is not None and not options.quick:
         minutes = recorded.seconds / 60
         where = f"{recorded.machine['name']}, {recorded.machine['cores']} cores"
         err.print(f"[dim]The recorded run took {minutes:.0f} min on {where}.[/dim]")
+
+
+def _show(measured: Evidence) -> None:
+    """Print every variant's first metric beside the variant before, and what the phase is about in a line."""
+    table = Table(title=f"{measured.phase}: this run", title_justify="left", box=None, pad_edge=False)
+    for column in ("variant", "workload", "what"):
+        table.add_column(column, overflow="fold")
+    for column in ("median", "to the first"):
+        table.add_column(column, justify="right", no_wrap=True)
+    firsts: dict[tuple[str, ...], float] = {}
+    for run in measured.runs:
+        metric = next(iter(run.metrics), None)
+        if metric is None:
+            continue
+        options = "".join(f", {name} {value}" for name, value in run.options.items())
+        value = run.median(metric)
+        work = (run.workload, run.model, run.dtype, metric, options)
+        first = firsts.setdefault(work, value)
+        ratio = f"{value / first:.2f}×" if first and value is not first else ""
+        table.add_row(run.variant, run.workload + options, axis_label(metric), f"{value:,.4g}", ratio)
+    out.print(table)
+    phase = next((phase for phase in PHASES if phase.name == measured.phase), None)
+    found = gain(phase, measured) if phase else None
+    if found is not None:
+        out.print(
+            f"{found.after.variant} against {found.before.variant}: [bold]{factor_text(found)}[/bold] "
+            f"{gain_words(found.metric)} ({found.after.workload}, {found.after.model})",
+            soft_wrap=True,
+        )
 
 
 def _compare(measured: Evidence, recorded: Evidence) -> None:
@@ -115,6 +149,8 @@ def _draw(module: ModuleType, evidence: Evidence, figure: Path) -> bool:
 
 
 def _measure(module: ModuleType, options: BenchOptions) -> Evidence:
+    from benchmarks import measure
+
     tries = measure.TRIES
     if options.quick:
         measure.TRIES = 1

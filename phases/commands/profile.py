@@ -24,9 +24,9 @@ from continuous.engine import Engine
 from continuous.stats import STEP
 from forward.loading import load_model
 from forward.model import Model
-from phases import ROOT, Phase
+from phases import ROOT, Phase, phase_named
 from phases.commands.fetch import fetch_with_progress
-from phases.registry import import_phase, load_engine, missing_for, phase_named
+from phases.registry import import_phase, load_engine, missing_for
 
 FOLDER = ROOT / "build" / "profile"
 """Where traces go unless told otherwise; not part of the checkout's files."""

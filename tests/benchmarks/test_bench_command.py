@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.evidence import Evidence, Metric, Run, collect
-from common.device import device_folder, device_name, pick_device
+from common.device import device_name, pick_device
+from common.device_names import device_folder
 from common.errors import UserError
 from phases.commands import benches
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from common.text.tokenizer import Tokenizer
@@ -63,6 +63,7 @@ class App:
         strict: refuse unknown fields, instead of naming them in the header `x-ladder-ignored`.
         metrics: what is counted.
         extensions: of the appendix.
+        defaults: settings of requests that do not say; see `sampling_defaults`.
 
     closing: the server ends, and so must streams that have no end.
     """
@@ -77,12 +78,13 @@ class App:
         strict: bool = False,
         metrics: Metrics | None = None,
         extensions: Sequence[Extension] = (),
+        defaults: Mapping[str, float] | None = None,
         version: str = "0",
     ) -> None:
         self.engine, self.tokenizer, self.model = engine, tokenizer, model
         self.limits, self.strict, self.version = limits or Limits(), strict, version
         self.metrics = metrics or Metrics(model)
-        self.prompts = Prompts(tokenizer)
+        self.prompts = Prompts(tokenizer, defaults or {})
         self.service = Service(engine, tokenizer, self.limits, self.metrics)
         self.started = int(time.time())
         self.exchanges: set[Exchange] = set()
@@ -207,6 +209,8 @@ class App:
 
     def _model(self) -> dict[str, Any]:
         found = {"id": self.model, "object": "model", "created": self.started, "owned_by": "inference-ladder"}
+        if self.prompts.defaults:
+            found["default_sampling_params"] = dict(self.prompts.defaults)
         ready = self.engine.ready
         return found | ({"max_model_len": ready.max_len} if ready else {})
 
