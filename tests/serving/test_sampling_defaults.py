@@ -42,7 +42,7 @@ def test_what_a_request_says_comes_first(tokenizer):
 @pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "shown"), [((), True), (("--generation-config", "neutral"), False)])
 def test_models_show_what_holds(smollm2_folder, arguments, shown):
-    with Running("--max-rows", "2", *arguments, model="smollm2") as server:
-        with urllib.request.urlopen(f"{server.url}/v1/models") as answer:
-            (model,) = json.load(answer)["data"]
+    running = Running("--max-rows", "2", *arguments, model="smollm2")
+    with running as server, urllib.request.urlopen(f"{server.url}/v1/models") as answer:
+        (model,) = json.load(answer)["data"]
     assert (model.get("default_sampling_params") == {"temperature": 0.2, "top_p": 0.9}) == shown
