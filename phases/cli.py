@@ -65,7 +65,8 @@ PHASE_HELP = "1, 01, forward or 01_forward"
 PhaseName = Annotated[str, typer.Argument(metavar="PHASE", help=PHASE_HELP)]
 # What `phases.commands.benches.extras` finds, written down because the help must not wait for it.
 EXTRAS_HELP = (
-    "decode_step, gpu_tests, json_schema_suite, ladder, paged_attention, quality, replicas or sampling"
+    "decode_step, gpu_tests, json_schema_suite, ladder, neighbours, paged_attention, quality, replicas or "
+    "sampling"
 )
 DeviceName = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:INDEX or mps")]
 DtypeName = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")]

@@ -174,7 +174,7 @@ def fetch_bundled(
 
 def _with_sampling(folder: Path, bundle: Bundle) -> bytes:
     """Return the contents of `generation_config.json`."""
-    return (json.dumps(read_object(folder / _GENERATION) | bundle.sampling, indent=2) + "\n").encode()
+    return (json.dumps({**read_object(folder / _GENERATION), **bundle.sampling}, indent=2) + "\n").encode()
 
 
 def _add_later(name: str, folder: Path) -> None:
