@@ -105,7 +105,8 @@ def run(
     on_device = where.type == "cuda"
     out.print(
         f"{phase.name}, {name}, {where}, {str(kind).removeprefix('torch.')}: "
-        f"{count(size.batch, 'prompt')} of {count(size.context, 'token')}, {count(size.steps, 'decode step')}",
+        f"{count(size.batch, 'prompt')} of {count(size.context, 'token')}, "
+        f"{count(size.steps, 'decode step')}",
         soft_wrap=True,
     )
     for table in step_tables(read_trace(path), on_device=on_device):
