@@ -28,6 +28,7 @@ from forward.loading import load_model
 from forward.model import Model
 from forward.surgery import clone
 from paged_cache import BlockPool, PagedBatch
+from paged_cache.memory import weight_bytes
 from phases.appendix.latency.attention import LatencyAttention
 from phases.appendix.latency.block import LatencyBlock
 from phases.appendix.latency.linear import LatencyWay
@@ -95,7 +96,7 @@ def steps(name: str, options: BenchOptions, top: Ceilings) -> Iterator[Run]:
             batch.slots.copy_(last * BLOCK + (context - 1) % BLOCK)
             with torch.inference_mode():
                 samples = graph_seconds([partial(step, model, batch)], target=0.05, repeats=9)
-            work = base.weight_bytes + count * context * config.kv_bytes_per_token(options.dtype)
+            work = weight_bytes(base) + count * context * config.kv_bytes_per_token(options.dtype)
             if not config.tie_word_embeddings:
                 work -= config.vocab_size * config.hidden_size * options.dtype.itemsize
             print(f"{name} {variant} {count} x {context}: {sorted(samples)[4] * 1e6:.1f} us", flush=True)

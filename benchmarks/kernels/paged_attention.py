@@ -36,7 +36,7 @@ from paged_cache.reference import gather
 from triton_paged_attention.batch import fixed_batch
 from triton_paged_attention.decode import Workspace, paged_decode
 from triton_paged_attention.prefill import paged_prefill, query_tiles
-from triton_paged_attention.tuning.tables import PREFILL, PrefillKey, for_keys
+from triton_paged_attention.tables import PREFILL, PrefillKey, for_keys
 from triton_paged_attention.versions.decode_v1 import paged_decode_v1
 from triton_paged_attention.versions.decode_v2 import paged_decode_v2
 from triton_paged_attention.versions.decode_v3 import paged_decode_v3

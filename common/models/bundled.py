@@ -86,12 +86,12 @@ BUNDLED = {
 
 
 def is_cached(name: str) -> bool:
-    """Whether the bundled model `name` is there already, so that `fetch` would have nothing to do."""
+    """Return True if the bundled model `name` is there already, so that `fetch` would have nothing to do."""
     return not damage(name)
 
 
 def damage(name: str, *, contents: bool = False) -> str:
-    """What is wrong with the stored folder of the bundled model `name`, or nothing.
+    """Describe the damage of the stored folder of the bundled model `name`; empty if there is none.
 
     Args:
         contents: compare every file's SHA-256 with the one it was stored with, which reads all the weights.
@@ -173,8 +173,8 @@ def fetch_bundled(
 
 
 def _with_sampling(folder: Path, bundle: Bundle) -> bytes:
-    """What `generation_config.json` is to hold."""
-    return (json.dumps(read_object(folder / _GENERATION) | bundle.sampling, indent=2) + "\n").encode()
+    """Return the contents of `generation_config.json`."""
+    return (json.dumps({**read_object(folder / _GENERATION), **bundle.sampling}, indent=2) + "\n").encode()
 
 
 def _add_later(name: str, folder: Path) -> None:
@@ -197,7 +197,7 @@ def _add_later(name: str, folder: Path) -> None:
 
 
 def _write_record(folder: Path, bundle: Bundle) -> None:
-    """What `damage` will compare the folder with."""
+    """Write the record that `damage` compares the folder with."""
     files = {
         name: {"bytes": (folder / name).stat().st_size, "sha256": _sha256(folder / name)} for name in _FILES
     }

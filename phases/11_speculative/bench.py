@@ -30,7 +30,7 @@ from common.models.hub import model_folder
 from common.text.tokenizer import Tokenizer
 from continuous.seams import NO_DRAFTS, Drafter
 from forward.model import Model
-from paged_cache import PagedEngine, Parts
+from paged_cache import PagedEngine, Parts, Recipe
 from speculative import Speculate, Speculator
 from speculative.control import Control
 from speculative.head import WEIGHTS
@@ -86,7 +86,7 @@ def tasks(options: BenchOptions) -> list[Run]:
     bench = Bench(options, model, **sizes)
     ngrams = (bench.engine, bench.drafter(drafter="ngram", draft_length=bench.length))
     contenders: dict[str, Contender] = {BEFORE: (bench.engine, NO_DRAFTS), PHASE: ngrams}
-    heads = {"head": {}}
+    heads: dict[str, dict[str, Any]] = {"head": {}}
     if cuda:
         contenders |= {PHASE: bench.other(drafter="ngram"), f"{PHASE}, host in between": ngrams}
         contenders[WAITING] = bench.other(drafter="none", overlap=False)
@@ -130,7 +130,9 @@ class Bench:
     def drafter(self, **settings: Any) -> Speculator:
         """A drafter for the engine that guesses on the host, as the feature would make it."""
         feature = Speculate(**settings)
-        source = feature.source(Parts(self.engine.runner.model))
+        parts = Parts(Recipe(self.engine.runner.model))
+        parts.model = self.engine.runner.model
+        source = feature.source(parts)
         return Speculator(source, Control(feature.length, adaptive=feature.draft_adaptive))
 
     def sweep(self, sizes: Sequence[int]) -> list[Run]:

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from paged_cache.parts import Feature
 
 FEATURES: tuple[str, ...] = (
+    "phases.appendix.tuning.feature:Tuned",
+    "phases.appendix.tuning.feature:Rehearsal",
     "phases.appendix.latency.feature:Latency",
+    "phases.appendix.checkpoint_formats.feature:CheckpointFormats",
     "phases.appendix.quant_kernels.feature:QuantKernels",
     "phases.appendix.all_reduce.feature:OwnSums",
     "phases.appendix.drafting_in_graphs.feature:DraftAhead",

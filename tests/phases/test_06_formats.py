@@ -22,7 +22,7 @@ from triton_paged_attention.batch import fixed_batch
 from triton_paged_attention.decode import paged_decode
 from triton_paged_attention.kernels.kv_store import kv_store
 from triton_paged_attention.prefill import paged_prefill, query_tiles
-from triton_paged_attention.tuning.tables import DecodeConfig, PrefillConfig
+from triton_paged_attention.tables import DecodeConfig, PrefillConfig
 
 pytestmark = pytest.mark.usefixtures("poison")
 HEADS, KV_HEADS, D = 4, 2, 16

@@ -53,7 +53,7 @@ class RequestError(Exception):
 
 
 class OneToken:
-    """What each taker of a step gets: one token. A later phase guesses several, and verifies them."""
+    """The tokens of a step: one for each request that takes one. A later phase verifies several."""
 
     def write(self, works: Sequence[Work]) -> None:
         """Write the drafts of a step into the rows, before it runs."""
@@ -196,7 +196,7 @@ class Runner:
         return self.model.logits(hidden)
 
     def read_prompts(self, step: Forwarded) -> list[PromptPart]:
-        """What a step tells of the prompts of those who asked; before the next `forward`."""
+        """Read the prompt log-probabilities that a step has computed; before the next `forward`."""
         return self.prompts.read(step.works, step.hidden, self.model.logits, self.rows.count)
 
     def refresh(self, works: Sequence[Work]) -> None:

@@ -1,8 +1,9 @@
-"""How many blocks fit: the memory ledger, made once at the start."""
+"""The memory ledger, made once at the start: the number of blocks that fit."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 from common.device import free_memory
 from common.errors import UserError, shown
@@ -16,7 +17,7 @@ CPU_CACHE_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Ledger:
-    """Where the memory goes, in bytes, and how many blocks and tokens the cache's part makes.
+    """The parts of the memory, in bytes, and the blocks and tokens that the cache's part makes.
 
     weights: parameters and buffers of the model.
     rows: what is kept for every row: tokens, block tables, and the sampler's settings and counts.
@@ -54,6 +55,12 @@ def _mib(size: int) -> str:
     return f"{size / 2**20:,.1f} MiB"
 
 
+def weight_bytes(model: Model) -> int:
+    """Return the bytes of all parameters and buffers; memory that several of them share is counted once."""
+    storages = {tensor.untyped_storage() for tensor in chain(model.parameters(), model.buffers())}
+    return sum(storage.nbytes() for storage in storages)
+
+
 def activation_bytes(model: Model, step_tokens: int, rows: int, sampler: type[Sampler] = Sampler) -> int:
     """An estimate of the most that one step needs beside weights and cache, from above.
 
@@ -71,7 +78,7 @@ def activation_bytes(model: Model, step_tokens: int, rows: int, sampler: type[Sa
 def row_bytes(
     model: Model, rows: int, max_len: int, block_size: int, sampler: type[Sampler] = Sampler
 ) -> int:
-    """What `rows` rows of at most `max_len` tokens keep, penalties that no request uses yet included."""
+    """Return the bytes of `rows` rows of at most `max_len` tokens, unused penalties included."""
     tables = 4 * -(-max_len // block_size)
     return rows * (8 * max_len + tables) + sampler.persistent_bytes(rows, model.config.vocab_size)
 
@@ -130,4 +137,6 @@ def plan_cache(
             f"the cache has {max(room, 0)} bytes" if cache_bytes is None else f"cache_bytes is {cache_bytes}"
         )
         raise UserError(f"{found}, but one block of {block_size} tokens takes {per_block}")
-    return Ledger(model.weight_bytes, for_rows, activations, blocks * per_block, blocks, block_size, reserved)
+    return Ledger(
+        weight_bytes(model), for_rows, activations, blocks * per_block, blocks, block_size, reserved
+    )

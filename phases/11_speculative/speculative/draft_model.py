@@ -70,7 +70,7 @@ class DraftModel(Source):
         return [made[request] for request in requests]
 
     def _guessed(self, request: Request) -> bool:
-        """Whether there are drafts behind all the tokens there are: the device's, or those of a step before
+        """Return True if there are drafts behind all known tokens: the device's, or those of a step before
         that the request had no turn in.
         """
         shadow = self.shadows.get(request)
@@ -85,7 +85,14 @@ class DraftModel(Source):
         shadow.drafts, shadow.known = tuple(drafts), len(request.tokens)
 
     def _ready(self, request: Request, length: int) -> Shadow | None:
-        """The request's shadow with all its tokens and room for drafts; None if there is no room."""
+        """Return the request's shadow with all its tokens (`_tokens`), and `_room` for `length` drafts
+        behind.
+
+        A request without a shadow enters (`_enter`), if there is a row and its tokens fit. What was computed
+        of the last drafts counts as far as they came true, from the first on; the last of them never was
+        computed, and the newest token counts as not computed in any case. The drafts are forgotten. None if
+        there is no room: then the request leaves.
+        """
         shadow = self.shadows.get(request)
         if shadow is None:
             if not (self.rows.free and self.cache.fits(request)):
@@ -107,7 +114,7 @@ class DraftModel(Source):
         return shadow
 
     def _room(self, own: Request, end: int) -> bool:
-        """Whether there is room for so many tokens, which is then reserved."""
+        """Reserve room for so many tokens; False if there is none."""
         return end <= self.rows.max_len and self.cache.reserve(own, end)
 
     def _tokens(self, request: Request, own: Request) -> list[int]:

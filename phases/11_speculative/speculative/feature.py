@@ -15,6 +15,7 @@ from forward.loading import load_model
 from forward.model import Model
 from paged_cache import Feature, PagedEngine, PagedSizes, Parts, build
 from quant import Quant
+from quant.loading import Quantize
 from speculative.control import Control
 from speculative.draft_model import DraftModel
 from speculative.head import WEIGHTS, HeadSource, load
@@ -31,8 +32,9 @@ MOST_CACHED = 1 << 17
 """Tokens in the draft model's cache, for all requests together."""
 READ = ("model", "head")
 """Drafters whose weights `draft_model` may name."""
-SHARED = ("kernels", "graphs", "latency", "quant_kernels")
-"""Features that a draft model takes over from the model it drafts for."""
+
+SHARED = ("kernels", "rehearsal", "graphs", "latency", "quant_kernels")
+"""Features that a draft model takes over from the model it drafts for, where that has them."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,10 @@ class Speculate(Feature):
         control = Control(self.length, adaptive=self.draft_adaptive)
         speculator = Speculator(self.source(parts), control)
         parts.bring(self, drafter=speculator)
-        parts.finish += [verify, speculator.attach]
+        parts.stages["connect"] += [
+            lambda whole: verify(whole.engine),
+            lambda whole: speculator.attach(whole.engine),
+        ]
         parts.loops["waiting"] = watched
         SmallSteps(self.length).install(parts)
 
@@ -105,7 +110,7 @@ class Speculate(Feature):
 
 
 @dataclass(frozen=True)
-class Drafter:
+class DrafterKind:
     """A kind of drafter. usual: drafts of a request in a step, at most, unless the caller says otherwise."""
 
     usual: int
@@ -113,12 +118,12 @@ class Drafter:
 
 
 DRAFTERS = {
-    "ngram": Drafter(
+    "ngram": DrafterKind(
         7, lambda options, parts: NGrams()
     ),  # seven and the newest: as many as kernels for few take
-    "model": Drafter(4, Speculate.draft_model_source),
-    "head": Drafter(4, Speculate.head_source),
-    "synthetic": Drafter(3, lambda options, parts: Synthetic(options.draft_accept)),
+    "model": DrafterKind(4, Speculate.draft_model_source),
+    "head": DrafterKind(4, Speculate.head_source),
+    "synthetic": DrafterKind(3, lambda options, parts: Synthetic(options.draft_accept)),
 }
 """By name; an appendix entry may add one."""
 
@@ -131,7 +136,7 @@ def step_tokens(parts: Parts) -> int:
 
 @dataclass(frozen=True)
 class SmallSteps(Feature):
-    """Where there are graphs, they also take steps of a few tokens a request: what has to be verified, and
+    """Graphs also for steps of a few tokens a request, where there are graphs: what has to be verified, and
     what a draft model has to catch up with.
 
     drafts: of a request in a step.
@@ -167,7 +172,7 @@ def draft_engine(parts: Parts, model: str | Model, features: Iterable[Feature]) 
         model,
         device=str(large.device),
         dtype=str(large.dtype).removeprefix("torch."),
-        linears=few_bits.linears(),
+        linears=parts.linears.reading() if isinstance(parts.linears, Quantize) else None,
     )
     if small.config.vocab_size != large.config.vocab_size:
         raise UserError(

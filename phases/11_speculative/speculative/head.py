@@ -256,7 +256,7 @@ class HeadSource(DraftModel):
         self._large = engine
 
     def states(self, first: int, count: int) -> Tensor:
-        """What the newest step left of its tokens `first .. first + count - 1`: `[count, 3 * hidden]`."""
+        """Return the newest step's states of tokens `first .. first + count - 1`: `[count, 3 * hidden]`."""
         assert self._large is not None and self._large.runner.last is not None
         some = slice(first, first + count)
         return torch.cat((self.taps.kept[some], self._large.runner.last.hidden[some]), dim=-1)

@@ -22,7 +22,7 @@ class Watcher(Drafter):
 
     @property
     def waits(self) -> bool:
-        """Whether every token must be known before a step is scheduled; then steps do not overlap."""
+        """True while every token must be known before a step is scheduled; then steps do not overlap."""
         return False
 
 
@@ -37,7 +37,7 @@ class Waiting:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is under way."""
+        """True if nothing is under way."""
         return self.inner.idle
 
     def advance(self, engine: Engine) -> None:

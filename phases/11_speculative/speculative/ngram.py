@@ -18,7 +18,7 @@ MOST_TOKENS = 1 << 15
 
 
 class NGramIndex:
-    """Where each n-gram of a text stood last. Each token is taken in once, whatever is asked in between.
+    """Index of where each n-gram of a text stood last. Each token is taken in once.
 
     A token costs one entry for each of `ORDERS`, some 100 bytes each, so an index has at most 10 MB.
     """
@@ -44,7 +44,7 @@ class NGramIndex:
             self.seen = len(tokens)
 
     def propose(self, most: int) -> list[int]:
-        """What followed the longest n-gram that ends the text, when it stood here last."""
+        """Return what followed the longest n-gram that ends the text, when it stood here last."""
         for order in ORDERS:
             at = self._ends.get(tuple(self.tokens[-order:])) if len(self.tokens) >= order else None
             if at is not None:

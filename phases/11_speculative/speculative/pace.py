@@ -12,7 +12,7 @@ from speculative.control import Control
 
 
 @dataclass
-class Landed:
+class Seen:
     """Works that have landed since a step began. prompts: tokens of a prompt were among them."""
 
     rows: int = 0
@@ -40,7 +40,7 @@ class Pace:
         self._fresh = True  # a request may come whose prompt can be watched
         self._began: float | None = None
         self._steps = self._decodes = 0
-        self._landed = Landed()
+        self._landed = Seen()
 
     def attach(self, engine: Engine) -> None:
         """Meet the engine whose steps these are."""
@@ -88,7 +88,7 @@ class Pace:
     def _measure(self, rows: int) -> None:
         """Tell the control what the step before took, if it was one of decodes alone."""
         began, self._began = self._began, self.clock()
-        seen, self._landed = self._landed, Landed()
+        seen, self._landed = self._landed, Seen()
         if self._engine is None or not self.control.adaptive:
             return
         steps, decodes, stats = self._steps, self._decodes, self._engine.stats

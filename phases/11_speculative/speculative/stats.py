@@ -1,4 +1,4 @@
-"""What speculation has done: guesses by position, tokens a step, and which tokens came for nothing."""
+"""Counts of what speculation has done: guesses by position, tokens a step, tokens that came for nothing."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class SpeculationStats:
 
     @property
     def mark(self) -> str:
-        """What stands beside every number that synthetic acceptance made; nothing beside others."""
+        """Words that stand beside every number that synthetic acceptance made; nothing beside others."""
         return "" if self.synthetic is None else f"synthetic acceptance of {self.synthetic:g} drafts a step"
 
     def lines(self) -> list[str]:

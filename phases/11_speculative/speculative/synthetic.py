@@ -28,7 +28,7 @@ class Synthetic(Source):
         verify(engine).agree = self.agree
 
     def agree(self, sampled: Sequence[int], drafts: Sequence[int]) -> int:
-        """As many as are owed, in whole drafts; what is left over is owed to the next."""
+        """Accept a whole number of drafts, and carry the fraction over to the next call."""
         self._owed += self._each
         right = min(int(self._owed), len(drafts))
         self._owed = min(self._owed - right, 1.0)

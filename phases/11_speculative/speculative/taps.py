@@ -40,7 +40,7 @@ def _keep(kept: Tensor, layer: nn.Module, given: Any, out: Any) -> None:
 
 
 def stream(out: Any) -> Tensor:
-    """What a layer puts out; a fused one leaves its last addition to the next."""
+    """Return what a layer puts out; a fused one leaves its last addition to the next."""
     whole: Tensor = out if isinstance(out, Tensor) else out[0] + out[1]
     return whole
 

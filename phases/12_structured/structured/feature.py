@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, cast, get_args
 from common.errors import UserError, boolean, choice, integer, number
 from common.options import option
 from common.text.tokenizer import Tokenizer
-from continuous.seams import NO_DRAFTS
+from continuous.seams import NO_DRAFTS, Drafter
 from cuda_graphs.feature import Graphs
 from paged_cache import Feature, PagedEngine, Parts
 from speculative.loops import NO_GUESSES, Watcher, watched
@@ -52,7 +52,7 @@ class Structured(Feature):
 
         Nothing is imported and no tokenizer prepared before the first grammar comes.
         """
-        config, tokenizer = parts.model.config, parts.tokenizer
+        config, tokenizer = parts.model.config, parts.recipe.tokenizer
         refusal = ""
         if tokenizer is None:
             refusal = "grammar is set, but must be None for an engine that has no tokenizer"
@@ -78,9 +78,9 @@ class Structured(Feature):
         if "kernels" in parts.features:
             from structured.kernel import rehearse, with_kernel
 
-            parts.sampler = with_kernel(parts.sampler)
-            if parts.rehearse is not None:
-                parts.finish.append(lambda engine: rehearse(engine.runner.sampler))
+            parts.wrap(self, sampler=with_kernel)
+            if parts.stages["rehearse"]:
+                parts.stages["connect"].append(lambda whole: rehearse(whole.engine.runner.sampler))
             graphs = parts.features.get("graphs")
             if isinstance(graphs, Graphs):
                 from structured.masked_plan import MaskedPlan, masked_bytes
@@ -91,16 +91,20 @@ class Structured(Feature):
                     lambda whole: masked_bytes(whole.model, min(most, whole.size("max_rows")))
                 )
         if parts.model.device.type != "cpu":  # there a step takes longer than any mask
-            parts.finish.append(let_late_ones_wait)
+            parts.stages["connect"].append(lambda whole: let_late_ones_wait(whole.engine))
         if parts.drafter is not NO_DRAFTS or self.jump_forward:
             parts.loops.setdefault("waiting", watched)
-            parts.finish.append(verify)
-            parts.drafter = GrammarDrafter(
-                parts.drafter if isinstance(parts.drafter, Watcher) else NO_GUESSES,
-                jump_forward=self.jump_forward,
-                most_ahead=self.jump_rows,
-                in_turn=parts.model.device.type == "cpu",
-            )
+            parts.stages["connect"].append(lambda whole: verify(whole.engine))
+            parts.wrap(self, drafter=partial(self._forced, in_turn=parts.model.device.type == "cpu"))
+
+    def _forced(self, drafter: Drafter, *, in_turn: bool) -> GrammarDrafter:
+        """Return a drafter of what grammars force, around one that guesses."""
+        return GrammarDrafter(
+            drafter if isinstance(drafter, Watcher) else NO_GUESSES,
+            jump_forward=self.jump_forward,
+            most_ahead=self.jump_rows,
+            in_turn=in_turn,
+        )
 
 
 def two_halves(parts: Parts, engine: PagedEngine) -> TwoHalves:

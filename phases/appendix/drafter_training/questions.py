@@ -1,4 +1,4 @@
-"""How questions begin, so that not all of them are the ones the model likes best.
+"""Beginnings of questions, so that not all of them are the ones the model likes best.
 
 A model that asks itself from nothing asks much the same: about scripts, about stories it was shown. A drafter
 that has read only answers to those guesses badly for people. So most questions are begun here, with a form of
@@ -72,7 +72,7 @@ def words_of(texts: Iterable[str]) -> list[str]:
 
 
 def beginning(rng: random.Random, words: Sequence[str] = ()) -> str:
-    """How a question begins; often that is all of it. Empty: the model begins as well.
+    """Return how a question begins; often that is all of it. Empty: the model begins as well.
 
     words: further topics.
     """

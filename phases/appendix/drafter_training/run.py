@@ -149,7 +149,7 @@ def write_text(
         ready = time.monotonic()
         print(f"text: the engine is ready after {ready - start:.0f} s", flush=True)
         seconds = max(LEAST_SECONDS, until - ready)
-        told = partial(progress, ready, Told())
+        told = partial(progress, ready, Announced())
         talks = write(
             engine,
             before,
@@ -183,13 +183,13 @@ LEAST_SECONDS = 10.0
 
 
 @dataclass
-class Told:
+class Announced:
     """When progress was told last."""
 
     at: float = 0.0
 
 
-def progress(since: float, last: Told, count: int) -> None:
+def progress(since: float, last: Announced, count: int) -> None:
     """A line every ten seconds."""
     now = time.monotonic()
     if now - max(last.at, since) >= 10:
@@ -198,7 +198,7 @@ def progress(since: float, last: Told, count: int) -> None:
 
 
 def split(talks: list[Talk]) -> tuple[list[Talk], list[Talk]]:
-    """What is kept for the evaluation, greedy answers only, and what is trained on."""
+    """Return what is kept for the evaluation, greedy answers only, and what is trained on."""
     most = min(HELD, max(2, len(talks) // 20))
     held = [talk for talk in talks if talk.greedy][:most]
     kept = {id(talk) for talk in held}

@@ -35,7 +35,7 @@ class Talk:
 
 
 def template(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """What stands before a question, and between it and the answer."""
+    """Return what stands before a question, and between it and the answer."""
     one, two = (
         tokenizer.chat([{"role": "user", "content": content}], add_generation_prompt=True)
         for content in ("A", "Why")

@@ -103,7 +103,7 @@ def watching(model: Model, places: Sequence[int]) -> Iterator[list[Tensor]]:
 
 @torch.no_grad()
 def hidden_states(model: Model, ids: Tensor, taps: Sequence[int] = ()) -> Tensor:
-    """What the model makes of `ids [B, S]`: the outputs of the layers `taps` and its last hidden states,
+    """Return what the model makes of `ids [B, S]`: outputs of the layers `taps`, and its last hidden states,
     end to end: `[B, S, (len(taps) + 1) * hidden]`.
     """
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
@@ -156,7 +156,7 @@ AHEAD = 2
 
 @torch.no_grad()
 def accepted(model: Model, drafter: Head, talks: Sequence[Talk], steps: int = 4) -> list[float]:
-    """How often the first, the first two, ... greedy drafts are all what a greedy answer said.
+    """Return how often the first, the first two, ... greedy drafts are all what a greedy answer said.
 
     All conversations at once, padded at their ends.
     """

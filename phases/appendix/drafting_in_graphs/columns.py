@@ -1,4 +1,4 @@
-"""What calls `columns.cu`: when it fits, and with what; and the layers that do."""
+"""Calls of `columns.cu`: when it fits, and with what; and the layers' way to it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MOST_SPLITS = 8
 
 
 class Shape(NamedTuple):
-    """How a matrix is shared out: inputs of a warp, and tiles of rows in a program."""
+    """Partition of a matrix: inputs of a warp, and tiles of rows in a program."""
 
     part: int
     tiles: int
@@ -55,7 +55,7 @@ def shape_of(rows: int, size: int, gated: bool, device: torch.device) -> Shape |
 
 
 class Splits(NamedTuple):
-    """How attention has left its splits: see `phases.appendix.latency.lone_few.lone_few_kernel`."""
+    """Layout of the splits that attention left: see `phases.appendix.latency.lone_few.lone_few_kernel`."""
 
     most: int
     head_dim: int
@@ -142,7 +142,7 @@ class Columns:
         self.linear, self.fewest, self.run_ahead = linear, fewest, run_ahead
 
     def shape(self, gate: str | None) -> Shape | None:
-        """How its matrix is shared out, if it can be with such a gate."""
+        """Return how its matrix is shared out, if it can be with such a gate."""
         weight = self.linear.weight
         fits = self.linear.bias is None and gate in (None, "silu")
         return shape_of(*weight.shape, gate is not None, weight.device) if fits else None

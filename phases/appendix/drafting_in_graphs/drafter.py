@@ -25,7 +25,7 @@ class InGraphDrafter(Watcher):
 
     @property
     def stats(self) -> SpeculationStats:
-        """What came of the guesses."""
+        """Counts of what came of the guesses."""
         return self.speculator.stats
 
     @property

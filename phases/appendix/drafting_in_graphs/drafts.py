@@ -1,4 +1,4 @@
-"""Who drafts inside the graph: any model by its own `forward`, and a head in a third of the kernels.
+"""Drafters inside the graph: any model by its own `forward`, and a head in a third of the kernels.
 
 A draft is hardly any work, and its kernels wait for each other: two or three microseconds each, whatever
 it does. So a head's step is its layer, which phase 09 made five kernels of, and as little else as can be:

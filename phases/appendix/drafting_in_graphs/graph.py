@@ -171,7 +171,7 @@ class AheadGraph:
 
     @staticmethod
     def _find(on: Machine, rows: Tensor, at: Tensor, ids: Tensor, positions: Tensor, slots: Tensor) -> None:
-        """What tokens stand in these places, and where their keys go."""
+        """Find which tokens stand in these places, and where their keys go."""
         gather_inputs(
             rows, at, on.rows.tokens, on.tables.data, on.block_size, ids=ids, positions=positions, slots=slots
         )

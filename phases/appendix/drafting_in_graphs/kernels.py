@@ -1,4 +1,4 @@
-"""What a step that verifies and drafts does between its layers, one small kernel each and one program per
+"""Work of a step that verifies and drafts between its layers, one small kernel each and one program per
 request. In torch these would be thirty kernels, a tenth of a small model's step.
 
 Every step has `K` drafts a request, the newest token before them: `K + 1` places. `given [4, B]` int64 has
@@ -22,7 +22,7 @@ def places_kernel(
     given, next_at, at, rows, token_rows, token_at, steps, contexts,
     small_rows, small_token_rows, small_at, small_contexts, size, K: tl.constexpr,
 ):  # fmt: skip
-    """Where each request stands, and what follows from it for the model's inputs and the drafter's."""
+    """Work out where each request stands, and what follows for the model's inputs and the drafter's."""
     i = tl.program_id(0)
     row, small_row = tl.load(given + i), tl.load(given + size + i)
     base, prompt = tl.load(given + 2 * size + i), tl.load(given + 3 * size + i)

@@ -24,7 +24,7 @@ SIZES: dict[type, Any] = {int: ctypes.c_longlong, float: ctypes.c_float}
 
 @cache
 def available(device: torch.device) -> bool:
-    """Whether there are clusters (from Hopper on), and a compiler for them."""
+    """Return True if there are clusters (from Hopper on), and a compiler for them."""
     if not at_least(device, HOPPER):
         return False
     try:
@@ -35,7 +35,7 @@ def available(device: torch.device) -> bool:
 
 
 def _checked(answer: Sequence[Any]) -> Any:
-    """What a call of `cuda.bindings` returns beside its status, which must be success."""
+    """Return what a call of `cuda.bindings` returns beside its status, which must be success."""
     status, *values = answer
     if int(status):
         raise RuntimeError(f"CUDA: {status.name}")

@@ -27,7 +27,7 @@ class InGraph:
 
     @property
     def idle(self) -> bool:
-        """Whether no step of either kind is under way."""
+        """True if no step of either kind is under way."""
         return self.inner.idle and self.flight is None
 
     def advance(self, engine: Engine) -> None:

@@ -37,8 +37,8 @@ FEW_LOOKED_UP = 4
 at its start, and few have texts that repeat themselves."""
 
 
-class Line(NamedTuple):
-    """What a step tells of one request; -1: in the place of a draft stands a token that nobody guessed."""
+class LineResult(NamedTuple):
+    """Result for one request. A draft of -1 is filler, not a guess."""
 
     right: int
     sampled: list[int]
@@ -55,7 +55,7 @@ class Flight(Pending):
     def __init__(self, works: Sequence[Work], drafts: int, told: HostSampled, blank: set[int]) -> None:
         super().__init__(works, None)
         self.drafts, self._told, self.blank = drafts, told, blank
-        self.lines: dict[int, Line] = {}
+        self.lines: dict[int, LineResult] = {}
 
     def get(self) -> list[list[Token]]:
         """See `Pending.get`. All tokens before this step are known now, and so is where it began."""
@@ -70,7 +70,7 @@ class Flight(Pending):
                 if work.request.row == work.row:  # a step without drafts counts its token in advance
                     work.request.num_computed_tokens = work.start + 1
             works.append(work)
-            self.lines[id(work)] = Line(right, rest[: k + 1], rest[k + 1 :])
+            self.lines[id(work)] = LineResult(right, rest[: k + 1], rest[k + 1 :])
             found.append([(token, None) for token in rest[: right + 1]])
         self.works = works
         return found
@@ -157,7 +157,7 @@ class Ahead:
             return None
 
     def _kind(self, running: Sequence[Request], before: Flight | None) -> Feature | None:
-        """How the running requests are sampled in a graph; None if they cannot all take part."""
+        """Return how the running requests are sampled in a graph; None if they cannot all take part."""
         scheduler = self.engine.scheduler
         if not running or len(running) > self.sizes[-1]:
             return None
@@ -206,7 +206,7 @@ class Ahead:
         return k
 
     def _go_on(self, running: Sequence[Request]) -> int:
-        """How many of the drafts that are on the device already are to be verified."""
+        """Return how many of the drafts that are on the device already are to be verified."""
         wanted = self.drafter.wanted(running)
         if not wanted:
             return 0
@@ -268,7 +268,7 @@ def request_sizes(rows: int, *, models: int) -> list[int]:
 
 
 def ahead_bytes(model: Model, rows: int, drafts: int, *, models: int) -> int:
-    """What the graphs take, an estimate from above; `models` counts the model itself."""
+    """Return what the graphs take, an estimate from above; `models` counts the model itself."""
     sizes, lengths = request_sizes(rows, models=models), draft_lengths(drafts)
     tokens = sizes[-1] * (drafts + 1)
     graphs = len(sizes) * len(lengths) * len(CAPTURED)

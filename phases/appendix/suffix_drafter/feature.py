@@ -13,7 +13,7 @@ from common.options import option
 from paged_cache import Feature, Parts
 from phases.appendix.suffix_drafter.automaton import Suffixes
 from speculative import Speculate, Speculator
-from speculative.feature import DRAFTERS, Drafter
+from speculative.feature import DRAFTERS, DrafterKind
 
 MOST_BYTES = 64 << 20
 """Memory for the shared automata, unless the caller says otherwise."""
@@ -34,7 +34,7 @@ class SuffixDrafter(Feature):
 
     @classmethod
     def pays(cls, device: torch.device, others: Mapping[str, Feature | None]) -> bool:
-        """Where it was asked for."""
+        """On where it was asked for."""
         speculate = others.get("speculate")
         return isinstance(speculate, Speculate) and speculate.drafter == "suffix"
 
@@ -45,4 +45,4 @@ class SuffixDrafter(Feature):
             drafter.source.limit(self.suffix_bytes)
 
 
-DRAFTERS["suffix"] = Drafter(7, lambda options, parts: Suffixes(MOST_BYTES))
+DRAFTERS["suffix"] = DrafterKind(7, lambda options, parts: Suffixes(MOST_BYTES))

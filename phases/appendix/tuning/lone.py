@@ -1,4 +1,4 @@
-"""`--autotune` for the kernels of a step of one token: what phase 06 searches, and then these."""
+"""`--autotune` for the kernels of a step of one token, after those of phase 06."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ from paged_cache import BlockPool
 from phases.appendix.latency.attention import LatencyAttention
 from phases.appendix.latency.gemv import gemv
 from phases.appendix.latency.surgery import install
-from phases.appendix.latency.tables import GEMV, LONE, GemvKey, LoneKey, heads_config
+from phases.appendix.latency.tables import GEMV, LONE, GemvConfig, GemvKey, LoneConfig, LoneKey, heads_config
+from phases.appendix.tuning import autotune as kernels
+from phases.appendix.tuning.autotune import Found, Report, Space, Timer, graph_timer, tune
+from phases.appendix.tuning.shapes import BLOCK_SIZE, Shape, copies_of
+from phases.appendix.tuning.winners import Winners
 from triton_paged_attention.batch import fixed_batch
 from triton_paged_attention.layers import FusedBlock
 from triton_paged_attention.surgery import optimize
-from triton_paged_attention.tuning import autotune as kernels
-from triton_paged_attention.tuning.autotune import Found, Report, Space, Timer, graph_timer, tune
-from triton_paged_attention.tuning.shapes import BLOCK_SIZE, Shape, copies_of
+
+GEMVS = Winners("gemv", GEMV, GemvConfig)
+LONES = Winners("lone", LONE, LoneConfig)
 
 SPACE: dict[str, Space] = {
     "lone": {
@@ -51,15 +55,16 @@ def autotune(
     timer: Timer | None = None,
     report: Report = lambda shape, trial: None,
 ) -> Iterator[Found]:
-    """See `triton_paged_attention.tuning.autotune.autotune`; a step of one token has half the keys."""
+    """See `autotune.autotune`; a step of one token has half the keys."""
     given: dict[str, Any] = {"batches": batches, "context": context, "timer": timer, "report": report}
     yield from kernels.autotune(model, device=device, dtype=dtype, **given)
     for shape in shapes(model, device, dtype, max(1, context // 2)):
-        yield tune(shape, SPACE[shape.kind], timer or graph_timer, report)
+        shape.winners.use()
+        yield tune(shape, SPACE[shape.winners.kind], timer or graph_timer, report)
 
 
 def shapes(model: ModelConfig, device: torch.device, dtype: torch.dtype, context: int) -> Iterator[Shape]:
-    """What a step of one token of such a model can be tuned for, with random data."""
+    """Yield the shapes of a step of one token of such a model, with random data."""
     yield from step_shapes(model, device, dtype, context)
     yield head_shape(model, device, dtype)
 
@@ -88,9 +93,9 @@ def step_shapes(
         return
     key = LoneKey(model.num_kv_heads, max(16, triton.next_power_of_2(model.head_dim)), dtype.itemsize)
     title = f"a layer of one token: attention, {context:,} keys"
-    yield Shape(LONE, key, device, title, call, layers, most_splits=32)
+    yield Shape(LONES, key, device, title, call, layers, most_splits=32)
     for matrix in dict.fromkeys(matrices):
-        yield Shape(GEMV, matrix, device, f"a layer of one token: {_title(matrix)}", call, layers)
+        yield Shape(GEMVS, matrix, device, f"a layer of one token: {_title(matrix)}", call, layers)
 
 
 def _step(
@@ -129,7 +134,7 @@ def head_shape(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> 
     def call() -> Tensor:
         return [gemv(x, weight, out_dtype=torch.float32) for weight in weights][-1]
 
-    return Shape(GEMV, key, device, f"output head: {_title(key)}", call, copies)
+    return Shape(GEMVS, key, device, f"output head: {_title(key)}", call, copies)
 
 
 def _title(matrix: GemvKey) -> str:

@@ -1,4 +1,4 @@
-"""Attention over values of eight bits that lie in pairs: see `paged_cache.pool.KVFormat`.
+"""Values of e4m3 in pairs: those of tokens 2 i and 2 i + 1 lie in turn, byte by byte.
 
 A matrix unit of 16-bit numbers wants the values of two neighbouring tokens side by side in a register. It
 gets them so from 16-bit values by a transposing load, but no load transposes bytes: values one by one would
@@ -8,9 +8,16 @@ and the even and the odd tokens' values are two products.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from paged_cache.pool import KVFormat
+from triton_paged_attention.layout import Layout
+from triton_paged_attention.tables import DecodeConfig, PrefillConfig
 from triton_paged_attention.tiles import hide, lookup, raw_scores, unit
 
 LEAST_TILE = 32
@@ -45,11 +52,13 @@ def attend_pairs(
     m, total, acc,
     k_cache,  # pointer to [N, P, KH, D], e4m3
     v_cache,  # pointer to [N, P / 2, KH, D], words
-    table, kv_head, low, high, scale, soft_cap, block_stride, slot_stride, head_stride,
-    D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, WIDE: tl.constexpr, ASM: tl.constexpr,
+    table, kv_head, low, high, whole, scale, soft_cap, block_stride, slot_stride, head_stride,
+    D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """`tiles.attend` for such a cache; `low` is even. WIDE: the type that products are made in."""
+    """`tiles.attend` for such a cache; `low` is even, and there is no TMA. Products are made in WIDE."""
+    WIDE: tl.constexpr = query.dtype if query.dtype == tl.float32 else tl.float16
+    ASM: tl.constexpr = query.dtype != tl.float32
     pair = 2 * tl.arange(0, BLOCK_N // 2)
     d = tl.arange(0, D_PAD)
     inside = (d < D)[None, :]
@@ -96,3 +105,32 @@ def attend_pairs(
         m = new_m
         block = next_block
     return m, total, acc
+
+
+@triton.jit
+def pair_place(slot, block_stride, slot_stride, P: tl.constexpr):
+    """Return the place of a token's first value, and how far apart its values are."""
+    return (slot // P) * block_stride + (slot % P) // 2 * 2 * slot_stride + slot % 2, 2
+
+
+def fit(config: DecodeConfig | PrefillConfig, block_size: int) -> DecodeConfig | PrefillConfig:
+    """Return the configuration for half the bytes: decode's tiles take twice the tokens, if in one block."""
+    block_n = max(config.block_n, LEAST_TILE)
+    if isinstance(config, DecodeConfig) and block_size % (2 * block_n) == 0:
+        block_n *= 2
+    return replace(config, block_n=block_n, tma=False)
+
+
+def words(values: Tensor) -> Tensor:
+    """Return the values of two tokens in one number."""
+    return values.view(torch.int16)
+
+
+PAIRS = Layout(attend_pairs, pair_place, fit, words)
+
+
+def in_pairs(kv: KVFormat, block_size: int) -> KVFormat:
+    """Return a format of one byte a number with its values in pairs."""
+    assert kv.dtype is not None and kv.dtype.itemsize == 1, "only numbers of one byte lie in pairs"
+    assert block_size % 2 == 0, f"block_size is {block_size}, but must be even for values in pairs"
+    return replace(kv, layout=PAIRS)

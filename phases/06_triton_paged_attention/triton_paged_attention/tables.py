@@ -1,21 +1,39 @@
-"""Tuned defaults by shape: a table that can be read, not a search that happens to the user.
+"""Tables of block sizes: in which configuration a kernel runs, by the shape of its work.
 
 The numbers come from `benchmarks/kernels/` on an H200 (compute capability 9.0; `docs/kernels.md` has the
 sweeps). On other GPUs the same choices are made to fit: tiles and stages shrink until they fit the shared
-memory. What `--autotune` found on the present machine comes before the table (`winners.py`).
+memory. A configuration says how large tiles are and how many programs share the work, never what is computed.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import cache
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
 from triton_paged_attention.hardware import HOPPER, at_least, multiprocessors, shared_memory
-from triton_paged_attention.tuning.winners import Entry, Table
+
+Key = TypeVar("Key", bound=tuple[object, ...])
+Config = TypeVar("Config")
+
+
+class Table(Generic[Key, Config]):
+    """Configurations by key, a NamedTuple of what decides about them.
+
+    default: the configuration for a key on a device.
+    tuned: a seam: it is asked first, and answers None where it knows nothing better than the default.
+    """
+
+    def __init__(self, default: Callable[[Key, torch.device], Config]) -> None:
+        self.default = cache(default)
+        self.tuned: Callable[[Key, torch.device], Config | None] = lambda key, device: None
+
+    def lookup(self, key: Key, device: torch.device) -> Config:
+        """Return the configuration for a key. Kernels ask for it at every launch."""
+        return self.tuned(key, device) or self.default(key, device)
 
 
 @dataclass(frozen=True)
@@ -62,24 +80,7 @@ def decode_default(key: DecodeKey, device: torch.device) -> DecodeConfig:
     return config
 
 
-class DecodeTable(Table[DecodeKey, DecodeConfig]):
-    """There is a batch of every size, so the search's nearest number of pairs decides."""
-
-    def find(self, entries: Sequence[Entry], key: DecodeKey) -> Entry | None:
-        """The entry of the nearest batch size with these heads."""
-        alike = [(DecodeKey(**entry["at"]), entry) for entry in entries]
-        alike = [(at, entry) for at, entry in alike if at._replace(pairs=key.pairs) == key]
-        if not alike:
-            return None
-        return min(alike, key=lambda pair: abs(math.log(max(1, pair[0].pairs) / max(1, key.pairs))))[1]
-
-    def fit(self, found: DecodeConfig, key: DecodeKey, device: torch.device) -> DecodeConfig:
-        """A winner of another batch size may not split more than the workspace has room for."""
-        most = max(self.default(key, device).splits, 4 * multiprocessors(device) // key.pairs)
-        return replace(found, splits=min(found.splits, most))
-
-
-DECODE = DecodeTable("decode", DecodeConfig, decode_default)
+DECODE = Table(decode_default)
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def prefill_default(key: PrefillKey, device: torch.device) -> PrefillConfig:
     return config
 
 
-PREFILL = Table("prefill", PrefillConfig, prefill_default)
+PREFILL = Table(prefill_default)
 
 LONG = 8192
 """Keys from which on a prefill program is long enough to be alone on its multiprocessor."""

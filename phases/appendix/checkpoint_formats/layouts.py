@@ -1,4 +1,4 @@
-"""How checkpoints lay out the tensors of one quantized layer, and the way from each to `QuantizedWeight`.
+"""Layouts of a quantized layer's tensors in checkpoints, and the way from each to `QuantizedWeight`.
 
 Everybody's four-bit numbers are the same sixteen; they differ in the side they are packed along, in their
 order within a word, and in what a zero point is counted from.
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from common.errors import UserError
 from quant.formats import DTYPES, Scheme
 from quant.linear import QuantLinear
+from quant.loading import StoredLayer
 from quant.weights import MIDDLE, QuantizedWeight, check_scale, pack_nibbles
 
 Kind = Literal["plain", "packed", "gptq", "awq"]
@@ -53,7 +54,7 @@ class Layout:
         return 8 if self.eight else self.scheme.bits
 
     def inputs(self, k: int) -> int:
-        """How many of a row's `k` inputs share a scale in the file, or 0 where that is not by group."""
+        """Return how many of a row's `k` inputs share a scale in the file; 0 where that is not by group."""
         return k if self.row else self.scheme.group
 
     def tensors(self, n: int, k: int, name: str) -> Expected:
@@ -177,7 +178,7 @@ class Layout:
         return None
 
 
-class StoredLinear(nn.Module):
+class StoredLinear(StoredLayer):
     """A layer's tensors as a checkpoint has them, between being read and being understood."""
 
     def __init__(self, linear: nn.Linear, layout: Layout, name: str) -> None:
@@ -187,6 +188,18 @@ class StoredLinear(nn.Module):
         for tensor, (shape, dtype) in self.expected.items():
             self.register_buffer(tensor, torch.empty(shape, dtype=dtype, device="meta"))
         self.bias = linear.bias
+
+    def part(self, leaf: str, value: Tensor, place: int | None) -> Tensor:
+        """See `StoredLayer.part`: shapes are this rank's, and groups are counted from its own first."""
+        if leaf == "weight_shape":
+            return torch.tensor(self.shape, dtype=value.dtype)
+        if not leaf.endswith("g_idx") or place is None or self.layout.row:
+            return value
+        groups = self.shape[1] // self.layout.scheme.group
+        value = value - place * groups
+        if bool(((value < 0) | (value >= groups)).any()):
+            raise UserError("groups are in the order of activations: they cannot be cut along the inputs")
+        return value
 
     def understood(self, name: str, dtype: torch.dtype) -> QuantLinear | nn.Linear:
         """The layer that this stands for; one whose weight is plain has it in `dtype`."""

@@ -21,8 +21,8 @@ from common.device import pick_dtype
 from common.errors import UserError
 from common.models.fields import read_object
 from forward.model import Model
+from phases.appendix.checkpoint_formats.layouts import pack_words
 from quant.formats import BLOCK, Scheme
-from quant.layouts import pack_words
 from quant.linear import QuantLinear
 from quant.weights import QuantizedWeight, unpack_nibbles
 
@@ -68,7 +68,7 @@ def check_target(folder: Path) -> Path:
 
 
 def _others(folder: Path) -> list[Path]:
-    """What is in a folder, but for what a command that was killed has left."""
+    """Return what is in a folder, but for what a command that was killed has left."""
     return [path for path in folder.iterdir() if path.name != PARTIAL]
 
 

@@ -1,4 +1,4 @@
-"""What `--autotune` can tune for a model: kernels on random data of the model's shapes."""
+"""Shapes that `--autotune` can tune for a model: kernels on random data of the model's shapes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from common.models.config import ModelConfig
 from paged_cache.pool import LayerCache
+from phases.appendix.tuning.winners import DECODING, PREFILLING, Winners
 from triton_paged_attention.decode import Workspace, paged_decode
 from triton_paged_attention.hardware import multiprocessors
 from triton_paged_attention.prefill import paged_prefill, query_tiles
-from triton_paged_attention.tuning.tables import DECODE, PREFILL, DecodeKey, PrefillKey
-from triton_paged_attention.tuning.winners import Table
+from triton_paged_attention.tables import DECODE, PREFILL, DecodeKey, PrefillKey
 
 CACHE_BYTES = 120e6
 """Data is repeated in memory until it is this large: more than twice the L2 cache of an H200."""
@@ -28,12 +28,12 @@ BLOCK_SIZE = 64
 class Shape:
     """One thing to tune.
 
-    table, key: whose entry is looked for. title: for people. call: run the kernel once over each copy of its
-    data; its result is compared between configurations. copies: how many those are. most_splits: what the
+    winners, key: whose entry is looked for. title: for people. call: run the kernel once over each copy of
+    its data; its result is compared between configurations. copies: how many those are. most_splits: what the
     engine's workspace has room for.
     """
 
-    table: Table[Any, Any]
+    winners: Winners[Any, Any]
     key: Any
     device: torch.device
     title: str
@@ -42,20 +42,15 @@ class Shape:
     most_splits: int = 1
 
     @property
-    def kind(self) -> str:
-        """The table's name."""
-        return self.table.kind
-
-    @property
     def default(self) -> Any:
-        """What the table says, whatever was found before."""
-        return self.table.default(self.key, self.device)
+        """The table's configuration, whatever was found before."""
+        return self.winners.table.default(self.key, self.device)
 
 
 def shapes(
     model: ModelConfig, device: torch.device, dtype: torch.dtype, batches: Sequence[int], context: int
 ) -> Iterator[Shape]:
-    """What a model of this configuration can be tuned for, with random data; memory is freed in between."""
+    """Yield the shapes of a model of this configuration, with random data; memory is freed in between."""
     for batch in batches:
         yield decode_shape(model, device, dtype, batch, context)
     yield prefill_shape(model, device, dtype, context)
@@ -99,7 +94,7 @@ def decode_shape(
         return out
 
     title = f"decode attention, {batch} x {context:,}"
-    return Shape(DECODE, key, device, title, call, len(tables), most)
+    return Shape(DECODING, key, device, title, call, len(tables), most)
 
 
 def prefill_shape(model: ModelConfig, device: torch.device, dtype: torch.dtype, context: int) -> Shape:
@@ -122,4 +117,4 @@ def prefill_shape(model: ModelConfig, device: torch.device, dtype: torch.dtype, 
         )  # fmt: skip
 
     title = f"prefill attention, 2 x {lens[0]:,} and 8 x {lens[-1]:,}"
-    return Shape(PREFILL, key, device, title, call, 1)
+    return Shape(PREFILLING, key, device, title, call, 1)

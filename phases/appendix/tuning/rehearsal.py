@@ -18,7 +18,7 @@ from common.progress import bar
 from common.sampling.params import SamplingParams
 from continuous.engine import Stats
 from paged_cache import PagedEngine
-from triton_paged_attention.tuning.tables import LONG
+from triton_paged_attention.tables import LONG
 
 GREEDY = SamplingParams()
 
@@ -39,7 +39,7 @@ class Scene:
 
 
 def scenes(engine: PagedEngine) -> list[Scene]:
-    """What to play: steps of all sizes, with numbers of tokens that 16 divides and that it does not."""
+    """Return the scenes to play: steps of all sizes, whose numbers of tokens 16 divides or does not."""
     rows, most = engine.scheduler.rows.count, engine.scheduler.step_tokens
     sampled = SamplingParams(temperature=0.8, seed=1)
     picky = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=1, logprobs=2)

@@ -1,4 +1,7 @@
-"""`--autotune`: the climb, what it writes, and that the defaults give way to it and to nothing else."""
+"""Tuning: the climb of `--autotune` and what it writes; the defaults give way to winners and to nothing else.
+
+A rehearsal leaves nothing behind but compiled kernels, and leaves none out.
+"""
 
 from __future__ import annotations
 
@@ -12,30 +15,34 @@ import pytest
 import torch
 import triton
 
-import triton_paged_attention
+import prefix_cache
 from common.events import generate
 from common.sampling.params import SamplingParams
+from continuous.engine import Stats
 from forward.loading import load_model
+from forward.model import Model
 from forward.shapes import SHAPES
 from phases import find_phase
-from phases.appendix.latency import tuning as latency
 from phases.appendix.latency.tables import GemvKey
+from phases.appendix.tuning import autotune, lone, winners
+from phases.appendix.tuning.autotune import SPACE, neighbours, tune
+from phases.appendix.tuning.rehearsal import play, rehearse, scenes
+from phases.appendix.tuning.shapes import Shape, shapes
+from phases.appendix.tuning.winners import DECODING, PREFILLING, DecodeWinners, Winners, trying
 from phases.cli import main
 from phases.commands import autotune as command
 from phases.commands import benches, doctor
-from triton_paged_attention.tuning import autotune, winners
-from triton_paged_attention.tuning.autotune import SPACE, neighbours, tune
-from triton_paged_attention.tuning.shapes import Shape, shapes
-from triton_paged_attention.tuning.tables import (
+from phases.registry import load_engine, phase_named
+from triton_paged_attention import tables
+from triton_paged_attention.tables import (
     DECODE,
     PREFILL,
     DecodeConfig,
     DecodeKey,
-    DecodeTable,
     PrefillConfig,
     PrefillKey,
+    Table,
 )
-from triton_paged_attention.tuning.winners import Table
 
 CPU = torch.device("cpu")
 TINY = SHAPES["tiny"]
@@ -46,6 +53,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """An empty cache folder, and no look-ups kept from or for other tests."""
     monkeypatch.setenv("LADDER_HOME", str(tmp_path))
     monkeypatch.delenv("LADDER_TUNING", raising=False)
+    monkeypatch.setattr(DECODE, "tuned", DECODING)
+    monkeypatch.setattr(PREFILL, "tuned", PREFILLING)
     winners.forget()
     yield tmp_path
     winners.forget()
@@ -56,13 +65,15 @@ KEY = DecodeKey(pairs=8, d_pad=64, itemsize=4)
 
 def fake_shape(default: DecodeConfig | None = None, most_splits: int = 8) -> Shape:
     """Nothing to run: the fake timers look at the configuration."""
-    table = DecodeTable("decode", DecodeConfig, lambda key, device: default or DecodeConfig(64, 4, 3))
-    return Shape(table, KEY, CPU, "fake", lambda: torch.ones(3), 2, most_splits)
+    table: Table[DecodeKey, DecodeConfig] = Table(lambda key, device: default or DecodeConfig(64, 4, 3))
+    return Shape(
+        DecodeWinners("decode", table, DecodeConfig), KEY, CPU, "fake", lambda: torch.ones(3), 2, most_splits
+    )
 
 
 def climb(shape: Shape, cost: Callable[[DecodeConfig], float]) -> autotune.Found:
     """A search whose timer asks `cost` about the configuration in use."""
-    return tune(shape, SPACE["decode"], lambda call: cost(shape.table.lookup(KEY, CPU)))
+    return tune(shape, SPACE["decode"], lambda call: cost(shape.winners.table.lookup(KEY, CPU)))
 
 
 def distance(config: DecodeConfig) -> float:
@@ -89,7 +100,7 @@ def test_configurations_that_do_not_fit_or_differ_are_passed_over() -> None:
     shape = fake_shape()
 
     def call() -> torch.Tensor:
-        config = shape.table.lookup(KEY, CPU)
+        config = shape.winners.table.lookup(KEY, CPU)
         if config.num_stages > 3:
             raise triton.runtime.errors.OutOfResources(300_000, 232_448, "shared memory")
         return torch.ones(3) * (1.5 if config.block_n == 128 else 1.0)
@@ -118,23 +129,23 @@ HEAD = PrefillKey(d_pad=64, itemsize=4)
 WINNER = PrefillConfig(32, 32, 4, 4)
 
 
-def write(table: Table[Any, Any], key: Any, config: Any) -> Path:
-    return winners.save_winner(CPU, table.kind, key._asdict(), {"config": asdict(config), "seconds": 1e-6})
+def write(kind: Winners[Any, Any], key: Any, config: Any) -> Path:
+    return winners.save_winner(CPU, kind.kind, key._asdict(), {"config": asdict(config), "seconds": 1e-6})
 
 
 def test_a_winner_comes_before_the_table_for_its_key_only() -> None:
     other = HEAD._replace(d_pad=128)
     before = PREFILL.lookup(HEAD, CPU), PREFILL.lookup(other, CPU)
     assert before[0] != WINNER
-    write(PREFILL, HEAD, WINNER)
+    write(PREFILLING, HEAD, WINNER)
     assert (PREFILL.lookup(HEAD, CPU), PREFILL.lookup(other, CPU)) == (WINNER, before[1])
     assert PREFILL.default(HEAD, CPU) == before[0]
 
 
 def test_decode_takes_the_nearest_batch_and_never_more_splits_than_fit() -> None:
     few, many = DecodeConfig(32, 8, 2, splits=5), DecodeConfig(16, 8, 2)
-    write(DECODE, DecodeKey(2, 64, 4), few)
-    write(DECODE, DecodeKey(64, 64, 4), many)
+    write(DECODING, DecodeKey(2, 64, 4), few)
+    write(DECODING, DecodeKey(64, 64, 4), many)
     assert DECODE.lookup(DecodeKey(1, 64, 4), CPU) == few
     assert DECODE.lookup(DecodeKey(40, 64, 4), CPU) == many
     # 4 multiprocessors, so the workspace has room for 16 programs.
@@ -145,9 +156,9 @@ def test_decode_takes_the_nearest_batch_and_never_more_splits_than_fit() -> None
 
 def test_a_batch_whose_default_was_the_best_takes_no_other_batch_s_winner() -> None:
     many, large = DecodeConfig(16, 8, 2), KEY._replace(pairs=64)
-    write(DECODE, large, many)
+    write(DECODING, large, many)
     assert DECODE.lookup(KEY, CPU) == many
-    tune(replace(fake_shape(), table=DECODE), SPACE["decode"], lambda call: 1.0)
+    tune(replace(fake_shape(), winners=DECODING), SPACE["decode"], lambda call: 1.0)
     assert DECODE.lookup(KEY, CPU) == DECODE.default(KEY, CPU)
     assert DECODE.lookup(large, CPU) == many
 
@@ -155,14 +166,14 @@ def test_a_batch_whose_default_was_the_best_takes_no_other_batch_s_winner() -> N
 def test_doctor_says_which_tuning_is_used() -> None:
     said = {what: found for what, found, _ in doctor.facts(CPU)}
     assert said["Kernel tuning"] == "the defaults"
-    path = write(PREFILL, HEAD, WINNER)
+    path = write(PREFILLING, HEAD, WINNER)
     said = {what: found for what, found, _ in doctor.facts(CPU)}
     assert said["Kernel tuning"] == f"found by --autotune: {path}"
 
 
 def test_a_new_search_replaces_the_old_entry() -> None:
-    write(PREFILL, HEAD, WINNER)
-    path = write(PREFILL, HEAD, replace(WINNER, block_m=64))
+    write(PREFILLING, HEAD, WINNER)
+    path = write(PREFILLING, HEAD, replace(WINNER, block_m=64))
     assert [entry["config"]["block_m"] for entry in json.loads(path.read_text())["winners"]["prefill"]] == [
         64
     ]
@@ -170,7 +181,7 @@ def test_a_new_search_replaces_the_old_entry() -> None:
 
 @pytest.mark.parametrize("damage", ["off", "version", "garbage", "fields"])
 def test_files_that_must_not_count(monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
-    path = write(PREFILL, HEAD, WINNER)
+    path = write(PREFILLING, HEAD, WINNER)
     raw = json.loads(path.read_text())
     if damage == "off":
         monkeypatch.setenv("LADDER_TUNING", "off")
@@ -192,7 +203,7 @@ def test_a_bench_for_the_record_uses_the_defaults(monkeypatch: pytest.MonkeyPatc
         seen.append(PREFILL.lookup(HEAD, CPU))
         raise ValueError("enough")
 
-    write(PREFILL, HEAD, WINNER)
+    write(PREFILLING, HEAD, WINNER)
     monkeypatch.setenv("LADDER_TUNING", "on")  # so that it is put back
     monkeypatch.setattr(benches, "_measure", measure)
     with pytest.raises(ValueError, match="enough"):
@@ -209,7 +220,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         autotune, "SPACE", {"decode": {"block_n": (16, 32)}, "prefill": {"block_m": (32, 128)}}
     )
-    monkeypatch.setattr(latency, "SPACE", {"lone": {"splits": (1, 2, 4)}, "gemv": {"rows": (1, 2)}})
+    monkeypatch.setattr(lone, "SPACE", {"lone": {"splits": (1, 2, 4)}, "gemv": {"rows": (1, 2)}})
 
 
 @pytest.mark.long
@@ -234,24 +245,25 @@ def test_every_shape_of_a_model_is_tuned_and_the_engine_uses_it(
     model = load_model("random:tiny", device="cpu", dtype="float32")
     params = SamplingParams(max_tokens=3, ignore_eos=True)
     prompts = [[1, 2, 3], [(7 * i) % 250 for i in range(20)]]
-    tuned = generate(triton_paged_attention.load(model, max_len=32, max_rows=2), prompts, params)
+    six, sizes = phase_named("06"), {"kernels": True, "max_len": 32, "max_rows": 2}
+    tuned = generate(load_engine(six, model, **sizes), prompts, params)
     monkeypatch.setenv("LADDER_TUNING", "off")
     winners.forget()
-    usual = generate(triton_paged_attention.load(model, max_len=32, max_rows=2), prompts, params)
+    usual = generate(load_engine(six, model, **sizes), prompts, params)
     assert [c.token_ids for c in tuned] == [c.token_ids for c in usual]
 
 
 def test_shapes_are_those_of_the_model() -> None:
-    titles = {shape.kind: shape for shape in shapes(TINY, CPU, torch.float32, (2,), 20)}
+    titles = {shape.winners.kind: shape for shape in shapes(TINY, CPU, torch.float32, (2,), 20)}
     assert set(titles) == set(SPACE)
     assert titles["decode"].key.pairs == 2 * TINY.num_kv_heads
-    titles = {shape.kind: shape for shape in latency.shapes(TINY, CPU, torch.float32, 20)}
-    assert set(titles) == set(latency.SPACE)
+    titles = {shape.winners.kind: shape for shape in lone.shapes(TINY, CPU, torch.float32, 20)}
+    assert set(titles) == set(lone.SPACE)
     assert titles["gemv"].key == GemvKey(TINY.vocab_size, TINY.hidden_size, False)
 
 
 def test_what_is_tried_counts_for_its_own_key_only() -> None:
-    with PREFILL.override(HEAD, WINNER):
+    with trying(PREFILL, HEAD, WINNER):
         assert PREFILL.lookup(HEAD, CPU) == WINNER
         other = HEAD._replace(itemsize=2)
         assert PREFILL.lookup(other, CPU) == PREFILL.default(other, CPU) != WINNER
@@ -259,8 +271,8 @@ def test_what_is_tried_counts_for_its_own_key_only() -> None:
 
 
 def test_a_gate_with_bias_has_no_matrix_vector_kernel() -> None:
-    found = latency.shapes(replace(TINY, mlp_bias=True), CPU, torch.float32, 20)
-    assert not any(shape.key.gated for shape in found if shape.kind == "gemv")
+    found = lone.shapes(replace(TINY, mlp_bias=True), CPU, torch.float32, 20)
+    assert not any(shape.key.gated for shape in found if shape.winners.kind == "gemv")
 
 
 @pytest.mark.parametrize(
@@ -287,3 +299,103 @@ def test_a_search_on_the_gpu(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> No
     cuda = torch.device("cuda")
     command.autotune(phase, "random:tiny", None, cuda, torch.bfloat16, batches=(1, 4), context=256)
     assert "configurations in" in capsys.readouterr().out
+
+
+# The rehearsal.
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return load_model("random:tiny", device="cpu", dtype="float32")
+
+
+@pytest.mark.parametrize("options", [{}, {"step_tokens": 7}, {"max_rows": 1}, {"max_len": 8}], ids=str)
+@pytest.mark.slow
+def test_an_engine_forgets_its_rehearsal(model: Model, options: dict[str, Any]) -> None:
+    given = {"max_rows": 4, "max_len": 200, "step_tokens": 64, "cache_bytes": 1 << 20} | options
+    plain, rehearsed = (prefix_cache.load(model, **given) for _ in range(2))
+    assert rehearse(rehearsed) > 0
+    assert rehearsed.stats == Stats() and rehearsed.idle
+    assert rehearsed.cache.free == rehearsed.cache.allocator.count
+    assert rehearsed.cache.allocator.free == rehearsed.cache.allocator.count, "the index remembers blocks"
+    rehearsed.check_integrity()
+    params = SamplingParams(max_tokens=5, temperature=0.9, seed=4, ignore_eos=True)
+    prompts = [[1, 2, 3], [4]]
+    found = [[c.token_ids for c in generate(engine, prompts, params)] for engine in (plain, rehearsed)]
+    assert found[0] == found[1]
+    assert rehearsed.cache.stats.hit_tokens == 0, "a rehearsed prompt is shared with a real one"
+
+
+def test_scenes_have_steps_of_all_kinds(model: Model) -> None:
+    engine = prefix_cache.load(model, max_rows=4, max_len=200, step_tokens=64, cache_bytes=1 << 20)
+    played = scenes(engine)
+    assert any(len(scene.lengths) == 1 for scene in played) and any(
+        len(scene.lengths) > 4 for scene in played
+    )
+    totals = {sum(scene.lengths) % 16 == 0 for scene in played}
+    assert totals == {True, False}, "kernels are compiled apart for numbers that 16 divides"
+    for feature in ("temperature", "top_k", "repetition_penalty", "logprobs"):
+        assert len({getattr(scene.params, feature) for scene in played}) > 1, feature
+
+
+def test_scenes_are_played_as_they_are_written(model: Model) -> None:
+    """A prompt that another scene's blocks hold in part is a short one, and its step one of another kind."""
+    engine = prefix_cache.load(model, max_rows=4, max_len=200, step_tokens=64, cache_bytes=1 << 20)
+    for scene in scenes(engine):
+        engine.stats = Stats()
+        play(engine, scene)
+        assert engine.cache.stats.hit_tokens == 0, f"{scene.title}: its prompts are known from another scene"
+        if scene.running:
+            lengths = [min(length, 200 - scene.tokens - 1) for length in scene.lengths]
+            expected = scene.running * (16 + 5) + sum(lengths) + len(lengths) * (scene.tokens - 1)
+            assert engine.stats.computed_tokens == expected, scene.title
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("processors", [40, 132])
+def test_every_number_of_splits_is_rehearsed(
+    model: Model, kv_heads: int, processors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decodes beside a long prompt, 1 to as many as there are rows: none meets a kernel of its own."""
+    monkeypatch.setattr(tables, "multiprocessors", lambda _: processors)
+    monkeypatch.setattr(tables, "shared_memory", lambda _: 232_448)
+    engine = prefix_cache.load(model, max_rows=256, max_len=200, cache_bytes=1 << 20)
+
+    def kernel(requests: int) -> tuple[int, int]:
+        found = tables.decode_default(tables.DecodeKey(requests * kv_heads, 128, 2), torch.device("cpu"))
+        return 1 << (found.splits - 1).bit_length(), found.num_warps
+
+    played = {kernel(scene.running) for scene in scenes(engine) if scene.running}
+    missing = [(count, *kernel(count)) for count in range(1, 257) if kernel(count) not in played]
+    assert not missing, (
+        f"decodes beside a prompt: the kernel of (requests, splits, warps) {missing[0]} is new"
+    )
+
+
+@pytest.mark.gpu
+def test_nothing_is_compiled_after_the_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    engine = load_engine(
+        phase_named("09"),
+        "random:qwen3-0.6b",
+        device="cuda",
+        max_len=4096,
+        graph_rows=16,
+        graph_tokens=256,
+        cache_bytes=8 << 30,
+    )
+    compiled: list[str] = []
+
+    def note(*given: Any, **facts: Any) -> None:
+        compiled.append(str(facts.get("repr") or given))
+
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", note)
+    generator = torch.Generator().manual_seed(0)
+    for count, most in ((1, 50), (3, 900), (40, 300), (64, 1500), (90, 128), (80, 1024)):
+        lengths = torch.randint(1, most, (count,), generator=generator).tolist()
+        prompts = [torch.randint(1, 5000, (n,), generator=generator).tolist() for n in lengths]
+        params = SamplingParams(max_tokens=6, temperature=0.6, seed=1, ignore_eos=True)
+        generate(engine, prompts, params)
+        generate(engine, prompts[:1], SamplingParams(max_tokens=3, ignore_eos=True))
+    assert compiled == [], f"{len(compiled)} kernels were compiled while requests waited"

@@ -1,4 +1,4 @@
-"""What a checkpoint's ``quantization_config`` says, and what of it can be computed here.
+"""Read a checkpoint's ``quantization_config``, and refuse what cannot be computed here.
 
 Five methods of naming the same few facts. A scheme that is not known is refused by its name: numbers that are
 read as something else still make fluent text, only worse, and nobody notices. The fields of a scheme are a
@@ -18,8 +18,8 @@ from typing import Any
 
 from common.errors import UserError
 from common.models.fields import Field, shown
+from phases.appendix.checkpoint_formats.layouts import Layout
 from quant.formats import BLOCK, FP8_BLOCK, GROUPS, Scheme
-from quant.layouts import Layout
 
 _BITS = Field("bits num_bits", int, 1, 32)
 _GROUP = Field("group_size q_group_size", int, -1, 1 << 20)
@@ -58,7 +58,7 @@ class Stored:
     kv: str | None = None
 
     def layout(self, name: str) -> Layout | None:
-        """Of our layer `name`, or None where it is plain."""
+        """Return the layout of our layer `name`, or None where it is plain."""
         if any(matches(each, name) for each in self.plain):
             return None
         for rule in self.rules:
@@ -68,7 +68,7 @@ class Stored:
 
 
 def stored(raw: Mapping[str, Any]) -> Stored:
-    """What a ``quantization_config`` says.
+    """Read a ``quantization_config``.
 
     Raises:
         UserError: the method, or something in it, is not supported; it names what.
@@ -81,7 +81,7 @@ def stored(raw: Mapping[str, Any]) -> Stored:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a checkpoint's `pattern`, a name or ``re:`` and an expression, means our layer `name`."""
+    """Compare a checkpoint's `pattern`, a name or ``re:`` and an expression, with our layer `name`."""
     names = [prefix + name for prefix in _PREFIXES]
     if pattern.startswith("re:"):
         return any(re.match(pattern[3:], each) for each in names)
@@ -257,7 +257,7 @@ def _activations(raw: Any, numbers: str) -> str | None:
 
 
 def _kv(raw: Any) -> str | None:
-    """What keys and values are kept in."""
+    """Return what keys and values are kept in."""
     if raw is None:
         return None
     given = Field("kv_cache_scheme", dict).check(raw, "kv_cache_scheme")

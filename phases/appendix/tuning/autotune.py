@@ -24,8 +24,8 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
 from common.models.config import ModelConfig
-from triton_paged_attention.tuning.shapes import Shape, shapes
-from triton_paged_attention.tuning.winners import save_winner
+from phases.appendix.tuning.shapes import Shape, shapes
+from phases.appendix.tuning.winners import save_winner, trying
 
 BETTER = 0.98
 """A configuration must take less than this share of the best time so far."""
@@ -50,7 +50,7 @@ SPACE: dict[str, Space] = {
         "maxnreg": (None, 128, 168),
     },
 }
-"""Those of this phase's kernels, by kind."""
+"""Those of phase 06's kernels, by kind."""
 
 Timer = Callable[[Callable[[], object]], float]
 """Seconds that a call takes."""
@@ -99,7 +99,8 @@ def autotune(
         report: told of every trial.
     """
     for shape in shapes(model, device, dtype, batches, context):
-        yield tune(shape, SPACE[shape.kind], timer or graph_timer, report)
+        shape.winners.use()
+        yield tune(shape, SPACE[shape.winners.kind], timer or graph_timer, report)
 
 
 def tune(shape: Shape, space: Space, timer: Timer, report: Report = lambda shape, trial: None) -> Found:
@@ -134,7 +135,7 @@ def tune(shape: Shape, space: Space, timer: Timer, report: Report = lambda shape
         "default_seconds": default.seconds,
         "shape": shape.title,
     }
-    path = save_winner(shape.device, shape.kind, shape.key._asdict(), facts)
+    path = save_winner(shape.device, shape.winners.kind, shape.key._asdict(), facts)
     return Found(shape, default, best, tuple(tried.values()), path)
 
 
@@ -153,7 +154,7 @@ def _try(shape: Shape, config: Any, timer: Timer, wanted: list[Tensor]) -> Trial
     """Compile, compare with the first configuration's result, and time."""
     begun = time.perf_counter()
     try:
-        with shape.table.override(shape.key, config):
+        with trying(shape.winners.table, shape.key, config):
             result = shape.call()
             if result.is_cuda:
                 torch.cuda.synchronize(result.device)
