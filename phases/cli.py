@@ -225,10 +225,7 @@ def run(
     **options: Any,
 ) -> int:
     """Generate text with one phase."""
-    from common.sampling.params import SamplingParams
     from phases.commands import early
-    from phases.commands.engines import read_prompts
-    from phases.commands.grammars import chosen_grammar
 
     given = {name: value for name, value in options.items() if value is not None}
     early.check(phase, device=device, dtype=dtype, model=model, options=given)
