@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import serving
 from common.sampling.params import SamplingParams
 from forward import load_model
 from paged_cache import BlockPool
@@ -15,13 +14,14 @@ from phases.appendix.server import whole_app
 from serving import messages
 from serving.messages import AddPrompt, StepReport, StepStats
 from serving.worker import Worker
+from tests.guidance_kit import served
 from tests.servers import Client, Loopback, asynchronously, tokenizer_for
 
 
 def engine(**options: Any):
     model = load_model("random:tiny", device="cpu", dtype="float32")
     size = 128 * BlockPool.bytes_per_block(model.config, 4, model.dtype)
-    return serving.load(model, max_rows=4, max_len=256, block_size=4, cache_bytes=size, **options)
+    return served(model, max_rows=4, max_len=256, block_size=4, cache_bytes=size, **options)
 
 
 class Lists:
@@ -90,7 +90,7 @@ def test_a_chunk_tells_how_its_tokens_came_about(tmp_path: Path):
 
 def engine_with(tokenizer):
     model = load_model("random:tiny", device="cpu", dtype="float32")
-    return serving.load(model, max_rows=4, max_len=256, cache_bytes=1 << 20, tokenizer=tokenizer)
+    return served(model, max_rows=4, max_len=256, cache_bytes=1 << 20, tokenizer=tokenizer)
 
 
 def test_the_tree_shows_what_is_shared_and_nobodys_tokens():

@@ -42,7 +42,7 @@ from phases.appendix.observability.live import Live
 from phases.appendix.observability.log import AccessLog
 from phases.appendix.observability.traces import Traces
 from phases.appendix.server import whole_app
-from serving import load, messages, prompts
+from serving import messages, prompts
 from serving.app import App, Extension
 from serving.http.errors import ApiError
 from serving.http.limits import Limits
@@ -50,6 +50,7 @@ from serving.messages import AbortCompletions, AddPrompt, StepReport
 from serving.prompts import Prompts
 from serving.worker import Worker
 from tests.equivalence.engines import blocks
+from tests.guidance_kit import served as load
 from tests.servers import Asked, Client, Loopback, asynchronously, tokenizer_for
 
 E = TypeVar("E", bound=Extension)
