@@ -98,15 +98,9 @@ def must_validate(text: str, schema: Any, name: str) -> None:
 
 
 SCHEMAS: dict[str, Any] = {
-    "person": {
-        "type": "object",
-        "properties": {
-            "name": {"type": "string", "maxLength": 12},
-            "age": {"type": "integer", "minimum": 0, "maximum": 150},
-        },
-        "required": ["name", "age"],
-        "additionalProperties": False,
-    },
+    "person": {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150}}, "required": ["name", "age"],
+        "additionalProperties": False},
     "enum": {"enum": ["red", "green", 7, None, True]},
     "list": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 4},
     "tree": {
@@ -124,10 +118,7 @@ SCHEMAS: dict[str, Any] = {
         },
     },
     "either": {"anyOf": [{"type": "null"}, {"type": "string", "pattern": "^[a-c]{2,4}$"}]},
-    "optional": {
-        "type": "object",
-        "properties": {"a": {"type": "boolean"}, "b": {"type": "null"}, "c": {"const": "x"}},
-        "additionalProperties": False,
-    },
+    "optional": {"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"type": "null"},
+        "c": {"const": "x"}}, "additionalProperties": False},
     "number": {"type": "number", "minimum": -1, "maximum": 2},
-}
+}  # fmt: skip

@@ -15,7 +15,7 @@ from phases.appendix.server import whole_app
 from serving import messages
 from serving.messages import AddPrompt, StepReport, StepStats
 from serving.worker import Worker
-from tests.servers import Client, Loopback, asynchronously, tokenizer_for
+from tests.servers import Client, Loopback, tokenizer_for
 
 
 def engine(**options: Any):
@@ -68,24 +68,18 @@ def test_drafts_that_were_right_are_marked_and_only_for_those_who_asked():
     assert set(found[1]) == {""}, f"request 1 did not ask, but has marks {found[1]}"
 
 
-def test_a_chunk_tells_how_its_tokens_came_about(tmp_path: Path):
+async def test_a_chunk_tells_how_its_tokens_came_about(tmp_path: Path):
     tokenizer = tokenizer_for(tmp_path, 257)
     made = engine_with(tokenizer)
     body = {"prompt": "x", "stream": True, "max_tokens": 40, "guided_choice": ["aaaa"], "temperature": 0}
-
-    async def test() -> None:
-        app = whole_app(Loopback(made), tokenizer, "tiny")
-        asked = await Client(app).request("/v1/completions", body | {"return_token_marks": True}).run()
-        marks = [pair for event in asked.events()[:-1] for pair in event["choices"][0]["token_marks"]]
-        assert "".join(text for text, _ in marks) == "aaaa", f"the texts of the marks are {marks}"
-        forced = "".join(text for text, mark in marks if mark == "forced")
-        assert forced == "aaaa", (
-            f"one token was allowed at each place, but only {forced!r} says forced: {marks}"
-        )
-        plain = await Client(app).request("/v1/completions", body).run()
-        assert "token_marks" not in plain.events()[0]["choices"][0], "nobody asked for marks"
-
-    asynchronously(test)
+    app = whole_app(Loopback(made), tokenizer, "tiny")
+    asked = await Client(app).request("/v1/completions", body | {"return_token_marks": True}).run()
+    marks = [pair for event in asked.events()[:-1] for pair in event["choices"][0]["token_marks"]]
+    assert "".join(text for text, _ in marks) == "aaaa", f"the texts of the marks are {marks}"
+    forced = "".join(text for text, mark in marks if mark == "forced")
+    assert forced == "aaaa", f"one token was allowed at each place, but only {forced!r} says forced: {marks}"
+    plain = await Client(app).request("/v1/completions", body).run()
+    assert "token_marks" not in plain.events()[0]["choices"][0], "nobody asked for marks"
 
 
 def engine_with(tokenizer):
@@ -121,15 +115,11 @@ def test_an_index_without_a_tree_has_none():
     assert picture(engine(index="hash"))["tree"] is None
 
 
-def test_a_mark_of_the_wrong_type_is_refused(tmp_path: Path):
+async def test_a_mark_of_the_wrong_type_is_refused(tmp_path: Path):
     tokenizer = tokenizer_for(tmp_path, 257)
-
-    async def test() -> None:
-        app = whole_app(Loopback(engine_with(tokenizer)), tokenizer, "tiny")
-        status, answer = await Client(app).post("/v1/completions", {"prompt": "x", "return_token_marks": "y"})
-        assert status == 400 and "return_token_marks" in answer["error"]["message"]
-
-    asynchronously(test)
+    app = whole_app(Loopback(engine_with(tokenizer)), tokenizer, "tiny")
+    status, answer = await Client(app).post("/v1/completions", {"prompt": "x", "return_token_marks": "y"})
+    assert status == 400 and "return_token_marks" in answer["error"]["message"]
 
 
 def test_marks_travel():

@@ -38,8 +38,9 @@ from serving.app import App
 from serving.completion import Choice
 from serving.messages import Token
 from structured.vocabulary import Vocabulary
+from tests.coroutines import asynchronously
 from tests.equivalence.engines import blocks
-from tests.servers import Client, Loopback, asynchronously
+from tests.servers import Client, Loopback
 from tests.tokenizer_kinds import BOS, EOS, KINDS, write_kind
 
 FRANCE = "The capital of France is"
