@@ -20,8 +20,9 @@ from phases.appendix.access.origins import origins
 from phases.appendix.server import whole_app
 from serving import load
 from serving.app import App
+from tests.coroutines import asynchronously
 from tests.equivalence.engines import blocks
-from tests.servers import Client, Loopback, asynchronously, tokenizer_for
+from tests.servers import Client, Loopback, tokenizer_for
 from tests.serving_kit import extension
 
 PAGE = {"origin": "https://a.example"}

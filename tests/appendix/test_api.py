@@ -27,8 +27,9 @@ from serving.app import App
 from serving.http.errors import ApiError
 from serving.http.limits import Limits
 from serving.prompts import Prompts
+from tests.coroutines import asynchronously
 from tests.equivalence.engines import blocks
-from tests.servers import Client, Loopback, asynchronously, tokenizer_for
+from tests.servers import Client, Loopback, tokenizer_for
 from tests.serving_kit import settle
 
 TAKEN: dict[str, dict[str, Any]] = {

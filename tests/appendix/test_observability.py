@@ -28,9 +28,10 @@ from serving import load, messages
 from serving.app import App
 from serving.messages import AddPrompt, StepReport, StepStats
 from serving.worker import Worker
+from tests.coroutines import asynchronously
 from tests.equivalence.engines import blocks
 from tests.guidance_kit import served
-from tests.servers import Client, Loopback, asynchronously, tokenizer_for
+from tests.servers import Client, Loopback, tokenizer_for
 from tests.serving_kit import extension, settle
 
 

@@ -28,14 +28,15 @@ from forward.model import Model
 from forward.shapes import SHAPES
 from paged_cache import PagedEngine
 from phases.appendix.server import whole_app
-from serving import load, messages, prompts
+from serving import messages, prompts
 from serving.app import App
 from serving.http.limits import Limits
 from serving.messages import AbortCompletions, AddPrompt, StepReport
 from serving.worker import Worker
+from tests.coroutines import asynchronously
 from tests.equivalence.engines import blocks
 from tests.guidance_kit import served as load
-from tests.servers import Asked, Client, Loopback, asynchronously, tokenizer_for
+from tests.servers import Asked, Client, Loopback, tokenizer_for
 from tests.serving_kit import PROMPTS, leaks, settle, texts
 
 
