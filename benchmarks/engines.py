@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from paged_cache import PagedEngine
-from phases.registry import load_engine, phase_named
+from phases import phase_named
+from phases.registry import load_engine
 
 
 def engine_of(phase: str, model: Any, **options: Any) -> PagedEngine:

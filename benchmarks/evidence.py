@@ -21,13 +21,14 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from common.device import device_folder, device_name
+from common.device_names import device_folder
 from common.errors import UserError
 from common.files import whole
+
+if TYPE_CHECKING:
+    import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -240,6 +241,10 @@ def results(folder: Path = RESULTS) -> dict[str, dict[str, Evidence]]:
 
 def machine_facts(device: torch.device, ceilings: Mapping[str, float] | None = None) -> dict[str, Any]:
     """Device kind, its name, the cores this process may use, torch's threads, and the measured ceilings."""
+    import torch
+
+    from common.device import device_name
+
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
         "device": device.type,
@@ -252,6 +257,8 @@ def machine_facts(device: torch.device, ceilings: Mapping[str, float] | None = N
 
 def versions() -> dict[str, str]:
     """Versions of Python and of what decides speed; an absent package has an empty one."""
+    import torch
+
     found = {"python": platform.python_version(), "torch": torch.__version__}
     for package in ("triton", "transformers", "numpy"):
         try:

@@ -9,6 +9,10 @@ The first word is a file beside the lesson, the others are functions in it, show
 their docstrings and without the class around them. `from=` and `to=` show a part of a single function: from
 the line that begins so to the next one that begins so, both included (`"from=if self.windows"` where there
 are spaces).
+
+A place in the code is a link with a line number, between two comments of one line:
+
+    <!-- at: ../phases/13_serving/serving/worker.py Worker.turn --><!-- /at -->
 """
 
 from __future__ import annotations
@@ -24,20 +28,31 @@ from common.errors import UserError
 EXCERPT = re.compile(
     r"^(<!-- code: (.*?) -->\n)(?:```python\n.*?^```\n)?(<!-- /code -->)", re.DOTALL | re.MULTILINE
 )
+PLACE = re.compile(r"(<!-- at: (\S+) (\S+) -->).*?(<!-- /at -->)")
 
 
 def fill(text: str, folder: Path) -> str:
-    """`text` with every excerpt in it taken again from the files of its folder."""
+    """Return `text` with every excerpt and place in it taken again from the files of its folder."""
+    text = PLACE.sub(lambda found: found[1] + _place(found[2], found[3], folder) + found[4], text)
     return EXCERPT.sub(lambda found: found[1] + _block(shlex.split(found[2]), folder) + found[3], text)
+
+
+def _place(file: str, name: str, folder: Path) -> str:
+    line = _node(_source(file, folder), name, file).lineno
+    return f"[`{name}`]({file}#L{line}), {file.rsplit('/', 1)[-1]}:{line}"
+
+
+def _source(file: str, folder: Path) -> str:
+    path = folder / file
+    if not path.is_file():
+        raise UserError(f"the lesson in {folder.name} shows code of {file}, which is not there")
+    return path.read_text(encoding="utf-8")
 
 
 def _block(words: list[str], folder: Path) -> str:
     settings = dict(word.split("=", 1) for word in words if word.startswith(("from=", "to=")))
     file, *names = (word for word in words if not word.startswith(("from=", "to=")))
-    path = folder / file
-    if not path.is_file():
-        raise UserError(f"the lesson in {folder.name} shows code of {file}, which is not there")
-    source = path.read_text(encoding="utf-8")
+    source = _source(file, folder)
     shown = [_function(source, name, file) for name in names]
     if settings:
         shown = [_part(shown[0], settings.get("from", ""), settings.get("to", ""), file)]
@@ -45,19 +60,8 @@ def _block(words: list[str], folder: Path) -> str:
 
 
 def _function(source: str, name: str, file: str) -> str:
-    """The lines of a function or class of a file, from its decorators on, without docstring and indentation.
-
-    Raises:
-        UserError: there is none of that name.
-    """
-    node: ast.AST = ast.parse(source)
-    for part in name.split("."):
-        inside = getattr(node, "body", [])
-        found = [one for one in inside if getattr(one, "name", None) == part]
-        if not found:
-            raise UserError(f"{file} has no {name}, which a lesson shows")
-        node = found[-1]
-    assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    """Return the lines of a function or class, from its decorators on, without docstring and indentation."""
+    node = _node(source, name, file)
     lines = source.splitlines()
     first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]) - 1
     assert node.end_lineno is not None
@@ -67,6 +71,19 @@ def _function(source: str, name: str, file: str) -> str:
         assert text.end_lineno is not None
         kept = [line for line in kept if not text.lineno - 1 <= line < text.end_lineno]
     return textwrap.dedent("\n".join(lines[line] for line in kept)).strip("\n")
+
+
+def _node(source: str, name: str, file: str) -> ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef:
+    """Find a function or class of a file. Raises `UserError` if there is none of that name."""
+    node: ast.AST = ast.parse(source)
+    for part in name.split("."):
+        inside = getattr(node, "body", [])
+        found = [one for one in inside if getattr(one, "name", None) == part]
+        if not found:
+            raise UserError(f"{file} has no {name}, which a lesson shows")
+        node = found[-1]
+    assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    return node
 
 
 def _part(code: str, first: str, last: str, file: str) -> str:

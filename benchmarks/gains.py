@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from benchmarks.evidence import Evidence, Run
-from benchmarks.plotting import axis_label
+from benchmarks.labels import axis_label
 from phases import LADDER, Phase
 
 

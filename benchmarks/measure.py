@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 
 from benchmarks.evidence import PERCENTILES, Roofline, Run, sample_metrics
@@ -27,6 +25,7 @@ from benchmarks.workloads import Workload
 from common.collector import kept_out
 from common.device import peak_memory, reset_peak_memory, synchronize
 from common.events import Completion, Streams, generate
+from common.neighbours import LEAST_SECONDS, share, usage
 
 Sample = dict[str, float]
 """One measurement: metric name -> value. `seconds` is the time that a roofline is compared with."""
@@ -90,18 +89,16 @@ class Watch:
     noise = Noise()
 
     def __enter__(self) -> Watch:
-        self._start = _usage()
+        self._start, self._switches = usage(), _switches()
         return self
 
     def __exit__(self, *_: object) -> None:
-        before, after = self._start, _usage()
-        elapsed = max(after.clock - before.clock, 1e-9)
-        others = (after.machine - before.machine) - (after.ours - before.ours)
-        cores = psutil.cpu_count() or 1
-        # The counters tick every 10 ms on each core; less than a few ticks is no information.
-        share = others / (elapsed * cores) if elapsed >= 0.2 else 0.0
-        switches = (after.switches - before.switches) / elapsed / max(torch.get_num_threads(), 1)
-        self.noise = Noise(max(share, 0.0), switches if elapsed >= 0.2 else 0.0)
+        after, elapsed = usage(), time.perf_counter() - self._start.clock
+        if elapsed < LEAST_SECONDS:
+            self.noise = Noise()
+            return
+        switches = (_switches() - self._switches) / elapsed / max(torch.get_num_threads(), 1)
+        self.noise = Noise(share(self._start, after), switches)
 
 
 def alternate(
@@ -302,33 +299,13 @@ def _resident_peak() -> int | None:
     return None
 
 
-@dataclass(frozen=True)
-class _Usage:
-    clock: float
-    machine: float
-    ours: float
-    switches: float
-
-
-def _usage() -> _Usage:
-    """Processor seconds of the whole machine and of ours, and our involuntary switches, up to now."""
-    try:
-        times = psutil.cpu_times()
-    except (OSError, RuntimeError):
-        return _Usage(time.perf_counter(), 0.0, 0.0, 0.0)
-    # `steal` is what a hypervisor gave to other machines: as bad as another process.
-    machine = (
-        times.user + times.system + sum(getattr(times, name, 0.0) for name in ("irq", "softirq", "steal"))
-    )
-    own = os.times()
+def _switches() -> float:
+    """Count our involuntary context switches up to now."""
     try:
         import resource  # not on Windows
-
-        switches = float(resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw)
     except ImportError:
-        switches = 0.0
-    ours = own.user + own.system + own.children_user + own.children_system
-    return _Usage(time.perf_counter(), machine, ours, switches)
+        return 0.0
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw)
 
 
 def _line(name: str, repeat: int, sample: Sample, noise: Noise) -> str:

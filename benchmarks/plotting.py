@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from benchmarks.evidence import Evidence, Run
+from benchmarks.labels import axis_label
 from common.errors import UserError
 
 PHASE_COLOURS = (
@@ -61,21 +62,6 @@ STYLE: Any = {
     "svg.hashsalt": "inference-ladder",
 }
 matplotlib.rcParams.update(STYLE)  # for what a bench.py draws by itself as well
-
-LABELS = {
-    "output_tokens_per_s": "output tokens per second",
-    "prompt_tokens_per_s": "prompt tokens per second",
-    "peak_memory_bytes": "peak memory (GB)",
-    "kv_cache_bytes": "KV cache (GB)",
-    "handover_bytes": "handed over (GB)",
-    "requests_in_flight": "requests in flight",
-    "scheduling_us_per_step": "scheduling per step (µs)",
-    "bandwidth_fraction": "share of the read bandwidth",
-    "flop_fraction": "share of the matmul ceiling",
-    "cache_hit_fraction": "share of prompt tokens found in the cache",
-    "acceptance_fraction": "share of drafts accepted",
-    "seconds": "seconds",
-}
 
 
 def panels(
@@ -309,15 +295,6 @@ def save(figure: Figure, out: Path, evidence: Evidence | None = None) -> Path:
     stamps: dict[str, Any] = {"Date": None} if out.suffix == ".svg" else {"Software": None}
     figure.savefig(out, dpi=120, metadata=stamps)
     return out
-
-
-def axis_label(metric: str) -> str:
-    """What to write on an axis for a metric's name."""
-    if metric in LABELS:
-        return LABELS[metric]
-    name, _, tail = metric.partition("_ms_")
-    words = {"ttft": "time to first token", "itl": "inter-token latency", "e2e": "end-to-end latency"}
-    return f"{words.get(name, name.replace('_', ' '))}, {tail} (ms)" if tail else metric.replace("_", " ")
 
 
 def number(value: float) -> str:

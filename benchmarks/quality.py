@@ -5,8 +5,8 @@
     ladder bench quality --device cuda        the same numbers, sooner
 
 Measured is on the first 20,480 tokens of the text that `benchmarks/texts/README.md` names; GPTQ and AWQ are
-calibrated on its end. All layers are computed by their definition, in float32 (`quant.defined`), so a number
-says something about a format and a method, and nothing about a device.
+calibrated on its end. All layers are computed by their definition, in float32 (`benchmarks/defined.py`), so a
+number says something about a format and a method, and nothing about a device.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Literal
 import torch
 
 from benchmarks.evidence import RESULTS, ROOT, BenchOptions, Evidence, Metric, Run, collect
+from benchmarks.fidelity import WINDOW, WINDOWS, StoredAttention, compare
 from benchmarks.measure import Samples, summarize
 from benchmarks.plotting import colours, log_axis, number, panels, save
 from benchmarks.workloads import Item, Workload
@@ -35,7 +36,6 @@ from quant.formats import SCHEMES
 from quant.kv import KV_DTYPES, head_scales, kv_format
 from quant.loading import Quantize
 from quant.methods import quantize_model
-from quant.quality import WINDOW, WINDOWS, StoredAttention, compare
 
 NAME, CPU = "quality", torch.device("cpu")
 TEXT = ROOT / "benchmarks" / "texts" / "news_from_nowhere.txt"

@@ -99,7 +99,8 @@ async def life(recorder: Recorder, server: Any, port: int) -> None:
 
 def make_engine(folder: str, options: dict[str, Any]) -> Any:
     """The engine, in its own process."""
-    from phases.registry import load_engine, phase_named
+    from phases import phase_named
+    from phases.registry import load_engine
 
     tokenizer = Tokenizer(folder)
     return load_engine(

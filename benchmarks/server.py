@@ -20,6 +20,8 @@ from benchmarks.loadtest.user import Outcome, Target
 from benchmarks.measure import Sample
 from benchmarks.workloads import Workload
 
+USUAL = ("--port", "0", "--access-log", "none", "--generation-config", "neutral")
+"""What is measured says itself how it samples."""
 STARTS_WITHIN = 600.0
 """Seconds: on a GPU kernels are compiled before the server is ready."""
 
@@ -45,7 +47,7 @@ class Server:
             else:
                 flags += [flag, str(value)]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "phases", "serve", model, "--port", "0", "--access-log", "none", *flags],
+            [sys.executable, "-m", "phases", "serve", model, *USUAL, *flags],
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,

@@ -28,7 +28,8 @@ from pathlib import Path
 from benchmarks import excerpts
 from benchmarks.evidence import FIGURES, RESULTS, ROOT, Evidence, Run, results
 from benchmarks.gains import gain_text
-from benchmarks.plotting import axis_label, number, times
+from benchmarks.labels import axis_label
+from benchmarks.plotting import number, times
 from common.errors import UserError
 from common.files import whole
 from phases import PHASES

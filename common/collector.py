@@ -33,3 +33,15 @@ def kept_out() -> Iterator[None]:
     finally:
         gc.unfreeze()
         gc.set_threshold(*before)
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Collect nothing inside, where freeing an object would do harm."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

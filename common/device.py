@@ -9,15 +9,11 @@ from pathlib import Path
 import psutil
 import torch
 
+from common.device_names import check_device, check_dtype
 from common.errors import UserError
 
 MOST_DIGITS = 9
 """Of a device's index: int() refuses strings of thousands."""
-_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 
 
 def pick_device(name: str = "auto") -> torch.device:
@@ -26,13 +22,11 @@ def pick_device(name: str = "auto") -> torch.device:
     Raises:
         UserError: the name is unknown, or no such device is present in this machine.
     """
+    kind, index = check_device(name)
     if name == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-    kind, _, index = name.partition(":")
-    if kind not in ("cpu", "cuda", "mps") or (index and not (index.isascii() and index.isdecimal())):
-        raise UserError(f"device is {name!r}, but it must be auto, cpu, cuda, cuda:INDEX or mps")
     if kind == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if len(index) > MOST_DIGITS or int(index or 0) >= count:
@@ -53,10 +47,9 @@ def pick_dtype(name: str = "auto", device: torch.device | str = "cpu") -> torch.
     Raises:
         UserError: the name is none of auto, float32, bfloat16, float16.
     """
-    if name != "auto":
-        if name not in _DTYPES:
-            raise UserError(f"dtype is {name!r}, but it must be one of auto, {', '.join(_DTYPES)}")
-        return _DTYPES[name]
+    if check_dtype(name) != "auto":
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
     device = torch.device(device)
     if device.type == "cuda":
         ampere = torch.cuda.get_device_capability(device) >= (8, 0)
@@ -122,11 +115,3 @@ def device_name(device: torch.device) -> str:
     if {"cpu family", "model"} <= set(fields) and not re.search(r"\d{3}", fields["model name"]):
         return f"{fields['model name']}, family {fields['cpu family']}, model {fields['model']}"
     return fields["model name"]
-
-
-def device_folder(device: str, name: str) -> str:
-    """`cpu`, or a GPU's short name: `NVIDIA H200` -> `h200`."""
-    if device == "cpu":
-        return "cpu"
-    short = re.sub(r"\b(nvidia|geforce|amd|apple|graphics)\b", "", name.lower())
-    return re.sub(r"[^a-z0-9]+", "-", short).strip("-") or device

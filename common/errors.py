@@ -86,13 +86,18 @@ def number(name: str, value: SupportsFloat, *, low: float, high: float, above_lo
     return found
 
 
+def near(value: str, known: Iterable[str]) -> str:
+    """Return ` (did you mean 'this'?)` for the nearest of the known texts, or nothing where none is near."""
+    found = get_close_matches(value, list(known), n=1)
+    return f" (did you mean {found[0]!r}?)" if found else ""
+
+
 def choice(name: str, value: object, allowed: Iterable[str]) -> str:
     """`value`, which must be one of `allowed`. Raises `UserError` with the list and the nearest."""
     names = list(allowed)
     if isinstance(value, str) and value in names:
         return value
-    near = get_close_matches(value, names, n=1) if isinstance(value, str) else []
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    hint = near(value, names) if isinstance(value, str) else ""
     raise UserError(f"{name} is {shown(value)}, but must be one of {', '.join(names)}{hint}")
 
 

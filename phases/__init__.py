@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from common.errors import UserError, near
+
 ROOT = Path(__file__).resolve().parent.parent
 """The checkout: lessons, benchmarks and figures are files beside the code."""
 
@@ -46,7 +48,7 @@ class Phase:
 
     @property
     def exists(self) -> bool:
-        """Whether the phase's package is in this checkout."""
+        """True if the phase's package is in this checkout."""
         return (self.folder / self.package / "__init__.py").exists()
 
 
@@ -180,3 +182,23 @@ def find_phase(text: str) -> Phase | None:
         if wanted.lstrip("0") == str(phase.number) or wanted in (phase.package, phase.name):
             return phase
     return None
+
+
+def phase_named(text: str, *others: str) -> Phase:
+    """Find the phase meant by `1`, `01`, `forward` or `01_forward`.
+
+    Raises:
+        UserError: there is none. It names the phases and the `others` that the caller takes as well.
+    """
+    phase = find_phase(text)
+    if phase is None:
+        known = [*(phase.name for phase in PHASES), *others]
+        hint = near(text.strip().lower(), [*(phase.package for phase in PHASES), *known])
+        raise UserError(f"phase is {text!r}, but it must be one of {', '.join(known)}{hint}")
+    return phase
+
+
+def too_early(name: str, first: int, phase: Phase) -> str:
+    """Say that an option is of a later phase."""
+    flag = "--" + name.replace("_", "-")
+    return f"{flag} is for phases from {first:02d} on, but the phase is {phase.name}"

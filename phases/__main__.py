@@ -6,6 +6,9 @@ import sys
 def main() -> None:
     """Run `phases.cli`. Its imports take a moment, and Ctrl-C in that moment is no defect either."""
     try:
+        from common.environment import settle
+
+        settle()
         from phases.cli import main as run
 
         run()

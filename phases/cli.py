@@ -9,12 +9,14 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from common.errors import UserError
+from common.errors import choice as choose
 from phases.commands.course_cli import course_app
 from phases.process import INTERRUPTED, exit_code
 
@@ -41,11 +43,31 @@ app = typer.Typer(
 
 app.add_typer(course_app, name="course")
 
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from phases.commands.version import line
+
+        print(line())
+        raise typer.Exit
+
+
+@app.callback()
+def whole(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="print versions and exit", is_eager=True, callback=_print_version),
+    ] = False,
+) -> None:
+    """A language model inference engine in runnable phases."""
+
+
 PHASE_HELP = "1, 01, forward or 01_forward"
 PhaseName = Annotated[str, typer.Argument(metavar="PHASE", help=PHASE_HELP)]
 # What `phases.commands.benches.extras` finds, written down because the help must not wait for it.
 EXTRAS_HELP = (
-    "decode_step, gpu_tests, json_schema_suite, ladder, paged_attention, quality, replicas or sampling"
+    "decode_step, gpu_tests, json_schema_suite, ladder, neighbours, paged_attention, quality, replicas or "
+    "sampling"
 )
 DeviceName = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:INDEX or mps")]
 DtypeName = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")]
@@ -53,7 +75,24 @@ ConfigFile = Annotated[
     Path | None,
     typer.Option(help="YAML file with options of the engine, from phase 05 on; see `ladder config`"),
 ]
+# And what `quant.formats` and `quant.methods` have.
+SCHEMES = ("fp8", "fp8-block", "fp8-weights", "int8", "w8a8", "int4")
+METHODS = ("rtn", "gptq", "awq")
+SOURCES = ("model", "neutral")
+"""Of sampling that nobody asks for; see `common.sampling.defaults`."""
 MODEL_HELP = "smollm2, gemma3-270m, a folder or a Hugging Face hub id"
+# Groups of the help of `ladder run`.
+PROMPT, SAMPLING, GRAMMAR, OUTPUT = (
+    "What to complete",
+    "How tokens are chosen",
+    "What the output may be, from phase 12 on",
+    "What is printed",
+)
+
+
+def _joined(values: list[str] | None) -> str | None:
+    """One text of a flag that was given several times, with the commas that it may have had at once."""
+    return None if values is None else ",".join(values)
 
 
 @app.command("list")
@@ -95,59 +134,123 @@ def fetch(
 def run(
     phase: PhaseName,
     model: Annotated[str, typer.Option(help=MODEL_HELP)] = "smollm2",
-    prompt: Annotated[str | None, typer.Option(help="text to continue")] = None,
-    prompts_file: Annotated[Path | None, typer.Option(help="file with one prompt a line")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="put the prompt into the model's chat form")] = False,
-    max_tokens: Annotated[int, typer.Option(help="most tokens to generate")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 takes the most likely token each time")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="sample among the k most likely tokens; 0: all")] = 0,
-    top_p: Annotated[float, typer.Option(help="sample among the most likely tokens up to this share")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="makes sampling repeatable")] = None,
-    json_schema: Annotated[
-        Path | None, typer.Option(help="file with a JSON schema that the output obeys, from phase 12 on")
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT", help="text to continue; several times: several requests", rich_help_panel=PROMPT
+        ),
     ] = None,
-    regex: Annotated[str | None, typer.Option(help="regular expression that the output matches")] = None,
+    prompts_file: Annotated[
+        Path | None, typer.Option(help="file with one prompt a line", rich_help_panel=PROMPT)
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="put prompts into the model's chat form", rich_help_panel=PROMPT)
+    ] = False,
+    max_tokens: Annotated[int, typer.Option(help="most tokens to generate", rich_help_panel=SAMPLING)] = 128,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            help="0 takes the most likely token each time", show_default="0", rich_help_panel=SAMPLING
+        ),
+    ] = None,
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            help="sample among the k most likely tokens; 0: all", show_default="0", rich_help_panel=SAMPLING
+        ),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            help="sample among the most likely tokens up to this share",
+            show_default="1",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = None,
+    generation_config: Annotated[
+        str,
+        typer.Option(
+            help="what holds where these say nothing: neutral (the most likely token), or model (its "
+            "generation_config.json)",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = "neutral",
+    seed: Annotated[
+        int | None, typer.Option(help="makes sampling repeatable", rich_help_panel=SAMPLING)
+    ] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(help="file with a JSON schema that it obeys", rich_help_panel=GRAMMAR)
+    ] = None,
+    regex: Annotated[
+        str | None, typer.Option(help="regular expression that it matches", rich_help_panel=GRAMMAR)
+    ] = None,
     choice: Annotated[
-        str | None, typer.Option(help="texts between commas, one of which is the output")
+        list[str] | None,
+        typer.Option(
+            metavar="TEXTS",
+            help="texts between commas, one of which it is; may be given several times",
+            rich_help_panel=GRAMMAR,
+        ),
     ] = None,
     grammar: Annotated[
-        Path | None, typer.Option(help="file with a Lark or GBNF grammar that derives the output")
+        Path | None,
+        typer.Option(help="file with a Lark or GBNF grammar that derives it", rich_help_panel=GRAMMAR),
     ] = None,
     trace: Annotated[
-        bool, typer.Option("--trace", help="show each step's mask, and what the model would have said")
+        bool,
+        typer.Option(
+            "--trace",
+            help="show each step's mask, and what the model would have said",
+            rich_help_panel=GRAMMAR,
+        ),
     ] = False,
     device: DeviceName = "auto",
     dtype: DtypeName = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of text")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="one JSON object instead of text", rich_help_panel=OUTPUT)
+    ] = False,
     autotune: Annotated[
         bool, typer.Option("--autotune", help="first search for the fastest kernels for this model here")
     ] = False,
     config: ConfigFile = None,
     stats: Annotated[
-        bool, typer.Option("--stats", help="also print how many guesses were right, from phase 11 on")
+        bool,
+        typer.Option(
+            "--stats", help="also how many guesses were right, from phase 11 on", rich_help_panel=OUTPUT
+        ),
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="also where the memory goes", rich_help_panel=OUTPUT)
     ] = False,
     **options: Any,
 ) -> int:
     """Generate text with one phase."""
+    from phases.commands import early
+
+    given = {name: value for name, value in options.items() if value is not None}
+    early.check(phase, device=device, dtype=dtype, model=model, options=given)
+    choose("generation_config", generation_config, SOURCES)
+    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    sampling = {name: value for name, value in sampling.items() if value is not None}
     from common.sampling.params import SamplingParams
-    from phases.commands import run
+
+    params = SamplingParams(max_tokens=max_tokens, seed=seed, **sampling)  # type: ignore[arg-type]
+    from phases.commands.engines import read_prompts
+
+    prompts = read_prompts(prompt, prompts_file, chat=chat)
     from phases.commands.grammars import chosen_grammar
 
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        grammar=chosen_grammar(json_schema, regex, choice, grammar),
-    )
+    params = replace(params, grammar=chosen_grammar(json_schema, regex, _joined(choice), grammar))
+    from phases.commands import run
+
     return run.run(
         phase,
         model=model,
-        prompt=prompt,
-        prompts_file=prompts_file,
+        prompts=prompts,
         chat=chat,
         params=params,
+        generation_config=generation_config,
+        said=frozenset(sampling),
         device=device,
         dtype=dtype,
         as_json=as_json,
@@ -155,7 +258,8 @@ def run(
         trace=trace,
         config=config,
         stats=stats,
-        options={name: value for name, value in options.items() if value is not None},
+        verbose=verbose,
+        options=given,
     )
 
 
@@ -168,9 +272,12 @@ def write_config(
     **options: Any,
 ) -> int:
     """Print an engine's options as a file for `ladder run --config`."""
-    from phases.commands import config as command
+    from phases.commands import early
 
     given = {name: value for name, value in options.items() if value is not None}
+    early.check(phase, device=device, options=given)
+    from phases.commands import config as command
+
     return command.run(phase, device=device, config=config, options=given)
 
 
@@ -178,7 +285,7 @@ def write_config(
 def quantize(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     folder: Annotated[Path, typer.Argument(metavar="OUT", help="folder to write, which is not there yet")],
-    scheme: Annotated[str, typer.Option(help="fp8, fp8-block, fp8-weights, int8, w8a8 or int4")] = "int4",
+    scheme: Annotated[str, typer.Option(help=", ".join(SCHEMES))] = "int4",
     method: Annotated[str, typer.Option(help="rtn (nearest), gptq, or for int4 awq")] = "rtn",
     calibration: Annotated[
         Path | None, typer.Option(help="text that gptq and awq see; by default one that is here")
@@ -192,6 +299,11 @@ def quantize(
     device: DeviceName = "auto",
 ) -> int:
     """Write a model's checkpoint anew in 8 or 4 bits, as compressed-tensors."""
+    from phases.commands import early
+
+    early.check(device=device, model=model)
+    choose("scheme", scheme, SCHEMES)
+    choose("method", method, METHODS)
     from phases.commands import quantize
 
     return quantize.run(
@@ -211,17 +323,22 @@ def quantize(
 @app.command()
 @without_engine_flags
 def serve(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help=f"{MODEL_HELP}, or random:SHAPE")] = "smollm2",
+    model: Annotated[
+        str, typer.Argument(metavar="[MODEL]", help=f"{MODEL_HELP}, or random:SHAPE")
+    ] = "smollm2",
     host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0: all")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port to listen on; 0: any that is free")] = 8000,
     api_key: Annotated[
-        str | None,
-        typer.Option(help="key that clients must send; several with commas; or LADDER_API_KEY, unseen by ps"),
+        list[str] | None,
+        typer.Option(
+            metavar="KEY",
+            help="key that clients must send; several with commas; or LADDER_API_KEY, unseen by ps",
+        ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="what clients call the model")] = None,
     strict: Annotated[bool, typer.Option("--strict", help="refuse unknown fields of requests")] = False,
     allowed_origins: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             metavar="ORIGIN",
             help="whose web pages may ask from a browser, such as https://example.org; several with commas; "
@@ -229,7 +346,7 @@ def serve(
         ),
     ] = None,
     allowed_hosts: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             metavar="HOST",
             help="names of this server beside localhost, --host and addresses, which alone are answered "
@@ -240,6 +357,13 @@ def serve(
     traces: Annotated[
         str | None, typer.Option(help="a collector's address for OpenTelemetry's spans")
     ] = None,
+    generation_config: Annotated[
+        str,
+        typer.Option(
+            help="sampling where a request says nothing: model (its generation_config.json) or neutral "
+            "(temperature 1, all tokens)"
+        ),
+    ] = "model",
     phase: Annotated[str, typer.Option(help=f"whose engine: {PHASE_HELP}")] = "13",
     device: DeviceName = "auto",
     dtype: DtypeName = "auto",
@@ -247,30 +371,36 @@ def serve(
     **options: Any,
 ) -> int:
     """Serve a model to OpenAI's clients, with a page to look at."""
-    from common.options import names
-    from phases.commands import serve
-    from replicas.options import ReplicaOptions
-    from serving.http.limits import Limits
+    from common.errors import integer
+    from phases.commands import early
+    from phases.commands.flags import LIMITS, REPLICAS, all_flags
 
     given = {name: value for name, value in options.items() if value is not None}
+    early.check(phase, device=device, dtype=dtype, model=model, options=given)
+    integer("port", port, low=0, high=65_535)
+    choose("generation_config", generation_config, SOURCES)
+    owners = {flag.name: flag.of for flag in all_flags()}
+    from phases.commands import serve
+
     return serve.run(
         model,
         phase_name=phase,
         host=host,
         port=port,
-        api_key=api_key,
+        api_key=_joined(api_key),
         name=name,
         strict=strict,
-        allowed_origins=allowed_origins,
-        allowed_hosts=allowed_hosts,
+        allowed_origins=_joined(allowed_origins),
+        allowed_hosts=_joined(allowed_hosts),
         access_log=access_log,
         traces=traces,
         device=device,
         dtype=dtype,
+        generation_config=generation_config,
         config=config,
-        limits={name: given.pop(name) for name in names(Limits) if name in given},
-        replicas={name: given.pop(name) for name in names(ReplicaOptions) if name in given},
-        options=given,
+        limits={name: value for name, value in given.items() if owners[name] == LIMITS},
+        replicas={name: value for name, value in given.items() if owners[name] == REPLICAS},
+        options={name: value for name, value in given.items() if not owners[name]},
     )
 
 
@@ -278,7 +408,8 @@ def serve(
 def load(
     url: Annotated[str, typer.Argument(metavar="URL", help="such as http://127.0.0.1:8000")],
     users: Annotated[
-        str | None, typer.Option(help="so many at a time, each waits for its answer; several with commas")
+        list[str] | None,
+        typer.Option(help="so many at a time, each waits for its answer; several with commas"),
     ] = None,
     rate: Annotated[float | None, typer.Option(help="requests a second, whether answered or not")] = None,
     workload: Annotated[str, typer.Option(help="what to ask; see benchmarks/workloads.py")] = (
@@ -296,11 +427,14 @@ def load(
     plot: Annotated[Path | None, typer.Option("--plot", help="file for a figure, .svg or .png")] = None,
 ) -> int:
     """Ask a server from many users, and say what they had to wait for."""
+    from phases.commands import reach
+
+    reach.check(url, api_key)
     from phases.commands import load
 
     return load.run(
         url,
-        users=users,
+        users=_joined(users),
         rate=rate,
         name=workload,
         requests=requests,
@@ -321,6 +455,9 @@ def demo(
     dtype: DtypeName = "auto",
 ) -> int:
     """Answer the same questions with every phase, and compare their speeds."""
+    from phases.commands import early
+
+    early.check(device=device, dtype=dtype, model=model)
     from phases.commands import demo
 
     return demo.run(model, device, dtype)
@@ -343,8 +480,9 @@ def bench(
     repeats: Annotated[int | None, typer.Option(help="timed samples of each variant")] = None,
 ) -> int:
     """Measure a phase against the one before it, beside the recorded evidence; write evidence and figure."""
-    from phases.commands import benches
+    from phases.commands import benches, early
 
+    early.check(device=device, dtype=dtype)
     return benches.bench(
         phase, quick=quick, record=record, device=device, dtype=dtype, model=model, repeats=repeats
     )
@@ -362,6 +500,9 @@ def profile(
     output: Annotated[Path | None, typer.Option(help="folder for the trace, or build/profile")] = None,
 ) -> int:
     """Show the kernels of a phase's steps, and write a trace for chrome://tracing or Perfetto."""
+    from phases.commands import early
+
+    early.check(phase, device=device, dtype=dtype, model=model)
     from phases.commands import profile
 
     return profile.run(

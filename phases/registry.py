@@ -1,4 +1,4 @@
-"""What the command line and the benchmarks know of a phase: name, requirements, options, engine."""
+"""A phase as the command line and the benchmarks see it: name, requirements, options, engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from common.events import Streams
 from common.options import names, route, unknown
 from common.text.tokenizer import Tokenizer
 from forward.model import Model
-from phases import PHASES, Phase, appendix, find_phase
+from phases import PHASES, Phase, appendix, too_early
 
 if TYPE_CHECKING:
     from paged_cache.parts import Feature
@@ -25,19 +25,6 @@ if TYPE_CHECKING:
 ROWS, BLOCKS = 4, 5
 """The phases that bring rows of requests, and blocks with everything that is a feature."""
 _added: dict[str, type[Feature]] = {}
-
-
-def phase_named(text: str, *others: str) -> Phase:
-    """The phase meant by `1`, `01`, `forward` or `01_forward`.
-
-    Raises:
-        UserError: there is none. It names the phases and the `others` that the caller takes as well.
-    """
-    phase = find_phase(text)
-    if phase is None:
-        known = [*(phase.name for phase in PHASES), *others]
-        raise UserError(f"phase is {text!r}, but it must be one of {', '.join(known)}")
-    return phase
 
 
 def import_phase(phase: Phase) -> ModuleType:
@@ -56,7 +43,7 @@ def import_phase(phase: Phase) -> ModuleType:
 
 
 def missing_for(phase: Phase, device: torch.device) -> str:
-    """What `phase` needs that is not here, or nothing when it runs natively on `device`."""
+    """Return the name of what `phase` needs and lacks here; empty if it runs natively on `device`."""
     if phase.needs == "cuda" and device.type != "cuda":
         return "a CUDA device" if not torch.cuda.is_available() else "--device cuda"
     return ""
@@ -116,7 +103,7 @@ def first_phases() -> dict[str, int]:
 
 
 def choose(phase: Phase, options: Mapping[str, Any], device: torch.device) -> Chosen:
-    """What options mean for a phase from 05 on: its sizes, and which features are on.
+    """Return the sizes and features that options mean for a phase from 05 on.
 
     Raises:
         UserError: an option is unknown, out of its limits, or of a later phase.
@@ -126,14 +113,14 @@ def choose(phase: Phase, options: Mapping[str, Any], device: torch.device) -> Ch
         if name not in first:
             raise UserError(unknown(name, list(first)))
         if first[name] > phase.number and not _asks_for_nothing(name, options):
-            raise UserError(_later(name, first[name], phase))
+            raise UserError(too_early(name, first[name], phase))
     options = {name: value for name, value in options.items() if first[name] <= phase.number}
     more = [kind for kind in features().values() if kind.phase <= phase.number]
     return preset(phase).choose(options, device, more)
 
 
 def _asks_for_nothing(name: str, options: Mapping[str, Any]) -> bool:
-    """Whether an option switches a whole feature off, as a file does that has a line for each."""
+    """Return True if an option switches a whole feature off, as a file does that has a line for each."""
     return name in features() and options[name] is False
 
 
@@ -145,7 +132,7 @@ def check_options(phase: Phase, options: Mapping[str, Any], device: torch.device
     first = first_phases()
     for name in options:
         if first.get(name, 0) > phase.number:
-            raise UserError(_later(name, first[name], phase))
+            raise UserError(too_early(name, first[name], phase))
     if phase.number >= ROWS:
         from continuous.sizes import Sizes
 
@@ -160,11 +147,6 @@ def check_options(phase: Phase, options: Mapping[str, Any], device: torch.device
     for name in options:
         if name not in own:
             raise UserError(unknown(name, sorted(own)))
-
-
-def _later(name: str, first: int, phase: Phase) -> str:
-    flag = "--" + name.replace("_", "-")
-    return f"{flag} is for phases from {first:02d} on, but the phase is {phase.name}"
 
 
 def load_engine(

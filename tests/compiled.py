@@ -1,6 +1,6 @@
 """Compile kernels for GPUs that are not here: `python -m tests.compiled 80 90`, for these capabilities; with
-`--quant` behind it those of phase 10, with `--ahead` those of phase 11, with `--masks` those of phase 12,
-else phase 09's for a few tokens.
+`--quant` behind it those of phase 10, with `--ahead` those of drafting in graphs, with `--masks` those of
+phase 12, else phase 09's for a few tokens.
 
 A variable that gets another shape in a branch, a tile that no tensor core has, more registers than there are:
 the interpreter minds none of these. Triton needs no device to compile for one, only not to be interpreting,
@@ -25,17 +25,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import phases  # noqa: F401  # puts every phase's package on the path
+from phases.appendix.drafting_in_graphs import kernels as ahead
+from phases.appendix.drafting_in_graphs.lookup import AT_ONCE, look_up_kernel
 from phases.appendix.latency.few import few_kernel
 from phases.appendix.latency.heads import few_heads_kernel
 from phases.appendix.latency.lone_few import lone_few_kernel
 from phases.appendix.latency.tables import LoneKey, few_config, few_heads_config, lone_few_config
+from phases.appendix.masked_graphs.kernel import masked_best_kernel, masked_race_kernel
 from phases.appendix.quant_kernels.configs import loop_config
 from phases.appendix.quant_kernels.gemv import gemv8_kernel
 from phases.appendix.quant_kernels.gemv4 import gemv4_kernel
-from speculative.ahead import kernels as ahead
-from speculative.ahead.lookup import AT_ONCE, look_up_kernel
 from speculative.ngram import MOST_TOKENS
-from structured.kernel import masked_best_kernel, masked_race_kernel
 
 HOPPER, ADA = 90, 89
 TYPES = {

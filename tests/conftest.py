@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -16,7 +18,11 @@ if not torch.cuda.is_available():  # before anything imports triton: its kernels
 
 from common.errors import UserError
 from common.models.hub import model_folder
+from tests.coroutines import asynchronously
 from tests.poison import poison as poison
+
+if TYPE_CHECKING:
+    from forward.model import Model
 
 # Sums in one order on every machine, and no fight over cores between the workers of pytest-xdist.
 torch.set_num_threads(1)
@@ -41,6 +47,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("weights")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine; one that hangs for a minute fails."""
+    test = pyfuncitem.obj
+    if not inspect.iscoroutinefunction(test):
+        return None
+    given = {name: pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters}
+    asynchronously(lambda: test(**given))
+    return True
+
+
 def _folder(name: str) -> Path:
     try:
         return model_folder(name)
@@ -62,3 +79,11 @@ def smollm2_folder() -> Path:
 def gemma3_folder() -> Path:
     """Gemma-3-270M, fetched on the first use ever."""
     return _folder("gemma3-270m")
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    """Random weights of a size that any test can afford, in float32 on the CPU."""
+    from forward.loading import load_model  # an exercise may have left it without a beginning
+
+    return load_model("random:tiny", device="cpu", dtype="float32")

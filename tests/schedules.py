@@ -28,6 +28,17 @@ SCHEDULES = settings(
 )
 
 
+def greedy(count: int, **options: Any) -> SamplingParams:
+    """Exactly so many tokens, without chance."""
+    return SamplingParams(max_tokens=count, ignore_eos=True, **options)
+
+
+def finish(engine: Engine) -> None:
+    """Step until nothing is left to do."""
+    while not engine.idle:
+        engine.step()
+
+
 @dataclass(frozen=True)
 class Ask:
     prompt: tuple[int, ...]

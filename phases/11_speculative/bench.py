@@ -16,31 +16,26 @@ from typing import Any
 
 import torch
 from matplotlib.axes import Axes
-from torch import Tensor
 
+from benchmarks.agreement import agreement
 from benchmarks.engines import engine_of
 from benchmarks.evidence import BenchOptions, Evidence, Run, collect
 from benchmarks.measure import Sample, Samples, alternate, summarize
-from benchmarks.plotting import GREY, bars, colours, lines, number, panels, save
+from benchmarks.plotting import GREY, colours, lines, number, panels, save
 from benchmarks.replay import time_replay
 from benchmarks.roofline import ceilings
 from benchmarks.targets import load_target
-from benchmarks.workloads import PASSAGES, Item, Workload, task, uniform
+from benchmarks.workloads import Item, Workload, task, uniform
 from common.models.hub import model_folder
 from common.text.tokenizer import Tokenizer
 from continuous.seams import NO_DRAFTS, Drafter
-from forward.attention import RecomputeAttention
-from forward.loading import load_model
 from forward.model import Model
-from forward.surgery import clone
 from paged_cache import PagedEngine, Parts, Recipe
 from speculative import Speculate, Speculator
 from speculative.control import Control
 from speculative.head import WEIGHTS
-from speculative.rejection import agreement as agreement_of
-from speculative.rejection import classical, greedy, optimum
-from speculative.suffix import Suffixes
-from speculative.verify import agreeing, verify
+from speculative.speculation import agreeing, verify
+from speculative.stats import SpeculationStats
 
 PHASE, BEFORE = "11_speculative", "09_cuda_graphs"
 TASKS = ("rewriting", "summarizing", "chat")
@@ -72,7 +67,7 @@ def run(options: BenchOptions) -> Evidence:
     if not name.startswith("random:"):
         own = replace(options, model=name)
         runs += tasks(own)
-        runs += agreement(own)
+        runs += agreement(PHASE, own)
     swept = "random:qwen3-8b" if cuda and options.model is None else name
     room: dict[str, Any] = {"max_rows": max(sizes), "max_len": 512, "draft_length": LENGTH}
     runs += Bench(replace(options, model=swept), **room).sweep(sizes)
@@ -82,35 +77,26 @@ def run(options: BenchOptions) -> Evidence:
 def tasks(options: BenchOptions) -> list[Run]:
     """Requests one after the other, with and without guessing; nothing is found in a prefix cache.
 
-    Drafters that are trained have engines of their own: they are part of its graphs.
+    On a GPU the appendix drafts inside the graph; "host in between" is this phase alone.
     """
     cuda = options.device.type == "cuda"
     tokenizer = Tokenizer(model_folder(options.model or ""))
     model = load_target(options)
-    sizes: dict[str, Any] = {"max_rows": 1, "max_len": 1024}
-    bench = Bench(options, model, **sizes, draft_length=7 if cuda else 15)
+    sizes: dict[str, Any] = {"max_rows": 1, "max_len": 1024, "draft_length": 7 if cuda else 15}
+    bench = Bench(options, model, **sizes)
     ngrams = (bench.engine, bench.drafter(drafter="ngram", draft_length=bench.length))
     contenders: dict[str, Contender] = {BEFORE: (bench.engine, NO_DRAFTS), PHASE: ngrams}
-    if cuda:  # they are looked up in the graph
-        engine = Bench(options, model, **sizes, drafter="ngram", draft_ahead=True).engine
-        contenders |= {PHASE: (engine, engine.scheduler.drafter), f"{PHASE}, host in between": ngrams}
-    contenders[f"{PHASE}, suffix"] = (
-        bench.engine,
-        bench.drafter(drafter="suffix", draft_length=bench.length),
-    )
-    if (WEIGHTS / f"{options.model}-head.safetensors").is_file():
-        engine = Bench(options, model, **sizes, drafter="head", draft_ahead=True).engine
-        contenders[f"{PHASE}, head"] = (engine, engine.scheduler.drafter)
-        if cuda:  # where guessing does not pay, it is off: what it would reach
-            for name, ahead in (("always", True), ("always, host in between", False)):
-                more = {"draft_adaptive": False, "draft_ahead": ahead}
-                engine = Bench(options, model, **sizes, drafter="head", **more).engine
-                contenders[f"{PHASE}, head, {name}"] = (engine, engine.scheduler.drafter)
-    else:
-        print("no weights for head: train.py makes them")
+    heads: dict[str, dict[str, Any]] = {"head": {}}
     if cuda:
-        waiting = Bench(options, model, **sizes, drafter="none", overlap=False).engine
-        contenders[WAITING] = (waiting, NO_DRAFTS)
+        contenders |= {PHASE: bench.other(drafter="ngram"), f"{PHASE}, host in between": ngrams}
+        contenders[WAITING] = bench.other(drafter="none", overlap=False)
+        always = {"draft_adaptive": False}  # what it would reach where guessing is off
+        heads |= {"head, always": always, "head, always, host in between": {**always, "draft_ahead": False}}
+    if (WEIGHTS / f"{options.model}-head.safetensors").is_file():
+        for name, more in heads.items():
+            contenders[f"{PHASE}, {name}"] = bench.other(drafter="head", draft_length=None, **more)
+    else:
+        print("no weights for head: phases/appendix/drafter_training makes them")
     runs = []
     for name in TASKS:
         work = task(name, tokenizer, 192 if cuda else 96)
@@ -133,9 +119,13 @@ class Bench:
             torch.cuda.empty_cache()
         self.options, self.name = options, options.model or ""
         self.model = load_target(options) if model is None else model
-        self.given = {"prefix_cache": False, "draft_ahead": False, **given}  # or drafters take no turns
-        self.length = int(given.get("draft_length", LENGTH))
-        self.engine = engine_of("11", self.model, **self.given)
+        self.given, self.length = {"prefix_cache": False, **given}, int(given["draft_length"])
+        self.engine = engine_of("11", self.model, **self.given, draft_ahead=False)  # or none takes turns
+
+    def other(self, **settings: Any) -> Contender:
+        """Return an engine of its own, whose drafter is part of it."""
+        engine = engine_of("11", self.model, **{**self.given, **settings})
+        return engine, engine.scheduler.drafter
 
     def drafter(self, **settings: Any) -> Speculator:
         """A drafter for the engine that guesses on the host, as the feature would make it."""
@@ -149,7 +139,7 @@ class Bench:
         """Batch sizes: three right drafts, as many as pay, drafts that are always wrong, and none."""
         always = {"drafter": "synthetic", "draft_length": LENGTH, "draft_accept": float(LENGTH)}
         off = self.drafter(**always)
-        off.control, off._on = Never(LENGTH), False
+        off.pace.control, off.pace.on = Never(LENGTH), False
         contenders: dict[str, Contender] = {
             BEFORE: (self.engine, NO_DRAFTS),
             SYNTHETIC: (self.engine, self.drafter(draft_adaptive=False, **always)),
@@ -187,10 +177,8 @@ class Bench:
         if isinstance(drafter, Speculator):
             drafter.attach(engine)
         time_replay(engine, work, self.options.device)
-        if isinstance(drafter, Speculator):
-            drafter.stats = type(drafter.stats)(synthetic=drafter.stats.synthetic)
-            if isinstance(drafter.source, Suffixes):
-                drafter.source.forget()
+        if (stats := stats_of(drafter)) is not None:
+            stats.clear()
 
     def sample(self, contender: Contender, work: Workload, number: int) -> Sample:
         """Speed, and what came of the drafts."""
@@ -198,11 +186,11 @@ class Bench:
         steps = engine.stats.steps
         found, done = time_replay(engine, work, self.options.device)
         found["steps"] = float(engine.stats.steps - steps)
-        if isinstance(drafter, Speculator):
-            found["acceptance_fraction"] = drafter.stats.acceptance
+        if (stats := stats_of(drafter)) is not None:
+            found["acceptance_fraction"] = stats.acceptance
             tokens = sum(len(one.token_ids) for one in done)
             found["tokens_per_step"] = tokens / (found["steps"] * _together(work))
-            found["tokens_per_verified_step"] = drafter.stats.tokens_per_step
+            found["tokens_per_verified_step"] = stats.tokens_per_step
         return found
 
     def summarize(self, variant: str, work: Workload, samples: Samples, facts: Mapping[str, Any]) -> Run:
@@ -211,6 +199,11 @@ class Bench:
         if variant in (SYNTHETIC, ADAPTIVE, VAIN, OFF):
             options["synthetic_length"] = LENGTH if variant in (SYNTHETIC, ADAPTIVE) else 0
         return summarize(variant, work, samples, model=self.name, dtype=self.options.dtype, options=options)
+
+
+def stats_of(drafter: Drafter) -> SpeculationStats | None:
+    """What a drafter counts, if it guesses."""
+    return None if drafter is NO_DRAFTS else getattr(drafter, "stats", None)
 
 
 def _together(work: Workload) -> int:
@@ -222,85 +215,20 @@ def _short(work: Workload) -> Workload:
     return replace(work, name=f"{work.name}[:2]", items=items)
 
 
-# How often the drafter's token is the model's.
-
-NOISES = (0.02, 0.05, 0.1, 0.15, 0.2)
-"""Drafters: the model with noise in its weights, in standard deviations of each matrix."""
-PLACES = 48
-"""Of real text, at which model and drafter are compared."""
-
-
-def agreement(options: BenchOptions) -> list[Run]:
-    """Sampled drafts on real text: the optimum, 1 - total variation, and what three ways reach.
-
-    The model's own probabilities at temperature 1, behind each place of a passage, and those of drafters
-    that are nearly the same to quite another model. Nothing is drawn: how often two draws with the same noise
-    agree is a formula (`rejection.agreement`). Computed on the CPU in float32.
-    """
-    tokenizer = Tokenizer(model_folder(options.model or ""))
-    model = load_model(options.model or "", device="cpu", dtype="float32")
-    text = tokenizer.encode(PASSAGES[0])[: 8 if options.quick else PLACES]
-    target = probabilities(model, text)
-    work = Workload("agreement", (Item(tuple(text), 1),), vocab=tokenizer.vocab_size)
-    found: dict[str, Tensor] = {}
-    for noise in NOISES[:2] if options.quick else NOISES:
-        found[f"noise {noise:g}"] = probabilities(noisy(model, noise), text)
-    runs = []
-    for name, draft in found.items():
-        best, same = optimum(target, draft), agreement_of(target, draft)
-        samples = Samples(
-            kept=[
-                {
-                    "seconds": 0.0,
-                    "optimum": float(best.mean()),
-                    "classical": float(classical(target, draft).mean()),
-                    "coupled": float(same.mean()),
-                    "greedy": float(greedy(target, draft).mean()),
-                }
-            ]
-        )
-        facts = {"drafter": name}
-        runs.append(
-            summarize(PHASE, work, samples, model=options.model or "", dtype=torch.float32, options=facts)
-        )
-    return runs
-
-
-@torch.inference_mode()
-def probabilities(model: Model, text: Sequence[int]) -> Tensor:
-    """What the model says behind each token of the text: `[len(text), V]`."""
-    ids = torch.tensor(text)
-    hidden = model(ids, torch.arange(len(ids)), RecomputeAttention())
-    return model.logits(hidden).softmax(-1)
-
-
-def noisy(model: Model, noise: float) -> Model:
-    """A copy with noise in its matrices: a drafter that is worse by a knob."""
-    other, generator = clone(model), torch.Generator().manual_seed(0)
-    for name, layer in other.named_modules():
-        if isinstance(layer, torch.nn.Linear) and name != "lm_head":
-            weight = layer.weight.detach()
-            change = noise * weight.std() * torch.randn(weight.shape, generator=generator)
-            layer.weight = torch.nn.Parameter(weight + change, requires_grad=False)
-    return other
-
-
 # The figure.
 
 
 def draw(evidence: Evidence, out: Path) -> None:
-    """Tokens a step by drafter and task, speed over batch size, acceptance, and what overlap hides."""
-    hidden = [run for run in evidence.runs if run.workload.startswith("chat-")]
+    """Tokens a step by drafter and task, speed over batch size, and acceptance."""
     guessed = [r for r in evidence.runs if "tokens_per_step" in r.metrics and "batch" not in r.options]
     tasks = {run.workload for run in guessed}
     parts: dict[Callable[[list[Run], Axes], None], list[Run]] = {
         _tasks: [*guessed, *(run for run in evidence.find(BEFORE) if run.workload in tasks)],
         _synthetic: [run for run in evidence.runs if "batch" in run.options],
         _agreement: [run for run in evidence.runs if "optimum" in run.metrics],
-        _hidden: hidden if any(run.variant == WAITING for run in hidden) else [],
     }
     measured = {part: runs for part, runs in parts.items() if runs}
-    figure, axes = panels(len(measured), rows=2 if len(measured) == 4 else 1, height=4.6)  # many labels
+    figure, axes = panels(len(measured), height=4.6)  # many labels
     for (part, runs), place in zip(measured.items(), axes, strict=True):
         part(runs, place)
     save(figure, out, evidence)
@@ -308,16 +236,8 @@ def draw(evidence: Evidence, out: Path) -> None:
 
 def _synthetic(runs: list[Run], axes: Axes) -> None:
     """Drafts of a known quality: what they bring in batches of all sizes."""
-    lines(
-        runs,
-        x="batch",
-        metric="output_tokens_per_s",
-        axes=axes,
-        by=_label,
-        log_x=True,
-        log_y=True,
-        phase=PHASE,
-    )
+    look: dict[str, Any] = {"by": _label, "log_x": True, "log_y": True, "phase": PHASE}
+    lines(runs, x="batch", metric="output_tokens_per_s", axes=axes, **look)
     axes.set_xlabel("requests")
     rates = {(run.options["batch"], run.variant): run.median("output_tokens_per_s") for run in runs}
     gains = {
@@ -328,14 +248,6 @@ def _synthetic(runs: list[Run], axes: Axes) -> None:
     axes.set_title(
         f"{LENGTH} synthetic drafts a step: {one:.1f} times the tokens at {first}, {many:.1f} times at {last}"
     )
-
-
-def _hidden(runs: list[Run], axes: Axes) -> None:
-    """Chat, one request: what a step loses whose host waits for the one before."""
-    shown = [BEFORE, WAITING, f"{PHASE}, head, always", f"{PHASE}, head, always, host in between", PHASE]
-    found = [run for name in shown for run in runs if run.variant == name]
-    bars(found, "output_tokens_per_s", axes=axes, gain=False, label=_label)
-    axes.set_title("Chat, one request: what is hidden by overlap")
 
 
 def _label(run: Run) -> str:
@@ -355,14 +267,9 @@ def _tasks(runs: list[Run], axes: Axes) -> None:
             at = row + (place - (len(variants) - 1) / 2) * 0.8 / len(variants)
             axes.barh(at, value, height=0.7 / len(variants), color=shown[variant])
             gain = one.median("output_tokens_per_s") / before[name]
-            axes.annotate(
-                f"{_label(one)}: {value:.2f}, {gain:.2f}× the speed",
-                (value, at),
-                (4, 0),
-                textcoords="offset points",
-                va="center",
-                fontsize=7,
-            )
+            text = f"{_label(one)}: {value:.2f}, {gain:.2f}× the speed"
+            where: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 7}
+            axes.annotate(text, (value, at), (4, 0), **where)
     axes.axvline(1.0, color=GREY, linewidth=1.0)
     axes.set_yticks(range(len(tasks)), [name.rsplit("-", 1)[0] for name in tasks])
     axes.invert_yaxis()

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 from common.text.tokenizer import Tokenizer
+from phases.appendix.access.hosts import ANY, Hosts
+from phases.appendix.access.keys import Keys
+from phases.appendix.access.origins import Origins
 from phases.appendix.api.extension import Api
-from phases.appendix.browsers.hosts import ANY, Hosts
-from phases.appendix.browsers.origins import Origins
 from phases.appendix.connections.connection import NEVER, Connection
 from phases.appendix.observability.live import Live
 from phases.appendix.observability.log import AccessLog
+from phases.appendix.observability.metrics import WholeMetrics
 from phases.appendix.observability.traces import Traces
 from serving.app import App, Extension
 from serving.client import EngineClient
@@ -25,6 +27,7 @@ def whole_app(
     *,
     hosts: frozenset[str] = frozenset({ANY}),
     allowed_origins: tuple[str, ...] = (),
+    keys: tuple[str, ...] = (),
     access_log: str = "none",
     traces: Traces | None = None,
     **server: Any,
@@ -34,6 +37,7 @@ def whole_app(
     Args:
         hosts: names that the server answers to; see `hosts.names_of`.
         allowed_origins: whose web pages may read answers; see `origins`.
+        keys: of which a client needs one; none: everybody may come in.
         access_log: a path, "-" for standard error, or "none".
         traces: where spans go, if anywhere.
         server: what `App` takes besides.
@@ -41,10 +45,12 @@ def whole_app(
     extensions: list[Extension] = [Hosts(hosts)]
     if allowed_origins:
         extensions.append(Origins(allowed_origins))
+    extensions.append(Keys(keys))
     if traces is not None:
         extensions.append(traces)
-    extensions += [AccessLog(access_log), Api(), Live()]
-    return App(engine, tokenizer, model, extensions=extensions, **server)
+    metrics = WholeMetrics(model)
+    extensions += [AccessLog(access_log, metrics), Api(), Live()]
+    return App(engine, tokenizer, model, metrics=metrics, extensions=extensions, **server)
 
 
 def whole_server(app: App, on_ready: Callable[[], None] = lambda: None) -> Server:

@@ -6,23 +6,27 @@ import importlib.util
 import os
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 from rich.table import Table
 
-from benchmarks import measure
 from benchmarks.evidence import FIGURES, RESULTS, BenchOptions, Evidence, results
+from benchmarks.gains import factor_text, gain, gain_words
+from benchmarks.labels import axis_label
 from common.console import err, out
-from common.device import device_folder, device_name, pick_device, pick_dtype
+from common.device_names import device_folder
 from common.errors import UserError, integer
 from common.files import check_folder, whole
 from common.paths import cache_home
-from phases import PHASES, ROOT
-from phases.registry import phase_named
+from common.words import count
+from phases import PHASES, ROOT, phase_named
 
 MOST_REPEATS = 1000
+MOST_COLUMNS = 3
+"""In which the options of runs are shown; more of them share one."""
 MADE_BY = {"json_schema_bench": "json_schema_suite", "hostile_grammars": "12_structured"}
 """Evidence whose benchmark has another name: the same script, given a checkout; another run of it."""
 
@@ -46,6 +50,8 @@ def bench(
     if quick and record:
         raise UserError("--record keeps what was measured with care: leave --quick out")
     name = _named(phase_name)
+    from common.device import device_name, pick_device, pick_dtype
+
     module = _module(name)
     where = pick_device(device)
     device_is = device_folder(where.type, device_name(where))
@@ -66,6 +72,7 @@ def bench(
     begun = time.monotonic()
     measured = _measure(module, options)
     measured = replace(measured, seconds=time.monotonic() - begun)
+    _show(measured)
     if recorded is not None and not quick:
         _compare(measured, recorded)
     written = measured.write(folders[0] / f"{measured.phase}.json")
@@ -79,12 +86,66 @@ def bench(
 def _announce(name: str, options: BenchOptions, recorded: Evidence | None) -> None:
     """What is measured, and how long it takes as far as anybody knows."""
     err.print(
-        f"[dim]{name} on {options.device}, {options.dtype}, {options.repeats} samples of each variant[/dim]"
+        f"[dim]{name} on {options.device}, {str(options.dtype).removeprefix('torch.')}, "
+        f"{count(options.repeats, 'sample')} of each variant[/dim]"
     )
     if recorded is not None and recorded.seconds is not None and not options.quick:
         minutes = recorded.seconds / 60
         where = f"{recorded.machine['name']}, {recorded.machine['cores']} cores"
         err.print(f"[dim]The recorded run took {minutes:.0f} min on {where}.[/dim]")
+
+
+def _show(measured: Evidence) -> None:
+    """Print every variant's first metric beside the first variant's, and what the phase is about in a line.
+
+    What all runs have in common stands in the title.
+    """
+    phase = next((phase for phase in PHASES if phase.name == measured.phase), None)
+    headline = "" if phase is None else phase.headline
+    rows = []
+    for run in measured.runs:
+        metric = headline if headline in run.metrics else next(iter(run.metrics), None)
+        if metric is not None:
+            facts = {"what": axis_label(metric), "workload": run.workload, "model": run.model, **run.options}
+            rows.append(
+                (run.variant, {name: str(value) for name, value in facts.items()}, run.median(metric))
+            )
+    names = list(dict.fromkeys(name for _, facts, _ in rows for name in facts))
+    values = {name: {facts.get(name, "") for _, facts, _ in rows} for name in names}
+    alike = [f"{name} {min(values[name])}" for name in names if len(values[name]) == 1]
+    table = Table(
+        title=f"{measured.phase}: {', '.join(alike).removeprefix('what ')}",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+    )
+    table.add_column("variant", overflow="fold")
+    differ = [name for name in names if len(values[name]) > 1]
+    wide = len(differ) > MOST_COLUMNS
+    for name in ["work"] if wide else differ:
+        table.add_column(name, overflow="fold")
+    for column in ("median", "to the first"):
+        table.add_column(column, justify="right", no_wrap=True)
+    firsts: dict[tuple[str, ...], float] = {}
+    for variant, facts, value in rows:
+        work = tuple(facts.get(name, "") for name in differ)
+        ratio = f"{value / firsts[work]:.2f}×" if firsts.get(work) else ""
+        firsts.setdefault(work, value)
+        shown = [_words(facts, differ)] if wide else work
+        table.add_row(variant, *shown, f"{value:,.4g}" if value < 1000 else f"{value:,.0f}", ratio)
+    out.print(table)
+    found = gain(phase, measured) if phase else None
+    if found is not None:
+        out.print(
+            f"{found.after.variant} against {found.before.variant}: [bold]{factor_text(found)}[/bold] "
+            f"{gain_words(found.metric)} ({found.after.workload}, {found.after.model})",
+            soft_wrap=True,
+        )
+
+
+def _words(facts: Mapping[str, str], names: Sequence[str]) -> str:
+    own = ("what", "workload")  # they say themselves what they are
+    return ", ".join(facts[n] if n in own else f"{n} {facts[n]}" for n in names if facts.get(n))
 
 
 def _compare(measured: Evidence, recorded: Evidence) -> None:
@@ -115,6 +176,8 @@ def _draw(module: ModuleType, evidence: Evidence, figure: Path) -> bool:
 
 
 def _measure(module: ModuleType, options: BenchOptions) -> Evidence:
+    from benchmarks import measure
+
     tries = measure.TRIES
     if options.quick:
         measure.TRIES = 1

@@ -9,13 +9,13 @@ from typing import Any
 from common.console import out
 from common.device import pick_device
 from common.errors import UserError
-from phases import registry
+from phases import phase_named, registry
 from phases.config import EngineConfig, options_from_yaml
 
 
 def run(phase_name: str, *, device: str, config: Path | None, options: Mapping[str, Any]) -> int:
     """Print the file. What the flags say comes before what a given file says."""
-    phase = registry.phase_named(phase_name)
+    phase = phase_named(phase_name)
     if phase.number < registry.BLOCKS:
         raise UserError(
             f"phase is {phase.name}, but only engines from phase {registry.BLOCKS:02d} on are files"

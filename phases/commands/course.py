@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
-import textwrap
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -21,10 +19,7 @@ from phases.course.blanks import NotThere
 from phases.course.checking import Failure, State, Verdict, check_file, read, room
 from phases.course.exercises import Exercise, find_question, of_phases
 
-MOST_LINES = 10
-"""Of what is said about a failure."""
 WIDEST = 100
-IMPORT = re.compile(r"(import|from) ")
 LOOK = 0.5
 """Seconds between two looks at the files."""
 STYLES: dict[State, str] = {
@@ -49,6 +44,7 @@ def make(folder: Path, phases: str | None) -> int:
 def check(wanted: str | None) -> int:
     """Check exercises of the copy around the current folder; the exit code is 1 if one fails."""
     copy = making.around(Path.cwd())
+    making.link(copy.folder)
     begun = _begun(copy, _chosen(copy, wanted))
     return int(not all(verdict.right or verdict.state == "not started" for verdict in begun))
 
@@ -80,7 +76,7 @@ def _begun(copy: making.Copy, chosen: Iterable[Exercise]) -> list[Verdict]:
 
 
 def show(verdict: Verdict) -> None:
-    """A line for an exercise, and at most ten for its failure."""
+    """Print a line for an exercise, and some for its failure."""
     one = verdict.exercise
     style = STYLES[verdict.state]
     out.print(f"{one.id}  [{style}]{verdict.state:20}[/]  {escape(one.title)}", soft_wrap=True)
@@ -90,18 +86,17 @@ def show(verdict: Verdict) -> None:
 
 
 def told(failure: Failure) -> list[str]:
-    """At most ten lines on a failure: what was given, expected and got, where, and the trap it resembles."""
-    given = [line for line in failure.setup.strip().splitlines() if not IMPORT.match(line)]
-    named = [("given", line) for line in (given if len(given) < 5 else [*given[:3], "..."])]
-    named += [("test", failure.test)]
-    calls = textwrap.wrap(failure.call, WIDEST - 10, max_lines=2)
-    named += [("call" if line is calls[0] else " ", line) for line in calls]
-    named += [("expected", failure.expected), ("got", failure.got)]
-    said = [] if failure.got else failure.message.splitlines()
-    named += [("", line) for line in said[: 1 if failure.call else 3]]
+    """Return what was given, expected and got, where, and the trap it resembles.
+
+    What is given is whole, to be pasted and tried; of everything else a line is cut at `WIDEST`.
+    """
+    given = failure.setup.strip().splitlines() + failure.call.splitlines()
+    named = [("test", failure.test), ("expected", failure.expected), ("got", failure.got)]
+    named += [("", line) for line in ([] if failure.got else failure.message.splitlines())]
     named += [("raised in", failure.place), ("trap", failure.trap)]
     lines = [f"{name:9} {text}" if name else text for name, text in named if text]
-    return [line if len(line) <= WIDEST else line[: WIDEST - 3] + "..." for line in lines][:MOST_LINES]
+    lines = [line if len(line) <= WIDEST else line[: WIDEST - 3] + "..." for line in lines]
+    return [f"{'' if at else 'given':9} {line}" for at, line in enumerate(given)] + lines
 
 
 def hint(name: str, level: int | None) -> int:
@@ -148,6 +143,7 @@ def answer(name: str, value: float | None) -> int:
     right = answers.is_right(question, value)
     answers.note(copy.folder, question, value)
     hints.log(copy.folder, "answer", question.id, answer=value)
+    making.reveal(copy, answers.given(copy.folder).keys())
     if not right:
         out.print(f"{question.id}  [red]no[/]: not within {question.tolerance:.0%} of what was measured")
         return 1
@@ -205,7 +201,7 @@ def grade(folder: Path, *, as_json: bool, gradescope: bool) -> int:
         return 0
     table = Table("exercise", "points", "state", "hints", "why")
     for one in scores:
-        more = f"{one.hints}" + (", solution" if one.solution_shown else "")
+        more = f"{one.guesses} guesses" if one.guesses else f"{one.hints}" + ", solution" * one.solution_shown
         table.add_row(one.id, f"{one.points:g} of {one.most}", one.state, more, escape(one.reason))
     out.print(table)
     out.print(f"{sum(one.points for one in scores):g} of {sum(one.most for one in scores)} points")

@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from importlib import metadata
 from itertools import chain
@@ -18,14 +19,17 @@ from rich.table import Table
 
 from benchmarks.roofline import probe_matmul, probe_read
 from common.console import out
-from common.device import device_folder, device_name, pick_device, pick_dtype
+from common.device import device_name, pick_device, pick_dtype
+from common.device_names import device_folder
 from common.models.bundled import BUNDLED, damage, is_cached
+from common.neighbours import MOST, share, usage
 from common.paths import cache_home
 from phases import PHASES
 from phases.registry import missing_for
 
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 11)
+WAIT = 0.5
 
 
 def verify() -> int:
@@ -75,6 +79,7 @@ def facts(device: torch.device) -> Iterator[tuple[str, str, str]]:
     yield "dtype", f"{_short(pick_dtype('auto', device))} by default, {_dtypes(device)} run", ""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield "Processor", f"{device_name(torch.device('cpu'))}, cores: {cores}, threads: {_threads()}", ""
+    yield "Neighbours", *_neighbours()
     free = psutil.virtual_memory().available / 1e9
     yield "Memory", f"{free:.1f} GB free", "" if free > 3 else "3 GB are needed for the small models"
     if device.type == "cuda":
@@ -151,6 +156,17 @@ def _dtypes(device: torch.device) -> str:
         except (RuntimeError, TypeError):
             continue
     return ", ".join(working)
+
+
+def _neighbours() -> tuple[str, str]:
+    """What other programs take of the processor while we wait for half a second."""
+    before = usage()
+    time.sleep(WAIT)
+    part = share(before, usage())
+    says = f"other programs take {part:.0%} of the processor now"
+    if part <= MOST:
+        return says, ""
+    return says, "stop them, or set OMP_WAIT_POLICY=PASSIVE: beside them everything is several times slower"
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -14,24 +14,28 @@ from common.text.tokenizer import Tokenizer
 
 LARGEST_FILE = 1 << 25
 MOST_PROMPTS = 10_000
+DEFAULT_PROMPT = "The capital of France is"
+DEFAULT_QUESTION = "What is the capital of France?"
 
 
-def read_prompts(prompt: str | None, prompts_file: Path | None, default: str) -> list[str]:
-    """The prompts of a command: the text given, or one a line of a file (blank lines skipped).
+def read_prompts(given: Sequence[str] | None, prompts_file: Path | None, *, chat: bool = False) -> list[str]:
+    """Return the prompts of a command: the texts given, or one a line of a file (blank lines skipped).
+
+    chat: they are questions, and without any there is one of its own.
 
     Raises:
         UserError: both are given, the prompt is empty or no text, or the file cannot be read, is no text, or
             holds none or too many.
     """
     if prompts_file is not None:
-        if prompt is not None:
+        if given:
             raise UserError("--prompt and --prompts-file are both given, but only one of them can be")
         return _read_lines(f"--prompts-file {prompts_file}", prompts_file)
-    if prompt is None:
-        return [default]
-    if not prompt:
+    if not given:
+        return [DEFAULT_QUESTION if chat else DEFAULT_PROMPT]
+    if not all(given):
         raise UserError("--prompt is empty, but it must have at least 1 character")
-    return [text("--prompt", prompt)]
+    return [text("--prompt", prompt) for prompt in given]
 
 
 def _read_lines(name: str, path: Path) -> list[str]:

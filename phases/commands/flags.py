@@ -1,19 +1,48 @@
-"""Flags of an engine, made from the dataclasses that hold its options: none is written down twice."""
+"""Flags of an engine, made from the dataclasses that hold its options: none is written down twice.
+
+The classes are in packages that import PyTorch: two seconds, for a list of names. So the list is
+kept in the cache folder, and made again when a file of a phase has changed.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import json
+import sys
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import typer
 
+from common.errors import UserError
+from common.files import whole
 from common.options import helps, names, types
-from continuous.sizes import Sizes
-from paged_cache.parts import PagedSizes
-from phases import registry
+from common.paths import cache_home
+from phases import LADDER, ROOT
 
 Command = Callable[..., int]
+KINDS: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, str)}
+LIMITS, REPLICAS = "limits", "replicas"
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag.
+
+    kind: the name of its type.
+    of: `limits` or `replicas` of a server; else nothing, and the engine has it.
+    first: the first phase with it.
+    """
+
+    name: str
+    kind: str
+    help: str
+    panel: str
+    of: str = ""
+    first: int = 0
 
 
 def add_engine_flags(command: Command, *, limits: bool = False) -> None:
@@ -23,43 +52,82 @@ def add_engine_flags(command: Command, *, limits: bool = False) -> None:
     """
     signature = inspect.signature(command)
     flags = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-        for name, annotation in ((_limits() if limits else {}) | _flags()).items()
-        if name not in signature.parameters
+        inspect.Parameter(flag.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_typer(flag))
+        for flag in all_flags()
+        if flag.name not in signature.parameters and (limits or not flag.of)
     ]
     command.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *flags])  # type: ignore[attr-defined]
     command.__annotations__ |= {flag.name: flag.annotation for flag in flags}
 
 
-def _flags() -> dict[str, Any]:
-    first = f"Engine, from phase {registry.ROWS:02d} on"
-    flags = _of(Sizes, first)
-    flags |= {
-        name: flag
-        for name, flag in _of(PagedSizes, f"Paged cache, from phase {registry.BLOCKS:02d} on").items()
-        if name not in flags
-    }
-    for kind in registry.features().values():
-        panel = f"{kind.name}, from phase {kind.phase:02d} on"
-        what = inspect.getdoc(kind) or ""
-        flags[kind.name] = _flag(kind.name, bool, what.split("\n")[0], panel)
-        flags |= _of(kind, panel)
-    return flags
+def all_flags() -> list[Flag]:
+    """Return every flag: those of a server first, then the phases' in order.
+
+    They are read from the cache, unless a phase has changed since, or the registry is imported anyway and may
+    know of features that no file has.
+    """
+    if "phases.registry" in sys.modules:
+        return _made()
+    key, path = _key(), _path()
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if kept["key"] == key:
+            return [Flag(**flag) for flag in kept["flags"]]
+    made = _made()
+    with suppress(UserError), whole(path) as scratch:
+        scratch.write_text(json.dumps({"key": key, "flags": [asdict(flag) for flag in made]}))
+    return made
 
 
-def _limits() -> dict[str, Any]:
+def _path() -> Any:
+    checkout = hashlib.sha256(str(ROOT).encode()).hexdigest()[:12]
+    return cache_home() / f"flags-{checkout}.json"
+
+
+def _key() -> str:
+    """Sizes and times of all that a flag may come from."""
+    digest = hashlib.sha256(sys.version.encode())
+    for path in sorted((ROOT / "phases").rglob("*.py")):
+        facts = path.stat()
+        digest.update(f"{path} {facts.st_size} {facts.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+def _made() -> list[Flag]:
+    from continuous.sizes import Sizes
+    from paged_cache.parts import PagedSizes
+    from phases import registry
     from replicas.options import ReplicaOptions
     from serving.http.limits import Limits
 
-    return _of(Limits, "Limits of the server") | _of(ReplicaOptions, "Replicas of the server")
+    made = [*_of(Limits, "Limits of the server", LIMITS), *_of(ReplicaOptions, "Replicas", REPLICAS)]
+    made += _of(Sizes, _panel(registry.ROWS), first=registry.ROWS)
+    made += _of(PagedSizes, _panel(registry.BLOCKS), first=registry.BLOCKS)
+    for kind in registry.features().values():
+        appendix = "Appendix to " if kind.__module__.startswith("phases.appendix.") else ""
+        panel = appendix + _panel(kind.phase)
+        what = (inspect.getdoc(kind) or "").split("\n")[0]
+        made.append(Flag(kind.name, "bool", what, panel, first=kind.phase))
+        made += _of(kind, panel, first=kind.phase)
+    first = dict[str, Flag]()
+    for flag in made:
+        first.setdefault(flag.name, flag)  # sizes of a paged cache are those of 04 and more
+    return list(first.values())
 
 
-def _of(kind: type, panel: str) -> dict[str, Any]:
+def _panel(number: int) -> str:
+    (title,) = (phase.title for phase in LADDER if phase.number == number)
+    return f"{title}, from phase {number:02d} on"
+
+
+def _of(kind: type, panel: str, of: str = "", *, first: int = 0) -> list[Flag]:
     found, help = types(kind), helps(kind)
-    return {name: _flag(name, found[name], help[name], panel) for name in names(kind)}
+    return [Flag(name, found[name].__name__, help[name], panel, of, first) for name in names(kind)]
 
 
-def _flag(name: str, kind: type, help: str, panel: str) -> Any:
-    flag = name.replace("_", "-")
-    spelled = f"--{flag}/--no-{flag}" if kind is bool else f"--{flag}"
-    return Annotated[kind | None, typer.Option(spelled, help=help, rich_help_panel=panel)]
+def _typer(flag: Flag) -> Any:
+    spelled = "--" + flag.name.replace("_", "-")
+    if flag.kind == "bool":
+        spelled += "/--no-" + spelled[2:]
+    kind: Any = KINDS[flag.kind]
+    return Annotated[kind | None, typer.Option(spelled, help=flag.help, rich_help_panel=flag.panel)]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
@@ -17,20 +18,23 @@ from benchmarks.loadtest.report import Goal, summarize
 from benchmarks.loadtest.user import Outcome, Target
 from benchmarks.server import bodies_of
 from benchmarks.workloads import Workload, workload
+from common import words
 from common.console import err, out
 from common.errors import UserError, integer, number
 from common.files import whole
 
+QUIET = 10.0
 COLUMNS = {
-    "output_tokens_per_s": "tokens/s",
-    "goodput_requests_per_s": "goodput/s",
-    "ttft_ms_p50": "first p50",
-    "ttft_ms_p99": "p99 (ms)",
-    "itl_ms_p50": "gap p50",
-    "itl_ms_p99": "p99 (ms)",
-    "e2e_ms_p50": "whole p50",
-    "failed": "failed",
+    "output_tokens_per_s": "tokens\na second",
+    "goodput_requests_per_s": "good\na second",
+    "ttft_ms_p50": "first\np50 ms",
+    "ttft_ms_p99": "first\np99 ms",
+    "itl_ms_p50": "gap\np50 ms",
+    "itl_ms_p99": "gap\np99 ms",
+    "e2e_ms_p50": "whole\np50 ms",
+    "failed": "\nfailed",
 }
+"""Two lines each: all of them fit 80 columns. Good: requests that keep the goal."""
 
 
 def run(
@@ -58,9 +62,8 @@ def run(
     integer("processes", processes, low=1, high=64)
     target = Target.of(url, key)
     rows: list[dict[str, Any]] = []
-    with Live(console=err, refresh_per_second=4, transient=True) as live:
-        for label, plan in plans(work, users, rate, requests):
-            watch = _watch(live, rows, label, plan, goal)
+    for label, plan in plans(work, users, rate, requests):
+        with Watch(rows, label, plan, goal) as watch:
             outcomes = ask_all(target, plan, processes, watch)
             found: dict[str, Any] = {"load": label, "workload": name, **summarize(outcomes, goal)}
             errors = sorted({outcome.error for outcome in outcomes if outcome.error})
@@ -68,7 +71,7 @@ def run(
     out.print(table(rows))
     for row in rows:
         for error in row.get("errors", ()):
-            err.print(f"error: {error}", markup=False)
+            err.print(f"error: {_plain(error)}", markup=False, soft_wrap=True)
     if json_path is not None:
         with whole(json_path) as scratch:
             scratch.write_text(json.dumps({"url": url, "sha256": work.sha256, "runs": rows}, indent=1) + "\n")
@@ -89,7 +92,7 @@ def plans(
         for text in users.split(","):
             count = integer("users", int(text) if text.strip().isdecimal() else text, low=1, high=65_536)  # type: ignore[arg-type]
             total = requests or max(len(bodies), 2 * count)
-            found.append((f"{count} users", Plan(bodies, total, users=count)))
+            found.append((words.count(count, "user"), Plan(bodies, total, users=count)))
         return found
     total = requests or len(bodies)
     if rate is not None:
@@ -106,31 +109,68 @@ def _repeated(bodies: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
     """One line a load."""
-    made = Table("load", box=None, pad_edge=False, header_style="bold")
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    made.add_column("\nload", overflow="fold")
     for title in COLUMNS.values():
-        made.add_column(title, justify="right")
+        made.add_column(title, justify="right", no_wrap=True)
     for row in rows:
         values = [row.get(name) for name in COLUMNS]
-        made.add_row(row["load"], *("" if value is None else f"{value:,.5g}" for value in values))
+        made.add_row(row["load"], *("" if value is None else _number(value) for value in values))
     return made
 
 
-def _watch(
-    live: Live, rows: list[dict[str, Any]], label: str, plan: Plan, goal: Goal
-) -> Callable[[Outcome], None]:
-    """Shows the table while it grows, four times a second."""
-    outcomes: list[Outcome] = []
-    shown = 0.0
+def _number(value: float) -> str:
+    """Three digits and a point at most: 8,142 and 42.1 and 0.52."""
+    return f"{value:,.0f}" if value == int(value) or value >= 100 else f"{value:.3g}"
 
-    def progress(outcome: Outcome) -> None:
-        nonlocal shown
-        outcomes.append(outcome)
-        if time.monotonic() - shown > 0.25:
-            shown = time.monotonic()
-            now = {"load": f"{label}: {len(outcomes)} of {plan.requests}", **summarize(outcomes, goal)}
-            live.update(table([*rows, now]))
 
-    return progress
+def _plain(error: str) -> str:
+    """A failure of a connection in words; what a server has said stays as it is."""
+    name, _, reason = error.partition(": ")
+    said = {
+        "ConnectionRefusedError": "the server takes no connections any more",
+        "ConnectionResetError": "the server has cut a connection",
+        "TimeoutError": "the server has not answered in time",
+    }.get(name)
+    return f"{said} ({reason or name})" if said else error
+
+
+class Watch:
+    """What is shown while requests run: the table on a screen, elsewhere a line every `QUIET` seconds."""
+
+    def __init__(self, rows: Sequence[dict[str, Any]], label: str, plan: Plan, goal: Goal) -> None:
+        self.rows, self.label, self.plan, self.goal = rows, label, plan, goal
+        self.outcomes: list[Outcome] = []
+        self.said = time.monotonic()
+        self._live = Live(
+            console=err, get_renderable=self._shown, refresh_per_second=4, transient=True, auto_refresh=True
+        )
+
+    def __enter__(self) -> Watch:
+        if err.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if err.is_terminal:
+            self._live.stop()
+
+    def __call__(self, outcome: Outcome) -> None:
+        """Take what became of a request."""
+        self.outcomes.append(outcome)
+        if not err.is_terminal and time.monotonic() - self.said > QUIET:
+            self.said = time.monotonic()
+            err.print(f"[dim]{self._label()}[/dim]")
+
+    def _label(self) -> str:
+        return f"{self.label}: {len(self.outcomes):,} of {self.plan.requests:,}"
+
+    def _shown(self) -> RenderableType:
+        """The table as it is now, or that clients start, which takes seconds."""
+        if not self.outcomes:
+            waiting = f"{self._label()}, waiting for the first answer"
+            return Group(table(self.rows), waiting) if self.rows else waiting
+        return table([*self.rows, {"load": self._label(), **summarize(self.outcomes, self.goal)}])
 
 
 def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:

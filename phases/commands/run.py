@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from common.console import err, out
 from common.device import pick_device, pick_dtype
 from common.errors import UserError
+from common.neighbours import usage, warning
+from common.sampling.defaults import sampling_defaults
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
-from phases import Phase
+from common.words import count
+from phases import Phase, phase_named
 from phases.commands.autotune import autotune as search
 from phases.commands.autotune import check_autotune
-from phases.commands.engines import Served, encode, read_prompts, serve
+from phases.commands.engines import Served, encode, serve
 from phases.commands.fetch import fetch_with_progress
 from phases.commands.grammars import check_grammar, show_trace
 from phases.config import options_from_yaml
-from phases.registry import check_options, load_engine, missing_for, phase_named
+from phases.registry import check_options, load_engine, missing_for
 
-DEFAULT_PROMPT = "The capital of France is"
-DEFAULT_QUESTION = "What is the capital of France?"
 SPECULATES = 11
 """The phase that guesses."""
 
@@ -31,10 +33,11 @@ def run(
     phase_name: str,
     *,
     model: str,
-    prompt: str | None,
-    prompts_file: Path | None,
+    prompts: Sequence[str],
     chat: bool,
     params: SamplingParams,
+    generation_config: str,
+    said: Collection[str],
     device: str,
     dtype: str,
     as_json: bool,
@@ -42,19 +45,21 @@ def run(
     trace: bool = False,
     config: Path | None = None,
     stats: bool = False,
+    verbose: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> int:
     """Generate and print, after a search for kernels if `autotune`.
 
+    generation_config, said: sampling that is not said is the model's own; see `sampling_defaults`.
     trace: show the masks of one prompt's steps instead of its text.
     config, options: of the engine; the second come first.
     stats: also print what came of guesses, from phase 11 on.
+    verbose: also print where the memory goes.
 
     Returns the exit code: 0, or 1 when a request failed inside the engine.
     """
-    phase = phase_named(phase_name)
+    begun, phase = usage(), phase_named(phase_name)
     given = {**(options_from_yaml(config) if config else {}), **(options or {})}
-    prompts = read_prompts(prompt, prompts_file, DEFAULT_QUESTION if chat else DEFAULT_PROMPT)
     where = pick_device(device)
     kind = pick_dtype(dtype, where)  # what is wrong must not wait for a download
     check_options(phase, given, where)
@@ -70,6 +75,8 @@ def run(
     if model.startswith("random:"):
         raise UserError(f"model is {model!r}, but `ladder run` needs a model with a tokenizer")
     folder = fetch_with_progress(model)
+    own = sampling_defaults(folder, generation_config)
+    params = replace(params, **{name: value for name, value in own.items() if name not in said})  # type: ignore[arg-type]
     tokenizer = Tokenizer(folder)
     ids = [encode(tokenizer, text, chat) for text in prompts]
     missing = missing_for(phase, where)
@@ -79,10 +86,12 @@ def run(
         )
     engine = load_engine(phase, str(folder), device=str(where), dtype=dtype, tokenizer=tokenizer, **given)
     ledger = getattr(engine, "ledger", None)
-    if ledger is not None and not as_json:
+    if ledger is not None and verbose:
         err.print(f"[dim]{ledger}[/dim]")
     if trace:
         return show_trace(engine, tokenizer, ids[0], params)
+    if where.type == "cpu" and (busy := warning(begun)):
+        err.print(f"[yellow]{busy}[/yellow]", soft_wrap=True)
     screen = Screen(prompts, quiet=as_json)
     guesses = getattr(getattr(getattr(engine, "scheduler", None), "drafter", None), "stats", None)
     decorate = Tint(guesses) if guesses is not None and out.is_terminal and not out.no_color else untouched
@@ -106,7 +115,7 @@ def run(
     return 1 if failed else 0
 
 
-def to_json(phase: Phase, model: str, prompts: list[str], served: Served) -> dict[str, object]:
+def to_json(phase: Phase, model: str, prompts: Sequence[str], served: Served) -> dict[str, object]:
     """The object that `--json` prints."""
     return {
         "phase": phase.name,
@@ -132,7 +141,7 @@ def describe(served: Served) -> str:
     """One line about what was generated and how fast."""
     first = "" if served.first_token is None else f", first token after {served.first_token * 1e3:,.0f} ms"
     return (
-        f"{served.prompt_tokens:,} prompt tokens, {served.completion_tokens:,} generated "
+        f"{count(served.prompt_tokens, 'prompt token')}, {served.completion_tokens:,} generated "
         f"in {served.seconds:.2f} s: {served.tokens_per_second:,.1f} tokens/s{first}"
     )
 
@@ -140,7 +149,7 @@ def describe(served: Served) -> str:
 class Screen:
     """Writes completions as they come; with several prompts, each under a heading."""
 
-    def __init__(self, prompts: list[str], *, quiet: bool = False) -> None:
+    def __init__(self, prompts: Sequence[str], *, quiet: bool = False) -> None:
         self.prompts, self.quiet, self.shown = prompts, quiet, -1
 
     def show(self, index: int, text: str) -> None:

@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,19 @@ from common.collector import keep_out
 from common.console import err, out
 from common.device import pick_device, pick_dtype
 from common.errors import UserError, integer
+from common.neighbours import Usage, usage, warning
+from common.sampling.defaults import MODEL, sampling_defaults
 from common.text.tokenizer import Tokenizer
-from phases import Phase
-from phases.appendix.browsers.hosts import hosts, names_of
-from phases.appendix.browsers.origins import origins
+from phases import Phase, phase_named
+from phases.appendix.access.hosts import hosts, names_of
+from phases.appendix.access.origins import origins
 from phases.appendix.observability.observer import EngineObserver
 from phases.appendix.observability.traces import Traces
 from phases.appendix.server import whole_app, whole_server
 from phases.commands.fetch import fetch_with_progress
+from phases.commands.version import version
 from phases.config import options_from_yaml
-from phases.registry import ROWS, check_options, load_engine, missing_for, phase_named
+from phases.registry import ROWS, check_options, load_engine, missing_for
 from replicas.options import ReplicaOptions
 from serving.alive import CannotStart, EngineProcess
 from serving.app import App
@@ -53,6 +55,7 @@ def run(
     traces: str | None,
     device: str,
     dtype: str,
+    generation_config: str,
     config: Path | None,
     limits: Mapping[str, Any],
     replicas: Mapping[str, Any],
@@ -61,11 +64,12 @@ def run(
     """Serve until a signal; returns the exit code.
 
     traces: where spans go, if anywhere.
+    generation_config: where settings come from that a request does not say: model or neutral.
     limits: fields of `Limits`.
     replicas: fields of `ReplicaOptions`.
     options: of the engine; they come before what the file says.
     """
-    phase = phase_named(phase_name)
+    begun, phase = usage(), phase_named(phase_name)
     given = {**(options_from_yaml(config) if config else {}), **options}
     checked, copies = Limits(**limits), ReplicaOptions(**replicas)
     where = pick_device(device)
@@ -93,7 +97,8 @@ def run(
         hosts=names_of(host, hosts(allowed_hosts), keys=bool(keys)),
         access_log=access_log,
         traces=traces,
-        version=_version(),
+        generation_config=generation_config,
+        version=version(),
     )
     folder = _folder_of(model)
     try:
@@ -101,7 +106,7 @@ def run(
             return _serve_replicas(make, copies, given, checked, where.type, host, port)
         app = make(folder=folder)
         try:
-            return _serve(app, host, port)
+            return _serve(app, host, port, bool(keys), begun if where.type == "cpu" else None)
         finally:
             app.close()
     finally:
@@ -124,12 +129,14 @@ def make_app(
     name: str,
     folder: Path | None = None,
     traces: str | None = None,
+    generation_config: str = MODEL,
     **server: Any,
 ) -> App:
     """The application with an engine that is yet to be started.
 
     folder: see `_folder_of`; None on a machine that has to look for itself.
     traces: where spans go, if anywhere.
+    generation_config: see `sampling_defaults`.
     server: what `whole_app` takes besides.
     """
     if folder is None:
@@ -140,7 +147,8 @@ def make_app(
     make = partial(make_engine, phase, source, str(folder), device, dtype, options)
     telling = None if traces is None else Traces.to(traces, name)
     engine = EngineProcess(make, observer=EngineObserver)
-    return whole_app(engine, Tokenizer(folder), name, traces=telling, **server)
+    defaults = sampling_defaults(folder, generation_config)
+    return whole_app(engine, Tokenizer(folder), name, traces=telling, defaults=defaults, **server)
 
 
 def make_engine(
@@ -150,14 +158,6 @@ def make_engine(
     tokenizer = Tokenizer(folder)
     engine = load_engine(phase, model, device=device, dtype=dtype, tokenizer=tokenizer, **options)
     return engine if phase.number >= ROWS else OneAtATime(engine)
-
-
-def _version() -> str:
-    """Of this package; a checkout that is not installed has none."""
-    try:
-        return metadata.version("inference-ladder")
-    except metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def _keys(api_key: str | None) -> tuple[str, ...]:
@@ -193,9 +193,10 @@ def _serve_replicas(
         return 1
 
 
-def _serve(app: App, host: str, port: int) -> int:
+def _serve(app: App, host: str, port: int, keyed: bool, begun: Usage | None) -> int:
     listening = listen(host, port)  # before anything slow: the port may be taken
-    server = whole_server(app, on_ready=partial(_greet, app, host, listening.getsockname()[1]))
+    greet = partial(_greet, app, host, listening.getsockname()[1], keyed, begun)
+    server = whole_server(app, on_ready=greet)
     try:
         uvloop.run(server.serve([listening]))
     finally:
@@ -208,14 +209,14 @@ def _serve(app: App, host: str, port: int) -> int:
     return server.code
 
 
-def _greet(app: App, host: str, port: int) -> None:
-    """The memory, and how to call it."""
+def _greet(app: App, host: str, port: int, keyed: bool, begun: Usage | None) -> None:
+    """Say where the memory goes, how to call the server, and what neighbours have taken since `begun`."""
     keep_out()  # what is imported is here to stay, and looking at it stops streams for 80 ms
     ready = app.engine.ready
     if ready is not None and ready.ledger:
         err.print(f"[dim]{ready.ledger}[/dim]")
     url = _say_ready(host, port)
-    key = " -H 'Authorization: Bearer KEY'" if app.keys else ""
+    key = " -H 'Authorization: Bearer KEY'" if keyed else ""
     body = f'{{"model": "{app.model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
     out.print(
         f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'",
@@ -223,6 +224,8 @@ def _greet(app: App, host: str, port: int) -> None:
         soft_wrap=True,
     )
     out.file.flush()
+    if begun is not None and (busy := warning(begun)):
+        err.print(f"[yellow]{busy}[/yellow]", soft_wrap=True)
 
 
 def _say_ready(host: str, port: int) -> str:

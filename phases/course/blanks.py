@@ -7,7 +7,6 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 
 import libcst as cst
-from libcst import matchers as m
 
 SHAPE = re.compile(r"#.*(\[[^\]]*\b[A-Z]{1,2}\b[^\]]*\]|\b[A-Z]{1,2}, [A-Z]{1,2}\b)")
 """A comment that tells a tensor's shape: `# [T, H, D]`."""
@@ -130,6 +129,8 @@ def _shapes(node: cst.FunctionDef) -> Iterator[str]:
 
 def _raised(node: cst.FunctionDef) -> Iterator[str]:
     """Comments on the errors that a body raises: who calls it may read their words."""
+
+    from libcst import matchers as m  # takes 0.4 s
 
     calls = [found.exc for found in m.findall(node.body, m.Raise(exc=m.Call()))]  # type: ignore[attr-defined]
     texts = (re.sub(r"(?<=\() |,? (?=\)$)", "", re.sub(r"\s+", " ", text_of(call))) for call in calls)

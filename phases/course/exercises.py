@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from common.errors import UserError
 from phases import PHASES, ROOT, Phase
@@ -93,6 +93,9 @@ class Question:
         return _phase(self.id)
 
 
+One = TypeVar("One", Exercise, Question)
+
+
 def _phase(name: str) -> Phase:
     return next(phase for phase in PHASES if phase.number == int(name[:2]))
 
@@ -136,20 +139,20 @@ def _node(phase: Phase, name: str) -> str:
 
 def find(name: str) -> Exercise:
     """The exercise of an id. Raises `UserError` with those of its phase."""
-    known = {exercise.id: exercise for exercise in exercises()}
-    if name in known:
-        return known[name]
-    near = [other for other in known if other[:2] == name[:2].rjust(2, "0")] or list(known)
-    raise UserError(f"exercise is {name!r}, but it must be one of {', '.join(near)}")
+    return _known("exercise", name, exercises())
 
 
 def find_question(name: str) -> Question:
     """The question of an id. Raises `UserError` with those of its phase."""
-    known = {question.id: question for question in questions()}
-    if name in known:
-        return known[name]
-    near = [other for other in known if other[:2] == name[:2].rjust(2, "0")] or list(known)
-    raise UserError(f"question is {name!r}, but it must be one of {', '.join(near)}")
+    return _known("question", name, questions())
+
+
+def _known(kind: str, name: str, every: Iterable[One]) -> One:
+    known = {one.id: one for one in every}
+    if name not in known:
+        near = [other for other in known if other[:2] == name[:2].rjust(2, "0")] or list(known)
+        raise UserError(f"{kind} is {name!r}, but it must be one of {', '.join(near)}")
+    return known[name]
 
 
 def of_phases(text: str | None) -> tuple[Exercise, ...]:
@@ -175,9 +178,12 @@ def of_phases(text: str | None) -> tuple[Exercise, ...]:
     return chosen
 
 
-def files_of(chosen: Iterable[Exercise]) -> dict[str, dict[str, str]]:
-    """For each file of a copy: its blank functions, with the exercise's id, or "" for those held back."""
-    found: dict[str, dict[str, str]] = {}
+def files_of(chosen: Iterable[Exercise], more: Iterable[str] = ()) -> dict[str, dict[str, str]]:
+    """Return for each file of a copy its blank functions, with the exercise's id, or "" for those held back.
+
+    more: files that are there to be read.
+    """
+    found: dict[str, dict[str, str]] = {file: {} for file in more}
     chosen = tuple(chosen)
     for exercise in chosen:
         found.setdefault(exercise.file, {}).update(dict.fromkeys(exercise.functions, exercise.id))

@@ -9,14 +9,14 @@ from typing import Any
 
 from common.errors import UserError
 from phases.course.answers import given, is_right, truth
-from phases.course.checking import Verdict, check_file
+from phases.course.checking import State, Verdict, check_file
 from phases.course.exercises import Exercise
 from phases.course.hints import logged
 from phases.course.making import Copy, fingerprint, made_files, opened, text_in
 from phases.course.nursery import Nursery
 
-LATER = 0.5
-"""The part of the points for functions that pass their own phase's tests and break a later one's."""
+EARNED: dict[State, float] = {"passes here": 1.0, "breaks a later phase": 0.5}
+"""The part of the points; nothing in other states."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,8 @@ class Score:
     reason: str = ""
     hints: int = 0
     solution_shown: bool = False
+    guesses: int = 0
+    """Answers that were given to a question; the last counts."""
 
 
 def changed_tests(copy: Copy, made: dict[str, str]) -> dict[str, str]:
@@ -71,7 +73,9 @@ def grade(folder: Path, nursery: Nursery) -> list[Score]:
         if reason:
             reason += f" is not within {question.tolerance:.0%} of the evidence ({truth(question):.3g})"
         points = question.points if right else 0
-        scores.append(Score(question.id, question.question, points, question.points, state, reason))
+        guesses = len(logged(folder, question.id, "answer"))
+        about = (question.id, question.question, points, question.points, state, reason)
+        scores.append(Score(*about, guesses=guesses))
     return scores
 
 
@@ -85,7 +89,7 @@ def score(copy: Copy, exercise: Exercise, changed: dict[str, str], nursery: Nurs
         if file in changed:
             return Score(*about, 0, exercise.points, "refused", f"{file} {changed[file]}", **more)  # type: ignore[arg-type]
     verdict = check_file(copy.folder, exercise, nursery, hidden=True)
-    points = exercise.points * {"passes here": 1.0, "breaks a later phase": LATER}.get(verdict.state, 0.0)
+    points = exercise.points * EARNED.get(verdict.state, 0.0)
     return Score(*about, points, exercise.points, verdict.state, reason_of(verdict), **more)  # type: ignore[arg-type]
 
 

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import ast
+import json
+import posixpath
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
-from phases import Phase
+from phases import ROOT, Phase
 
+MEASURED = re.compile(r"^(## \d\. Measure it\n).*?(?=^## \d|\Z)", re.M | re.DOTALL)
+TARGET = re.compile(r"(?<=\]\()(?!https?://|mailto:|#)([^()\s#]+)")
+PICTURE = re.compile(r"!\[[^\]]*\]\(([^()\s]+\.(?:png|svg))\)")
 LINK = re.compile(r"!?\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?://)[^)]*\)")
 FENCE = re.compile(r"^```(?:python|py)\n(.*?)^```\n", re.M | re.DOTALL)
+CHECKOUT = "checkout"
+"""A link in a copy to the checkout that the `ladder` command belongs to."""
 TELLING = 40
 """Characters of a line of code that gives an answer away by itself."""
 
@@ -39,9 +46,10 @@ def _traps(phase: Phase) -> list[str]:
 
 
 def trap_of(phase: Phase, test: str) -> str:
-    """The trap that this test catches, or nothing."""
+    """Return the trap that this test catches, or nothing where it catches several."""
     name = test.partition("[")[0]
-    return next((_told(row) for row in _traps(phase) if re.search(rf"\b{re.escape(name)}\b", row)), "")
+    rows = [row for row in _traps(phase) if re.search(rf"\b{re.escape(name)}\b", row)]
+    return _told(rows[0]) if len(rows) == 1 else ""
 
 
 def trap_with(phase: Phase, words: str) -> str:
@@ -105,17 +113,78 @@ def gives_away(text: str, bodies: Mapping[str, list[str]]) -> str:
     return given
 
 
-def masked(page: Path, bodies: Mapping[str, list[str]], ids: Mapping[str, str]) -> str:
-    """A page of a lesson without code that gives an answer away, and without links to files.
+def held_back(code: str, bodies: Mapping[str, list[str]], ids: Mapping[str, str]) -> str:
+    """Return what stands in the place of code that gives an answer away, or nothing where it does not.
 
     bodies and ids: by `file:function`.
     """
+    place = gives_away(code, bodies)
+    name = place.rpartition(":")[2]
+    return (
+        f"*This code is exercise {ids[place]}, `{name}`.*\n"
+        if place in ids
+        else "*Held back.*\n" * bool(place)
+    )
 
-    def hidden(found: re.Match[str]) -> str:
-        place = gives_away(found[1], bodies)
-        if not place:
-            return found[0]
-        name = place.rpartition(":")[2]
-        return f"*This code is exercise {ids[place]}, `{name}`.*\n" if place in ids else "*Held back.*\n"
 
-    return plain(FENCE.sub(hidden, _text(page)))
+def masked(
+    page: Path, bodies: Mapping[str, list[str]], ids: Mapping[str, str], withheld: Sequence[str] = ()
+) -> str:
+    """Return a page of a lesson without code that gives an answer away, and without comments.
+
+    withheld: ids of questions that what was measured would answer.
+    """
+    text = FENCE.sub(lambda found: held_back(found[1], bodies, ids) or found[0], _text(page))
+    if withheld:
+        command = f"`ladder course answer {withheld[0]} NUMBER`"
+        told = f"*It stands here when you have answered {', '.join(withheld)}: {command}.*"
+        text = MEASURED.sub(lambda found: f"{found[1]}\n{told}\n\n", text)
+    return re.sub(r"<!--.*?-->\n?", "", text, flags=re.DOTALL)
+
+
+def notebook(path: Path, bodies: Mapping[str, list[str]], ids: Mapping[str, str]) -> str:
+    """Return a notebook without outputs, and without code that gives an answer away."""
+    book = json.loads(_text(path))
+    for cell in book["cells"]:
+        if cell["cell_type"] == "code":
+            cell |= {"outputs": [], "execution_count": None}
+            told = held_back("".join(cell["source"]), bodies, ids)
+            cell["source"] = [f"# {told.strip()}"] if told else cell["source"]
+    return json.dumps(book, indent=1, ensure_ascii=False) + "\n"
+
+
+def must_read(phase: Phase) -> list[str]:
+    """Return the files that a lesson says must be read, relative to the checkout."""
+    found = re.search(
+        r"<!-- must read -->(.*?)<!-- /must read -->", _text(phase.folder / "README.md"), re.DOTALL
+    )
+    cells = [
+        line.split("|")[1] for line in (found[1] if found else "").splitlines() if line.startswith("| [")
+    ]
+    links = [link for cell in cells for link in re.findall(r"\]\(([^)]+\.py)\)", cell)]
+    return [str((phase.folder / link).resolve().relative_to(ROOT)) for link in links]
+
+
+def pictures(made: Mapping[str, str]) -> set[str]:
+    """Return the pictures in these pages, relative to the checkout."""
+    found = {
+        posixpath.normpath(posixpath.join(posixpath.dirname(file), target))
+        for file, text in made.items()
+        if file.endswith(".md")
+        for target in PICTURE.findall(text)
+    }
+    return {file for file in found if (ROOT / file).is_file()}
+
+
+def linked(text: str, file: str, there: Collection[str]) -> str:
+    """Return a page's text with links that lead to the copy's own files, and for others to the checkout.
+
+    file: the page's own path.
+    there: the paths of the copy's files.
+    """
+
+    def moved(found: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(file), found[1]))
+        return found[1] if path in there else f"{'../' * file.count('/')}{CHECKOUT}/{path}"
+
+    return TARGET.sub(moved, text)

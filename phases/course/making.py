@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,17 @@ from common.errors import UserError
 from phases import PHASES, ROOT
 from phases.course.blanks import blank, without
 from phases.course.exercises import Exercise, Question, exercises, files_of, questions
-from phases.course.lessons import lines_of, masked, pages
+from phases.course.lessons import (
+    CHECKOUT,
+    gives_away,
+    lines_of,
+    linked,
+    masked,
+    must_read,
+    notebook,
+    pages,
+    pictures,
+)
 
 COURSE, ANSWERS, GUIDE = "course.json", "answers.json", "README.md"
 LARGEST = 1 << 22
@@ -31,10 +42,14 @@ class Copy:
     """`fingerprint` of what it was made from."""
 
 
-def made_files(chosen: Iterable[Exercise]) -> dict[str, str]:
-    """Every file of a copy with these exercises, by its path: always the same from the same reference."""
+def made_files(chosen: Iterable[Exercise], answered: Collection[str] = ()) -> dict[str, str]:
+    """Return every text of a copy with these exercises, by its path: always the same from the same reference.
+
+    answered: ids of questions. What a lesson has measured is withheld until all its questions are answered.
+    """
     chosen = tuple(chosen)
-    blanks = files_of(chosen)
+    phases = [phase for phase in PHASES if any(exercise.phase is phase for exercise in chosen)]
+    blanks = files_of(chosen, [file for phase in phases for file in must_read(phase)])
     bodies: dict[str, list[str]] = {}
     ids: dict[str, str] = {}
     made: dict[str, str] = {}
@@ -43,14 +58,24 @@ def made_files(chosen: Iterable[Exercise]) -> dict[str, str]:
         made[file] = blank(source, names)
         bodies |= {f"{file}:{name}": lines for name, lines in lines_of(source, names).items()}
         ids |= {f"{file}:{name}": given for name, given in names.items() if given}
+    own = {exercise.file for exercise in chosen}
+    for file in [file for file in made if file not in own and gives_away(made[file], bodies)]:
+        del made[file]  # it is read in the checkout
     for file in sorted({node.partition("::")[0] for exercise in chosen for node in exercise.tests}):
         made[file] = without((ROOT / file).read_text(encoding="utf-8"), hidden_in(file))
-    phases = [phase for phase in PHASES if any(exercise.phase is phase for exercise in chosen)]
+    asked = [question for question in questions() if question.phase in phases]
+    lessons: dict[str, str] = {}
     for phase in phases:
-        for page in pages(phase):
-            made[f"phases/{phase.name}/{page.name}"] = masked(page, bodies, ids)
-    made[GUIDE] = guide(chosen, [asked for asked in questions() if asked.phase in phases])
-    return made
+        left = [one.id for one in asked if one.phase is phase and one.id not in answered]
+        lessons |= {
+            f"phases/{phase.name}/{page.name}": masked(page, bodies, ids, withheld=left)
+            for page in pages(phase)
+        }
+        file = f"notebooks/{phase.name}.ipynb"
+        made[file] = notebook(ROOT / file, bodies, ids)
+    there = {*made, *lessons, *pictures(lessons)}
+    made |= {file: linked(text, file, there) for file, text in lessons.items()}
+    return {**made, GUIDE: guide(chosen, asked)}
 
 
 def hidden_in(file: str) -> set[str]:
@@ -77,15 +102,48 @@ def make(folder: Path, chosen: tuple[Exercise, ...]) -> Copy:
         "questions": asked,
         "made_from": fingerprint(made),
     }
-    made = {**made, COURSE: json.dumps(about, indent=1) + "\n", ANSWERS: "{}\n"}
-    for file, text in made.items():
+    texts = {**made, COURSE: json.dumps(about, indent=1) + "\n", ANSWERS: "{}\n"}
+    files = {file: text.encode() for file, text in texts.items()}
+    files |= {file: (ROOT / file).read_bytes() for file in pictures(made)}
+    write(folder, files)
+    for file in made.keys() - {exercise.file for exercise in chosen}:
+        if file.endswith(".py"):
+            (folder / file).chmod(0o444)  # to be read: the checkout's own is run
+    link(folder)
+    return opened(folder)
+
+
+def write(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write files of a copy. Raises `UserError` when one cannot be written."""
+    for file, data in files.items():
         path = folder / file
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+            path.write_bytes(data)
         except OSError as error:
             raise UserError(f"{path} cannot be written: {error.strerror}") from None
-    return opened(folder)
+
+
+def link(folder: Path) -> None:
+    """Let the copy's links lead to this checkout, wherever the copy was made."""
+    place = folder / CHECKOUT
+    with suppress(OSError):
+        if place.is_symlink():
+            place.unlink()
+        place.symlink_to(ROOT)
+
+
+def reveal(copy: Copy, answered: Collection[str]) -> None:
+    """Write the lessons again, with what they have measured where all questions are answered."""
+    made = made_files(copy.exercises, answered)
+    write(
+        copy.folder,
+        {
+            file: text.encode()
+            for file, text in made.items()
+            if file.startswith("phases/") and file.endswith(".md")
+        },
+    )
 
 
 def text_in(folder: Path, file: str, errors: str = "strict") -> str:
@@ -142,42 +200,21 @@ def around(folder: Path) -> Copy:
     )
 
 
-def guide(chosen: Iterable[Exercise], asked: Iterable[Question]) -> str:
-    """The copy's own page: what to do, and what there is."""
-    lines = [
-        "# Coursework",
-        "",
-        "Fill in the functions that raise `NotImplementedError`. Everything else is taken from the course's",
-        "own checkout, so each exercise can be solved by itself. The order is that in which they build on",
-        "each other.",
-        "",
-        "```",
-        "ladder course check          # a line for each exercise; `ladder course check 05.3` for one",
-        "ladder course hint 05.3      # three levels: what must hold, a worked example, pseudocode",
-        "ladder course watch          # check whenever a file is saved",
-        "ladder course answer 05.p1 2 # an answer to predict or to measure",
-        "ladder course solution 05.3  # the difference to the course's own; it is noted, like every hint",
-        "```",
-        "",
-        "What counts are the functions named here, and new functions, constants and imports beside them.",
-        "",
-        "| exercise | | points | file | functions |",
-        "| --- | --- | ---: | --- | --- |",
-    ]
-    for one in chosen:
-        names = ", ".join(f"`{name}`" for name in one.functions)
-        lines.append(
-            f"| {one.id} | {one.title} | {one.points} | [{Path(one.file).name}]({one.file}) | {names} |"
-        )
-    lines += ["", "| question | | points |", "| --- | --- | ---: |"]
-    lines += [f"| {one.id} | {one.question} | {one.points} |" for one in asked]
-    files = {one.file for one in chosen}
+def guide(chosen: Sequence[Exercise], asked: Iterable[Question]) -> str:
+    """Return the copy's own page: what to do, and what there is."""
+    there = [phase for phase in PHASES if any(one.phase is phase for one in chosen)]
+    files = {*(one.file for one in chosen), *(file for phase in there for file in must_read(phase))}
     held = sorted({name for one in chosen for name in one.masked if name.partition(":")[0] in files})
-    if held:
-        lines += [
-            "",
-            "Held back as well, because they would give an answer away (the course's own are used):",
-            "",
-        ]
-        lines += [f"- `{name.partition(':')[2]}` in {name.partition(':')[0]}" for name in held]
-    return "\n".join(lines) + "\n"
+    links = {one.id: f"[{Path(one.file).name}]({one.file})" for one in chosen}
+    named = {one.id: ", ".join(f"`{name}`" for name in one.functions) for one in chosen}
+    rows = {
+        "exercises": [
+            f"| {one.id} | {one.title} | {one.points} | {links[one.id]} | {named[one.id]} |" for one in chosen
+        ],
+        "notebooks": [f"- [{phase.number:02d}](notebooks/{phase.name}.ipynb)" for phase in there],
+        "questions": [f"| {one.id} | {one.question} | {one.points} |" for one in asked],
+        "held": [f"- `{name.partition(':')[2]}` in {name.partition(':')[0]}" for name in held]
+        or ["- nothing"],
+    }
+    text = Path(__file__).with_name("guide.txt").read_text(encoding="utf-8")
+    return text.format(**{name: "\n".join(lines) for name, lines in rows.items()})

@@ -42,7 +42,7 @@ class Nursery:
     modules: what it imports before it forks.
     waiting: seconds that a run may take for each second of its limit.
     largest: bytes of a file that a run may write.
-    seconds: of processor time that the last run took.
+    seconds: of processor time that all runs took.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Nursery:
     def _answer(self) -> int:
         assert self._process.stdout is not None
         status, seconds = self._process.stdout.readline().split()
-        self.seconds = float(seconds)
+        self.seconds += float(seconds)
         return int(status)
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -82,13 +82,13 @@ class Nursery:
             self._process.stdin.close()
         self._process.wait()
 
-    def pytest(self, folder: Path, arguments: list[str], limit: float, plugin: str = "") -> tuple[int, str]:
-        """Exit status and output of pytest in ``folder``; `OUT_OF_TIME` after ``limit`` seconds of work.
+    def pytest(self, folder: Path, arguments: list[str], limit: float, module: str = "") -> tuple[int, str]:
+        """Return status and output of pytest in ``folder``; `OUT_OF_TIME` after ``limit`` seconds of work.
 
-        plugin: a module in ``folder`` whose `plugin()` pytest gets as well.
+        module: one in ``folder`` whose `main` is run with the arguments in pytest's place.
         """
         assert self._process.stdin is not None
-        job = {"folder": str(folder), "arguments": arguments, "limit": limit, "plugin": plugin}
+        job = {"folder": str(folder), "arguments": arguments, "limit": limit, "module": module}
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
         status = self._answer()
@@ -117,12 +117,12 @@ def main() -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (int(largest), int(largest)))
             if not torch.cuda.is_available():
                 resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
-            os._exit(run(Path(job["folder"]), job["arguments"], job["limit"], job["plugin"]))
+            os._exit(run(Path(job["folder"]), job["arguments"], job["limit"], job["module"]))
         print(*wait(child, float(waiting) * job["limit"]), flush=True)
 
 
-def run(folder: Path, arguments: list[str], limit: float, plugin: str) -> int:
-    """Run pytest in this process, which nothing else will need; its output goes to a file in the folder."""
+def run(folder: Path, arguments: list[str], limit: float, module: str) -> int:
+    """Run pytest, or a module's `main`, in a process of no further use; its output goes to a file."""
     import pytest
 
     os.setsid()  # a group of its own, so that nothing that a test started stays behind
@@ -137,7 +137,7 @@ def run(folder: Path, arguments: list[str], limit: float, plugin: str) -> int:
     places = [folder, *sorted((folder / "phases").glob("[0-9]*"))]
     os.environ |= {"PYTHONPATH": os.pathsep.join(map(str, places)), "COLUMNS": "300"}
     sys.path[:0] = map(str, places)
-    status = int(pytest.main(arguments, plugins=[import_module(plugin).plugin()] if plugin else None))
+    status = int(import_module(module).main(arguments) if module else pytest.main(arguments))
     sys.stdout.flush()
     return status
 

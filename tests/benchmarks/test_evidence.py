@@ -17,7 +17,7 @@ from benchmarks.evidence import (
     git_state,
     results,
 )
-from common.device import device_folder
+from common.device_names import device_folder
 from common.errors import UserError
 
 CPU = torch.device("cpu")

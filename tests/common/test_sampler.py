@@ -21,6 +21,7 @@ from common.sampling import ops
 from common.sampling.ops import NAN_TOKEN
 from common.sampling.params import MAX_BIASED_TOKENS, MAX_STOP_TOKEN_IDS, SamplingParams
 from common.sampling.sampler import Allowed, Feature, Plan, Sampled, Sampler
+from tests.dispatch import Operations
 
 Floats = NDArray[np.float64]
 
@@ -722,18 +723,6 @@ def test_minus_infinity_is_never_drawn() -> None:
 
 
 # What it costs, and that it does not wait.
-
-
-class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the names of the operations that are run."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func._schema.name.removeprefix("aten::"))
-        return func(*args, **(kwargs or {}))
 
 
 EVERYTHING = SamplingParams(

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import continuous
-import forward
 import paged_cache
 import prefix_cache
 from common.errors import UserError
@@ -43,11 +42,6 @@ SUBSETS += [(*on, "latency") for on in ((), ("kernels",), ("kernels", "graphs"),
 QUICK = [on for on in SUBSETS if "kernels" not in on or len(on) <= 2 or set(NAMES) <= set(on)]
 SETS = [on if on in QUICK else pytest.param(on, marks=pytest.mark.long) for on in SUBSETS]
 SMALL = {"max_rows": 4, "max_len": 48, "step_tokens": 48, "block_size": 4, "cache_bytes": 1 << 20}
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return forward.load_model("random:tiny", device="cpu", dtype="float32")
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from phases import PHASES, ROOT, Phase
 from phases.course.blanks import blank, graft
-from phases.course.checking import Verdict, check, judged, run
+from phases.course.checking import Verdict, check, run
 from phases.course.exercises import Exercise, exercises, questions
 from phases.course.nursery import Nursery
 from tests.course.slips import Slip, slips_of
@@ -57,7 +57,7 @@ def blank_fails(exercise: Exercise, nursery: Nursery) -> Verdict:
     """The verdict on blank functions when they are run."""
     source = exercise.path.read_text(encoding="utf-8")
     text = blank(source, dict.fromkeys(exercise.functions, exercise.id))
-    return judged(exercise, run(exercise, text, exercise.tests, nursery), exercise.tests)
+    return run(exercise, text, exercise.tests, nursery)
 
 
 def slip_fails(exercise: Exercise, slip: Slip, nursery: Nursery) -> tuple[Verdict, Fate]:
@@ -70,9 +70,10 @@ def slip_fails(exercise: Exercise, slip: Slip, nursery: Nursery) -> tuple[Verdic
     failure = verdict.failure
     if failure is None:
         return verdict, Fate(slip.name, "", "")
-    test = failure.test.partition("[")[0]
-    shown = any(node.split("::")[-1] in (test, failure.test) for node in exercise.tests)
-    hidden = not shown and any(node.split("::")[-1] in (test, failure.test) for node in exercise.hidden)
+    whole = failure.test.partition(" of phase ")[0]
+    test = whole.partition("[")[0]
+    shown = any(node.split("::")[-1] in (test, whole) for node in exercise.tests)
+    hidden = not shown and any(node.split("::")[-1] in (test, whole) for node in exercise.hidden)
     how = LATER if verdict.state == "breaks a later phase" else HIDDEN if hidden else SHOWN
     found = f"`{test}`" if test else "a case" if failure.call else "the time limit"
     if verdict.state == "refused":  # it was not tried
@@ -84,9 +85,9 @@ def slip_fails(exercise: Exercise, slip: Slip, nursery: Nursery) -> tuple[Verdic
 
 def prove(exercise: Exercise, nursery: Nursery) -> Proof:
     """Try everything out."""
-    wrong, fates = [], []
+    wrong, fates, before = [], [], nursery.seconds
     verdict = reference_passes(exercise, nursery)
-    seconds = nursery.seconds  # of work: the machine may be busy
+    seconds = nursery.seconds - before  # of work: the machine may be busy
     if not verdict.right:
         wrong.append(f"the reference {verdict.state}: {verdict.failure}")
     if seconds > 60:

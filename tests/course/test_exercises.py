@@ -39,13 +39,15 @@ def test_an_exercise_follows_the_code(exercise: Exercise) -> None:
     for node in (*exercise.tests, *exercise.hidden, *exercise.later):
         file, _, test = node.partition("::")
         tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-        names = {part.name for part in ast.walk(tree) if isinstance(part, ast.FunctionDef)}
+        names = {
+            part.name for part in ast.walk(tree) if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)
+        }
         assert test.partition("[")[0] in names, f"{exercise.id}: there is no test {node}"
     assert exercise.points > 0 and exercise.tests
 
 
 @each
-def test_an_exercise_has_three_hints(exercise: Exercise) -> None:
+def test_an_exercise_has_all_hints(exercise: Exercise) -> None:
     for level in range(1, LEVELS + 1):
         assert hint(exercise, level).strip(), f"{exercise.id} has no hint {level}"
     assert exercise.cases or exercise.example

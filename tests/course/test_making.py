@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
+import stat
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from phases import PHASES
 from phases.course import making
 from phases.course.blanks import NotThere, blank, functions, graft, is_blank, without
 from phases.course.exercises import exercises, of_phases
-from phases.course.lessons import gives_away, lines_of, trap_of
+from phases.course.lessons import PICTURE, TARGET, gives_away, lines_of, must_read, trap_of
 from phases.course.making import made_files
 
 SOURCE = '''"""A module."""
@@ -111,6 +113,9 @@ def answers() -> dict[str, list[str]]:
 
 
 def code(file: str, text: str) -> list[str]:
+    if file.endswith(".ipynb"):
+        cells = json.loads(text)["cells"]
+        return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     return [text] if file.endswith(".py") else re.findall(r"^```\w*\n(.*?)^```", text, re.M | re.DOTALL)
 
 
@@ -125,13 +130,45 @@ def test_no_answer_is_anywhere_in_a_copy() -> None:
         if (name := gives_away(part, bodies))
     }
     assert not found
-    assert {Path(file).suffix for file in made} == {".py", ".md"}, "no bytecode, notebooks or history"
+    assert {Path(file).suffix for file in made} == {".py", ".md", ".ipynb"}, "no bytecode or history"
+
+
+@pytest.mark.slow
+def test_all_that_a_lesson_links_to_is_there(tmp_path: Path) -> None:
+    """In the copy, as the pictures, or in the checkout, as the glossary."""
+    copy = making.make(tmp_path / "copy", exercises())
+    for page in (copy.folder / making.GUIDE, *copy.folder.glob("phases/*/*.md")):
+        for target in TARGET.findall(page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page} links to {target}"
+        for picture in PICTURE.findall(page.read_text(encoding="utf-8")):
+            assert making.CHECKOUT not in picture and not (page.parent / picture).is_symlink()
+    guide = (copy.folder / making.GUIDE).read_text(encoding="utf-8")
+    assert "(checkout/docs/glossary.md)" in guide and "(notebooks/05_paged_cache.ipynb)" in guide
+
+
+def test_what_must_be_read_is_in_a_copy_and_cannot_be_written(tmp_path: Path) -> None:
+    copy = making.make(tmp_path / "copy", of_phases("05"))
+    written = {exercise.file for exercise in copy.exercises}
+    phase = next(phase for phase in PHASES if phase.number == 5)
+    assert len(must_read(phase)) > 3
+    for file in must_read(phase):
+        writable = bool((copy.folder / file).stat().st_mode & stat.S_IWUSR)
+        assert writable == (file in written), f"{file} is {'' if writable else 'not '}to be written"
+
+
+def test_what_was_measured_is_withheld_until_its_questions_are_answered() -> None:
+    lesson = "phases/05_paged_cache/README.md"
+    for answered, shown in ((), False), (("05.p1",), False), (("05.p1", "05.m1"), True):
+        text = made_files(of_phases("05"), answered)[lesson]
+        measured = text.partition("## 6. Measure it")[2].partition("## 7.")[0]
+        assert ("ladder bench 05" in measured) == shown, answered
+        assert "figures/cpu" not in text or shown
 
 
 def test_a_lesson_shows_no_code_of_an_exercise() -> None:
     lesson = made_files(of_phases("12"))["phases/12_structured/README.md"]
     assert "*This code is exercise 12.4, `Trie.walk`.*" in lesson
-    assert "](structured/" not in lesson, "links to files that are not there"
+    assert "](structured/cli.py)" not in lesson, "links to files that are not there"
 
 
 def test_hidden_tests_are_not_in_a_copy() -> None:

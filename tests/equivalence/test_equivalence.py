@@ -113,8 +113,7 @@ def test_mixed_requests(engine: str, name: str) -> None:
             assert made.scheduler.preemptions > 0
 
 
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("engine", "every"), [(name, 1 + 2 * (at % 2)) for at, name in enumerate(ENGINES)])
 @pytest.mark.slow
 def test_arrivals_in_the_middle(engine: str, every: int) -> None:
     name = MODELS[0]
@@ -158,7 +157,7 @@ def test_sampled_requests_with_seeds(engine: str) -> None:
     assert len(samples) == 3 and len(set(samples)) == 3
 
 
-@pytest.mark.parametrize("chunk", range(1, 41))
+@pytest.mark.parametrize("chunk", [*range(1, 10), 15, 16, 17, 24, 31, 32, 33, 40])
 @pytest.mark.slow
 def test_every_chunk_size(chunk: int) -> None:
     name = MODELS[chunk % 2]
@@ -196,7 +195,7 @@ def conversation(engine: Callable[[list[int]], list[int]]) -> list[list[int]]:
     return answers
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", [name for name in ENGINES if name >= "08" or "small" in name])
 @pytest.mark.slow
 def test_conversation(engine: str) -> None:
     name = MODELS[1]
@@ -247,10 +246,11 @@ def test_the_comparator_sees_a_wrong_sampled_token() -> None:
     assert_all_same(model(name), [right], [right], params)
 
 
-@pytest.mark.parametrize(
-    "sampling", [{}, {"temperature": 0.7, "seed": 3, "repetition_penalty": 1.1}], ids=str
-)
-@pytest.mark.parametrize("name", ENGINES)
+DRAWN = {"temperature": 0.7, "seed": 3, "repetition_penalty": 1.1}
+BROKEN = [(name, {}) for name in ENGINES] + [(name, DRAWN) for name in ENGINES if "preempting" in name]
+
+
+@pytest.mark.parametrize(("name", "sampling"), BROKEN, ids=str)
 def test_nan_ends_the_request_that_has_it_and_no_other(name: str, sampling: dict[str, Any]) -> None:
     """A token whose embedding is NaN: in prompts, and generated. Blocks that held NaN are used again."""
     sound, broken = (forward.load_model("random:tiny", device="cpu", dtype="float32") for _ in range(2))

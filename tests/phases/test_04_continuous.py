@@ -36,6 +36,8 @@ from tests.schedules import (
     SCHEDULES,
     failures_expected,
     fake_engine,
+    finish,
+    greedy,
     operations,
     play,
     play_seeds,
@@ -45,20 +47,11 @@ from tests.schedules import (
 pytestmark = pytest.mark.timeout(20)
 
 
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return forward.load_model("random:tiny", device="cpu", dtype="float32")
-
-
 def fake(rows: int = 4, *, step_tokens: int = 64, policy: str = "fcfs", overlap: bool = False) -> Any:
     def scheduler(table: Rows) -> Scheduler:
         return Scheduler(table, RowCache(MAX_LEN), step_tokens=step_tokens, policy=POLICIES[policy])
 
     return fake_engine(scheduler, rows, overlap=overlap)
-
-
-def greedy(count: int, **options: Any) -> SamplingParams:
-    return SamplingParams(max_tokens=count, ignore_eos=True, **options)
 
 
 # Schedules.
@@ -148,8 +141,7 @@ def test_policies(policy: str, order: str) -> None:
         name: engine.add([1] * length, greedy(2), priority=priority)[0]
         for name, length, priority in (("a", 20, 1), ("b", 2, 2), ("c", 10, 0))
     }
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     done = sorted(requests, key=lambda name: requests[name].finished or 0.0)
     assert "".join(done) == order
 
@@ -363,8 +355,7 @@ def test_times_are_those_of_the_request() -> None:
     engine, _ = fake(1)
     before = time.perf_counter()
     first, second = (engine.add([1], greedy(2))[0] for _ in range(2))
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     assert before <= first.arrival <= first.first_token < first.finished  # type: ignore[operator]
     assert first.finished < second.first_token  # type: ignore[operator]
 

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 import pytest
 
 import continuous
-import forward
-import paged_cache
 from common.interrupts import Uninterrupted
 from common.request import Request
 from common.sampling.params import SamplingParams
@@ -36,26 +34,20 @@ PARAMS = [
 pytestmark = pytest.mark.timeout(20)
 
 
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return forward.load_model("random:tiny", device="cpu", dtype="float32")
+def small(model: Model) -> Engine:
+    return continuous.load(model, max_rows=4, max_len=64)
 
 
 @pytest.fixture(scope="module")
 def expected(model: Model) -> list[list[int]]:
-    engine = continuous.load(model, max_rows=4, max_len=64)
-    return [completion.token_ids for completion in engine.generate(PROMPTS, PARAMS)]
-
-
-def paged_engine(model: Model) -> Engine:
-    return paged_cache.load(model, max_rows=4, max_len=64, step_tokens=64, block_size=4, cache_bytes=1 << 20)
+    return [completion.token_ids for completion in small(model).generate(PROMPTS, PARAMS)]
 
 
 # Two halves, and masks between them.
 
 
 def test_masked_steps(model: Model) -> None:
-    engine = paged_engine(model)
+    engine = small(model)
     masks = OddOnly(model.config.vocab_size)
     masked = Engine(engine.scheduler, engine.runner, masks=masks)
     for completion in masked.generate(PROMPTS, PARAMS):
@@ -83,7 +75,7 @@ class Plan:
 
 
 def test_a_runner_asks_its_plans_in_order(model: Model, expected: list[list[int]]) -> None:
-    engine = paged_engine(model)
+    engine = small(model)
     one, two = (Plan(engine.runner, count) for count in (1, 2))
     engine.runner.plans = (one, two)
     assert [completion.token_ids for completion in engine.generate(PROMPTS, PARAMS)] == expected
@@ -173,7 +165,7 @@ def test_a_text_that_cannot_be_made_ends_its_own_request(overlap: bool, error: B
 
 
 def test_settings_that_cannot_be_taken_end_their_own_request(model: Model, expected: list[list[int]]) -> None:
-    engine = paged_engine(model)
+    engine = small(model)
     inner = engine.runner.set_row
 
     def set_row(request: Request) -> None:

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import continuous
-import forward
 import paged_cache
 from common.errors import UserError
 from common.events import generate
@@ -39,12 +38,15 @@ from paged_cache import (
 from paged_cache.memory import plan_cache, weight_bytes
 from paged_cache.reference import paged_attention
 from paged_cache.runner import PagedRunner
+from tests.dispatch import Operations
 from tests.fuzz.machines import machine
 from tests.schedules import (
     MAX_LEN,
     SCHEDULES,
     failures_expected,
     fake_engine,
+    finish,
+    greedy,
     name_of,
     operations,
     play,
@@ -55,17 +57,8 @@ from tests.schedules import (
 pytestmark = pytest.mark.timeout(20)
 
 
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return forward.load_model("random:tiny", device="cpu", dtype="float32")
-
-
 def block_bytes(model: Model, blocks: int, block_size: int = 16) -> int:
     return blocks * BlockPool.bytes_per_block(model.config, block_size, model.dtype)
-
-
-def greedy(count: int, **options: Any) -> SamplingParams:
-    return SamplingParams(max_tokens=count, ignore_eos=True, **options)
 
 
 def fake(
@@ -161,8 +154,7 @@ def test_an_engine_that_falls_idle_checks_its_books(model: Model, monkeypatch: p
     engine.add([1] * 20, greedy(3))
     engine.step()  # not idle
     with pytest.raises(AssertionError, match="has 0 users, but 1 are booked"):
-        while not engine.idle:
-            engine.step()
+        finish(engine)
 
 
 # Admission, growth and preemption.
@@ -176,8 +168,7 @@ def test_admission_counts_blocks_promised_in_the_same_step() -> None:
     assert [work.request for work in works] == [first]  # three blocks each, five in all
     engine.collect(engine.launch(works))
     assert engine.scheduler.cache.free == 5
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     assert engine.scheduler.preemptions == 0 and third.finish_reason == second.finish_reason == "length"
 
 
@@ -188,16 +179,14 @@ def test_admission_leaves_room_for_those_that_run() -> None:
     (large,) = engine.add([1] * 32, greedy(2))  # not 1, or it could come and go in the one step
     engine.step()
     assert large.row < 0  # 8 of the 8 free blocks, but 2 are kept
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     assert large.finish_reason == "length"
 
 
 def test_a_request_that_runs_alone_may_have_the_whole_pool() -> None:
     engine, _ = fake(4, 10, watermark=0.2)
     (large,) = engine.add([1] * 37, greedy(3))  # all 10 blocks at once; nobody runs for whom 2 must be kept
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     assert large.finish_reason == "length"
 
 
@@ -216,8 +205,7 @@ def test_the_room_of_a_preempted_request_is_not_given_away_in_the_same_step() ->
 def test_preemption_takes_the_youngest_and_loses_no_token() -> None:
     engine, runner = fake(2, 12)
     old, young = (engine.add([1] * 20, greedy(20, seed=seed))[0] for seed in (0, 1))
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     assert (old.preemptions, young.preemptions) == (0, 1)
     assert old.finished < young.finished
     # All tokens but the last of each, and what the young one had computed before it was preempted.
@@ -235,8 +223,7 @@ def test_a_preempted_request_keeps_its_place_in_line() -> None:
         assert late.row < 0  # nobody overtakes it
         engine.step()
         waited += 1
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     assert waited > 3 and young.finished < late.finished
 
 
@@ -258,8 +245,7 @@ def test_preemption_goes_on_until_there_is_room() -> None:
     engine.step()  # the first needs another; preempting one sibling frees none
     assert [sibling.preemptions for sibling in siblings] == [1, 1]
     assert first.preemptions == 0 and len(first.output_ids) == 2, "the first was not served"
-    while not engine.idle:
-        engine.step()
+    finish(engine)
 
 
 def test_who_needs_room_and_is_last_by_rank_goes_himself() -> None:
@@ -361,8 +347,7 @@ def test_samples_share_the_prompt_and_copy_the_last_block() -> None:
     assert tables[0][:2] == tables[1][:2] == tables[2][:2]
     assert len({table[2] for table in tables}) == 3
     assert cache.allocator.count - cache.free == 5
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     assert len({tuple(request.output_ids) for request in requests}) == 3
     assert cache.free == 20
 
@@ -447,8 +432,7 @@ def test_samples_wait_until_there_are_rows_for_all() -> None:
     several = engine.add([2] * 3, greedy(2, n=3))
     engine.step()
     assert all(request.row < 0 for request in several)
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     assert [request.finish_reason for request in several] == ["length"] * 3
 
 
@@ -458,8 +442,7 @@ def test_a_sample_that_is_aborted_in_line_gets_no_row() -> None:
     engine.step()
     several = engine.add([2] * 3, greedy(2, n=3))
     engine.abort(several[1])
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     assert [request.finish_reason for request in several] == ["length", "abort", "length"]
     assert several[1].row < 0 and engine.scheduler.rows.free == 3, "a request that has ended holds a row"
 
@@ -474,6 +457,13 @@ def test_copies_read_before_anything_is_written() -> None:
 
 
 # Attention.
+
+
+def scatter(cache: PagedCache, rng: random.Random) -> None:
+    """Give all blocks back in another order, so that no table counts up."""
+    blocks = cache.allocator.allocate(cache.allocator.count)
+    rng.shuffle(blocks)
+    cache.allocator.release(blocks)
 
 
 def paged_batch(rows: Rows, cache: PagedCache, works: list[Work]) -> PagedBatch:
@@ -493,7 +483,7 @@ def test_torch_attention_equals_the_reference(seed: int) -> None:
     config = SHAPES["tiny"]
     config = type(config)(**{**vars(config), "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": size})
     rows, cache = Rows(12, 200), PagedCache(12, 200, 2000 // block_size, block_size)
-    rng.shuffle(cache.allocator._free)
+    scatter(cache, rng)
     pool = BlockPool(
         config, cache.allocator.count, block_size, device=torch.device("cpu"), dtype=torch.float32
     )
@@ -528,7 +518,7 @@ def test_torch_attention_equals_the_reference(seed: int) -> None:
 
 def test_slots_follow_the_block_tables() -> None:
     rows, cache = Rows(2, 40), PagedCache(2, 40, 10, 4)
-    cache.allocator._free = [3, 9, 0, 5]
+    scatter(cache, random.Random(0))
     request = Request(0, [1] * 10, 10, 20, SamplingParams())
     rows.acquire(request)
     cache.reserve(request, 10)
@@ -547,20 +537,20 @@ def test_slots_of_a_pool_beyond_two_thousand_million_tokens() -> None:
     assert batch.slots.tolist() == wanted, "slots overflow 32 bits"
 
 
-def test_attention_has_no_loop_over_requests(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_has_no_loop_over_requests(model: Model) -> None:
     """Sixty requests at one context are gathered by one call for keys and one for values in each layer."""
     engine = paged_cache.load(model, max_rows=60)
-    calls = []
-    original = TorchPagedAttention._gather
-    monkeypatch.setattr(
-        TorchPagedAttention, "_gather", staticmethod(lambda *args: calls.append(0) or original(*args))
-    )
+    pool = engine.runner.attention.pool.data.untyped_storage().data_ptr()  # type: ignore[attr-defined]
+
+    def gathers(name: str, args: Any) -> bool | None:
+        return True if name == "index_select" and args[0].untyped_storage().data_ptr() == pool else None
+
     for _ in range(60):
         engine.add([1] * 30, greedy(3))
-    engine.step()
-    assert calls == []  # prompts read this step's keys, not the cache
-    engine.step()
-    assert len(calls) == 2 * model.config.num_layers
+    for expected in (0, 2 * model.config.num_layers):  # prompts read this step's keys, not the cache
+        with Operations(gathers) as found:
+            engine.step()
+        assert len(found.names) == expected, f"the cache is read by {len(found.names)} calls, not {expected}"
 
 
 def test_what_an_earlier_request_left_in_a_block_is_not_seen(model: Model) -> None:
@@ -593,6 +583,7 @@ def test_ledger(model: Model) -> None:
     assert ledger.rows > 4 * (8 * 100 + 4 * 7) and ledger.rows < 1 << 20
     for word in ("weights", "activations", "cache", "blocks", "tokens", "160"):
         assert word in str(ledger)
+    assert plan_cache(model, cache_bytes=block_bytes(model, 1), **plan).blocks == 1
     assert plan_cache(model, **plan).blocks == 4 * 7  # no more than the rows can fill
     with pytest.raises(UserError, match="one block of 16 tokens takes"):
         plan_cache(model, cache_bytes=100, **plan)
@@ -610,6 +601,5 @@ def test_an_exception_gives_the_blocks_back(model: Model) -> None:
     outputs = engine.step()
     hook.remove()
     assert [output.finish_reason for output in outputs] == ["error"] * 2
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     engine.check_integrity()  # type: ignore[attr-defined]

@@ -10,13 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import chunked_prefill
-import forward
 import paged_cache
 from chunked_prefill import ChunkedScheduler
 from common.errors import UserError
 from common.events import generate
 from common.request import Request
-from common.sampling.params import SamplingParams
 from continuous.policies import POLICIES
 from continuous.rows import Rows
 from forward.model import Model
@@ -27,6 +25,8 @@ from tests.schedules import (
     SCHEDULES,
     failures_expected,
     fake_engine,
+    finish,
+    greedy,
     operations,
     play,
     play_seeds,
@@ -34,15 +34,6 @@ from tests.schedules import (
 
 # A victim that is forgotten in the line would hang.
 pytestmark = pytest.mark.timeout(20)
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return forward.load_model("random:tiny", device="cpu", dtype="float32")
-
-
-def greedy(count: int, **options: Any) -> SamplingParams:
-    return SamplingParams(max_tokens=count, ignore_eos=True, **options)
 
 
 def fake(
@@ -141,8 +132,7 @@ def test_without_chunks_everybody_waits_for_the_prompt() -> None:
         engine.add([1] * 4, greedy(60))
         engine.step()
         engine.add([2] * 500, greedy(5))
-        while not engine.idle:
-            engine.step()
+        finish(engine)
         return max(most)
 
     assert longest_step(paged_cache.load) == 501
@@ -251,8 +241,7 @@ def test_a_chunk_that_fails_ends_the_siblings_too(overlap: bool) -> None:
     requests = engine.add([1] * 12, greedy(3, n=3, seed=1))
     runner.fail_get = True
     with failures_expected():
-        while not engine.idle:
-            engine.step()
+        finish(engine)
     ends = [request.finish_reason for request in requests]
     assert ends == ["error"] * 3, f"the first chunk failed, but the samples end with {ends}"
     assert engine.scheduler.rows.free == 8 and engine.scheduler.cache.free == 1000
@@ -369,8 +358,7 @@ def test_decodes_and_chunks_are_one_forward_pass(model: Model) -> None:
 def test_a_prompt_longer_than_the_budget_and_the_old_step_limit() -> None:
     engine, _ = fake(step_tokens=2, max_len=300)
     (request,) = engine.add([1] * 299, greedy(9))
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     assert len(request.output_ids) == 1 and request.finish_reason == "length"
 
 
@@ -385,8 +373,7 @@ def test_a_chunked_prompt_that_is_preempted_or_aborted_gives_its_blocks_back(mod
     while second.row >= 0 and second.prefilling:
         engine.step()
     engine.abort(second)
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     engine.check_integrity()
     assert engine.scheduler.rows.free == 64
 
@@ -399,8 +386,7 @@ def test_aborting_a_sibling_before_the_fork() -> None:
     engine.abort(second)
     engine.take_in()
     assert second.row < 0
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     assert (first.finish_reason, second.finish_reason, third.finish_reason) == ("length", "abort", "length")
     assert engine.scheduler.rows.free == 8
 
@@ -412,15 +398,19 @@ def test_aborting_the_first_before_the_fork_aborts_its_siblings() -> None:
     engine.abort(requests[0])
     engine.take_in()
     assert {request.finish_reason for request in requests} == {"abort"}
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     assert engine.scheduler.rows.free == 8 and engine.scheduler.cache.free == 1000
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
-    [({"step_tokens": 1}, "step_tokens is 1"), ({"chunk_tokens": 0}, "chunk_tokens is 0")],
+    [
+        ({"step_tokens": 1}, "step_tokens is 1"),
+        ({"chunk_tokens": 0}, "chunk_tokens is 0"),
+        ({"chunk_tokens": 2.5}, "chunk_tokens is 2.5, but must be an integer"),
+    ],
 )
 def test_bad_options(model: Model, options: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
         chunked_prefill.load(model, **options)
+    assert generate(chunked_prefill.load(model, chunk_tokens=1), [[1, 2]], greedy(1))[0].token_ids

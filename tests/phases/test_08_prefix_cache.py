@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from functools import partial
 from typing import Any
 
@@ -11,12 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import chunked_prefill
-import forward
 import prefix_cache
 from chunked_prefill import ChunkedScheduler
 from common.errors import UserError
 from common.events import generate
-from common.sampling.params import SamplingParams
+from common.request import Request
 from continuous.policies import POLICIES
 from continuous.rows import Rows
 from forward.model import Model
@@ -29,6 +29,8 @@ from tests.schedules import (
     SCHEDULES,
     failures_expected,
     fake_engine,
+    finish,
+    greedy,
     operations,
     play,
     play_seeds,
@@ -46,15 +48,6 @@ BOTH = pytest.mark.parametrize("index", ["radix", "hash"])
 
 # A victim that is forgotten in the line would hang.
 pytestmark = pytest.mark.timeout(20)
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return forward.load_model("random:tiny", device="cpu", dtype="float32")
-
-
-def greedy(count: int, **options: Any) -> SamplingParams:
-    return SamplingParams(max_tokens=count, ignore_eos=True, **options)
 
 
 def fake(
@@ -80,8 +73,7 @@ def fake(
 
 def run(engine: Any, *asked: Any) -> list[Any]:
     requests = [request for prompt, params in asked for request in engine.add(prompt, params)]
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     return requests
 
 
@@ -162,8 +154,7 @@ def test_a_running_request_shares_what_it_has_generated_so_far(index: str) -> No
     (late,) = engine.add([*running.tokens, 3], greedy(1))
     engine.step()
     assert late.cached_tokens == 12 and running.finish_reason is None
-    while not engine.idle:
-        engine.step()
+    finish(engine)
 
 
 @BOTH
@@ -184,8 +175,7 @@ def test_the_second_of_two_that_compute_the_same_uses_the_firsts_blocks(index: s
     assert tables[0][:3] == tables[1][:3] and tables[0][3] != tables[1][3]
     assert cache.allocator.count - cache.allocator.free == 5
     cache.check()
-    while not engine.idle:
-        engine.step()
+    finish(engine)
 
 
 @BOTH
@@ -195,8 +185,7 @@ def test_tenants_do_not_see_each_others_prefixes(index: str) -> None:
 
     def cached(salt: str) -> int:
         (request,) = engine.add(prompt, greedy(1), salt=salt)
-        while not engine.idle:
-            engine.step()
+        finish(engine)
         return request.cached_tokens
 
     assert [cached("a"), cached("a"), cached("b"), cached(""), cached("b")] == [0, 8, 0, 0, 8]
@@ -280,8 +269,7 @@ def test_forked_siblings_pin_their_prompt(index: str) -> None:
         "the prompt's blocks are free, though request 1 runs"
     )
     assert made.match(block_keys([1] * 8, 4), "").unpinned == 0
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     assert made.evictable == len(made.blocks()) > 0
 
 
@@ -339,8 +327,7 @@ def test_a_hit_that_has_to_be_pinned_is_no_room(index: str) -> None:
     (late,) = engine.add([1] * 23, greedy(1))  # six blocks, of which four are found and two are not there
     engine.step()
     assert late.row < 0, "request 2 was let in on blocks that it pins itself"
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     assert late.cached_tokens == 16 and late.finish_reason == "length"
 
 
@@ -370,11 +357,21 @@ def test_looking_changes_nothing(index: str) -> None:
     engine, _ = fake(made, blocks=100)
     run(engine, ([1] * 12, greedy(1)))
     cache = engine.scheduler.cache
-    (request,) = engine._prepare([1] * 12, greedy(1), 0)
+    request = Request(9, [1] * 12, 12, 13, greedy(1))
     state = made.evictable, sorted(made.blocks()), list(cache.allocator.refs), vars(cache.stats).copy()
     for _ in range(2):
         assert cache.lookup(request) == 8 and cache.fits(request)
     assert state == (made.evictable, sorted(made.blocks()), cache.allocator.refs, vars(cache.stats))
+
+
+@BOTH
+def test_the_integrity_check_sees_a_stray_user(model: Model, index: str) -> None:
+    engine = prefix_cache.load(model, index=index)
+    engine.add([1] * 20, greedy(3))
+    engine.step()
+    engine.cache.tables[0, 0] ^= 1  # the request now claims somebody else's block
+    with pytest.raises(AssertionError):
+        engine.check_integrity()
 
 
 def test_unknown_index(model: Model) -> None:
@@ -393,8 +390,7 @@ def test_admission_leaves_room_for_those_that_run(index: str) -> None:
     (large,) = engine.add([2] * 32, greedy(2))
     engine.step()
     assert large.row < 0  # 8 of the 8 free blocks, but 2 are kept
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     assert large.finish_reason == "length"
 
 
@@ -486,17 +482,22 @@ def test_a_radix_leaf_grows_in_place() -> None:
     cursor = grow(made, "ab", 0)
     for at, character in enumerate("cdefgh"):
         cursor, _, _ = made.extend(cursor, keys(character), [2 + at])
-    assert made._nodes == 1 and made.match(keys("abcdefgh"), "").blocks == list(range(8))
+    (leaf,) = made.roots[0].children.values()
+    assert leaf.blocks == list(range(8)) and not leaf.children
+    assert made.match(keys("abcdefgh"), "").blocks == list(range(8))
 
 
 def test_the_radix_tree_forgets_empty_tenants_and_stale_leaves() -> None:
     made = RadixIndex()
+    tracemalloc.start()
     for turn in range(2000):
         made.detach(made.attach([], f"tenant {turn}"))
         made.detach(grow(made, "ab", 0, "one"))
-    assert set(made._roots) == {"one"} and len(made._leaves) < 100
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert [root.salt for root in made.roots] == ["one"] and kept < 60_000, f"{kept} bytes for one leaf"
     made.evict(2)
-    assert made._roots == {} and made._nodes == 0
+    assert made.roots == []
 
 
 def test_collisions_are_counted_and_never_served() -> None:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import quant
+from benchmarks.defined import DefinedLinear, defined, defined_layer
+from benchmarks.fidelity import StoredAttention, compare, difference
 from common.errors import UserError
 from common.models.checkpoint import assign
 from common.sampling.params import SamplingParams
@@ -24,13 +26,11 @@ from paged_cache.memory import weight_bytes
 from paged_cache.pool import encode
 from quant import awq, gptq, rtn
 from quant.calibrate import blocks_of, samples, sweep, watch
-from quant.defined import DefinedLinear, defined, defined_layer
 from quant.formats import INT4, SCHEMES
 from quant.kv import KV_DTYPES, StoredKV, head_scales, kv_format, sample
 from quant.linear import QuantLinear
 from quant.loading import Quantize
 from quant.methods import quantize_model
-from quant.quality import StoredAttention, compare, difference
 from tests.quant_kit import PARAMS, PROMPTS, SMALL, exactly, logits
 from tests.quant_kit import folders as folders
 

@@ -17,7 +17,7 @@ from continuous.rows import Rows
 from continuous.scheduler import Scheduler
 from continuous.seams import Drafter
 from forward.model import Model
-from speculative.verify import verify
+from speculative.speculation import verify
 from tests.schedules import MAX_LEN, check
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15, 16, 17], [3, 3]]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +31,8 @@ from replicas.routing import InFlight, LeastLoaded, Memory, PrefixAware, RoundRo
 from serving.alive import CannotStart
 from serving.app import App
 from serving.http.limits import Limits
-from tests.servers import Loopback, asynchronously, tokenizer_for
+from tests.coroutines import asynchronously
+from tests.servers import Loopback, tokenizer_for
 
 LESSON = ROOT / "phases" / "15_replicas" / "README.md"
 
@@ -258,11 +258,6 @@ def test_the_lessons_example_is_what_happens():
     assert told.splitlines() == lines
 
 
-def test_the_lessons_traps_have_tests():
-    named = set(re.findall(r"\| `(test_\w+)` \|", LESSON.read_text(encoding="utf-8")))
-    assert len(named) > 5 and named <= {name for name in globals() if name.startswith("test_")}
-
-
 # Options.
 
 
@@ -420,11 +415,6 @@ def test_another_replica_is_asked_while_nothing_was_said():
     assert len([message for message in wire.messages if "status" in message]) == 1, (
         "two answers to one request"
     )
-
-
-def test_tries_have_an_end():
-    wire = asked(answering(*[[RuntimeError("died")]] * 3), data=body("x"))
-    assert wire.status == 503 and json.loads(wire.text)["error"]["code"] == "died"
 
 
 def test_a_token_that_was_said_is_not_said_again():
@@ -674,36 +664,28 @@ def test_the_front_refuses_what_is_no_server(url, capsys, monkeypatch):
     assert f"URL is {url!r}" in capsys.readouterr().err
 
 
-def test_the_front_does_without_servers_that_are_not_there():
-    async def test() -> None:
-        one, two = await Upstream("one").start(), await Upstream("two").start()
-        port, servers = await fronted([one, two], "round-robin")
-        two.server.close()
-        await two.server.wait_closed()
-        for n in range(3):
-            assert (await get(port, body("x"))).endswith(b"one"), (
-                f"request {n} was not given to the server that is left"
-            )
-        one.server.close()
-        answer = await get(port, body("x"))
-        assert answer.startswith(b"HTTP/1.1 503"), answer
-        assert servers.up == set()
-
-    asynchronously(test, 20)
-
-
-def test_the_front_tells_of_a_server_that_dies_and_of_requests_that_are_none():
-    async def test() -> None:
-        port, _ = await fronted(
-            [await Upstream("one", dies=True).start()], limits=Limits(max_body_bytes=1000)
+async def test_the_front_does_without_servers_that_are_not_there():
+    one, two = await Upstream("one").start(), await Upstream("two").start()
+    port, servers = await fronted([one, two], "round-robin")
+    two.server.close()
+    await two.server.wait_closed()
+    for n in range(3):
+        assert (await get(port, body("x"))).endswith(b"one"), (
+            f"request {n} was not given to the server that is left"
         )
-        assert b'"code":"died"' in await get(port, body("x"))
-        assert b"413" in await get(port, body("x" * 100_000))
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"\x16\x03\x01 what?\r\n\r\n")
-        assert (await reader.read()).startswith(b"HTTP/1.1 400")
+    one.server.close()
+    answer = await get(port, body("x"))
+    assert answer.startswith(b"HTTP/1.1 503"), answer
+    assert servers.up == set()
 
-    asynchronously(test, 20)
+
+async def test_the_front_tells_of_a_server_that_dies_and_of_requests_that_are_none():
+    port, _ = await fronted([await Upstream("one", dies=True).start()], limits=Limits(max_body_bytes=1000))
+    assert b'"code":"died"' in await get(port, body("x"))
+    assert b"413" in await get(port, body("x" * 100_000))
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"\x16\x03\x01 what?\r\n\r\n")
+    assert (await reader.read()).startswith(b"HTTP/1.1 400")
 
 
 # Blocks that change hands.
@@ -759,14 +741,6 @@ def test_blocks_that_are_known_are_not_taken_twice():
     assert tokens(here, prompt) == tokens(there, prompt), (
         "a block that came from outside is in another's place"
     )
-
-
-def test_salts_stay_apart():
-    there, here = engines()
-    handover.enter(here, handover.prefill(there, list(range(1, 65)), "mine"))
-    before = here.stats.computed_tokens
-    tokens(here, list(range(1, 65)), "yours")
-    assert here.stats.computed_tokens - before >= 64, "blocks of one salt were found under another"
 
 
 def test_a_full_cache_takes_what_fits():

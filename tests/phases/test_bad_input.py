@@ -22,21 +22,12 @@ import prefix_cache
 import quant
 from common.errors import UserError
 from common.events import generate
-from common.sampling.params import SamplingParams
 from forward.model import Model
+from tests.schedules import finish, greedy
 
 ALL = (forward, kv_cache, batching, continuous, paged_cache, prefix_cache, cuda_graphs)
 PHASES = (continuous, paged_cache, chunked_prefill, prefix_cache, cuda_graphs, quant)
 each_phase = pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.__name__)
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return forward.load_model("random:tiny", device="cpu", dtype="float32")
-
-
-def greedy(count: int) -> SamplingParams:
-    return SamplingParams(max_tokens=count, ignore_eos=True)
 
 
 @each_phase
@@ -59,8 +50,7 @@ def test_a_request_that_is_refused_disturbs_nobody(
     engine.step()
     with pytest.raises(UserError, match=sentence):
         engine.add([1] * 40, greedy(2), **given)
-    while not engine.idle:
-        engine.step()
+    finish(engine)
     assert request.output_ids == expected
 
 

@@ -13,14 +13,17 @@ import pytest
 import typer.main
 
 from phases import ROOT
+from phases.appendix.api.schema import Wide
+from phases.appendix.observability.metrics import WholeMetrics
+from phases.appendix.server import whole_app
 from phases.cli import app
 from phases.commands.flags import add_engine_flags
+from serving.client import EngineClient
 from serving.http.limits import Limits
 from serving.http.schema import Generation
 from serving.messages import StepStats
-from serving.metrics import Metrics
+from tests.servers import tokenizer_for
 
-PACKAGE = ROOT / "phases" / "13_serving" / "serving"
 PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
 UNIT = re.search(r"```ini\n(.*?)```", PAGE, re.DOTALL)[1]
 
@@ -55,19 +58,23 @@ def test_every_flag_exists():
     assert said <= known, f"there is no {sorted(said - known)}"
 
 
-def test_every_route_and_every_field_of_vllms_is_named():
-    routes = set(re.findall(r'^            "(/[\w./]*)": \{"', (PACKAGE / "app.py").read_text(), re.M))
+def test_every_route_and_every_field_of_vllms_is_named(tmp_path: Path):
+    app = whole_app(EngineClient(), tokenizer_for(tmp_path, 257), "tiny")
+    routes = set(app.routes)
     assert len(routes) > 10
     missing = sorted(route for route in routes if f"`{route}`" not in PAGE)
     assert not missing, f"the page says nothing of {missing}"
-    source = inspect.getsource(Generation)
-    theirs = re.findall(r"^    (\w+):", source[source.index("# vLLM's") : source.index("# taken")], re.M)
+    theirs = []
+    for kind in (Generation, Wide):
+        source = inspect.getsource(kind) + "# taken"
+        theirs += re.findall(r"^    (\w+):", source[source.index("# vLLM's") : source.index("# taken")], re.M)
+    assert {"cache_salt", "deadline_ms", "guided_json", "return_token_marks"} <= set(theirs)
     unnamed = [name for name in theirs if name != "response_format" and f"`{name}`" not in PAGE]
     assert not unnamed, f"the page says nothing of {unnamed}"
 
 
 def test_every_metric_exists():
-    there = Metrics("x").text(StepStats(), blocks=1, in_flight=0, restarts=0, ready=True)
+    there = WholeMetrics("x").text(StepStats(), blocks=1, in_flight=0, restarts=0, ready=True)
     for name in re.findall(r"`((?:vllm|ladder):\w+)`", PAGE):
         assert f"# TYPE {name} " in there, f"there is no metric {name}"
 

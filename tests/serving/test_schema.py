@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow  # real processes
 schemathesis = pytest.importorskip("schemathesis")
 hypothesis = pytest.importorskip("hypothesis")
 
-CASES = int(os.environ.get("LADDER_SCHEMA_CASES", "1000"))
+CASES = int(os.environ.get("LADDER_SCHEMA_CASES", "500"))
 POSTS = ("/v1/completions", "/v1/chat/completions", "/generate", "/tokenize", "/detokenize")
 
 

@@ -1,4 +1,4 @@
-"""What every family is to the rest of the course: hidden states from tokens, logits from hidden states."""
+"""The interface of every model family: hidden states from tokens, logits from hidden states."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Model(nn.Module, ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self._embedding.device
 
     @property

@@ -184,7 +184,7 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether a step would have nothing to do and nothing to tell."""
+        """True if a step would have nothing to do and nothing to report."""
         empty = not (self.inbox or self._held or self.outputs)
         return empty and self.scheduler.idle and self.loop.idle
 
@@ -348,7 +348,7 @@ class Engine:
         self.journal.failed(error)
 
     def drain(self) -> list[Output]:
-        """What has come out since the last call, in order; streams get theirs as well.
+        """Return the outputs since the last call, in order; streams get theirs as well.
 
         An engine that has fallen idle has the time to check its books.
         """

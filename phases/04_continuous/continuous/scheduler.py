@@ -76,16 +76,24 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do."""
+        """True if there is nothing to do."""
         return not self.running and self._head() is None
 
     def schedule(self) -> list[Work]:
         """Decide the next step. Its works count as computed from here on, so call it once a step.
 
-        First come the running requests, in their order, each with its share of the budget. One for which the
-        cache has no room may take it from those that this step has not served yet (`make_room`, which
-        shortens the queue); in a step that preempted, nobody new enters. Then the waiting line, from its
-        head.
+        First come the running requests in their `order`, each with its `share` of what is left of the budget,
+        `step_tokens`, drafts included. The waiting line follows, from its head (`_admit`). On the way:
+
+        - A request that `yields` is served behind those of the line that rank before it (`_admit` with
+          `before`), unless this step has preempted.
+        - Room is reserved for all that is computed, and before the work is taken. A request for which the
+          cache has none may take it from those behind it in the queue, which this step has not served yet
+          (`make_room` removes its victims from the queue). That step has preempted, whether room was found or
+          not, and admits no request afterwards: it would take the room that the victim has just lost.
+        - The drafter is asked once a step whether it guesses at all (`begin`). A request whose room was there
+          at once may have drafts (`_drafts`), within what the budget holds after its share and what is `kept`
+          for the requests behind it.
         """
         works: list[Work] = []
         budget = self.step_tokens
@@ -151,7 +159,13 @@ class Scheduler:
         return drafts if drafts and self.cache.reserve(request, end + len(drafts)) else ()
 
     def _take(self, request: Request, count: int, drafts: tuple[int, ...] = ()) -> Work:
-        """Write down one work and advance the request by it, drafts included."""
+        """Return a work of `count` tokens and its drafts, and advance the request by both.
+
+        A work that ends before the newest token, known or placeholder, samples none: the request has a step
+        more in flight. One that reaches it has takers: the request, or what `fork` returns where siblings
+        wait for its prompt. Each taker has a step more in flight and a placeholder more. Drafts behind a
+        placeholder are `certain`: then each of them is a placeholder, too.
+        """
         start = request.num_computed_tokens
         request.num_computed_tokens = end = start + count + len(drafts)
         if end < len(request.tokens) + request.placeholders:
@@ -181,11 +195,16 @@ class Scheduler:
         return later
 
     def yields(self, request: Request) -> bool:
-        """Whether those in the waiting line whose rank is smaller go before this running request."""
+        """Return True if waiting requests of a smaller rank go before this running request."""
         return False
 
     def share(self, request: Request, budget: int) -> int:
-        """How many tokens of `request` to compute now, at most `budget`: all it is behind, or none."""
+        """Return how many tokens of `request` to compute now: all that it is behind, or 0.
+
+        It is behind by its tokens and placeholders that are not computed yet. It gets 0 if these are more
+        than `budget`, and if its last allowed token (`limit`) is known or on its way: nothing is computed
+        behind that. A request whose drafts are on their way is ahead, not behind, and gets 0 as well.
+        """
         known = len(request.tokens) + request.placeholders
         count = known - request.num_computed_tokens
         # A request whose last allowed token is on its way has nothing left to compute; one whose drafts are
@@ -200,7 +219,7 @@ class Scheduler:
         return False
 
     def admits(self, request: Request) -> bool:
-        """Whether there is a row and room for `request`."""
+        """Return True if there is a row and room for `request`."""
         return self.rows.free > 0 and self.cache.fits(request)
 
     def enter(self, request: Request) -> None:
@@ -243,7 +262,10 @@ class Scheduler:
             self.drafter.landed(work, accepted)
 
     def leave(self, request: Request) -> None:
-        """Take back what a request holds: it has finished, or it is preempted."""
+        """Take back what a request holds, if it has a row: it has finished, or it is preempted.
+
+        The drafter hears of it first (`leave`), and the row is the last to go: the cache finds room by it.
+        """
         if request.row >= 0:
             self.drafter.leave(request)
             self.running.remove(request)
@@ -251,7 +273,10 @@ class Scheduler:
             self.rows.release(request)
 
     def preempt(self, request: Request) -> None:
-        """Send a running request back in line; all its tokens will be computed again, the output included."""
+        """Send a running request back in line; all its tokens will be computed again, the output included.
+
+        It keeps its tokens and its rank. The preemption counts for the request and for the scheduler.
+        """
         self.leave(request)
         request.num_computed_tokens = 0
         request.preemptions += 1

@@ -26,13 +26,13 @@ class LayerCache(NamedTuple):
 
     @property
     def scaled(self) -> bool:
-        """Whether there are scales."""
+        """True if there are scales."""
         return self.k_scale is not None
 
 
 @dataclass(frozen=True)
 class KVFormat:
-    """How keys and values are stored.
+    """The format of stored keys and values.
 
     dtype: of the stored numbers; None: the model's.
     scales: `[L, 2, KH]` float32 on any device, for the keys and the values of each layer's heads; a key is
@@ -49,7 +49,7 @@ class KVFormat:
         return model_dtype if self.dtype is None else self.dtype
 
     def exact(self, model_dtype: torch.dtype) -> bool:
-        """Whether what is stored is what the model computed."""
+        """True if the stored numbers are those that the model computed."""
         return self.scales is None and self.dtype_for(model_dtype) == model_dtype
 
     def bytes_per_block(self, config: ModelConfig, block_size: int, model_dtype: torch.dtype) -> int:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import torch
 
+from common.collector import paused
+
 Replay = Callable[[], None]
 
 
@@ -39,8 +41,9 @@ class Capturer:
             return function
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may go on meanwhile: that of a process group looks at its events all the time.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        # Other threads may go on meanwhile: that of a process group looks at its events all the time. And no
+        # graph of an engine that is garbage may be freed: CUDA ends the capture at that.
+        with paused(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             function()
         self._graphs.append(graph)
         return graph.replay

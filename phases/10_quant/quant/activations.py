@@ -10,7 +10,12 @@ from quant.rtn import to_eight_bits
 
 
 def quantize_tokens(x: Tensor, kind: Activations) -> tuple[Tensor, Tensor]:
-    """`x [..., K]` -> numbers `[..., K]`, scales `[..., 1]` float32; the largest takes the whole range."""
+    """Round `x [..., K]` to numbers `[..., K]`, int8 or fp8, and scales `[..., 1]` float32, one a token.
+
+    A token's largest magnitude becomes the largest number of the format, `LARGEST[kind]`. A token of zeros
+    has numbers of 0 and the smallest normal scale, not 0. Scales are float32 whatever `x` is, and x is
+    multiplied by their reciprocal.
+    """
     x = x.float()
     scale = x.abs().amax(dim=-1, keepdim=True) * (1.0 / LARGEST[kind])
     scale = scale.clamp_min(torch.finfo(torch.float32).tiny)  # a token of zeros stays one

@@ -21,11 +21,13 @@ SHRINKS = tuple(1 - step / 40 for step in range(13))
 def quantize(
     weight: Tensor, hessian: Tensor, scheme: Scheme, scale_dtype: torch.dtype = torch.float32
 ) -> QuantizedWeight:
-    """A layer's weight in few bits, with the least error in what it makes of the inputs it was shown.
+    """Round a layer's weight to few bits, with the least error in what it makes of the inputs it was shown.
 
-    Inputs are rounded in the order of their size, the largest first, while most others are left to make up
-    for them ("act-order"). Scales are those of the groups as they lie, chosen before: so the file needs no
-    index, and reading it costs nothing ("static" order).
+    Inputs are rounded in the order of the Hessian's diagonal, the largest first, while most others are left
+    to make up for them ("act-order"). Scales are those of the groups as they lie, chosen before: so the file
+    needs no index, and reading it costs nothing ("static" order). They are those of `search_scales` with the
+    diagonal for int4, and those of `rtn.quantize` for eight bits. An input that was never seen, 0 on the
+    diagonal, has 1 there in its place, and weights of 0. `weight` and `hessian` themselves stay as they are.
 
     Args:
         weight: `[N, K]`.

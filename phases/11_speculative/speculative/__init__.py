@@ -11,7 +11,7 @@ from forward.model import Model
 from paged_cache import PagedEngine
 from quant import PRESET as BELOW
 from speculative.feature import Speculate
-from speculative.speculator import Source, Speculator
+from speculative.speculation import Source, Speculator
 
 __all__ = ["LLM", "PRESET", "Source", "Speculate", "Speculator", "load"]
 

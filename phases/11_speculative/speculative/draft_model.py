@@ -7,9 +7,8 @@ both add the same noise to their logits, and a sampled draft is right nearly as 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,9 +18,11 @@ from continuous.batch import upload
 from continuous.runner import Forwarded, Pending
 from continuous.work import Work
 from paged_cache import PagedEngine
+from speculative.speculation import Source
 
-if TYPE_CHECKING:  # there is no Triton everywhere
-    from speculative.chain_graph import Chains
+Several = Callable[[Sequence[Work], int], HostSampled | None]
+"""Runs so many decode steps of all works at once: `[len(works) * steps]` tokens, request by request, or None
+where it cannot. This phase has none: it is a place for graphs of several steps."""
 
 
 @dataclass(eq=False, slots=True)
@@ -38,12 +39,17 @@ class Shadow:
     known: int = -1
 
 
-class DraftModel:
-    """A `Source`: a model that generates as many tokens as are asked for, for all requests at once."""
+class DraftModel(Source):
+    """A `Source`: a model that generates as many tokens as are asked for, for all requests at once.
 
-    def __init__(self, engine: PagedEngine, chains: Chains | None = None) -> None:
+    several: all steps behind the first at once, if something has brought that.
+    """
+
+    several: Several | None = None
+
+    def __init__(self, engine: PagedEngine) -> None:
         self.engine, self.runner, self.cache = engine, engine.runner, engine.cache
-        self.rows, self.chains = engine.scheduler.rows, chains  # many steps in one graph, if there are graphs
+        self.rows = engine.scheduler.rows
         self.shadows: dict[Request, Shadow] = {}
 
     def guess(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[tuple[int, ...]]:
@@ -64,7 +70,7 @@ class DraftModel:
         return [made[request] for request in requests]
 
     def _guessed(self, request: Request) -> bool:
-        """Whether there are drafts behind all the tokens there are: the device's, or those of a step before
+        """Return True if there are drafts behind all known tokens: the device's, or those of a step before
         that the request had no turn in.
         """
         shadow = self.shadows.get(request)
@@ -79,7 +85,13 @@ class DraftModel:
         shadow.drafts, shadow.known = tuple(drafts), len(request.tokens)
 
     def _ready(self, request: Request, length: int) -> Shadow | None:
-        """The request's shadow with all its tokens and room for drafts; None if there is no room."""
+        """Return the request's shadow with all its tokens and room for drafts; None if there is no room.
+
+        Rolls back: what was computed behind the first wrong draft counts for nothing. The last draft never
+        was computed, and the newest token counts as not computed in any case. The drafts are forgotten. A
+        request without a shadow enters (`_enter`), if there is a row and its tokens fit; one without `_room`
+        for its tokens (`_tokens`) and `length` more leaves.
+        """
         shadow = self.shadows.get(request)
         if shadow is None:
             if not (self.rows.free and self.cache.fits(request)):
@@ -101,7 +113,7 @@ class DraftModel:
         return shadow
 
     def _room(self, own: Request, end: int) -> bool:
-        """Whether there is room for so many tokens, which is then reserved."""
+        """Reserve room for so many tokens; False if there is none."""
         return end <= self.rows.max_len and self.cache.reserve(own, end)
 
     def _tokens(self, request: Request, own: Request) -> list[int]:
@@ -182,17 +194,14 @@ class DraftModel:
                 return pending
 
     def _chain(self, works: list[Work], steps: int) -> HostSampled | None:
-        """All steps in one graph, where there is one."""
-        return None if self.chains is None else self.chains.run(works, steps)
+        """Run all steps at once, where that can be."""
+        return None if self.several is None else self.several(works, steps)
 
     def _step(self, works: list[Work]) -> Pending:
         return self.runner.sample(self._forward(works))
 
     def _forward(self, works: list[Work]) -> Forwarded:
         return self.runner.forward(works)
-
-    def landed(self, work: Work, accepted: int) -> None:
-        """Nothing to learn: the tokens say it all."""
 
     def leave(self, request: Request) -> None:
         """Give back what the request holds here."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar
 
 from common.errors import UserError, boolean, choice, integer, number
 from common.options import option
@@ -19,26 +19,17 @@ from quant.loading import Quantize
 from speculative.control import Control
 from speculative.draft_model import DraftModel
 from speculative.head import WEIGHTS, HeadSource, load
-from speculative.loops import InGraph, Watcher, watched
+from speculative.loops import watched
 from speculative.ngram import NGrams
-from speculative.speculator import Source, Speculator
-from speculative.suffix import Suffixes
+from speculative.speculation import Source, Speculator, verify
 from speculative.synthetic import Synthetic
 from speculative.taps import Taps
-from speculative.verify import verify
 
-if TYPE_CHECKING:  # there is no Triton everywhere
-    from speculative.chain_graph import Chains, Feed
-
-Kind = Literal["ngram", "suffix", "model", "head", "synthetic", "none"]
 MOST_DRAFTS = 32
 STEP_TOKENS = 2048
 """Tokens that the draft model computes at once."""
 MOST_CACHED = 1 << 17
 """Tokens in the draft model's cache, for all requests together."""
-USUAL = {"ngram": 7, "suffix": 7, "model": 4, "head": 4, "synthetic": 3}
-"""Drafts of a request in a step, at most, unless the caller says otherwise. Seven and the newest are eight,
-up to which phase 09 has kernels for a few tokens."""
 READ = ("model", "head")
 """Drafters whose weights `draft_model` may name."""
 
@@ -53,24 +44,22 @@ class Speculate(Feature):
     name: ClassVar[str] = "speculate"
     phase: ClassVar[int] = 11
     without: ClassVar[Mapping[str, Any]] = {"drafter": "none"}
+    whole: ClassVar[bool] = True
+    """False in an engine that has a part of a model: its steps may not draft inside a graph."""
 
-    drafter: Kind = option("ngram", "who guesses: ngram, suffix, model, head, synthetic or none")
+    drafter: str = option("ngram", "who guesses: ngram, suffix, model, head, synthetic or none")
     draft_length: int | None = option(None, "most tokens to guess for a request in a step")
     draft_adaptive: bool = option(True, "guess only as many as pay; without it always the most")
     draft_model: str | None = option(None, "model or weights that guess, for model and head")
     draft_accept: float = option(3.0, "drafts that synthetic counts as right in a step, on average")
-    draft_ahead: bool = option(True, "where there are graphs, models and n-grams draft inside them")
-    suffix_bytes: int = option(64 << 20, "memory on the host for what suffix shares over requests")
 
     def __post_init__(self) -> None:
         """Check the options."""
-        choice("drafter", self.drafter, get_args(Kind))
+        choice("drafter", self.drafter, (*DRAFTERS, "none"))
         if self.draft_length is not None:
             integer("draft_length", self.draft_length, low=1, high=MOST_DRAFTS)
         boolean("draft_adaptive", self.draft_adaptive)
-        boolean("draft_ahead", self.draft_ahead)
         number("draft_accept", self.draft_accept, low=0.0, high=float(MOST_DRAFTS))
-        integer("suffix_bytes", self.suffix_bytes, low=0, high=1 << 36)
         if self.drafter == "model" and self.draft_model is None:
             raise UserError("drafter is 'model', so draft_model must name a model with the same tokenizer")
         if self.draft_model is not None and self.drafter not in READ:
@@ -82,14 +71,14 @@ class Speculate(Feature):
     @property
     def length(self) -> int:
         """Drafts of a request in a step, at most."""
-        return self.draft_length or USUAL[self.drafter]
+        return self.draft_length or DRAFTERS[self.drafter].usual
 
     def install(self, parts: Parts) -> None:
         """A drafter; graphs that verify, where there are graphs."""
         if self.drafter == "none":
             return
-        source = self.source(parts)
-        speculator = Speculator(source, Control(self.length, adaptive=self.draft_adaptive))
+        control = Control(self.length, adaptive=self.draft_adaptive)
+        speculator = Speculator(self.source(parts), control)
         parts.bring(self, drafter=speculator)
         parts.stages["connect"] += [
             lambda whole: verify(whole.engine),
@@ -97,59 +86,46 @@ class Speculate(Feature):
         ]
         parts.loops["waiting"] = watched
         SmallSteps(self.length).install(parts)
-        if (
-            self.draft_ahead
-            and isinstance(source, (DraftModel, NGrams))
-            and {"graphs", "overlap"} <= set(parts.features)
-        ):
-            self._go_ahead(parts, speculator)
-
-    def _go_ahead(self, parts: Parts, speculator: Speculator) -> None:
-        """Steps that verify and draft in one graph, around those that overlap."""
-        from speculative.ahead import Ahead, ahead_bytes
-
-        def in_graph(engine: PagedEngine) -> InGraph:
-            speculator.ahead = ahead = Ahead(engine, speculator, self.length)
-            drafter = engine.scheduler.drafter
-            assert isinstance(drafter, Watcher)
-            return InGraph(engine.loop, drafter, ahead)
-
-        parts.loops["in graph"] = in_graph
-        models = 2 if isinstance(speculator.source, DraftModel) else 1
-        parts.reserve.append(
-            lambda whole: ahead_bytes(whole.model, whole.size("max_rows"), self.length, models=models)
-        )
 
     def source(self, parts: Parts) -> Source:
-        """Who guesses, for an engine of these parts. Raises `UserError` if they do not go together."""
-        if self.drafter == "ngram":
-            return NGrams()
-        if self.drafter == "suffix":
-            return Suffixes(self.suffix_bytes)
-        if self.drafter == "synthetic":
-            return Synthetic(self.draft_accept)
-        features = [parts.features[name] for name in SHARED if name in parts.features]
-        features.append(SmallSteps(self.length, alone=True))
-        if self.drafter == "model":
-            assert self.draft_model is not None
-            engine = draft_engine(parts, self.draft_model, features)
-            return DraftModel(engine, self._chains(parts, engine))
+        """Make the source of guesses for an engine of these parts. Raises `UserError` if they do not fit."""
+        return DRAFTERS[self.drafter].make(self, parts)
+
+    def draft_model_source(self, parts: Parts) -> DraftModel:
+        """Make a smaller model that writes ahead."""
+        assert self.draft_model is not None
+        return DraftModel(draft_engine(parts, self.draft_model, self._shared(parts)))
+
+    def head_source(self, parts: Parts) -> HeadSource:
+        """Make a head on the model's hidden states."""
         path = Path(self.draft_model) if self.draft_model else WEIGHTS / "smollm2-head.safetensors"
         head = load(path, parts.model)
         head.room(max(STEP_TOKENS, parts.size("max_rows")))
         taps = Taps(parts.own_model(), head.taps, step_tokens(parts))
-        engine = draft_engine(parts, head, features)
-        return HeadSource(engine, taps, self._chains(parts, engine, head.feed))
+        return HeadSource(draft_engine(parts, head, self._shared(parts)), taps)
 
-    def _chains(self, parts: Parts, engine: PagedEngine, feed: Feed | None = None) -> Chains | None:
-        """All steps of a draft behind the first in one graph, where the draft model has graphs."""
-        if self.length == 1 or "graphs" not in parts.features:
-            return None
-        from cuda_graphs.runner import GraphRunner
-        from speculative.chain_graph import Chains
+    def _shared(self, parts: Parts) -> list[Feature]:
+        found = [parts.features[name] for name in SHARED if name in parts.features]
+        return [*found, SmallSteps(self.length)]
 
-        assert isinstance(engine.runner, GraphRunner)
-        return Chains(engine.runner, self.length - 1, feed)
+
+@dataclass(frozen=True)
+class DrafterKind:
+    """A kind of drafter. usual: drafts of a request in a step, at most, unless the caller says otherwise."""
+
+    usual: int
+    make: Callable[[Speculate, Parts], Source]
+
+
+DRAFTERS = {
+    "ngram": DrafterKind(
+        7, lambda options, parts: NGrams()
+    ),  # seven and the newest: as many as kernels for few take
+    "model": DrafterKind(4, Speculate.draft_model_source),
+    "head": DrafterKind(4, Speculate.head_source),
+    "synthetic": DrafterKind(3, lambda options, parts: Synthetic(options.draft_accept)),
+}
+"""By name; an appendix entry may add one."""
 
 
 def step_tokens(parts: Parts) -> int:
@@ -160,20 +136,19 @@ def step_tokens(parts: Parts) -> int:
 
 @dataclass(frozen=True)
 class SmallSteps(Feature):
-    """Where there are graphs, they also take steps of a few tokens a request: what has to be verified, and
-    what a draft model has to catch up with. Some GPUs have kernels of their own for such steps.
+    """Graphs also for steps of a few tokens a request, where there are graphs: what has to be verified, and
+    what a draft model has to catch up with.
 
-    drafts: of a request in a step. alone: the engine is a draft model's.
+    drafts: of a request in a step.
     """
 
     name: ClassVar[str] = "small_steps"
     phase: ClassVar[int] = 11
 
     drafts: int
-    alone: bool = False
 
     def install(self, parts: Parts) -> None:
-        """More graphs, memory for them, and kernels."""
+        """More graphs, and memory for them."""
         if "graphs" in parts.features:
             from speculative.verify_graph import VerifyPlan, verify_bytes
 
@@ -183,10 +158,6 @@ class SmallSteps(Feature):
             decodes = parts.plans.pop("decodes")  # these are asked first, as nearly all steps are decodes
             parts.plans |= {"verify": verify, "decodes": decodes}
             parts.reserve.append(lambda whole: verify_bytes(whole.model, whole.size("max_rows"), self.drafts))
-        if "latency" in parts.features:
-            from speculative.cuda.columns import install
-
-            install(parts.own_model(), fewest=1 if self.alone else 2)
 
 
 def draft_engine(parts: Parts, model: str | Model, features: Iterable[Feature]) -> PagedEngine:

@@ -5,7 +5,7 @@ states that a low, a middle and the last layer of the model had before it, and i
 exist yet its own. EAGLE-3's trees are left out.
 
 The head has the embedding of the model it drafts for, and of its output head the rows of the most frequent
-tokens: the others are never drafted. `train.py` of this phase trains it.
+tokens: the others are never drafted. `phases/appendix/drafter_training` trains it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -40,9 +40,6 @@ from paged_cache import PagedEngine
 from quant.weights import QuantizedWeight
 from speculative.draft_model import DraftModel, Shadow
 from speculative.taps import Taps, tapped
-
-if TYPE_CHECKING:  # there is no Triton everywhere
-    from speculative.chain_graph import Chains
 
 WEIGHTS = Path(__file__).resolve().parent.parent / "weights"
 """Weights that come with the course: `<model>-head.safetensors`."""
@@ -186,7 +183,7 @@ def load(path: Path, large: Model) -> Head:
         UserError: there is no such file, it holds no drafter, or one for another model.
     """
     if not path.is_file():
-        raise UserError(f"draft_model is {str(path)!r}, but there is no such file: train.py makes one")
+        raise UserError(f"draft_model is {str(path)!r}, but there is no such file")
     if not isinstance(large, Llama):
         raise UserError(f"{path.name} drafts for models of the Llama family, not for {large.config.family}")
     try:
@@ -244,8 +241,8 @@ class HeadSource(DraftModel):
 
     watches = True
 
-    def __init__(self, engine: PagedEngine, taps: Taps, chains: Chains | None = None) -> None:
-        super().__init__(engine, chains)
+    def __init__(self, engine: PagedEngine, taps: Taps) -> None:
+        super().__init__(engine)
         assert isinstance(engine.runner.model, Head)
         self.head, self.taps = engine.runner.model, taps
         self._large: Engine | None = None
@@ -259,7 +256,7 @@ class HeadSource(DraftModel):
         self._large = engine
 
     def states(self, first: int, count: int) -> Tensor:
-        """What the newest step left of its tokens `first .. first + count - 1`: `[count, 3 * hidden]`."""
+        """Return the newest step's states of tokens `first .. first + count - 1`: `[count, 3 * hidden]`."""
         assert self._large is not None and self._large.runner.last is not None
         some = slice(first, first + count)
         return torch.cat((self.taps.kept[some], self._large.runner.last.hidden[some]), dim=-1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from common.request import Request
-from continuous.work import Work
+from speculative.speculation import Source
 
 ORDERS = (4, 3, 2)
 """Lengths of the n-grams, the longest first: what more tokens agree on is right more often."""
@@ -18,7 +18,7 @@ MOST_TOKENS = 1 << 15
 
 
 class NGramIndex:
-    """Where each n-gram of a text stood last. Each token is taken in once, whatever is asked in between.
+    """Index of where each n-gram of a text stood last. Each token is taken in once.
 
     A token costs one entry for each of `ORDERS`, some 100 bytes each, so an index has at most 10 MB.
     """
@@ -44,7 +44,7 @@ class NGramIndex:
             self.seen = len(tokens)
 
     def propose(self, most: int) -> list[int]:
-        """What followed the longest n-gram that ends the text, when it stood here last."""
+        """Return what followed the longest n-gram that ends the text, when it stood here last."""
         for order in ORDERS:
             at = self._ends.get(tuple(self.tokens[-order:])) if len(self.tokens) >= order else None
             if at is not None:
@@ -61,7 +61,7 @@ def follow(tokens: Sequence[int], at: int, most: int) -> list[int]:
     return drafts
 
 
-class NGrams:
+class NGrams(Source):
     """A `Source` with an index for each request."""
 
     def __init__(self) -> None:
@@ -75,9 +75,6 @@ class NGrams:
             index.extend(request.tokens)
             found.append(index.propose(length))
         return found
-
-    def landed(self, work: Work, accepted: int) -> None:
-        """Nothing to learn from: the tokens say it all."""
 
     def leave(self, request: Request) -> None:
         """The index goes with its request."""

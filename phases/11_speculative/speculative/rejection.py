@@ -34,7 +34,7 @@ def verify(target: Tensor, draft: Tensor, drafts: Sequence[int], generator: torc
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """What is left to draw from after a rejection: max(0, p - q), made to add up to 1. `[V]`."""
+    """Return what is left to draw from after a rejection: max(0, p - q), made to add up to 1. `[V]`."""
     rest = (p - q).clamp(min=0)
     return rest / rest.sum()
 
@@ -45,17 +45,17 @@ def draw(p: Tensor, generator: torch.Generator) -> int:
 
 
 def optimum(p: Tensor, q: Tensor) -> Tensor:
-    """How often draws from p and q can be the same at most: 1 - total variation. `[..., V]` -> `[...]`."""
+    """Return how often draws of p and q can be the same: 1 - total variation. `[..., V]` -> `[...]`."""
     return torch.minimum(p, q).sum(-1)
 
 
 def classical(p: Tensor, q: Tensor) -> Tensor:
-    """How often the classical way accepts: the sum of q min(1, p / q), which is the optimum."""
+    """Return how often the classical way accepts: the sum of q min(1, p / q), which is the optimum."""
     return (q * (p / q).clamp(max=1).nan_to_num(0.0)).sum(-1)
 
 
 def coupled(p: Tensor, q: Tensor, draws: int, seed: int = 0) -> float:
-    """How often the engine's way accepts: both draw with the same noise, hashed from seed, step and token id.
+    """Return how often the engine's way accepts: the same noise, hashed from seed, step and token id.
 
     p, q: `[V]`. draws: how many steps are tried.
     """
@@ -82,5 +82,5 @@ def agreement(p: Tensor, q: Tensor) -> Tensor:
 
 
 def greedy(p: Tensor, q: Tensor) -> Tensor:
-    """How often a drafter's most likely token is what the model draws: p of q's largest."""
+    """Return how often a drafter's most likely token is what the model draws: p of q's largest."""
     return p.gather(-1, q.argmax(-1, keepdim=True)).squeeze(-1)

@@ -1,4 +1,4 @@
-"""What speculation has done: guesses by position, tokens a step, and which tokens came for nothing."""
+"""Counts of what speculation has done: guesses by position, tokens a step, tokens that came for nothing."""
 
 from __future__ import annotations
 
@@ -42,6 +42,10 @@ class SpeculationStats:
                 range(first, first + accepted)
             )
 
+    def clear(self) -> None:
+        """Count anew."""
+        self.steps, self.drafted, self.accepted = 0, [], []
+
     @property
     def acceptance(self) -> float:
         """The share of drafts that were right."""
@@ -54,7 +58,7 @@ class SpeculationStats:
 
     @property
     def mark(self) -> str:
-        """What stands beside every number that synthetic acceptance made; nothing beside others."""
+        """Words that stand beside every number that synthetic acceptance made; nothing beside others."""
         return "" if self.synthetic is None else f"synthetic acceptance of {self.synthetic:g} drafts a step"
 
     def lines(self) -> list[str]:

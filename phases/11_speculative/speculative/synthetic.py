@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 from common.request import Request
 from continuous.engine import Engine
-from continuous.work import Work
-from speculative.verify import verify
+from speculative.speculation import Source, verify
 
 
-class Synthetic:
+class Synthetic(Source):
     """A `Source` of arbitrary tokens, of which so many count as right.
 
     The output is not what the model would have said without drafts, so wherever a number comes from this, it
@@ -21,7 +20,7 @@ class Synthetic:
     """
 
     def __init__(self, accept: float) -> None:
-        self.accept = accept
+        self.accept = self._each = accept
         self._owed = 0.0
 
     def attach(self, engine: Engine) -> None:
@@ -29,8 +28,8 @@ class Synthetic:
         verify(engine).agree = self.agree
 
     def agree(self, sampled: Sequence[int], drafts: Sequence[int]) -> int:
-        """As many as are owed, in whole drafts; what is left over is owed to the next."""
-        self._owed += self.accept
+        """Accept a whole number of drafts, and carry the fraction over to the next call."""
+        self._owed += self._each
         right = min(int(self._owed), len(drafts))
         self._owed = min(self._owed - right, 1.0)
         return right
@@ -38,9 +37,3 @@ class Synthetic:
     def guess(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[list[int]]:
         """The newest token, again and again."""
         return [[r.tokens[-1]] * length for r, length in zip(requests, lengths, strict=True)]
-
-    def landed(self, work: Work, accepted: int) -> None:
-        """Nothing to learn."""
-
-    def leave(self, request: Request) -> None:
-        """Nothing is kept."""

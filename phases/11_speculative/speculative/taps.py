@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -41,24 +40,9 @@ def _keep(kept: Tensor, layer: nn.Module, given: Any, out: Any) -> None:
 
 
 def stream(out: Any) -> Tensor:
-    """What a layer puts out; a fused one leaves its last addition to the next."""
+    """Return what a layer puts out; a fused one leaves its last addition to the next."""
     whole: Tensor = out if isinstance(out, Tensor) else out[0] + out[1]
     return whole
-
-
-@contextmanager
-def watching(model: Model, places: Sequence[int]) -> Iterator[list[Tensor]]:
-    """While it lasts, a forward pass leaves the outputs of these layers in the list, `[..., hidden]` each."""
-    seen: list[Tensor] = []
-    hooks = [
-        layers_of(model)[place].register_forward_hook(lambda layer, given, out: seen.append(stream(out)))
-        for place in places
-    ]
-    try:
-        yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def layers_of(model: Model) -> nn.ModuleList:

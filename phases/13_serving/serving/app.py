@@ -7,11 +7,9 @@ of them, and there is one for every token.
 from __future__ import annotations
 
 import asyncio
-import base64
-import hmac
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from common.text.tokenizer import Tokenizer
@@ -29,8 +27,6 @@ from serving.service import Service
 
 log = logging.getLogger(__name__)
 
-OPEN = ("/health", "/ready")
-"""Routes that need no key."""
 LARGE_BODY = 64 << 10
 """Bytes of a body whose parts are counted; a smaller one has no more than are allowed."""
 Handler = Callable[[Exchange], Awaitable[None]]
@@ -43,7 +39,7 @@ class Extension:
         """Add routes, or take others' place."""
 
     async def before(self, exchange: Exchange) -> bool:
-        """Look at a request before its key is, and tell if it is answered already."""
+        """Look at a request before its route is, and tell if it is answered already."""
         return False
 
     def stepped(self, step: StepReport) -> None:
@@ -64,9 +60,10 @@ class App:
 
     Args:
         model: the name that clients know it by.
-        keys: of which a client needs one; none: everybody may come in.
         strict: refuse unknown fields, instead of naming them in the header `x-ladder-ignored`.
+        metrics: what is counted.
         extensions: of the appendix.
+        defaults: settings of requests that do not say; see `sampling_defaults`.
 
     closing: the server ends, and so must streams that have no end.
     """
@@ -78,20 +75,20 @@ class App:
         model: str,
         *,
         limits: Limits | None = None,
-        keys: tuple[str, ...] = (),
         strict: bool = False,
+        metrics: Metrics | None = None,
         extensions: Sequence[Extension] = (),
+        defaults: Mapping[str, float] | None = None,
         version: str = "0",
     ) -> None:
         self.engine, self.tokenizer, self.model = engine, tokenizer, model
         self.limits, self.strict, self.version = limits or Limits(), strict, version
-        self.metrics = Metrics(model)
-        self.prompts = Prompts(tokenizer)
+        self.metrics = metrics or Metrics(model)
+        self.prompts = Prompts(tokenizer, defaults or {})
         self.service = Service(engine, tokenizer, self.limits, self.metrics)
         self.started = int(time.time())
         self.exchanges: set[Exchange] = set()
         self.closing = False
-        self.keys = [key.encode() for key in keys]
         engine.on_step = self._stepped
         self.routes: dict[str, dict[str, Handler]] = {
             "/v1/models": {"GET": self._models},
@@ -139,8 +136,6 @@ class App:
         for extension in self.extensions:
             if await extension.before(exchange):
                 return
-        if exchange.path not in OPEN:
-            self._check_key(exchange)
         handlers, takes = self._handlers(exchange.path), self.takes(exchange.path)
         if exchange.method not in takes:
             exchange.extra.append((b"allow", ", ".join(takes).encode()))
@@ -158,23 +153,6 @@ class App:
         if path not in self.routes:
             raise ApiError(404, f"there is no {path[:200]!r} here", code="not_found")
         return self.routes[path]
-
-    def _check_key(self, exchange: Exchange) -> None:
-        """Raise `ApiError` without a key. All keys are compared, each in constant time."""
-        if not self.keys:
-            return
-        scheme, _, value = exchange.headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() == b"basic":  # a browser asks for a password, and sends it so
-            try:
-                value = base64.b64decode(value.strip(), validate=True).partition(b":")[2]
-            except ValueError:
-                value = b""
-        elif scheme.lower() != b"bearer":
-            value = b""
-        if not sum(hmac.compare_digest(value.strip(), key) for key in self.keys):
-            kind = b"Basic" if exchange.path == "/" else b"Bearer"
-            exchange.extra.append((b"www-authenticate", kind + b' realm="ladder"'))
-            raise ApiError(401, "the key is missing or wrong", code="invalid_api_key")
 
     # Requests for tokens.
 
@@ -231,6 +209,8 @@ class App:
 
     def _model(self) -> dict[str, Any]:
         found = {"id": self.model, "object": "model", "created": self.started, "owned_by": "inference-ladder"}
+        if self.prompts.defaults:
+            found["default_sampling_params"] = dict(self.prompts.defaults)
         ready = self.engine.ready
         return found | ({"max_model_len": ready.max_len} if ready else {})
 

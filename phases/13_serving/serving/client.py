@@ -103,7 +103,13 @@ class EngineClient:
     # What the engine says.
 
     def _deal(self, step: StepReport) -> None:
-        """Give everybody their tokens. Sinks may abort while this runs, themselves and others."""
+        """Give the sinks what a step has for them. They may abort while this runs, themselves and others.
+
+        A sink hears first what was found, that it has entered, and what was read of its prompt; then its
+        tokens in their order, each behind its mark; an end with a token is told with the token, another
+        afterwards. A sink that ends or leaves is called no more, and is not in flight when it is told its
+        end. `on_step` comes last.
+        """
         self.stats, sinks = step.stats, self._sinks
         for number, tokens in step.cached:
             if number in sinks:

@@ -77,7 +77,12 @@ class Choice:
         return self._text.text
 
     def token(self, token: int, reason: str | None, logprob: Token | None) -> None:
-        """See `Sink`."""
+        """See `Sink`. A stop string ends it here, so the engine is told to abort it.
+
+        The place of its log-probabilities becomes the token's id. The metrics hear how long after the last
+        token this one came, or after the request. Where it is streamed, the token is one fresh piece more;
+        with more than `most_unsent` of them the group gives up ("slow"), and hears of no token any more.
+        """
         group = self.group
         ended: FinishReason | None = reason  # type: ignore[assignment]
         ended, text = self._text.advance(token, ended)
@@ -218,6 +223,11 @@ class ChoiceGroup:
         self._told = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    @property
+    def computed(self) -> bool:
+        """False where the engine has refused the request."""
+        return self.trouble is None or self.trouble[0] != "refused"
 
     @property
     def prompt_tokens(self) -> int:

@@ -71,8 +71,8 @@ class Endpoint(Generic[B]):
         more: settings that are not fields of their name.
         """
         given = {name: getattr(request, name) for name in COPIED} | {"max_tokens": request.max_tokens} | more
-        given = {name: value for name, value in given.items() if value is not None}
-        given.setdefault("temperature", 1.0)
+        said = {name: value for name, value in given.items() if value is not None}
+        given = {"temperature": 1.0} | dict(self.prompts.defaults) | said
         if "max_tokens" not in given:
             cache = ready.blocks * ready.block_size + 1 if ready.blocks else MAX_INT
             room = max(1, min(ready.max_len, cache) - len(ids))

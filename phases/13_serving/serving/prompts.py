@@ -22,10 +22,13 @@ T = TypeVar("T")
 
 
 class Prompts:
-    """Encodes for one model: what is short at once, what is long in a thread."""
+    """Encodes for one model: what is short at once, what is long in a thread.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
+    defaults: settings of the model for requests that do not say; see `sampling_defaults`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, defaults: Mapping[str, float] = MappingProxyType({})) -> None:
+        self.tokenizer, self.defaults = tokenizer, defaults
         self._threads = ThreadPoolExecutor(2, "tokenize")
         with suppress(UserError):  # it has none; where it has one it is compiled now, not while others stream
             _ = tokenizer.chat_template

@@ -85,7 +85,7 @@ class Service:
             leaving.cancel()
             group.close()
             exchange.group, exchange.done = None, group
-            self._count(group)
+            self.metrics.ended(group)
 
     async def _stream(self, exchange: Exchange, group: ChoiceGroup, answer: Answer) -> None:
         """Send events as they come. Before the first token nothing is sent, so that errors have a status."""
@@ -149,16 +149,3 @@ class Service:
             return self.limits.max_seconds
         left = request.deadline_ms / 1e3 - (time.perf_counter() - started)
         return min(max(0.0, left), self.limits.max_seconds)
-
-    def _count(self, group: ChoiceGroup) -> None:
-        metrics, done = self.metrics, time.perf_counter()
-        if group.trouble is not None:
-            metrics.troubles[group.trouble[0]] += 1
-        for choice in group.choices:
-            if choice.reason is not None:
-                metrics.finished[choice.reason] += 1
-        if group.trouble is None or group.trouble[0] != "refused":  # that one has computed nothing
-            metrics.prompted += group.prompt_tokens
-            metrics.prompt.observe(group.prompt_tokens)
-            metrics.output.observe(group.output_tokens)
-            metrics.whole.observe(done - group.arrived)

@@ -13,6 +13,7 @@ from common.request import Request
 from continuous.engine import Engine
 from continuous.messages import Output
 from paged_cache import PagedCache
+from prefix_cache.cache import PrefixCache, PrefixStats
 from serving.messages import (
     FAILED,
     NO_TOKEN,
@@ -48,7 +49,7 @@ class Worker:
         self.live: dict[int, Request] = {}
         self._fresh: set[int] = set()
         self._ends: list[End] = []
-        self._steps = 0
+        self._steps = self._computed = 0
         self._stopped = False
 
     def run(self) -> None:
@@ -132,7 +133,8 @@ class Worker:
         engine = self.engine
         if not isinstance(engine, Engine) or not isinstance(engine.cache, PagedCache):
             return StepStats(self._steps, len(self.live), step_seconds=seconds)
-        computed, found = engine.stats.computed_tokens, getattr(engine.cache, "stats", None)
+        found = engine.cache.stats if isinstance(engine.cache, PrefixCache) else PrefixStats()
+        computed = engine.stats.computed_tokens
         step_tokens, self._computed = computed - self._computed, computed
         return StepStats(
             self._steps,
@@ -140,10 +142,8 @@ class Worker:
             engine.cache.free,
             engine.scheduler.preemptions,
             computed,
-            found.lookup_tokens if found else 0,
-            found.hit_tokens if found else 0,
+            found.lookup_tokens,
+            found.hit_tokens,
             step_tokens,
             seconds,
         )
-
-    _computed = 0

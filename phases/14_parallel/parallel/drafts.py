@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -19,29 +19,31 @@ from parallel.ranks import Ranks
 from speculative import Speculate
 from speculative.head import head_weight
 from speculative.ngram import NGrams
-from speculative.speculator import Source
+from speculative.speculation import Source
 
 
 @dataclass(frozen=True)
 class SplitSpeculate(Speculate):
-    """`Speculate` inside a rank's own engine. whole: the configuration of the whole model."""
+    """`Speculate` inside a rank's own engine. config: the configuration of the whole model."""
+
+    whole: ClassVar[bool] = False
 
     ranks: Ranks | None = None
-    whole: ModelConfig | None = None
+    config: ModelConfig | None = None
 
     @classmethod
-    def of(cls, options: Speculate, ranks: Ranks, whole: ModelConfig) -> SplitSpeculate:
+    def of(cls, options: Speculate, ranks: Ranks, config: ModelConfig) -> SplitSpeculate:
         """The same drafter. It guesses on the host: in a graph it would be in every rank's."""
         given = {field.name: getattr(options, field.name) for field in fields(Speculate)}
-        return cls(**{**given, "draft_ahead": False}, ranks=ranks, whole=whole)
+        return cls(**given, ranks=ranks, config=config)
 
     def source(self, parts: Parts) -> Source:
         """See `Speculate.source`; on other ranks one that nobody asks."""
-        assert self.ranks is not None and self.whole is not None
-        if self.drafter not in ("head", "layers"):
+        assert self.ranks is not None and self.config is not None
+        if self.drafter != "head":
             return super().source(parts) if self.ranks.rank == 0 or self.drafter == "synthetic" else NGrams()
         seen = copy.copy(parts)
-        seen.model = view(parts.own_model(), self.ranks, self.whole)
+        seen.model = view(parts.own_model(), self.ranks, self.config)
         found = super().source(seen)
         # Layers that are watched add up by themselves, on all ranks alike: the hooks stay, the drafter goes.
         return found if self.ranks.rank == 0 else NGrams()

@@ -40,10 +40,15 @@ class Shard:
     size: int
 
     def config(self, whole: ModelConfig) -> ModelConfig:
-        """This rank's model as a model of its own; the vocabulary is still all there is.
+        """Return this rank's model as a model of its own; nothing else changes, the vocabulary neither.
+
+        Query heads and the MLP's inside are cut in `size` equal parts. So are key/value heads, unless there
+        are fewer of them than ranks: then each rank has one, and as many neighbours share it as there are
+        ranks to a head.
 
         Raises:
-            UserError: something cannot be cut in so many parts.
+            UserError: `size` does not divide num_heads, or else intermediate_size; or of num_kv_heads and
+                `size` none divides the other.
         """
         size = self.size
         cut = {"num_heads": whole.num_heads, "intermediate_size": whole.intermediate_size}
@@ -66,21 +71,31 @@ class Shard:
         )
 
     def vocabulary(self, whole: int) -> tuple[int, int, int]:
-        """First token id, how many there are, and for how many there is room, the same on all ranks."""
+        """Return the first token id, how many there are, and for how many there is room.
+
+        Room is the same on all ranks: the vocabulary by ranks, rounded up. Ranks fill it in their order, so
+        the last may have fewer tokens, or none: then its first is the number of tokens, `whole`.
+        """
         room = -(-whole // self.size)
         first = min(whole, self.rank * room)
         return first, min(whole, first + room) - first, room
 
     def cut(self, name: str, whole: Sequence[int], own: Sequence[int], kv_heads: int) -> Slice | None:
-        """Which part of the tensor `name` this rank has, given its shapes; None: all of it.
+        """Return which part of the tensor `name` this rank has, given its shapes; None: all of it.
 
-        Of packed numbers, scales and zero points the shapes tell as well how they are cut.
+        It is cut in the dimension in which the shapes differ, of packed numbers, scales and zero points as
+        well, into parts of `own` places, in the order of ranks. Two kinds of layers differ from that:
+
+        - `VOCABULARY`, in dimension 0: its parts are rounded up (see `vocabulary`), so the last may begin at
+          the end, and may reach beyond it.
+        - `KEYS`, with fewer heads than ranks: there are as many parts as heads, and neighbours have the same.
 
         Args:
+            name: of the layer and the tensor: `layers.0.self_attn.k_proj.weight`.
             kv_heads: of the whole model.
 
         Raises:
-            UserError: there are no such parts.
+            UserError: more than one dimension differs, or the parts do not make the whole.
         """
         owner = name.rpartition(".")[0]
         cut = [dim for dim, (a, b) in enumerate(zip(whole, own, strict=True)) if a != b]
@@ -100,6 +115,9 @@ class Shard:
         return Slice(dim, place * own[dim], own[dim])
 
     def first_alone(self, name: str) -> bool:
-        """Whether only rank 0 has the tensor and the others zeros: a bias is added once to a sum of parts."""
+        """Return whether only rank 0 has the tensor and the others zeros.
+
+        It is so for the bias of a layer in `ROWS`: the ranks' products are summed, and a bias is added once.
+        """
         owner, _, leaf = name.rpartition(".")
         return leaf == "bias" and owner.endswith(ROWS)

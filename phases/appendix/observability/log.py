@@ -11,7 +11,8 @@ from typing import IO, Any
 import msgspec
 
 from common.errors import UserError
-from serving.app import App, Extension
+from phases.appendix.observability.metrics import WholeMetrics
+from serving.app import Extension
 from serving.http.exchange import Exchange
 
 MOST_LIMITED = 10
@@ -23,9 +24,9 @@ class AccessLog(Extension):
     where: a path, "-" for standard error, or "none".
     """
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: str, metrics: WholeMetrics) -> None:
         """Open it. Raises `UserError` if that cannot be done."""
-        self._limited = Counter[str]()
+        self.metrics, self._limited = metrics, Counter[str]()
         self._file: IO[str] | None = None
         if where == "-":
             self._file = sys.stderr
@@ -34,10 +35,6 @@ class AccessLog(Extension):
                 self._file = Path(where).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115
             except OSError as error:
                 raise UserError(f"--access-log {where} cannot be written: {error.strerror}") from None
-
-    def install(self, app: App) -> None:
-        """Count lost lines among the metrics of the application."""
-        self.metrics = app.metrics
 
     def refused(self, status: int, client: str | None, reason: str) -> None:
         """Write down what never became a request."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from continuous.engine import Engine
 from paged_cache import PagedCache
+from prefix_cache.cache import PrefixCache
 from prefix_cache.radix import Node, RadixIndex
 
 MOST_CELLS = 1024
@@ -49,7 +50,7 @@ def picture(engine: object) -> dict[str, Any]:
         }
         for request in running[:MOST_ROWS]
     ]
-    index = getattr(cache, "index", None)
+    index = cache.index if isinstance(cache, PrefixCache) else None
     found = tree(index) if isinstance(index, RadixIndex) else None
     return {"blocks": owners[::stride].tolist(), "stride": stride, "rows": rows, "tree": found}
 

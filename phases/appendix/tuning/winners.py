@@ -20,7 +20,8 @@ from typing import Any, Generic
 import torch
 import triton
 
-from common.device import device_folder, device_name
+from common.device import device_name
+from common.device_names import device_folder
 from common.files import whole
 from common.paths import cache_home
 from triton_paged_attention.hardware import multiprocessors

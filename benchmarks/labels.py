@@ -1,0 +1,27 @@
+"""Words for a metric's name: on an axis, in a table, on the command line. Needs no matplotlib."""
+
+from __future__ import annotations
+
+LABELS = {
+    "output_tokens_per_s": "output tokens per second",
+    "prompt_tokens_per_s": "prompt tokens per second",
+    "peak_memory_bytes": "peak memory (GB)",
+    "kv_cache_bytes": "KV cache (GB)",
+    "handover_bytes": "handed over (GB)",
+    "requests_in_flight": "requests in flight",
+    "scheduling_us_per_step": "scheduling per step (µs)",
+    "bandwidth_fraction": "share of the read bandwidth",
+    "flop_fraction": "share of the matmul ceiling",
+    "cache_hit_fraction": "share of prompt tokens found in the cache",
+    "acceptance_fraction": "share of drafts accepted",
+    "seconds": "seconds",
+}
+
+
+def axis_label(metric: str) -> str:
+    """Name a metric as an axis does."""
+    if metric in LABELS:
+        return LABELS[metric]
+    name, _, tail = metric.partition("_ms_")
+    words = {"ttft": "time to first token", "itl": "inter-token latency", "e2e": "end-to-end latency"}
+    return f"{words.get(name, name.replace('_', ' '))}, {tail} (ms)" if tail else metric.replace("_", " ")

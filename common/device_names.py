@@ -1,0 +1,37 @@
+"""Names of devices and number formats: what can be refused before PyTorch is imported."""
+
+from __future__ import annotations
+
+import re
+
+from common.errors import UserError
+
+KINDS = ("cpu", "cuda", "mps")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def check_device(name: str) -> tuple[str, str]:
+    """Split a device's name into its kind and its index, either of which may be all there is.
+
+    Raises:
+        UserError: it is none of auto, cpu, cuda, cuda:INDEX, mps.
+    """
+    kind, _, index = name.partition(":")
+    if name != "auto" and (kind not in KINDS or (index and not (index.isascii() and index.isdecimal()))):
+        raise UserError(f"device is {name!r}, but it must be auto, cpu, cuda, cuda:INDEX or mps")
+    return kind, index
+
+
+def check_dtype(name: str) -> str:
+    """Return a number format's name. Raises `UserError` unless it is auto or one of `DTYPES`."""
+    if name not in ("auto", *DTYPES):
+        raise UserError(f"dtype is {name!r}, but it must be one of auto, {', '.join(DTYPES)}")
+    return name
+
+
+def device_folder(device: str, name: str) -> str:
+    """Return `cpu`, or a GPU's short name: `NVIDIA H200` -> `h200`."""
+    if device == "cpu":
+        return "cpu"
+    short = re.sub(r"\b(nvidia|geforce|amd|apple|graphics)\b", "", name.lower())
+    return re.sub(r"[^a-z0-9]+", "-", short).strip("-") or device

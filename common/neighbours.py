@@ -1,0 +1,88 @@
+"""Processor time that other programs take, which a speed measured beside them says nothing without.
+
+    before = usage()
+    ...                                # load, generate
+    share(before, usage())             # of the processors that this process may use
+
+Neural networks on a CPU lose more than that: every operator waits for its slowest thread, and threads that
+wait spin meanwhile on what the neighbour could have used (`common.environment`).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+
+import psutil
+
+MOST = 1 / 3
+"""Share of the processors beyond which a person is told."""
+LEAST_SECONDS = 0.2
+"""The counters tick every 10 ms on each processor: less than a few ticks is no information."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Seconds up to now: of the clock, of the processors we may use, and of this process and its children."""
+
+    clock: float
+    machine: float = 0.0
+    ours: float = 0.0
+
+
+def processors() -> list[int]:
+    """Return the numbers of the processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def usage() -> Usage:
+    """Read the counters. Where they cannot be read, nothing is ever used."""
+    now = time.perf_counter()
+    try:
+        times = psutil.cpu_times(percpu=True)
+        machine = sum(_busy(times[number]) for number in processors())
+        return Usage(now, machine, _ours())
+    except (OSError, RuntimeError, IndexError, psutil.Error):
+        return Usage(now)
+
+
+def share(before: Usage, after: Usage) -> float:
+    """Return the others' part of the processors between two readings, 0 to 1; 0 if they are too close."""
+    elapsed = after.clock - before.clock
+    if elapsed < LEAST_SECONDS:
+        return 0.0
+    others = (after.machine - before.machine) - (after.ours - before.ours)
+    return min(max(others / (elapsed * len(processors())), 0.0), 1.0)
+
+
+def warning(before: Usage) -> str:
+    """Say what others have taken since `before`, if it is more than `MOST`, and what helps; else nothing."""
+    part = share(before, usage())
+    if part <= MOST:
+        return ""
+    return (
+        f"Other programs take {part:.0%} of the processor, so this is slower than it could be, often several "
+        "times. OMP_WAIT_POLICY=PASSIVE loses less beside them; `ladder bench neighbours` measures it here."
+    )
+
+
+def _busy(times: object) -> float:
+    # `steal` is what a hypervisor gave to other machines: as bad as another process.
+    return sum(getattr(times, name, 0.0) for name in ("user", "system", "irq", "softirq", "steal"))
+
+
+def _ours() -> float:
+    """This process, what became of its children, and those that live."""
+    own = os.times()
+    total = own.user + own.system + own.children_user + own.children_system
+    for child in psutil.Process().children(recursive=True):
+        try:
+            spent = child.cpu_times()
+        except psutil.Error:  # ended meanwhile: it is among those that were
+            continue
+        total += spent.user + spent.system
+        total += getattr(spent, "children_user", 0.0) + getattr(spent, "children_system", 0.0)
+    return total

@@ -1,1 +1,0 @@
-"""Kernels for verifying in CUDA C++: see `few.cu`."""

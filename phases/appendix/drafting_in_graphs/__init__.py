@@ -1,0 +1,1 @@
+"""Drafting inside the graph that verifies: positions and drafts that only the device knows."""

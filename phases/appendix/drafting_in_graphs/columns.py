@@ -1,0 +1,210 @@
+"""Calls of `columns.cu`: when it fits, and with what; and the layers' way to it."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from forward.attention import LayerSpec
+from forward.model import Model
+from phases.appendix.drafting_in_graphs.launch import CudaKernel, available
+from phases.appendix.latency.block import LatencyBlock
+from phases.appendix.latency.few import FEW_TOKENS
+from phases.appendix.latency.linear import CombinesFewHeads, LatencyWay
+from phases.appendix.latency.lone_few import FewParts
+from triton_paged_attention.hardware import multiprocessors
+from triton_paged_attention.kernels.norms import NormWeights
+from triton_paged_attention.layers import FusedAttention, FusedBlock
+from triton_paged_attention.linear import FusedLinear
+
+PARTS = (64, 96, 128, 192, 256)
+"""Inputs that a warp may have."""
+MOST_WARPS = 12
+TILE = 16
+"""Rows of a tensor core's tile."""
+MOST_WEIGHTS = 6144
+"""Of a warp: 96 registers in each lane."""
+MOST_SPLITS = 8
+"""Of attention: four lanes have a token, and each weighs two."""
+
+
+class Shape(NamedTuple):
+    """Partition of a matrix: inputs of a warp, and tiles of rows in a program."""
+
+    part: int
+    tiles: int
+
+
+@cache
+def shape_of(rows: int, size: int, gated: bool, device: torch.device) -> Shape | None:
+    """For a matrix `[rows, size]`, if gated of two, one below the other; None: it has no such kernel.
+
+    All programs are to run side by side where their registers allow it, and as many as may.
+    """
+    part = next((part for part in PARTS if size % part == 0 and size // part <= MOST_WARPS), None)
+    tiles = 2 if gated else 1
+    if part is None or rows % tiles or tiles * TILE * part > MOST_WEIGHTS:
+        return None
+    while -(-rows // (TILE * tiles)) > multiprocessors(device) and 2 * tiles * TILE * part <= MOST_WEIGHTS:
+        tiles *= 2
+    return Shape(part, tiles)
+
+
+class Splits(NamedTuple):
+    """Layout of the splits that attention left: see `phases.appendix.latency.lone_few.lone_few_kernel`."""
+
+    most: int
+    head_dim: int
+    heads: int
+    capacity: int
+    block: int
+    min_tiles: int
+    window: int
+
+
+@cache
+def kernel(
+    size: int, outputs: int, shape: Shape, norms: tuple[bool, bool], gated: bool, adds: bool, ahead: bool,
+    splits: Splits | None, device: torch.device,
+) -> CudaKernel:  # fmt: skip
+    """The kernel for a shape, compiled once. norms: whether there is one, and it has distances from 1."""
+    names = ["K", "N", "EACH", "TILES", "NORM", "ONE_PLUS", "GATED", "ADD", "AHEAD"]
+    constants = dict(zip(names, (size, outputs, *shape, *norms, gated, adds, ahead), strict=True))
+    more = ["SPLITS", "D", "H", "CAPACITY", "BLOCK", "MIN_TILES", "WINDOW"]
+    constants |= dict(zip(more, splits or (0,) * len(more), strict=True))
+    return CudaKernel(Path(__file__).with_name("columns.cu"), constants, device)
+
+
+def columns(
+    x: Tensor,  # [T, K] bfloat16
+    weight: Tensor,  # [N, K]; with a gate [2 N, K]
+    shape: Shape,
+    *,
+    norm: NormWeights | None = None,
+    gate: str | None = None,
+    residual: Tensor | None = None,  # [T, N]
+    run_ahead: bool = True,
+) -> Tensor:
+    """`phases.appendix.latency.few.few` of a matrix that has a shape: `[T, N]`."""
+    tokens, size = x.shape
+    assert tokens <= FEW_TOKENS, f"x has {tokens} tokens, but may have {FEW_TOKENS}"
+    outputs = weight.shape[0] // (1 if gate is None else 2)
+    norm_weight, eps, one_plus = norm if norm is not None else (x, 0.0, False)
+    call = kernel(
+        size, outputs, shape, (norm is not None, one_plus), gate is not None, residual is not None, run_ahead,
+        None, x.device,
+    )  # fmt: skip
+    out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
+    added = x if residual is None else residual
+    call(*_grid(weight, shape), out, x, weight, norm_weight, added, x, x, x, eps, tokens)
+    return out
+
+
+def project_few_heads(
+    residual: Tensor,  # [T, N] bfloat16
+    weight: Tensor,  # [N, H D]
+    parts: FewParts,
+    shape: Shape,
+) -> Tensor:
+    """`phases.appendix.latency.heads.project_few_heads`: `[T, N]`; padding gets its residual."""
+    layer, space, config = parts.layer, parts.workspace, parts.config
+    tokens, (outputs, size) = len(residual), weight.shape
+    splits = Splits(
+        config.splits, layer.head_dim, layer.num_heads, 1 << (tokens - 1).bit_length(),
+        config.block_n, config.min_tiles, layer.sliding_window or 0,
+    )  # fmt: skip
+    call = kernel(size, outputs, shape, (False, False), False, True, True, splits, residual.device)
+    out = torch.empty_like(residual)
+    call(
+        *_grid(weight, shape), out, space.partial, weight, residual, residual,
+        space.lse, parts.context_lens, parts.query_starts, 0.0, tokens,
+    )  # fmt: skip
+    return out
+
+
+def _grid(weight: Tensor, shape: Shape) -> tuple[int, int]:
+    """Programs, and their threads."""
+    rows, size = weight.shape
+    return -(-rows // (TILE * shape.tiles)), size // shape.part * 32
+
+
+class Columns:
+    """A layer's way for a few tokens as columns of a tensor core, where its matrix has a shape.
+
+    fewest: tokens that are; if that is one, a lone token is a column, too.
+    """
+
+    def __init__(self, linear: nn.Linear, *, fewest: int, run_ahead: bool) -> None:
+        self.linear, self.fewest, self.run_ahead = linear, fewest, run_ahead
+
+    def shape(self, gate: str | None) -> Shape | None:
+        """Return how its matrix is shared out, if it can be with such a gate."""
+        weight = self.linear.weight
+        fits = self.linear.bias is None and gate in (None, "silu")
+        return shape_of(*weight.shape, gate is not None, weight.device) if fits else None
+
+    def takes(self, tokens: int, gate: str | None) -> bool:
+        """See `Way.takes`."""
+        return self.fewest <= tokens <= FEW_TOKENS and self.shape(gate) is not None
+
+    def __call__(
+        self, x: Tensor, *, norm: NormWeights | None, gate: str | None, residual: Tensor | None
+    ) -> Tensor:
+        """See `FusedLinear.forward`."""
+        shape = self.shape(gate)
+        assert shape is not None
+        return columns(
+            x, self.linear.weight, shape, norm=norm, gate=gate, residual=residual, run_ahead=self.run_ahead
+        )
+
+
+class ColumnHeads:
+    """`CombinesFewHeads` by this kernel, where the matrix has a shape; others have `inner`."""
+
+    def __init__(self, linear: nn.Linear, inner: CombinesFewHeads) -> None:
+        self.linear, self.inner = linear, inner
+
+    def takes(self, layer: LayerSpec) -> bool:
+        """See `CombinesFewHeads.takes`."""
+        return self.inner.takes(layer)
+
+    def combine(self, parts: FewParts, residual: Tensor) -> Tensor:
+        """See `CombinesFewHeads.combine`."""
+        weight = self.linear.weight
+        shape = None if self.linear.bias is not None else shape_of(*weight.shape, False, weight.device)
+        if shape is None or parts.layer.head_dim % shape.part or parts.config.splits > MOST_SPLITS:
+            return self.inner.combine(parts, residual)
+        return project_few_heads(residual, weight, parts, shape)
+
+
+def by_columns(fused: FusedLinear, *, fewest: int = 2) -> FusedLinear:
+    """Give a layer this way for so many tokens or more, and return it.
+
+    Others stay as they are: of other dtypes, on other devices, and where a few tokens have no kernel at all.
+    """
+    for way in fused.ways:
+        if isinstance(way, LatencyWay) and way.few and _can(way.linear):
+            fused.ways.insert(0, Columns(way.linear, fewest=fewest, run_ahead=way.run_ahead))
+            break
+    return fused
+
+
+def _can(linear: nn.Linear) -> bool:
+    return linear.weight.dtype == torch.bfloat16 and available(linear.weight.device)
+
+
+def install(model: Model, *, fewest: int = 2) -> None:
+    """`by_columns` for all layers of a model, and for the splits of attention."""
+    for module in model.modules():
+        if isinstance(module, FusedLinear):
+            by_columns(module, fewest=fewest)
+        elif isinstance(module, FusedBlock) and isinstance(module.self_attn, FusedAttention):
+            linear = module.self_attn.o_proj.linear
+            for way in module.ways:
+                inner = way.few_heads if isinstance(way, LatencyBlock) and way.few else None
+                if isinstance(way, LatencyBlock) and inner and isinstance(linear, nn.Linear) and _can(linear):
+                    way.few_heads = ColumnHeads(linear, inner)

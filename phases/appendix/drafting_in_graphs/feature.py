@@ -1,0 +1,80 @@
+"""Drafting inside CUDA graphs as a feature of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from paged_cache import Feature, PagedEngine, Parts
+from speculative import Speculate, Speculator
+from speculative.draft_model import DraftModel
+from speculative.head import HeadSource
+from speculative.loops import Watcher
+from speculative.ngram import NGrams
+
+if TYPE_CHECKING:  # there is no Triton everywhere
+    from phases.appendix.drafting_in_graphs.drafter import InGraphDrafter
+    from phases.appendix.drafting_in_graphs.loop import InGraph
+
+
+@dataclass(frozen=True)
+class DraftAhead(Feature):
+    """Models and n-grams draft inside graphs, and a few tokens are the columns of a tensor core."""
+
+    name: ClassVar[str] = "draft_ahead"
+    phase: ClassVar[int] = 11
+
+    @classmethod
+    def pays(cls, device: torch.device, others: Mapping[str, Feature | None]) -> bool:
+        """Inside graphs, where there is guessing."""
+        return others.get("graphs") is not None and others.get("speculate") is not None
+
+    def install(self, parts: Parts) -> None:
+        """Layers for a few tokens; graphs of several drafts, and of whole steps. Nothing without graphs."""
+        speculate, speculator = parts.features.get("speculate"), parts.drafter
+        if "graphs" not in parts.features or not isinstance(speculator, Speculator):
+            return
+        assert isinstance(speculate, Speculate)
+        source = speculator.source
+        small = source.engine if isinstance(source, DraftModel) else None
+        if "latency" in parts.features:
+            from phases.appendix.drafting_in_graphs.columns import install
+
+            install(parts.own_model())
+            if small is not None:
+                install(small.runner.model, fewest=1)
+        if isinstance(source, DraftModel) and speculate.length > 1:
+            from cuda_graphs.runner import GraphRunner
+            from phases.appendix.drafting_in_graphs.chain_graph import Chains
+
+            assert isinstance(source.runner, GraphRunner)
+            feed = source.head.feed if isinstance(source, HeadSource) else None
+            source.several = Chains(source.runner, speculate.length - 1, feed).run
+        if isinstance(source, (DraftModel, NGrams)) and "overlap" in parts.features and speculate.whole:
+            self._whole_steps(parts, speculator, speculate.length)
+
+    def _whole_steps(self, parts: Parts, speculator: Speculator, length: int) -> None:
+        """Steps that verify and draft in one graph, around those that overlap."""
+        from phases.appendix.drafting_in_graphs.drafter import InGraphDrafter
+        from phases.appendix.drafting_in_graphs.steps import ahead_bytes
+
+        parts.drafter = drafter = InGraphDrafter(speculator)
+        parts.loops["in graph"] = partial(in_graph, drafter, length)
+        models = 2 if isinstance(speculator.source, DraftModel) else 1
+        parts.reserve.append(
+            lambda whole: ahead_bytes(whole.model, whole.size("max_rows"), length, models=models)
+        )
+
+
+def in_graph(drafter: InGraphDrafter, length: int, engine: PagedEngine) -> InGraph:
+    """Return a loop whose steps draft where they can, around the one that the engine has."""
+    from phases.appendix.drafting_in_graphs.loop import InGraph
+    from phases.appendix.drafting_in_graphs.steps import Ahead
+
+    outermost = engine.scheduler.drafter
+    assert isinstance(outermost, Watcher)
+    return InGraph(engine.loop, outermost, Ahead(engine, drafter, length))

@@ -1,0 +1,217 @@
+"""Work of a step that verifies and drafts between its layers, one small kernel each and one program per
+request. In torch these would be thirty kernels, a tenth of a small model's step.
+
+Every step has `K` drafts a request, the newest token before them: `K + 1` places. `given [4, B]` int64 has
+each request's row (-1: padding), its row at the drafter, by how much its positions there are smaller, and the
+length of its prompt.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from triton_paged_attention.hardware import dependent_launch
+
+
+@triton.jit
+def places_kernel(
+    given, next_at, at, rows, token_rows, token_at, steps, contexts,
+    small_rows, small_token_rows, small_at, small_contexts, size, K: tl.constexpr,
+):  # fmt: skip
+    """Work out where each request stands, and what follows for the model's inputs and the drafter's."""
+    i = tl.program_id(0)
+    row, small_row = tl.load(given + i), tl.load(given + size + i)
+    base, prompt = tl.load(given + 2 * size + i), tl.load(given + 3 * size + i)
+    real = row >= 0
+    row = tl.maximum(row, 0)
+    start = tl.where(real, tl.load(next_at + row), -1)
+    tl.store(at + i, start)
+    tl.store(rows + i, row)
+    tl.store(small_rows + i, small_row)
+    # Padding attends to whatever lies in row 0: it is stored nowhere, and finite.
+    tl.store(contexts + i, tl.where(real, start + K + 1, K + 1).to(tl.int32))
+    tl.store(small_contexts + i, tl.where(real, start + K + 2 - base, K + 1).to(tl.int32))
+    for j in tl.static_range(K + 1):
+        place = i * (K + 1) + j
+        tl.store(token_rows + place, row)
+        tl.store(token_at + place, tl.where(real, start + j, -1))
+        tl.store(steps + place, start + 1 + j - prompt)
+        tl.store(small_token_rows + place, small_row)
+        tl.store(small_at + place, tl.where(real, start + 1 + j - base, -1))
+
+
+@triton.jit
+def accept_kernel(
+    sampled, ids, at, rows, given, tokens, next_at, told, picked, draft_steps,
+    chain_rows, chain_at, chain_contexts, max_len, size, K: tl.constexpr,
+):  # fmt: skip
+    """Compare drafts with what was sampled in their places, keep what agrees, and move on behind it.
+
+    With that it is known, too, where all drafts will stand.
+    """
+    i = tl.program_id(0)
+    start, row, prompt = tl.load(at + i), tl.load(rows + i), tl.load(given + 3 * size + i)
+    small_row, base = tl.load(given + size + i), tl.load(given + 2 * size + i)
+    real = start >= 0
+    right = 0
+    same = 1
+    for j in tl.static_range(K):
+        said = tl.load(sampled + i * (K + 1) + j)
+        same = same * (said == tl.load(ids + i * (K + 1) + j + 1)).to(tl.int32)
+        right += same
+    for j in tl.static_range(K + 1):
+        said = tl.load(sampled + i * (K + 1) + j)
+        tl.store(told + i * (2 * K + 2) + 1 + j, said)
+        tl.store(tokens + row * max_len + start + 1 + j, said, mask=real & (j <= right))
+    tl.store(told + i * (2 * K + 2), right)
+    tl.store(picked + i, i * (K + 1) + right)
+    for j in tl.static_range(K):
+        tl.store(draft_steps + j * size + i, start + 2 + right + j - prompt)
+    for j in tl.static_range(1, K):
+        place = (j - 1) * size + i
+        position = tl.where(real, start + 1 + right + j - base, -1)
+        tl.store(chain_rows + place, small_row)
+        tl.store(chain_at + place, position)
+        tl.store(chain_contexts + place, (position + 1).to(tl.int32))
+    tl.store(next_at + row, start + 1 + right, mask=real)
+
+
+@triton.jit
+def hand_on_kernel(
+    drafts, names, at, rows, given, tokens, next_at, told, small_tokens, newest, max_len, small_len, size,
+    K: tl.constexpr, D: tl.constexpr, NAMED: tl.constexpr,
+):  # fmt: skip
+    """Draft number `D` goes to the model's row, to be verified, and to the drafter's, to be gone on from."""
+    i = tl.program_id(0)
+    real = tl.load(at + i) >= 0
+    row, small_row, base = tl.load(rows + i), tl.load(given + size + i), tl.load(given + 2 * size + i)
+    place = tl.load(next_at + row) + 1 + D
+    draft = tl.load(drafts + i)
+    if NAMED:
+        draft = tl.load(names + draft)
+    tl.store(newest + i, draft)
+    tl.store(told + i * (2 * K + 2) + K + 2 + D, draft)
+    tl.store(tokens + row * max_len + place, draft, mask=real)
+    tl.store(small_tokens + small_row * small_len + place - base, draft, mask=real)
+
+
+@triton.jit
+def side_by_side_kernel(
+    out, first, second, weights, ids, eps, PARTS: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr,
+    INDEXED: tl.constexpr, NORM_LAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program per token and part of its row."""
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i = tl.arange(0, SIZE_PAD)
+    mask = i < SIZE
+    weight = tl.load(weights + part * SIZE + i, mask=mask, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    if part == PARTS - 1:
+        x = tl.load(second + token * SIZE + i, mask=mask, other=0.0)
+    else:
+        row = tl.load(ids + token) if INDEXED else token
+        x = tl.load(first + (row * (PARTS - 1) + part) * SIZE + i, mask=mask, other=0.0)
+    if NORM_LAST or part < PARTS - 1:
+        full = x.to(tl.float32)
+        x = (full * tl.rsqrt(tl.sum(full * full, axis=0) / SIZE + eps) * weight).to(x.dtype)
+    tl.store(out + (token * PARTS + part) * SIZE + i, x, mask=mask)
+
+
+def find_places(
+    given: Tensor,  # [4, B] int64
+    next_at: Tensor,  # [R] int64, the position of each row's newest token
+    *,
+    at: Tensor,  # [B] int64, -1: padding
+    rows: Tensor,  # [B] int64
+    token_rows: Tensor,  # [B * (K + 1)] int64, and so the next two
+    token_at: Tensor,
+    steps: Tensor,
+    contexts: Tensor,  # [B] int32
+    small_rows: Tensor,  # [B] int64
+    small_token_rows: Tensor,  # [B * (K + 1)] int64
+    small_at: Tensor,
+    small_contexts: Tensor,  # [B] int32
+    drafts: int,
+) -> None:
+    """Fill in all others from `given` and `next_at`."""
+    size = given.shape[1]
+    places_kernel[(size,)](
+        given, next_at, at, rows, token_rows, token_at, steps, contexts,
+        small_rows, small_token_rows, small_at, small_contexts, size, K=drafts, num_warps=1,
+    )  # fmt: skip
+
+
+def accept(
+    sampled: Tensor,  # [B * (K + 1)] int64
+    ids: Tensor,  # [B * (K + 1)] int64, the newest token of each request and its drafts
+    *,
+    at: Tensor,
+    rows: Tensor,
+    given: Tensor,
+    tokens: Tensor,  # [R, max_len] int64
+    next_at: Tensor,
+    told: Tensor,  # [B, 2 * K + 2] int64: how many were right, all that was sampled, the drafts made since
+    picked: Tensor,  # [B] int64, where among the places the last right one is
+    draft_steps: Tensor,  # [K, B] int64, the step number of each draft
+    chain_rows: Tensor,  # [(K - 1) * B] int64, and so the next: for all drafts but the first
+    chain_at: Tensor,  # where the drafter computes the draft before it; -1: padding
+    chain_contexts: Tensor,  # int32
+    drafts: int,
+) -> None:
+    """Write the tokens that are kept behind the newest, move `next_at` on, and fill in the last five."""
+    accept_kernel[(len(at),)](
+        sampled, ids, at, rows, given, tokens, next_at, told, picked, draft_steps,
+        chain_rows, chain_at, chain_contexts, tokens.shape[1], len(at), K=drafts, num_warps=1,
+    )  # fmt: skip
+
+
+def hand_on(
+    made: Tensor,  # [B] int64, the drafts, or where they stand in `names`
+    number: int,  # of these drafts, from 0
+    *,
+    names: Tensor | None = None,  # [N] int64, token ids
+    at: Tensor,
+    rows: Tensor,
+    given: Tensor,
+    tokens: Tensor,
+    next_at: Tensor,
+    told: Tensor,
+    small_tokens: Tensor,  # [R, max_len] int64, the drafter's
+    newest: Tensor,  # [B] int64, the drafts' token ids
+    drafts: int,
+) -> None:
+    """Write one draft of each request where it will be read."""
+    hand_on_kernel[(len(at),)](
+        made, made if names is None else names, at, rows, given, tokens, next_at, told, small_tokens, newest,
+        tokens.shape[1], small_tokens.shape[1], len(at),
+        K=drafts, D=number, NAMED=names is not None, num_warps=1,
+    )  # fmt: skip
+
+
+def side_by_side(
+    first: Tensor,  # [rows, (parts - 1) * h]
+    second: Tensor,  # [T, h]
+    weights: Tensor,  # [parts, h]
+    eps: float,
+    *,
+    ids: Tensor | None = None,  # [T] int64
+    norm_last: bool = False,
+) -> Tensor:
+    """A row of `first` (`ids` says which; by default the rows in turn) and one of `second`, each part's
+    RMSNorm applied, the last one's with `norm_last` only: `[T, parts * h]`.
+    """
+    (tokens, size), parts = second.shape, len(weights)
+    out = torch.empty(tokens, parts * size, dtype=second.dtype, device=second.device)
+    early, padded = dependent_launch(second.device), triton.next_power_of_2(size)
+    side_by_side_kernel[(tokens, parts)](
+        out, first, second.contiguous(), weights, out if ids is None else ids, eps,
+        PARTS=parts, SIZE=size, SIZE_PAD=padded, INDEXED=ids is not None, NORM_LAST=norm_last, PDL=early,
+        num_warps=min(8, max(1, padded // 256)), **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,426 @@
+"""Drafting inside the graph that verifies; on the CPU what is captured is called."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+import continuous
+import cuda_graphs
+import forward
+from common.events import Completion
+from common.request import Request
+from common.sampling.params import SamplingParams
+from continuous.work import Work
+from cuda_graphs.capture import Capturer
+from forward.model import Model
+from forward.surgery import clone
+from paged_cache import PagedEngine
+from phases import find_phase
+from phases.appendix.drafting_in_graphs.loop import InGraph
+from phases.appendix.latency import surgery
+from phases.appendix.latency.attention import LatencyAttention
+from phases.registry import load_engine
+from speculative import head
+from speculative.draft_model import DraftModel
+from speculative.head import HeadSource
+from speculative.ngram import NGramIndex
+from tests.compiling import spilled
+from tests.equivalence.compare import assert_all_same
+from tests.heads import head_of, hidden_states
+from tests.schedules import check
+
+PLAIN = dict.fromkeys(("norms", "rope", "activation", "projections", "sampling"), "torch")
+AHEAD = {
+    "kernels": True,
+    "graphs": True,
+    "draft_ahead": True,
+    "graph_tokens": 0,
+    "step_tokens": 64,
+    "max_len": 64,
+    "block_size": 8,
+    "cache_bytes": 1 << 20,
+    "draft_length": 2,
+    **PLAIN,
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return forward.load_model("random:tiny", device="cpu", dtype="float32")
+
+
+def load(model: Model, **options: Any) -> Any:
+    phase = find_phase("11")
+    assert phase is not None
+    return load_engine(phase, model, **options)
+
+
+def plain(completions: Sequence[Completion]) -> list[tuple[list[int], str | None]]:
+    return [(one.token_ids, one.finish_reason) for one in completions]
+
+
+def clean(engine: PagedEngine) -> None:
+    check(engine)
+    engine.check_integrity()
+    assert engine.cache.free == engine.cache.allocator.count, "blocks leak"
+
+
+def clean_drafts(source: DraftModel | None) -> None:
+    if source is None:
+        return
+    assert not source.shadows, "a request that has ended is still in the draft model"
+    assert source.cache.free == source.cache.allocator.count, "blocks of the draft model leak"
+    assert source.rows.free == source.rows.count, "rows of the draft model leak"
+    source.cache.check()
+
+
+def ahead_engine(model: Model, kind: str, folder: Any, rows: int = 2, **options: Any) -> PagedEngine:
+    """An engine whose drafter guesses inside the graphs; they are called here, not replayed."""
+    path = folder / f"{kind}.safetensors"
+    if kind == "head":
+        head.save(head_of(model), path, {})
+    drafts = "random:tiny" if kind == "model" else str(path)  # the model itself is always right
+    given = {"drafter": kind, "draft_adaptive": False, "draft_length": 2}
+    given |= {} if kind == "ngram" else {"draft_model": drafts}
+    given["max_rows"] = rows
+    return load(model, **{**AHEAD, **given, **options})
+
+
+@pytest.mark.slow
+def test_a_lone_request_is_verified_by_the_kernels_for_few(
+    model: Model, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All its tokens in one kernel of attention a layer, padding included, behind its lone tokens."""
+    monkeypatch.setattr(surgery, "few_pays", lambda *_: True)  # the interpreter knows float32
+    monkeypatch.setattr(Capturer, "capture", lambda self, function: function)
+    few, seen = LatencyAttention.attend_few, []
+
+    def counted(self: LatencyAttention, layer: Any, qkv: Tensor, *rest: Any, **options: Any) -> Any:
+        seen.append(len(qkv))
+        return few(self, layer, qkv, *rest, **options)
+
+    monkeypatch.setattr(LatencyAttention, "attend_few", counted)
+    prompts, params = [[5, 6, 7]], [SamplingParams(max_tokens=6, ignore_eos=True)]
+    right = continuous.load(model, max_rows=1, max_len=64).generate(prompts, params)
+    fused = {**dict.fromkeys(PLAIN, "triton"), "latency": True}
+    engine = ahead_engine(model, "model", tmp_path, rows=1, **fused)
+    seen.clear()
+    made = engine.generate(prompts, params)
+    assert isinstance(engine.loop, InGraph) and engine.loop.ahead.replays > 1
+    assert seen.count(3) >= 6, f"verified in two layers, and caught up with in two others: {seen}"
+    assert plain(made) == plain(right), "a token differs from the engine's without drafts"
+    clean(engine)
+
+
+def of_few_words(model: Model) -> Model:
+    """Says hardly anything but the first eight tokens."""
+    own = clone(model)
+    with torch.no_grad():
+        own.lm_head.weight[8:] *= 0.2
+    return own
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "length"),
+    [
+        ("head", 2),
+        ("model", 2),
+        pytest.param("model", 8, marks=pytest.mark.long),
+        ("ngram", 2),
+        pytest.param("ngram", 9, marks=pytest.mark.long),
+    ],
+)
+def test_drafting_inside_the_graph_changes_no_token(
+    model: Model, tmp_path: Any, kind: str, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of few drafts or more than the decode kernel takes at a time."""
+    monkeypatch.setattr(Capturer, "capture", lambda self, function: function)  # or each is called once before
+    prompts, longer = [[5, 6, 7], [9] * 12, [4, 4]], 0
+    if kind == "ngram":
+        model, longer = of_few_words(model), 30  # or nothing ever repeats
+    params = [
+        SamplingParams(max_tokens=9 + longer, ignore_eos=True),
+        SamplingParams(max_tokens=11 + longer, temperature=0.8, seed=1, ignore_eos=True),
+        SamplingParams(max_tokens=5, frequency_penalty=0.5, ignore_eos=True),  # ordinary steps meanwhile
+    ]
+    right = continuous.load(model, max_rows=2, max_len=64).generate(prompts, params)
+    engine = ahead_engine(model, kind, tmp_path, draft_length=length, max_len=64 if length < 8 else 128)
+    loop = engine.loop
+    assert isinstance(loop, InGraph)
+    ahead, stage, overlapped = loop.ahead, loop.ahead._stage, 0
+    assert (length < ahead.runner.attention.most_queries) == (length == 2), "tiles are not what is tested"
+
+    def checked(running: Sequence[Request], size: int, farthest: int) -> None:
+        nonlocal overlapped
+        overlapped += loop.flight is None and running[0].in_flight == 2
+        for request in running:
+            room = len(engine.cache.blocks_of(request.row)) * 8
+            assert room >= len(request.tokens) + farthest, f"request {request.id}: drafts without room"
+        stage(running, size, farthest)
+
+    ahead._stage = checked  # type: ignore[method-assign]
+    landed, blank = ahead.drafter.speculator.landed, 0
+
+    def counted(work: Work, accepted: int) -> None:
+        nonlocal blank
+        if kind == "ngram" and ahead.landing is not None and id(work) in ahead.landing.lines:
+            index = NGramIndex()
+            index.extend(work.request.tokens[: work.start + 1])
+            found = bool(index.propose(1))
+            nothing = not found and work.request.finish_reason is None
+            where = f"request {work.request.id}, behind token {work.start}"
+            assert work.drafts or not found, f"{where}: what was guessed does not count"
+            assert not nothing or accepted or not work.drafts, (
+                f"{where}: nothing was guessed, and counts as wrong"
+            )
+            known = work.start + 1 + accepted
+            assert work.request.row < 0 or work.request.num_computed_tokens == known, (
+                f"{where}: {work.request.num_computed_tokens} tokens are said to be computed, not {known}"
+            )
+            blank += nothing
+        landed(work, accepted)
+
+    ahead.drafter.speculator.landed = counted  # type: ignore[method-assign]
+    got = engine.generate(prompts, params)
+    assert plain(got) == plain(right), "a token differs from the engine's without drafts"
+    assert ahead.replays > 3, "no step has drafted on the device"
+    assert overlapped, "no step was launched before the one before it had landed"
+    if kind == "model":
+        stats = ahead.drafter.speculator.stats
+        assert stats.accepted[0] > 0.6 * stats.drafted[0], f"the model does not guess itself: {stats.lines()}"
+    elif kind == "ngram":
+        stats = ahead.drafter.speculator.stats
+        assert sum(stats.accepted) > 5, f"n-grams that were found are never right: {stats.lines()}"
+        assert blank, "in every step something was guessed"
+    clean(engine)
+    clean_drafts(ahead.source)
+    # One request is aborted and another comes while a step is on its way.
+    (first,), (second,) = (engine.add(prompts[n], params[n], index=n) for n in (0, 1))
+    while loop.flight is None:
+        engine.step()
+    engine.abort(first)
+    (third,) = engine.add(prompts[2], params[2], index=2)
+    while not engine.idle:
+        engine.step()
+    assert first.finish_reason == "abort" and first.output_ids == right[0].token_ids[: len(first.output_ids)]
+    for request, expected in ((second, right[1]), (third, right[2])):
+        assert request.output_ids == expected.token_ids, f"request {request.id} after an abort beside it"
+    clean(engine)
+    clean_drafts(ahead.source)
+    # Two samples share a block until one of them writes, which may be in such a step.
+    both = SamplingParams(max_tokens=9, temperature=0.8, seed=1, n=2, ignore_eos=True)
+    expected = continuous.load(model, max_rows=2, max_len=64).generate(prompts[1:2], both)
+    assert plain(engine.generate(prompts[1:2], both)) == plain(expected), (
+        "samples write into each other's block"
+    )
+    clean(engine)
+
+
+@pytest.mark.parametrize("at_once", [16, 1024])
+def test_ngrams_on_the_device_are_those_of_the_host(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three requests in rows of their own, and padding; what the row held before is still behind the text."""
+    from phases.appendix.drafting_in_graphs import lookup
+
+    monkeypatch.setattr(lookup, "AT_ONCE", at_once)
+    rng, k, found = random.Random(3), 3, 0
+    for _ in range(12):
+        tokens = torch.randint(4, (4, 90), generator=torch.Generator().manual_seed(rng.randrange(99)))
+        texts = [[rng.randrange(4) for _ in range(rng.choice((1, 2, 3, 5, 17, 60)))] for _ in range(3)]
+        rows, next_at = torch.tensor([2, 0, 3, 0]), torch.zeros(4, dtype=torch.int64)
+        for row, written in zip((2, 0, 3), texts, strict=True):
+            tokens[row, : len(written)] = torch.tensor(written)
+            next_at[row] = len(written) - 1
+        before, told = tokens.clone(), torch.zeros(4, 2 * k + 2, dtype=torch.int64)
+        at = torch.tensor([5, 0, 7, -1])  # where the step began, which only says who is padding
+        lookup.look_up(at, rows, tokens, next_at, told, k)
+        for request, (row, written) in enumerate(zip((2, 0, 3), texts, strict=True)):
+            index, size = NGramIndex(), len(written)
+            index.extend(written)
+            expected = index.propose(k)
+            where = f"request {request}, behind {written}"
+            assert told[request, k + 2 :].tolist() == (expected or [-1] * k), f"{where}: the host is told"
+            assert tokens[row, size : size + k].tolist() == (expected or written[-1:] * k), (
+                f"{where}: other drafts"
+            )
+            assert torch.equal(tokens[row, :size], before[row, :size]), f"{where}: the text is another"
+            assert torch.equal(tokens[row, size + k :], before[row, size + k :]), f"{where}: more was written"
+            found += bool(expected)
+        assert torch.equal(tokens[1], before[1]), "padding has drafts"
+    assert 10 < found < 36
+    # Of a text that is too long to be searched, the end is.
+    monkeypatch.setattr(lookup, "MOST_TOKENS", 32)
+    long = torch.zeros(1, 90, dtype=torch.int64)
+    long[0, :60] = torch.arange(60)
+    for end, expected in (([20, 21], [-1]), ([40, 41], [42])):
+        long[0, 58:60] = torch.tensor(end)
+        told = torch.zeros(1, 4, dtype=torch.int64)
+        nought = torch.zeros(1, dtype=torch.int64)
+        lookup.look_up(nought, nought, long, torch.tensor([59]), told, 1)
+        assert told[0, 3:].tolist() == expected, f"behind {end}, which stood here {60 - end[0]} tokens before"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [90, pytest.param(75, marks=pytest.mark.long)])
+def test_what_stands_between_the_layers_compiles_for_a_gpu(capability: int) -> None:
+    assert spilled(capability, "--ahead") == [0] * 5
+
+
+def test_between_the_layers_of_a_step_that_drafts() -> None:
+    """Two requests and a row of padding, two drafts each: the second is right once, then wrong."""
+    from phases.appendix.drafting_in_graphs.kernels import accept, find_places, hand_on
+
+    k, size, places = 2, 3, 9
+    ints = partial(torch.zeros, dtype=torch.int64)
+    given = torch.tensor([[3, 1, -1], [0, 2, 0], [4, 0, 0], [5, 2, 0]])  # row, drafter's row, base, prompt
+    next_at = torch.tensor([0, 6, 0, 9])
+    at, rows, small_rows, picked = (ints(size) for _ in range(4))
+    token_rows, token_at, steps, small_token_rows, small_at = (ints(places) for _ in range(5))
+    contexts, small_contexts = (torch.zeros(size, dtype=torch.int32) for _ in range(2))
+    find_places(
+        given,
+        next_at,
+        at=at,
+        rows=rows,
+        token_rows=token_rows,
+        token_at=token_at,
+        steps=steps,
+        contexts=contexts,
+        small_rows=small_rows,
+        small_token_rows=small_token_rows,
+        small_at=small_at,
+        small_contexts=small_contexts,
+        drafts=k,
+    )
+    assert at.tolist() == [9, 6, -1] and rows.tolist() == [3, 1, 0]
+    assert token_at.tolist() == [9, 10, 11, 6, 7, 8, -1, -1, -1], "a token is read from another place"
+    assert small_at.tolist() == [6, 7, 8, 7, 8, 9, -1, -1, -1], "the drafter goes on from another place"
+    assert steps.tolist()[:6] == [5, 6, 7, 5, 6, 7], "a token is sampled with another step's noise"
+    assert contexts.tolist() == [12, 9, 3] and small_contexts.tolist() == [9, 10, 3]
+
+    tokens, small_tokens, told, newest = ints(4, 20), ints(3, 20), ints(size, 2 * k + 2), ints(size)
+    draft_steps, chain_rows, chain_at = ints(k, size), ints(size), ints(size)
+    chain = {"chain_rows": chain_rows, "chain_at": chain_at, "chain_contexts": contexts}
+    sampled = torch.tensor([70, 71, 72, 80, 81, 82, 1, 1, 1])
+    ids = torch.tensor([60, 70, 79, 61, 89, 81, 0, 1, 1])  # newest, draft, draft
+    where: dict[str, Any] = {"at": at, "rows": rows, "given": given, "tokens": tokens, "next_at": next_at}
+    accept(sampled, ids, told=told, picked=picked, draft_steps=draft_steps, drafts=k, **where, **chain)
+    assert told[:, 0].tolist()[:2] == [1, 0], "a right draft does not count, or one behind a wrong draft does"
+    assert tokens[3].tolist()[9:13] == [0, 70, 71, 0] and tokens[1].tolist()[6:9] == [0, 80, 0]
+    assert not tokens[0].any(), "padding was written"
+    assert next_at.tolist() == [0, 7, 0, 11] and picked.tolist()[:2] == [1, 3]
+    assert draft_steps[:, :2].tolist() == [[7, 6], [8, 7]], "a draft is drawn with another step's noise"
+    assert chain_rows[:2].tolist() == [0, 2] and chain_at.tolist() == [8, 8, -1], (
+        "the drafter goes on behind the first draft from another place"
+    )
+    assert contexts.tolist() == [9, 9, 0], "the drafter sees other keys"
+
+    names = torch.arange(0, 100, 11)
+    where |= {"told": told, "small_tokens": small_tokens, "newest": newest, "drafts": k}
+    hand_on(torch.tensor([3, 4, 9]), 1, names=names, **where)
+    assert newest[:2].tolist() == [33, 44], "the drafter goes on from another token"
+    assert (int(tokens[3, 13]), int(tokens[1, 9])) == (33, 44), "a draft is verified in another place"
+    assert (int(small_tokens[0, 9]), int(small_tokens[2, 9])) == (33, 44), "the drafter reads another draft"
+    assert told[:2, 5].tolist() == [33, 44]
+    hand_on(torch.tensor([33, 44, 9]), 0, **where)
+    assert newest[:2].tolist() == [33, 44] and told[:2, 4].tolist() == [33, 44]
+
+
+@pytest.mark.slow
+@torch.inference_mode()
+def test_a_head_inside_the_graph_drafts_what_it_would_say(
+    model: Model, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With kernels of its own: the oracle is the head's forward pass over the whole text, drafts included."""
+    monkeypatch.setattr(Capturer, "capture", lambda self, function: function)
+    options = {"rows": 2, "draft_length": 3, "prefix_cache": False, "max_len": 96}
+    engine = ahead_engine(model, "head", tmp_path, **options)
+    assert isinstance(engine.loop, InGraph)
+    source, seen = engine.loop.ahead.source, 0
+    assert isinstance(source, HeadSource)
+    made, carried = source.head, source.carried
+
+    def checked(request: Request, drafts: Sequence[int]) -> None:
+        nonlocal seen
+        carried(request, drafts)
+        ids = torch.tensor(request.tokens)
+        features = made.mix(hidden_states(model, ids, made.taps)[:-1])
+        tokens = ids[1:]
+        for place, draft in enumerate(drafts):
+            attention, places = forward.attention.RecomputeAttention(), torch.arange(len(tokens))
+            out = made.step(tokens, features, places, attention)
+            logits = made.logits(out[-1])
+            if request.params.temperature == 0:
+                assert float(logits[draft]) >= float(logits.max()) - 1e-4, (
+                    f"request {request.id}, draft {place} behind {len(ids)} tokens is not the head's"
+                )
+            assert float(logits[draft]) > -math.inf, f"request {request.id} drafts an unknown token {draft}"
+            tokens, features = torch.cat((tokens, torch.tensor([draft]))), torch.cat((features, out[-1:]))
+            seen += 1
+
+    source.carried = checked  # type: ignore[method-assign]
+    usual = {"max_tokens": 12, "ignore_eos": True}
+    params = [SamplingParams(**usual), SamplingParams(temperature=0.8, seed=1, **usual)]
+    for some, each in (([[1, 2, 3]], params[0]), ([[1, 2, 3], [5] * 20], params)):
+        engine.generate(some, each)
+    assert seen > 40
+
+
+def test_lengths_that_have_graphs() -> None:
+    from phases.appendix.drafting_in_graphs.steps import draft_lengths
+
+    assert [draft_lengths(most) for most in (0, 1, 2, 4)] == [[], [1], [1, 2], [1, 2, 4]]
+
+
+@pytest.mark.long
+def test_a_head_with_graphs_of_several_steps_changes_no_token(model: Model, tmp_path: Any) -> None:
+    """Head and model both replay; the head reads the hidden states that graphs leave behind."""
+    path = tmp_path / "head.safetensors"
+    head.save(head_of(model), path, {})
+    prompts = [[5, 6, 7], [9] * 12]
+    params = [
+        SamplingParams(max_tokens=7, ignore_eos=True),
+        SamplingParams(max_tokens=7, temperature=0.8, seed=1, ignore_eos=True),
+    ]
+    right = continuous.load(model, max_rows=2, max_len=32).generate(prompts, params)
+    given = {
+        "drafter": "head",
+        "draft_model": str(path),
+        "draft_adaptive": False,
+        "max_rows": 2,
+        "max_len": 32,
+    }
+    eager = load(model, **given)
+    engine = load(model, **{**AHEAD, **given, "draft_length": 3, "overlap": False})
+    for made in (eager, engine):
+        assert plain(made.generate(prompts, params)) == plain(right)
+    source = engine.scheduler.drafter.source
+    assert source.runner.replays > 0 and source.several is not None, "the head's steps are no graphs"
+    first, second = (made.scheduler.drafter.stats.acceptance for made in (eager, engine))
+    assert first == pytest.approx(second, abs=0.15), "with graphs the head says something else"
+    clean(engine)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["ngram", "head"])
+def test_with_real_graphs(kind: str, tmp_path: Any) -> None:
+    model = forward.load_model("random:tiny", device="cuda", dtype="float32")
+    path = tmp_path / "head.safetensors"
+    head.save(head_of(model).to("cuda"), path, {})
+    prompts, params = [[5, 6, 7], [9] * 40], SamplingParams(max_tokens=30, ignore_eos=True)
+    right = cuda_graphs.load(model, max_rows=2, max_len=96).generate(prompts, params)
+    options: dict[str, Any] = {"drafter": kind, "draft_adaptive": False, "max_rows": 2, "max_len": 96}
+    engine = load(model, **options, **({"draft_model": str(path)} if kind == "head" else {}))
+    assert isinstance(engine.loop, InGraph)
+    assert_all_same(model, right, engine.generate(prompts, params), [params, params])
+    assert engine.scheduler.drafter.stats.steps > 0 and engine.loop.ahead.replays > 0

@@ -1,0 +1,202 @@
+"""Phase 11's kernel in CUDA C++, on a GPU that can run it, against those in Triton, alone and in a model."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("triton")
+
+from forward.attention import LayerSpec
+from forward.loading import random_model
+from forward.shapes import SHAPES
+from paged_cache import BlockPool
+from phases.appendix.drafting_in_graphs import columns
+from phases.appendix.drafting_in_graphs.graph import several
+from phases.appendix.latency import linear as linears
+from phases.appendix.latency.attention import LatencyAttention
+from phases.appendix.latency.few import few
+from phases.appendix.latency.heads import project_few_heads
+from phases.appendix.latency.linear import add_way
+from phases.appendix.latency.lone_few import FewParts
+from phases.appendix.latency.surgery import install as latency
+from phases.appendix.latency.tables import FewHeadsConfig, LoneFewConfig
+from tests.cuda_kit import ON_A_GPU, random, replayed
+from tests.paged_batches import DEVICE, assert_near, walled
+from triton_paged_attention.decode import Workspace
+from triton_paged_attention.kernels.norms import NormWeights
+from triton_paged_attention.linear import FusedLinear
+from triton_paged_attention.surgery import optimize
+
+CLOSE = 4e-3
+"""Of the output's norm: both round to bfloat16, and sum up in another order."""
+
+
+class TestOnAGPU:
+    pytestmark = ON_A_GPU
+
+    @pytest.mark.parametrize("tokens", [1, 2, 5, 8])
+    @pytest.mark.parametrize(
+        ("rows", "size", "gate", "normed", "adds"),
+        [
+            (960, 576, None, True, False),
+            (576, 576, None, False, True),
+            (3072, 576, "silu", True, False),
+            (576, 1536, None, False, True),
+            (8192, 576, None, False, False),
+            (576, 1728, None, False, False),
+            (6144, 1024, "silu", True, False),
+            (1024, 3072, None, False, True),
+            (1001, 1152, None, True, True),
+            (2002, 768, "silu", False, True),
+        ],
+    )
+    def test_products(
+        self, rows: int, size: int, gate: str | None, normed: bool, adds: bool, tokens: int
+    ) -> None:
+        weight = random(rows, size) / size**0.5
+        shape = columns.shape_of(rows, size, gate is not None, weight.device)
+        assert shape is not None, "the kernel is for such a matrix"
+        outputs = rows if gate is None else rows // 2
+        norm = NormWeights(random(size), 1e-5, rows % 2 == 1) if normed else None
+        x, residual = 3 * random(tokens, size), random(tokens, outputs) if adds else None
+        around = {"norm": norm, "gate": gate, "residual": None if residual is None else walled(residual)}
+        got = columns.columns(walled(x), walled(weight), shape, **around)
+        wanted = few(x, weight, **around)
+        assert_near(got, wanted, CLOSE, f"{tokens} tokens, {rows} x {size}, gate {gate}, norm {normed}")
+
+    @pytest.mark.parametrize("count", [0, 1, 3, 5])
+    @pytest.mark.parametrize("context", [5, 64, 65, 129, 400, 1500])
+    @pytest.mark.parametrize("window", [None, 100])
+    def test_splits_are_combined(self, context: int, count: int, window: int | None) -> None:
+        """As by the kernel in Triton; what no split has written, and padding, is poison."""
+        tokens, heads, d, config = 5, 9, 64, LoneFewConfig(splits=8, min_tiles=1 + context % 2)
+        layer = LayerSpec(1, heads, 3, d, 0.1, sliding_window=window)
+        cached = max(0, context - count)
+        begin = max(cached - window + 1, 0) // config.block_n if window else 0
+        tiles = max(1, -(-cached // config.block_n) - begin)
+        used = -(-tiles // max(-(-tiles // 8), config.min_tiles))
+        space = Workspace(3 * 8 * 24, d, torch.device(DEVICE))
+        space.partial.fill_(float("nan"))
+        space.lse.fill_(float("nan"))
+        partial = space.partial.view(torch.bfloat16).flatten()[: 8 * 8 * heads * d].view(8, 8, heads, d)
+        logs = space.lse.flatten()[: 8 * 8 * heads].view(8, 8, heads)
+        partial[:used, :count] = random(used, count, heads, d)
+        logs[:used, :count] = 4 * random(used, count, heads).float()
+        whole = torch.tensor([context], dtype=torch.int32, device=DEVICE)
+        starts = torch.tensor([0, count], dtype=torch.int32, device=DEVICE)
+        parts = FewParts(random(tokens, heads * d), layer, whole, starts, space, config)
+        weight, residual = random(576, heads * d) / 24, random(tokens, 576)
+        shape = columns.shape_of(576, heads * d, False, weight.device)
+        assert shape is not None
+        got = columns.project_few_heads(residual, weight, parts, shape)
+        wanted = project_few_heads(residual, weight, None, parts, shape=FewHeadsConfig(8))
+        assert_near(got, wanted, CLOSE, f"{count} tokens of {context} keys in {used} splits")
+
+    @pytest.mark.parametrize("context", [3, 130, 700])
+    @pytest.mark.parametrize("tokens", [1, 2, 5, 8])
+    def test_tokens_through_a_model(self, context: int, tokens: int) -> None:
+        """Layers one behind the other, each of which begins before the last ends, and again in a graph."""
+        config = replace(
+            SHAPES["qwen3-0.6b"], num_layers=12, hidden_size=576, num_heads=9, num_kv_heads=3, head_dim=64,
+            intermediate_size=1536, vocab_size=512, sliding_windows=(None,) * 12,
+        )  # fmt: skip
+        device = torch.device(DEVICE)
+        plain = random_model(config, device=device, dtype=torch.bfloat16)
+        pool = BlockPool(config, 48, 16, device=device, dtype=torch.bfloat16)
+        filled, hidden = torch.randn_like(pool.data), []
+        for on in (False, True):
+            model = latency(optimize(copy.deepcopy(plain)))
+            if on:
+                columns.install(model, fewest=1)
+            attention = LatencyAttention(pool, config.num_heads)
+            batch = several(1, tokens, device)
+            batch = replace(batch, block_tables=torch.arange(48, dtype=torch.int32, device=device)[None])
+            batch.input_ids.copy_(torch.arange(tokens))
+            batch.context_lens.fill_(context + tokens)
+            batch.positions.copy_(torch.arange(context, context + tokens))
+            batch.slots.copy_(batch.positions)
+
+            @torch.inference_mode()
+            def step(
+                model: nn.Module = model, batch: object = batch, on: LatencyAttention = attention
+            ) -> Tensor:
+                on.begin(batch)
+                return model(batch.input_ids, batch.positions, on)
+
+            pool.data.copy_(filled)
+            hidden.append(step().clone())
+        assert torch.equal(replayed(step), hidden[1]), "not the same in a graph"
+        assert_near(hidden[1], hidden[0], 10 * CLOSE, f"12 layers, {tokens} tokens behind {context}")
+
+
+def layer(weight: Tensor, bias: Tensor | None = None, *, few: bool = True, ahead: bool = True) -> FusedLinear:
+    """A linear layer with phase 09's way."""
+    plain = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    plain.weight = nn.Parameter(weight)
+    if bias is not None:
+        plain.bias = nn.Parameter(bias)
+    fused = FusedLinear(plain)
+    add_way(fused, few=few, run_ahead=ahead)
+    return fused
+
+
+def test_which_layers_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody's without the hardware; with it, those of bfloat16 for whose few tokens there are kernels."""
+    made = layer(random(64, 576), ahead=False)
+    monkeypatch.setattr(columns, "available", lambda device: False)
+    assert len(columns.by_columns(made).ways) == 1, "there is no such kernel here"
+    monkeypatch.setattr(columns, "available", lambda device: True)
+    way = columns.by_columns(made, fewest=1).ways[0]
+    assert isinstance(way, columns.Columns)
+    assert way.linear is made.linear, "the weight is copied"
+    assert (way.run_ahead, way.fewest) == (False, 1), "how it starts is lost"
+    slow = layer(random(64, 576), few=False)
+    assert len(columns.by_columns(slow).ways) == 1, "a few tokens of it have no kernel"
+    half = layer(random(64, 576).half())
+    assert len(columns.by_columns(half).ways) == 1, "it is not of bfloat16"
+
+
+def test_who_is_a_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the number of tokens, and by the layer: one with a bias keeps phase 09's ways, for one token too."""
+    taken: list[str] = []
+    for module, name in ((columns, "columns"), (linears, "gemv"), (linears, "few")):
+        monkeypatch.setattr(module, name, lambda x, *_, name=name, **around: taken.append(name) or x)
+    monkeypatch.setattr(columns, "available", lambda device: True)
+    for fewest, bias, wanted in [
+        (1, None, ["columns", "columns", "columns"]),
+        (2, None, ["gemv", "columns", "columns"]),
+        (1, random(64), ["gemv", "few", "few"]),
+    ]:
+        made = columns.by_columns(layer(random(64, 576), bias), fewest=fewest)
+        taken.clear()
+        for tokens in (1, 2, 8):
+            made(random(tokens, 576))
+        assert taken == wanted, f"one, two and eight tokens, from {fewest} on, bias {bias is not None}"
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "gated", "wanted"),
+    [
+        (960, 576, False, (64, 1)),
+        (3072, 576, True, (64, 2)),
+        (576, 1536, False, (128, 1)),
+        (8192, 576, False, (64, 4)),  # 128 programs of 132 that run side by side
+        (6144, 1024, True, (128, 2)),  # as many weights as a warp's registers hold
+        (49_152, 576, False, (64, 4)),
+        (1024, 3072, False, (256, 1)),
+        (576, 700, False, None),  # no part divides it
+        (4096, 4096, False, None),  # more warps than a program has
+        (63, 576, True, None),  # no two matrices
+    ],
+)
+def test_how_a_matrix_is_shared_out(
+    monkeypatch: pytest.MonkeyPatch, rows: int, size: int, gated: bool, wanted: tuple[int, int] | None
+) -> None:
+    monkeypatch.setattr(columns, "multiprocessors", lambda device: 132)
+    found = columns.shape_of.__wrapped__(rows, size, gated, torch.device("cpu"))
+    assert found == wanted, f"{rows} x {size}, gated {gated}: inputs of a warp and tiles of a program"

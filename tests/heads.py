@@ -1,0 +1,38 @@
+"""An untrained head for a model, and an oracle for what it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from forward.attention import RecomputeAttention
+from forward.model import Model
+from forward.models.llama import Llama
+from speculative.head import Head
+from speculative.taps import layers_of
+
+
+def head_of(model: Model) -> Head:
+    assert isinstance(model, Llama)
+    torch.manual_seed(1)
+    made = Head(model, 1, 32, torch.arange(0, 257, 2, device=model.device)).to(model.device)
+    with torch.no_grad():  # as if trained: norms that do something, and attention that looks somewhere
+        for name, weight in made.named_parameters():
+            if weight.ndim == 1:
+                weight.uniform_(0.5, 1.5)
+            elif "q_proj" in name or "k_proj" in name or "qkv" in name:
+                weight.mul_(8.0)
+    return made.to(model.dtype).requires_grad_(False).eval()
+
+
+@torch.no_grad()
+def hidden_states(model: Model, ids: Tensor, taps: Sequence[int]) -> Tensor:
+    """Of `ids [S]`: outputs of the layers `taps`, and the last hidden states: `[S, (taps + 1) * hidden]`."""
+    seen: list[Tensor] = []
+    hooks = [layers_of(model)[at].register_forward_hook(lambda *call: seen.append(call[2])) for at in taps]
+    last = model(ids, torch.arange(len(ids)), RecomputeAttention())
+    for hook in hooks:
+        hook.remove()
+    return torch.cat((*seen, last), dim=-1)

@@ -1,0 +1,299 @@
+"""When phase 11 guesses: in vain it costs next to nothing, and where guesses are right it pays."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+import forward
+import speculative
+from common.request import Request
+from common.sampling.params import SamplingParams
+from continuous.work import Work
+from forward.model import Model
+from paged_cache import PagedEngine
+from speculative import loops, ngram
+from speculative.control import SAMPLES, Control
+from speculative.speculation import Source, Speculator, verify
+
+SMALL = {"max_rows": 6, "max_len": 96, "block_size": 4, "cache_bytes": 1 << 20, "step_tokens": 64}
+
+
+class Machine:
+    """Steps of known cost, in plain steps, and drafts of which a known share is right."""
+
+    def __init__(self, rows: int = 1, *, each: float = 0.02, fixed: float = 0.1, most: int = 8) -> None:
+        self.control, self.rows, self.each, self.fixed = Control(most), rows, each, fixed
+        self.requests = [Request(n, [1], 1, 10**9, SamplingParams()) for n in range(rows)]
+        self.rng, self.plain, self.seconds, self.tokens = random.Random(0), 1.0, 0.0, 0
+        self.drafts = list[int]()  # in each step
+
+    def step(self, rate: float, *, interrupted: float = 0.0) -> None:
+        control, rows = self.control, self.rows
+        on = control.decide(rows) and not control.times_plain(rows)
+        lengths = control.lengths(self.requests, rows) if on else [0] * rows
+        came = 0
+        for request, length in zip(self.requests, lengths, strict=True):
+            accepted = 0
+            while accepted < length and self.rng.random() < rate:
+                accepted += 1
+            came += accepted + 1
+            if length:
+                control.saw(request, length, accepted)
+        drafts = sum(lengths)
+        took = self.plain * (1 + (self.fixed + self.each * drafts if drafts else 0.0)) + interrupted
+        cost = control.cost(rows)
+        if drafts:
+            cost.saw_drafts(took, rows, drafts, came)
+        else:
+            cost.saw_plain(took)
+        self.seconds, self.tokens = self.seconds + took - interrupted, self.tokens + came
+        self.drafts.append(drafts)
+
+    def run(self, rate: float, steps: int) -> float:
+        """Seconds a token over those without guessing."""
+        before, tokens = self.seconds, self.tokens
+        for _ in range(steps):
+            self.step(rate)
+        return (self.seconds - before) / (self.tokens - tokens) / (self.plain / self.rows)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16, 64, 256])
+@pytest.mark.parametrize("fixed", [0.0, 0.1, 0.4])
+def test_guessing_in_vain_costs_at_most_three_percent(rows: int, fixed: float) -> None:
+    machine = Machine(rows, each=(0.05 + 0.9 * rows / 256) / rows, fixed=fixed)
+    assert machine.run(0.0, 4000 if rows < 64 else 600) < 1.03
+
+
+def test_guessing_pays_where_it_is_right() -> None:
+    assert Machine().run(0.95, 4000) < 0.2
+    assert Machine(4).run(0.8, 2000) < 0.5
+    assert Machine(each=0.05, fixed=0.3).run(0.5, 4000) < 0.85, "0.77 is the best that there is"
+    assert Machine(each=0.02, fixed=0.6).run(0.7, 4000) < 0.65, "having any is dear, and eight are worth it"
+
+
+def test_where_a_draft_costs_as_much_as_a_token_nobody_guesses() -> None:
+    assert Machine(each=1.0, fixed=0.0).run(0.7, 4000) < 1.03
+
+
+def test_a_request_that_is_wrong_does_not_stop_the_others() -> None:
+    machine = Machine(2)
+    right, wrong = machine.requests
+    for _ in range(SAMPLES):
+        machine.step(0.0)
+    for _ in range(40):
+        machine.step(0.9)
+    for _ in range(30):
+        machine.control.saw(wrong, 4, 0)
+        machine.control.saw(right, 4, 4)
+    most, none = machine.control.lengths(machine.requests, 2)
+    assert most == 8 and none == 0
+
+
+def test_plain_steps_are_timed_before_anything_is_guessed() -> None:
+    machine = Machine()
+    machine.step(1.0, interrupted=30.0)  # the first replay of a graph
+    for _ in range(SAMPLES + 4):
+        machine.step(1.0)
+    assert machine.drafts[:SAMPLES] == [0] * SAMPLES and machine.drafts[SAMPLES : SAMPLES + 4] == [1, 2, 4, 8]
+    assert machine.control.cost(1).plain == 1.0, "the slow first step counts"
+
+
+def test_a_few_wrong_drafts_at_first_say_little() -> None:
+    machine = Machine(each=0.1)
+    for _ in range(SAMPLES + 4):
+        machine.step(0.0)
+    assert all(machine.drafts[SAMPLES:]), "guessing has lost less than four steps, and is off"
+
+
+def test_gains_may_not_be_gambled_away() -> None:
+    machine = Machine(each=0.5, fixed=1.0, most=1)
+    cost = machine.control.cost(1)
+    machine.run(1.0, 40)
+    for _ in range(1000):
+        cost.saw_drafts(1.0, 1, 4, 5)
+    assert cost.lost == -4.0 * cost.plain, "more than four plain steps are kept"
+
+
+def test_an_interrupted_step_is_forgotten() -> None:
+    machine = Machine()
+    machine.run(0.9, 60)
+    for _ in range(3):
+        machine.step(0.9, interrupted=50.0)
+        machine.run(0.9, 40)
+    assert machine.run(0.9, 400) < 0.3, "one moment in which the machine did something else stops guessing"
+
+
+def test_steps_grow_with_their_contexts() -> None:
+    """Plain steps become four times as long; against those of the beginning, guessing would only lose."""
+    machine = Machine(each=0.02, fixed=0.2)
+    for _ in range(3000):
+        machine.plain *= 4 ** (1 / 3000)
+        machine.step(0.7)
+    assert machine.control.cost(1).plain == pytest.approx(4.0, rel=0.2), "plain steps are those of long ago"
+    assert sum(count > 0 for count in machine.drafts[-128:]) > 110, "guessing is off though it pays"
+
+
+def test_what_was_wrong_is_tried_again() -> None:
+    """For 200 or 4,000 steps every draft is wrong, then half of all steps accept everything."""
+    for wrong in (200, 4000):
+        machine = Machine(each=0.1, fixed=0.0, most=4)
+        machine.run(0.0, wrong)
+        machine.run(0.9, 3000)
+        assert machine.run(0.9, 500) < 0.6, f"after {wrong} wrong steps guessing has not begun again"
+
+
+def test_the_account_looks_back_some_thousand_steps() -> None:
+    """An engine that has served for days neither loses 2 % of them at once nor waits as long to try again."""
+    control = Control(4)
+    cost = control.cost(1)
+    for _ in range(40_000):
+        cost.saw_plain(1.0)
+        control.decide(1)
+    lost = waited = 0
+    while control.decide(1):
+        cost.saw_drafts(2.0, 1, 1, 1)
+        lost += 1
+    assert 40 < lost < 120, f"{lost} steps in vain, after 40,000 others, before guessing is off"
+    while not control.decide(1):
+        cost.saw_plain(1.0)
+        waited += 1
+    assert 1000 < waited < 8000, f"another try after {waited} steps"
+
+
+# With real engines, whose clock is a test's.
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return forward.load_model("random:tiny", device="cpu", dtype="float32")
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Stubborn(Source):
+    """Guesses the same token again and again, which is wrong, or nothing."""
+
+    def __init__(self, count: int, watches: bool = False) -> None:
+        self.count, self.watches = count, watches
+
+    def guess(self, requests: Any, lengths: Any) -> list[list[int]]:
+        return [[256] * min(self.count, length) for length in lengths]
+
+
+def clocked(
+    model: Model, source: Source, took: Callable[[Any], float], in_turn: bool = False
+) -> tuple[PagedEngine, Speculator, Clock]:
+    """An engine that overlaps, whose steps take as many seconds as `took` says of each when it lands."""
+    clock = Clock()
+    engine = speculative.load(model, drafter="none", **SMALL)
+    speculator = engine.scheduler.drafter = Speculator(source, Control(4), clock)
+    engine.loop = loops.watched(engine)
+    verify(engine)
+    speculator.attach(engine)
+    speculator.pace.in_turn = in_turn
+    collect = engine.collect
+
+    def timed(pending: Any) -> None:
+        clock.now += took(pending)
+        collect(pending)
+
+    engine.collect = timed  # type: ignore[method-assign]
+    return engine, speculator, clock
+
+
+def test_real_steps_are_accounted_for_where_they_belong(model: Model) -> None:
+    """With the clock of a device that takes a second a step, and 0.1 more for each draft: overlap and all."""
+    engine, speculator, clock = clocked(
+        model,
+        Stubborn(9),
+        lambda pending: 1.0 + 0.1 * sum(len(work.drafts) for work in pending.works),
+    )
+    engine.generate([[1, 2, 3]], SamplingParams(max_tokens=90, ignore_eos=True))
+    assert list(speculator.control.costs) == [1], "the steps of one request are booked for more"
+    cost = speculator.control.costs[1]
+    assert cost.plain == pytest.approx(1.0), "steps without drafts take a second"
+    assert cost.having + cost.each == pytest.approx(0.1, abs=0.02) and speculator.stats.steps > 0
+    assert clock.now < 1.05 * 91, "guessing in vain has cost more than it may"
+
+
+def test_a_drafter_with_nothing_to_say_does_not_make_steps_wait(model: Model) -> None:
+    """The first steps are slow, so that steps that wait for the one before look fast."""
+    waited = steps = 0
+
+    def took(pending: Any) -> float:
+        nonlocal waited, steps
+        steps += 1
+        waited += speculator.waits and steps > 300
+        return 3.0 if steps < 3 else 1.5 if speculator.waits or steps < 8 else 1.0
+
+    engine, speculator, _clock = clocked(model, Stubborn(0), took)
+    for _ in range(10):
+        engine.generate([[1, 2, 3]], SamplingParams(max_tokens=90, ignore_eos=True))
+    assert waited < 60, f"{waited} of the last 600 steps waited for the one before, with no drafts"
+
+
+def test_where_the_device_is_the_host_a_slow_moment_is_not_blamed_on_guessing(model: Model) -> None:
+    """Steps overlap with nothing there, so one without drafts takes what it takes without guessing."""
+    steps = 0
+
+    def took(pending: Any) -> float:
+        nonlocal steps
+        steps += 1
+        return 2.0 if 60 <= steps < 160 else 1.0
+
+    engine, speculator, _clock = clocked(model, Stubborn(0, watches=True), took, in_turn=True)
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    for number in range(8):
+        engine.generate([[1, 2, 3]], params)
+        assert speculator.waits, f"request {number}: guessing has paid for what the machine did meanwhile"
+        if number in (2, 7):
+            seen, now = speculator.control.costs[1].plain, 2.0 if number == 2 else 1.0
+            assert seen == pytest.approx(now, rel=0.05), f"request {number}: plain steps take {now} s now"
+
+
+@pytest.mark.parametrize("count", [0, 9], ids=["nothing", "always wrong"])
+def test_a_source_that_watches_is_judged_by_steps_that_do_not_wait(model: Model, count: int) -> None:
+    """A head sees its first request from the prompt on, so that all steps of it wait, and are slow."""
+    steps = list[bool]()
+
+    def took(pending: Any) -> float:
+        steps.append(speculator.waits)
+        return (1.5 if speculator.waits else 1.0) + 0.1 * sum(len(work.drafts) for work in pending.works)
+
+    engine, speculator, clock = clocked(model, Stubborn(count, watches=True), took)
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    engine.generate([[1, 2, 3]], params)
+    assert all(steps), "request 0: a step was not watched"
+    assert speculator.control.costs[1].plain == pytest.approx(1.5)
+    engine.generate([[1, 2, 3]], params)
+    assert speculator.control.costs[1].plain == pytest.approx(1.0), (
+        "request 1: guessing is compared with steps that wait for each other"
+    )
+    for _ in range(4):
+        engine.generate([[1, 2, 3]], params)
+    before = clock.now
+    for number in range(5):
+        steps.clear()
+        engine.generate([[1, 2, 3]], params)
+        turned_on = sum(after and not before for before, after in pairwise(steps))
+        assert not turned_on, f"request {6 + number}: guessing has begun in the middle of it"
+    assert clock.now - before < 1.03 * 5 * 41, "guessing in vain has cost more than it may"
+
+
+def test_what_was_accepted_is_learned() -> None:
+    control = Control(4)
+    speculator = Speculator(ngram.NGrams(), control)
+    request = Request(0, [1, 2, 3], 2, 99, SamplingParams())
+    for _ in range(8):
+        speculator.landed(Work(request, 0, 2, 4, (7, 7, 7), (request,)), 0)
+    assert control.rates[request] < 0.5, "request 0: wrong drafts do not count"

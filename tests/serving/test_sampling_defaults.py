@@ -1,0 +1,48 @@
+"""A server samples as its model asks for, unless a request says otherwise."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+
+import pytest
+
+from benchmarks.made_up import write_tokenizer
+from common.text.tokenizer import Tokenizer
+from serving.endpoints import Chat, Completions
+from serving.http.limits import Limits
+from serving.http.schema import ChatBody, CompletionBody
+from serving.messages import Ready
+from serving.prompts import Prompts
+from tests.servers import Running
+
+READY = Ready(64, 257, 4, 8, 16, "fcfs")
+
+
+@pytest.fixture
+def tokenizer(tmp_path) -> Tokenizer:
+    write_tokenizer(tmp_path, 257, (256,))
+    return Tokenizer(tmp_path)
+
+
+def test_what_a_request_says_comes_first(tokenizer):
+    defaults = {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1}
+    for kind, body in ((Completions, CompletionBody(prompt="a")), (Chat, ChatBody(messages=[]))):
+        endpoint = kind(Prompts(tokenizer, defaults), "tiny", Limits())
+        params = endpoint.params(body, [1], READY, 16)
+        assert (params.temperature, params.top_p, params.repetition_penalty) == (0.2, 0.9, 1.1)
+        body.temperature, body.top_p, body.repetition_penalty = 0.0, 1.0, 1.0
+        params = endpoint.params(body, [1], READY, 16)
+        assert (params.temperature, params.top_p, params.repetition_penalty) == (0.0, 1.0, 1.0)
+        neutral = kind(Prompts(tokenizer), "tiny", Limits())
+        body.temperature = body.top_p = None
+        assert (neutral.params(body, [1], READY, 16).temperature, body.top_p) == (1.0, None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arguments", "shown"), [((), True), (("--generation-config", "neutral"), False)])
+def test_models_show_what_holds(smollm2_folder, arguments, shown):
+    running = Running("--max-rows", "2", *arguments, model="smollm2")
+    with running as server, urllib.request.urlopen(f"{server.url}/v1/models") as answer:
+        (model,) = json.load(answer)["data"]
+    assert (model.get("default_sampling_params") == {"temperature": 0.2, "top_p": 0.9}) == shown
