@@ -11,6 +11,20 @@ PACKAGES := $(shell for folder in phases/[0-9]*/; do ls -d $$folder$$(basename $
 JOBS   ?= 2
 PYTEST := OMP_NUM_THREADS=1 MPLBACKEND=Agg $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
+# An environment that came with a copy of a checkout, or through a link, is installed for another one: installing this
+# one there would change what that one runs.
+define ITS_OWN
+import json, os, sys, sysconfig
+from importlib import metadata
+from urllib.parse import unquote, urlsplit
+found = [one for one in metadata.distributions(path=[sysconfig.get_path("purelib")]) if one.name == "inference-ladder"]
+told = found[0].read_text("direct_url.json") if found else None
+other = unquote(urlsplit(json.loads(told)["url"]).path) if told else ""
+if other and os.path.isdir(other) and not os.path.samefile(other, os.getcwd()):
+    sys.exit(f"$(VENV) is installed for {other}: remove it here, or name another, as in make setup VENV=.venv-2")
+endef
+export ITS_OWN
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo serve docs test test-fast test-long test-gpu lint format mypy weights bench figures notebooks clean
 
@@ -22,9 +36,13 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "python3 is $$($(PYTHON) -V 2>&1); this needs 3.11 or newer: make PYTHON=python3.12 ..." >&2; exit 1; }
 	@test -x $(PY) || { echo "Creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@$(PY) -c "$$ITS_OWN"
 	@echo "Installing into $(VENV) (PyTorch is the large part)"
 	@$(PY) -m pip install --quiet -c constraints.txt -e '.[test]'
 	@touch $@
+
+$(PY): # only where there is none
+	@$(MAKE) --no-print-directory setup
 
 setup: $(STAMP) ## create .venv and install everything at the pinned versions
 
@@ -74,7 +92,7 @@ bench: setup ## measure every phase against the one before it; BENCH=--record re
 figures: setup ## draw every figure again from the evidence files
 	@$(LADDER) plot
 
-docs: setup ## build the site in build/site/html from lessons, notebooks and docstrings; no network
+docs: $(PY) ## build the site in build/site/html from lessons, notebooks and docstrings; no network
 	@$(PY) docs/site/build.py
 
 notebooks: setup ## install JupyterLab and open the notebooks

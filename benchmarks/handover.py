@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from multiprocessing.shared_memory import SharedMemory
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,14 +34,14 @@ class Handover(NamedTuple):
     keys: the tokens of each, in order.
     blocks: `[L, 2, n, P, KH, D]`, keys and values as they are stored.
     scales: what they are to be multiplied by, `[L, 2, KH]`, or None; see `paged_cache.KVFormat`.
-    paired: see there.
+    layout: see there.
     """
 
     keys: list[Key]
     salt: str
     blocks: Tensor
     scales: Tensor | None
-    paired: bool
+    layout: Any
 
 
 def prefill(engine: PagedEngine, prompt: Sequence[int], salt: str = "") -> Handover:
@@ -60,7 +60,7 @@ def export(engine: PagedEngine, prompt: Sequence[int], salt: str = "") -> Handov
     keys = block_keys(prompt, cache.block_size)
     found = cache.index.match(keys, salt).blocks
     where = torch.tensor(found, dtype=torch.long, device=pool.data.device)
-    return Handover(keys[: len(found)], salt, pool.data[:, :, where], _scales(engine), pool.layers[0].paired)
+    return Handover(keys[: len(found)], salt, pool.data[:, :, where], _scales(engine), pool.layers[0].layout)
 
 
 def enter(engine: PagedEngine, handover: Handover) -> int:
@@ -106,7 +106,7 @@ def _scales(engine: PagedEngine) -> Tensor | None:
 def _check(engine: PagedEngine, handover: Handover) -> None:
     pool, blocks = _pool_of(engine), handover.blocks
     mine, theirs = pool.data.shape[:2] + pool.data.shape[3:], blocks.shape[:2] + blocks.shape[3:]
-    if mine != theirs or pool.data.dtype != blocks.dtype or pool.layers[0].paired != handover.paired:
+    if mine != theirs or pool.data.dtype != blocks.dtype or pool.layers[0].layout != handover.layout:
         raise UserError(
             f"blocks are {tuple(theirs)} of {blocks.dtype}, "
             f"but this engine's are {tuple(mine)} of {pool.data.dtype}"

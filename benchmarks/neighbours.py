@@ -77,7 +77,7 @@ class Decoder:
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env=kept | way.environment | {"OMP_NUM_THREADS": str(way.threads), "PYTHONPATH": _path()},
+            env={**kept, **way.environment} | {"OMP_NUM_THREADS": str(way.threads), "PYTHONPATH": _path()},
         )
 
     def ask(self, requests: int, seconds: float) -> float:

@@ -1,4 +1,4 @@
-"""What every phase uses and no phase teaches: models on disk, text, sampling, events and their rules.
+"""Shared by every phase and taught by none: models on disk, text, sampling, events and their rules.
 
 Nothing in this package imports a phase.
 """

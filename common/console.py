@@ -1,4 +1,4 @@
-"""Where the commands write: results to standard output, everything about them to standard error."""
+"""The commands' two streams: results to standard output, everything about them to standard error."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class StandardError(io.TextIOBase):
             self._stream.flush()
 
     def isatty(self) -> bool:
-        """Whether it is a screen."""
+        """Return True for a screen."""
         with suppress(OSError, ValueError, AttributeError):
             return bool(self._stream.isatty())
         return False
@@ -49,7 +49,7 @@ class Terminal(Console):
 
     @property
     def encoding(self) -> str:
-        """What the stream can show."""
+        """Return the encoding that the stream can show."""
         return (getattr(self.file, "encoding", None) or "utf-8").lower()
 
     def on_broken_pipe(self) -> None:

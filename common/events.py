@@ -1,4 +1,4 @@
-"""What every phase yields: events, one a token, and the completions that they add up to.
+"""Events, one a token, and the completions that they add up to: the output of every phase.
 
 A phase is something with `stream`; `generate` collects its events.
 """
@@ -68,7 +68,7 @@ class TokenEvent(NamedTuple):
 
 
 class Streams(Protocol):
-    """What the `load` of every phase returns."""
+    """The type that the `load` of every phase returns."""
 
     def stream(self, prompts: list[list[int]], params: Params) -> Iterator[TokenEvent]:
         """Generate for every prompt (token ids).
@@ -148,12 +148,12 @@ class TextStream:
 
     @property
     def begins(self) -> bool:
-        """Whether the next token begins a text: see `Detokenizer`."""
+        """Return True if the next token begins a text: see `Detokenizer`."""
         return self._checker.begins
 
     @property
     def text(self) -> str:
-        """What was shown so far; made anew each time, so ask at the end."""
+        """The text shown so far; made anew each time, so ask at the end."""
         return "".join(self._shown)
 
     def push(self, event: TokenEvent) -> str:

@@ -73,7 +73,7 @@ def route(
 
 
 def unknown(name: str, known: Sequence[str]) -> str:
-    """What to say about an option that there is not."""
+    """Return the error message for an option that does not exist."""
     near = get_close_matches(name, known, n=3)
     what = f"did you mean {' or '.join(near)}?" if near else f"the options are {', '.join(sorted(known))}"
     return f"{name!r} is no option here: {what}"

@@ -1,4 +1,4 @@
-"""Where this project keeps what it makes outside the checkout."""
+"""Paths of the files that this project makes outside the checkout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from common.errors import UserError
 
 
 def cache_home() -> Path:
-    """Where models are kept: `$LADDER_HOME`, or `~/.cache/inference-ladder`."""
+    """Return the folder of the models: `$LADDER_HOME`, or `~/.cache/inference-ladder`."""
     return expand("LADDER_HOME", os.environ.get("LADDER_HOME") or "~/.cache/inference-ladder")
 
 

@@ -93,5 +93,5 @@ class Request:
 
     @property
     def prefilling(self) -> bool:
-        """Whether its known tokens are not all computed; otherwise it is one token behind, and decodes."""
+        """True if its known tokens are not all computed; otherwise it is one token behind, and decodes."""
         return self.num_computed_tokens + 1 < len(self.tokens) + self.placeholders

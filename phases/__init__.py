@@ -48,7 +48,7 @@ class Phase:
 
     @property
     def exists(self) -> bool:
-        """Whether the phase's package is in this checkout."""
+        """True if the phase's package is in this checkout."""
         return (self.folder / self.package / "__init__.py").exists()
 
 

@@ -24,7 +24,7 @@ LARGEST_FILE = 1 << 20
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What an engine is made of.
+    """The options of an engine, as a file has them.
 
     sizes: None where the features decide.
     features: a key for every feature there is, None where it is off; each can be switched by itself.

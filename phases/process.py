@@ -1,4 +1,4 @@
-"""What stands around every command: signals, the standard streams, and one line for what goes wrong.
+"""The surroundings of every command: signals, the standard streams, and one line for an error.
 
 The codes that a command ends with:
 

@@ -1,4 +1,4 @@
-"""What the command line and the benchmarks know of a phase: name, requirements, options, engine."""
+"""A phase as the command line and the benchmarks see it: name, requirements, options, engine."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from forward.model import Model
 from phases import PHASES, Phase, appendix, too_early
 
 if TYPE_CHECKING:
-    from paged_cache.build import Chosen, Preset
     from paged_cache.parts import Feature
+    from paged_cache.preset import Chosen, Preset
 
 ROWS, BLOCKS = 4, 5
 """The phases that bring rows of requests, and blocks with everything that is a feature."""
@@ -43,7 +43,7 @@ def import_phase(phase: Phase) -> ModuleType:
 
 
 def missing_for(phase: Phase, device: torch.device) -> str:
-    """What `phase` needs that is not here, or nothing when it runs natively on `device`."""
+    """Return the name of what `phase` needs and lacks here; empty if it runs natively on `device`."""
     if phase.needs == "cuda" and device.type != "cuda":
         return "a CUDA device" if not torch.cuda.is_available() else "--device cuda"
     return ""
@@ -103,7 +103,7 @@ def first_phases() -> dict[str, int]:
 
 
 def choose(phase: Phase, options: Mapping[str, Any], device: torch.device) -> Chosen:
-    """What options mean for a phase from 05 on: its sizes, and which features are on.
+    """Return the sizes and features that options mean for a phase from 05 on.
 
     Raises:
         UserError: an option is unknown, out of its limits, or of a later phase.
@@ -120,7 +120,7 @@ def choose(phase: Phase, options: Mapping[str, Any], device: torch.device) -> Ch
 
 
 def _asks_for_nothing(name: str, options: Mapping[str, Any]) -> bool:
-    """Whether an option switches a whole feature off, as a file does that has a line for each."""
+    """Return True if an option switches a whole feature off, as a file does that has a line for each."""
     return name in features() and options[name] is False
 
 

@@ -41,6 +41,12 @@ def test_every_phase_has_its_lesson_notebook_and_reference(site: Path) -> None:
     assert "paged_cache.allocator.BlockAllocator" in reference, "docstrings are shown"
 
 
+def test_diagrams_are_no_programs(site: Path) -> None:
+    page = (site / "phases" / "05_paged_cache" / "README.html").read_text(encoding="utf-8")
+    assert "highlight-text" in page and "highlight-python" in page
+    assert "highlight-default" not in page, "a fence without a language is read as Python"
+
+
 def test_links_between_pages_resolve(site: Path) -> None:
     broken = []
     for page in site.rglob("*.html"):

@@ -24,16 +24,17 @@ from benchmarks.roofline import Ceilings, ceilings
 from common.errors import UserError
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import Sampler
+from cuda_graphs.batch import fixed_batch
 from forward.loading import load_model
 from forward.model import Model
 from forward.surgery import clone
 from paged_cache import BlockPool, PagedBatch
+from paged_cache.memory import weight_bytes
 from phases.appendix.latency.attention import LatencyAttention
 from phases.appendix.latency.block import LatencyBlock
 from phases.appendix.latency.linear import LatencyWay
 from phases.appendix.latency.surgery import install
 from triton_paged_attention.backends import Backends
-from triton_paged_attention.batch import fixed_batch
 from triton_paged_attention.kernels.sampling import argmax_rows, draw_rows
 from triton_paged_attention.layers import FusedBlock
 from triton_paged_attention.linear import FusedLinear
@@ -95,7 +96,7 @@ def steps(name: str, options: BenchOptions, top: Ceilings) -> Iterator[Run]:
             batch.slots.copy_(last * BLOCK + (context - 1) % BLOCK)
             with torch.inference_mode():
                 samples = graph_seconds([partial(step, model, batch)], target=0.05, repeats=9)
-            work = base.weight_bytes + count * context * config.kv_bytes_per_token(options.dtype)
+            work = weight_bytes(base) + count * context * config.kv_bytes_per_token(options.dtype)
             if not config.tie_word_embeddings:
                 work -= config.vocab_size * config.hidden_size * options.dtype.itemsize
             print(f"{name} {variant} {count} x {context}: {sorted(samples)[4] * 1e6:.1f} us", flush=True)

@@ -10,7 +10,7 @@ import torch
 from benchmarks.pictures.svg import INK, SOFT, Picture
 from paged_cache import LayerCache
 from triton_paged_attention.decode import Workspace, paged_decode
-from triton_paged_attention.tuning.tables import DecodeConfig
+from triton_paged_attention.tables import DecodeConfig
 
 CONTEXTS, TILE, SPLITS = (96, 20), 16, 3
 KV_HEADS, HEADS, D = 2, 4, 128

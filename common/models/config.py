@@ -1,4 +1,4 @@
-"""What a checkpoint's ``config.json`` says about the model, in one vocabulary for all families.
+"""The facts of a checkpoint's ``config.json`` about its model, in one vocabulary for all families.
 
 Hugging Face spells the same fact in several ways (``n_embd`` and ``hidden_size``, ``rope_theta`` and
 ``rope_parameters``). This module and its tables, `hf_fields`, are the only place that knows those spellings.

@@ -85,7 +85,7 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Field:
-    """What one fact is called in a JSON object, and what it may be.
+    """The name of one fact in a JSON object, and its allowed values.
 
     ``names`` are its spellings; those that are there must agree. Numbers lie between ``low`` and ``high``,
     both included; strings are one of ``choices``, if there are any. A field that is absent or null has its
@@ -131,6 +131,6 @@ class Field:
 
     @property
     def limit(self) -> str:
-        """What the value must be, in words."""
+        """The allowed values, in words."""
         style = {int: ",", float: "g"}.get(self.kind)
         return _KINDS[self.kind] + (f" between {self.low:{style}} and {self.high:{style}}" if style else "")

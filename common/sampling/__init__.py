@@ -1,1 +1,1 @@
-"""How the next token is chosen: a request's settings, their place in the arrays, and the choice."""
+"""The choice of the next token: a request's settings, their place in the arrays, and the choice itself."""

@@ -1,4 +1,4 @@
-"""What an output must look like: a JSON schema, a regular expression, a choice of strings, or a grammar.
+"""The form of an output: a JSON schema, a regular expression, a choice of strings, or a grammar.
 
 A `Grammar` is only the text of it, checked for size. What it means is for the engine that masks with it.
 """

@@ -1,4 +1,4 @@
-"""How one request's tokens are chosen: the settings, checked once, when they are made.
+"""The sampling settings of one request, checked once, when they are made.
 
 Everything that reads a `SamplingParams` (the sampler, the finish rule, the schedulers) may rely on what is
 checked here, so no later code checks it again.
@@ -144,12 +144,12 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether each token is the most likely one: `top_k` and `top_p`, too, can leave no other."""
+        """True if each token is the most likely one: `top_k` and `top_p`, too, can leave no other."""
         return self.temperature < GREEDY_BELOW or self.top_k == 1 or self.top_p == 0.0
 
     @property
     def penalized(self) -> bool:
-        """Whether the choice depends on which tokens came before, so that they have to be counted."""
+        """True if the choice depends on which tokens came before, so that they have to be counted."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     def seed_of(self, sample: int) -> int | None:

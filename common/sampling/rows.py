@@ -33,7 +33,7 @@ _FOREVER: Final = (1 << 63) - 1
 
 
 class Feature(enum.IntFlag):
-    """What a row needs beyond the argmax."""
+    """The needs of a row beyond the argmax."""
 
     RANDOM = enum.auto()  # a temperature above 0
     EDITS = enum.auto()  # logit_bias or min_tokens
@@ -77,7 +77,7 @@ class Edits(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What one batch needs, decided on the host from the host's copies; sampling branches on nothing else.
+    """The needs of one batch, decided on the host from the host's copies; sampling branches on nothing else.
 
     features: the union over the rows of the batch.
     draws: all places of the batch, cut into parts; empty when all rows are greedy.

@@ -149,7 +149,7 @@ class Detokenizer:
         return text
 
     def incomplete(self) -> str:
-        """What `Tokenizer.decode` shows for a character that is still incomplete; its bytes are dropped."""
+        """The text that `Tokenizer.decode` shows for an incomplete character, whose bytes are dropped."""
         return self._utf8.decode(b"", final=True)
 
     def _beside_last(self, token_id: int) -> str:

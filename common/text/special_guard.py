@@ -83,7 +83,7 @@ class SpecialGuard:
         return "".join(self._stand_in[char] if place in places else char for place, char in enumerate(text))
 
     def _places(self, text: str, whole: bool) -> set[int]:
-        """Where characters have to be hidden so that no special token, and no half at an end, is left."""
+        """Return the places of characters to hide so that no special token or half of one is left."""
         places, strings, state = set(), self._strings, 0
         for place, char in enumerate(text):
             state, size = strings.read(state, char)

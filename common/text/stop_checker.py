@@ -47,16 +47,16 @@ class StopChecker:
 
     @property
     def begins(self) -> bool:
-        """Whether the next token begins a text: see `Detokenizer`."""
+        """Return True if the next token begins a text: see `Detokenizer`."""
         return self._detokenizer.begins
 
     @property
     def text(self) -> str:
-        """What is known to belong to the completion; made anew each time, so ask at the end."""
+        """The text known to belong to the completion; made anew each time, so ask at the end."""
         return "".join(self._known)
 
     def take(self) -> str:
-        """What has become known since the last call."""
+        """Return the text that has become known since the last call."""
         new = "".join(self._known[self._taken :])
         self._taken = len(self._known)
         return new

@@ -130,7 +130,7 @@ class Tokenizer:
 
     @cached_property
     def _adds_bos(self) -> bool:
-        """Whether `tokenizer.json` puts the token that begins a text before every text."""
+        """Return True if `tokenizer.json` puts the token that begins a text before every text."""
         if self.bos_token_id is None or self._config.get("add_bos_token") is False:
             return False
         return self._encode("", add_special_tokens=True)[:1] == [self.bos_token_id]
@@ -246,7 +246,7 @@ class Tokenizer:
 
 
 class _Steps(msgspec.Struct):
-    """What `tokenizer.json` does to a text before and after, of which each may be a sequence."""
+    """The steps of `tokenizer.json` before and after encoding, each of which may be a sequence."""
 
     normalizer: dict[str, Any] | None = None
     decoder: dict[str, Any] | None = None

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
+
+# The docstrings are those of this checkout, whichever one the environment was installed for.
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path[:0] = [str(ROOT), *map(str, sorted((ROOT / "phases").glob("[0-9]*")))]
 
 project = "Inference Ladder"
 author = "the founders of Inference Ladder"
@@ -17,6 +23,7 @@ html_show_copyright = False
 html_theme_options = {"navigation_with_keys": True}
 html_css_files = ["site.css"]
 html_static_path = ["static"]
+highlight_language = "text"  # of fences that name none: diagrams, and what a command prints
 pygments_style = "friendly"
 pygments_dark_style = "monokai"
 
@@ -26,7 +33,7 @@ myst_heading_anchors = 4
 myst_links_external_new_tab = False
 suppress_warnings = [
     "myst.header",  # a lesson may go from a title to a third level
-    "misc.highlighting_failure",  # what a command prints is no program
+    "misc.highlighting_failure",  # an excerpt need not be a whole program
     "mystnb.unknown_mime_type",
     "ref.python",  # several classes have a field of one name
 ]

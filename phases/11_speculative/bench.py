@@ -30,7 +30,7 @@ from common.models.hub import model_folder
 from common.text.tokenizer import Tokenizer
 from continuous.seams import NO_DRAFTS, Drafter
 from forward.model import Model
-from paged_cache import PagedEngine, Parts
+from paged_cache import PagedEngine, Parts, Recipe
 from speculative import Speculate, Speculator
 from speculative.control import Control
 from speculative.head import WEIGHTS
@@ -130,7 +130,9 @@ class Bench:
     def drafter(self, **settings: Any) -> Speculator:
         """A drafter for the engine that guesses on the host, as the feature would make it."""
         feature = Speculate(**settings)
-        source = feature.source(Parts(self.engine.runner.model))
+        parts = Parts(Recipe(self.engine.runner.model))
+        parts.model = self.engine.runner.model
+        source = feature.source(parts)
         return Speculator(source, Control(feature.length, adaptive=feature.draft_adaptive))
 
     def sweep(self, sizes: Sequence[int]) -> list[Run]:

@@ -19,8 +19,8 @@ from phases import Phase
 from phases.registry import import_phase
 
 if TYPE_CHECKING:
-    from triton_paged_attention.tuning.autotune import Found, Trial
-    from triton_paged_attention.tuning.shapes import Shape
+    from phases.appendix.tuning.autotune import Found, Trial
+    from phases.appendix.tuning.shapes import Shape
 
 
 WITH_KERNELS = (6, 9)
@@ -43,14 +43,14 @@ def autotune(
 
     Args:
         model: its name; folder: where it is, None for a `random:SHAPE`.
-        options: those of `triton_paged_attention.tuning.autotune.autotune`.
+        options: those of `phases.appendix.tuning.autotune.autotune`.
     """
     import_phase(phase)
-    from triton_paged_attention.tuning.autotune import MOST
+    from phases.appendix.tuning.autotune import MOST
 
     # Phase 09 has kernels of its own for few tokens; its search finds phase 06's, too.
     search = import_module(
-        "phases.appendix.latency.tuning" if phase.number >= 9 else "triton_paged_attention.tuning.autotune"
+        "phases.appendix.tuning.lone" if phase.number >= 9 else "phases.appendix.tuning.autotune"
     ).autotune
 
     if folder is None:

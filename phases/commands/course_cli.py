@@ -40,7 +40,7 @@ def hint(
     exercise: ExerciseId,
     level: Annotated[
         int | None,
-        typer.Option(help="1: what must hold; 2: a worked example; 3: pseudocode; by default the next"),
+        typer.Option(help="1: what must hold; 2: an example; 3: an outline; 4: pseudocode; else the next"),
     ] = None,
 ) -> int:
     """Show a hint, one level after the other, and note it."""

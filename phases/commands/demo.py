@@ -12,15 +12,23 @@ from rich.table import Table
 from benchmarks.roofline import ceilings, generation_work, ideal_seconds
 from common.console import err, out
 from common.device import pick_device, pick_dtype
+from common.neighbours import share, usage, warning
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from forward.loading import load_model
 from phases import PHASES, Phase
 from phases.commands import demo_server
-from phases.commands.engines import Served, encode, serve
+from phases.commands.demo_rungs import MEMORY_ROWS, SHOWS, Counter, Work, change, load, others
+from phases.commands.engines import Served, serve
 from phases.commands.fetch import fetch_with_progress
-from phases.registry import load_engine, missing_for
+from phases.registry import ROWS, missing_for
 
+RULES = (
+    "You are a helpful assistant who answers a question about the world, about animals, food, colors, "
+    "numbers and places. Answer in one short and friendly sentence, with no list, no explanation and nothing "
+    "that was not asked for."
+)
+"""Before every question: what all prompts begin with is what phase 08 computes once."""
 QUESTION = "What is the capital of France? Answer in one sentence."
 OTHERS = (
     "What is the largest planet in the solar system?",
@@ -29,42 +37,33 @@ OTHERS = (
     "What is the opposite of hot?",
     "Which animal says meow?",
     "What do bees make?",
-    "Name three kinds of fruit.",
+    "Repeat these words: red, green, blue, red, green, blue, red, green, blue.",
 )
-MAX_TOKENS = 24
-
-WHY = {
-    "01_forward": "Every new token computes all tokens before it again.",
-    "02_kv_cache": "Keys and values are kept, so every step computes one token.",
-    "03_batching": "All questions share each step: the weights are read once for all of them.",
-    "04_continuous": "A finished answer leaves the batch at once, and a waiting question takes its place.",
-    "05_paged_cache": "The cache is blocks handed out on demand, so more requests fit the same memory.",
-    "06_triton_paged_attention": "Kernels read the blocks where they lie.",
-    "07_chunked_prefill": "Long prompts are cut into chunks, so that nobody waits for one.",
-    "08_prefix_cache": "Prompts that begin alike are computed once.",
-    "09_cuda_graphs": "The next step is scheduled while this one runs. With CUDA, a step is one launch.",
-    "10_quant": "Weights and keys may have 8 or 4 bits. Without an option this is phase 09.",
-}
+MAX_TOKENS = 20
+MEANINGLESS = 0.1
+"""The others' share of the processor beyond which a speed says more about them."""
 
 
 @dataclass(frozen=True)
 class Rung:
-    """One phase's turn."""
+    """One phase's turn. busy: the others' share of the processor meanwhile."""
 
     phase: Phase
     served: Served
+    work: Work
     fraction: float
-    """Share of the roofline."""
+    busy: float
 
 
 def run(model: str, device: str, dtype: str) -> int:
     """Fetch the model, answer the same questions with every phase that runs here, print the table."""
+    begun = usage()
     where = pick_device(device)
     kind = pick_dtype(dtype, where)
     folder = fetch_with_progress(model)
     tokenizer = Tokenizer(folder)
     questions = [QUESTION, *OTHERS]
-    prompts = [encode(tokenizer, question, chat=True) for question in questions]
+    prompts = [_chat(tokenizer, question) for question in questions]
     loaded = load_model(str(folder), device=str(where), dtype=str(kind).removeprefix("torch."))
     top = ceilings(where, kind)
     params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
@@ -72,27 +71,40 @@ def run(model: str, device: str, dtype: str) -> int:
     out.print(
         f"[dim]{model} on {where}, {len(questions)} questions at once; the first answer is shown.[/dim]"
     )
+    if busy := warning(begun):
+        err.print(f"[yellow]{busy}[/yellow]")
     rungs: list[Rung] = []
     for phase in PHASES:
-        if phase.number == demo_server.SERVING:  # its engine is the one before it: it is asked over HTTP
+        if phase.number not in SHOWS:
             continue
         missing = missing_for(phase, where)
         if missing:
             out.print(f"[dim]{phase.name} is left out: it needs {missing}[/dim]")
             continue
+        show = SHOWS[phase.number]
+        made_with = "".join(f" (here with {name} {value})" for name, value in show.options)
         out.print(Rule(f"{phase.name}: {phase.title}", align="left", style="dim"))
-        out.print(f"[dim]{WHY.get(phase.name, phase.summary)}[/dim]")
-        engine = load_engine(phase, loaded)
+        out.print(f"[dim]{show.why}{made_with}[/dim]")
+        engine = load(phase, loaded)
         _warm(engine, tokenizer, prompts[:1])
-        served = serve(engine, tokenizer, prompts, params, _Answers().show)
+        before = usage()
+        with Counter(phase, engine) as counter:
+            served = serve(engine, tokenizer, prompts, params, _Answers().show)
         out.file.write("\n")
         lengths = [len(completion.token_ids) for completion in served.completions]
         work = generation_work(loaded.config, kind, [len(p) for p in prompts], lengths, batch=len(prompts))
-        rungs.append(Rung(phase, served, ideal_seconds(work, top) / served.seconds))
-        del engine
+        fraction = ideal_seconds(work, top) / served.seconds
+        rungs.append(Rung(phase, served, counter.work, fraction, share(before, usage())))
+        out.print(f"[dim]{change(phase, rungs[-2].work if rungs[1:] else None, counter.work)}[/dim]")
+        del engine, counter
         gc.collect()  # the next engine may want the memory of this one's cache
     _summary(rungs, where)
     return demo_server.run(model, str(where), dtype)
+
+
+def _chat(tokenizer: Tokenizer, question: str) -> list[int]:
+    """Return the token ids of a question behind the rules."""
+    return tokenizer.chat([{"role": "system", "content": RULES}, {"role": "user", "content": question}])
 
 
 class _Answers:
@@ -112,7 +124,8 @@ class _Answers:
 
 def _warm(engine: object, tokenizer: Tokenizer, prompts: list[list[int]]) -> None:
     """The first steps pay for allocations and compilation, which are not what is compared."""
-    serve(engine, tokenizer, prompts, SamplingParams(max_tokens=2))  # type: ignore[arg-type]
+    other = [list(reversed(prompt)) for prompt in prompts]  # nothing that a prefix cache would find later
+    serve(engine, tokenizer, other, SamplingParams(max_tokens=2))  # type: ignore[arg-type]
 
 
 def _summary(rungs: list[Rung], device: torch.device) -> None:
@@ -122,17 +135,28 @@ def _summary(rungs: list[Rung], device: torch.device) -> None:
     answer = rungs[-1].served.completions[0].text.strip()
     out.print(Rule(style="dim"))
     out.print(f"[bold]{QUESTION}[/bold]\n{answer}\n", markup=True)
-    table = Table("Phase", box=None, pad_edge=False, header_style="bold")
-    for name in ("tokens/s", "gain", "roofline"):
-        table.add_column(name, justify="right")
+    table = Table("Phase", "What it is for, in this run", box=None, pad_edge=False, header_style="bold")
+    for name in ("tokens/s", "roofline"):
+        table.add_column(name, justify="right", no_wrap=True)
     before: Rung | None = None
     for rung in rungs:
-        rate = rung.served.tokens_per_second
-        gain = f"{rate / before.served.tokens_per_second:.1f}×" if before else ""
-        table.add_row(rung.phase.name, f"{rate:,.1f}", gain, f"{rung.fraction:.0%}")
+        rate = f"{rung.served.tokens_per_second:,.1f}{'*' if rung.busy > MEANINGLESS else ''}"
+        shown = change(rung.phase, before.work if before else None, rung.work) or "the speed, on a GPU"
+        table.add_row(rung.phase.name, shown, rate, f"{rung.fraction:.0%}")
         before = rung
     out.print(table)
-    out.print(f"[dim]All questions together, on {device}. Roofline: share of what it could do at best.[/dim]")
-    texts = {tuple(tuple(c.token_ids) for c in rung.served.completions) for rung in rungs}
+    out.print(
+        f"[dim]All questions together, on {device}. Roofline: share of what it could do at best. Each rung "
+        f"has those below it, and from phase {ROWS:02d} on the memory of {MEMORY_ROWS} rows. Not in this "
+        f"table, as its questions do not show them: {others()}[/dim]"
+    )
+    worst = max(rung.busy for rung in rungs)
+    if worst > MEANINGLESS:
+        out.print(
+            f"[yellow]* Other programs took up to {worst:.0%} of the processor: these speeds say more about "
+            "them than about the phases. The counts beside them stay as they are.[/yellow]"
+        )
+    plain = [rung for rung in rungs if not SHOWS[rung.phase.number].rounds]
+    texts = {tuple(tuple(c.token_ids) for c in rung.served.completions) for rung in plain}
     if len(texts) == 1:
-        out.print("[dim]Every phase gave the same answers, token for token.[/dim]")
+        out.print("[dim]Every phase gave the same answers, token for token (but for 8-bit weights).[/dim]")

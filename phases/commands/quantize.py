@@ -10,10 +10,11 @@ from common.errors import UserError, choice, integer
 from common.progress import bar
 from common.text.tokenizer import Tokenizer
 from forward.loading import load_model
+from paged_cache.memory import weight_bytes
 from phases import ROOT
+from phases.appendix.checkpoint_formats.export import check_source, check_target, export
 from phases.commands.fetch import fetch_with_progress
 from quant.calibrate import blocks_of, samples
-from quant.export import check_source, check_target, export
 from quant.formats import GROUPS, SCHEMES
 from quant.kv import KV_DTYPES, head_scales
 from quant.methods import METHODS, quantize_model
@@ -57,12 +58,12 @@ def run(
     loaded = load_model(str(source), device=str(where), dtype="float32")
     tokens = [] if text is None else Tokenizer(source).encode(text)
     texts = [] if text is None else samples(tokens, pieces, min(length, loaded.max_len))
-    before = loaded.weight_bytes
+    before = weight_bytes(loaded)
     kv = None if kv_cache == "none" else (kv_cache, head_scales(loaded, texts, kv_cache))
     with bar(f"{model} to {scheme} by {method}", len(blocks_of(loaded))) as part:
         quantize_model(loaded, wanted, method, texts, part)  # type: ignore[arg-type]
     export(loaded, source, folder, kv)
-    err.print(f"weights: {before / 1e6:,.0f} MB in float32, now {loaded.weight_bytes / 1e6:,.0f} MB")
+    err.print(f"weights: {before / 1e6:,.0f} MB in float32, now {weight_bytes(loaded) / 1e6:,.0f} MB")
     out.out(str(folder), highlight=False)
     return 0
 

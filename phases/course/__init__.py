@@ -1,7 +1,7 @@
 """Coursework: exercises made from the reference itself, checked and graded against its tests.
 
 Nothing here is needed to run the engine. The exercises are data beside each lesson (`exercises.toml`). This
-package blanks their functions (`blanks`), lays a working copy out (`making`), puts a student's functions into
-a fresh copy of the reference (`overlay`), and runs tests there in a process of their own (`nursery`,
-`inside`).
+package blanks their functions (`blanks`), lays a working copy out (`making`), reads a student's source before
+any of it runs (`guard`), puts their functions into a fresh copy of the reference (`overlay`), runs cases and
+tests there in processes of their own (`nursery`, `inside`), and judges what these say (`checking`).
 """

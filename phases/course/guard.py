@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import sys
+import tomllib
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,66 +18,16 @@ from pathlib import Path
 
 from phases.course.blanks import graft
 
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
+_RULES = tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))
 
 
-PLAIN = _words(
-    """
-    __future__ abc bisect collections contextlib copy dataclasses enum functools heapq itertools math numpy
-    operator random re string torch triton typing
-    """
-)
-"""Modules that anybody may import, beside those that the reference's file imports."""
-PARTS = _words(
-    """
-    collections.abc numpy.fft numpy.linalg numpy.random numpy.typing torch.fft torch.linalg torch.nn
-    torch.nn.functional torch.nn.init torch.special triton.language triton.language.math
-    """
-)
-"""Modules inside of them that anybody may use; others hold the system, the tests' judges, or a way there."""
-WAYS = _words(
-    """
-    time.monotonic time.perf_counter time.perf_counter_ns time.sleep time.time asyncio.CancelledError
-    asyncio.Condition asyncio.Event asyncio.FIRST_COMPLETED asyncio.Future asyncio.Lock asyncio.Queue
-    asyncio.QueueEmpty asyncio.QueueFull asyncio.Semaphore asyncio.Task asyncio.TaskGroup asyncio.TimeoutError
-    asyncio.create_task asyncio.current_task asyncio.gather asyncio.get_running_loop asyncio.shield
-    asyncio.sleep asyncio.timeout asyncio.wait asyncio.wait_for
-    """
-)
-"""Of other modules: what the reference uses of them, and these."""
-UNWANTED = _words(
-    """
-    __import__ breakpoint compile delattr eval exec exit globals locals open quit setattr vars
-    """
-)
-REACHING = _words(
-    """
-    os sys subprocess socket builtins bltns importlib ctypes gc inspect signal modules _exit f_back f_globals
-    f_locals f_builtins tb_frame tb_next gi_frame cr_frame ag_frame fork system popen pickle marshal
-    load_library hub utils_cpp _C from_file fromfile tofile dump dumps memmap DataSource attrgetter
-    methodcaller get_type_hints ForwardRef Formatter make_dataclass defstruct new_class singledispatch
-    singledispatchmethod update_wrapper wraps ABCMeta EnumMeta EnumType global_enum _convert_ _pytest pytest
-    runtest subprocess_exec subprocess_shell create_subprocess_exec create_subprocess_shell create_connection
-    open_connection set_default_dtype redirect_stdout redirect_stderr
-    """
-)
-"""Names that lead out of what may be used: `torch.os`, `random._os`, `operator.attrgetter`."""
-FILES = _words("load loadtxt genfromtxt fromregex save savetxt savez savez_compressed")
-"""What PyTorch and numpy read and write files with."""
-SPECIAL = _words(
-    """
-    __init__ __post_init__ __len__ __name__ __call__ __iter__ __next__ __enter__ __exit__ __repr__
-    __getitem__ __setitem__ __lt__ __hash__ __slots__
-    """
-)
-"""Not `__eq__`: an answer that is equal to everything is none."""
-BASES = _words("ABC Enum Exception Generic KeyError Module NamedTuple Protocol TypedDict ValueError object")
-"""Bases of a class, beside those in the file: a number that compares as it likes is none."""
-MAKERS = _words("Enum Flag IntEnum IntFlag NamedTuple StrEnum TypedDict type")
-"""Called, they make classes with names that are computed."""
-CHANGING = _words("add append clear extend insert pop popitem remove setdefault update")
+def _words(*names: str) -> Iterator[frozenset[str]]:
+    yield from (frozenset(_RULES[name].split()) for name in names)
+
+
+PLAIN, PARTS, WAYS, FILES = _words("plain", "parts", "ways", "files")
+UNWANTED, REACHING, SPECIAL = _words("unwanted", "reaching", "special")
+BASES, MAKERS, CHANGING = _words("bases", "makers", "changing")
 CHANGED = "= "
 LONGEST = 100_000
 """Characters of a file."""

@@ -1,4 +1,4 @@
-"""Hints of three levels, the solution as a difference, and the log of who has asked for them."""
+"""Hints of four levels, the solution as a difference, and the log of who has asked for them."""
 
 from __future__ import annotations
 

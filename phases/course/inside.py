@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tomllib
 import traceback
 from collections.abc import Generator
 from pathlib import Path
@@ -19,19 +20,8 @@ import pytest
 JOB, RESULT = "course-job.json", "course-result.json"
 LONGEST, SHOWN = 600, 8
 """Characters, and lines of a note."""
-JUDGES = {
-    "builtins": "abs all any isinstance len list map max min range round set sorted sum type zip",
-    "math": "isclose isfinite isnan",
-    "pytest": "approx fail raises skip xfail",
-    "numpy": "all allclose any array_equal isclose",
-    "numpy.testing": "assert_allclose assert_array_equal assert_equal",
-    "torch": "all allclose any eq equal isclose ne Tensor",
-    "torch.testing": "assert_close",
-    "torch.Tensor": "all allclose any eq equal item isclose max ne sum tolist",
-    "_pytest.python.Function": "runtest setup",
-    "_pytest.runner": "call_and_report pytest_runtest_call pytest_runtest_makereport",
-}
-"""What tests judge with: code that changes it judges itself."""
+JUDGES: dict[str, str] = tomllib.loads(Path(__file__).with_name("rules.toml").read_text())["judges"]
+"""What tests judge with: places, and names in them."""
 
 
 class NoNetwork(Exception):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,46 +200,21 @@ def around(folder: Path) -> Copy:
     )
 
 
-def guide(chosen: Iterable[Exercise], asked: Iterable[Question]) -> str:
-    """The copy's own page: what to do, and what there is."""
-    chosen = tuple(chosen)
-    lines = [
-        "# Coursework",
-        "",
-        "Fill in the functions that raise `NotImplementedError`. Everything else is taken from the course's",
-        "own checkout (`checkout` leads there), so each exercise can be solved by itself. The order is that",
-        "in which they build on each other. Files that cannot be written are there to be read.",
-        "",
-        "```",
-        "ladder course check          # a line for each exercise; `ladder course check 05.3` for one",
-        "ladder course hint 05.3      # four levels: what must hold, an example, an outline, pseudocode",
-        "ladder course watch          # check whenever a file is saved",
-        "ladder course answer 05.p1 2 # an answer to predict or to measure",
-        "ladder course solution 05.3  # the difference to the course's own; it is noted, like every hint",
-        "```",
-        "",
-        "What counts are the functions named here, and new functions, constants and imports beside them.",
-        "",
-        "| exercise | | points | file | functions |",
-        "| --- | --- | ---: | --- | --- |",
-    ]
-    for one in chosen:
-        names = ", ".join(f"`{name}`" for name in one.functions)
-        lines.append(
-            f"| {one.id} | {one.title} | {one.points} | [{Path(one.file).name}]({one.file}) | {names} |"
-        )
+def guide(chosen: Sequence[Exercise], asked: Iterable[Question]) -> str:
+    """Return the copy's own page: what to do, and what there is."""
     there = [phase for phase in PHASES if any(one.phase is phase for one in chosen)]
-    books = [f"[{phase.number:02d}](notebooks/{phase.name}.ipynb)" for phase in there]
-    lines += ["", f"Notebooks: {', '.join(books)}. Words: [the glossary]({CHECKOUT}/docs/glossary.md)."]
-    lines += ["", "| question | | points |", "| --- | --- | ---: |"]
-    lines += [f"| {one.id} | {one.question} | {one.points} |" for one in asked]
-    files = {one.file for one in chosen}
+    files = {*(one.file for one in chosen), *(file for phase in there for file in must_read(phase))}
     held = sorted({name for one in chosen for name in one.masked if name.partition(":")[0] in files})
-    if held:
-        lines += [
-            "",
-            "Held back as well, because they would give an answer away (the course's own are used):",
-            "",
-        ]
-        lines += [f"- `{name.partition(':')[2]}` in {name.partition(':')[0]}" for name in held]
-    return "\n".join(lines) + "\n"
+    links = {one.id: f"[{Path(one.file).name}]({one.file})" for one in chosen}
+    named = {one.id: ", ".join(f"`{name}`" for name in one.functions) for one in chosen}
+    rows = {
+        "exercises": [
+            f"| {one.id} | {one.title} | {one.points} | {links[one.id]} | {named[one.id]} |" for one in chosen
+        ],
+        "notebooks": [f"- [{phase.number:02d}](notebooks/{phase.name}.ipynb)" for phase in there],
+        "questions": [f"| {one.id} | {one.question} | {one.points} |" for one in asked],
+        "held": [f"- `{name.partition(':')[2]}` in {name.partition(':')[0]}" for name in held]
+        or ["- nothing"],
+    }
+    text = Path(__file__).with_name("guide.txt").read_text(encoding="utf-8")
+    return text.format(**{name: "\n".join(lines) for name, lines in rows.items()})

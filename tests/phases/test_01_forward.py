@@ -548,16 +548,6 @@ def test_consumer_is_not_left_in_inference_mode() -> None:
         assert not torch.is_inference_mode_enabled()
 
 
-def test_weight_bytes_count_buffers_and_shared_memory_once() -> None:
-    model = load_model("random:tiny", device="cpu", dtype="float32")
-    expected = 4 * sum(p.numel() for p in model.parameters()) + 4 * 8  # and RoPE's 8 frequencies
-    assert model.weight_bytes == expected
-    model.register_buffer("view", model.lm_head.weight[3:5])
-    assert model.weight_bytes == expected
-    tied = random_model(replace(SHAPES["tiny"], tie_word_embeddings=True), device="cpu", dtype=torch.float32)
-    assert tied.weight_bytes == expected - 4 * 257 * 48
-
-
 def test_gpt2_weights_of_three_dimensions_are_named(tmp_path: Path) -> None:
     oracle("gpt2", tmp_path)
     stored = load_file(tmp_path / "model.safetensors")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from continuous.policies import POLICIES
 from continuous.rows import Rows
 from continuous.work import Work
 from forward.attention import LayerSpec
+from forward.loading import load_model, random_model
 from forward.model import Model
 from forward.shapes import SHAPES
 from paged_cache import (
@@ -33,7 +35,7 @@ from paged_cache import (
     PagedScheduler,
     TorchPagedAttention,
 )
-from paged_cache.memory import plan_cache
+from paged_cache.memory import plan_cache, weight_bytes
 from paged_cache.reference import paged_attention
 from paged_cache.runner import PagedRunner
 from tests.dispatch import Operations
@@ -563,11 +565,21 @@ def test_what_an_earlier_request_left_in_a_block_is_not_seen(model: Model) -> No
 # Memory.
 
 
+def test_weight_bytes_count_buffers_and_shared_memory_once() -> None:
+    model = load_model("random:tiny", device="cpu", dtype="float32")
+    expected = 4 * sum(p.numel() for p in model.parameters()) + 4 * 8  # and RoPE's 8 frequencies
+    assert weight_bytes(model) == expected
+    model.register_buffer("view", model.lm_head.weight[3:5])
+    assert weight_bytes(model) == expected
+    tied = random_model(replace(SHAPES["tiny"], tie_word_embeddings=True), device="cpu", dtype=torch.float32)
+    assert weight_bytes(tied) == expected - 4 * 257 * 48
+
+
 def test_ledger(model: Model) -> None:
     plan = {"block_size": 16, "step_tokens": 2048, "rows": 4, "max_len": 100}
     ledger = plan_cache(model, cache_bytes=block_bytes(model, 10) + 5, **plan)
     assert (ledger.blocks, ledger.tokens, ledger.cache) == (10, 160, block_bytes(model, 10))
-    assert ledger.weights == model.weight_bytes
+    assert ledger.weights == weight_bytes(model)
     assert ledger.rows > 4 * (8 * 100 + 4 * 7) and ledger.rows < 1 << 20
     for word in ("weights", "activations", "cache", "blocks", "tokens", "160"):
         assert word in str(ledger)

@@ -51,7 +51,7 @@ from paged_cache import BlockPool, PagedCache, PagedEngine
 from paged_cache.memory import activation_bytes
 from tests.equivalence.compare import assert_all_same
 from tests.fakes import FakePending, FakeRunner, OddOnly
-from triton_paged_attention.tuning.tables import LONG
+from triton_paged_attention.tables import LONG
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"

@@ -17,6 +17,7 @@ from quant.kernels.products import Unscaled
 from quant.kernels.rounding import round_rows
 from quant.kernels.words import from_words, to_words
 from quant.linear import QuantLinear
+from quant.pairs import PAIRS
 from quant.weights import QuantizedWeight
 from tests.quant_layers import DEVICE, DTYPE, INT4_32, assert_close, layer_of, named
 from triton_paged_attention.decode import paged_decode
@@ -24,7 +25,7 @@ from triton_paged_attention.kernels.kv_store import kv_store
 from triton_paged_attention.kernels.rope import HeadNorms, ProductScales, norm_rope
 from triton_paged_attention.linear import join
 from triton_paged_attention.prefill import paged_prefill, query_tiles
-from triton_paged_attention.tuning.tables import DecodeConfig, PrefillConfig
+from triton_paged_attention.tables import DecodeConfig, PrefillConfig
 
 pytestmark = [pytest.mark.usefixtures("poison"), pytest.mark.slow]  # a minute in the interpreter
 
@@ -98,7 +99,7 @@ def caches(
         data = torch.full((2, *shape), float("nan"), device=DEVICE).to(torch.float8_e4m3fn)
         if paired:  # the other half of a pair is multiplied by 0: it may be anything that `kv_store` stores
             data[1] = 448.0
-        made.append(LayerCache(data[0], data[1], *scales, paired))
+        made.append(LayerCache(data[0], data[1], *scales, PAIRS if paired else None))
     for row, n in enumerate(lens):
         k, v = torch.randn(2, n, kv_heads, d, device=DEVICE, generator=rng).to(DTYPE)
         places = torch.arange(n)
@@ -158,7 +159,7 @@ def test_rope_stores_in_the_caches_format(paired: bool, rng: torch.Generator) ->
     made = []
     for _ in range(2):
         data = torch.zeros(2, 3, size, kv_heads, d, device=DEVICE).to(torch.float8_e4m3fn)
-        made.append(LayerCache(data[0], data[1], *scales, paired))
+        made.append(LayerCache(data[0], data[1], *scales, PAIRS if paired else None))
     pending = ProductScales(rows, each, DTYPE)
     q, _, _ = norm_rope(values, cos, sin, spec, norms=norms, cache=made[0], slots=slots, pending=pending)
     product = Unscaled(values, rows, each).finished(DTYPE)
@@ -171,7 +172,7 @@ def test_rope_stores_in_the_caches_format(paired: bool, rng: torch.Generator) ->
 
 def test_the_ledger_knows_of_unpacked_weights() -> None:
     model = load_model("random:tiny", device=DEVICE, dtype="float32")
-    options = {"kernels": True, "graphs": False, "rehearsal": False, "cache_bytes": 1 << 20, "max_len": 64}
+    options = {"kernels": True, "graphs": False, "cache_bytes": 1 << 20, "max_len": 64}
     engines = [quant.load(model, quantization=scheme, **options) for scheme in (None, "int8")]
     largest = model.config.vocab_size * model.config.hidden_size * 4  # the head, in float32
     more = engines[1].ledger.reserved - engines[0].ledger.reserved

@@ -1,10 +1,8 @@
-"""Phase 10 as a whole: loading, checkpoints, engines, keys and values, methods, and the files written."""
+"""Phase 10 as a whole: loading, engines, keys and values, and methods."""
 
 from __future__ import annotations
 
 import gc
-import json
-import shutil
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,13 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-import cuda_graphs
-import forward
-import paged_cache
 import quant
 from benchmarks.defined import DefinedLinear, defined, defined_layer
 from benchmarks.fidelity import StoredAttention, compare, difference
@@ -29,93 +22,22 @@ from forward.attention import RecomputeAttention
 from forward.loading import load_model
 from forward.model import Model
 from forward.surgery import clone
+from paged_cache.memory import weight_bytes
 from paged_cache.pool import encode
-from phases import find_phase, registry
-from phases.cli import main
 from quant import awq, gptq, rtn
 from quant.calibrate import blocks_of, samples, sweep, watch
-from quant.export import configuration, export
 from quant.formats import INT4, SCHEMES
 from quant.kv import KV_DTYPES, StoredKV, head_scales, kv_format, sample
-from quant.layouts import pack_words
 from quant.linear import QuantLinear
 from quant.loading import Quantize
 from quant.methods import quantize_model
-
-SMALL = {"max_rows": 4, "max_len": 64, "step_tokens": 64, "block_size": 4, "cache_bytes": 1 << 20}
-PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [5, 6, 7, 8, 9, 10, 11, 12, 40, 41, 42], [3]]
-PARAMS = [
-    SamplingParams(max_tokens=6, ignore_eos=True),
-    SamplingParams(max_tokens=5, temperature=0.8, seed=3, ignore_eos=True),
-    SamplingParams(max_tokens=4, ignore_eos=True),
-]
-IDS = torch.arange(1, 40)
+from tests.quant_kit import PARAMS, PROMPTS, SMALL, exactly, logits
+from tests.quant_kit import folders as folders
 
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
-
-
-def logits(model: Model, ids: Tensor = IDS) -> Tensor:
-    with torch.no_grad():
-        return model.logits(model(ids, torch.arange(len(ids)), RecomputeAttention()))
-
-
-def exactly(model: Model) -> Model:
-    """The same model, every quantized layer multiplied by its definition."""
-
-    class Exact(nn.Module):
-        def __init__(self, layer: QuantLinear) -> None:
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer.exact(x)
-
-    model = clone(model)
-    for name in [name for name, layer in model.named_modules() if isinstance(layer, QuantLinear)]:
-        owner, _, last = name.rpartition(".")
-        setattr(model.get_submodule(owner), last, Exact(model.get_submodule(name)))  # type: ignore[arg-type]
-    return model
-
-
-def families() -> dict[str, Any]:
-    import transformers as hf
-
-    shape = {
-        "vocab_size": 97,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "initializer_range": 0.1,
-    }
-    return {
-        "llama": hf.LlamaConfig(**shape, tie_word_embeddings=False),
-        "qwen2": hf.Qwen2Config(**shape, tie_word_embeddings=True),
-        "qwen3": hf.Qwen3Config(**shape, head_dim=16, tie_word_embeddings=False),
-        "gemma3": hf.Gemma3TextConfig(**shape, head_dim=16, tie_word_embeddings=True, sliding_window=16),
-    }
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A tiny checkpoint of each family, with outliers among its inputs."""
-    import transformers as hf
-
-    found = {}
-    for name, config in families().items():
-        torch.manual_seed(0)
-        model = hf.AutoModelForCausalLM.from_config(config)
-        for parameter, weight in model.named_parameters():
-            if parameter.endswith("layernorm.weight"):
-                weight.data[::16] += 3  # a few inputs are larger than the others, as in real models
-        found[name] = tmp_path_factory.mktemp(name)
-        model.save_pretrained(found[name])
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +99,7 @@ def test_the_callers_model_stays_as_it_is(tiny: Model) -> None:
     before = {name: id(part) for name, part in tiny.named_modules()}
     engine = quant.load(tiny, quantization="int4", **SMALL)
     assert {name: id(part) for name, part in tiny.named_modules()} == before
-    assert engine.ledger.weights < tiny.weight_bytes / 2
+    assert engine.ledger.weights < weight_bytes(tiny) / 2
     assert quant.load(tiny, **SMALL).runner.model is tiny, "nothing to do, so nothing is copied"
 
 
@@ -235,285 +157,6 @@ def test_rows_that_no_group_divides(folders: dict[str, Path], tmp_path: Path) ->
         rtn_of = Quantize(INT4)
         layer = nn.Linear(40, 8)
         QuantLinear.of(layer, rtn_of.scheme, "some_layer")  # type: ignore[arg-type]
-
-
-# Checkpoints.
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
-def test_a_checkpoint_goes_out_and_in(
-    folders: dict[str, Path], tmp_path: Path, scheme: str, family: str
-) -> None:
-    model = load_model(str(folders[family]), device="cpu", dtype="float32")
-    quantize_model(model, SCHEMES[scheme])
-    export(model, folders[family], tmp_path / "out")
-    again = load_model(str(tmp_path / "out"), device="cpu", dtype="float32", linears=Quantize())
-    assert torch.equal(logits(model), logits(again)), f"{family} in {scheme} is another model when read again"
-    first = next(layer for layer in again.modules() if isinstance(layer, QuantLinear))
-    assert (
-        first.scheme.weights == SCHEMES[scheme].weights
-        and first.scheme.activations == SCHEMES[scheme].activations
-    )
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-@pytest.mark.parametrize("flag", [True, False])
-def test_a_written_file_says_whether_the_head_is_stored(
-    folders: dict[str, Path], tmp_path: Path, family: str, flag: bool
-) -> None:
-    """Other engines believe the flag, whatever the flag of the source was."""
-    source = shutil.copytree(folders[family], tmp_path / "source")
-    raw = json.loads((source / "config.json").read_text()) | {"tie_word_embeddings": flag}
-    (source / "config.json").write_text(json.dumps(raw))
-    model = load_model(source, device="cpu", dtype="float32")
-    quantize_model(model, INT4)
-    export(model, source, tmp_path / "out")
-    written = json.loads((tmp_path / "out" / "config.json").read_text())
-    stored = load_file(tmp_path / "out" / "model.safetensors")
-    assert written["tie_word_embeddings"] == ("lm_head.weight" not in stored) == (family == "qwen2")
-
-
-@pytest.fixture(scope="module")
-def packed(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = load_model(str(folders["llama"]), device="cpu", dtype="float32")
-    quantize_model(model, INT4)
-    folder = tmp_path_factory.mktemp("packed") / "int4"
-    export(model, folders["llama"], folder)
-    return folder
-
-
-def test_phases_before_refuse_a_quantized_checkpoint_and_this_one_takes_it(packed: Path) -> None:
-    says = "names the method 'compressed-tensors', but plain weights are all that phases before 10 read"
-    for load in (forward.load, paged_cache.load, cuda_graphs.load):
-        with pytest.raises(UserError, match=says):
-            load(str(packed), device="cpu")
-    engine = quant.load(str(packed), device="cpu", **SMALL)
-    assert [len(c.token_ids) for c in engine.generate(PROMPTS, PARAMS)] == [6, 5, 4]
-    with pytest.raises(UserError, match=says):
-        quant.load(str(packed), device="cpu", quant=False, **SMALL)
-    with pytest.raises(UserError, match="quantization is 'int8', but the checkpoint is quantized already"):
-        quant.load(str(packed), device="cpu", quantization="int8", **SMALL)
-
-
-def test_the_head_of_a_quantized_checkpoint_may_be_quantized_as_well(packed: Path) -> None:
-    small = quant.load(str(packed), device="cpu", head="int8", **SMALL)
-    assert isinstance(small.runner.model.lm_head, QuantLinear), "the head was to be int8, but is plain"
-    assert isinstance(quant.load(str(packed), device="cpu", **SMALL).runner.model.lm_head, nn.Linear)
-
-
-FILES: dict[str, tuple[str, Any, str]] = {
-    "truncated scales": (
-        "weight_scale",
-        lambda x: x[:, :-1].contiguous(),
-        r"misshapen: layers.0.mlp.up_proj.weight_scale \[128, 0\] instead of \[128, 1\]",
-    ),
-    "nan scales": ("weight_scale", lambda x: x * float("nan"), r"up_proj.weight_scale holds NaN or infinity"),
-    "another group": (
-        "weight_scale",
-        lambda x: x.repeat(1, 2),
-        r"up_proj.weight_scale \[128, 2\] instead of \[128, 1\]",
-    ),
-    "other integers": (
-        "weight_packed",
-        lambda x: x.to(torch.int64),
-        "weight_packed of type I64 instead of torch.int32",
-    ),
-    "a lie": ("weight_shape", lambda x: x * 2, r"up_proj.weight_shape says \[256, 128\], but the weight is"),
-    "nothing": ("weight_scale", None, "1 missing: layers.0.mlp.up_proj.weight_scale"),
-}
-
-
-@pytest.mark.parametrize(("leaf", "change", "says"), FILES.values(), ids=FILES)
-def test_damaged_files_are_refused_by_the_tensors_name(
-    packed: Path, tmp_path: Path, leaf: str, change: Any, says: str
-) -> None:
-    shutil.copytree(packed, tmp_path / "bad")
-    tensors = load_file(packed / "model.safetensors")
-    name = f"model.layers.0.mlp.up_proj.{leaf}"
-    if change is None:
-        del tensors[name]
-    else:
-        tensors[name] = change(tensors[name])
-    save_file(tensors, tmp_path / "bad" / "model.safetensors")
-    with pytest.raises(UserError, match=says) as caught:
-        quant.load(str(tmp_path / "bad"), device="cpu", **SMALL)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("form", ["scalar", "vector"])
-def test_fp8_by_tensor_with_scales_of_keys_and_values(
-    folders: dict[str, Path], tmp_path: Path, form: str
-) -> None:
-    """As other tools write it: a scale that is a number by itself, and scales of keys and values."""
-    tensors = load_file(folders["llama"] / "model.safetensors")
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
-        found = rtn.quantize(tensors[name], quant.Scheme("x", "fp8", "tensor"))
-        tensors[name] = found.data
-        tensors[f"{name}_scale"] = found.scale.reshape(()) if form == "scalar" else found.scale
-    for layer in range(2):
-        for side, value in (("k_scale", 0.02), ("v_scale", 0.01)):
-            tensors[f"model.layers.{layer}.self_attn.{side}"] = torch.tensor([value])
-    raw = json.loads((folders["llama"] / "config.json").read_text())
-    eight = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
-    raw["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "ignore": ["lm_head"],
-        "kv_cache_scheme": eight,
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": eight}},
-    }
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    save_file(tensors, tmp_path / "model.safetensors")
-    engine = quant.load(str(tmp_path), device="cpu", **SMALL)
-    pool = engine.runner.attention.pool
-    assert pool.data.dtype == torch.float8_e4m3fn
-    assert pool.layers[1].k_scale.tolist() == pytest.approx([0.02] * 2)
-    assert pool.layers[1].v_scale.tolist() == pytest.approx([0.01] * 2)
-    assert (
-        not quant.load(str(tmp_path), device="cpu", kv_cache="none", **SMALL)
-        .runner.attention.pool.layers[0]
-        .scaled
-    )
-    for value, says in ((float("nan"), "holds NaN"), (0.0, "is 0, but must be above 0")):
-        tensors["model.layers.1.self_attn.v_scale"] = torch.tensor([value])
-        save_file(tensors, tmp_path / "model.safetensors")
-        with pytest.raises(UserError, match=rf"layers\.1\.self_attn\.v_scale {says}"):
-            quant.load(str(tmp_path), device="cpu", **SMALL)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_transformers_reads_what_is_written(
-    folders: dict[str, Path], tmp_path: Path, scheme: str, family: str
-) -> None:
-    """`compressed-tensors` finds our logits. It rounds inputs to int8 in 127.5 steps, we in 127."""
-    pytest.importorskip("compressed_tensors")
-    import transformers as hf
-
-    model = load_model(str(folders[family]), device="cpu", dtype="float32")
-    quantize_model(model, SCHEMES[scheme])
-    export(model, folders[family], tmp_path / "out")
-    theirs = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    with torch.no_grad():
-        want = theirs(IDS[None]).logits[0]
-    got = logits(exactly(model))
-    worst = float((got - want).abs().max() / want.abs().max())
-    limit = 0.05 if scheme == "w8a8" else 1e-4
-    assert worst < limit, f"{family} in {scheme}: logits differ by {worst:.1e} of the largest"
-
-
-WRITTEN: dict[str, dict[str, Any]] = {
-    "W4A16": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32},
-    "W4A16_ASYM": {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32},
-    "W8A16": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"},
-    "W4A16_CHANNEL": {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "channel"},
-    "W8A16_GROUP": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32},
-    "FP8": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"},
-    "FP8_TENSOR": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", WRITTEN)
-def test_what_compressed_tensors_writes_is_read(folders: dict[str, Path], tmp_path: Path, name: str) -> None:
-    ct = pytest.importorskip("compressed_tensors")
-    import transformers as hf
-    from compressed_tensors.quantization import (
-        QuantizationArgs,
-        QuantizationConfig,
-        QuantizationScheme,
-        QuantizationStatus,
-        apply_quantization_config,
-    )
-    from compressed_tensors.quantization.utils import calculate_qparams
-
-    model = hf.AutoModelForCausalLM.from_pretrained(folders["llama"], dtype=torch.float32)
-    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**WRITTEN[name]))
-    config = QuantizationConfig(
-        config_groups={"group_0": scheme},
-        ignore=["lm_head"],
-        quantization_status=QuantizationStatus.FROZEN,
-    )
-    apply_quantization_config(model, config)
-    for layer in model.modules():
-        if hasattr(layer, "weight_scale"):
-            args, weight = scheme.weights, layer.weight.data
-            rows = weight.view(1, -1) if args.strategy == "tensor" else weight
-            groups = rows.view(len(rows), -1, args.group_size) if args.group_size else rows[:, None]
-            scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
-            layer.weight_scale.data = scale.view_as(layer.weight_scale).to(layer.weight_scale.dtype)
-            if hasattr(layer, "weight_zero_point"):
-                layer.weight_zero_point.data = zero.view_as(layer.weight_zero_point).to(
-                    layer.weight_zero_point.dtype
-                )
-    with torch.no_grad():
-        want = model(IDS[None]).logits[0]
-    compressor = ct.ModelCompressor.from_pretrained_model(model)
-    compressor.compress_model(model)
-    model.save_pretrained(tmp_path)
-    compressor.update_config(tmp_path)
-    again = load_model(str(tmp_path), device="cpu", dtype="float32", linears=Quantize())
-    got = logits(exactly(again))
-    worst = float((got - want).abs().max() / want.abs().max())
-    assert worst < 1e-3, f"{name}: logits differ by {worst:.1e} of the largest"
-
-
-def gptq_layer(weight: Tensor, bits: int, size: int) -> tuple[dict[str, Tensor], Tensor]:
-    """A layer as AutoGPTQ writes it, its bias of zeros too, and the weight that it stands for."""
-    n, k = weight.shape
-    half, size = 1 << (bits - 1), k if size == -1 else size
-    groups = weight.view(n, -1, size)
-    scale = groups.abs().amax(-1, keepdim=True) / (half - 1)
-    numbers = (groups / scale).round().clamp(-half, half - 1)
-    middle = torch.full((k // size, n), half - 1, dtype=torch.uint8)  # stored less one
-    words = pack_words((numbers + half).to(torch.uint8).view(n, k), bits)
-    tensors = {
-        "qweight": words.t().contiguous(),
-        "qzeros": pack_words(middle, bits),
-        "scales": scale[..., 0].t().contiguous(),
-        "g_idx": (torch.arange(k) // size).to(torch.int32),
-        "bias": torch.zeros(n),
-    }
-    return tensors, (numbers * scale).view(n, k)
-
-
-def mixed_gptq(source: Path, plain: Path, packed: Path) -> None:
-    """Write a GPTQ checkpoint of layers of 4 and 8 bits and plain ones, and the plain one it stands for."""
-    rules = {r"-:.*\.1\..*o_proj": {}, r"+:.*down_proj": {"bits": 8}, r".*q_proj": {"group_size": -1}}
-    found = load_file(source / "model.safetensors")
-    same, tensors = dict(found), dict(found)
-    for name, weight in found.items():
-        owner, _, leaf = name.rpartition(".")
-        if not owner.endswith("_proj") or leaf != "weight" or owner.endswith("1.self_attn.o_proj"):
-            continue
-        size = -1 if owner.endswith("q_proj") else 32
-        parts, same[name] = gptq_layer(weight, 8 if owner.endswith("down_proj") else 4, size)
-        del tensors[name]
-        tensors |= {f"{owner}.{part}": tensor for part, tensor in parts.items()}
-    raw = json.loads((source / "config.json").read_text())
-    method = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "dynamic": rules}
-    for folder, stored, config in (
-        (plain, same, raw),
-        (packed, tensors, {**raw, "quantization_config": method}),
-    ):
-        folder.mkdir()
-        save_file(stored, folder / "model.safetensors")
-        (folder / "config.json").write_text(json.dumps(config))
-
-
-def test_a_gptq_checkpoint_of_mixed_layers(folders: dict[str, Path], tmp_path: Path) -> None:
-    import transformers as hf
-
-    mixed_gptq(folders["llama"], tmp_path / "plain", tmp_path / "packed")
-    reference = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
-    with torch.no_grad():
-        want = reference(IDS[None]).logits[0]
-    model = load_model(tmp_path / "packed", device="cpu", dtype="float32", linears=Quantize())
-    torch.testing.assert_close(logits(exactly(model)), want, atol=1e-4, rtol=0)
-    engine = quant.load(str(tmp_path / "packed"), device="cpu", dtype="float32", **SMALL)
-    assert [len(done.token_ids) for done in engine.generate(PROMPTS, PARAMS)] == [6, 5, 4]
 
 
 # Engines: all ways give the same tokens.
@@ -829,143 +472,6 @@ def test_divergence_by_hand() -> None:
     assert nll == pytest.approx(-torch.tensor([0.75, 0.2]).log().sum().item(), abs=1e-6)
     assert same == 0 or same == 1
     assert difference(true, true, torch.tensor([1, 0])).tolist()[0] == 0
-
-
-# The command.
-
-
-def test_the_command_writes_a_checkpoint(folders: dict[str, Path], tmp_path: Path, capsys: Any) -> None:
-    out = tmp_path / "out"
-    with pytest.raises(SystemExit) as ended:
-        main(["quantize", str(folders["llama"]), str(out), "--scheme", "w8a8", "--device", "cpu"])
-    assert ended.value.code == 0 and capsys.readouterr().out.strip().endswith(out.name)
-    config = json.loads((out / "config.json").read_text())["quantization_config"]
-    assert config["format"] == "int-quantized" and config["ignore"] == ["lm_head"]
-    engine = registry.load_engine(find_phase("10"), str(out), device="cpu", **SMALL)  # type: ignore[arg-type]
-    assert len(list(engine.stream([[1, 2]], PARAMS[:1]))) == 6
-
-
-def test_the_command_writes_scales_of_keys_and_values(folders: dict[str, Path], tmp_path: Path) -> None:
-    model = load_model(str(folders["llama"]), device="cpu", dtype="float32")
-    scales = head_scales(model, [list(range(1, 60))], "int8")
-    quantize_model(model, SCHEMES["int8"])
-    export(model, folders["llama"], tmp_path / "out", ("int8", scales))
-    engine = quant.load(str(tmp_path / "out"), device="cpu", **SMALL)
-    for layer, cache in enumerate(engine.runner.attention.pool.layers):
-        assert cache.k.dtype == torch.int8 and cache.k_scale is not None and cache.v_scale is not None
-        largest = scales[layer].amax(-1)
-        assert cache.k_scale.tolist() == pytest.approx([float(largest[0])] * 2), (
-            f"layer {layer}: a file has one scale for all heads, the largest, or keys of another do not fit"
-        )
-        assert cache.v_scale.tolist() == pytest.approx([float(largest[1])] * 2)
-    fresh = quant.load(str(tmp_path / "out"), device="cpu", kv_cache="fp8", **SMALL)
-    assert fresh.runner.attention.pool.data.dtype == torch.float8_e4m3fn, (
-        "another kind than the file's is made"
-    )
-
-
-COMMANDS: dict[str, tuple[list[str], str]] = {
-    "a scheme": (["--scheme", "int3"], "scheme is 'int3', but must be one of"),
-    "a method": (["--method", "hqq"], "method is 'hqq', but must be one of rtn, gptq, awq"),
-    "a group": (["--group-size", "7"], "group_size is 7, but must be one of 16"),
-    "no text": (
-        ["--method", "gptq", "--calibration", "nowhere.txt"],
-        "--calibration nowhere.txt cannot be read",
-    ),
-    "keys": (["--kv-cache", "int4"], "kv_cache is 'int4', but must be one of none, fp8, int8"),
-    "no pieces": (["--method", "gptq", "--pieces", "0"], "pieces is 0, but must be between 1 and"),
-}
-
-
-@pytest.mark.parametrize(("flags", "says"), COMMANDS.values(), ids=COMMANDS)
-def test_wrong_commands(
-    folders: dict[str, Path], tmp_path: Path, flags: list[str], says: str, capsys: Any
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["quantize", str(folders["llama"]), str(tmp_path / "out"), "--device", "cpu", *flags])
-    assert ended.value.code == 2 and says in " ".join(capsys.readouterr().err.split())
-    assert not (tmp_path / "out").exists()
-
-
-def test_the_folder_one_stands_in_is_filled(
-    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "here" / ".partial").mkdir(parents=True)  # of a command that was killed
-    monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises(SystemExit) as ended:
-        main(["quantize", str(folders["llama"]), ".", "--scheme", "int8", "--device", "cpu"])
-    assert ended.value.code == 0
-    assert (
-        Path("config.json").is_file() and not Path(".partial").exists() and len(list(tmp_path.iterdir())) == 1
-    )
-
-
-def test_a_folder_that_is_taken_is_refused_before_the_work(
-    folders: dict[str, Path], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from phases.commands import quantize
-
-    monkeypatch.setattr(quantize, "load_model", lambda *_, **__: pytest.fail("loaded"))
-    (tmp_path / "mine").write_text("kept")
-    for out in (tmp_path, tmp_path / "mine"):
-        with pytest.raises(SystemExit) as ended:
-            main(["quantize", str(folders["llama"]), str(out), "--device", "cpu"])
-        assert ended.value.code == 2 and "is there already" in capsys.readouterr().err
-
-
-def test_a_full_disk_is_an_error_with_a_name(
-    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from quant import export as module
-
-    def full(*_: Any) -> None:
-        raise SafetensorError("I/O error: No space left on device (os error 28)")
-
-    monkeypatch.setattr(module, "save_file", full)
-    model = load_model(str(folders["llama"]), device="cpu", dtype="float32")
-    quantize_model(model, SCHEMES["int8"])
-    with pytest.raises(UserError, match=r"out cannot be written: .*No space left on device"):
-        export(model, folders["llama"], tmp_path / "out")
-    assert not list(tmp_path.iterdir())
-
-
-def test_all_chat_templates_go_along(folders: dict[str, Path], tmp_path: Path) -> None:
-    model = load_model(str(folders["llama"]), device="cpu", dtype="float32")
-    quantize_model(model, SCHEMES["int8"])
-    source = tmp_path / "source"
-    shutil.copytree(folders["llama"], source)
-    names = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/tool_use.jinja")
-    for name in names:
-        (source / name).parent.mkdir(exist_ok=True)
-        (source / name).write_text(name)
-    for out in (tmp_path / "new", tmp_path / "empty"):
-        (tmp_path / "empty").mkdir(exist_ok=True)
-        export(model, source, out)
-        assert [(out / name).read_text() for name in names] == [*names]
-
-
-def test_what_is_there_is_not_written_over(folders: dict[str, Path], packed: Path, tmp_path: Path) -> None:
-    (tmp_path / "mine").write_text("kept")
-    model = load_model(str(folders["llama"]), device="cpu", dtype="float32")
-    quantize_model(model, SCHEMES["int8"])
-    with pytest.raises(UserError, match="is there already: name a folder that is not"):
-        export(model, folders["llama"], tmp_path)
-    from quant.export import check_source
-
-    with pytest.raises(UserError, match="is quantized already"):
-        check_source(packed)
-
-
-def test_groups_of_several_sizes_are_written_by_name() -> None:
-    model = nn.Sequential()
-    for name, k in (("down_proj", 256), ("up_proj", 64)):
-        layer = nn.Linear(k, 16, bias=False)
-        model.add_module(name, QuantLinear.of(layer, INT4, name))
-    found = configuration(model)["config_groups"]  # type: ignore[arg-type]
-    assert {tuple(g["targets"]): g["weights"]["group_size"] for g in found.values()} == {
-        ("re:.*down_proj$",): 128,
-        ("re:.*up_proj$",): 64,
-    }
 
 
 def test_a_tensor_may_be_put_where_a_buffer_was() -> None:

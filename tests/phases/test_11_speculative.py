@@ -36,14 +36,11 @@ from continuous.work import Work
 from cuda_graphs.runner import GraphRunner
 from forward.model import Model
 from forward.surgery import clone
-from paged_cache import PagedEngine, PagedSizes, Parts
+from paged_cache import PagedEngine, PagedSizes, Parts, Recipe
+from phases.appendix.guidance.drafter import GrammarDrafter
 from phases.cli import main
 from phases.commands.run import Tint
 from prefix_cache import PrefixCache, RadixIndex
-from quant import SCHEMES, QuantLinear
-from quant.export import export
-from quant.kernel_layers import KernelLinear
-from quant.methods import quantize_model
 from speculative import feature, head, loops, ngram, rejection
 from speculative.control import SAMPLES, Control
 from speculative.draft_model import DraftModel
@@ -54,7 +51,6 @@ from speculative.speculation import Source, Speculator, verify
 from speculative.stats import SpeculationStats
 from speculative.taps import Taps, layers_of, tapped
 from speculative.verify_graph import VerifyPlan, verify_sizes
-from structured.drafter import GrammarDrafter
 from tests.equivalence.compare import assert_all_same, next_logits
 from tests.fakes import FakeDrafter
 from tests.heads import head_of, hidden_states
@@ -592,10 +588,16 @@ def small_model(model: Model, noise: float) -> Model:
     return small
 
 
+def parts_of(model: Model, sizes: dict[str, Any]) -> Parts:
+    parts = Parts(Recipe(model, PagedSizes(**sizes)))
+    parts.model = model
+    return parts
+
+
 def with_draft_model(model: Model, small: Model, **options: Any) -> tuple[PagedEngine, DraftModel]:
     engine = speculative.load(model, drafter="none", **{**SMALL, **options})
-    parts = Parts(model, PagedSizes(**{**SMALL, **{k: v for k, v in options.items() if k in SMALL}}))
-    source = DraftModel(draft_engine(parts, small, ()))
+    sizes = {**SMALL, **{k: v for k, v in options.items() if k in SMALL}}
+    source = DraftModel(draft_engine(parts_of(model, sizes), small, ()))
     speculator = Speculator(source, Control(4, adaptive=False))
     speculate(engine, speculator)
     return engine, source
@@ -686,31 +688,6 @@ def test_nobody_drafts_beyond_the_end_of_a_row(model: Model) -> None:
     clean_drafts(source)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kernels", [False, True], ids=["torch", "kernels"])
-def test_a_draft_model_may_be_a_quantized_checkpoint(tmp_path: Any, kernels: bool) -> None:
-    hf = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    shape = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = hf.LlamaConfig(vocab_size=128, num_hidden_layers=2, max_position_embeddings=128, **shape)
-    hf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "plain")
-    made = forward.load_model(str(tmp_path / "plain"), device="cpu", dtype="float32")
-    quantize_model(made, SCHEMES["int8"])
-    export(made, tmp_path / "plain", tmp_path / "int8")
-    prompts, params = [[5, 6, 7]], SamplingParams(max_tokens=12, ignore_eos=True)
-    options = SMALL | {"kernels": kernels, "device": "cpu", "draft_adaptive": False}
-    right = speculative.load(str(tmp_path / "plain"), **options, drafter="none").generate(prompts, params)
-    engine = speculative.load(
-        str(tmp_path / "plain"), **options, drafter="model", draft_model=str(tmp_path / "int8")
-    )
-    source = engine.scheduler.drafter.source  # type: ignore[attr-defined]
-    small = source.runner.model
-    assert any(isinstance(part, QuantLinear | KernelLinear) for part in small.modules())
-    assert plain(engine.generate(prompts, params)) == plain(right)
-    assert engine.scheduler.drafter.stats.acceptance > 0.5  # type: ignore[attr-defined]
-    clean_drafts(source)
-
-
 def test_a_draft_model_without_room_drafts_for_fewer(model: Model, truth: list[Completion]) -> None:
     engine, source = with_draft_model(model, small_model(model, 0.1))
     taken = source.cache.allocator.allocate(source.cache.free - 12)
@@ -755,7 +732,7 @@ def with_head(model: Model, **options: Any) -> tuple[PagedEngine, HeadSource]:
     assert engine.runner.model is own
     made.room(2048)
     taps = Taps(own, made.taps, SMALL["step_tokens"])
-    source = HeadSource(draft_engine(Parts(model, PagedSizes(**SMALL)), made, ()), taps)  # type: ignore[arg-type]
+    source = HeadSource(draft_engine(parts_of(model, SMALL), made, ()), taps)  # type: ignore[arg-type]
     speculator = Speculator(source, Control(3, adaptive=False))
     speculate(engine, speculator)
     return engine, source

@@ -28,6 +28,7 @@ from cuda_graphs.capture import Capturer
 from forward.loading import load_model
 from forward.models.llama import Llama
 from forward.shapes import SHAPES
+from paged_cache.memory import weight_bytes
 from parallel import crew as crews
 from parallel.crew import RanksLost
 from parallel.launch import part
@@ -112,7 +113,7 @@ def _own_weights(ranks: Any, model: str) -> dict[str, tuple[int, ...]]:
 
     part = load_part(model, device="cpu", dtype="float32", linears=None, ranks=ranks)
     return {name: tuple(tensor.shape) for name, tensor in part.state_dict().items()} | {
-        "bytes": (part.weight_bytes,)
+        "bytes": (weight_bytes(part),)
     }
 
 
@@ -124,7 +125,7 @@ def test_no_rank_holds_the_whole(llama: Path) -> None:
         assert found["layers.0.self_attn.o_proj.linear.weight"] == (64, 64)
         assert found["layers.1.mlp.down_proj.linear.weight"] == (64, 64)
         assert found["embed_tokens.weight"] == (130, 64), "259 tokens are 130 a rank, and one place is empty"
-        assert found["bytes"][0] < 0.53 * whole.weight_bytes, "a rank of two has about half of the weights"
+        assert found["bytes"][0] < 0.53 * weight_bytes(whole), "a rank of two has about half of the weights"
 
 
 # The same tokens.
@@ -271,13 +272,13 @@ def test_masked_steps_are_no_graphs_where_ranks_talk() -> None:
     """Rank 0 chooses and tells the others: in a graph nobody could."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("needs Triton's interpreter")
-    options = {"kernels": True, "graphs": True, "graph_tokens": 0, "max_rows": 1, "rehearsal": False}
+    options = {"kernels": True, "graphs": True, "graph_tokens": 0, "max_rows": 1}
     options |= {"max_len": 32, "cache_bytes": 1 << 20, "tokenizer": structured_kit.tokenizer()}
     engine: Any = parallel.load("random:tiny-window", tensor_parallel=2, **SMALL | options)
     try:
         kinds = [type(plan).__name__ for plan in engine.runner.plans]
         assert "DecodePlan" in kinds and "MaskedPlan" not in kinds
-        assert engine.runner.sampler.gathered == 0, "logits were gathered while graphs were captured"
+        assert engine.runner.sampler.chooser.gathered == 0, "logits were gathered while graphs were captured"
     finally:
         engine.loop.close()
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What attention must know about the layer that calls it.
+    """The facts that attention needs about the layer that calls it.
 
     ``sliding_window = w`` lets the query at position ``p`` see the keys ``p-w+1 .. p``.
     ``soft_cap = c`` replaces each score ``s`` by ``c * tanh(s / c)`` before masking (Gemma 2).

@@ -44,7 +44,7 @@ class FlippedLinear(nn.Linear):
 
 @cache
 def flipping_pays() -> bool:
-    """Whether this machine is one where the table above was measured: MKL on an AMD processor under Linux."""
+    """Return True on machines like that of the table above: MKL on an AMD processor under Linux."""
     info = Path("/proc/cpuinfo")
     mkl: bool = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
     return mkl and info.exists() and "AuthenticAMD" in info.read_text()

@@ -26,7 +26,7 @@ RANDOM = "random:"
 
 
 class Linears(Protocol):
-    """Who has a say in how linear layers keep their weights, while a model is loaded. Phase 10 has one."""
+    """A seam: chooses how linear layers keep their weights while a model is loaded. Phase 10 has one."""
 
     def expect(self, model: Model) -> None:
         """Put layers that have the tensors of a quantized checkpoint into a model on `meta`."""
@@ -38,7 +38,7 @@ class Linears(Protocol):
         """The model, now that all weights are there, every layer in the form in which it will work."""
 
     def changes(self, model: Model) -> bool:
-        """Whether `finish` would replace layers of a model that somebody has loaded before."""
+        """Return True if `finish` would replace layers of a model that was loaded before."""
 
 
 def load_model(

@@ -1,9 +1,8 @@
-"""What every family is to the rest of the course: hidden states from tokens, logits from hidden states."""
+"""The interface of every model family: hidden states from tokens, logits from hidden states."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from itertools import chain
 from typing import ClassVar
 
 import torch
@@ -54,7 +53,7 @@ class Model(nn.Module, ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self._embedding.device
 
     @property
@@ -71,12 +70,6 @@ class Model(nn.Module, ABC):
     def max_len(self) -> int:
         """The context length in tokens, prompt and output together."""
         return self.config.max_position_embeddings
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of all parameters and buffers; memory that several of them share is counted once."""
-        storages = {tensor.untyped_storage() for tensor in chain(self.parameters(), self.buffers())}
-        return sum(storage.nbytes() for storage in storages)
 
     def tie_weights(self) -> None:
         """Make the output head the very same parameter as the input embedding, where the config says so."""

@@ -53,7 +53,7 @@ class CachedAttention:
         return self._masks[kind]
 
     def mask(self, key_columns: Tensor, window: int | None) -> Tensor | None:
-        """``[..., S, L]``, true where a key may be seen, or ``None`` if every key may."""
+        """``[..., S, L]`` by `causal_mask`, true where a key may be seen, or ``None`` if every key may."""
         if len(self.columns) == 1:
             return None  # the newest token sees everything that is kept
         return causal_mask(self.columns, key_columns, window)

@@ -35,7 +35,7 @@ class LayerCache:
                 cache[:, :, : new.shape[2] - head] = new[:, :, head:]
 
     def read(self, end: int) -> tuple[Tensor, Tensor]:
-        """What is stored once columns ``0 .. end-1`` have been written: views, in slot order."""
+        """Return views of the keys and values of the written columns ``0 .. end-1``, in slot order."""
         count = min(end, self.capacity)
         return self.keys[:, :, :count], self.values[:, :, :count]
 

@@ -26,7 +26,7 @@ from kv_cache.cache import KVCache
 
 @dataclass
 class Waste:
-    """What a static batch computes for nothing, in token positions.
+    """The token positions that a static batch computes for nothing.
 
     ``computed`` counts every position that went through the model; ``padding`` those that were padding;
     ``finished`` those of requests that had already ended.

@@ -64,7 +64,7 @@ def load(
 
 
 def _rows(sizes: Sizes, row_bytes: int, length: int, free: int) -> int:
-    """How many rows: as many as were asked for, or as fit. Nothing is allocated that is not there."""
+    """Return the number of rows: as many as were asked for, or as fit. This allocates nothing."""
     if sizes.cache_bytes is None:
         count = USUAL_ROWS if sizes.max_rows is None else sizes.max_rows
         if count * row_bytes > free:

@@ -20,7 +20,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class HostBatch:
-    """What the host knows about a batch, so that nobody has to ask the device (`.item()` waits for it).
+    """The host's copy of a batch, so that no code has to ask the device (`.item()` waits for it).
 
     A batch has `B` works, `T` tokens and `S` samples; with work `i`'s tokens at
     `query_starts[i] .. query_starts[i + 1] - 1`. A work with `k` drafts is sampled at its last `k + 1`

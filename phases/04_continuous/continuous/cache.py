@@ -1,4 +1,4 @@
-"""Where keys and values live: what the scheduler asks of any cache, and the simplest one, a row a request."""
+"""The cache as the scheduler sees it, and the simplest one: a row a request."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class CacheManager(Protocol):
     """
 
     def holds(self, tokens: int) -> bool:
-        """Whether a request could keep this many tokens if it had the cache for itself."""
+        """Return True if a request could keep this many tokens if it had the cache for itself."""
         ...
 
     def fits(self, request: Request) -> bool:
-        """Whether there is room now to admit `request` with all the tokens it has."""
+        """Return True if there is room now to admit `request` with all the tokens it has."""
         ...
 
     def lookup(self, request: Request) -> int:
-        """How many of the request's first tokens are here already, at most all but one. Changes nothing."""
+        """Return how many of the request's first tokens are cached, at most all but one. Changes nothing."""
         ...
 
     def reserve(self, request: Request, upto: int) -> bool:

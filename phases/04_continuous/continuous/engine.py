@@ -54,7 +54,7 @@ class Engine:
 
     cache: the scheduler's, of the class that has been brought.
     loop: what a step is. journal: hears what happens.
-    ledger, rehearsal_seconds: how `build` of phase 05 divides the memory, and how long the start takes.
+    ledger: how `build` of phase 05 divides the memory.
     """
 
     def __init__(
@@ -70,7 +70,6 @@ class Engine:
         self.loop: Loop = InTurn()
         self.journal = Journal()
         self.ledger: Any = None
-        self.rehearsal_seconds = 0.0
         self.config = runner.model.config
         self.max_len = scheduler.rows.max_len
         self.stats = Stats()
@@ -185,7 +184,7 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether a step would have nothing to do and nothing to tell."""
+        """True if a step would have nothing to do and nothing to report."""
         empty = not (self.inbox or self._held or self.outputs)
         return empty and self.scheduler.idle and self.loop.idle
 
@@ -349,7 +348,7 @@ class Engine:
         self.journal.failed(error)
 
     def drain(self) -> list[Output]:
-        """What has come out since the last call, in order; streams get theirs as well.
+        """Return the outputs since the last call, in order; streams get theirs as well.
 
         An engine that has fallen idle has the time to check its books.
         """

@@ -102,7 +102,7 @@ def _several(prompts: object) -> list[Prompt]:
 
 
 def _conversation(prompt: object) -> bool:
-    """Whether this is a list of messages."""
+    """Return True for a list of messages."""
     several = isinstance(prompt, Sequence) and len(prompt) > 0
     return several and all(isinstance(message, Mapping) for message in cast(Sequence[object], prompt))
 
@@ -122,7 +122,7 @@ class _Watched:
 
 
 def _rates(before: Stats, now: Stats) -> str:
-    """How fast this call has gone so far; steps that compute prompts and steps that only decode apart."""
+    """Return the speed of this call so far, prefill steps and decode steps apart."""
     prefill_seconds = now.prefill_seconds - before.prefill_seconds
     decode_seconds = now.decode_seconds - before.decode_seconds
     prefill = (now.prefill_tokens - before.prefill_tokens) / prefill_seconds if prefill_seconds else 0.0

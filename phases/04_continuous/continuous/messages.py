@@ -1,4 +1,4 @@
-"""What goes into an engine and what comes out, between two steps."""
+"""The commands that go into an engine and the outputs that come out, between two steps."""
 
 from __future__ import annotations
 

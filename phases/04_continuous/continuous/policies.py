@@ -1,4 +1,4 @@
-"""Who is served first: a policy gives each request a rank, once, when it arrives. Smaller goes first.
+"""Scheduling policies: each gives a request a rank, once, when it arrives. Smaller goes first.
 
 The rank orders the waiting line and says who is preempted (the largest). A preempted request keeps its rank,
 so it returns to its old place in line and not to the end.

@@ -1,4 +1,4 @@
-"""How likely the prompt was: log-probabilities of its tokens, for the requests that ask.
+"""Log-probabilities of a prompt's tokens, for the requests that ask for them.
 
 A step needs the logits of a prompt's last token only, and computes no others. A request that asks has those
 of its whole prompt computed from the same hidden states, as many rows at a time as a step may sample. A step

@@ -33,7 +33,7 @@ class Rows:
 
     @property
     def free(self) -> int:
-        """How many rows are free."""
+        """The number of free rows."""
         return len(self._free)
 
     def acquire(self, request: Request) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from common.events import Logprob
 from common.request import Request
-from common.sampling.sampler import Allowed, Feature, Plan, Sampled, Sampler
+from common.sampling.sampler import TORCH, Allowed, Chooser, Feature, Plan, Sampled, Sampler
 from continuous.batch import Batch, HostBatch
 from continuous.prompt_logprobs import PromptPart, PromptReader
 from continuous.rows import Rows
@@ -53,7 +53,7 @@ class RequestError(Exception):
 
 
 class OneToken:
-    """What each taker of a step gets: one token. A later phase guesses several, and verifies them."""
+    """The tokens of a step: one for each request that takes one. A later phase verifies several."""
 
     def write(self, works: Sequence[Work]) -> None:
         """Write the drafts of a step into the rows, before it runs."""
@@ -124,7 +124,7 @@ class Runner:
         model: computes hidden states and logits.
         attention: over this engine's cache.
         rows: where the tokens are.
-        sampler: what chooses the tokens; a later phase brings kernels.
+        chooser: of the sampler's tokens; a later phase brings kernels.
 
     plans: asked for each step in this order; the eager way comes last.
     extra: says what each taker gets of a step; replacing it may change the text.
@@ -135,10 +135,10 @@ class Runner:
     last: Forwarded | None = None
 
     def __init__(
-        self, model: Model, attention: BatchAttention, rows: Rows, *, sampler: type[Sampler] = Sampler
+        self, model: Model, attention: BatchAttention, rows: Rows, *, chooser: Chooser = TORCH
     ) -> None:
         self.model, self.attention, self.rows = model, attention, rows
-        self.sampler = sampler(rows.count, model.config.vocab_size, model.device)
+        self.sampler = Sampler(rows.count, model.config.vocab_size, model.device, chooser=chooser)
         self.extra = ONE_TOKEN
         self.prompts = PromptReader()
 
@@ -196,7 +196,7 @@ class Runner:
         return self.model.logits(hidden)
 
     def read_prompts(self, step: Forwarded) -> list[PromptPart]:
-        """What a step tells of the prompts of those who asked; before the next `forward`."""
+        """Read the prompt log-probabilities that a step has computed; before the next `forward`."""
         return self.prompts.read(step.works, step.hidden, self.model.logits, self.rows.count)
 
     def refresh(self, works: Sequence[Work]) -> None:

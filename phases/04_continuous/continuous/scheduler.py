@@ -76,7 +76,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do."""
+        """True if there is nothing to do."""
         return not self.running and self._head() is None
 
     def schedule(self) -> list[Work]:
@@ -195,7 +195,7 @@ class Scheduler:
         return later
 
     def yields(self, request: Request) -> bool:
-        """Whether those in the waiting line whose rank is smaller go before this running request."""
+        """Return True if waiting requests of a smaller rank go before this running request."""
         return False
 
     def share(self, request: Request, budget: int) -> int:
@@ -219,7 +219,7 @@ class Scheduler:
         return False
 
     def admits(self, request: Request) -> bool:
-        """Whether there is a row and room for `request`."""
+        """Return True if there is a row and room for `request`."""
         return self.rows.free > 0 and self.cache.fits(request)
 
     def enter(self, request: Request) -> None:

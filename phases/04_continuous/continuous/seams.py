@@ -51,7 +51,7 @@ class Loop(Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is under way."""
+        """True if nothing is in flight."""
         ...
 
     def advance(self, engine: Engine) -> None:
@@ -112,7 +112,7 @@ class Masks(Protocol):
         ...
 
     def ready(self, request: Request) -> bool:
-        """Whether a request may stand in line; while it may not, ask again at every step.
+        """Return True if a request may wait in line; else the scheduler asks again at every step.
 
         Raises:
             UserError: it never will.
@@ -124,11 +124,11 @@ class Masks(Protocol):
         ...
 
     def wants(self, works: Sequence[Work]) -> bool:
-        """Whether any taker of these works is constrained. If so, `fill` must know every token before."""
+        """Return True if any taker of these works is constrained; then `fill` must know all tokens before."""
         ...
 
     def fill(self, works: Sequence[Work]) -> Tensor | Allowed | None:
-        """What `Sampler.sample` takes for the samples of the step, in order."""
+        """Return the masks that `Sampler.sample` takes for the samples of the step, in order."""
         ...
 
     def take_failed(self) -> list[tuple[Request, Exception]]:
@@ -140,7 +140,7 @@ class NoDrafts(Drafter):
     """A `Drafter` that guesses nothing."""
 
     def begin(self, running: Sequence[Request]) -> bool:
-        """Nobody is asked."""
+        """Ask no request."""
         return False
 
     def propose(self, request: Request, most: int) -> Sequence[int]:

@@ -1,4 +1,4 @@
-"""How large an engine is: the options that every engine from this phase on has."""
+"""The sizes of an engine: the options that every engine from this phase on has."""
 
 from __future__ import annotations
 

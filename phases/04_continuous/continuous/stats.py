@@ -1,4 +1,4 @@
-"""What an engine has done, and marks around its steps for a profile."""
+"""Counters of an engine's steps, and marks around them for a profile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from continuous.work import Work
 
 @dataclass
 class Stats:
-    """What the engine has done. A step that computes more than a token for anybody is a prefill step."""
+    """Counters of an engine. A step that computes more than one token for any request is a prefill step."""
 
     steps: int = 0
     decode_steps: int = 0

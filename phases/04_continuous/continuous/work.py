@@ -1,4 +1,4 @@
-"""What one step does for one request."""
+"""The work of one step for one request."""
 
 from __future__ import annotations
 

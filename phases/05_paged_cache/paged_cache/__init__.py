@@ -10,11 +10,12 @@ from continuous import llm
 from forward.model import Model
 from paged_cache.allocator import BlockAllocator
 from paged_cache.attention import PagedAttention, PagedBatch, TorchPagedAttention
-from paged_cache.build import Preset, build
+from paged_cache.build import build
 from paged_cache.cache import PagedCache
 from paged_cache.memory import Ledger
-from paged_cache.parts import Feature, Loader, PagedEngine, PagedSizes, Parts, Recipe
+from paged_cache.parts import Feature, PagedEngine, PagedSizes, Parts, Recipe
 from paged_cache.pool import BlockPool, KVFormat, LayerCache
+from paged_cache.preset import Preset
 from paged_cache.runner import PagedRunner
 from paged_cache.scheduler import PagedScheduler
 
@@ -27,7 +28,6 @@ __all__ = [
     "KVFormat",
     "LayerCache",
     "Ledger",
-    "Loader",
     "PagedAttention",
     "PagedBatch",
     "PagedCache",

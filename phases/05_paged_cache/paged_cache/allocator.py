@@ -15,7 +15,7 @@ class BlockAllocator:
 
     @property
     def free(self) -> int:
-        """How many blocks are free."""
+        """The number of free blocks."""
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:

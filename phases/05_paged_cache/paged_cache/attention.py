@@ -85,7 +85,7 @@ class TorchPagedAttention(PagedAttention):
     def __init__(self, pool: BlockPool) -> None:
         avoid_plans_per_shape()
         super().__init__(pool)
-        self._readable = not pool.layers[0].paired
+        self._readable = pool.layers[0].layout is None
 
     def plan(self) -> None:
         """Group the requests, and find each group's blocks."""
@@ -115,7 +115,7 @@ class TorchPagedAttention(PagedAttention):
 
     def attend(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache) -> Tensor:
         """See `PagedAttention.attend`."""
-        assert self._readable, "values in pairs are read by kernels only"
+        assert self._readable, "values in another layout are read by kernels only"
         out = torch.empty_like(q)
         for plan in self._prompts:
             prompt_attention(plan, layer, q, k, v, out)

@@ -43,7 +43,7 @@ class PagedCache:
         self._fresh: list[int] = []
 
     def blocks_for(self, tokens: int) -> int:
-        """How many blocks so many tokens take."""
+        """Return the number of blocks that so many tokens take."""
         return -(-tokens // self.block_size)
 
     def blocks_of(self, row: int) -> list[int]:
@@ -57,11 +57,11 @@ class PagedCache:
         return self.allocator.free
 
     def holds(self, tokens: int) -> bool:
-        """Whether a request could keep this many tokens if it had the cache for itself."""
+        """Return True if a request could keep this many tokens if it had the cache for itself."""
         return self.blocks_for(tokens) <= min(self.allocator.count, self.tables.shape[1])
 
     def fits(self, request: Request) -> bool:
-        """Whether the request can be admitted; blocks promised in this very step are taken already."""
+        """Return True if the request can be admitted; blocks promised in this very step are taken already."""
         alone = self.free == self.allocator.count
         return self.blocks_for(len(request.tokens)) <= self.free - (0 if alone else self.reserve_blocks)
 

@@ -1,8 +1,9 @@
-"""How many blocks fit: the memory ledger, made once at the start."""
+"""The memory ledger, made once at the start: the number of blocks that fit."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 from common.device import free_memory
 from common.errors import UserError, shown
@@ -16,7 +17,7 @@ CPU_CACHE_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Ledger:
-    """Where the memory goes, in bytes, and how many blocks and tokens the cache's part makes.
+    """The parts of the memory, in bytes, and the blocks and tokens that the cache's part makes.
 
     weights: parameters and buffers of the model.
     rows: what is kept for every row: tokens, block tables, and the sampler's settings and counts.
@@ -54,7 +55,13 @@ def _mib(size: int) -> str:
     return f"{size / 2**20:,.1f} MiB"
 
 
-def activation_bytes(model: Model, step_tokens: int, rows: int, sampler: type[Sampler] = Sampler) -> int:
+def weight_bytes(model: Model) -> int:
+    """Return the bytes of all parameters and buffers; memory that several of them share is counted once."""
+    storages = {tensor.untyped_storage() for tensor in chain(model.parameters(), model.buffers())}
+    return sum(storage.nbytes() for storage in storages)
+
+
+def activation_bytes(model: Model, step_tokens: int, rows: int) -> int:
     """An estimate of the most that one step needs beside weights and cache, from above.
 
     The widest moment of a layer holds the residual stream and its normalized float32 copy, the gate and up
@@ -65,15 +72,13 @@ def activation_bytes(model: Model, step_tokens: int, rows: int, sampler: type[Sa
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     token = config.hidden_size * (2 * size + 4) + 3 * config.intermediate_size * size + 2 * heads * size
     logits = rows * config.vocab_size * (size + 4)
-    return step_tokens * token + logits + sampler.scratch_bytes(rows, config.vocab_size, model.device)
+    return step_tokens * token + logits + Sampler.scratch_bytes(rows, config.vocab_size, model.device)
 
 
-def row_bytes(
-    model: Model, rows: int, max_len: int, block_size: int, sampler: type[Sampler] = Sampler
-) -> int:
-    """What `rows` rows of at most `max_len` tokens keep, penalties that no request uses yet included."""
+def row_bytes(model: Model, rows: int, max_len: int, block_size: int) -> int:
+    """Return the bytes of `rows` rows of at most `max_len` tokens, unused penalties included."""
     tables = 4 * -(-max_len // block_size)
-    return rows * (8 * max_len + tables) + sampler.persistent_bytes(rows, model.config.vocab_size)
+    return rows * (8 * max_len + tables) + Sampler.persistent_bytes(rows, model.config.vocab_size)
 
 
 def plan_cache(
@@ -84,7 +89,6 @@ def plan_cache(
     rows: int,
     max_len: int,
     kv: KVFormat | None = None,
-    sampler: type[Sampler] = Sampler,
     cache_bytes: int | None = None,
     gpu_memory_utilization: float = 0.9,
     reserved: int = 0,
@@ -98,7 +102,6 @@ def plan_cache(
         rows: requests that run at most; the cache is never larger than they can fill.
         max_len: most tokens of a request.
         kv: how keys and values are stored.
-        sampler: what chooses tokens.
         cache_bytes: what the caller grants the cache, if that much is free.
         gpu_memory_utilization: share of the device's memory that everything together may fill.
         reserved: bytes that somebody else will need (graphs).
@@ -107,8 +110,8 @@ def plan_cache(
         UserError: not even one block fits, or more is asked for than is free.
     """
     per_block = (kv or KVFormat()).bytes_per_block(model.config, block_size, model.dtype)
-    for_rows = row_bytes(model, rows, max_len, block_size, sampler)
-    activations = activation_bytes(model, step_tokens, rows, sampler)
+    for_rows = row_bytes(model, rows, max_len, block_size)
+    activations = activation_bytes(model, step_tokens, rows)
     free, total = free_memory(model.device)
     if for_rows > free:
         raise UserError(
@@ -130,4 +133,6 @@ def plan_cache(
             f"the cache has {max(room, 0)} bytes" if cache_bytes is None else f"cache_bytes is {cache_bytes}"
         )
         raise UserError(f"{found}, but one block of {block_size} tokens takes {per_block}")
-    return Ledger(model.weight_bytes, for_rows, activations, blocks * per_block, blocks, block_size, reserved)
+    return Ledger(
+        weight_bytes(model), for_rows, activations, blocks * per_block, blocks, block_size, reserved
+    )

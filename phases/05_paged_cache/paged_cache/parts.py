@@ -1,4 +1,4 @@
-"""What an engine is made of, and what changes that: a feature.
+"""The parts of an engine, and features, which change them.
 
 A feature is one optimization: a small frozen dataclass whose fields are its options, and whose `install` puts
 its own parts in the places of the usual ones. This phase has none. Every later phase adds one or two, and
@@ -11,13 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 
 from common.errors import UserError, integer, number
 from common.options import option
-from common.sampling.sampler import Sampler
+from common.sampling.sampler import TORCH, Chooser
 from common.text.tokenizer import Tokenizer
 from continuous.engine import Engine
 from continuous.seams import NO_DRAFTS, NO_MASKS, Drafter, Loop, Masks
@@ -56,45 +56,74 @@ class PagedSizes(Sizes):
         number("gpu_memory_utilization", self.gpu_memory_utilization, low=0.0, high=1.0, above_low=True)
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """All that `build` is given; its features are in the order of their phases."""
+
+    model: str | Path | Model
+    sizes: PagedSizes = PagedSizes()
+    features: tuple[Feature, ...] = ()
+    device: str = "auto"
+    dtype: str = "auto"
+    tokenizer: Tokenizer | None = None
+
+
+Stage = Callable[["Parts"], object]
+
+
 @dataclass
 class Parts:
-    """The parts of an engine before it is made; the defaults are this phase's.
+    """The parts of an engine that is being made; the defaults are this phase's.
 
-    model: owned by the builder, unless `borrowed`: then its layers belong to somebody else.
-    sizes: what the caller asked for; `usual` what features suggest instead of None.
+    stages: all that is done, in order: each stage is a list of calls with these parts. A feature may add a
+        call to a stage, or put another one in the place of this phase's.
+    linears: a say in how linear layers keep their weights while the model is loaded.
     kv: how keys and values are stored.
-    cache, scheduler, attention, sampler, runner: what `build` calls to make each of them.
+    cache, scheduler, attention, runner: what `make` calls to make each of them.
+    chooser: of the sampler's tokens.
     loops: called in this order with the new engine; each makes its loop, perhaps around the one it has.
     plans: what a runner with plans calls, in this order, to make each; see `continuous.runner.StepPlan`.
     drafter, masks: objects that take part in steps.
     reserve: asked after all features are installed how many bytes to leave free.
-    agree: has the last word on the memory plan.
-    rehearse: makes a new engine ready for its first request, and says how many seconds that took.
-    finish: called with the new engine, in order.
-    tokenizer: the engine's, if it has one.
+    usual: sizes that features suggest instead of None.
+    brought: the features whose parts are in the place of the default, by part, the innermost first.
+
+    Stages fill in the rest. model (`load`): owned by the builder, unless `borrowed` from the caller. features
+    (`install`): those installed so far, by name. ledger (`plan`), engine (`make`).
     """
 
-    model: Model
-    sizes: PagedSizes = PagedSizes()
-    borrowed: bool = False
+    recipe: Recipe
+    stages: dict[str, list[Stage]] = field(default_factory=dict)
+    linears: Linears | None = None
     kv: KVFormat = KVFormat()
     cache: Callable[..., PagedCache] = PagedCache
     scheduler: Callable[..., PagedScheduler] = PagedScheduler
     attention: Callable[[BlockPool], PagedAttention] = TorchPagedAttention
-    sampler: type[Sampler] = Sampler
+    chooser: Chooser = TORCH
     runner: Callable[..., PagedRunner] = PagedRunner
     loops: dict[str, Callable[[PagedEngine], Loop]] = field(default_factory=dict)
     plans: dict[str, Callable[..., Any]] = field(default_factory=dict)
     drafter: Drafter = NO_DRAFTS
     masks: Masks = NO_MASKS
     reserve: list[Callable[[Parts], int]] = field(default_factory=list)
-    agree: Callable[[Ledger], Ledger] | None = None
-    rehearse: Callable[[PagedEngine], float] | None = None
-    finish: list[Callable[[PagedEngine], object]] = field(default_factory=list)
-    tokenizer: Tokenizer | None = None
     usual: dict[str, int] = field(default_factory=lambda: {"max_rows": 64, "block_size": 16})
+    brought: dict[str, list[str]] = field(default_factory=dict)
     features: dict[str, Feature] = field(default_factory=dict)
-    _brought: dict[str, str] = field(default_factory=dict)
+    borrowed: bool = False
+    model: Model = field(init=False)
+    ledger: Ledger = field(init=False)
+    engine: PagedEngine = field(init=False)
+
+    @property
+    def sizes(self) -> PagedSizes:
+        """The sizes that were asked for."""
+        return self.recipe.sizes
+
+    def add(self, feature: Feature) -> None:
+        """Note a feature by its name. Raises `UserError` for a second one of that name."""
+        if feature.name in self.features:
+            raise UserError(f"{feature.name} is given twice")
+        self.features[feature.name] = feature
 
     def bring(self, feature: Feature, **parts: Any) -> None:
         """Put a feature's parts in the places of the usual ones.
@@ -103,12 +132,19 @@ class Parts:
             UserError: another feature has brought such a part already.
         """
         for name, part in parts.items():
-            if name in self._brought:
+            if name in self.brought:
                 raise UserError(
-                    f"{feature.name} and {self._brought[name]} cannot both be on: each brings its own {name}"
+                    f"{feature.name} and {self.brought[name][0]} cannot both be on: "
+                    f"each brings its own {name}"
                 )
-            self._brought[name] = feature.name
+            self.brought[name] = [feature.name]
             setattr(self, name, part)
+
+    def wrap(self, feature: Feature, **around: Callable[[Any], Any]) -> None:
+        """Put a feature's parts around those that are there: each is made of the one so far."""
+        for name, made in around.items():
+            setattr(self, name, made(getattr(self, name)))
+            self.brought.setdefault(name, []).append(feature.name)
 
     def own_model(self) -> Model:
         """The model, for a feature that replaces layers; if borrowed, a copy that shares its weights."""
@@ -120,28 +156,6 @@ class Parts:
         """A size as it will be: what the caller asked for, or what is usual with these features."""
         asked = getattr(self.sizes, name)
         return int(self.usual[name] if asked is None else asked)
-
-
-class Loader(Protocol):
-    """`forward.load_model`, or what takes its place."""
-
-    def __call__(
-        self, name: str | Path | Model, *, device: str, dtype: str, linears: Linears | None
-    ) -> Model:
-        """See `forward.load_model`."""
-        ...
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """All that `build` is given; its features are in the order of their phases."""
-
-    model: str | Path | Model
-    sizes: PagedSizes
-    features: tuple[Feature, ...]
-    device: str
-    dtype: str
-    tokenizer: Tokenizer | None
 
 
 class Feature(ABC):
@@ -157,17 +171,8 @@ class Feature(ABC):
     phase: ClassVar[int]
     without: ClassVar[Mapping[str, Any]] = {}
 
-    def linears(self) -> Linears | None:
-        """A say in how linear layers keep their weights while the model is loaded, before any `install`."""
-        return None
-
-    def make(self, recipe: Recipe) -> PagedEngine | None:
-        """The whole engine, for a feature that does not only change one but makes it; others say None."""
-        return None
-
-    def loader(self) -> Loader | None:
-        """Who loads the model in the place of `forward.load_model`, if anybody does."""
-        return None
+    def prepare(self, parts: Parts) -> None:  # noqa: B027  # most features leave all as it is
+        """Change the stages, or what they begin with, before the first of them."""
 
     @abstractmethod
     def install(self, parts: Parts) -> None:
@@ -175,5 +180,5 @@ class Feature(ABC):
 
     @classmethod
     def pays(cls, device: torch.device, others: Mapping[str, Feature | None]) -> bool:
-        """Whether it is on by itself, where a phase leaves that to the device and to the `others` chosen."""
+        """Return True if it is on by default for this device and the `others` chosen."""
         return True

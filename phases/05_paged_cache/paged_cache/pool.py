@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,43 +15,41 @@ class LayerCache(NamedTuple):
     """A layer's keys and values, `[N, P, KH, D]` each, and what they have to be multiplied by.
 
     k_scale, v_scale: `[KH]` float32, or None where the stored numbers are the keys and values themselves.
-    paired: the values of two neighbouring tokens lie byte by byte in turn; see `KVFormat`.
+    layout: see `KVFormat`.
     """
 
     k: Tensor
     v: Tensor
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
-    paired: bool = False
+    layout: Any = None
 
     @property
     def scaled(self) -> bool:
-        """Whether there are scales."""
+        """True if there are scales."""
         return self.k_scale is not None
 
 
 @dataclass(frozen=True)
 class KVFormat:
-    """How keys and values are stored.
+    """The format of stored keys and values.
 
     dtype: of the stored numbers; None: the model's.
     scales: `[L, 2, KH]` float32 on any device, for the keys and the values of each layer's heads; a key is
         the number that is stored for it times its scale. None: there are none.
-    paired: values of one byte lie in pairs: those of tokens 2 i and 2 i + 1 in turn, number by number. A
-        matrix unit multiplies neighbouring tokens' values, and so finds both in one register. Kernels alone
-        know this.
+    layout: a seam: another layout of values in a block, which a later phase's kernels know; None: as said.
     """
 
     dtype: torch.dtype | None = None
     scales: Tensor | None = None
-    paired: bool = False
+    layout: Any = None
 
     def dtype_for(self, model_dtype: torch.dtype) -> torch.dtype:
         """The dtype of the stored numbers."""
         return model_dtype if self.dtype is None else self.dtype
 
     def exact(self, model_dtype: torch.dtype) -> bool:
-        """Whether what is stored is what the model computed."""
+        """True if the stored numbers are those that the model computed."""
         return self.scales is None and self.dtype_for(model_dtype) == model_dtype
 
     def bytes_per_block(self, config: ModelConfig, block_size: int, model_dtype: torch.dtype) -> int:
@@ -101,17 +99,14 @@ class BlockPool:
         # Zeros, not garbage: a masked key's weight is exactly 0, and 0 times a stray NaN is NaN.
         self.data = torch.zeros(shape, device=device, dtype=kv.dtype_for(dtype))
         self.exact = kv.exact(dtype)
-        if kv.paired:
-            assert self.data.element_size() == 1, "only numbers of one byte lie in pairs"
-            assert block_size % 2 == 0, f"block_size is {block_size}, but must be even for values in pairs"
         if kv.scales is None:
-            self.layers = [LayerCache(k, v, paired=kv.paired) for k, v in self.data]
+            self.layers = [LayerCache(k, v, layout=kv.layout) for k, v in self.data]
         else:
             wanted = (config.num_layers, 2, config.num_kv_heads)
             assert kv.scales.shape == wanted, f"scales are {tuple(kv.scales.shape)}, but must be {wanted}"
             scales = kv.scales.to(device, torch.float32)
-            pairs = zip(self.data, scales, strict=True)
-            self.layers = [LayerCache(k, v, s[0], s[1], kv.paired) for (k, v), s in pairs]
+            layers = zip(self.data, scales, strict=True)
+            self.layers = [LayerCache(k, v, s[0], s[1], kv.layout) for (k, v), s in layers]
 
     @staticmethod
     def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:

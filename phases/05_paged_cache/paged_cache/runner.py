@@ -1,4 +1,4 @@
-"""What paging adds to the runner: block tables and slots in the batch, and copies before the step."""
+"""The runner over pages: block tables and slots in the batch, and copies before the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What blocks add to the scheduler: preemption when they run out, and samples that share their prompt's."""
+"""The scheduler over blocks: preemption when they run out, and samples that share their prompt's."""
 
 from __future__ import annotations
 

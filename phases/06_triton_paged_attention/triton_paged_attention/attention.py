@@ -16,7 +16,7 @@ from triton_paged_attention.decode import Workspace, paged_decode
 from triton_paged_attention.hardware import multiprocessors
 from triton_paged_attention.kernels.kv_store import kv_store
 from triton_paged_attention.prefill import paged_prefill, query_tiles
-from triton_paged_attention.tuning.tables import PREFILL, PrefillKey, for_keys
+from triton_paged_attention.tables import PREFILL, PrefillKey, for_keys
 
 TILE_ROWS = 16
 """Rows of the decode kernel's tile. A request with at most `16 / GROUP` new tokens goes through it, rounded
@@ -46,12 +46,12 @@ class TritonPagedAttention(PagedAttention):
         self._torch = TorchPagedAttention(pool)
         device, (kv_heads, d) = pool.data.device, pool.data.shape[-2:]
         self._group = num_heads // kv_heads
-        self._most_queries = triton.next_power_of_2(max(1, TILE_ROWS // self._group))
+        self.most_queries = triton.next_power_of_2(max(1, TILE_ROWS // self._group))
         d_pad = max(16, triton.next_power_of_2(d))
         self._prefill_config = PREFILL.lookup(PrefillKey(d_pad, pool.data.element_size()), device)
         # Only launches of few pairs split, so this bounds pairs * splits * rows: see `decode_default`.
         pairs = 4 * multiprocessors(device) + kv_heads
-        rows = self._most_queries * self._group
+        rows = self.most_queries * self._group
         self._workspace = Workspace(pairs * rows, d_pad, device)
 
     @property
@@ -62,22 +62,17 @@ class TritonPagedAttention(PagedAttention):
         """
         return self.prefill == self.decode == "triton"
 
-    @property
-    def most_queries(self) -> int:
-        """New tokens of a request with which it still goes through the decode kernel."""
-        return self._most_queries
-
     def plan(self) -> None:
         """Sort the requests into the two kinds, and cut the longer ones into query tiles."""
         host = self.batch.host
-        short = host.query_lens <= self._most_queries
+        short = host.query_lens <= self.most_queries
         decodes, longer = short & (self.decode == "triton"), ~short & (self.prefill == "triton")
         self._needs_torch = not (decodes | longer).all()
         if self._needs_torch:
             self._torch.begin(self.batch)
         # One or the most: a kernel in between would be compiled for each number, and gain nothing.
         most = int(host.query_lens[decodes].max(initial=0))
-        self._max_queries = most if most < 2 else self._most_queries
+        self._max_queries = most if most < 2 else self.most_queries
         self._only: Tensor | None = None  # the requests that are decodes; None: all
         self._prefill_keys = int(host.context_lens[longer].max(initial=0))
         self._tiles: Tensor | None = None
@@ -88,7 +83,7 @@ class TritonPagedAttention(PagedAttention):
 
     def sort(self, host: HostBatch) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """The requests for the decode kernel, and the query tiles `[n, 4]` of the others."""
-        short = host.query_lens <= self._most_queries
+        short = host.query_lens <= self.most_queries
         return np.flatnonzero(short), self._cut(host, ~short)
 
     def _cut(self, host: HostBatch, longer: NDArray[np.bool_]) -> NDArray[np.int32]:
@@ -98,7 +93,7 @@ class TritonPagedAttention(PagedAttention):
 
     def most_tiles(self, tokens: int, requests: int) -> int:
         """The most tiles that a batch can have: full ones, and one more of each request that is cut."""
-        return tokens // self.tile_tokens + min(requests, tokens // (self._most_queries + 1))
+        return tokens // self.tile_tokens + min(requests, tokens // (self.most_queries + 1))
 
     @property
     def tile_tokens(self) -> int:
@@ -117,7 +112,7 @@ class TritonPagedAttention(PagedAttention):
         padded with tiles of no tokens.
         """
         self.batch, self._needs_torch, self._prefill_keys = batch, False, 0
-        self._max_queries, self._only, self._tiles = self._most_queries, members, tiles
+        self._max_queries, self._only, self._tiles = self.most_queries, members, tiles
 
     def store(self, cache: LayerCache, k: Tensor, v: Tensor) -> None:
         """See `PagedAttention.store`."""

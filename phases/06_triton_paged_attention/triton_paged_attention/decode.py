@@ -22,10 +22,10 @@ import triton.language as tl
 from torch import Tensor
 
 from paged_cache.pool import LayerCache
-from triton_paged_attention.pairs import LEAST_TILE, attend_pairs
-from triton_paged_attention.tiles import attend, combine
+from triton_paged_attention.layout import layout_of
+from triton_paged_attention.tables import DECODE, DecodeConfig, DecodeKey
+from triton_paged_attention.tiles import combine
 from triton_paged_attention.tma import describe
-from triton_paged_attention.tuning.tables import DECODE, DecodeConfig, DecodeKey
 
 MOST_SPLITS, LEAST_KEYS = 8, 128
 """Of a context, and keys of a split, where requests bring several tokens. On an H200 five tokens of 9 heads
@@ -69,7 +69,7 @@ def decode_kernel(
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, QUERIES: tl.constexpr, RAGGED: tl.constexpr,
     SUBSET: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLITS_PAD: tl.constexpr, MIN_TILES: tl.constexpr, TMA: tl.constexpr,
-    SCALED: tl.constexpr, PAIRED: tl.constexpr,
+    SCALED: tl.constexpr, ATTEND: tl.constexpr,
 ):  # fmt: skip
     """One program per key/value head, split and request."""
     kv_head, split, item = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -106,19 +106,11 @@ def decode_kernel(
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
     if SCALED:  # a head's scales are factors of all its scores, and of all its outputs
         scale = scale * tl.load(k_scale + kv_head)
-    if PAIRED:
-        m, total, acc = attend_pairs(
-            query, position, m, total, acc, k_cache, v_cache, table, kv_head, low, high, scale, soft_cap,
-            block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N,
-            MASK="all", CAUSAL=QUERIES > 1, WINDOW=WINDOW, SOFT_CAP=SOFT_CAP,
-            WIDE=query.dtype if query.dtype == tl.float32 else tl.float16, ASM=query.dtype != tl.float32,
-        )  # fmt: skip
-    else:
-        m, total, acc = attend(
-            query, position, m, total, acc, k_cache, v_cache, table, kv_head, low, high, high, scale,
-            soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N,
-            MASK="all", CAUSAL=QUERIES > 1, WINDOW=WINDOW, SOFT_CAP=SOFT_CAP, TMA=TMA,
-        )  # fmt: skip
+    m, total, acc = ATTEND(
+        query, position, m, total, acc, k_cache, v_cache, table, kv_head, low, high, high, scale,
+        soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N,
+        MASK="all", CAUSAL=QUERIES > 1, WINDOW=WINDOW, SOFT_CAP=SOFT_CAP, TMA=TMA,
+    )  # fmt: skip
 
     weight_sum = tl.where(total > 0, total, 1.0)  # total 0: a row that sees none of these keys, m = -1e30
     acc = acc * (1.0 / weight_sum)[:, None]
@@ -191,17 +183,15 @@ def paged_decode(
         if queries > 1:  # more rows to combine for each split: fewer, longer ones
             least = max(config.min_tiles, LEAST_KEYS // config.block_n)
             config = replace(config, splits=min(config.splits, MOST_SPLITS), min_tiles=least)
-    if cache.paired:
-        # Half the bytes: tiles of twice the tokens, where a tile then still lies in one block.
-        block_n = max(config.block_n, LEAST_TILE)
-        block_n *= 1 if block_size % (2 * block_n) else 2
-        config = replace(config, block_n=block_n, tma=False)
+    layout = layout_of(cache)
+    config = layout.fit(config, block_size)
     if config.splits > 1:
         rows = items * kv_heads * config.splits * queries * group
         workspace = workspace or Workspace(rows, d_pad, q.device)
         assert workspace.rows >= rows, f"the workspace has {workspace.rows} rows, but {rows} are needed"
-    numbers = (cache.k, cache.v.view(torch.int16) if cache.paired else cache.v)
-    k_arg, v_arg = (describe(c, config.block_n) if config.tma else c for c in numbers)
+    k_arg, v_arg = (
+        describe(c, config.block_n) if config.tma else c for c in (cache.k, layout.words(cache.v))
+    )
     decode_kernel[(kv_heads, config.splits, items)](
         out, q, k_arg, v_arg, block_tables, context_lens,
         context_lens if query_starts is None else query_starts,  # any pointer where there is nothing to read
@@ -214,7 +204,7 @@ def paged_decode(
         RAGGED=query_starts is not None, SUBSET=requests is not None,
         BLOCK_M=max(16, triton.next_power_of_2(queries * group)), BLOCK_N=config.block_n,
         SPLITS_PAD=triton.next_power_of_2(config.splits),
-        MIN_TILES=config.min_tiles, TMA=config.tma, SCALED=cache.scaled, PAIRED=cache.paired,
+        MIN_TILES=config.min_tiles, TMA=config.tma, SCALED=cache.scaled, ATTEND=layout.attend,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out

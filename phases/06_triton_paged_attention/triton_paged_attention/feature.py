@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from common.errors import UserError, boolean
+from common.errors import UserError
 from common.options import option
 from forward.model import Model
 from paged_cache import Feature, PagedAttention, Parts
@@ -36,13 +36,11 @@ class Kernels(Feature):
     activation: Backend = option("triton", "SwiGLU and GeGLU")
     projections: Backend = option("triton", "one matrix product for q, k and v, and one for gate and up")
     sampling: Backend = option("triton", "the choice of tokens")
-    rehearsal: bool = option(True, "on a GPU, compile every kernel at the start, not when it is first met")
 
     def __post_init__(self) -> None:
         """Check the options."""
         for name in KINDS:
             check_backend(name, getattr(self, name))
-        boolean("rehearsal", self.rehearsal)
 
     @classmethod
     def pays(cls, device: torch.device, others: Mapping[str, Feature | None]) -> bool:
@@ -54,19 +52,15 @@ class Kernels(Feature):
         device = parts.model.device.type
         check_triton(device)
         from triton_paged_attention.attention import TritonPagedAttention
-        from triton_paged_attention.sampler import TritonSampler
+        from triton_paged_attention.sampler import TritonChooser
         from triton_paged_attention.surgery import optimize
 
         optimize(parts.own_model(), Backends(self.norms, self.rope, self.activation, self.projections))
         parts.bring(self, attention=self.attention_of(TritonPagedAttention, parts.model))
         if self.sampling == "triton":
-            parts.bring(self, sampler=TritonSampler)
+            parts.bring(self, chooser=TritonChooser())
         if device == "cuda":
             parts.usual["block_size"] = CUDA_BLOCK_SIZE
-            if self.rehearsal:
-                from triton_paged_attention.rehearsal import rehearse
-
-                parts.bring(self, rehearse=rehearse)
 
     @property
     def attends(self) -> bool:
@@ -83,9 +77,9 @@ class Kernels(Feature):
         )
 
 
-KINDS = tuple(field.name for field in fields(Kernels) if field.name != "rehearsal")
+KINDS = tuple(field.name for field in fields(Kernels))
 """Kinds of operators."""
-Kernels.without = dict.fromkeys(KINDS, "torch") | {"rehearsal": False}
+Kernels.without = dict.fromkeys(KINDS, "torch")
 
 
 def check_triton(device: str) -> None:

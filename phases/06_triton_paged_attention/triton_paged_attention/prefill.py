@@ -12,7 +12,6 @@ the diagonal pay for one, and keys after the diagonal are never touched (early e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -22,10 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paged_cache.pool import LayerCache
-from triton_paged_attention.pairs import LEAST_TILE, attend_pairs
-from triton_paged_attention.tiles import attend
+from triton_paged_attention.layout import layout_of
+from triton_paged_attention.tables import PREFILL, PrefillConfig, PrefillKey
 from triton_paged_attention.tma import describe
-from triton_paged_attention.tuning.tables import PREFILL, PrefillConfig, PrefillKey
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -37,7 +35,7 @@ def prefill_kernel(
     scale, soft_cap, table_stride, block_stride, slot_stride, head_stride,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    TMA: tl.constexpr, SCALED: tl.constexpr, PAIRED: tl.constexpr,
+    TMA: tl.constexpr, SCALED: tl.constexpr, ATTEND: tl.constexpr,
 ):  # fmt: skip
     """One program per query tile and key/value head."""
     tile, kv_head = tl.program_id(0), tl.program_id(1)
@@ -70,31 +68,19 @@ def prefill_kernel(
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
     if SCALED:  # see decode.py
         scale = scale * tl.load(k_scale + kv_head)
-    if PAIRED:
-        WIDE: tl.constexpr = query.dtype if query.dtype == tl.float32 else tl.float16
-        m, total, acc = attend_pairs(
-            query, position, m, total, acc, k_cache, v_cache, table, kv_head, begin, whole, scale,
-            soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N,
-            MASK="none", CAUSAL=False, WINDOW=0, SOFT_CAP=SOFT_CAP, WIDE=WIDE, ASM=tl.float32 != WIDE,
-        )  # fmt: skip
-        m, total, acc = attend_pairs(
-            query, position, m, total, acc, k_cache, v_cache, table, kv_head, whole, end, scale,
-            soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N,
-            MASK="all", CAUSAL=True, WINDOW=WINDOW, SOFT_CAP=SOFT_CAP, WIDE=WIDE, ASM=tl.float32 != WIDE,
-        )  # fmt: skip
-    elif TMA and WINDOW == 0:  # one loop: its tiles need no mask against what lies behind the last key
-        m, total, acc = attend(
+    if TMA and WINDOW == 0:  # one loop: its tiles need no mask against what lies behind the last key
+        m, total, acc = ATTEND(
             query, position, m, total, acc, k_cache, v_cache, table, kv_head, begin, end, whole, scale,
             soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N,
             MASK="edge", CAUSAL=True, WINDOW=0, SOFT_CAP=SOFT_CAP, TMA=TMA,
         )  # fmt: skip
     else:
-        m, total, acc = attend(
+        m, total, acc = ATTEND(
             query, position, m, total, acc, k_cache, v_cache, table, kv_head, begin, whole, whole, scale,
             soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N,
             MASK="none", CAUSAL=False, WINDOW=0, SOFT_CAP=SOFT_CAP, TMA=TMA,
         )  # fmt: skip
-        m, total, acc = attend(
+        m, total, acc = ATTEND(
             query, position, m, total, acc, k_cache, v_cache, table, kv_head, whole, end, end, scale,
             soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N,
             MASK="all", CAUSAL=True, WINDOW=WINDOW, SOFT_CAP=SOFT_CAP, TMA=TMA,
@@ -150,11 +136,10 @@ def paged_prefill(
     out = torch.empty_like(q) if out is None else out
     if len(tiles) == 0:
         return out
-    if cache.paired:
-        config = replace(config, block_n=max(config.block_n, LEAST_TILE), tma=False)
+    layout = layout_of(cache)
+    config = layout.fit(config, block_size)
     tma = config.tma and block_size % config.block_n == 0 and d == d_pad and cache.k.stride(2) == d
-    numbers = (cache.k, cache.v.view(torch.int16) if cache.paired else cache.v)
-    k_arg, v_arg = (describe(c, config.block_n) if tma else c for c in numbers)
+    k_arg, v_arg = (describe(c, config.block_n) if tma else c for c in (cache.k, layout.words(cache.v)))
     options = {"maxnreg": config.maxnreg} if config.maxnreg and q.is_cuda else {}
     prefill_kernel[(len(tiles), kv_heads)](
         out, q, k_arg, v_arg, block_tables, tiles,
@@ -162,7 +147,7 @@ def paged_prefill(
         scale, soft_cap or 1.0, block_tables.stride(0), *cache.k.stride()[:3],
         H=heads, GROUP=heads // kv_heads, D=d, D_PAD=d_pad, P=block_size,
         WINDOW=sliding_window or 0, SOFT_CAP=soft_cap is not None,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, TMA=tma, SCALED=cache.scaled, PAIRED=cache.paired,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, TMA=tma, SCALED=cache.scaled, ATTEND=layout.attend,
         num_warps=config.num_warps, num_stages=config.num_stages, **options,
     )  # fmt: skip
     return out

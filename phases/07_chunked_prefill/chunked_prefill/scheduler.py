@@ -69,7 +69,7 @@ class ChunkedScheduler(PagedScheduler):
         return later + self._kept
 
     def _newcomer(self) -> bool:
-        """Whether the first in line could begin now, if only it had tokens to compute."""
+        """Return True if the first in line could begin now, if only it had tokens to compute."""
         head = self._head()
         return head is not None and not head.in_flight and self.admits(head)
 

@@ -1,4 +1,4 @@
-"""What a prefix cache asks of its index: which blocks hold the beginning of these tokens?"""
+"""The interface of a prefix cache's index: which blocks hold the beginning of these tokens?"""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PrefixIndex(Protocol):
 
     @property
     def evictable(self) -> int:
-        """How many blocks `evict` could free."""
+        """The number of blocks that `evict` could free."""
         ...
 
     def match(self, keys: list[Key], salt: str) -> Match:

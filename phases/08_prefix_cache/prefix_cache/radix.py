@@ -204,7 +204,7 @@ class RadixIndex:
 
 
 def _common(held: list[Key], keys: list[Key], at: int) -> int:
-    """How many of `held` equal `keys[at:]` from the start."""
+    """Return how many of `held` equal `keys[at:]` from the start."""
     length = min(len(held), len(keys) - at)
     if held[:length] == keys[at : at + length]:
         return length

@@ -19,7 +19,7 @@ from cuda_graphs.chunk_graph import ChunkGraph, Layout
 from cuda_graphs.decode_graph import KINDS, DecodeGraph, captured
 from cuda_graphs.runner import GraphRunner
 from cuda_graphs.staging import Staging
-from triton_paged_attention.tuning.tables import LONG
+from triton_paged_attention.tables import LONG
 
 FEW = 16
 """Requests for which each size of chunk has a second graph. With few requests the decode kernel splits

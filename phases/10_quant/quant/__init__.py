@@ -24,12 +24,11 @@ def load(model: str | Path | Model, **options: Any) -> PagedEngine:
     """This phase's engine for a model's name or a loaded model.
 
     Args:
-        model: see `forward.load_model`; a folder may hold a quantized checkpoint.
+        model: see `forward.load_model`.
         options: those of `cuda_graphs.load`, and the fields of `Quant`.
 
     Raises:
-        UserError: an option is unknown or out of its limits, features do not go together, or a checkpoint is
-            damaged or of a kind that is not supported.
+        UserError: an option is unknown or out of its limits, or features do not go together.
     """
     return PRESET.load(model, **options)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -37,7 +37,7 @@ def head_for(scheme: str, device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class Quant(Feature):
-    """Weights, keys and values in 8 or 4 bits; a checkpoint that is quantized already loads as it is."""
+    """Weights, keys and values in 8 or 4 bits."""
 
     name: ClassVar[str] = "quant"
     phase: ClassVar[int] = 10
@@ -60,8 +60,12 @@ class Quant(Feature):
             sizes = ", ".join(map(str, sorted(GROUPS)))
             raise UserError(f"group_size is {self.group_size}, but must be one of {sizes}")
 
+    def prepare(self, parts: Parts) -> None:
+        """Let the layers be quantized while the model is loaded."""
+        parts.bring(self, linears=self.linears())
+
     def linears(self) -> Linears:
-        """See `Feature.linears`."""
+        """Return the say in how linear layers keep their weights."""
         layers = self._scheme(self.quantization)
         if self.head == AUTO and self.quantization is not None:
             return Quantize(layers, lambda device: self._scheme(head_for(self.quantization or "", device)))
@@ -77,7 +81,12 @@ class Quant(Feature):
         """Keys and values; and the layers' fastest form, for the weights are there already."""
         kind = stored_kind(parts.model) if self.kv_cache == AUTO else self.kv_cache
         if kind is not None and kind != PLAIN:
-            parts.bring(self, kv=replace(kv_format(parts.model, kind), paired=_pairs(parts, kind)))
+            kv = kv_format(parts.model, kind)
+            if _pairs(parts, kind):
+                from quant.pairs import in_pairs  # Triton comes with it
+
+                kv = in_pairs(kv, parts.size("block_size"))
+            parts.bring(self, kv=kv)
         if not any(isinstance(layer, QuantLinear) for layer in parts.model.modules()):
             return
         if "kernels" in parts.features:

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from common.errors import UserError
 from forward.attention import LayerSpec, RecomputeAttention
 from forward.model import Model
 from paged_cache.pool import KVFormat, largest
-from quant.weights import check_scale
 
 KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 ROOM = {"fp8": 2.0, "int8": 1.1}
@@ -21,7 +19,7 @@ SAMPLE = 256
 
 
 class StoredKV(nn.Module):
-    """What a checkpoint says of keys and values: a scale for each layer's keys, and one for its values."""
+    """A seam: the scales of keys and values that a checkpoint brings."""
 
     scales: Tensor
 
@@ -32,18 +30,8 @@ class StoredKV(nn.Module):
         self.register_buffer("scales", scales, persistent=False)
 
 
-def check_kv_scale(name: str, scale: Tensor) -> None:
-    """Raise `UserError` for a scale that cannot be one.
-
-    In a weight a row of zeros may have the scale 0; what keys and values will be is not known yet.
-    """
-    check_scale(name, scale)
-    if not scale.all():
-        raise UserError(f"{name} is 0, but must be above 0")
-
-
 def stored_kind(model: Model) -> str | None:
-    """What the checkpoint keeps keys and values in, if it says so."""
+    """Return what the checkpoint keeps keys and values in, if it says so."""
     return next((part.kind for part in model.children() if isinstance(part, StoredKV)), None)
 
 

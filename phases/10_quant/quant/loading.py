@@ -10,18 +10,25 @@ from torch import Tensor, nn
 from common.errors import UserError
 from common.models.checkpoint import assign
 from forward.model import Model
-from quant.checkpoints import stored
 from quant.formats import Scheme
-from quant.kv import StoredKV, check_kv_scale
-from quant.layouts import StoredLinear
 from quant.linear import QuantLinear, quantized
 
 HEAD = "lm_head"
-SIDES = ("k_scale", "v_scale")
+
+
+class StoredLayer(nn.Module):
+    """A seam: the tensors of a layer as another tool's checkpoint has them, until all of them are there."""
+
+    def part(self, leaf: str, value: Tensor, place: int | None) -> Tensor:
+        """Return what a rank's part of the tensor `leaf` means to this rank's layer.
+
+        place: the rank, where the layer is cut along its inputs.
+        """
+        return value
 
 
 class Quantize:
-    """Phase 01's `Linears`: what a checkpoint has in few bits stays so, and the rest may be made so.
+    """Phase 01's `Linears`: plain layers become quantized ones.
 
     scheme: of every linear layer but the head; None: they stay as they are.
     head: of the head; None: it stays as it is. A function is asked for each device.
@@ -33,34 +40,23 @@ class Quantize:
         head: Scheme | Callable[[torch.device], Scheme | None] | None = None,
     ) -> None:
         self.scheme, self.head = scheme, head
-        self.kv: str | None = None
 
     def wanted(self, name: str, device: torch.device) -> Scheme | None:
-        """What is to be made of the plain layer `name`, whose weight is on `device`."""
+        """Return what is to be made of the plain layer `name`, whose weight is on `device`."""
         if name != HEAD:
             return self.scheme
         return self.head(device) if callable(self.head) else self.head
 
+    def reading(self) -> Quantize:
+        """Return one that reads the same checkpoints and quantizes nothing."""
+        return type(self)()
+
     def expect(self, model: Model) -> None:
-        """See `Linears.expect`."""
-        if model.config.quantization is None:
-            return
-        if self.scheme is not None:
+        """See `Linears.expect`: what others have quantized is refused; the appendix reads it."""
+        if model.config.quantization is not None:
             raise UserError(
-                f"quantization is {self.scheme.name!r}, but the checkpoint is quantized already: leave it out"
+                "the checkpoint is quantized already, which only checkpoint_formats reads: it is off"
             )
-        if model.config.family == "gpt2":
-            raise UserError("quantization_config: GPT-2's matrices lie the other way: it is not supported")
-        plan = stored(model.config.quantization)
-        for name in _plain(model):
-            layer, layout = model.get_submodule(name), plan.layout(name)
-            if layout is not None and isinstance(layer, nn.Linear):
-                _replace(model, name, StoredLinear(layer, layout, name))
-        if plan.kv is not None:
-            self.kv = plan.kv
-            for attention in _attentions(model):
-                for side in SIDES:
-                    attention.register_buffer(side, torch.empty(1, device="meta"))
 
     def place(self, model: nn.Module, name: str, tensor: Tensor) -> None:
         """See `Linears.place`: a weight that is to be quantized is so at once, and then let go of."""
@@ -71,49 +67,28 @@ class Quantize:
             assign(model, name, tensor)
             return
         # The bias is on `meta` until it is placed in its turn.
-        _replace(model, owner, QuantLinear(quantized(tensor, scheme, owner), layer.bias))
+        replace_layer(model, owner, QuantLinear(quantized(tensor, scheme, owner), layer.bias))
 
     def finish(self, model: Model) -> Model:
         """See `Linears.finish`."""
-        for name in [name for name, layer in model.named_modules() if isinstance(layer, StoredLinear)]:
-            layer = model.get_submodule(name)
-            assert isinstance(layer, StoredLinear)
-            _replace(model, name, layer.understood(name, model.dtype))
-        for name in _plain(model):
+        for name in plain_layers(model):
             layer = model.get_submodule(name)
             scheme = self.wanted(name, model.device)
             if scheme is not None and isinstance(layer, nn.Linear):
-                _replace(model, name, QuantLinear.of(layer, scheme, name))
-        if self.kv is not None:
-            model.add_module("stored_kv", StoredKV(self.kv, _take_kv_scales(model)))
+                replace_layer(model, name, QuantLinear.of(layer, scheme, name))
         return model
 
     def changes(self, model: Model) -> bool:
         """See `Linears.changes`."""
-        return any(self.wanted(name, model.device) is not None for name in _plain(model))
+        return any(self.wanted(name, model.device) is not None for name in plain_layers(model))
 
 
-def _attentions(model: Model) -> list[nn.Module]:
-    return [model.get_submodule(f"layers.{spec.index}.self_attn") for spec in model.layer_specs]
-
-
-def _take_kv_scales(model: Model) -> Tensor:
-    """`[L, 2, KH]` float32, and the layers are as they were before `expect`."""
-    scales = []
-    for index, attention in enumerate(_attentions(model)):
-        for side in SIDES:
-            scale = attention.get_buffer(side).float()
-            check_kv_scale(f"layers.{index}.self_attn.{side}", scale)
-            scales.append(scale.expand(model.config.num_kv_heads))
-            delattr(attention, side)
-    return torch.stack(scales).view(len(model.layer_specs), len(SIDES), -1)
-
-
-def _plain(model: Model) -> list[str]:
-    """Names, not layers: a list of these would keep them all alive until the last is replaced."""
+def plain_layers(model: Model) -> list[str]:
+    """Return names, not layers: a list of these would keep them all alive until the last is replaced."""
     return [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
 
 
-def _replace(model: nn.Module, name: str, layer: nn.Module) -> None:
+def replace_layer(model: nn.Module, name: str, layer: nn.Module) -> None:
+    """Put a layer in the place of `name`."""
     owner, _, last = name.rpartition(".")
     setattr(model.get_submodule(owner), last, layer)

@@ -87,7 +87,10 @@ class DraftModel(Source):
     def _ready(self, request: Request, length: int) -> Shadow | None:
         """Return the request's shadow with all its tokens and room for drafts; None if there is no room.
 
-        Rolls back: what was computed behind the first wrong draft counts for nothing.
+        Rolls back: what was computed behind the first wrong draft counts for nothing. The last draft never
+        was computed, and the newest token counts as not computed in any case. The drafts are forgotten. A
+        request without a shadow enters (`_enter`), if there is a row and its tokens fit; one without `_room`
+        for its tokens (`_tokens`) and `length` more leaves.
         """
         shadow = self.shadows.get(request)
         if shadow is None:

@@ -15,6 +15,7 @@ from forward.loading import load_model
 from forward.model import Model
 from paged_cache import Feature, PagedEngine, PagedSizes, Parts, build
 from quant import Quant
+from quant.loading import Quantize
 from speculative.control import Control
 from speculative.draft_model import DraftModel
 from speculative.head import WEIGHTS, HeadSource, load
@@ -31,8 +32,9 @@ MOST_CACHED = 1 << 17
 """Tokens in the draft model's cache, for all requests together."""
 READ = ("model", "head")
 """Drafters whose weights `draft_model` may name."""
-SHARED = ("kernels", "graphs", "latency", "quant_kernels")
-"""Features that a draft model takes over from the model it drafts for."""
+
+SHARED = ("kernels", "rehearsal", "graphs", "latency", "quant_kernels")
+"""Features that a draft model takes over from the model it drafts for, where that has them."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,10 @@ class Speculate(Feature):
         control = Control(self.length, adaptive=self.draft_adaptive)
         speculator = Speculator(self.source(parts), control)
         parts.bring(self, drafter=speculator)
-        parts.finish += [verify, speculator.attach]
+        parts.stages["connect"] += [
+            lambda whole: verify(whole.engine),
+            lambda whole: speculator.attach(whole.engine),
+        ]
         parts.loops["waiting"] = watched
         SmallSteps(self.length).install(parts)
 
@@ -167,7 +172,7 @@ def draft_engine(parts: Parts, model: str | Model, features: Iterable[Feature]) 
         model,
         device=str(large.device),
         dtype=str(large.dtype).removeprefix("torch."),
-        linears=few_bits.linears(),
+        linears=parts.linears.reading() if isinstance(parts.linears, Quantize) else None,
     )
     if small.config.vocab_size != large.config.vocab_size:
         raise UserError(

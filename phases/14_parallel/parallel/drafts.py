@@ -42,11 +42,9 @@ class SplitSpeculate(Speculate):
         assert self.ranks is not None and self.config is not None
         if self.drafter != "head":
             return super().source(parts) if self.ranks.rank == 0 or self.drafter == "synthetic" else NGrams()
-        own, parts.model = parts.own_model(), view(parts.own_model(), self.ranks, self.config)
-        try:
-            found = super().source(parts)
-        finally:
-            parts.model = own
+        seen = copy.copy(parts)
+        seen.model = view(parts.own_model(), self.ranks, self.config)
+        found = super().source(seen)
         # Layers that are watched add up by themselves, on all ranks alike: the hooks stay, the drafter goes.
         return found if self.ranks.rank == 0 else NGrams()
 

@@ -252,11 +252,9 @@ class Follower(InRanks):
         """No rank can follow any more: end, so that rank 0 notices."""
         raise error
 
-    def rehearse(self, engine: Engine) -> float:
+    def rehearse(self, engine: Engine) -> None:
         """Take part in a rehearsal: whatever rank 0 plays."""
-        begun = time.perf_counter()
         while not isinstance(message := self.line.receive(), Rehearsed):
             self.follow(engine, message)
         engine.stats = type(engine.stats)()
         engine.cache.forget()
-        return time.perf_counter() - begun

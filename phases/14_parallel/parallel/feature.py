@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import ClassVar
 
 import torch
 
@@ -14,7 +14,7 @@ from common.errors import UserError, integer
 from common.options import option
 from continuous.seams import NO_DRAFTS, NO_MASKS
 from forward.model import Model
-from paged_cache import Feature, Ledger, Loader, PagedEngine, Parts, Recipe, build
+from paged_cache import Feature, PagedEngine, Parts, Recipe, build
 from parallel import crew as crews
 from parallel import engine as engines
 from parallel.crew import Crew
@@ -24,12 +24,10 @@ from parallel.line import Line
 from parallel.loading import config_of, load_part
 from parallel.messages import Build, Rehearsed
 from parallel.ranks import Ranks, graphs_of
-from parallel.sampler import RanksPrompts, over
+from parallel.sampler import RanksChooser, RanksPrompts
 from parallel.shard import Shard
 from parallel.told import FirstMasks, OtherMasks, Teller, Told
 from speculative import Speculate
-from speculative.loops import Watcher
-from structured.loop import EarlyMasks
 
 MOST_RANKS = 64
 
@@ -49,15 +47,18 @@ class Parallel(Feature):
         integer("tensor_parallel", self.tensor_parallel, low=1, high=MOST_RANKS)
         integer("rank_check", self.rank_check, low=1)
 
-    def make(self, recipe: Recipe) -> PagedEngine | None:
-        """The engine of rank 0, with the other ranks behind it."""
-        if self.tensor_parallel == 1:
-            return None
-        device = self.check(recipe)
+    def prepare(self, parts: Parts) -> None:
+        """With several ranks, one stage makes all of them: each goes through the usual stages by itself."""
+        if self.tensor_parallel > 1:
+            parts.stages = {"lead": [self._lead]}
+
+    def _lead(self, parts: Parts) -> None:
+        """Make the engine of rank 0, with the other ranks behind it."""
+        device = self.check(parts.recipe)
         crew = crews.take(self.tensor_parallel)
         try:
             with crew.awaited():
-                return lead(self, recipe, device, crew)
+                parts.engine = lead(self, parts.recipe, device, crew)
         except BaseException:
             crew.kill()
             raise
@@ -133,9 +134,17 @@ class Split(Feature):
     crew: Crew | None = None
     line: Line | None = None
 
-    def loader(self) -> Loader:
-        """Every rank loads its part."""
-        return partial(load_part, ranks=self.ranks)
+    def prepare(self, parts: Parts) -> None:
+        """Every rank loads its part, and has as many blocks as the one with the least room."""
+        parts.stages["load"] = [self._load]
+        parts.stages["plan"].append(self._agree)
+
+    def _load(self, parts: Parts) -> None:
+        asked = parts.recipe
+        assert not isinstance(asked.model, Model)
+        parts.model = load_part(
+            asked.model, device=asked.device, dtype=asked.dtype, linears=parts.linears, ranks=self.ranks
+        )
 
     def install(self, parts: Parts) -> None:
         """Layers that add up, tokens chosen over ranks, and a loop that leads or follows."""
@@ -145,8 +154,12 @@ class Split(Feature):
 
             install(parts.own_model(), ranks)
         kernels = getattr(parts.features.get("kernels"), "sampling", "") == "triton"
-        parts.sampler = over(ranks, parts.sampler, kernels=kernels)
-        parts.agree = self._agree
+        if kernels:
+            from parallel.winners import KernelRanksChooser  # Triton comes with it
+
+            parts.wrap(self, chooser=lambda inner: KernelRanksChooser(ranks, inner, model.config.vocab_size))
+        else:
+            parts.wrap(self, chooser=lambda inner: RanksChooser(ranks, inner, model.config.vocab_size))
         if "graphs" in parts.features:  # where a step is masked, rank 0 tells the others what it has chosen
             parts.plans.pop("masked", None)
             # Graphs of full steps have not been tried in ranks: NCCL's sums would be in them.
@@ -154,20 +167,22 @@ class Split(Feature):
         about = model.config.vocab_size, model.device
         parts.loops["ranks"] = self._loop
         if self.crew is not None:
+            crew = self.crew
             if parts.drafter is not NO_DRAFTS:
-                parts.drafter = Teller(cast(Watcher, parts.drafter))
+                parts.wrap(self, drafter=Teller)
             if parts.masks is not NO_MASKS:
-                parts.masks = FirstMasks(cast(EarlyMasks, parts.masks), *about)
-            if parts.rehearse is not None:
-                parts.rehearse = self._rehearse(parts.rehearse, self.crew)
+                parts.wrap(self, masks=lambda first: FirstMasks(first, *about))
+            if parts.stages["rehearse"]:
+                parts.stages["rehearse"].append(lambda whole: crew.tell(Rehearsed()))
         else:
             assert self.line is not None
+            line = self.line
             if parts.drafter is not NO_DRAFTS:
-                parts.drafter = Told(self.line)
+                parts.wrap(self, drafter=lambda own: Told(line))
             if parts.masks is not NO_MASKS:
-                parts.masks = OtherMasks(*about)
-            if parts.rehearse is not None:
-                parts.rehearse = lambda engine: cast(engines.Follower, engine.loop).rehearse(engine)
+                parts.wrap(self, masks=lambda own: OtherMasks(*about))
+            if parts.stages["rehearse"]:
+                parts.stages["rehearse"] = [follow_rehearsal]
 
     def _loop(self, engine: PagedEngine) -> engines.Leader | engines.Follower:
         """Rank 0's loop, or another's, around what it has without ranks."""
@@ -185,16 +200,15 @@ class Split(Feature):
         engine.runner.prompts = RanksPrompts(self.ranks, engine.config.vocab_size)
         return made
 
-    def _agree(self, ledger: Ledger) -> Ledger:
-        """As many blocks as there are on the rank that has room for the fewest."""
+    def _agree(self, parts: Parts) -> None:
+        """Take as many blocks as there are on the rank that has room for the fewest."""
+        ledger = parts.ledger
         blocks = self.ranks.smallest(ledger.blocks)
-        return replace(ledger, blocks=blocks, cache=ledger.cache // ledger.blocks * blocks)
+        parts.ledger = replace(ledger, blocks=blocks, cache=ledger.cache // ledger.blocks * blocks)
 
-    @staticmethod
-    def _rehearse(play: Any, crew: Crew) -> Any:
-        def rehearse(engine: Any) -> float:
-            seconds: float = play(engine)
-            crew.tell(Rehearsed())
-            return seconds
 
-        return rehearse
+def follow_rehearsal(parts: Parts) -> None:
+    """Take part in the rehearsal that rank 0 plays."""
+    loop = parts.engine.loop
+    assert isinstance(loop, engines.Follower)
+    loop.rehearse(parts.engine)

@@ -30,9 +30,8 @@ from parallel.layers import RowLinear, VocabularyEmbedding
 from parallel.ranks import Ranks
 from parallel.shard import JOINED, ROWS, VOCABULARY, Shard, Slice
 from quant.formats import BLOCK
-from quant.layouts import StoredLinear
 from quant.linear import QuantLinear, quantized
-from quant.loading import Quantize
+from quant.loading import Quantize, StoredLayer
 from quant.weights import QuantizedWeight
 
 
@@ -166,24 +165,11 @@ class Part:
             padding = value.new_zeros(self.shapes[name][0] - len(value), *value.shape[1:])
             return torch.cat([value, padding])
         layer = self.own.get_submodule(owner)
-        if isinstance(layer, StoredLinear):
-            if leaf == "weight_shape":
-                return torch.tensor(layer.shape, dtype=value.dtype)
-            if leaf.endswith("g_idx") and owner.endswith(ROWS):
-                return self._groups(name, value, layer)
-        return value
-
-    def _groups(self, name: str, value: Tensor, layer: StoredLinear) -> Tensor:
-        """The group of each of this rank's inputs, counted from its own first."""
-        if layer.layout.row:
-            return value
-        groups = layer.shape[1] // layer.layout.scheme.group
-        value = value - self.shard.rank * groups
-        if bool(((value < 0) | (value >= groups)).any()):
-            raise UserError(
-                f"tensor_parallel is {self.shard.size}, but the groups of {name} are in the order of "
-                "activations: they cannot be cut along the inputs"
-            )
+        if isinstance(layer, StoredLayer):
+            try:
+                return layer.part(leaf, value, self.shard.rank if owner.endswith(ROWS) else None)
+            except UserError as error:
+                raise UserError(f"tensor_parallel is {self.shard.size}, but {name}: {error}") from None
         return value
 
     def place(self, name: str, value: Tensor) -> None:

@@ -33,4 +33,5 @@ class Latency(Feature):
         from phases.appendix.latency.attention import LatencyAttention
         from phases.appendix.latency.surgery import install
 
-        parts.attention = kernels.attention_of(LatencyAttention, install(parts.own_model()))
+        made = kernels.attention_of(LatencyAttention, install(parts.own_model()))
+        parts.wrap(self, attention=lambda plain: made)

@@ -1,4 +1,4 @@
-"""Configurations of the kernels for one token and for a few: see `triton_paged_attention.tuning.tables`."""
+"""Configurations of the kernels for one token and for a few: see `triton_paged_attention.tables`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from triton_paged_attention.decode import MOST_SPLITS
 from triton_paged_attention.hardware import AMPERE, at_least, multiprocessors
-from triton_paged_attention.tuning.winners import Table
+from triton_paged_attention.tables import Table
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def gemv_default(key: GemvKey, device: torch.device) -> GemvConfig:
     return GemvConfig(1 << (wanted.bit_length() - 1), block_k, num_warps, late=key.size > block_k)
 
 
-GEMV = Table("gemv", GemvConfig, gemv_default)
+GEMV = Table(gemv_default)
 
 
 def few_pays(hidden: int, itemsize: int, device: torch.device) -> bool:
@@ -100,7 +100,7 @@ def lone_default(key: LoneKey, device: torch.device) -> LoneConfig:
     return LoneConfig(tile_keys(key), splits=1 << (splits.bit_length() - 1))
 
 
-LONE = Table("lone", LoneConfig, lone_default)
+LONE = Table(lone_default)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paged_cache.pool import LayerCache, largest
+from triton_paged_attention.layout import layout_of
 
 
 @triton.jit
@@ -19,20 +20,10 @@ def encode(x, scale, LIMIT: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def value_place(slot, block_stride, slot_stride, P: tl.constexpr, PAIRED: tl.constexpr):
-    """Where a token's first value lies, and how far apart its values are: see `KVFormat.paired`."""
-    if PAIRED:
-        first = (slot // P) * block_stride + (slot % P) // 2 * 2 * slot_stride + slot % 2
-    else:
-        first = (slot // P) * block_stride + (slot % P) * slot_stride
-    return first, 2 if PAIRED else 1
-
-
-@triton.jit
 def kv_store_kernel(
     k, v, k_cache, v_cache, slots, k_scale, v_scale, k_stride, v_stride, block_stride, slot_stride,
     SIZE: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
-    LIMIT: tl.constexpr, WHOLE: tl.constexpr, PAIRED: tl.constexpr,
+    LIMIT: tl.constexpr, WHOLE: tl.constexpr, PLACE: tl.constexpr,
 ):  # fmt: skip
     """One program per token and part of its heads."""
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -46,7 +37,7 @@ def kv_store_kernel(
         key = encode(key, tl.load(k_scale + i // D, mask=mask, other=1.0), LIMIT, WHOLE)
         value = encode(value, tl.load(v_scale + i // D, mask=mask, other=1.0), LIMIT, WHOLE)
     tl.store(k_cache + at, key.to(k_cache.dtype.element_ty), mask=mask)
-    first, step = value_place(slot, block_stride, slot_stride, P, PAIRED)
+    first, step = PLACE(slot, block_stride, slot_stride, P)
     tl.store(v_cache + first + i * step, value.to(v_cache.dtype.element_ty), mask=mask)
 
 
@@ -67,5 +58,6 @@ def kv_store(
             k.stride(0), v.stride(0), *cache.k.stride()[:2],
             SIZE=size, D=d, P=cache.k.shape[1], BLOCK=block, SCALED=cache.scaled,
             LIMIT=largest(cache.k.dtype) if cache.scaled else 0.0,
-            WHOLE=not cache.k.dtype.is_floating_point, PAIRED=cache.paired, num_warps=max(1, block // 256),
+            WHOLE=not cache.k.dtype.is_floating_point, PLACE=layout_of(cache).place,
+            num_warps=max(1, block // 256),
         )  # fmt: skip

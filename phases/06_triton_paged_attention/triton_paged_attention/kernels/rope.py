@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from forward.attention import LayerSpec
 from forward.rope import Rope
 from paged_cache.pool import LayerCache, largest
-from triton_paged_attention.kernels.kv_store import encode, value_place
+from triton_paged_attention.kernels.kv_store import encode
+from triton_paged_attention.layout import layout_of
 
 HEADS_PER_PROGRAM = 8
 
@@ -78,7 +79,7 @@ def norm_rope_kernel(
     H: tl.constexpr, KH: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, P: tl.constexpr,
     NORM: tl.constexpr, ONE_PLUS: tl.constexpr, STORE: tl.constexpr, HEADS: tl.constexpr,
     PENDING: tl.constexpr, SCALED: tl.constexpr, LIMIT: tl.constexpr, WHOLE: tl.constexpr,
-    PAIRED: tl.constexpr,
+    PLACE: tl.constexpr,
 ):  # fmt: skip
     """One program per token and few heads: first the queries, then the keys, then the values.
 
@@ -94,7 +95,7 @@ def norm_rope_kernel(
         slot = tl.load(slots + token)
         at_token = (slot // P) * block_stride + (slot % P) * slot_stride
         stored = slot >= 0
-        at_value, step = value_place(slot, block_stride, slot_stride, P, PAIRED)
+        at_value, step = PLACE(slot, block_stride, slot_stride, P)
     else:
         at_token = token * KH * D
         stored = token >= 0
@@ -177,7 +178,7 @@ def norm_rope(
             H=heads, KH=kv_heads, HALF=d // 2, HALF_PAD=triton.next_power_of_2(d // 2), P=block_size,
             NORM=norms is not None, ONE_PLUS=one_plus, STORE=cache is not None, HEADS=HEADS_PER_PROGRAM,
             PENDING=pending is not None, SCALED=scaled, LIMIT=largest(k.dtype) if scaled else 0.0,
-            WHOLE=not k.dtype.is_floating_point, PAIRED=cache is not None and cache.paired, num_warps=4,
+            WHOLE=not k.dtype.is_floating_point, PLACE=layout_of(cache).place, num_warps=4,
         )  # fmt: skip
     return q, k, v
 

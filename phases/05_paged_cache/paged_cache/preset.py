@@ -1,0 +1,108 @@
+"""A phase's choice of features, and what options make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.device import pick_device
+from common.errors import UserError, boolean, shown
+from common.options import route
+from common.text.tokenizer import Tokenizer
+from forward.model import Model
+from paged_cache.build import build
+from paged_cache.parts import Feature, PagedEngine, PagedSizes
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Sizes and features that a set of options comes to; a feature is None where it is off."""
+
+    sizes: PagedSizes
+    features: dict[str, Feature | None]
+
+    @property
+    def installed(self) -> list[Feature]:
+        """The features that are on."""
+        return [feature for feature in self.features.values() if feature is not None]
+
+
+class Preset:
+    """A phase's engine: which features it has, and which of them are on unless the caller says otherwise.
+
+    Args:
+        on: features that are on.
+        fitting: features that are on where they pay (`Feature.pays`), decided in this order.
+        usual: sizes that this phase prefers on a kind of device.
+
+    As an option a feature is a switch, `prefix_cache=False`, and each of its fields an option by itself,
+    `index="hash"`, which may be given while the feature is on.
+    """
+
+    def __init__(
+        self,
+        on: Sequence[type[Feature]] = (),
+        fitting: Sequence[type[Feature]] = (),
+        usual: Mapping[str, Mapping[str, int]] | None = None,
+    ) -> None:
+        self.on, self.fitting = tuple(on), tuple(fitting)
+        self.usual = usual or {}
+
+    def plus(self, on: Sequence[type[Feature]] = (), fitting: Sequence[type[Feature]] = ()) -> Preset:
+        """The next phase's: this one with more features."""
+        return Preset([*self.on, *on], [*self.fitting, *fitting], self.usual)
+
+    def load(
+        self,
+        model: str | Path | Model,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        tokenizer: Tokenizer | None = None,
+        **options: Any,
+    ) -> PagedEngine:
+        """Make the engine for a model's name or a loaded model, with these options."""
+        where = model.device if isinstance(model, Model) else pick_device(device)
+        chosen = self.choose(options, where)
+        return build(model, chosen.sizes, chosen.installed, device=device, dtype=dtype, tokenizer=tokenizer)
+
+    def choose(
+        self, options: Mapping[str, Any], device: torch.device, more: Sequence[type[Feature]] = ()
+    ) -> Chosen:
+        """Return what the options mean on a device.
+
+        more: features beyond this preset's; they are off unless an option switches them on.
+
+        Raises:
+            UserError: an option is unknown, out of its limits, or of a feature that is off.
+        """
+        kinds = [*self.on, *self.fitting]
+        kinds += [kind for kind in more if kind not in kinds]
+        sizes, *own = route(options, [PagedSizes, *kinds], [kind.name for kind in kinds])
+        features: dict[str, Feature | None] = {}
+        for kind, given in zip(kinds, own, strict=True):
+            switch = options.get(kind.name)
+            if isinstance(switch, Feature):
+                features[kind.name] = switch
+                continue
+            usual = kind in self.on or (kind in self.fitting and kind.pays(device, features))
+            on = usual if switch is None else boolean(kind.name, switch)
+            made = kind(**given)  # which refuses wrong values, whether it is on or not
+            features[kind.name] = made if on else None
+            if not on:
+                _refuse_options_of(kind, given, device)
+        return Chosen(PagedSizes(**{**self.usual.get(device.type, {}), **sizes}), features)
+
+
+def _refuse_options_of(kind: type[Feature], given: Mapping[str, Any], device: torch.device) -> None:
+    """Raise `UserError` for options of a feature that is off, unless they ask for just that."""
+    for name, value in given.items():
+        if name not in kind.without or kind.without[name] != value:
+            raise UserError(
+                f"{name} is {shown(value)}, but {kind.name} is off on {device.type}: "
+                f"switch it on with {kind.name}=True"
+            )

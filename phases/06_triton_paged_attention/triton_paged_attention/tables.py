@@ -1,0 +1,133 @@
+"""Tables of block sizes: in which configuration a kernel runs, by the shape of its work.
+
+The numbers come from `benchmarks/kernels/` on an H200 (compute capability 9.0; `docs/kernels.md` has the
+sweeps). On other GPUs the same choices are made to fit: tiles and stages shrink until they fit the shared
+memory. A configuration says how large tiles are and how many programs share the work, never what is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+
+from triton_paged_attention.hardware import HOPPER, at_least, multiprocessors, shared_memory
+
+Key = TypeVar("Key", bound=tuple[object, ...])
+Config = TypeVar("Config")
+
+
+class Table(Generic[Key, Config]):
+    """Configurations by key, a NamedTuple of what decides about them.
+
+    default: the configuration for a key on a device.
+    tuned: a seam: it is asked first, and answers None where it knows nothing better than the default.
+    """
+
+    def __init__(self, default: Callable[[Key, torch.device], Config]) -> None:
+        self.default = cache(default)
+        self.tuned: Callable[[Key, torch.device], Config | None] = lambda key, device: None
+
+    def lookup(self, key: Key, device: torch.device) -> Config:
+        """Return the configuration for a key. Kernels ask for it at every launch."""
+        return self.tuned(key, device) or self.default(key, device)
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """How the decode kernel runs.
+
+    block_n: tokens per tile.
+    splits: programs that share one request and key/value head.
+    min_tiles: fewest tiles that a split gets.
+    tma: copy tiles by the tensor memory accelerator (Hopper on; the block size must be a multiple of
+        `block_n` and the head size a power of two).
+    """
+
+    block_n: int = 64
+    num_warps: int = 4
+    num_stages: int = 3
+    splits: int = 1
+    min_tiles: int = 1
+    tma: bool = False
+
+
+class DecodeKey(NamedTuple):
+    """(request, key/value head) pairs of a launch; a head's padded size and the bytes of a number."""
+
+    pairs: int
+    d_pad: int
+    itemsize: int
+
+
+def decode_default(key: DecodeKey, device: torch.device) -> DecodeConfig:
+    """With about 2 programs per multiprocessor the memory is busy; fewer pairs than that are split.
+
+    Few programs hide latency best with many short loads, many programs carry larger tiles.
+    """
+    wanted = 2 * multiprocessors(device)
+    splits = max(1, min(32, round(wanted / key.pairs)))
+    config = DecodeConfig(64, 4, 3) if splits == 1 else DecodeConfig(32, 2, 3, splits)
+    row = 2 * key.d_pad * key.itemsize  # of keys and values
+    budget = shared_memory(device) // 2
+    while config.num_stages > 1 and row * config.block_n * config.num_stages > budget:
+        config = replace(config, num_stages=config.num_stages - 1)
+    while config.block_n > 16 and row * config.block_n * config.num_stages > budget:
+        config = replace(config, block_n=config.block_n // 2)
+    return config
+
+
+DECODE = Table(decode_default)
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    """How the prefill kernel runs.
+
+    block_m: rows (query tokens times the heads of a group) per tile.
+    block_n: keys per step.
+    maxnreg: registers per thread at most; 128 lets two programs of 8 warps share a multiprocessor.
+    tma: copy tiles by the tensor memory accelerator, if the blocks and heads of the cache allow it.
+    """
+
+    block_m: int = 128
+    block_n: int = 64
+    num_warps: int = 8
+    num_stages: int = 3
+    maxnreg: int | None = None
+    tma: bool = False
+
+
+class PrefillKey(NamedTuple):
+    """A head's padded size, and the bytes of a number."""
+
+    d_pad: int
+    itemsize: int
+
+
+def prefill_default(key: PrefillKey, device: torch.device) -> PrefillConfig:
+    """Up to 256 bytes a row: two programs of 8 warps per multiprocessor, which fill each other's pauses
+    between matrix products and softmax. Larger heads take smaller tiles.
+    """
+    row = key.d_pad * key.itemsize
+    config = PrefillConfig(128, 64, 8, 2, maxnreg=128) if row <= 256 else PrefillConfig(64, 32, 4, 2)
+    if key.itemsize == 2 and key.d_pad in (64, 128) and at_least(device, HOPPER):
+        config = replace(config, tma=True)
+    while config.block_n > 16 and row * (config.block_m + 2 * config.block_n * 2) > shared_memory(device):
+        config = replace(config, block_n=config.block_n // 2, block_m=max(16, config.block_m // 2))
+    return config
+
+
+PREFILL = Table(prefill_default)
+
+LONG = 8192
+"""Keys from which on a prefill program is long enough to be alone on its multiprocessor."""
+
+
+def for_keys(config: PrefillConfig, keys: int, block_size: int) -> PrefillConfig:
+    """`config` for prompts up to `keys` long: one program with all registers, or two that take turns."""
+    alone = config.tma and block_size % config.block_n == 0 and keys >= LONG
+    return replace(config, num_stages=3, maxnreg=None) if alone else config

@@ -1,0 +1,1 @@
+"""Checkpoint formats: quantized models as other tools write them, read and written."""

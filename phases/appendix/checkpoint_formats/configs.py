@@ -1,0 +1,308 @@
+"""Read a checkpoint's ``quantization_config``, and refuse what cannot be computed here.
+
+Five methods of naming the same few facts. A scheme that is not known is refused by its name: numbers that are
+read as something else still make fluent text, only worse, and nobody notices. The fields of a scheme are a
+closed list in compressed-tensors, so there any other is refused. The other methods' files have whatever the
+tool that wrote them had to say of itself; there those are refused that change what numbers mean.
+
+Formats: https://github.com/vllm-project/compressed-tensors (``compressed-tensors``), ``fp8`` as in
+https://huggingface.co/Qwen/Qwen3-8B-FP8, GPTQ as AutoGPTQ and GPTQModel write it, AWQ as AutoAWQ writes it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import UserError
+from common.models.fields import Field, shown
+from phases.appendix.checkpoint_formats.layouts import Layout
+from quant.formats import BLOCK, FP8_BLOCK, GROUPS, Scheme
+
+_BITS = Field("bits num_bits", int, 1, 32)
+_GROUP = Field("group_size q_group_size", int, -1, 1 << 20)
+_NAMES = Field("ignore", list, default=[])
+_PATTERN = 200
+"""The longest pattern for names, in characters."""
+_GROUP_FIELDS = ("targets", "weights", "input_activations", "output_activations", "format")
+_ARGUMENTS = (
+    *("num_bits", "type", "symmetric", "group_size", "strategy", "block_structure", "dynamic", "actorder"),
+    *("scale_dtype", "zp_dtype", "observer", "observer_kwargs"),
+)
+_FLOATS = tuple(f"{prefix}{kind}" for prefix in ("torch.", "") for kind in ("float16", "bfloat16", "float32"))
+_PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")
+"""What checkpoints put before our names of layers."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Layers that `targets` name are laid out in a way, or are plain."""
+
+    targets: tuple[str, ...]
+    layout: Layout | None
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How the weights of a checkpoint are kept.
+
+    rules: the first that names a layer holds for it.
+    plain: names of layers that are plain whatever the rules say.
+    kv: what keys and values are kept in, fp8 or int8, with a scale for each layer's keys and values; or None.
+    """
+
+    rules: tuple[Rule, ...]
+    plain: tuple[str, ...]
+    kv: str | None = None
+
+    def layout(self, name: str) -> Layout | None:
+        """Return the layout of our layer `name`, or None where it is plain."""
+        if any(matches(each, name) for each in self.plain):
+            return None
+        for rule in self.rules:
+            if any(each == "Linear" or matches(each, name) for each in rule.targets):
+                return rule.layout
+        return None
+
+
+def stored(raw: Mapping[str, Any]) -> Stored:
+    """Read a ``quantization_config``.
+
+    Raises:
+        UserError: the method, or something in it, is not supported; it names what.
+    """
+    method = Field("quant_method", str, choices=tuple(_METHODS)).read(raw)
+    try:
+        return _METHODS[method](raw)
+    except UserError as error:
+        raise UserError(f"quantization_config: {method}: {error}") from None
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Compare a checkpoint's `pattern`, a name or ``re:`` and an expression, with our layer `name`."""
+    names = [prefix + name for prefix in _PREFIXES]
+    if pattern.startswith("re:"):
+        return any(re.match(pattern[3:], each) for each in names)
+    return pattern in names or (not name.startswith("layers.") and pattern == name.rpartition(".")[2])
+
+
+def _parts(raw: Any, name: str, start: str = ".*", end: str = "") -> tuple[str, ...]:
+    """Patterns of the names in which one of a list's strings stands between two expressions."""
+    given = Field(name, list, default=[]).check(raw, name) if raw is not None else []
+    return tuple(f"re:{start}{re.escape(Field(name, str).check(part, name))}{end}" for part in given)
+
+
+def _patterns(raw: Any, name: str) -> tuple[str, ...]:
+    """A list of names; an expression that could take forever is refused."""
+    given = Field(name, list, default=[]).check(raw, name) if raw is not None else []
+    for pattern in given:
+        Field(name, str).check(pattern, name)
+        if not pattern.startswith("re:"):
+            continue
+        try:
+            re.compile(pattern[3:])
+        except (re.error, RecursionError) as error:
+            raise UserError(f"{name} {shown(pattern)} is no regular expression ({error})") from None
+        # Repeated groups, and many repetitions after each other, are how a short pattern takes years.
+        repeats = re.findall(r"(?<!\\)[*+?{]", pattern)
+        if len(pattern) > _PATTERN or re.search(r"\)[*+{]", pattern) or len(repeats) > 4:
+            raise UserError(
+                f"{name} {shown(pattern)} is too involved: 4 repetitions, none of a group, may be there"
+            )
+    return tuple(given)
+
+
+def _fp8(raw: Mapping[str, Any]) -> Stored:
+    """FP8 numbers with a scale for each block of 128 x 128, or for the tensor; activations as they come."""
+    _only(raw, "activation_scheme", "dynamic")
+    _only(raw, "fmt", "e4m3", missing=True)
+    block = raw.get("weight_block_size")
+    if block is None:
+        layout = Layout("plain", Scheme("fp8-tensor", "fp8", "tensor", activations="fp8"))
+    elif block == [BLOCK, BLOCK]:
+        layout = Layout("plain", FP8_BLOCK, "weight_scale_inv")
+    else:
+        raise UserError(f"weight_block_size is {shown(block)}, but only [{BLOCK}, {BLOCK}] is supported")
+    skipped: list[str] = []
+    for name in ("modules_to_not_convert", "ignored_layers"):  # the beginning or the end of a layer's name
+        skipped += _patterns(raw.get(name), name)
+        skipped += _parts(raw.get(name), name, start="", end=r"(\.|$)") + _parts(raw.get(name), name, end="$")
+    return Stored((Rule(("Linear",), layout),), ("lm_head", *skipped))
+
+
+def _gptq(raw: Mapping[str, Any]) -> Stored:
+    """GPTQ's own layout, in which act-order shows as a group for each input."""
+    for name in ("meta_quantizer", "rotation", "is_marlin_format", "adapter"):
+        if raw.get(name):
+            raise UserError(f"{name} is {shown(raw[name])}, but is not supported")
+    head = () if Field("lm_head", bool, default=False).read(raw) else ("lm_head",)
+    rules = []
+    for key, changes in Field("dynamic", dict, default={}).read(raw).items():
+        targets = _patterns([f"re:{key.removeprefix('-:').removeprefix('+:')}"], "dynamic")
+        given = {**raw, **Field(f"dynamic {key}", dict).check(changes, f"dynamic {shown(key)}")}
+        rules.append(Rule(targets, None if key.startswith("-:") else _gptq_layout(given)))
+    inside = Field("modules_in_block_to_quantize", list, default=[]).read(raw)
+    named = [name for part in inside for name in (part if isinstance(part, list) else [part])]
+    targets = _parts(named, "modules_in_block_to_quantize", r".*\.", "$") if named else ("Linear",)
+    return Stored((*rules, Rule(targets, _gptq_layout(raw))), head)
+
+
+def _gptq_layout(raw: Mapping[str, Any]) -> Layout:
+    if (bits := _BITS.read(raw)) not in (4, 8):
+        raise UserError(f"bits is {bits}, but only 4 and 8 are supported")
+    version = Field("checkpoint_format format", str, default="gptq", choices=("gptq", "gptq_v2")).read(raw)
+    zeros = not Field("sym", bool, default=True).read(raw)
+    group, row = _group(raw)
+    scheme = Scheme("gptq", "int4", "group", group=group, zeros=zeros)
+    return Layout("gptq", scheme, "scales", one_less=version == "gptq", row=row, eight=bits == 8)
+
+
+def _awq(raw: Mapping[str, Any]) -> Stored:
+    """AutoAWQ's layout."""
+    if (bits := _BITS.read(raw)) != 4:
+        raise UserError(f"bits is {bits}, but only 4 are supported")
+    _only(raw, "version", "gemm", missing=True)
+    _only(raw, "zero_point", True, missing=True)
+    group, row = _group(raw)
+    scheme = Scheme("awq", "int4", "group", group=group, zeros=True)
+    skipped = _parts(raw.get("modules_to_not_convert"), "modules_to_not_convert")
+    return Stored((Rule(("Linear",), Layout("awq", scheme, "scales", row=row)),), ("lm_head", *skipped))
+
+
+def _compressed(raw: Mapping[str, Any]) -> Stored:
+    """compressed-tensors: groups of layers, each with its format."""
+    for name in ("sparsity_config", "transform_config"):
+        if raw.get(name):
+            raise UserError(f"{name} is {shown(raw[name])}, but is not supported")
+    _only(raw, "quantization_status", "compressed", missing=True)
+    groups = Field("config_groups", dict).read(raw)
+    rules = []
+    for key, given in groups.items():
+        try:
+            group = Field(key, dict).check(given, key)
+            _known(group, _GROUP_FIELDS)
+            form = group.get("format") or raw.get("format")
+            rules.append(Rule(_patterns(group.get("targets"), "targets"), _compressed_layout(group, form)))
+        except UserError as error:
+            raise UserError(f"{shown(key)}: {error}") from None
+    # "Linear" means all of them, so the groups that name layers come first.
+    rules.sort(key=lambda rule: "Linear" in rule.targets)
+    return Stored(tuple(rules), _patterns(raw.get("ignore"), "ignore"), _kv(raw.get("kv_cache_scheme")))
+
+
+_FORMATS = {
+    "float-quantized": ("float", "plain"),
+    "int-quantized": ("int", "plain"),
+    "naive-quantized": ("", "plain"),
+    "pack-quantized": ("int", "packed"),
+}
+
+
+def _compressed_layout(group: Mapping[str, Any], form: Any) -> Layout:
+    form = Field("format", str, choices=tuple(_FORMATS)).check(form, "format")
+    if group.get("output_activations"):
+        raise UserError("output_activations are not supported")
+    weights = Field("weights", dict).read(group)
+    _known(weights, _ARGUMENTS, "weights.")
+    Field("scale_dtype", str, default="", choices=_FLOATS).read(weights)
+    kind = Field("type", str, default="int", choices=("int", "float")).read(weights)
+    bits, (wanted, layout) = _BITS.read(weights), _FORMATS[form]
+    if kind != (wanted or kind) or (bits, kind) not in ((8, "float"), (8, "int"), (4, "int")):
+        raise UserError(f"weights of {bits} bits and type {kind} are not supported in {form}")
+    if (bits == 4) != (layout == "packed") and not (bits == 8 and kind == "int"):
+        raise UserError(f"weights of {bits} bits are not supported in {form}")
+    if weights.get("dynamic"):
+        raise UserError("weights.dynamic is true, but weights are fixed")
+    strategy = Field("strategy", str, choices=("tensor", "channel", "block", "group")).read(weights)
+    if strategy == "block" and weights.get("block_structure") != [BLOCK, BLOCK]:
+        found = shown(weights.get("block_structure"))
+        raise UserError(f"block_structure is {found}, but only [{BLOCK}, {BLOCK}] is supported")
+    numbers = {(8, "float"): "fp8", (8, "int"): "int8", (4, "int"): "int4"}[bits, kind]
+    order = weights.get("actorder")
+    if order not in (None, False, True, "group", "dynamic", "weight", "static"):
+        raise UserError(f"actorder is {shown(order)}, but must be group, weight, dynamic or static")
+    eight = (numbers, layout, strategy) == ("int8", "packed", "group")
+    row = (numbers, strategy) == ("int4", "channel")
+    size, row = _group(weights) if strategy == "group" else (GROUPS[0] * row, row)
+    scheme = Scheme(
+        name=f"{form}-{numbers}",
+        weights="int4" if eight else numbers,  # type: ignore[arg-type]
+        scales="group" if row else strategy,
+        group=size,
+        zeros=not Field("symmetric", bool, default=True).read(weights),
+        activations=_activations(group.get("input_activations"), numbers),  # type: ignore[arg-type]
+    )
+    by_activation = order in ("group", "dynamic", True)
+    return Layout(layout, scheme, by_activation=by_activation, row=row, eight=eight)  # type: ignore[arg-type]
+
+
+def _activations(raw: Any, numbers: str) -> str | None:
+    if raw is None:
+        return None
+    given = Field("input_activations", dict).check(raw, "input_activations")
+    _known(given, _ARGUMENTS, "input_activations.")
+    kind = {"float": "fp8", "int": "int8"}[
+        Field("type", str, default="int", choices=("int", "float")).read(given)
+    ]
+    if given.get("dynamic") is not True or _BITS.read(given) != 8 or given.get("symmetric") is False:
+        raise UserError(
+            "input_activations must be of 8 bits, symmetric and dynamic: others are not supported"
+        )
+    strategy = Field("strategy", str, default="token", choices=("token", "group", "tensor")).read(given)
+    if strategy == "tensor" or (strategy == "group" and kind != "fp8"):
+        raise UserError(f"input_activations.strategy {strategy!r} is not supported for {kind}, only 'token'")
+    return kind
+
+
+def _kv(raw: Any) -> str | None:
+    """Return what keys and values are kept in."""
+    if raw is None:
+        return None
+    given = Field("kv_cache_scheme", dict).check(raw, "kv_cache_scheme")
+    _known(given, _ARGUMENTS, "kv_cache_scheme.")
+    kind = Field("type", str, default="int", choices=("int", "float")).read(given)
+    strategy = given.get("strategy") or "tensor"
+    fine = _BITS.read(given) == 8 and not given.get("dynamic") and given.get("symmetric", True) is True
+    if not fine or strategy != "tensor":
+        raise UserError(
+            f"kv_cache_scheme is {shown(given)}, but only 8 static bits for each tensor are supported"
+        )
+    return "fp8" if kind == "float" else "int8"
+
+
+def _group(raw: Mapping[str, Any]) -> tuple[int, bool]:
+    """Inputs in a group, and whether the file has one scale for a whole row, which is the group -1."""
+    size: int = _GROUP.read(raw)
+    if size == -1:
+        return GROUPS[0], True
+    if size not in GROUPS:
+        sizes = ", ".join(map(str, sorted(GROUPS)))
+        raise UserError(f"group_size is {size}, but must be -1, for a whole row, or one of {sizes}")
+    return size, False
+
+
+def _known(raw: Mapping[str, Any], fields: tuple[str, ...], where: str = "") -> None:
+    """Raise `UserError` for a field that is none of these."""
+    for name in raw:
+        if name not in fields:
+            raise UserError(f"{where}{shown(name)} is not known, only {', '.join(fields)}")
+
+
+def _only(raw: Mapping[str, Any], name: str, value: Any, missing: bool = False) -> None:
+    """Raise `UserError` unless the field `name` is `value`, in whatever case; or absent, if it may be."""
+    given = raw.get(name)
+    if given is None and missing:
+        return
+    same = given.lower() == value if isinstance(given, str) else given is value
+    if not same:
+        raise UserError(f"{name} is {shown(given)}, but only {shown(value)} is supported")
+
+
+_METHODS: dict[str, Callable[[Mapping[str, Any]], Stored]] = {
+    "fp8": _fp8,
+    "gptq": _gptq,
+    "awq": _awq,
+    "compressed-tensors": _compressed,
+}

@@ -1,0 +1,247 @@
+"""Write a quantized model as a checkpoint of the format compressed-tensors, which other engines read as well.
+
+Format: https://github.com/vllm-project/compressed-tensors, its `pack-quantized`, `int-quantized` and
+`float-quantized`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from common.device import pick_dtype
+from common.errors import UserError
+from common.models.fields import read_object
+from forward.model import Model
+from phases.appendix.checkpoint_formats.layouts import pack_words
+from quant.formats import BLOCK, Scheme
+from quant.linear import QuantLinear
+from quant.weights import QuantizedWeight, unpack_nibbles
+
+PARTIAL = ".partial"
+"""The folder in which a checkpoint is written, until all of it is."""
+SHARD_BYTES = 4 << 30
+_KEPT = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
+    "vocab.json",
+    "merges.txt",
+)
+
+
+def check_source(folder: Path) -> None:
+    """Raise `UserError` for a checkpoint that cannot be written again in few bits."""
+    raw = read_object(folder / "config.json")
+    if "text_config" in raw or raw.get("model_type") == "gpt2":
+        kind = "gpt2" if raw.get("model_type") == "gpt2" else "a multimodal model"
+        raise UserError(f"{folder} holds {kind}, which `quantize` cannot write")
+    for name in ("quantization_config", "compression_config"):
+        if raw.get(name) is not None:
+            raise UserError(f"{folder} is quantized already: its config.json has a {name}")
+
+
+def check_target(folder: Path) -> Path:
+    """The same folder by its whole name, which ``.`` has not.
+
+    Raises `UserError` unless it is empty or not there.
+    """
+    try:
+        if folder.exists() and (not folder.is_dir() or any(_others(folder))):
+            raise UserError(f"{folder} is there already: name a folder that is not")
+        return folder.resolve()
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error.strerror or error}") from None
+
+
+def _others(folder: Path) -> list[Path]:
+    """Return what is in a folder, but for what a command that was killed has left."""
+    return [path for path in folder.iterdir() if path.name != PARTIAL]
+
+
+def export(model: Model, source: Path, folder: Path, kv: tuple[str, Tensor] | None = None) -> None:
+    """Write a model whose layers are quantized in one way.
+
+    Args:
+        model: as `methods.quantize_model` leaves it.
+        source: the checkpoint that it was loaded from: configuration and tokenizer are copied.
+        folder: must not exist or be empty. It appears when all of it is written.
+        kv: what keys and values are to be kept in, fp8 or int8, and scales of heads `[L, 2, KH]`. A file has
+            one for all heads of a layer: the largest.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    folder = check_target(folder)
+    # One that is there may be where somebody stands, or a disk of its own: it stays, and is filled.
+    work = folder / PARTIAL if folder.is_dir() else folder.with_name(f".{folder.name}{PARTIAL}")
+    try:
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        for path in (path for name in _KEPT for path in source.glob(name)):
+            kept = work / path.relative_to(source)
+            kept.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, kept)
+        raw = read_object(source / "config.json")
+        dtype = pick_dtype(str(raw.get("dtype") or raw.get("torch_dtype") or "float32"))
+        config = raw | {"quantization_config": configuration(model)}
+        found = tensors(model, dtype)
+        config["tie_word_embeddings"] = not any(name.startswith("lm_head.") for name in found)
+        if kv is not None:
+            config["quantization_config"]["kv_cache_scheme"] = _kv_scheme(kv[0])
+            found |= kv_tensors(kv[1])
+        (work / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        _write(found, work)
+        if work.parent == folder:
+            for path in list(work.iterdir()):
+                path.rename(folder / path.name)
+        else:
+            work.rename(folder)
+    except (OSError, SafetensorError) as error:  # the latter is what a full disk is, for the weights
+        said = getattr(error, "strerror", None) or error
+        raise UserError(f"{folder} cannot be written: {said}") from None
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _write(found: dict[str, Tensor], folder: Path) -> None:
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in found.items():
+        if size and size + tensor.nbytes > SHARD_BYTES:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor.cpu().contiguous()
+        size += tensor.nbytes
+    if len(shards) == 1:
+        save_file(shards[0], folder / "model.safetensors", {"format": "pt"})
+        return
+    where: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        save_file(shard, folder / file, {"format": "pt"})
+        where |= dict.fromkeys(shard, file)
+    total = sum(tensor.nbytes for tensor in found.values())
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+
+def tensors(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
+    """All of a model's tensors under a checkpoint's names; plain ones in `dtype`."""
+    found: dict[str, Tensor] = {}
+    tied = model.TIED if model.config.tie_word_embeddings else {}
+    for owner, module in model.named_modules():
+        parts: dict[str, Tensor] = {}
+        if isinstance(module, QuantLinear):
+            parts = layer_tensors(module.weight)
+            if module.bias is not None:
+                parts["bias"] = module.bias.data.to(dtype)
+        else:
+            parts = {name: tensor.data.to(dtype) for name, tensor in module.named_parameters(recurse=False)}
+        for name, tensor in parts.items():
+            whole = f"{owner}.{name}"
+            if whole not in tied:
+                found[whole if whole.startswith("lm_head.") else f"model.{whole}"] = tensor
+    return found
+
+
+def layer_tensors(weight: QuantizedWeight) -> dict[str, Tensor]:
+    """One layer's, by the last part of their names."""
+    scheme, (n, k) = weight.scheme, weight.shape
+    assert weight.order is None
+    if scheme.weights == "int4" or (scheme.weights == "int8" and scheme.activations is None):
+        four = scheme.weights == "int4"
+        numbers = unpack_nibbles(weight.data) if four else weight.data.view(torch.uint8) ^ 128
+        found = {
+            "weight_packed": pack_words(numbers, scheme.bits),
+            "weight_scale": weight.scale if four else weight.scale[:, None],
+            "weight_shape": torch.tensor([n, k]),
+        }
+        if weight.zero is not None:
+            found["weight_zero_point"] = pack_words(weight.zero.t().contiguous(), 4).t().contiguous()
+        return found
+    scale = weight.scale[:, None] if scheme.scales == "channel" else weight.scale
+    return {"weight": weight.data, "weight_scale": scale}
+
+
+def configuration(model: Model) -> dict[str, Any]:
+    """The ``quantization_config``: a group for each scheme, whose layers it names if there are several."""
+    layers = {name: part for name, part in model.named_modules() if isinstance(part, QuantLinear)}
+    kinds: dict[Scheme, list[str]] = defaultdict(list)
+    for name, layer in layers.items():
+        kinds[layer.scheme].append(name)
+    if len({scheme.weights for scheme in kinds}) != 1:
+        raise UserError("a checkpoint is written with layers of one kind only")
+    groups = {}
+    for number, (scheme, names) in enumerate(kinds.items()):
+        ends = sorted({name.rpartition(".")[2] for name in names})
+        targets = ["Linear"] if len(kinds) == 1 else [f"re:.*{end}$" for end in ends]
+        groups[f"group_{number}"] = {
+            "targets": targets,
+            "weights": _weights(scheme),
+            "input_activations": _activations(scheme),
+            "output_activations": None,
+            "format": _format(scheme),
+        }
+    plain = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
+    return {
+        "quant_method": "compressed-tensors",
+        "format": groups["group_0"]["format"],
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "ignore": [name if name == "lm_head" else f"model.{name}" for name in plain],
+        "kv_cache_scheme": None,
+        "config_groups": groups,
+    }
+
+
+def kv_tensors(scales: Tensor) -> dict[str, Tensor]:
+    """Scales of heads `[L, 2, KH]` as a checkpoint has them: one for a layer's keys, one for its values."""
+    return {
+        f"model.layers.{layer}.self_attn.{side}_scale": pair[place].amax().reshape(1).cpu()
+        for layer, pair in enumerate(scales)
+        for place, side in enumerate("kv")
+    }
+
+
+def _kv_scheme(kind: str) -> dict[str, Any]:
+    number = "float" if kind == "fp8" else "int"
+    return {"num_bits": 8, "type": number, "symmetric": True, "strategy": "tensor", "dynamic": False}
+
+
+def _format(scheme: Scheme) -> str:
+    if scheme.weights == "fp8":
+        return "float-quantized"
+    return "int-quantized" if scheme.activations else "pack-quantized"
+
+
+def _weights(scheme: Scheme) -> dict[str, Any]:
+    return {
+        "num_bits": scheme.bits,
+        "type": "float" if scheme.weights == "fp8" else "int",
+        "symmetric": not scheme.zeros,
+        "strategy": scheme.scales,
+        "group_size": scheme.group or None,
+        "block_structure": [BLOCK, BLOCK] if scheme.scales == "block" else None,
+        "dynamic": False,
+    }
+
+
+def _activations(scheme: Scheme) -> dict[str, Any] | None:
+    if scheme.activations is None:
+        return None
+    kind = "float" if scheme.activations == "fp8" else "int"
+    return {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True}

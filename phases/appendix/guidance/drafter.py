@@ -1,0 +1,113 @@
+"""Drafts under a grammar: what it forces is certain, and what it forbids need not be verified."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from common.request import Request
+from continuous.work import Work
+from phases.appendix.guidance.masks import EarlyConstraint
+from speculative.loops import NO_GUESSES, Watcher
+from speculative.stats import SpeculationStats
+
+FEW_IN_TURN = 2
+"""Running requests, at most, for which a host drafts what is forced. With more a step saved is worth little,
+and drafts cost a call of attention a layer, since they make queries of another length."""
+
+
+class GrammarDrafter(Watcher):
+    """A `Drafter` around another one.
+
+    Where a grammar leaves no choice it says what comes (jump-forward: Zheng et al., "SGLang", arXiv
+    2312.07104): these drafts go the way of all drafts, and each is right, since its own mask allows nothing
+    else. Elsewhere the other drafter guesses, and its guess is cut before the first token that the grammar
+    forbids, so that every draft has a mask.
+
+    An engine that runs ahead schedules a step before it knows the token of the one before. If that token is
+    forced, it is known all the same, and so is what is forced behind it. What is forced behind a choice has
+    to wait for a step.
+
+    Args:
+        inner: guesses for requests with and without a grammar.
+        jump_forward: whether to draft what is forced.
+        most_ahead: running requests, at most, for which a step that runs ahead has drafts.
+        in_turn: whether steps do not overlap as long as somebody has a grammar and few run: where the device
+            is the host, running ahead hides nothing, and would only see less of what is forced.
+
+    looks_ahead: whether it drafts behind tokens on their way: if there are not too many requests.
+    forced: how many tokens were drafted because a grammar left no choice.
+    refused: how many guesses of the other drafter a grammar has cut off.
+    stats: what came of all drafts; the other drafter's, if it counts.
+    """
+
+    def __init__(
+        self,
+        inner: Watcher = NO_GUESSES,
+        *,
+        jump_forward: bool = True,
+        most_ahead: int = 64,
+        in_turn: bool = False,
+    ) -> None:
+        self.inner, self.jump_forward, self.most_ahead = inner, jump_forward, most_ahead
+        self.in_turn = in_turn
+        self.forced = self.refused = 0
+        counted = getattr(inner, "stats", None)
+        self.stats: SpeculationStats = SpeculationStats() if counted is None else counted
+        self._inner_counts = counted is not None
+        self._jumping = self.looks_ahead = False
+
+    @property
+    def waits(self) -> bool:
+        """While the other drafter does, or somebody has a grammar and steps shall take turns."""
+        return self.inner.waits or (self.in_turn and self._jumping)
+
+    def begin(self, running: Sequence[Request]) -> bool:
+        """Ask for drafts where the other drafter guesses, or a grammar may force."""
+        guessing = self.inner.begin(running)
+        few = not self.in_turn or len(running) <= FEW_IN_TURN
+        self._jumping = self.jump_forward and few and any(one.constraint is not None for one in running)
+        self.looks_ahead = self._jumping and len(running) <= self.most_ahead
+        return guessing or self._jumping
+
+    def landed(self, work: Work, accepted: int) -> None:
+        """Count, and tell the other drafter what it asks for."""
+        if self.inner.waits:
+            self.inner.landed(work, accepted)
+        if work.drafts and not (self._inner_counts and self.inner.waits):
+            self.stats.count(work, accepted)
+
+    def leave(self, request: Request) -> None:
+        """The other drafter's business."""
+        self.inner.leave(request)
+
+    def propose(self, request: Request, most: int) -> Sequence[int]:
+        """Forced tokens, or else as much of the other drafter's guess as the grammar takes."""
+        constraint = request.constraint
+        if request.placeholders:
+            ready = self.looks_ahead and isinstance(constraint, EarlyConstraint)
+            return self.behind(request, cast(EarlyConstraint, constraint), most) if ready else ()
+        if not isinstance(constraint, EarlyConstraint):
+            return self.inner.propose(request, most)
+        if constraint.follow(request):  # the masks will say what is wrong
+            return ()
+        # Other steps that run ahead have no drafts.
+        jumping = self.looks_ahead or (self._jumping and self.waits)
+        forced = constraint.matcher.forced()[:most] if jumping else ()
+        guess = self.inner.propose(request, most)
+        count = constraint.matcher.agrees(guess) if guess else 0
+        self.refused += len(guess) - count
+        if len(forced) >= count:
+            self.forced += len(forced)
+            return forced
+        return guess[:count]
+
+    def behind(self, request: Request, constraint: EarlyConstraint, most: int) -> Sequence[int]:
+        """Return what is forced behind a token that is on its way, and forced itself.
+
+        The matcher may be busy with its mask, so this is what was seen before that began.
+        """
+        known = constraint.taken == len(request.tokens) - request.prompt_len
+        drafts = constraint.forced[request.placeholders :][:most] if known else ()
+        self.forced += len(drafts)
+        return drafts

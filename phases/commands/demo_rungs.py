@@ -1,0 +1,175 @@
+"""Rungs of `ladder demo`: what each is for, and a number for it, counted so that no neighbour changes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from forward.model import Model
+from phases import Phase
+from phases.registry import BLOCKS, ROWS, load_engine
+
+MAX_LEN = 192
+"""Tokens of a request that a row of phase 04 has room for: a question and its answer take half."""
+MEMORY_ROWS = 2
+"""Rows of a batch in phase 03, and of the cache that every phase from 04 on has."""
+CHUNK = 64
+"""Tokens of a step from phase 07 on."""
+CHUNKED = 7
+
+
+@dataclass(frozen=True)
+class Work:
+    """What answering all questions took.
+
+    computed: tokens that went through the model.
+    steps: passes over the weights.
+    largest: tokens of the largest step; 0 where steps are graphs, which nobody watches.
+    at_once: requests that ran at the same time.
+    weights: bytes of them.
+    """
+
+    computed: int = 0
+    steps: int = 0
+    largest: int = 0
+    at_once: int = 1
+    weights: int = 0
+
+
+@dataclass(frozen=True)
+class Show:
+    """One rung: what it adds in a sentence, the number that shows it, and options that make it visible."""
+
+    why: str
+    what: str = ""
+    number: Callable[[Work], int] = lambda work: 0
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def rounds(self) -> bool:
+        """Whether its weights are others, so that answers may be, too."""
+        return any(name == "quantization" for name, _ in self.options)
+
+
+COMPUTED, STEPS, LARGEST, AT_ONCE, WEIGHTS = (
+    "tokens computed",
+    "passes over the weights",
+    "tokens of the largest step",
+    "requests at once, in the same memory",
+    "MiB of weights",
+)
+SHOWS = {
+    1: Show("Every new token computes all tokens before it again.", COMPUTED, lambda work: work.computed),
+    2: Show(
+        "Keys and values are kept, so every step computes one token.", COMPUTED, lambda work: work.computed
+    ),
+    3: Show("Questions share each step: the weights are read once for them.", STEPS, lambda work: work.steps),
+    4: Show(
+        "A finished answer leaves the batch at once, and a waiting question takes its place.",
+        STEPS,
+        lambda work: work.steps,
+    ),
+    5: Show(
+        "The cache is blocks handed out on demand, so more requests fit the same memory.",
+        AT_ONCE,
+        lambda work: work.at_once,
+    ),
+    6: Show("Kernels read the blocks where they lie: compare the speed."),
+    7: Show(
+        "Long prompts are cut into chunks, so that nobody waits for one.", LARGEST, lambda work: work.largest
+    ),
+    8: Show("Prompts that begin alike are computed once.", COMPUTED, lambda work: work.computed),
+    9: Show(
+        "The next step is scheduled while this one runs. With CUDA, a step is one launch: see its speed."
+    ),
+    10: Show(
+        "Weights and keys may have 8 or 4 bits.",
+        WEIGHTS,
+        lambda work: round(work.weights / 2**20),
+        (("quantization", "int8"),),
+    ),
+    11: Show(
+        "Tokens are guessed and checked in one step; the text stays the same.",
+        STEPS,
+        lambda work: work.steps,
+        (("speculate", True),),
+    ),
+}
+"""By number of the phase. Others are for something that questions and answers do not show."""
+ELSEWHERE = {
+    12: "ladder run 12 --chat --prompt 'Is the sky blue?' --choice yes,no --trace",
+    14: "ladder run 14 --tensor-parallel 2",
+    15: "ladder serve --replicas 2",
+}
+
+
+def load(phase: Phase, model: Model) -> Any:
+    """Make the rung's engine, with little memory: from phase 04 on as much as two rows of phase 04 take."""
+    options: dict[str, Any] = dict(SHOWS[phase.number].options)
+    if phase.number == ROWS - 1:
+        options["batch_size"] = MEMORY_ROWS
+    if phase.number >= ROWS:
+        options |= {"max_len": MAX_LEN, "max_rows": MEMORY_ROWS}
+        options["cache_bytes"] = MEMORY_ROWS * (MAX_LEN + 16) * model.config.kv_bytes_per_token(model.dtype)
+    if phase.number >= BLOCKS:
+        options["max_rows"] = 8
+    if phase.number >= CHUNKED:
+        options["step_tokens"] = CHUNK
+    return load_engine(phase, model, **options)
+
+
+class Counter:
+    """An engine's work inside a block: `with Counter(phase, engine) as counter: ...`, then `counter.work`."""
+
+    def __init__(self, phase: Phase, engine: Any) -> None:
+        self._phase, self._engine = phase, engine
+        self._model: Model = engine.runner.model if phase.number >= ROWS else engine.model
+        self.work = Work(weights=self._model.weight_bytes)
+
+    def __enter__(self) -> Counter:
+        self._before = replace(self._engine.stats) if self._phase.number >= ROWS else None
+        self._hook = self._model.register_forward_pre_hook(self._pass)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hook.remove()
+        if self._before is not None:  # the model is not called where a step is a graph
+            stats = self._engine.stats
+            self.work = replace(
+                self.work,
+                computed=stats.computed_tokens - self._before.computed_tokens,
+                steps=stats.steps - self._before.steps,
+                at_once=stats.most_running,
+            )
+
+    def _pass(self, module: Any, arguments: tuple[Any, ...]) -> None:
+        ids, work = arguments[0], self.work
+        self.work = replace(
+            work,
+            computed=work.computed + ids.numel(),
+            steps=work.steps + 1,
+            largest=max(work.largest, ids.numel()),
+            at_once=max(work.at_once, ids.shape[0] if ids.dim() > 1 else 1),
+        )
+
+
+def change(phase: Phase, before: Work | None, now: Work) -> str:
+    """Say what a rung has changed: `tokens computed: 9,812 to 642 (15× fewer)`."""
+    show = SHOWS[phase.number]
+    if not show.what:
+        return ""
+    new = show.number(now)
+    if before is None:
+        return f"{show.what}: {new:,}"
+    old = show.number(before)
+    if not old or not new or old == new:
+        return f"{show.what}: {new:,}"
+    more = new > old
+    factor = max(new, old) / min(new, old)
+    return f"{show.what}: {old:,} to {new:,} ({factor:.2g}× {'more' if more else 'fewer'})"
+
+
+def others() -> str:
+    """Say where the phases are seen that are not about speed."""
+    return "; ".join(f"{number}: {command}" for number, command in ELSEWHERE.items())

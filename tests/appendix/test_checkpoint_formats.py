@@ -1,0 +1,989 @@
+"""Checkpoint formats: tensors and configurations of other tools, read, refused by name, and written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import cuda_graphs
+import forward
+import paged_cache
+import quant
+from common.errors import UserError
+from forward.loading import load_model
+from phases.appendix.checkpoint_formats.configs import matches, stored
+from phases.appendix.checkpoint_formats.export import check_source, configuration, export
+from phases.appendix.checkpoint_formats.layouts import (
+    AWQ_ORDER,
+    Layout,
+    StoredLinear,
+    pack_words,
+    unpack_words,
+)
+from phases.appendix.checkpoint_formats.reading import ReadFormats
+from phases.cli import main
+from phases.registry import load_engine, phase_named
+from quant import rtn
+from quant.formats import FP8, INT4, INT8, SCHEMES, Scheme
+from quant.kv import head_scales
+from quant.linear import QuantLinear
+from quant.methods import quantize_model
+from tests.quant_kit import IDS, PARAMS, PROMPTS, SMALL, exactly, logits
+from tests.quant_kit import folders as folders
+
+load: Any = partial(load_engine, phase_named("10"))
+"""Phase 10 with what the appendix adds to it, as the command line loads it."""
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+# Tensors.
+
+
+def test_words() -> None:
+    numbers = torch.arange(32, dtype=torch.uint8).remainder(16).view(2, 16)
+    words = pack_words(numbers, 4)
+    assert words.shape == (2, 2) and words[0, 0].item() == 0x76543210
+    assert torch.equal(unpack_words(words, 4), numbers)
+
+
+# Files: every layout, written here by hand and read.
+
+
+def gptq_file(
+    numbers: Tensor, scale: Tensor, zero: Tensor, groups: Tensor, less: int, bits: int = 4
+) -> dict[str, Tensor]:
+    """`numbers [N, K]`, `scale` and `zero [N, K / g]` as AutoGPTQ lays them out."""
+    return {
+        "qweight": pack_words(numbers, bits).t().contiguous(),
+        "qzeros": pack_words((zero - less).to(torch.uint8).t().contiguous() & ((1 << bits) - 1), bits),
+        "scales": scale.t().contiguous(),
+        "g_idx": groups.to(torch.int32),
+    }
+
+
+def awq_words(numbers: Tensor) -> Tensor:
+    shuffled = torch.empty_like(numbers.view(len(numbers), -1, 8))
+    shuffled[..., list(AWQ_ORDER)] = numbers.view(len(numbers), -1, 8)
+    return pack_words(shuffled.flatten(1), 4)
+
+
+def parts_of(seed: int = 0, zeros: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randint(0, 16, (16, 64), generator=generator, dtype=torch.uint8)
+    scale = torch.rand(16, 2, generator=generator).to(torch.float16)
+    zero = torch.randint(0, 16, (16, 2), generator=generator, dtype=torch.uint8)
+    return numbers, scale, zero if zeros else torch.full_like(zero, 8)
+
+
+def by_hand(numbers: Tensor, scale: Tensor, zero: Tensor, groups: Tensor) -> Tensor:
+    """Each weight by the definition, one group index at a time."""
+    groups = groups.long()
+    return (numbers.float() - zero.float()[:, groups]) * scale.float()[:, groups]
+
+
+@pytest.mark.parametrize("less", [0, 1], ids=["v2", "v1"])
+@pytest.mark.parametrize("order", ["as it lies", "by activation"])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_gptq(less: int, order: str, zeros: bool) -> None:
+    numbers, scale, zero = parts_of(zeros=zeros)
+    groups = torch.arange(64) // 32
+    if order == "by activation":
+        groups = groups[torch.randperm(64, generator=torch.Generator().manual_seed(1))]
+    scheme = Scheme("gptq", "int4", "group", group=32, zeros=zeros)
+    layout = Layout("gptq", scheme, "scales", one_less=bool(less))
+    found = gptq_file(numbers, scale, zero, groups, less)
+    expect(layout, found)
+    weight = layout.read(found, (16, 64), "w").check("w")
+    assert (weight.order is None) == (order == "as it lies") and (weight.zero is None) == (not zeros)
+    assert torch.equal(weight.dequantize(), by_hand(numbers, scale, zero, groups)), (
+        f"layer w of a GPTQ file, inputs {order}: not (number - zero) * scale of each input's group"
+    )
+    x = torch.randn(3, 64)
+    layer = QuantLinear(weight)
+    assert torch.allclose(layer(x), layer.exact(x), atol=1e-4), "the inputs were not put in order"
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("size", [-1, 32])
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("by_activation", [False, True])
+def test_gptq_of_other_bits_and_groups(bits: int, size: int, zeros: bool, by_activation: bool) -> None:
+    """Eight bits become plain weights; a group of -1 is a whole row of 96 inputs."""
+    random = torch.Generator().manual_seed(bits)
+    many = 1 if size == -1 else 3
+    numbers = torch.randint(0, 1 << bits, (16, 96), generator=random, dtype=torch.uint8)
+    scale = torch.rand(16, many, generator=random).half()
+    zero = torch.randint(0, 1 << bits, (16, many), generator=random, dtype=torch.uint8)
+    zero = zero if zeros else torch.full_like(zero, 1 << (bits - 1))
+    groups = torch.arange(96) // (96 // many)
+    groups = groups[torch.randperm(96, generator=random)] if by_activation else groups
+    raw = {**GPTQ, "bits": bits, "group_size": size, "sym": not zeros}
+    layout = stored(raw).layout("layers.0.mlp.up_proj")
+    assert layout is not None
+    found = gptq_file(numbers, scale, zero, groups, 1, bits)
+    expect(layout, found, k=96)
+    weight = layout.read(found, (16, 96), "w")
+    assert isinstance(weight, Tensor) == (bits == 8)
+    plain = weight if isinstance(weight, Tensor) else weight.check("w").dequantize()
+    assert torch.equal(plain, by_hand(numbers, scale, zero, groups))
+
+
+def expect(layout: Layout, found: Mapping[str, Tensor], n: int = 16, k: int = 64) -> None:
+    """The layout asks for just the tensors that there are; any float may stand for float32."""
+    wanted = layout.tensors(n, k, "w")
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {
+        name: shape for name, (shape, _) in wanted.items()
+    }
+    for name, (_, dtype) in wanted.items():
+        assert found[name].dtype == dtype or dtype == torch.float32, name
+
+
+def test_awq() -> None:
+    numbers, scale, zero = parts_of()
+    layout = Layout("awq", Scheme("awq", "int4", "group", group=32, zeros=True), "scales")
+    found = {
+        "qweight": awq_words(numbers.t().contiguous()),
+        "qzeros": awq_words(zero.t().contiguous()),
+        "scales": scale.t().contiguous(),
+    }
+    expect(layout, found)
+    weight = layout.read(found, (16, 64), "w").check("w")
+    assert torch.equal(weight.dequantize(), by_hand(numbers, scale, zero, torch.arange(64) // 32)), (
+        "layer w of an AWQ file: columns or zero points are not where its words have them"
+    )
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("by_activation", [False, True])
+def test_pack_quantized(zeros: bool, by_activation: bool) -> None:
+    numbers, scale, zero = parts_of(zeros=zeros)
+    groups = (torch.arange(64) // 32).flip(0) if by_activation else torch.arange(64) // 32
+    scheme = Scheme("packed", "int4", "group", group=32, zeros=zeros)
+    layout = Layout("packed", scheme, by_activation=by_activation)
+    found = {
+        "weight_packed": pack_words(numbers, 4),
+        "weight_scale": scale,
+        "weight_shape": torch.tensor([16, 64]),
+    }
+    if zeros:
+        found["weight_zero_point"] = pack_words(zero.t().contiguous(), 4).t().contiguous()
+    if by_activation:
+        found["weight_g_idx"] = groups.to(torch.int32)
+    expect(layout, found)
+    weight = layout.read(found, (16, 64), "w").check("w")
+    assert torch.equal(weight.dequantize(), by_hand(numbers, scale, zero, groups))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_pack_quantized_as_compressed_tensors_reads_it(bits: int, zeros: bool) -> None:
+    """Four bits by channel and eight bits by group, packed and unpacked by the library itself."""
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    many = 1 if bits == 4 else 2
+    half = 1 << (bits - 1)
+    random = torch.Generator().manual_seed(0)
+    numbers = torch.randint(-half, half, (16, 64), generator=random, dtype=torch.int8)
+    zero = torch.randint(-half, half, (16, many), generator=random, dtype=torch.int8) * zeros
+    scale = torch.rand(16, many, generator=random)
+    weights = {"num_bits": bits, "symmetric": not zeros, "strategy": "channel" if bits == 4 else "group"}
+    raw = compressed(weights={**weights, "group_size": None if bits == 4 else 32})
+    layout = stored(raw).layout("layers.0.mlp.up_proj")
+    assert layout is not None
+    found = {
+        "weight_packed": pack_to_int32(numbers, bits),
+        "weight_scale": scale,
+        "weight_shape": torch.tensor([16, 64]),
+    }
+    if zeros:
+        found["weight_zero_point"] = pack_to_int32(zero, bits, packed_dim=0).contiguous()
+    expect(layout, found)
+    weight = layout.read(found, (16, 64), "w")
+    plain = weight if isinstance(weight, Tensor) else weight.check("w").dequantize()
+    assert torch.equal(plain, by_hand(numbers, scale, zero, torch.arange(64) // (64 // many)))
+
+
+def test_pack_quantized_of_eight_bits() -> None:
+    data = torch.randint(-128, 128, (16, 64), dtype=torch.int8)
+    scale = torch.rand(16, 1)
+    layout = Layout("packed", INT8)
+    words = (data.int() + 128).to(torch.uint8)
+    found = {
+        "weight_packed": pack_words(words, 8),
+        "weight_scale": scale,
+        "weight_shape": torch.tensor([16, 64]),
+    }
+    expect(layout, found)
+    assert torch.equal(layout.read(found, (16, 64), "w").check("w").dequantize(), data.float() * scale)
+
+
+DAMAGE: dict[str, tuple[str, str, Any, str]] = {
+    "nan scales": ("awq", "scales", float("nan"), r"w\.scales holds NaN or infinity"),
+    "infinite scales": ("awq", "scales", float("inf"), r"w\.scales holds NaN or infinity"),
+    "negative scales": ("awq", "scales", -1.0, r"w\.scales holds negative scales"),
+    "no such group": ("gptq", "g_idx", 2, r"w\.g_idx names groups outside of 0 to 1"),
+    "a group below 0": ("gptq", "g_idx", -1, r"w\.g_idx names groups outside of 0 to 1"),
+    "uneven groups": ("gptq", "g_idx", 0, r"w\.g_idx has groups that are not 32 inputs each"),
+    "another shape": ("packed", "weight_shape", 64, r"w\.weight_shape says \[64, 64\], but the weight is"),
+}
+
+
+@pytest.mark.parametrize(("kind", "name", "value", "says"), DAMAGE.values(), ids=DAMAGE.keys())
+def test_damage_is_refused_by_the_tensors_name(kind: Any, name: str, value: Any, says: str) -> None:
+    numbers, scale, zero = parts_of()
+    scheme = Scheme(kind, "int4", "group", group=32, zeros=True)
+    layout = Layout(kind, scheme, "weight_scale" if kind == "packed" else "scales")
+    if kind == "gptq":
+        found = gptq_file(numbers, scale, zero, torch.arange(64) // 32, 0)
+    elif kind == "awq":
+        found = {
+            "qweight": awq_words(numbers.t().contiguous()),
+            "qzeros": awq_words(zero.t().contiguous()),
+            "scales": scale.t().contiguous(),
+        }
+    else:
+        found = {
+            "weight_packed": pack_words(numbers, 4),
+            "weight_scale": scale,
+            "weight_shape": torch.tensor([16, 64]),
+            "weight_zero_point": pack_words(zero.t().contiguous(), 4).t().contiguous(),
+        }
+    layout.read(found, (16, 64), "w")  # or the refusal would say nothing
+    found[name].view(-1)[40 if name == "g_idx" else 0] = value
+    with pytest.raises(UserError, match=says):
+        layout.read(found, (16, 64), "w")
+
+
+def test_zero_points_that_the_configuration_denies() -> None:
+    numbers, scale, zero = parts_of()
+    layout = Layout("gptq", Scheme("gptq", "int4", "group", group=32), "scales")
+    found = gptq_file(numbers, scale, zero, torch.arange(64) // 32, 0)
+    with pytest.raises(UserError, match=r"w\.qzeros holds zero points, but the configuration says"):
+        layout.read(found, (16, 64), "w")
+
+
+def test_nan_among_fp8_numbers() -> None:
+    data = torch.zeros(4, 16).to(torch.float8_e4m3fn)
+    data.view(torch.uint8)[1, 2] = 0x7F
+    with pytest.raises(UserError, match=r"w\.weight holds NaN"):
+        Layout("plain", FP8).read({"weight": data, "weight_scale": torch.ones(4, 1)}, (4, 16), "w")
+
+
+def test_a_group_that_does_not_divide_a_row() -> None:
+    layout = Layout("awq", Scheme("awq", "int4", "group", group=128, zeros=True), "scales")
+    with pytest.raises(UserError, match="w has rows of 576 weights, which groups of 128 do not divide"):
+        layout.tensors(8, 576, "w")
+    assert INT4.fitted(576, "w").group == 64, "rows of 576 take groups of 64: 128 does not divide them"
+    assert INT4.fitted(1536, "w") is INT4
+    assert INT4.fitted(48, "w").group == 16
+    with pytest.raises(UserError, match="w has rows of 40 weights, which no group of 16 or more divides"):
+        INT4.fitted(40, "w")
+
+
+# What configurations say.
+
+WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
+W8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+F8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+
+
+def compressed(
+    form: str = "pack-quantized", weights: Any = None, more: Any = None, **top: Any
+) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {**WEIGHTS, **(weights or {})}, **(more or {})}
+    raw = {"quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"]}
+    return {**raw, "config_groups": {"group_0": group}, **top}
+
+
+QWEN = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": True}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "GEMM"}
+
+KNOWN: dict[str, tuple[dict[str, Any], str, str, int, bool, str | None]] = {
+    "Qwen3-8B-FP8": (QWEN, "fp8", "block", 0, False, "fp8"),
+    "fp8 per tensor": ({**QWEN, "weight_block_size": None}, "fp8", "tensor", 0, False, "fp8"),
+    "gptq": (GPTQ, "int4", "group", 128, False, None),
+    "gptq, zeros": ({**GPTQ, "sym": False, "group_size": 32}, "int4", "group", 32, True, None),
+    "awq": (AWQ, "int4", "group", 128, True, None),
+    "packed": (compressed(), "int4", "group", 128, False, None),
+    "packed, zeros": (compressed(weights={"symmetric": False}), "int4", "group", 128, True, None),
+    "packed w8a16": (compressed(weights={**W8, "group_size": None}), "int8", "channel", 0, False, None),
+    "w8a8": (
+        compressed("int-quantized", {**W8, "group_size": None}, {"input_activations": TOKENS}),
+        "int8",
+        "channel",
+        0,
+        False,
+        "int8",
+    ),
+    "fp8 channels": (
+        compressed("float-quantized", F8, {"input_activations": {**TOKENS, "type": "float"}}),
+        "fp8",
+        "channel",
+        0,
+        False,
+        "fp8",
+    ),
+    "naive fp8": (
+        compressed("naive-quantized", {**F8, "strategy": "tensor"}),
+        "fp8",
+        "tensor",
+        0,
+        False,
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("raw", "weights", "scales", "group", "zeros", "activations"), KNOWN.values(), ids=KNOWN
+)
+def test_known_configurations(
+    raw: dict[str, Any], weights: str, scales: str, group: int, zeros: bool, activations: str | None
+) -> None:
+    found = stored(raw)
+    assert found.layout("lm_head") is None, "the head is plain in all of these"
+    layout = found.layout("layers.3.mlp.down_proj")
+    assert layout is not None
+    scheme = layout.scheme
+    assert (scheme.weights, scheme.scales, scheme.group) == (weights, scales, group)
+    assert scheme.zeros == zeros, f"the file says zero points: {zeros}, but it is read with {scheme.zeros}"
+    assert scheme.activations == activations, f"inputs are {activations}, not {scheme.activations}"
+
+
+UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
+    "a method": ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes' is not supported, only fp8"),
+    "static": ({**QWEN, "activation_scheme": "static"}, "activation_scheme is 'static', but only 'dynamic'"),
+    "other blocks": ({**QWEN, "weight_block_size": [64, 128]}, r"weight_block_size is \[64, 128\]"),
+    "e5m2": ({**QWEN, "fmt": "e5m2"}, "fmt is 'e5m2'"),
+    "gptq_v2 by its other name": ({**GPTQ, "format": "marlin"}, "format 'marlin' is not supported"),
+    "rotated": ({**GPTQ, "rotation": "hadamard"}, "rotation is 'hadamard', but is not supported"),
+    "marlin's own": ({**GPTQ, "is_marlin_format": True}, "is_marlin_format is True, but is not supported"),
+    "an order": (compressed(weights={"actorder": "foo"}), "actorder is 'foo', but must be group, weight"),
+    "scales of powers": (compressed(weights={"scale_dtype": "float8_e8m0fnu"}), "scale_dtype 'float8_e8m0"),
+    "a field of weights": (compressed(weights={"num_bitz": 3}), "weights.'num_bitz' is not known, only num"),
+    "a field of a group": (compressed(more={"hadamard": True}), "'hadamard' is not known, only targets"),
+    "a field of inputs": (
+        compressed("int-quantized", {**W8}, {"input_activations": {**TOKENS, "clip": 3}}),
+        "input_activations.'clip' is not known",
+    ),
+    "gptq of 3 bits": ({**GPTQ, "bits": 3}, "gptq: bits is 3, but only 4 and 8"),
+    "awq of 8 bits": ({**AWQ, "bits": 8}, "awq: bits is 8, but only 4"),
+    "another group": ({**GPTQ, "group_size": 100}, "group_size is 100, but must be -1, for a whole row, or"),
+    "two groups": ({**GPTQ, "q_group_size": 64}, "group_size is 128, but q_group_size 64 means the same"),
+    "dynamic bits": ({**GPTQ, "dynamic": {"+:.*q_proj": {"bits": 3}}}, "bits is 3, but only 4 and 8"),
+    "a slow rule": ({**GPTQ, "dynamic": {"-:(a+)+": {}}}, "dynamic .* is too involved"),
+    "a rule of nothing": ({**GPTQ, "dynamic": {".*": 3}}, "dynamic '.*' is 3, but must be an object"),
+    "marlin": ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not supported"),
+    "awq gemv": ({**AWQ, "version": "gemv"}, "version is 'gemv', but only 'gemm'"),
+    "awq without zeros": ({**AWQ, "zero_point": False}, "zero_point is False, but only True"),
+    "sparse": (compressed(sparsity_config={"format": "sparse-24"}), "sparsity_config is .* not supported"),
+    "marlin-24": (compressed("marlin-24"), "format 'marlin-24' is not supported"),
+    "nvfp4": (compressed("nvfp4-pack-quantized"), "format 'nvfp4-pack-quantized' is not supported"),
+    "no groups": ({"quant_method": "compressed-tensors"}, "there is no field 'config_groups'"),
+    "2 bits": (compressed(weights={"num_bits": 2}), "weights of 2 bits and type int are not supported"),
+    "4-bit floats": (compressed(weights={"type": "float"}), "weights of 4 bits and type float"),
+    "4 bits by tensor": (
+        compressed(weights={"strategy": "tensor"}),
+        "int4 weights with a scale for each tensor",
+    ),
+    "8 bits by group, not packed": (
+        compressed("int-quantized", weights={"num_bits": 8}),
+        "int8 weights with a scale for each group",
+    ),
+    "int8 zeros": (
+        compressed("int-quantized", {**W8, "symmetric": False}),
+        "zero points are supported for int4 only, not int8",
+    ),
+    "static activations": (
+        compressed("int-quantized", W8, {"input_activations": {**TOKENS, "dynamic": False}}),
+        "input_activations must be of 8 bits, symmetric and dynamic",
+    ),
+    "activations by tensor": (
+        compressed("int-quantized", W8, {"input_activations": {**TOKENS, "strategy": "tensor"}}),
+        "input_activations.strategy 'tensor' is not supported",
+    ),
+    "mixed activations": (
+        compressed("int-quantized", W8, {"input_activations": {**TOKENS, "type": "float"}}),
+        "int8 weights with fp8 activations",
+    ),
+    "outputs": (compressed(more={"output_activations": TOKENS}), "output_activations are not supported"),
+    "kv by head": (
+        compressed(kv_cache_scheme={"num_bits": 8, "type": "float", "strategy": "attn_head"}),
+        "kv_cache_scheme is .*, but only 8 static bits for each tensor",
+    ),
+    "a wrong pattern": (compressed(ignore=["re:["]), "ignore 're:.*' is no regular expression"),
+    "a slow pattern": (compressed(ignore=["re:(a+)+$"]), "ignore .* is too involved"),
+    "many repeats": (compressed(ignore=["re:.*a.*a.*a.*a.*b"]), "ignore .* is too involved"),
+    "a pattern that is none": (compressed(ignore=[3]), "ignore is 3, but must be a string"),
+    "frozen": (compressed(quantization_status="frozen"), "quantization_status is 'frozen'"),
+}
+
+
+def test_the_second_version_of_gptq_by_either_name() -> None:
+    for name in ("checkpoint_format", "format"):
+        for version, less in (("gptq", True), ("gptq_v2", False)):
+            layout = stored({**GPTQ, "sym": False, name: version}).layout("layers.0.mlp.up_proj")
+            assert layout is not None and layout.one_less == less, f"{name} {version} is read as the other"
+
+
+@pytest.mark.parametrize(("raw", "says"), UNKNOWN.values(), ids=UNKNOWN)
+def test_what_is_not_known_is_refused_by_name(raw: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says) as caught:
+        stored(raw)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+
+
+def test_names() -> None:
+    assert matches("model.layers.0.mlp.up_proj", "layers.0.mlp.up_proj")
+    assert matches("re:.*down_proj", "layers.0.mlp.down_proj")
+    assert matches("re:model\\.layers\\.1\\..*", "layers.1.mlp.down_proj")
+    assert not matches("re:model\\.layers\\.1\\..*", "layers.11.mlp.down_proj")
+    assert not matches("model.layers.0.mlp", "layers.0.mlp.up_proj"), "part of a name is no name"
+    assert matches("lm_head", "lm_head")
+    apart = compressed(ignore=["re:.*mlp.*"])
+    assert stored(apart).layout("layers.0.mlp.up_proj") is None
+    assert stored(apart).layout("layers.0.self_attn.q_proj") is not None
+
+
+@pytest.mark.parametrize("part", ["self_attn", "model.layers.0.", "layers.0.self_attn", "q_proj"])
+def test_awq_leaves_out_layers_whose_names_have_a_part(part: str) -> None:
+    found = stored({**AWQ, "modules_to_not_convert": [part]})
+    assert found.layout("layers.0.self_attn.q_proj") is None
+    assert found.layout("layers.10.mlp.up_proj") is not None
+
+
+@pytest.mark.parametrize("part", ["model.layers.0", "model.layers.0.mlp.gate_proj", "mlp.gate_proj"])
+def test_fp8_leaves_out_layers_whose_names_begin_or_end_so(part: str) -> None:
+    found = stored({**QWEN, "modules_to_not_convert": [part]})
+    assert found.layout("layers.0.mlp.gate_proj") is None
+    assert found.layout("layers.10.mlp.up_proj") is not None
+
+
+def test_the_first_rule_of_gptq_that_matches_decides() -> None:
+    """As GPTQModel applies them: `-:` leaves a layer plain, anything else changes fields for it."""
+    rules = {
+        r"-:.*\.1\.mlp\.up_proj": {},
+        r"+:model\.layers\.1\..*mlp": {"bits": 8, "group_size": 32},
+        r".*\.(?:q|k)_proj": {"group_size": -1, "sym": False},
+        r"-:.*mlp": {},
+    }
+    found = stored({**GPTQ, "dynamic": rules})
+    assert found.layout("layers.1.mlp.up_proj") is None and found.layout("layers.2.mlp.up_proj") is None
+    down, query, value = (
+        found.layout(f"layers.1.{name}") for name in ("mlp.down_proj", "self_attn.q_proj", "self_attn.v_proj")
+    )
+    assert down is not None and query is not None and value is not None
+    assert down.eight and down.scheme.group == 32 and not down.scheme.zeros
+    assert query.row and query.scheme.zeros and not query.eight
+    assert not value.row and value.scheme.group == 128 and not value.eight
+
+
+def test_gptq_may_name_the_layers_that_are_quantized() -> None:
+    found = stored({**GPTQ, "modules_in_block_to_quantize": [["self_attn.q_proj"], ["mlp.up_proj"]]})
+    assert found.layout("layers.0.mlp.up_proj") is not None
+    assert found.layout("layers.0.mlp.down_proj") is None
+
+
+def test_named_layers_come_before_all_layers() -> None:
+    raw = compressed()
+    raw["config_groups"]["group_1"] = {
+        "targets": ["re:.*q_proj$"],
+        "weights": {**WEIGHTS, "group_size": 32},
+    }
+    found = stored(raw)
+    groups = [
+        layout.scheme.group
+        for name in ("q_proj", "k_proj")
+        if (layout := found.layout(f"layers.0.self_attn.{name}")) is not None
+    ]
+    assert groups == [32, 128], f"q_proj is named with groups of 32, k_proj is not, but they have {groups}"
+
+
+# Whole checkpoints.
+
+# Checkpoints.
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
+def test_a_checkpoint_goes_out_and_in(
+    folders: dict[str, Path], tmp_path: Path, scheme: str, family: str
+) -> None:
+    model = load_model(str(folders[family]), device="cpu", dtype="float32")
+    quantize_model(model, SCHEMES[scheme])
+    export(model, folders[family], tmp_path / "out")
+    again = load_model(str(tmp_path / "out"), device="cpu", dtype="float32", linears=ReadFormats())
+    assert torch.equal(logits(model), logits(again)), f"{family} in {scheme} is another model when read again"
+    first = next(layer for layer in again.modules() if isinstance(layer, QuantLinear))
+    assert (
+        first.scheme.weights == SCHEMES[scheme].weights
+        and first.scheme.activations == SCHEMES[scheme].activations
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("flag", [True, False])
+def test_a_written_file_says_whether_the_head_is_stored(
+    folders: dict[str, Path], tmp_path: Path, family: str, flag: bool
+) -> None:
+    """Other engines believe the flag, whatever the flag of the source was."""
+    source = shutil.copytree(folders[family], tmp_path / "source")
+    raw = json.loads((source / "config.json").read_text()) | {"tie_word_embeddings": flag}
+    (source / "config.json").write_text(json.dumps(raw))
+    model = load_model(source, device="cpu", dtype="float32")
+    quantize_model(model, INT4)
+    export(model, source, tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert written["tie_word_embeddings"] == ("lm_head.weight" not in stored) == (family == "qwen2")
+
+
+@pytest.fixture(scope="module")
+def packed(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = load_model(str(folders["llama"]), device="cpu", dtype="float32")
+    quantize_model(model, INT4)
+    folder = tmp_path_factory.mktemp("packed") / "int4"
+    export(model, folders["llama"], folder)
+    return folder
+
+
+def test_only_engines_with_the_formats_take_a_quantized_checkpoint(packed: Path) -> None:
+    says = "names the method 'compressed-tensors', but plain weights are all that phases before 10 read"
+    for early in (forward.load, paged_cache.load, cuda_graphs.load):
+        with pytest.raises(UserError, match=says):
+            early(str(packed), device="cpu")
+    engine = load(str(packed), device="cpu", **SMALL)
+    assert [len(c.token_ids) for c in engine.generate(PROMPTS, PARAMS)] == [6, 5, 4]
+    with pytest.raises(UserError, match=says):
+        load(str(packed), device="cpu", quant=False, **SMALL)
+    with pytest.raises(UserError, match="checkpoint_formats is for quant, which is off"):
+        load(str(packed), device="cpu", quant=False, checkpoint_formats=True, **SMALL)
+    with pytest.raises(UserError, match="which only checkpoint_formats reads: it is off"):
+        quant.load(str(packed), device="cpu", **SMALL)
+    with pytest.raises(UserError, match="quantization is 'int8', but the checkpoint is quantized already"):
+        load(str(packed), device="cpu", quantization="int8", **SMALL)
+
+
+def test_the_head_of_a_quantized_checkpoint_may_be_quantized_as_well(packed: Path) -> None:
+    small = load(str(packed), device="cpu", head="int8", **SMALL)
+    assert isinstance(small.runner.model.lm_head, QuantLinear), "the head was to be int8, but is plain"
+    assert isinstance(load(str(packed), device="cpu", **SMALL).runner.model.lm_head, nn.Linear)
+
+
+FILES: dict[str, tuple[str, Any, str]] = {
+    "truncated scales": (
+        "weight_scale",
+        lambda x: x[:, :-1].contiguous(),
+        r"misshapen: layers.0.mlp.up_proj.weight_scale \[128, 0\] instead of \[128, 1\]",
+    ),
+    "nan scales": ("weight_scale", lambda x: x * float("nan"), r"up_proj.weight_scale holds NaN or infinity"),
+    "another group": (
+        "weight_scale",
+        lambda x: x.repeat(1, 2),
+        r"up_proj.weight_scale \[128, 2\] instead of \[128, 1\]",
+    ),
+    "other integers": (
+        "weight_packed",
+        lambda x: x.to(torch.int64),
+        "weight_packed of type I64 instead of torch.int32",
+    ),
+    "a lie": ("weight_shape", lambda x: x * 2, r"up_proj.weight_shape says \[256, 128\], but the weight is"),
+    "nothing": ("weight_scale", None, "1 missing: layers.0.mlp.up_proj.weight_scale"),
+}
+
+
+@pytest.mark.parametrize(("leaf", "change", "says"), FILES.values(), ids=FILES)
+def test_damaged_files_are_refused_by_the_tensors_name(
+    packed: Path, tmp_path: Path, leaf: str, change: Any, says: str
+) -> None:
+    shutil.copytree(packed, tmp_path / "bad")
+    tensors = load_file(packed / "model.safetensors")
+    name = f"model.layers.0.mlp.up_proj.{leaf}"
+    if change is None:
+        del tensors[name]
+    else:
+        tensors[name] = change(tensors[name])
+    save_file(tensors, tmp_path / "bad" / "model.safetensors")
+    with pytest.raises(UserError, match=says) as caught:
+        load(str(tmp_path / "bad"), device="cpu", **SMALL)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("form", ["scalar", "vector"])
+def test_fp8_by_tensor_with_scales_of_keys_and_values(
+    folders: dict[str, Path], tmp_path: Path, form: str
+) -> None:
+    """As other tools write it: a scale that is a number by itself, and scales of keys and values."""
+    tensors = load_file(folders["llama"] / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        found = rtn.quantize(tensors[name], quant.Scheme("x", "fp8", "tensor"))
+        tensors[name] = found.data
+        tensors[f"{name}_scale"] = found.scale.reshape(()) if form == "scalar" else found.scale
+    for layer in range(2):
+        for side, value in (("k_scale", 0.02), ("v_scale", 0.01)):
+            tensors[f"model.layers.{layer}.self_attn.{side}"] = torch.tensor([value])
+    raw = json.loads((folders["llama"] / "config.json").read_text())
+    eight = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+    raw["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": eight,
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": eight}},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    save_file(tensors, tmp_path / "model.safetensors")
+    engine = load(str(tmp_path), device="cpu", **SMALL)
+    pool = engine.runner.attention.pool
+    assert pool.data.dtype == torch.float8_e4m3fn
+    assert pool.layers[1].k_scale.tolist() == pytest.approx([0.02] * 2)
+    assert pool.layers[1].v_scale.tolist() == pytest.approx([0.01] * 2)
+    assert (
+        not load(str(tmp_path), device="cpu", kv_cache="none", **SMALL).runner.attention.pool.layers[0].scaled
+    )
+    for value, says in ((float("nan"), "holds NaN"), (0.0, "is 0, but must be above 0")):
+        tensors["model.layers.1.self_attn.v_scale"] = torch.tensor([value])
+        save_file(tensors, tmp_path / "model.safetensors")
+        with pytest.raises(UserError, match=rf"layers\.1\.self_attn\.v_scale {says}"):
+            load(str(tmp_path), device="cpu", **SMALL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_transformers_reads_what_is_written(
+    folders: dict[str, Path], tmp_path: Path, scheme: str, family: str
+) -> None:
+    """`compressed-tensors` finds our logits. It rounds inputs to int8 in 127.5 steps, we in 127."""
+    pytest.importorskip("compressed_tensors")
+    import transformers as hf
+
+    model = load_model(str(folders[family]), device="cpu", dtype="float32")
+    quantize_model(model, SCHEMES[scheme])
+    export(model, folders[family], tmp_path / "out")
+    theirs = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    with torch.no_grad():
+        want = theirs(IDS[None]).logits[0]
+    got = logits(exactly(model))
+    worst = float((got - want).abs().max() / want.abs().max())
+    limit = 0.05 if scheme == "w8a8" else 1e-4
+    assert worst < limit, f"{family} in {scheme}: logits differ by {worst:.1e} of the largest"
+
+
+WRITTEN: dict[str, dict[str, Any]] = {
+    "W4A16": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32},
+    "W4A16_ASYM": {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32},
+    "W8A16": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"},
+    "W4A16_CHANNEL": {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "channel"},
+    "W8A16_GROUP": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32},
+    "FP8": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"},
+    "FP8_TENSOR": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_compressed_tensors_writes_is_read(folders: dict[str, Path], tmp_path: Path, name: str) -> None:
+    ct = pytest.importorskip("compressed_tensors")
+    import transformers as hf
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationConfig,
+        QuantizationScheme,
+        QuantizationStatus,
+        apply_quantization_config,
+    )
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    model = hf.AutoModelForCausalLM.from_pretrained(folders["llama"], dtype=torch.float32)
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**WRITTEN[name]))
+    config = QuantizationConfig(
+        config_groups={"group_0": scheme},
+        ignore=["lm_head"],
+        quantization_status=QuantizationStatus.FROZEN,
+    )
+    apply_quantization_config(model, config)
+    for layer in model.modules():
+        if hasattr(layer, "weight_scale"):
+            args, weight = scheme.weights, layer.weight.data
+            rows = weight.view(1, -1) if args.strategy == "tensor" else weight
+            groups = rows.view(len(rows), -1, args.group_size) if args.group_size else rows[:, None]
+            scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
+            layer.weight_scale.data = scale.view_as(layer.weight_scale).to(layer.weight_scale.dtype)
+            if hasattr(layer, "weight_zero_point"):
+                layer.weight_zero_point.data = zero.view_as(layer.weight_zero_point).to(
+                    layer.weight_zero_point.dtype
+                )
+    with torch.no_grad():
+        want = model(IDS[None]).logits[0]
+    compressor = ct.ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(tmp_path)
+    compressor.update_config(tmp_path)
+    again = load_model(str(tmp_path), device="cpu", dtype="float32", linears=ReadFormats())
+    got = logits(exactly(again))
+    worst = float((got - want).abs().max() / want.abs().max())
+    assert worst < 1e-3, f"{name}: logits differ by {worst:.1e} of the largest"
+
+
+def gptq_layer(weight: Tensor, bits: int, size: int) -> tuple[dict[str, Tensor], Tensor]:
+    """A layer as AutoGPTQ writes it, its bias of zeros too, and the weight that it stands for."""
+    n, k = weight.shape
+    half, size = 1 << (bits - 1), k if size == -1 else size
+    groups = weight.view(n, -1, size)
+    scale = groups.abs().amax(-1, keepdim=True) / (half - 1)
+    numbers = (groups / scale).round().clamp(-half, half - 1)
+    middle = torch.full((k // size, n), half - 1, dtype=torch.uint8)  # stored less one
+    words = pack_words((numbers + half).to(torch.uint8).view(n, k), bits)
+    tensors = {
+        "qweight": words.t().contiguous(),
+        "qzeros": pack_words(middle, bits),
+        "scales": scale[..., 0].t().contiguous(),
+        "g_idx": (torch.arange(k) // size).to(torch.int32),
+        "bias": torch.zeros(n),
+    }
+    return tensors, (numbers * scale).view(n, k)
+
+
+def mixed_gptq(source: Path, plain: Path, packed: Path, rows: int = -1) -> None:
+    """Write a GPTQ checkpoint of layers of 4 and 8 bits and plain ones, and the plain one it stands for."""
+    rules = {r"-:.*\.1\..*o_proj": {}, r"+:.*down_proj": {"bits": 8}, r".*q_proj": {"group_size": rows}}
+    found = load_file(source / "model.safetensors")
+    same, tensors = dict(found), dict(found)
+    for name, weight in found.items():
+        owner, _, leaf = name.rpartition(".")
+        if not owner.endswith("_proj") or leaf != "weight" or owner.endswith("1.self_attn.o_proj"):
+            continue
+        size = rows if owner.endswith("q_proj") else 32
+        parts, same[name] = gptq_layer(weight, 8 if owner.endswith("down_proj") else 4, size)
+        del tensors[name]
+        tensors |= {f"{owner}.{part}": tensor for part, tensor in parts.items()}
+    raw = json.loads((source / "config.json").read_text())
+    method = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "dynamic": rules}
+    for folder, kept, config in (
+        (plain, same, raw),
+        (packed, tensors, {**raw, "quantization_config": method}),
+    ):
+        folder.mkdir()
+        save_file(kept, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_a_gptq_checkpoint_of_mixed_layers(folders: dict[str, Path], tmp_path: Path) -> None:
+    import transformers as hf
+
+    mixed_gptq(folders["llama"], tmp_path / "plain", tmp_path / "packed")
+    reference = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
+    with torch.no_grad():
+        want = reference(IDS[None]).logits[0]
+    model = load_model(tmp_path / "packed", device="cpu", dtype="float32", linears=ReadFormats())
+    torch.testing.assert_close(logits(exactly(model)), want, atol=1e-4, rtol=0)
+    engine = load(str(tmp_path / "packed"), device="cpu", dtype="float32", **SMALL)
+    assert [len(done.token_ids) for done in engine.generate(PROMPTS, PARAMS)] == [6, 5, 4]
+
+
+# The command.
+
+
+def test_the_command_writes_a_checkpoint(folders: dict[str, Path], tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(SystemExit) as ended:
+        main(["quantize", str(folders["llama"]), str(out), "--scheme", "w8a8", "--device", "cpu"])
+    assert ended.value.code == 0 and capsys.readouterr().out.strip().endswith(out.name)
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert config["format"] == "int-quantized" and config["ignore"] == ["lm_head"]
+    engine = load(str(out), device="cpu", **SMALL)
+    assert len(list(engine.stream([[1, 2]], PARAMS[:1]))) == 6
+
+
+def test_the_command_writes_scales_of_keys_and_values(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = load_model(str(folders["llama"]), device="cpu", dtype="float32")
+    scales = head_scales(model, [list(range(1, 60))], "int8")
+    quantize_model(model, SCHEMES["int8"])
+    export(model, folders["llama"], tmp_path / "out", ("int8", scales))
+    engine = load(str(tmp_path / "out"), device="cpu", **SMALL)
+    for layer, cache in enumerate(engine.runner.attention.pool.layers):
+        assert cache.k.dtype == torch.int8 and cache.k_scale is not None and cache.v_scale is not None
+        largest = scales[layer].amax(-1)
+        assert cache.k_scale.tolist() == pytest.approx([float(largest[0])] * 2), (
+            f"layer {layer}: a file has one scale for all heads, the largest, or keys of another do not fit"
+        )
+        assert cache.v_scale.tolist() == pytest.approx([float(largest[1])] * 2)
+    fresh = load(str(tmp_path / "out"), device="cpu", kv_cache="fp8", **SMALL)
+    assert fresh.runner.attention.pool.data.dtype == torch.float8_e4m3fn, (
+        "another kind than the file's is made"
+    )
+
+
+COMMANDS: dict[str, tuple[list[str], str]] = {
+    "a scheme": (["--scheme", "int3"], "scheme is 'int3', but must be one of"),
+    "a method": (["--method", "hqq"], "method is 'hqq', but must be one of rtn, gptq, awq"),
+    "a group": (["--group-size", "7"], "group_size is 7, but must be one of 16"),
+    "no text": (
+        ["--method", "gptq", "--calibration", "nowhere.txt"],
+        "--calibration nowhere.txt cannot be read",
+    ),
+    "keys": (["--kv-cache", "int4"], "kv_cache is 'int4', but must be one of none, fp8, int8"),
+    "no pieces": (["--method", "gptq", "--pieces", "0"], "pieces is 0, but must be between 1 and"),
+}
+
+
+@pytest.mark.parametrize(("flags", "says"), COMMANDS.values(), ids=COMMANDS)
+def test_wrong_commands(
+    folders: dict[str, Path], tmp_path: Path, flags: list[str], says: str, capsys: Any
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["quantize", str(folders["llama"]), str(tmp_path / "out"), "--device", "cpu", *flags])
+    assert ended.value.code == 2 and says in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_folder_one_stands_in_is_filled(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here" / ".partial").mkdir(parents=True)  # of a command that was killed
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(SystemExit) as ended:
+        main(["quantize", str(folders["llama"]), ".", "--scheme", "int8", "--device", "cpu"])
+    assert ended.value.code == 0
+    assert (
+        Path("config.json").is_file() and not Path(".partial").exists() and len(list(tmp_path.iterdir())) == 1
+    )
+
+
+def test_a_folder_that_is_taken_is_refused_before_the_work(
+    folders: dict[str, Path], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from phases.commands import quantize
+
+    monkeypatch.setattr(quantize, "load_model", lambda *_, **__: pytest.fail("loaded"))
+    (tmp_path / "mine").write_text("kept")
+    for out in (tmp_path, tmp_path / "mine"):
+        with pytest.raises(SystemExit) as ended:
+            main(["quantize", str(folders["llama"]), str(out), "--device", "cpu"])
+        assert ended.value.code == 2 and "is there already" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_an_error_with_a_name(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from phases.appendix.checkpoint_formats import export as module
+
+    def full(*_: Any) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(module, "save_file", full)
+    model = load_model(str(folders["llama"]), device="cpu", dtype="float32")
+    quantize_model(model, SCHEMES["int8"])
+    with pytest.raises(UserError, match=r"out cannot be written: .*No space left on device"):
+        export(model, folders["llama"], tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_all_chat_templates_go_along(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = load_model(str(folders["llama"]), device="cpu", dtype="float32")
+    quantize_model(model, SCHEMES["int8"])
+    source = tmp_path / "source"
+    shutil.copytree(folders["llama"], source)
+    names = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/tool_use.jinja")
+    for name in names:
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(name)
+    for out in (tmp_path / "new", tmp_path / "empty"):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        export(model, source, out)
+        assert [(out / name).read_text() for name in names] == [*names]
+
+
+def test_what_is_there_is_not_written_over(folders: dict[str, Path], packed: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("kept")
+    model = load_model(str(folders["llama"]), device="cpu", dtype="float32")
+    quantize_model(model, SCHEMES["int8"])
+    with pytest.raises(UserError, match="is there already: name a folder that is not"):
+        export(model, folders["llama"], tmp_path)
+    with pytest.raises(UserError, match="is quantized already"):
+        check_source(packed)
+
+
+def test_groups_of_several_sizes_are_written_by_name() -> None:
+    model = nn.Sequential()
+    for name, k in (("down_proj", 256), ("up_proj", 64)):
+        layer = nn.Linear(k, 16, bias=False)
+        model.add_module(name, QuantLinear.of(layer, INT4, name))
+    found = configuration(model)["config_groups"]  # type: ignore[arg-type]
+    assert {tuple(g["targets"]): g["weights"]["group_size"] for g in found.values()} == {
+        ("re:.*down_proj$",): 128,
+        ("re:.*up_proj$",): 64,
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", [False, True], ids=["torch", "kernels"])
+def test_a_draft_model_may_be_a_quantized_checkpoint(
+    folders: dict[str, Path], packed: Path, kernels: bool
+) -> None:
+    options = SMALL | {"kernels": kernels, "latency": False, "device": "cpu", "draft_adaptive": False}
+    speculating: Any = partial(load_engine, phase_named("11"), str(folders["llama"]), **options)
+    right = speculating(drafter="none").generate(PROMPTS, PARAMS)
+    engine = speculating(drafter="model", draft_model=str(packed))
+    drafter = engine.scheduler.drafter
+    small = drafter.source.runner.model
+    assert not any(isinstance(part, nn.Linear) for part in small.layers.modules()), "a layer is plain"
+    found = engine.generate(PROMPTS, PARAMS)
+    assert [done.token_ids for done in found] == [done.token_ids for done in right]
+    assert sum(drafter.stats.drafted) > 0
+
+
+# Ranks.
+
+
+def test_a_rank_counts_groups_from_its_own_first() -> None:
+    scheme = Scheme("gptq", "int4", "group", group=32, zeros=True)
+    layer = StoredLinear(nn.Linear(64, 16, device="meta"), Layout("gptq", scheme, "scales"), "w")
+    groups = torch.arange(128) // 32  # of two ranks
+    assert layer.part("g_idx", groups[64:], 1).tolist() == [0] * 32 + [1] * 32
+    assert layer.part("g_idx", groups[64:], None).tolist() == groups[64:].tolist()
+    assert layer.part("weight_shape", torch.tensor([16, 128]), 1).tolist() == [16, 64]
+    with pytest.raises(UserError, match="in the order of activations: they cannot be cut"):
+        layer.part("g_idx", groups.flip(0)[64:], 1)
+    row = StoredLinear(nn.Linear(64, 16, device="meta"), Layout("gptq", scheme, "scales", row=True), "w")
+    assert row.part("g_idx", torch.zeros(64), 1).tolist() == [0] * 64
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["packed", "gptq"])
+def test_ranks_read_their_parts_of_a_checkpoint(folders: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "packed"
+    if kind == "gptq":
+        mixed_gptq(folders["llama"], tmp_path / "plain", folder, rows=32)
+    else:
+        model = load_model(str(folders["llama"]), device="cpu", dtype="float32")
+        quantize_model(model, INT4.with_group(32))
+        export(model, folders["llama"], folder)
+    sizes = {**SMALL, "device": "cpu", "dtype": "float32"}
+    alone: Any = load_engine(phase_named("14"), str(folder), **sizes)
+    engine: Any = load_engine(phase_named("14"), str(folder), tensor_parallel=2, **sizes)
+    found = [[done.token_ids for done in one.generate(PROMPTS, PARAMS)] for one in (alone, engine)]
+    engine.loop.close()
+    assert found[0] == found[1]

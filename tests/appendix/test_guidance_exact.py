@@ -1,0 +1,146 @@
+"""Schemas mean what they say: numbers that no double holds, keys in two spellings, days of no calendar."""
+
+from __future__ import annotations
+
+import calendar
+import json
+import re
+from functools import cache
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import UserError
+from common.sampling.grammar import Grammar
+from phases.appendix.guidance.exact import DATE, exact
+from phases.appendix.guidance.feature import backend_named
+from structured.matcher import Backend
+from tests.guidance_kit import vocabulary
+from tests.structured_kit import tokenizer
+
+BIG = 1157442765409226769
+
+
+@cache
+def backend(name: Any = "llguidance") -> Backend:
+    return backend_named(name)(vocabulary())
+
+
+def takes(schema: Any, text: str, name: str = "llguidance") -> bool:
+    """Whether a text may be the whole output."""
+    matcher = backend(name).compile(Grammar("json_schema", json.dumps(schema))).matcher()
+    tokens = list(tokenizer().encode(text))
+    return matcher.advance(tokens) == len(tokens) and matcher.accepting
+
+
+@pytest.mark.parametrize(
+    ("schema", "where"),
+    [
+        ({"const": BIG}, "#/const"),
+        ({"enum": [1, BIG]}, "#/enum"),
+        ({"enum": [{"a": [BIG]}]}, "#/enum"),
+        ({"type": "integer", "minimum": 2**53 + 1}, "#/minimum"),
+        ({"type": "integer", "exclusiveMaximum": 2**63 - 1}, "#/exclusiveMaximum"),
+        ({"properties": {"id": {"maximum": BIG}}}, "#/properties/id/maximum"),
+        ({"items": {"anyOf": [{"const": -BIG}]}}, "#/items/anyOf/0/const"),
+        ({"type": "object", "minProperties": 2}, "#/minProperties"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_by_name(schema: Any, where: str) -> None:
+    with pytest.raises(UserError, match=re.escape(where)):
+        takes(schema, "")
+
+
+@pytest.mark.parametrize("number", [BIG, 2**53 + 1, -(2**63), 2**70 + 1])
+def test_the_automata_take_any_integer(number: int) -> None:
+    assert takes({"const": number}, str(number), "automata")
+    assert not takes({"const": number}, str(number + 1), "automata")
+
+
+@pytest.mark.parametrize("number", [2**53, -(2**53), 10**15, 1.5, 2**60])
+def test_integers_that_doubles_hold_are_taken(number: float) -> None:
+    assert takes({"const": number}, json.dumps(number))
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"properties": {"age": {"type": "integer"}}, "required": ["age"]}, '{"age":1,"\\u0061ge":"x"}'),
+        ({"properties": {"é": {"type": "integer"}}, "required": ["é"]}, '{"é":1,"\\u00e9":"x"}'),
+        ({"properties": {"a\n": {"type": "integer"}}, "required": ["a\n"]}, '{"a\\n":1,"a\\u000a":"x"}'),
+        ({"properties": {"a": False}}, '{"\\u0061":1}'),
+        ({"patternProperties": {"^a": {"type": "integer"}}}, '{"\\u0061b":"x"}'),
+        ({"required": ["a"], "properties": {"a": {}}, "minProperties": 2}, '{"a":1,"a":2}'),
+    ],
+)
+def test_no_spelling_of_a_key_escapes_its_schema(schema: Any, text: str) -> None:
+    schema = {"type": "object", **schema}
+    assert not takes(schema, text)
+    assert takes({"type": "object"}, '{"b\\n":"\\"x\\\\"}'), "the five short escapes are spelled one way"
+
+
+DAYS = [(1, 31), (2, 28), (2, 29), (2, 30), (4, 30), (4, 31), (11, 31), (12, 31), (13, 1), (0, 1), (6, 0)]
+
+
+@pytest.mark.parametrize("year", [1, 4, 100, 400, 1600, 1900, 1996, 2000, 2023, 2024, 2100, 9999])
+def test_dates_are_those_of_the_calendar(year: int) -> None:
+    for month, day in DAYS:
+        there = 1 <= month <= 12 and 1 <= day <= calendar.monthrange(year, month)[1]
+        text = f"{year:04}-{month:02}-{day:02}"
+        assert bool(re.fullmatch(DATE, text)) == there, text
+        if year in (1900, 2000, 2023, 2024):
+            assert takes({"type": "string", "format": "date"}, f'"{text}"') == there, text
+            assert takes({"type": "string", "format": "date-time"}, f'"{text}T10:00:00Z"') == there, text
+
+
+def test_a_date_may_have_a_pattern_as_well() -> None:
+    schema = {"type": "string", "format": "date", "pattern": "^2"}
+    assert takes(schema, '"2024-02-29"') and not takes(schema, '"1996-02-29"')
+    assert not takes(schema, '"2023-02-29"')
+
+
+def test_properties_may_be_called_like_keywords() -> None:
+    schema = {"type": "object", "properties": {"const": {"type": "integer"}, "format": {"const": "date"}}}
+    assert exact(schema) == schema
+
+
+# Schemas with values at such edges, against an implementation that has no grammar.
+
+EDGES = [0, 1, 2**53 - 1, 2**53, 2**53 + 1, 2**53 + 2, 2**63 - 1, 2**63, -(2**63), BIG]
+numbers = st.sampled_from(EDGES).flatmap(lambda edge: st.integers(edge - 2, edge + 2))
+bounds = st.fixed_dictionaries(
+    {"type": st.just("integer")},
+    optional={name: numbers for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")},
+)
+schemas = st.one_of(
+    bounds,
+    st.builds(lambda n: {"const": n}, numbers),
+    st.builds(lambda n: {"enum": n}, st.lists(numbers, min_size=1)),
+)
+
+
+@given(schema=schemas, value=numbers)
+def test_no_invalid_number_is_taken(schema: Any, value: int) -> None:
+    """A schema may be refused, by either backend; if it is not, it is followed."""
+    valid = jsonschema.Draft202012Validator(schema).is_valid(value)
+    for name in ("llguidance", "automata"):
+        try:
+            taken = takes(schema, str(value), name)
+        except UserError:
+            continue
+        assert taken == valid, f"{name}: {value} under {schema}"
+
+
+def test_masks_of_rewritten_schemas_are_not_empty() -> None:
+    words = np.zeros(vocabulary().words, np.int32)
+    schema = {
+        "type": "object",
+        "properties": {"when": {"type": "string", "format": "date-time"}},
+        "required": ["when"],
+    }
+    backend().compile(Grammar("json_schema", json.dumps(schema))).matcher().fill(words)
+    assert words.any()

@@ -1,0 +1,229 @@
+"""The contract of matchers: what `advance` takes is what `agrees` counts and `rollback` gives back."""
+
+from __future__ import annotations
+
+import json
+import time
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.models.hub import model_folder
+from common.sampling.grammar import Grammar
+from common.sampling.params import SamplingParams
+from common.text.tokenizer import Tokenizer
+from phases.appendix.guidance.feature import Name, backend_named
+from phases.appendix.guidance.matcher import Effort, Job
+from phases.appendix.guidance.spelling import Spelling
+from structured.matcher import Compiled, Matcher
+from tests.guidance_kit import served, vocabulary
+from tests.structured_kit import EOS, SIZE, bits, tokenizer
+
+SCHEMA = json.dumps({"enum": [{"a": 1}, [True, "b"], "é", 12]})
+GRAMMARS = {
+    "schema": Grammar("json_schema", SCHEMA),
+    "regex": Grammar("regex", "(ab|abc)+[0-9]{0,2}"),
+    "choice": Grammar("choice", '["yes", "no", "yes and no"]'),
+}
+BACKENDS: tuple[Name, ...] = ("llguidance",)
+TEXTS = ('{"a": 1}', '[true, "b"]', '"é"', "12", "ababc12", "abc", "yes and no", "no", "zz")
+
+
+@cache
+def compiled(backend: Name, grammar: str) -> Compiled:
+    pytest.importorskip(backend if backend != "automata" else "numpy")
+    return backend_named(backend)(vocabulary()).compile(GRAMMARS[grammar])
+
+
+def mask(matcher: Matcher) -> list[int]:
+    words = np.zeros(vocabulary().words, np.int32)
+    matcher.fill(words)
+    return bits(words, SIZE)
+
+
+def one_by_one(matcher: Matcher, tokens: list[int]) -> int:
+    """How many tokens `advance` takes, asked for each by itself."""
+    for count, token in enumerate(tokens):
+        if matcher.advance((token,)) == 0:
+            return count
+    return len(tokens)
+
+
+@pytest.mark.parametrize("grammar", GRAMMARS)
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(data=st.data())
+def test_drafts_are_counted_taken_and_given_back_alike(backend: Name, grammar: str, data: Any) -> None:
+    """Behind any beginning, with end tokens anywhere in the drafts, and drafts longer than the grammar."""
+    matcher, oracle = compiled(backend, grammar).matcher(), compiled("automata", grammar).matcher()
+    text = data.draw(st.sampled_from(TEXTS))
+    tokens = list(tokenizer().encode(text))
+    begun = one_by_one(oracle, tokens[: data.draw(st.integers(0, len(tokens)))])
+    assert one_by_one(matcher, tokens[:begun]) == begun, f"{backend} refuses a beginning of {text}"
+    rest = tokens[begun:]
+    drafts = rest[: data.draw(st.integers(0, len(rest)))] + data.draw(
+        st.lists(st.sampled_from([EOS, *rest, *tokens]), max_size=4)
+    )
+    before = mask(matcher)
+    agreed = matcher.agrees(drafts)
+    assert mask(matcher) == before, f"{backend}: looking at {drafts} has moved the matcher"
+    taken = one_by_one(matcher, drafts)
+    assert agreed == taken, f"{backend}: of {drafts} {agreed} agree, but {taken} are taken"
+    assert taken == one_by_one(oracle, drafts), f"{backend} takes {taken} of {drafts}, the automata do not"
+    matcher.rollback(taken)
+    assert mask(matcher) == before, f"{backend}: rollback({taken}) is not where {drafts} began"
+    assert matcher.advance(drafts) == taken, f"{backend}: all at once, another number of {drafts} is taken"
+    assert matcher.problem == ""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_drafts_that_end_an_output_leave_it_where_it_was(backend: Name) -> None:
+    """The right token behind them is still taken."""
+    matcher = compiled(backend, "schema").matcher()
+    tokens = list(tokenizer().encode('{"a": 1}'))
+    assert matcher.advance(tokens[:2]) == 2
+    drafts = [*tokens[2:], EOS]
+    count = matcher.agrees(drafts)
+    assert count == len(drafts) - 1, f"{backend} counts an end token as a draft"
+    words = np.zeros((count + 1, vocabulary().words), np.int32)
+    backend_named(backend)(vocabulary()).fill([Job(matcher, 0, tuple(drafts[:count]))], words)
+    assert EOS in bits(words[-1], SIZE), f"{backend}: the output may not end behind {drafts}"
+    assert matcher.advance(tokens[2:]) == len(tokens) - 2, f"{backend} refuses what was drafted"
+
+
+# A real vocabulary: with a tiny one a grammar that is dear to follow does not show.
+
+BOMBS = {
+    "ambiguous": 'start: e\ne: e e e | e e | "a" | "bb"',
+    "ambiguous, longer": 'start: e\ne: e e e e | e e | e "b" e | "a" | "bb" | "ab"',
+}
+ORDINARY = {
+    "a tool of 128": {
+        "anyOf": [
+            {
+                "properties": {"name": {"const": f"tool_{n}"}, "text": {"type": "string"}},
+                "required": ["name", "text"],
+            }
+            for n in range(128)
+        ]
+    },
+    "a choice of 2000": {"enum": [f"value number {n}" for n in range(2000)]},
+    "a tree": {
+        "$ref": "#/$defs/n",
+        "$defs": {"n": {"properties": {"v": {}, "c": {"items": {"$ref": "#/$defs/n"}}}, "required": ["c"]}},
+    },
+}
+
+
+@cache
+def real() -> Spelling:
+    known = Tokenizer(model_folder("smollm2"))
+    return Spelling.of(known, known.vocab_size, (2,))
+
+
+def follow(backend: Any, outputs: int, grammar: Grammar, tokens: int) -> tuple[list[str], list[float]]:
+    """What ends each of some outputs of the cheapest tokens, and the seconds of each step's masks."""
+    matchers = [backend.compile(grammar).matcher() for _ in range(outputs)]
+    running, seconds, ended = list(matchers), list[float](), list[str]()
+    words = np.zeros((outputs, real().words), np.int32)
+    for step in range(tokens):
+        if not running:
+            break
+        begun = time.perf_counter()
+        backend.fill([Job(matcher, row, ()) for row, matcher in enumerate(running)], words)
+        moves = []
+        for row, matcher in enumerate(running):
+            found = [token for token in bits(words[row], len(real().tokens)) if token not in real().eos]
+            moves.append((matcher, found[step % 2 : step % 2 + 1] or found[:1]))
+        backend.advance(moves)
+        seconds.append(time.perf_counter() - begun)
+        ended += [matcher.problem for matcher in running if matcher.problem]
+        running = [matcher for (matcher, move) in moves if move and not matcher.problem]
+    return ended, seconds
+
+
+@pytest.mark.weights
+@pytest.mark.slow
+@pytest.mark.parametrize("outputs", [1, 8])
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_grammar_that_is_dear_to_follow_ends_its_own_outputs(name: str, outputs: int) -> None:
+    ended, seconds = follow(backend_named("llguidance")(real()), outputs, Grammar("lark", BOMBS[name]), 400)
+    assert len(ended) == outputs, f"{outputs - len(ended)} outputs of {name!r} were never stopped"
+    assert sum(seconds) < outputs * 3.0, f"{name!r} has taken {sum(seconds):.1f} s of {outputs} outputs"
+
+
+@pytest.mark.weights
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ORDINARY)
+def test_ordinary_grammars_are_far_from_the_limits(name: str) -> None:
+    grammar = Grammar("json_schema", json.dumps(ORDINARY[name]))
+    ended, _ = follow(backend_named("llguidance")(real()), 4, grammar, 200)
+    assert ended == []
+
+
+def test_a_budget_counts_slow_tokens_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("phases.appendix.guidance.matcher.time.thread_time", lambda: now)
+    effort = Effort()
+
+    def token(seconds: float) -> None:
+        nonlocal now
+        with effort.timed():
+            now += seconds
+
+    for _ in range(1000):
+        token(0.004)
+    assert effort.problem == "" and not effort.watched
+    for _ in range(3):
+        token(0.04)
+        assert effort.problem == "" and effort.watched, "a slow token is to be watched, and may happen"
+    token(0.04)
+    assert "all that take more than 5 ms may take 0.15 s" in effort.problem
+    effort = Effort()
+    token(0.051)
+    assert "a token may take 50 ms" in effort.problem
+
+
+# Conversations that repeat themselves.
+
+COLOURS = json.dumps(
+    {
+        "type": "object",
+        "properties": {"colour": {"enum": ["red", "green", "blue"]}, "sure": {"type": "boolean"}},
+        "required": ["colour", "sure"],
+        "additionalProperties": False,
+    }
+)
+
+
+@pytest.mark.weights
+@pytest.mark.slow
+@pytest.mark.parametrize("jump", [True, False], ids=["jump", "no jump"])
+@pytest.mark.parametrize("drafter", ["ngram", "suffix"])
+def test_earlier_answers_in_a_conversation_change_nothing(drafter: str, jump: bool) -> None:
+    """Each draft ends in the end of an earlier answer. Without guesses there are the same tokens."""
+    known = Tokenizer(model_folder("smollm2"))
+    params = SamplingParams(max_tokens=24, grammar=Grammar("json_schema", COLOURS), temperature=0.0)
+    prompts = []
+    for thing in ("grass", "blood", "the sky", "a leaf", "a rose", "the sea"):
+        talk = [{"role": "user", "content": "Name a colour as JSON."}]
+        for colour in ("red", "green", "blue", "red"):
+            talk += [{"role": "assistant", "content": json.dumps({"colour": colour, "sure": True})}]
+            talk += [{"role": "user", "content": f"And the colour of {thing}?"}]
+        prompts.append(known.chat(talk, add_generation_prompt=True))
+    options: dict[str, Any] = {"max_rows": 4, "max_len": 512, "cache_bytes": 64 << 20, "device": "cpu"}
+    options |= {"jump_forward": jump}
+    said = {}
+    for kind in ("none", drafter):
+        adaptive = {} if kind == "none" else {"draft_adaptive": False}
+        engine = served("smollm2", "12", drafter=kind, tokenizer=known, **options, **adaptive)
+        requests = [engine.add(prompt, params)[0] for prompt in prompts]
+        while not engine.idle:
+            engine.step()
+        wrong = {request.id: str(request.error) for request in requests if request.error is not None}
+        assert not wrong, f"drafter {kind}: valid requests have ended in errors: {wrong}"
+        said[kind] = [request.output_ids for request in requests]
+    assert said[drafter] == said["none"]

@@ -1,0 +1,145 @@
+"""Real tokenizers and models: their bytes, equal masks, and answers that parse and are right."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.sampling.grammar import Grammar
+from common.sampling.params import SamplingParams
+from common.text.tokenizer import Tokenizer
+from paged_cache import PagedEngine
+from phases.appendix.guidance.spelling import Spelling
+from structured.automata.backend import AutomataBackend
+from tests.guidance_kit import served
+from tests.structured_kit import bits, must_validate
+
+pytestmark = [pytest.mark.weights, pytest.mark.timeout(280)]
+
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "city": {"type": "string", "maxLength": 20},
+    },
+    "required": ["name", "age", "city"],
+    "additionalProperties": False,
+}
+# Small models, one of them without instructions, learn from examples what is asked for.
+SHOTS = [("Ada", 36, "London"), ("Chen", 19, "Chengdu"), ("Dara", 64, "Dublin")]
+TEXT = "Text: {} is {} years old and lives in {}.\nJSON:"
+
+
+def question(person: tuple[str, int, str]) -> str:
+    shots = [
+        TEXT.format(*shot) + " " + json.dumps(dict(zip(PERSON["required"], shot, strict=True)))
+        for shot in SHOTS
+    ]
+    return "\n".join([*shots, TEXT.format(*person)])
+
+
+PEOPLE = [("Boris", 51, "Sofia"), ("Fatima", 27, "Paris")]
+
+
+@pytest.fixture(scope="module", params=["smollm2", pytest.param("gemma3", marks=pytest.mark.long)])
+def folder(request: pytest.FixtureRequest) -> Path:
+    found: Path = request.getfixturevalue(f"{request.param}_folder")
+    return found
+
+
+def vocabulary_of(folder: Path) -> tuple[Tokenizer, Spelling]:
+    tokenizer = Tokenizer(folder)
+    return tokenizer, Spelling.of(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)
+
+
+def engine_of(folder: Path, **options: Any) -> PagedEngine:
+    tokenizer = Tokenizer(folder)
+    return served(
+        folder,
+        "12",
+        tokenizer=tokenizer,
+        device="cpu",
+        dtype="float32",
+        max_len=256,
+        cache_bytes=64 << 20,
+        grammar_seconds=120.0,  # the hand-written one takes ten on a busy machine
+        **options,
+    )
+
+
+def test_bytes_of_tokens_spell_texts(folder: Path) -> None:
+    tokenizer, vocabulary = vocabulary_of(folder)
+    for text in ('{"a": [1, "é 🎉"]}', "  two  spaces\n", "中文 and more", "def f(x):\n\treturn x"):
+        ids = list(vocabulary.encode(text))
+        assert b"".join(vocabulary.tokens[token] for token in ids).decode() == text, text
+    for token in (*tokenizer.special_ids, *tokenizer.eos_token_ids):
+        assert vocabulary.tokens[token] == b"", f"special token {token} has bytes"
+
+
+@pytest.mark.parametrize("pattern", ["(ab|c)+d", "[0-9]{1,3}(,[0-9]{3})*", "[a-z]+ (is|was) [a-z]+"])
+def test_masks_over_a_real_vocabulary_are_llguidances(folder: Path, pattern: str) -> None:
+    pytest.importorskip("llguidance")
+    from phases.appendix.guidance.backend import GuidanceBackend
+
+    _, vocabulary = vocabulary_of(folder)
+    size = len(vocabulary.tokens)
+    mine = AutomataBackend(vocabulary).compile(Grammar.regex(pattern))
+    other = GuidanceBackend(vocabulary).compile(Grammar.regex(pattern))
+    words = np.zeros((2, vocabulary.words), np.int32)
+    for seed in range(3):
+        rng, left, right = random.Random(seed), mine.matcher(), other.matcher()
+        for _ in range(12):
+            words[:] = 0
+            left.fill(words[0])
+            right.fill(words[1])
+            found = bits(words[0], size)
+            if not right.forced():
+                assert found == bits(words[1], size), f"{pattern!r} with seed {seed}"
+            found = [token for token in found if token not in vocabulary.eos]
+            if not found:
+                break
+            token = rng.choice(found)
+            if right.agrees([token]):
+                assert left.advance([token]) == right.advance([token]) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["llguidance", "automata"])
+def test_people_are_extracted(folder: Path, backend: str) -> None:
+    if backend == "llguidance":
+        pytest.importorskip("llguidance")
+    engine = engine_of(folder, backend=backend)
+    tokenizer = engine.tokenizer
+    assert tokenizer is not None
+    prompts = [tokenizer.encode(question(person)) for person in PEOPLE]
+    params = SamplingParams(max_tokens=80, grammar=Grammar.json_schema(PERSON))
+    for completion, person in zip(engine.generate(prompts, params), PEOPLE, strict=True):
+        text = tokenizer.decode(completion.token_ids)
+        assert completion.finish_reason == "stop", f"{person}: cut after {text!r}"
+        must_validate(text, PERSON, str(person))
+        assert tuple(json.loads(text).values()) == person, f"{person}: {text}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overlap",
+    [pytest.param(True, id="overlap"), pytest.param(False, id="in turn", marks=pytest.mark.long)],
+)
+def test_jumping_forward_saves_a_tenth_of_the_steps(smollm2_folder: Path, overlap: bool) -> None:
+    pytest.importorskip("llguidance")
+    steps, texts = [], []
+    for jump in (False, True):
+        engine = engine_of(smollm2_folder, overlap=overlap, speculate=False, jump_forward=jump)
+        assert engine.tokenizer is not None
+        prompts = [engine.tokenizer.encode(question(PEOPLE[0]))]
+        params = SamplingParams(max_tokens=80, grammar=Grammar.json_schema(PERSON))
+        texts.append(engine.generate(prompts, params)[0].token_ids)
+        steps.append(engine.stats.steps)
+    assert texts[0] == texts[1], "drafts of forced tokens change the text"
+    assert steps[1] <= 0.9 * steps[0], f"{steps[1]} steps instead of {steps[0]}"
