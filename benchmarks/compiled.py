@@ -67,11 +67,11 @@ class Compiled(Feature):
     def install(self, parts: Parts) -> None:
         """Compiled layers."""
         from triton_paged_attention.attention import TritonPagedAttention
-        from triton_paged_attention.sampler import TritonSampler
+        from triton_paged_attention.sampler import TritonChooser
 
         check_triton(parts.model.device.type)
         model = compile_layers(parts.own_model())
         attention = partial(TritonPagedAttention, num_heads=model.config.num_heads)
-        parts.bring(self, attention=attention, sampler=TritonSampler)
+        parts.bring(self, attention=attention, chooser=TritonChooser())
         if model.device.type == "cuda":
             parts.usual["block_size"] = CUDA_BLOCK_SIZE

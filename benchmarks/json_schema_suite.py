@@ -32,10 +32,12 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from functools import partial
 from importlib import metadata
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -48,9 +50,9 @@ from benchmarks.plotting import BAD, GOOD, panels, save
 from common.errors import UserError
 from common.paths import cache_home
 from common.sampling.grammar import Grammar
-from structured.feature import Name, backend_named
+from phases.appendix.guidance.feature import backend_named
+from phases.appendix.guidance.spelling import Spelling
 from structured.matcher import Backend, Matcher
-from structured.vocabulary import Vocabulary
 
 PACKAGE = "jsonschema==4.25.1"
 SHA256 = "e4a9655ce0da0c0b67a085847e00a3a51449e1157f4f75e9fb5aa545e122eb85"
@@ -307,27 +309,25 @@ def score(backend: Backend, given: list[Case]) -> Score:
     return found
 
 
-def byte_vocabulary() -> Vocabulary:
+def byte_vocabulary() -> Spelling:
     """A token for every byte; token 0 ends a text."""
     tokens = (b"", *(bytes([byte]) for byte in range(256)))
-    return Vocabulary(tokens, (0,), lambda text: [byte + 1 for byte in text.encode()])
+    return Spelling(tokens, (0,), lambda text: [byte + 1 for byte in text.encode()])
 
 
 def backends() -> dict[str, Callable[[], Backend]]:
     """Those that are installed; xgrammar also without this project's check, in both of its modes."""
     words, found = byte_vocabulary(), dict[str, Callable[[], Backend]]()
     found["automata (by hand)"] = partial(backend_named("automata"), words)
-    names: tuple[Name, ...] = ("llguidance", "xgrammar")
-    for name in names:
-        try:
-            kind: Any = backend_named(name)
-        except UserError:
-            continue
-        label = f"{name} {metadata.version(name)}"
-        found[label] = partial(kind, words)
-        if name == "xgrammar":
-            found[f"{label}, unchecked, strict"] = partial(kind, words, check=False)
-            found[f"{label}, unchecked, not strict"] = partial(kind, words, check=False, strict=False)
+    with suppress(UserError):
+        found[f"llguidance {metadata.version('llguidance')}"] = partial(backend_named("llguidance"), words)
+    if find_spec("xgrammar"):
+        from benchmarks.xgrammar_backend import XGrammarBackend
+
+        label = f"xgrammar {metadata.version('xgrammar')}"
+        found[label] = partial(XGrammarBackend, words)
+        found[f"{label}, unchecked, strict"] = partial(XGrammarBackend, words, check=False)
+        found[f"{label}, unchecked, not strict"] = partial(XGrammarBackend, words, check=False, strict=False)
     return found
 
 

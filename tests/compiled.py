@@ -31,11 +31,11 @@ from phases.appendix.latency.few import few_kernel
 from phases.appendix.latency.heads import few_heads_kernel
 from phases.appendix.latency.lone_few import lone_few_kernel
 from phases.appendix.latency.tables import LoneKey, few_config, few_heads_config, lone_few_config
+from phases.appendix.masked_graphs.kernel import masked_best_kernel, masked_race_kernel
 from phases.appendix.quant_kernels.configs import loop_config
 from phases.appendix.quant_kernels.gemv import gemv8_kernel
 from phases.appendix.quant_kernels.gemv4 import gemv4_kernel
 from speculative.ngram import MOST_TOKENS
-from structured.kernel import masked_best_kernel, masked_race_kernel
 
 HOPPER, ADA = 90, 89
 TYPES = {

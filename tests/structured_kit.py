@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -13,8 +15,13 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from common.events import Completion
+from common.sampling.grammar import Grammar
 from common.text.detokenizer import _BYTE_OF
 from common.text.tokenizer import Tokenizer
+from forward.model import Model
+from paged_cache import BlockPool, PagedEngine
+from structured.masks import GrammarMasks
 from structured.matcher import Matcher, Words
 from structured.vocabulary import Vocabulary
 
@@ -102,7 +109,7 @@ SCHEMAS: dict[str, Any] = {
         "type": "object",
         "properties": {
             "name": {"type": "string", "maxLength": 12},
-            "age": {"type": "integer", "minimum": 0, "maximum": 150},
+            "age": {"type": "integer"},
         },
         "required": ["name", "age"],
         "additionalProperties": False,
@@ -129,5 +136,72 @@ SCHEMAS: dict[str, Any] = {
         "properties": {"a": {"type": "boolean"}, "b": {"type": "null"}, "c": {"const": "x"}},
         "additionalProperties": False,
     },
-    "number": {"type": "number", "minimum": -1, "maximum": 2},
+    "number": {"type": "number"},
 }
+
+# Engines.
+
+SMALL: dict[str, Any] = {"max_rows": 8, "max_len": 96, "step_tokens": 96, "block_size": 4}
+
+
+GRAMMARS = {name: Grammar.json_schema(schema) for name, schema in SCHEMAS.items()}
+
+
+def text_of(completion: Completion) -> str:
+    return tokenizer().decode([token for token in completion.token_ids if token != EOS])
+
+
+def must_obey(completion: Completion, name: str, schemas: Mapping[str, Any] = SCHEMAS) -> None:
+    """A finished output validates; one that was cut says so."""
+    said = f"{name}, prompt {completion.index}, sample {completion.sample}: {text_of(completion)!r}"
+    assert completion.finish_reason in ("stop", "length"), f"{said} ended with {completion.finish_reason}"
+    if completion.finish_reason == "stop":
+        assert completion.token_ids[-1] == EOS, f"{said} stopped without an end-of-sequence token"
+        must_validate(text_of(completion), schemas[name], said)
+    else:
+        assert EOS not in completion.token_ids, f"{said} goes on after its end"
+
+
+PROMPT = [5, 6, 7, 8]
+
+
+def blocks(model: Model, count: int) -> int:
+    return count * BlockPool.bytes_per_block(model.config, 4, model.dtype)
+
+
+class Slow:
+    """Holds a backend's compilations back."""
+
+    def __init__(self, engine: PagedEngine, seconds: float) -> None:
+        masks = engine.masks
+        assert isinstance(masks, GrammarMasks)
+        backend = masks.pool.backend
+        compile = backend.compile
+
+        def slowly(grammar: Grammar) -> Any:
+            if "slow" in grammar.source:
+                time.sleep(seconds)
+            return compile(grammar)
+
+        backend.compile = slowly  # type: ignore[method-assign]
+
+
+def run(engine: PagedEngine, seconds: float = 20.0) -> list[Any]:
+    outputs, deadline = [], time.monotonic() + seconds
+    while not engine.idle:
+        outputs += engine.step()
+        assert time.monotonic() < deadline, "a request waits for ever"
+    return outputs
+
+
+def computed_after_their_end(engine: PagedEngine) -> list[int]:
+    """Numbers of requests that have ended when a step that computes them begins."""
+    late: list[int] = []
+    forward = engine.runner.forward
+
+    def watched(works: Sequence[Any], **options: Any) -> Any:
+        late.extend(work.request.id for work in works if work.request.finish_reason is not None)
+        return forward(works, **options)
+
+    engine.runner.forward = watched  # type: ignore[method-assign]
+    return late

@@ -6,7 +6,7 @@ docs/sampling.md tells what happens to a row of logits, in which order and why.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ from common.sampling.rows import (
 
 _LARGEST = torch.finfo(torch.float32).max
 
-__all__ = ["Allowed", "Feature", "HostSampled", "Plan", "Sampled", "Sampler"]
+__all__ = ["TORCH", "Allowed", "Chooser", "Feature", "HostSampled", "Masks", "Plan", "Sampled", "Sampler"]
 
 
 class Sampled(NamedTuple):
@@ -85,6 +85,10 @@ class Allowed(NamedTuple):
     places: Tensor
 
 
+Masks = Tensor | Allowed | None
+"""`Allowed`, or its words for every place, int32 [B, ceil(V / 32)]; None: every token may be chosen."""
+
+
 class HostSampled:
     """A `Sampled` on its way to the host."""
 
@@ -118,11 +122,80 @@ def pinned_copy(tensor: Tensor) -> Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
+class Chooser:
+    """Chooses tokens for a `Sampler`, here by torch. By kernels or over ranks the tokens are the same."""
+
+    def whole(self, sampler: Sampler, logits: Tensor, plan: Plan, masked: bool) -> Tensor:
+        """Return the logits to choose from: over ranks, perhaps those of all ranks."""
+        return logits
+
+    def reads(self, plan: Plan) -> bool:
+        """Tell whether `choose` reads masks itself, so that `forbid` is not called."""
+        return False
+
+    def forbid(self, sampler: Sampler, logits: Tensor, allowed: Allowed) -> None:
+        """Put every token that is not allowed at minus infinity, in place; other places are not touched."""
+        for part in sampler.parts(len(allowed.places)):
+            ops.forbid(logits, allowed.words[part], allowed.places[part])
+
+    def choose(
+        self, sampler: Sampler, logits: Tensor, rows: Tensor, steps: Tensor, plan: Plan, allowed: Masks
+    ) -> Tensor:
+        """Return one token for each row of the adjusted `logits [B, V]`: `[B]` int64.
+
+        allowed: the masks of the step, which are applied already unless this `reads` them.
+        """
+        if not plan.draws:
+            return logits.argmax(1)  # of equals the first
+        tokens = torch.empty_like(rows)
+        for places, features in plan.draws:
+            some = logits[places]
+            if Feature.RANDOM in features:
+                tokens[places] = self.draw(sampler, some, rows[places], steps[places], features)
+            else:
+                tokens[places] = some.argmax(1)
+        return tokens
+
+    def report(self, logits: Tensor, tokens: Tensor) -> Tensor | None:
+        """Return the tokens chosen from `logits [B, V]` as the host gets them: `ops.reported`."""
+        return ops.reported(logits, tokens)
+
+    def draw(
+        self, sampler: Sampler, logits: Tensor, rows: Tensor, steps: Tensor, features: Feature
+    ) -> Tensor:
+        """Return a random token for each row that has a temperature, and the argmax for others: `[B]` int64.
+
+        Of the Gumbel-max trick's argmax of logit / temperature - log(E) this is the exponential: the largest
+        weight / E, or -E / weight, which is minus infinity for a weight of 0.
+        """
+        weights = sampler.weigh(logits, rows, features)  # [B, V]
+        noise = ops.negative_exponentials(sampler.ints[rows, KEY], steps, sampler.ids)  # [B, V]
+        return noise.div_(weights).max(1).indices  # of equals the first, and NaN is the largest
+
+
+TORCH = Chooser()
+
+
 class Sampler(SamplerRows):
     """Chooses the next tokens of a batch whose requests have their settings in `SamplerRows`.
 
     The token of a row depends on its logits, its settings and its own past, and on nothing else in the batch.
+
+    chooser: what is done by torch, by kernels, or over ranks.
     """
+
+    def __init__(
+        self,
+        rows: int,
+        vocab_size: int,
+        device: torch.device | str,
+        *,
+        seed: int | None = None,
+        chooser: Chooser = TORCH,
+    ) -> None:
+        """Make rows 0 to rows - 1, all of them greedy; see `SamplerRows`."""
+        super().__init__(rows, vocab_size, device, seed=seed)
+        self.chooser = chooser
 
     @classmethod
     def scratch_bytes(cls, batch: int, vocab_size: int, device: torch.device) -> int:
@@ -149,7 +222,7 @@ class Sampler(SamplerRows):
         rows_host: Sequence[int],
         steps: Tensor,
         plan: Plan | None = None,
-        allowed: Tensor | Allowed | None = None,
+        allowed: Masks = None,
         drafts: Tensor | None = None,
     ) -> Sampled:
         """Choose the next token of each row and count it for the penalties.
@@ -167,16 +240,16 @@ class Sampler(SamplerRows):
         rows_host: the same on the host, for the plan.
         steps: int64 [B] on the device, how many tokens each request has generated before this one.
         plan: `plan(rows_host)`; made here if missing.
-        allowed: `Allowed`, or its words for every place, int32 [B, ceil(V / 32)]. None: every token may be
-            chosen.
+        allowed: see `Masks`.
         drafts: int64 [B, K] on the device, the tokens guessed before each place, oldest first, then -1. The
             places of one row are neighbours, each with one draft more than the one before it. None: there
             are none; it makes no difference to rows without penalties.
         """
         if plan is None:
             plan = self.plan(rows_host)
+        logits = self.chooser.whole(self, logits, plan, allowed is not None)
         adjusted = self._adjust(logits, rows, steps, plan, allowed, drafts)
-        tokens = self.choose(adjusted, rows, steps, plan)
+        tokens = self.chooser.choose(self, adjusted, rows, steps, plan, allowed)
         if Feature.PENALTIES in plan.features:
             # Rows without penalties are counted too; nothing reads their counts.
             place = rows * self.vocab_size + tokens
@@ -184,11 +257,15 @@ class Sampler(SamplerRows):
             if drafts is not None:
                 ones = ones * ops.behind_right_drafts(tokens, drafts)
             self.counts.view(-1).scatter_add_(0, place, ones)
-        reported = self.report(adjusted, tokens)
+        reported = self.chooser.report(adjusted, tokens)
         if plan.wanted is None:
             return Sampled(tokens, reported=reported)
         logprobs = self._logprobs(logits, tokens, max(plan.wanted))
         return Sampled(tokens, *logprobs, plan.wanted, reported)
+
+    def parts(self, count: int) -> Iterator[slice]:
+        """Cut so many rows into parts whose temporary tensors are not too large."""
+        return (slice(first, first + self._at_once) for first in range(0, count, self._at_once))
 
     def _logprobs(
         self, logits: Tensor, tokens: Tensor, top: int
@@ -197,45 +274,6 @@ class Sampler(SamplerRows):
         parts = zip(torch.split(logits, self._at_once), torch.split(tokens, self._at_once), strict=True)
         chosen, ids, values = zip(*[ops.raw_logprobs(*part, top) for part in parts], strict=True)
         return torch.cat(chosen), torch.cat(ids) if top else None, torch.cat(values) if top else None
-
-    def forbid(self, logits: Tensor, allowed: Allowed, plan: Plan) -> None:
-        """Put every token that is not allowed at minus infinity, in place; other places are not touched.
-
-        plan: what else happens to the logits before `choose`.
-        """
-        for first in range(0, len(allowed.places), self._at_once):
-            part = slice(first, first + self._at_once)
-            ops.forbid(logits, allowed.words[part], allowed.places[part])
-
-    def choose(self, logits: Tensor, rows: Tensor, steps: Tensor, plan: Plan) -> Tensor:
-        """Return one token for each row of the adjusted `logits [B, V]`: `[B]` int64.
-
-        Where it is done by kernels, the tokens have to be the same.
-        """
-        if not plan.draws:
-            return logits.argmax(1)  # of equals the first
-        tokens = torch.empty_like(rows)
-        for places, features in plan.draws:
-            some = logits[places]
-            if Feature.RANDOM in features:
-                tokens[places] = self.draw(some, rows[places], steps[places], features)
-            else:
-                tokens[places] = some.argmax(1)
-        return tokens
-
-    def report(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        """Return the tokens chosen from `logits [B, V]` as the host gets them: `ops.reported`."""
-        return ops.reported(logits, tokens)
-
-    def draw(self, logits: Tensor, rows: Tensor, steps: Tensor, features: Feature) -> Tensor:
-        """Return a random token for each row that has a temperature, and the argmax for others: `[B]` int64.
-
-        Of the Gumbel-max trick's argmax of logit / temperature - log(E) this is the exponential: the largest
-        weight / E, or -E / weight, which is minus infinity for a weight of 0.
-        """
-        weights = self.weigh(logits, rows, features)  # [B, V]
-        noise = ops.negative_exponentials(self.ints[rows, KEY], steps, self.ids)  # [B, V]
-        return noise.div_(weights).max(1).indices  # of equals the first, and NaN is the largest
 
     def weigh(self, logits: Tensor, rows: Tensor, features: Feature) -> Tensor:
         """Return exp((logit - largest) / temperature), or 0 where truncation excludes a token: `[B, V]`.
@@ -269,7 +307,7 @@ class Sampler(SamplerRows):
         rows: Tensor,
         steps: Tensor,
         plan: Plan,
-        allowed: Tensor | Allowed | None,
+        allowed: Masks,
         drafts: Tensor | None,
     ) -> Tensor:
         """Return the logits after mask, bias, min_tokens and penalties; a copy where any row needs them."""
@@ -279,11 +317,10 @@ class Sampler(SamplerRows):
         if edited or plan.wanted is not None or isinstance(allowed, Tensor):
             logits = logits.clone()
         if isinstance(allowed, Tensor):
-            for first in range(0, len(logits), self._at_once):
-                part = slice(first, first + self._at_once)
+            for part in self.parts(len(logits)):
                 ops.forbid(logits[part], allowed[part])
-        elif allowed is not None:
-            self.forbid(logits, allowed, plan)
+        elif allowed is not None and not self.chooser.reads(plan):
+            self.chooser.forbid(self, logits, allowed)
         for places, width in plan.edits:
             at, some = rows[places], logits[places]
             active = steps[places].unsqueeze(1) < self.edit_until[at, :width]  # [B, E]

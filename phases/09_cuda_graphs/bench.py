@@ -35,7 +35,7 @@ from cuda_graphs.plans import DecodePlan
 from cuda_graphs.runner import GraphRunner
 from paged_cache import PagedEngine, PagedRunner, PagedSizes, build
 from prefix_cache import Prefix
-from triton_paged_attention.sampler import TritonSampler
+from triton_paged_attention.sampler import TritonChooser
 
 PHASE, BEFORE = "09_cuda_graphs", "08_prefix_cache, kernels of 06"
 NO_OVERLAP, NO_GRAPHS = f"{PHASE}, no overlap", f"{PHASE}, no graphs"
@@ -95,7 +95,7 @@ class Bench:
             self.graphs.attention,
             self.graphs.rows,
             self.graphs.cache,
-            sampler=TritonSampler,
+            chooser=TritonChooser(),
         )
         self.shift = 0
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -14,13 +13,23 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-import tokenizers
-from tokenizers import decoders, pre_tokenizers
-from tokenizers.models import WordPiece
 
 from benchmarks import hostile_grammars
 from benchmarks.engines import engine_of
 from benchmarks.evidence import BenchOptions, Evidence, Metric, Run, collect
+from benchmarks.grammars import (
+    ORDERS,
+    PEOPLE,
+    PERSON,
+    RECORDS,
+    SCHEMAS,
+    STRINGS,
+    along,
+    fills,
+    made_up,
+    most_at_once,
+    question,
+)
 from benchmarks.measure import Sample, alternate, request_metrics, summarize
 from benchmarks.plotting import bars, colours, log_axis, panels, save
 from benchmarks.roofline import ceilings
@@ -32,15 +41,11 @@ from common.events import generate
 from common.models.hub import model_folder
 from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
-from common.text.detokenizer import _BYTE_OF
 from common.text.tokenizer import Tokenizer
-from forward.model import Model
 from paged_cache import PagedEngine
-from structured.feature import Name, backend_named
+from phases.appendix.guidance.feature import Name, backend_named
+from phases.appendix.guidance.spelling import Spelling
 from structured.masks import GrammarMasks
-from structured.matcher import Job, Words
-from structured.pool import GrammarPool
-from structured.vocabulary import Vocabulary
 
 PHASE, BEFORE = "12_structured", "09_cuda_graphs"
 ONE, FREE = f"{PHASE}+one", f"{PHASE}+no grammar"
@@ -51,83 +56,13 @@ many run."""
 LARGE = "random:qwen3-8b"
 """A model whose steps take a GPU longer than their masks take the host; measured beside the usual one."""
 
-PERSON = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 40},
-        "age": {"type": "integer", "minimum": 0, "maximum": 150},
-        "city": {"type": "string", "maxLength": 40},
-    },
-    "required": ["name", "age", "city"],
-    "additionalProperties": False,
-}
-RECORDS = Grammar.json_schema({"type": "array", "items": PERSON, "minItems": 500})
-ORDER = {
-    "type": "object",
-    "properties": {
-        "number": {"type": "integer", "minimum": 1, "maximum": 999_999},
-        "status": {"enum": ["new", "paid", "shipped", "delivered", "returned"]},
-        "gift": {"type": "boolean"},
-        "amounts": {
-            "type": "array",
-            "items": {"type": "integer", "minimum": 0, "maximum": 99},
-            "maxItems": 3,
-        },
-    },
-    "required": ["number", "status", "gift", "amounts"],
-    "additionalProperties": False,
-}
-ORDERS = Grammar.json_schema({"type": "array", "items": ORDER, "minItems": 500})
-STRINGS = Grammar.json_schema(
-    {"type": "array", "items": {"type": "string", "maxLength": 20}, "minItems": 500}
-)
-"""Their outputs end after more tokens than are asked for, so that all variants generate equally many. The end
-of a string that may not grow much longer is what costs most: most of the vocabulary has to be looked at. And
-random weights hardly ever end a string earlier. What has no strings shows the rest."""
-
-SCHEMAS: dict[str, Any] = {
-    "person": PERSON,
-    "enum": {"enum": ["north", "east", "south", "west"]},
-    "booking": {
-        "type": "object",
-        "properties": {
-            "flight_number": {"type": "string", "pattern": "^[A-Z]{2}[0-9]{3,4}$"},
-            "passengers": {"type": "array", "items": PERSON, "minItems": 1, "maxItems": 4},
-            "travel_class": {"enum": ["economy", "premium economy", "business", "first"]},
-            "checked_baggage_included": {"type": "boolean"},
-        },
-        "required": ["flight_number", "passengers", "travel_class", "checked_baggage_included"],
-        "additionalProperties": False,
-    },
-    "tree": {
-        "$ref": "#/$defs/node",
-        "$defs": {
-            "node": {
-                "type": "object",
-                "properties": {
-                    "value": {"type": "number"},
-                    "children": {"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 3},
-                },
-                "required": ["value"],
-                "additionalProperties": False,
-            }
-        },
-    },
-    "anything": True,
-}
-"""The schema sample."""
-PEOPLE = (
-    ("Ada", 36, "London"), ("Boris", 51, "Sofia"), ("Chen", 19, "Chengdu"), ("Dara", 64, "Dublin"),
-    ("Emil", 8, "Oslo"), ("Fatima", 27, "Rabat"), ("Goro", 73, "Osaka"), ("Hana", 45, "Prague"),
-)  # fmt: skip
-
 
 def run(options: BenchOptions) -> Evidence:
     """Throughput with masks, the cost of one, steps saved, and what parses."""
     runs = []
     for target in targets(options):
         bench = Bench(target)
-        runs += bench.throughput() + bench.masks() + bench.fills() + bench.steps() + bench.hostile(32)
+        runs += bench.throughput() + bench.masks() + bench.steps() + bench.hostile(32)
         if bench.tokenizer is not None:
             runs += bench.validity()
     if options.device.type == "cuda" and options.model is None and not options.quick:
@@ -150,7 +85,7 @@ class Bench:
         else:
             self.tokenizer = Tokenizer(model_folder(self.name))
             config = self.model.config
-            self.vocabulary = Vocabulary.of(self.tokenizer, config.vocab_size, config.eos_token_ids)
+            self.vocabulary = Spelling.of(self.tokenizer, config.vocab_size, config.eos_token_ids)
 
     # Throughput.
 
@@ -221,15 +156,10 @@ class Bench:
         """This phase's engine with the vocabulary, which a random model has from nowhere else."""
         # Guesses would need a mask for each of their places, and phase 09 guesses nothing either.
         engine = engine_of("12", self.model, **{"speculate": False, **sizes, **options})
-        config = self.model.config
-        pool = GrammarPool(
-            lambda: backend_named(self.backend)(self.vocabulary), cache_bytes=1 << 28, seconds=60.0
-        )
-        eos, made = self.vocabulary.eos, engine.masks
-        assert isinstance(made, GrammarMasks)
-        engine.masks = GrammarMasks(
-            pool, config.vocab_size, eos, self.model.device, most_forced=made.most_forced
-        )
+        masks = engine.masks
+        assert isinstance(masks, GrammarMasks)
+        masks.refusal, masks.pool.seconds, masks.pool.cache_bytes = "", 60.0, 1 << 28
+        masks.pool.make_backend = lambda: backend_named(self.backend)(self.vocabulary)
         return engine
 
     def time(self, engine: PagedEngine, work: Workload, params: list[SamplingParams]) -> Sample:
@@ -242,9 +172,9 @@ class Bench:
     # One mask.
 
     def masks(self) -> list[Run]:
-        """Microseconds of a mask, by schema and backend, along outputs that are drawn from the masks."""
+        """Measure a mask, by schema and backend, along outputs drawn from masks; then all masks of a step."""
         runs = []
-        names: tuple[Name, ...] = ("llguidance", "automata", "xgrammar")
+        names: tuple[Name, ...] = ("llguidance", "automata")
         for name in names:
             try:
                 backend = backend_named(name)(self.vocabulary)
@@ -257,50 +187,13 @@ class Bench:
                 except UserError:
                     continue
                 found = {"compile_ms": 1e3 * (time.perf_counter() - begun)}
-                first, again = (self.along(compiled.matcher, 4) for _ in range(2))
-                found |= {"first_us": median(first), "mask_us": median(again), "mask_us_p99": _p99(again)}
+                first, again = (along(compiled.matcher, self.vocabulary, 4) for _ in range(2))
+                found |= {"first_us": median(first), "mask_us": median(again)}
+                found |= {"mask_us_p99": float(np.percentile(again, 99))}
                 runs.append(self.fact(f"{PHASE}+{name}", f"masks of {schema}", found, backend=name))
-        return runs
-
-    def along(self, make: Callable[[], Any], outputs: int) -> list[float]:
-        """Microseconds of every mask of a few random outputs."""
-        times = []
-        words = np.zeros(self.vocabulary.words, np.int32)
-        for seed in range(outputs):
-            rng, matcher = random.Random(seed), make()
-            for _ in range(40):
-                begun = time.perf_counter()
-                matcher.fill(words)
-                times.append(1e6 * (time.perf_counter() - begun))
-                token = _pick(words, rng)
-                if token in self.vocabulary.eos:
-                    break
-                matcher.advance((token,))
-        return times
-
-    # The masks of a step, without a model.
-
-    def fills(self) -> list[Run]:
-        """Milliseconds of a step's masks, and of moving all matchers, for as many rows as a GPU serves."""
-        rows, steps = (256, 12) if not self.options.quick else (16, 3)
-        backend = backend_named(self.backend)(self.vocabulary)
-        runs = []
-        for name, grammar in (("orders", ORDERS), ("records", RECORDS), ("short strings", STRINGS)):
-            compiled = backend.compile(grammar)
-            matchers = sorted((compiled.matcher() for _ in range(rows)), key=lambda matcher: matcher.group)
-            words = np.zeros((rows, self.vocabulary.words), np.int32)
-            rng, fills, moves = random.Random(1), list[float](), list[float]()
-            for _ in range(steps):
-                begun = time.perf_counter()
-                backend.fill([Job(matcher, row, ()) for row, matcher in enumerate(matchers)], words)
-                fills.append(1e3 * (time.perf_counter() - begun))
-                chosen = [(matcher, [_pick(row, rng)]) for matcher, row in zip(matchers, words, strict=True)]
-                begun = time.perf_counter()
-                taken = backend.advance(chosen)
-                moves.append(1e3 * (time.perf_counter() - begun))
-                assert sum(taken) == rows, "a mask has allowed what its grammar does not take"
-            found = {"fill_ms": median(fills), "fill_ms_max": max(fills), "advance_ms": median(moves)}
-            runs.append(self.fact(f"{PHASE}+{self.backend}", f"{rows} masks of {name}", found, masks=rows))
+        rows, steps = (16, 3) if self.options.quick else (256, 12)
+        for name, found in fills(self.vocabulary, rows, steps):
+            runs.append(self.fact(f"{PHASE}+llguidance", f"{rows} masks of {name}", found, masks=rows))
         return runs
 
     # Hostile grammars.
@@ -378,89 +271,11 @@ class Bench:
         return Run(variant, work, sha, self.name.removeprefix("random:"), kind, dtype, metrics, options)
 
 
-def most_at_once(work: Workload) -> int:
-    """Tokens that a cache must have room for, if all requests begin at once and each gives back its own."""
-    sizes = [(len(item.prompt), item.max_tokens) for item in work.items]
-    steps = range(0, max(work.output_lens), 16)
-    peak = max(sum(prompt + step for prompt, most in sizes if most > step) for step in steps)
-    return peak + 96 * len(sizes)
-
-
-def question(name: str, age: int, city: str) -> str:
-    """An extraction prompt."""
-    return (
-        f'Extract the name, age and city from this text as JSON.\nText: "{name} is {age} years old and lives '
-        f'in {city}."\nAnswer with a JSON object with the keys "name", "age" and "city", and nothing else.'
-    )
-
-
-SYLLABLES = (
-    "the", "ing", "er", "tion", "an", "re", "on", "in", "es", "en", "al", "or", "at", "con", "ver",
-    "men", "com", "pro", "per", "un", "ex", "ma", "li", "ne", "ra", "to", "de", "ri", "sta", "ble",
-    "tra", "pre", "sion", "ous", "ful", "ness", "ism", "graph", "log", "net", "data", "form", "type", "list",
-    "name", "code", "test", "user", "file", "time",
-)  # fmt: skip
-LETTERS = "абвгдежзиклмнопрстухцчшэюяאבגדהוזחטיकखगघचजटडणत中国人大学生文化日本語한국사람"
-
-
-def made_up(model: Model) -> Vocabulary:
-    """A vocabulary for random weights, of the kind that byte pairs lead to.
-
-    All bytes, digits, spaces and what stands between the parts of JSON and of code; words of a few syllables,
-    most behind a space, some with a capital; and an eighth in other alphabets.
-    """
-    rng = random.Random(5)
-    size, eos = model.config.vocab_size, tuple(model.config.eos_token_ids)
-    signs = ['{"', '":', '": "', '": ', '",', '", "', '"}', '"},', '[{"', "}}", "]]", "],", "},", "()", "();"]
-    numbers = [str(number) for number in range(10, 1000)]
-    spaces = [" " * count for count in range(2, 17)] + ["\n" * count for count in range(2, 5)]
-    tokens = [bytes([byte]) for byte in range(256)]
-    tokens += [text.encode() for text in (*signs, *numbers, *spaces, "true", "false", "null")]
-    seen = set(tokens)
-    while len(tokens) < size:
-        if rng.random() < 1 / 8:
-            word = "".join(rng.choices(LETTERS, k=rng.choice((1, 2, 2, 3, 4))))
-        else:
-            word = "".join(rng.choices(SYLLABLES, k=rng.choice((1, 2, 2, 3, 3, 4))))[: rng.randrange(2, 15)]
-        word = word.capitalize() if rng.random() < 0.2 else word
-        token = (rng.choice(("", " ", " ")) + word).encode()
-        if token not in seen:
-            seen.add(token)
-            tokens.append(token)
-    hidden = tuple(b"" if number in eos else token for number, token in enumerate(tokens[:size]))
-    found = longest_first(hidden)
-    return Vocabulary(hidden, eos, lambda text: found.encode(text).ids, found.to_str())
-
-
-def longest_first(tokens: Sequence[bytes]) -> tokenizers.Tokenizer:
-    """A tokenizer that takes of all tokens that a text begins with the longest, again and again."""
-    letters = {byte: letter for letter, byte in _BYTE_OF.items()}
-    ids = {"".join(letters[byte] for byte in token): n for n, token in enumerate(tokens) if token}
-    special = {f"<|{n}|>": n for n, token in enumerate(tokens) if not token}
-    model = WordPiece(
-        ids | special, unk_token=letters[0], continuing_subword_prefix="", max_input_chars_per_word=1 << 20
-    )
-    found = tokenizers.Tokenizer(model)
-    found.add_special_tokens(list(special))
-    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    found.decoder = decoders.ByteLevel()
-    return found
-
-
-def _pick(mask: Words, rng: random.Random) -> int:
-    """Some token that a mask allows."""
-    return int(rng.choice(np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0]))
-
-
 def _parsed(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
         return None
-
-
-def _p99(values: list[float]) -> float:
-    return float(np.percentile(values, 99))
 
 
 # The figure.

@@ -22,6 +22,8 @@ FEATURES: tuple[str, ...] = (
     "phases.appendix.all_reduce.feature:OwnSums",
     "phases.appendix.drafting_in_graphs.feature:DraftAhead",
     "phases.appendix.suffix_drafter.feature:SuffixDrafter",
+    "phases.appendix.guidance.feature:Guidance",
+    "phases.appendix.masked_graphs.feature:MaskedGraphs",
 )
 """Every feature of an entry as `module:class`, in the order in which features of one phase are installed.
 

@@ -21,18 +21,19 @@ from forward.loading import random_model
 from forward.model import Model
 from forward.shapes import SHAPES
 from phases.appendix.api.schema import ChatRequest
+from phases.appendix.guidance.backend import GuidanceBackend
+from phases.appendix.guidance.spelling import Spelling
 from phases.appendix.server import whole_app
 from phases.appendix.tools.formats import HERMES, LLAMA, MISTRAL, CallFormat, format_of
 from phases.appendix.tools.reader import CallReader
 from phases.appendix.tools.request import conversation, refusal, tools_of
-from serving import load
 from serving.app import App
 from serving.http.errors import ApiError
 from serving.http.limits import Limits
-from structured.backends.llguidance import GuidanceBackend
-from structured.vocabulary import Vocabulary
+from tests.coroutines import asynchronously
 from tests.equivalence.engines import blocks
-from tests.servers import Client, Loopback, asynchronously, tokenizer_for
+from tests.guidance_kit import served as load
+from tests.servers import Client, Loopback, tokenizer_for
 
 CITY = {
     "type": "object",
@@ -153,9 +154,9 @@ BAD = [
 
 @pytest.fixture(scope="module")
 def backend(tokenizer: Tokenizer) -> GuidanceBackend:
-    known = Vocabulary.of(tokenizer, 257, (0,))
+    known = Spelling.of(tokenizer, 257, (0,))
     hidden = (*known.tokens[:SPECIAL], b"", *known.tokens[SPECIAL + 1 :])
-    return GuidanceBackend(Vocabulary(hidden, known.eos, known.encode))
+    return GuidanceBackend(Spelling(hidden, known.eos, known.encode))
 
 
 def allows(

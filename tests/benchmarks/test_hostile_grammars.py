@@ -8,10 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 import forward
-import structured
 from benchmarks import hostile_grammars
 from paged_cache import PagedEngine
-from tests.structured_kit import tokenizer
+from tests.guidance_kit import loaded
 
 pytest.importorskip("llguidance")
 
@@ -22,7 +21,7 @@ GIVEN = hostile_grammars.hostile()
 @pytest.fixture(scope="module")
 def engine() -> Iterator[PagedEngine]:
     model = forward.load_model("random:tiny", device="cpu", dtype="float32")
-    made = structured.load(model, tokenizer=tokenizer(), max_rows=16, max_len=64, speculate=False)
+    made = loaded(model, max_rows=16, max_len=64, speculate=False)
     hostile_grammars.alone(hostile_grammars.schemas(1, distinct=False)["known 0"], made)
     yield made
     assert made.idle and not made.scheduler.running, "a hostile grammar has left something behind"

@@ -21,9 +21,9 @@ from forward.model import Model
 from parallel import crew as crews
 from parallel.engine import Leader
 from phases import find_phase
+from phases.appendix.guidance.loop import EarlyHalves
 from phases.config import EngineConfig
 from speculative.loops import InGraph, Waiting
-from structured.loop import TwoHalves
 from tests.structured_kit import tokenizer
 
 pytest.importorskip("llguidance")
@@ -82,9 +82,9 @@ def kinds(loop: Loop) -> list[type]:
 
 
 def kinds_of(overlap: bool, speculate: bool, structured: bool, graphs: bool = False) -> list[type]:
-    """The loops of an engine with these features; `jump_forward`, which drafts, is on with `structured`."""
+    """The loops of an engine with these features; `guidance`, which drafts, is on with `structured`."""
     around = [InGraph] * (overlap and speculate and graphs) + [Waiting] * (speculate or structured)
-    return [*around, InTurn if not overlap else TwoHalves if structured else Overlapped]
+    return [*around, InTurn if not overlap else EarlyHalves if structured else Overlapped]
 
 
 def must_be_served(engine: Engine, expected: list[list[int]], structured: bool) -> None:

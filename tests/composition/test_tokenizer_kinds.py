@@ -19,7 +19,6 @@ import torch
 
 import batching
 import continuous
-import serving
 from benchmarks.made_up import TEMPLATE
 from common.events import generate
 from common.sampling.grammar import Grammar
@@ -32,20 +31,22 @@ from forward.model import Model
 from forward.shapes import SHAPES
 from phases.appendix.api.answers import WideCompletionAnswer, WideOrder
 from phases.appendix.api.offsets import Offsets
+from phases.appendix.guidance.spelling import Spelling
 from phases.appendix.server import whole_app
 from phases.commands.engines import serve
 from serving.app import App
 from serving.completion import Choice
 from serving.messages import Token
-from structured.vocabulary import Vocabulary
+from tests.coroutines import asynchronously
 from tests.equivalence.engines import blocks
-from tests.servers import Client, Loopback, asynchronously
+from tests.guidance_kit import served
+from tests.servers import Client, Loopback
 from tests.tokenizer_kinds import BOS, EOS, KINDS, write_kind
 
 FRANCE = "The capital of France is"
 DECOMPOSED, LIGATURE = "U\u0308bung.txt", "\ufb01nd"
 TEXTS = ["yes", " yes", "Yes, No", f"a {DECOMPOSED}", LIGATURE, "    return 1\n", "a▁b", "日本", "x</s>y", ""]
-BACKENDS = ["llguidance", "automata", "xgrammar"]
+BACKENDS = ["llguidance", "automata"]
 
 
 @dataclass
@@ -58,7 +59,7 @@ class Kit:
     def app(self, **options: Any) -> App:
         size = blocks(self.model, 200)
         tokenizer = self.tokenizer
-        engine = serving.load(self.model, max_rows=8, cache_bytes=size, tokenizer=tokenizer, **options)
+        engine = served(self.model, max_rows=8, cache_bytes=size, tokenizer=tokenizer, **options)
         return whole_app(Loopback(engine), tokenizer, "tiny")
 
     def token(self, data: bytes) -> int:
@@ -118,7 +119,7 @@ def test_a_character_may_begin_in_the_prompt(kit: Kit) -> None:
 
 
 def test_tokens_of_a_forced_text_have_its_bytes(kit: Kit) -> None:
-    vocabulary = Vocabulary.of(kit.tokenizer, kit.tokenizer.vocab_size, (EOS,))
+    vocabulary = Spelling.of(kit.tokenizer, kit.tokenizer.vocab_size, (EOS,))
     for text in TEXTS:
         tokens = vocabulary.encode(text)
         assert b"".join(vocabulary.tokens[token] for token in tokens) == text.encode(), text
@@ -148,7 +149,7 @@ LANGUAGES = [
 def test_every_grammar_is_followed_to_its_end(kit: Kit, backend: str) -> None:
     if backend != "automata":
         pytest.importorskip(backend)
-    engine = serving.load(kit.model, max_rows=8, tokenizer=kit.tokenizer, backend=backend, max_len=256)
+    engine = served(kit.model, max_rows=8, tokenizer=kit.tokenizer, backend=backend, max_len=256)
     prompts = [kit.tokenizer.encode("Is it?"), [BOS], [EOS]]
     for grammar, pattern in LANGUAGES:
         params = SamplingParams(max_tokens=150, grammar=grammar, temperature=1.0, seed=3)
@@ -158,7 +159,7 @@ def test_every_grammar_is_followed_to_its_end(kit: Kit, backend: str) -> None:
 
 
 def test_a_forced_text_is_drafted(kit: Kit) -> None:
-    engine = serving.load(kit.model, max_rows=8, tokenizer=kit.tokenizer)
+    engine = served(kit.model, max_rows=8, tokenizer=kit.tokenizer)
     params = SamplingParams(max_tokens=40, grammar=Grammar.choice(["yes, Paris is the capital of France"]))
     prompt = kit.tokenizer.encode("Is it?")
     (done,) = generate(engine, [prompt], params, tokenizer=kit.tokenizer)
@@ -264,7 +265,7 @@ def test_a_call_follows_its_schema(kit: Kit) -> None:
 
 
 def test_a_continued_text_shares_its_prefix(kit: Kit) -> None:
-    engine = serving.load(kit.model, max_rows=8, tokenizer=kit.tokenizer, block_size=4)
+    engine = served(kit.model, max_rows=8, tokenizer=kit.tokenizer, block_size=4)
     first = "user: is it? assistant:"
     prompt = kit.tokenizer.encode(first)
     params = SamplingParams(max_tokens=8, temperature=0.0, logit_bias={kit.token(b" yes"): 100.0})

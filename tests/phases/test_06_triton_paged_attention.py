@@ -25,7 +25,7 @@ from common.models.config import RopeConfig  # noqa: E402
 from common.sampling.ops import NAN_TOKEN  # noqa: E402
 from common.sampling.params import SamplingParams  # noqa: E402
 from common.sampling.rows import KEY, TEMPERATURE  # noqa: E402
-from common.sampling.sampler import Sampler  # noqa: E402
+from common.sampling.sampler import TORCH, Sampler  # noqa: E402
 from forward.attention import LayerSpec  # noqa: E402
 from forward.loading import load_model, random_model  # noqa: E402
 from forward.rope import Rope  # noqa: E402
@@ -56,7 +56,7 @@ from triton_paged_attention.kernels.rope import FusedRope, HeadNorms, norm_rope 
 from triton_paged_attention.kernels.sampling import argmax_rows, draw_rows, reported_rows  # noqa: E402
 from triton_paged_attention.linear import FusedLinear, SideBySide, join  # noqa: E402
 from triton_paged_attention.prefill import paged_prefill, query_tiles  # noqa: E402
-from triton_paged_attention.sampler import TritonSampler  # noqa: E402
+from triton_paged_attention.sampler import TritonChooser  # noqa: E402
 from triton_paged_attention.surgery import optimize  # noqa: E402
 from triton_paged_attention.tables import (  # noqa: E402
     DECODE,
@@ -399,8 +399,8 @@ def test_the_kernels_sampler_is_torchs_with_every_setting(alone: bool) -> None:
     logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(3)).to(DEVICE) * 3
     logits[1, 7] = float("nan")
     tokens = []
-    for kind in (Sampler, TritonSampler):
-        sampler = kind(6, 300, DEVICE, seed=0)
+    for chooser in (TORCH, TritonChooser()):
+        sampler = Sampler(6, 300, DEVICE, seed=0, chooser=chooser)
         for row, one in enumerate(settings):
             sampler.set_row(row, SamplingParams(**{"temperature": 0.9, "seed": row, **one}), prompt_ids=[1])
         for part in [[row] for row in range(6)] if alone else [list(range(6))]:

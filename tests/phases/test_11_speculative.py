@@ -37,6 +37,7 @@ from cuda_graphs.runner import GraphRunner
 from forward.model import Model
 from forward.surgery import clone
 from paged_cache import PagedEngine, PagedSizes, Parts, Recipe
+from phases.appendix.guidance.drafter import GrammarDrafter
 from phases.cli import main
 from phases.commands.run import Tint
 from prefix_cache import PrefixCache, RadixIndex
@@ -50,7 +51,6 @@ from speculative.speculation import Source, Speculator, verify
 from speculative.stats import SpeculationStats
 from speculative.taps import Taps, layers_of, tapped
 from speculative.verify_graph import VerifyPlan, verify_sizes
-from structured.drafter import GrammarDrafter
 from tests.equivalence.compare import assert_all_same, next_logits
 from tests.fakes import FakeDrafter
 from tests.heads import head_of, hidden_states

@@ -7,8 +7,6 @@ import json
 import random
 import re
 import time
-from collections import deque
-from fractions import Fraction
 from typing import Any
 
 import jsonschema
@@ -21,11 +19,10 @@ from common.errors import UserError
 from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
 from structured.automata.backend import AutomataBackend, rules_for
-from structured.automata.dfa import Dfa, compile, determinize, product
+from structured.automata.dfa import Dfa, compile, determinize
 from structured.automata.json_schema import rules_of
 from structured.automata.nfa import Nfa, utf8
-from structured.automata.nodes import Node
-from structured.automata.numbers import between
+from structured.automata.nodes import Alt, Call, Cat, Node, literal
 from structured.automata.pushdown import Machine
 from structured.automata.regex import parse, parse_search
 from structured.automata.trie import Trie
@@ -56,13 +53,16 @@ PATTERNS += [
 ]
 
 
-def accepts(dfa: Dfa, text: str) -> bool:
+def state_after(dfa: Dfa, text: bytes) -> int:
     state = 0
-    for byte in text.encode():
-        state = int(dfa.table[state, byte])
-        if state < 0:
-            return False
-    return bool(dfa.accepting[state])
+    for byte in text:
+        state = int(dfa.table[state, byte]) if state >= 0 else -1
+    return state
+
+
+def accepts(dfa: Dfa, text: str) -> bool:
+    state = state_after(dfa, text.encode())
+    return state >= 0 and bool(dfa.accepting[state])
 
 
 @pytest.fixture(scope="module")
@@ -116,9 +116,9 @@ def test_searching_finds_anywhere() -> None:
     ("pattern", "says"),
     [
         ("a(", "not closed"), ("a)", "out of place"), ("*a", "out of place"), ("[a", "not closed"),
-        ("[]", "is empty"), ("[b-a]", "a later one"), ("a{3,2}", "is empty"), ("a{5", "must begin a count"),
+        ("[]", "is empty"), ("[b-a]", "a later one"), ("a{3,2}", "must count up"), ("a{5", "must begin a count"),
         (r"(a)\1", "is not known"), ("(?=a)", r"must begin with '\?:'"), (r"\bword", "is not known"),
-        ("a{9999}", "repeats 9999 times"), ("(" * 99 + ")" * 99, "nest deeper"), (r"\x1", "hexadecimal"),
+        ("a{9999}", "1000 at most"), (r"\x1", "is not known"), ("(a", "not closed"),
         ("a^b", "out of place"), ("a$b", "out of place"),
     ],
 )  # fmt: skip
@@ -147,17 +147,6 @@ def test_every_character_has_one_form(low: int) -> None:
             assert len(hits) == 1, f"U+{code:04X} in {low:x}..{high:x}"
 
 
-def test_products() -> None:
-    left, right = compile(parse("[ab]*")), compile(parse(".*b"))
-    both = product(left, right, lambda one, other: one and other)
-    only = product(left, right, lambda one, other: one and not other)
-    for length in range(5):
-        for letters in itertools.product("abc", repeat=length):
-            text = "".join(letters)
-            assert accepts(both, text) == bool(re.fullmatch("[ab]*b", text))
-            assert accepts(only, text) == bool(re.fullmatch("([ab]*a)?", text)), text
-
-
 # Masks.
 
 
@@ -172,42 +161,35 @@ def test_the_trie_holds_every_token() -> None:
         assert bytes(reversed(spelled)) == text, f"token {token}"
 
 
-def must_equal_guidance(pattern: str, backend: AutomataBackend) -> int:
-    """Walk all states of a pattern's automaton, by tokens, and compare the mask of each with llguidance's."""
-    pytest.importorskip("llguidance")
-    from structured.backends.llguidance import GuidanceBackend
-
-    other = GuidanceBackend(vocabulary()).compile(Grammar.regex(pattern))
-    mine = backend.compile(Grammar.regex(pattern))
-    queue, seen = deque([[]]), {mine.matcher().places[-1]}  # type: ignore[attr-defined,var-annotated]
-    while queue:
-        tokens: list[int] = queue.popleft()
-        left, right = mine.matcher(), other.matcher()
-        assert left.advance(tokens) == right.advance(tokens) == len(tokens)
-        found, expected = mask(left), mask(right)
-        said = f"{pattern!r} after {[vocabulary().tokens[t] for t in tokens]}"
-        assert left.accepting == right.accepting, f"{said}: only one may end"
-        if right.forced():  # the library leaves one spelling of what it forces
-            assert set(expected) <= set(found), said
-        else:
-            assert found == expected, f"{said}: {set(found) ^ set(expected)} are in one mask only"
-        for token in found:
-            if token != EOS:
-                after = mine.matcher()
-                after.advance([*tokens, token])
-                if (place := after.places[-1]) not in seen:  # type: ignore[attr-defined]
-                    seen.add(place)
-                    queue.append([*tokens, token])
-    return len(seen)
-
-
-GUIDED = ["(ab|c)+d", "[a-c]{2,4}", "x?y?z?", "(a|b)*abb", "[0-9]+([.][0-9]+)?", "(true|false|null)", "[^a]b"]
-GUIDED += ['"[^"]*"', "é+|[à-ü]{2}", "(in|an|the|ing)*", "[a-z]{3,6}(,[a-z]{1,3})*", ".{2}x", "(a|ab)(c|bc)?"]
+GUIDED = [
+    "(ab|c)+d",
+    "[a-c]{2,4}",
+    "x?y?z?",
+    "[0-9]+([.][0-9]+)?",
+    "(true|false|null)",
+    "é+|[à-ü]{2}",
+    "(in|an|the)*",
+]
 
 
 @pytest.mark.parametrize("pattern", GUIDED)
-def test_masks_are_those_of_llguidance_in_every_state(pattern: str, backend: AutomataBackend) -> None:
-    assert must_equal_guidance(pattern, backend) > 1
+def test_a_token_may_come_when_its_text_may(pattern: str, backend: AutomataBackend) -> None:
+    """Any token whose text some output goes on with, however it is cut; in every state of the automaton."""
+    dfa, grammar = compile(parse(pattern)), backend.compile(Grammar.regex(pattern))
+    queue: list[list[int]] = [[]]
+    seen = {0}
+    for tokens in queue:  # which grows
+        matcher = grammar.matcher()
+        assert matcher.advance(tokens) == len(tokens)
+        found, text = mask(matcher), b"".join(vocabulary().tokens[token] for token in tokens)
+        for token, more in enumerate(vocabulary().tokens):
+            state = state_after(dfa, text + more)
+            can = (token == EOS and bool(dfa.accepting[state])) or (bool(more) and state >= 0)
+            assert (token in found) == can, f"{pattern!r}: {more!r} behind {text!r}"
+            if can and more and state not in seen:
+                seen.add(state)
+                queue.append([*tokens, token])
+    assert len(seen) == len(dfa.table), f"{pattern!r}: only the states {seen} were reached"
 
 
 def test_masks_are_made_once_a_state(backend: AutomataBackend) -> None:
@@ -252,8 +234,8 @@ def test_rollback_returns(backend: AutomataBackend) -> None:
     before = mask(matcher)
     tokens = tokenizer().encode('{"v":1')
     assert matcher.advance(tokens) == len(tokens)
-    assert matcher.agrees(tokenizer().encode("}x")) == 1
-    matcher.rollback(len(tokens))
+    assert matcher.advance(tokenizer().encode("}x")) == 1
+    matcher.rollback(len(tokens) + 1)
     assert mask(matcher) == before and matcher.advance(tokenizer().encode("x")) == 0
 
 
@@ -308,16 +290,14 @@ VALUES += [
 ]
 AGREED: list[Any] = [
     True, {}, {"type": "string", "minLength": 1, "maxLength": 3}, {"type": ["null", "integer"]},
-    {"type": "string", "pattern": "b"}, {"pattern": "^a.*e$", "minLength": 3}, {"minimum": 1, "type": "number"},
-    {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 2.5}, {"type": "number", "maximum": 2.5},
+    {"type": "string", "pattern": "b"}, {"pattern": "^a.*e$"}, {"type": "number"}, {"type": "array", "minItems": 3},
     {"enum": [1, "a", None, [], {"a": 1}]}, {"const": 2.5}, {"type": "array", "minItems": 1, "maxItems": 2},
-    {"type": "array", "items": {"type": "integer"}}, {"prefixItems": [{"type": "integer"}, {"type": "string"}]},
-    {"type": "array", "prefixItems": [True], "items": False}, {"type": "array", "prefixItems": [{}, {}], "minItems": 2},
+    {"type": "array", "items": {"type": "integer"}}, {"type": ["array", "null"], "minItems": 2, "maxItems": 1}, {"enum": [1.0]},
     {"properties": {"a": {"type": "integer"}, "b": {}}, "required": ["b"]}, {"type": "object", "required": ["c"]},
     {"type": "object", "properties": {"a": {}}, "additionalProperties": {"type": "integer"}},
     {"type": "object", "properties": {"a": {}, "b": {}}, "additionalProperties": False},
     {"anyOf": [{"type": "string"}, {"type": "array", "items": {"$ref": "#"}}]}, {"type": "array", "maxItems": 0},
-    {"$ref": "#/$defs/x~1y", "$defs": {"x/y": {"type": "boolean"}}}, {"format": "int32"}, {"type": "integer", "title": "n"},
+    {"$ref": "#/$defs/x~1y", "$defs": {"x/y": {"type": "boolean"}}}, {"type": "integer", "title": "n"},
 ]  # fmt: skip
 
 
@@ -345,31 +325,6 @@ def test_random_walks_validate(name: str, backend: AutomataBackend) -> None:
     assert ended > 10
 
 
-def test_bounds_of_numbers() -> None:
-    rng = random.Random(1)
-    spelled = ["-0", "0.0", "-0.0", "0.50", "1.0", "-0.250", "100", "99.9", "0.3", "12", "-1"]
-    for trial in range(25):
-        low = rng.choice([None, "0", "1", "-3", "0.5", "-0.25", "12", "-120", "99.9"])
-        high = rng.choice([None, "0", "3", "-1", "0.75", "150", "1000", "-0.5", "0.3"])
-        least, most = (None if bound is None else Fraction(bound) for bound in (low, high))
-        open_low, open_high, whole = (rng.random() < 0.5 for _ in range(3))
-        dfa = compile(between(least, most, open_low, open_high, whole))
-        for text in [
-            *spelled,
-            *(f"{rng.uniform(-150, 200):.{rng.randrange(1, 3)}f}" for _ in range(40)),
-            low,
-            high,
-        ]:
-            if text is None:
-                continue
-            value = Fraction(text)
-            fits = least is None or (value > least if open_low else value >= least)
-            fits &= most is None or (value < most if open_high else value <= most)
-            fits &= value.denominator == 1 or not whole
-            said = f"trial {trial}: {text} in {low}..{high}, open {open_low} {open_high}, whole {whole}"
-            assert accepts(dfa, text) == fits, said
-
-
 def test_keys_that_have_a_schema_come_once() -> None:
     """Behind the first, a second `a` would count, and it is any value."""
     machine = Machine(
@@ -389,15 +344,15 @@ def test_keys_that_have_a_schema_come_once() -> None:
 REFUSED: list[tuple[Any, str]] = [
     ({"properties": {"a/b": {"not": {}}}}, r"#/properties/a~1b/not: not is not known"),
     ({"items": {"oneOf": []}}, "#/items/oneOf: oneOf"),
-    ({"items": {"format": "date-time"}}, "#/items/format: date-time is not known"),
-    ({"type": ["null", "string"], "format": "email"}, "#/format: email is not known"),
+    ({"items": {"format": "date-time"}}, "#/items/format: format is not known"),
+    ({"items": {"minimum": 3}}, "#/items/minimum: minimum is not known"),
+    ({"pattern": "a", "minLength": 3}, "#/pattern: must be a string, with no length"),
     ({"$ref": "http://x/y"}, r"#/\$ref: 'http://x/y' is no reference"),
     ({"$ref": "#/$defs/no"}, "points to nothing"),
     ({"$ref": "#"}, "no output that ever ends"),
-    ({"anyOf": [{"type": "null"}, {"$ref": "#"}]}, "calls itself before it reads"),
-    ({"anyOf": [{"$ref": "#"}]}, "calls itself before it reads|no output that ever ends"),
+    ({"anyOf": [{"$ref": "#"}]}, "no output that ever ends"),
     ({"properties": {"a": {"$ref": "#"}}, "required": ["a"], "type": "object"}, "no output that ever ends"),
-    ({"enum": [1], "minimum": 3}, "#/enum: enum beside minimum"),
+    ({"enum": [1], "minLength": 3}, "#/enum: enum beside minLength"),
     ({"type": "wat"}, "#/type: 'wat' is no type"),
     ({"minLength": -1}, "#/minLength: -1 is no count"),
     ({"maxLength": 10**9}, "#/maxLength: 1000000000 is more than"),
@@ -405,7 +360,6 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "string", "pattern": 3}, "#/pattern: must be a string"),
     ({"properties": {"a": 3}}, "#/properties/a: 3 is no schema"),
     ({"uniqueItems": True}, "#/uniqueItems"),
-    ({"const": 1e300}, "more than 40 digits"),
     (False, "no output that ever ends"),
 ]
 
@@ -414,6 +368,15 @@ REFUSED: list[tuple[Any, str]] = [
 def test_schemas_that_are_refused(schema: Any, says: str, backend: AutomataBackend) -> None:
     with pytest.raises(UserError, match=says):
         backend.compile(Grammar.json_schema(schema))
+
+
+def test_a_rule_that_calls_itself_first_is_refused() -> None:
+    """It would push for ever; one that has nothing to do behind the call needs no stack."""
+    again = Alt((Cat((Call("a"), literal("x"))), literal("y")))
+    with pytest.raises(UserError, match="calls itself before it reads"):
+        Machine({"a": again}, "a")
+    machine = Machine({"a": Alt((Call("a"), literal("y")))}, "a")
+    assert machine.may_end(machine.step(machine.start, ord("y")))
 
 
 def nested(depth: int) -> Any:
@@ -429,7 +392,7 @@ HOSTILE: dict[str, Grammar] = {
     "many loops": Grammar.regex("(a*b*c*d*){200}"),
     "deep groups": Grammar.regex("(" * 5000 + "a" + ")" * 5000),
     "deep schema": Grammar.json_schema(nested(60)),
-    "long strings": Grammar.json_schema({"type": "string", "maxLength": 500, "pattern": "(a|b)*a(a|b){12}$"}),
+    "long strings": Grammar.json_schema({"type": "string", "maxLength": 500}),
     "wide": Grammar.json_schema(
         {"type": "object", "properties": {f"k{n}": {"enum": [n]} for n in range(2000)}}
     ),
@@ -464,7 +427,7 @@ def test_lark_is_for_others(backend: AutomataBackend) -> None:
 def test_the_engine_runs_on_automata() -> None:
     model = forward.load_model("random:tiny", device="cpu", dtype="float32")
     engine = structured.load(
-        model, tokenizer=tokenizer(), backend="automata", max_rows=8, max_len=96, step_tokens=96, block_size=4
+        model, tokenizer=tokenizer(), max_rows=8, max_len=96, step_tokens=96, block_size=4
     )
     names = [*SCHEMAS] * 3
     params = [

@@ -76,7 +76,7 @@ def test_the_command_refuses_before_it_loads(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(("most", "ends"), [(9, "the grammar is satisfied"), (2, "may be incomplete")])
 def test_the_trace_counts_what_was_allowed(most: int, ends: str, capsys: pytest.CaptureFixture[str]) -> None:
     model = forward.load_model("random:tiny", device="cpu", dtype="float32")
-    engine = structured.load(model, tokenizer=tokenizer(), backend="automata", max_rows=2, max_len=64)
+    engine = structured.load(model, tokenizer=tokenizer(), max_rows=2, max_len=64)
     code = show_trace(
         engine, tokenizer(), [5, 6], SamplingParams(max_tokens=most, grammar=Grammar.regex("[ac]dez"))
     )

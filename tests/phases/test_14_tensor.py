@@ -278,7 +278,7 @@ def test_masked_steps_are_no_graphs_where_ranks_talk() -> None:
     try:
         kinds = [type(plan).__name__ for plan in engine.runner.plans]
         assert "DecodePlan" in kinds and "MaskedPlan" not in kinds
-        assert engine.runner.sampler.gathered == 0, "logits were gathered while graphs were captured"
+        assert engine.runner.sampler.chooser.gathered == 0, "logits were gathered while graphs were captured"
     finally:
         engine.loop.close()
 

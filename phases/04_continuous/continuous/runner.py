@@ -12,7 +12,7 @@ from torch import Tensor
 
 from common.events import Logprob
 from common.request import Request
-from common.sampling.sampler import Allowed, Feature, Plan, Sampled, Sampler
+from common.sampling.sampler import TORCH, Allowed, Chooser, Feature, Plan, Sampled, Sampler
 from continuous.batch import Batch, HostBatch
 from continuous.prompt_logprobs import PromptPart, PromptReader
 from continuous.rows import Rows
@@ -124,7 +124,7 @@ class Runner:
         model: computes hidden states and logits.
         attention: over this engine's cache.
         rows: where the tokens are.
-        sampler: what chooses the tokens; a later phase brings kernels.
+        chooser: of the sampler's tokens; a later phase brings kernels.
 
     plans: asked for each step in this order; the eager way comes last.
     extra: says what each taker gets of a step; replacing it may change the text.
@@ -135,10 +135,10 @@ class Runner:
     last: Forwarded | None = None
 
     def __init__(
-        self, model: Model, attention: BatchAttention, rows: Rows, *, sampler: type[Sampler] = Sampler
+        self, model: Model, attention: BatchAttention, rows: Rows, *, chooser: Chooser = TORCH
     ) -> None:
         self.model, self.attention, self.rows = model, attention, rows
-        self.sampler = sampler(rows.count, model.config.vocab_size, model.device)
+        self.sampler = Sampler(rows.count, model.config.vocab_size, model.device, chooser=chooser)
         self.extra = ONE_TOKEN
         self.prompts = PromptReader()
 

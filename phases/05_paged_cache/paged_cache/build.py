@@ -76,7 +76,6 @@ def plan(parts: Parts) -> None:
         rows=parts.size("max_rows"),
         max_len=length,
         kv=parts.kv,
-        sampler=parts.sampler,
         cache_bytes=sizes.cache_bytes,
         gpu_memory_utilization=sizes.gpu_memory_utilization,
         reserved=sum(ask(parts) for ask in parts.reserve),
@@ -96,7 +95,7 @@ def make(parts: Parts) -> None:
     pool = BlockPool(
         model.config, ledger.blocks, ledger.block_size, device=model.device, dtype=model.dtype, kv=parts.kv
     )
-    runner = parts.runner(model, parts.attention(pool), rows, cache, sampler=parts.sampler)
+    runner = parts.runner(model, parts.attention(pool), rows, cache, chooser=parts.chooser)
     parts.engine = engine = PagedEngine(scheduler, runner, parts.recipe.tokenizer, masks=parts.masks)
     engine.ledger = ledger
     for loop in parts.loops.values():

@@ -61,7 +61,7 @@ def weight_bytes(model: Model) -> int:
     return sum(storage.nbytes() for storage in storages)
 
 
-def activation_bytes(model: Model, step_tokens: int, rows: int, sampler: type[Sampler] = Sampler) -> int:
+def activation_bytes(model: Model, step_tokens: int, rows: int) -> int:
     """An estimate of the most that one step needs beside weights and cache, from above.
 
     The widest moment of a layer holds the residual stream and its normalized float32 copy, the gate and up
@@ -72,15 +72,13 @@ def activation_bytes(model: Model, step_tokens: int, rows: int, sampler: type[Sa
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     token = config.hidden_size * (2 * size + 4) + 3 * config.intermediate_size * size + 2 * heads * size
     logits = rows * config.vocab_size * (size + 4)
-    return step_tokens * token + logits + sampler.scratch_bytes(rows, config.vocab_size, model.device)
+    return step_tokens * token + logits + Sampler.scratch_bytes(rows, config.vocab_size, model.device)
 
 
-def row_bytes(
-    model: Model, rows: int, max_len: int, block_size: int, sampler: type[Sampler] = Sampler
-) -> int:
+def row_bytes(model: Model, rows: int, max_len: int, block_size: int) -> int:
     """Return the bytes of `rows` rows of at most `max_len` tokens, unused penalties included."""
     tables = 4 * -(-max_len // block_size)
-    return rows * (8 * max_len + tables) + sampler.persistent_bytes(rows, model.config.vocab_size)
+    return rows * (8 * max_len + tables) + Sampler.persistent_bytes(rows, model.config.vocab_size)
 
 
 def plan_cache(
@@ -91,7 +89,6 @@ def plan_cache(
     rows: int,
     max_len: int,
     kv: KVFormat | None = None,
-    sampler: type[Sampler] = Sampler,
     cache_bytes: int | None = None,
     gpu_memory_utilization: float = 0.9,
     reserved: int = 0,
@@ -105,7 +102,6 @@ def plan_cache(
         rows: requests that run at most; the cache is never larger than they can fill.
         max_len: most tokens of a request.
         kv: how keys and values are stored.
-        sampler: what chooses tokens.
         cache_bytes: what the caller grants the cache, if that much is free.
         gpu_memory_utilization: share of the device's memory that everything together may fill.
         reserved: bytes that somebody else will need (graphs).
@@ -114,8 +110,8 @@ def plan_cache(
         UserError: not even one block fits, or more is asked for than is free.
     """
     per_block = (kv or KVFormat()).bytes_per_block(model.config, block_size, model.dtype)
-    for_rows = row_bytes(model, rows, max_len, block_size, sampler)
-    activations = activation_bytes(model, step_tokens, rows, sampler)
+    for_rows = row_bytes(model, rows, max_len, block_size)
+    activations = activation_bytes(model, step_tokens, rows)
     free, total = free_memory(model.device)
     if for_rows > free:
         raise UserError(

@@ -17,7 +17,7 @@ import torch
 
 from common.errors import UserError, integer, number
 from common.options import option
-from common.sampling.sampler import Sampler
+from common.sampling.sampler import TORCH, Chooser
 from common.text.tokenizer import Tokenizer
 from continuous.engine import Engine
 from continuous.seams import NO_DRAFTS, NO_MASKS, Drafter, Loop, Masks
@@ -79,7 +79,8 @@ class Parts:
         call to a stage, or put another one in the place of this phase's.
     linears: a say in how linear layers keep their weights while the model is loaded.
     kv: how keys and values are stored.
-    cache, scheduler, attention, sampler, runner: what `make` calls to make each of them.
+    cache, scheduler, attention, runner: what `make` calls to make each of them.
+    chooser: of the sampler's tokens.
     loops: called in this order with the new engine; each makes its loop, perhaps around the one it has.
     plans: what a runner with plans calls, in this order, to make each; see `continuous.runner.StepPlan`.
     drafter, masks: objects that take part in steps.
@@ -98,7 +99,7 @@ class Parts:
     cache: Callable[..., PagedCache] = PagedCache
     scheduler: Callable[..., PagedScheduler] = PagedScheduler
     attention: Callable[[BlockPool], PagedAttention] = TorchPagedAttention
-    sampler: type[Sampler] = Sampler
+    chooser: Chooser = TORCH
     runner: Callable[..., PagedRunner] = PagedRunner
     loops: dict[str, Callable[[PagedEngine], Loop]] = field(default_factory=dict)
     plans: dict[str, Callable[..., Any]] = field(default_factory=dict)

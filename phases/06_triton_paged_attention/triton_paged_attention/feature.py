@@ -52,13 +52,13 @@ class Kernels(Feature):
         device = parts.model.device.type
         check_triton(device)
         from triton_paged_attention.attention import TritonPagedAttention
-        from triton_paged_attention.sampler import TritonSampler
+        from triton_paged_attention.sampler import TritonChooser
         from triton_paged_attention.surgery import optimize
 
         optimize(parts.own_model(), Backends(self.norms, self.rope, self.activation, self.projections))
         parts.bring(self, attention=self.attention_of(TritonPagedAttention, parts.model))
         if self.sampling == "triton":
-            parts.bring(self, sampler=TritonSampler)
+            parts.bring(self, chooser=TritonChooser())
         if device == "cuda":
             parts.usual["block_size"] = CUDA_BLOCK_SIZE
 

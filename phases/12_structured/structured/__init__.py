@@ -19,7 +19,7 @@ PRESET = BELOW.plus(on=[Structured])
 
 
 def load(model: str | Path | Model, **options: Any) -> PagedEngine:
-    """This phase's engine for a model's name or a loaded model.
+    """Make this phase's engine for a model's name or a loaded model.
 
     Args:
         model: see `forward.load_model`.

@@ -1,19 +1,14 @@
-"""Overlap where tokens are masked: masks are made between the two halves of a step.
-
-The masks of a step depend on the tokens of the step before. They are begun as soon as these have come, and
-made while the device computes the first half and the host deals out the tokens and schedules the step behind.
-"""
+"""Overlap where tokens are masked: masks are made between the two halves of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import takewhile
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
 from common.request import Request
 from continuous.engine import Engine
-from continuous.runner import Forwarded, Pending, Results
+from continuous.runner import Pending
 from continuous.seams import Masks
 from continuous.work import Work
 
@@ -23,7 +18,7 @@ NOBODYS: Landed = MappingProxyType({})
 
 
 class EarlyMasks(Masks, Protocol):
-    """`Masks` that can be begun before they are asked for."""
+    """`Masks` that a loop may begin before it asks for them: a seam, for masks made by threads."""
 
     def begin(self, works: Sequence[Work], landed: Landed = NOBODYS) -> bool:
         """Begin what `fill` will be asked for, now that every token before is known.
@@ -36,95 +31,41 @@ class EarlyMasks(Masks, Protocol):
 
 
 class TwoHalves:
-    """A `Loop` as `Overlapped` is, but for the second half of a masked step: it comes with the next call.
+    """A `Loop` as `Overlapped` is, but masked steps are sampled when the tokens of the step before are known.
 
-    Args:
-        masks: those of the engine.
-        stage: given the works of the next step while masks are being made.
-
-    flying: the newest step that is wholly handed to the device.
-    half: a step whose second half comes with the next call of `advance`.
+    masks: those of the engine.
+    flying: the newest step, of which the host knows nothing yet.
     """
 
     flying: Pending | None = None
-    half: Forwarded | None = None
 
-    def __init__(
-        self, masks: EarlyMasks, stage: Callable[[Sequence[Work]], object] = lambda works: None
-    ) -> None:
-        self.masks, self.stage = masks, stage
+    def __init__(self, masks: Masks) -> None:
+        self.masks = masks
 
     @property
     def idle(self) -> bool:
-        """Whether no step is on its way, nor half of one."""
-        return self.flying is None and self.half is None
+        """No step is on its way."""
+        return self.flying is None
 
     def advance(self, engine: Engine) -> None:
-        """Launch the next step, or half of it, then wait for the one before."""
-        works = engine.schedule()
-        if self.half is not None:
-            if works:
-                self.stage(works)
-            self._finish(engine)
-            works = alive(engine, works)
-        step = engine.forward(works)
-        landing, self.flying = self.flying, None
-        if landing is not None and step is not None and self.masks.wants(step.works):
-            self._begin(engine, step, landing)
+        """Launch the first half of the next step, collect the step before, launch the second half.
+
+        The device computes the first half while the host reads tokens and makes masks of them.
+        """
+        step = engine.forward(engine.schedule())
+        masked = step is not None and self.masks.wants(step.works)
+        if not masked:  # as ever: the host learns a token one step late
+            landing, self.flying = self.flying, engine.sample(step)
+            if landing is not None:
+                engine.collect(landing)
             return
-        self.flying = engine.sample(step)
-        if landing is not None:
-            engine.collect(landing)
+        try:
+            self.land(engine)
+        finally:  # Ctrl-C, raised when the tokens are dealt out, loses no step
+            self.flying = engine.sample(step)
 
     def land(self, engine: Engine) -> None:
-        """Hand over the half that is left, and wait for what is on its way."""
-        self._finish(engine)
+        """Wait for the step that is on its way."""
         landing, self.flying = self.flying, None
         if landing is not None:
             engine.collect(landing)
-
-    def _begin(self, engine: Engine, step: Forwarded, landing: Pending) -> None:
-        """Begin to make the masks of a step, and deal out the tokens of the one before meanwhile.
-
-        Its second half then comes with the next step, or at once where the masks are made already.
-        """
-        results = engine.wait(landing)
-        begun: bool | BaseException
-        try:
-            begun = self.masks.begin(step.works, {} if results is None else by_request(landing, results))
-        except BaseException as error:  # a request that gets a token of the step before gets it all the same
-            begun = error
-        self.half = step
-        if results is not None:
-            engine.deal(landing, results)
-        if isinstance(begun, BaseException):
-            self.half = None
-            engine.fail(step.works, begun)
-            if not isinstance(begun, Exception):
-                raise begun
-        elif begun:
-            self._finish(engine)
-
-    def _finish(self, engine: Engine) -> None:
-        """Hand the second half of a step to the device, if one is left."""
-        if self.half is not None:
-            half, self.half = self.half, None
-            self.flying = engine.sample(half)
-
-
-def alive(engine: Engine, works: list[Work]) -> list[Work]:
-    """Leave out the works of requests that ended since they were scheduled: their room is given back."""
-    left = []
-    for work in works:
-        if any(request.finish_reason is None for request in work.takers or (work.request,)):
-            left.append(work)
-        else:
-            engine.scheduler.land(work, computed=False)
-    return works if len(left) == len(works) else left
-
-
-def by_request(pending: Pending, results: Results) -> dict[Request, list[int]]:
-    """Return the tokens of a step, without their log-probabilities, up to one that is none (NaN)."""
-    takers = [request for work in pending.works for request in work.takers]
-    known = [[token for token, _ in takewhile(lambda found: found[0] >= 0, given)] for given in results]
-    return dict(zip(takers, known, strict=True))

@@ -1,27 +1,22 @@
-"""Grammars in an engine: each request's place in its own, and the masks of a step on the device."""
+"""Grammars in an engine: each request's place in its own, and the masks of a step."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence, Set
-from concurrent.futures import Future, wait
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import torch
 
 from common.errors import UserError
 from common.request import Request
-from common.rules import finish_reason
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import Allowed
+from continuous.batch import upload
 from continuous.work import Work
-from structured.longer import Longer
 from structured.loop import NOBODYS, Landed
-from structured.matcher import Job, Matcher, Words, allows_one
+from structured.matcher import Matcher, Words, allows_one
 from structured.pool import Compilation, GrammarPool
-from structured.staging import MaskStaging
 
 
 @dataclass(eq=False)
@@ -30,103 +25,48 @@ class Constraint:
 
     taken: how many of its output tokens the matcher has seen. Nothing has to happen when a request is
         preempted: its tokens stay, and so does this.
-    forced: tokens that must come next, if somebody has looked.
-    making: a thread that makes the mask behind `known` tokens (see `late`), and has the matcher until then.
     """
 
     matcher: Matcher
     taken: int = 0
-    forced: Sequence[int] = ()
-    making: Future[None] | None = None
-    known: int = 0
 
     def unseen(self, request: Request) -> list[int]:
-        """The tokens that are new since the matcher was last moved."""
-        if self.making is not None:
-            wait((self.making,))
+        """Return the tokens that are new since the matcher was last moved."""
         return request.tokens[request.prompt_len + self.taken :]
 
     def follow(self, request: Request) -> str:
         """Take the tokens that are new since the last call; returns what is wrong, if anything is."""
         new = self.unseen(request)
-        count = self.matcher.advance(new) if new else 0
-        return self.moved(new, count)
+        return self.moved(new, self.matcher.advance(new) if new else 0)
 
     def moved(self, new: Sequence[int], count: int) -> str:
-        """The matcher was given `new` and has taken `count` of them; returns what is wrong."""
+        """Note that the matcher was given `new` and has taken `count` of them; returns what is wrong."""
         self.taken += count
         if count == len(new):
             return ""
         problem = self.matcher.problem
         return problem or f"token {self.taken} of the output, id {new[count]}, is not in the grammar"
 
+    def masks(self, drafts: Sequence[int], width: int) -> Words:
+        """Make the masks of the next token and of the one behind each draft: `[drafts + 1, width]`.
 
-Follower = tuple[int, tuple[int, ...], Request, Constraint, Sequence[int]]
-"""The first place in the batch of a request's samples, its drafts, itself, where it stands, what is new."""
-
-
-class Crowd:
-    """The outputs of a step that have a grammar.
-
-    Nearly every step is of the same requests as the one before, with a token each. What depends on nothing
-    but who they are is kept then: with hundreds of them it takes as long as to move their matchers.
-
-    shape: the takers and drafts of the step's works.
-    owners, constraints, jobs, moves (a matcher, and its new tokens): of each output. places: of each mask.
-    """
-
-    def __init__(self, shape: Sequence[object] = (), found: Sequence[Follower] = ()) -> None:
-        self.shape, self.places = shape, list[int]()
-        lines = list[tuple[Job, Request, Constraint, Sequence[int]]]()
-        for place, drafts, request, constraint, new in found:
-            lines.append((Job(constraint.matcher, len(self.places), drafts), request, constraint, new))
-            self.places.append(place)
-            if drafts:
-                self.places += range(place + 1, place + len(drafts) + 1)
-        # Threads divide the list. Neighbours should share what only one thread at a time may use.
-        lines.sort(key=lambda line: line[0].matcher.group)
-        self.jobs = [job for job, _, _, _ in lines]
-        self.owners = [request for _, request, _, _ in lines]
-        self.constraints = [constraint for _, _, constraint, _ in lines]
-        self.moves = [(job.matcher, new) for job, _, _, new in lines]
-        self._stops = any([one.params.stop_token_ids for one in self.owners])
-
-    def again(self, shape: Sequence[object], landed: Landed, ends: Set[int]) -> bool:
-        """Whether a step is of the same, each has got one token, and all go on; `moves` are its then."""
-        if shape != self.shape or self._stops or len(self.places) != len(self.owners) or not self.owners:
-            return False
-        news = [landed.get(request, ()) for request in self.owners]
-        if (
-            {*map(len, news)} != {1}
-            or not ends.isdisjoint(chain.from_iterable(news))
-            or any([request.finish_reason for request in self.owners])
-            or min([request.limit - len(request.tokens) for request in self.owners]) <= 1
-            or [c.taken for c in self.constraints] != [len(r.tokens) - r.prompt_len for r in self.owners]
-        ):
-            return False
-        self.moves = [(job.matcher, new) for job, new in zip(self.jobs, news, strict=True)]
-        return True
-
-
-@dataclass
-class Filling:
-    """Masks of a step that are being made.
-
-    works: of the step. crowd: those with a grammar. words: where masks go. done: when; None: they are made.
-    """
-
-    works: Sequence[Work]
-    crowd: Crowd
-    words: Words
-    done: Future[None] | None
+        Behind a draft that the grammar forbids, or that ends the output, nothing is sampled: zeros.
+        """
+        words = np.zeros((len(drafts) + 1, width), np.int32)
+        self.matcher.fill(words[0])
+        taken = 0
+        while taken < len(drafts) and self.matcher.advance(drafts[taken : taken + 1]):
+            taken += 1
+            self.matcher.fill(words[taken])
+        self.matcher.rollback(taken)
+        return words
 
 
 class GrammarMasks:
-    """`Masks` that follow grammars; see `continuous.seams`.
+    """`EarlyMasks` that follow grammars; see `continuous.seams.Masks`.
 
-    A step is: launch forward n + 1, read token n, and then `begin`: advance every matcher by token n, and let
-    threads write the masks of n + 1, while the device computes and the host deals out n and schedules n + 2.
-    `fill` waits for them and sends them off. Last the sampling of n + 1 is launched.
+    A step is: launch forward n + 1, read token n, and then `fill`: advance every matcher by token n, make the
+    masks of n + 1 while the device computes, and send them. Last the sampling of n + 1 is launched.
 
     Args:
         pool: where compiled grammars come from.
@@ -134,9 +74,7 @@ class GrammarMasks:
         eos: the tokens that end an output.
         device: where masks go.
         refusal: why grammars cannot be had at all, for an engine without a tokenizer; empty if they can.
-        most_forced: works in a step, at most, for which somebody asks what is forced behind its tokens.
 
-    filled: masks made up to now.
     single: of requests that somebody put here, the places of the output where one token alone was allowed.
     """
 
@@ -148,20 +86,12 @@ class GrammarMasks:
         device: torch.device,
         *,
         refusal: str = "",
-        most_forced: int,
     ) -> None:
         self.pool, self.eos, self.refusal = pool, frozenset(eos), refusal
-        self._ends_at = np.array(sorted(eos), np.int64)
-        self.most_forced = most_forced
         self.vocab_size, self.device = vocab_size, device
-        self.filled = 0
         self.single: dict[Request, set[int]] = {}
         self._any = False  # whether a grammar was ever asked for
         self._failed: list[tuple[Request, Exception]] = []
-        self._staging = MaskStaging(-(-vocab_size // 32), device)
-        self._filling: Filling | None = None
-        self._crowd = Crowd()  # of the last step
-        self._sent: Crowd | None = None
 
     # Before a request runs.
 
@@ -174,7 +104,7 @@ class GrammarMasks:
             self.pool.ask(params.grammar)
 
     def ready(self, request: Request) -> bool:
-        """Whether its grammar is compiled."""
+        """Tell whether a request's grammar is compiled, and give it its place there."""
         grammar = request.params.grammar
         if grammar is None or isinstance(request.constraint, Constraint):
             return True
@@ -184,8 +114,12 @@ class GrammarMasks:
         compiled = request.constraint.get()
         matcher = None if compiled is None else compiled.soon()
         if matcher is not None:
-            request.constraint = Constraint(matcher)
+            request.constraint = self.place(matcher)
         return matcher is not None
+
+    def place(self, matcher: Matcher) -> Constraint:
+        """Make the place of a new output."""
+        return Constraint(matcher)
 
     def settle(self, params: SamplingParams) -> None:
         """Wait for a grammar."""
@@ -195,103 +129,62 @@ class GrammarMasks:
     # In a step.
 
     def wants(self, works: Sequence[Work]) -> bool:
-        """Whether any taker has a grammar; until the first grammar comes, this costs nothing."""
+        """Tell whether any taker has a grammar; until the first grammar comes, this costs nothing."""
         return self._any and any(taker.constraint is not None for work in works for taker in work.takers)
 
     def begin(self, works: Sequence[Work], landed: Landed = NOBODYS) -> bool:
-        """Move the matchers, and begin to make the masks of those samples of the step that have a grammar."""
-        self._finish()  # of a step that failed in between
-        crowd = self._follow(works, landed)
-        asked = len(works) <= self.most_forced
-        for constraint in crowd.constraints:
-            constraint.forced = constraint.matcher.forced() if asked else ()
-        jobs, words = crowd.jobs, self._staging.host(len(crowd.places))
-        if len(words) > len(jobs):  # behind a draft that ends the output no mask is made
-            for job in jobs:
-                words[job.row + 1 : job.row + 1 + len(job.drafts)] = 0
-        done = self.pool.backend.begin(jobs, words) if jobs else None
-        self._filling = Filling(works, crowd, words, done)
-        return done is None
+        """Begin nothing: `fill` does it all."""
+        return True
 
     def fill(self, works: Sequence[Work]) -> Allowed | None:
-        """The masks of those samples of the step that have a grammar; None if none has."""
-        if self._filling is None or self._filling.works is not works:
-            self.begin(works)
-        assert self._filling is not None
-        crowd, words = self._filling.crowd, self._filling.words
-        longer = Longer.of(crowd.jobs, crowd.owners)  # while masks are made
-        places = np.array(crowd.places, np.int64)
-        begun = time.perf_counter()
-        if self._finish() is None or not crowd.jobs:
-            return None
-        self.pool.backend.waited(crowd.jobs, time.perf_counter() - begun)
-        longer.apply(words, self._ends_at)
-        for job, request in zip(crowd.jobs, crowd.owners, strict=True) if self.single else ():
-            if request in self.single:
-                rows = words[job.row : job.row + len(job.drafts) + 1]
-                numbered = enumerate(rows, start=len(request.tokens) - request.prompt_len)
-                self.single[request].update(place for place, row in numbered if allows_one(row))
-        self.filled += len(places)
-        self._sent = crowd
-        return self._staging.send(places)
-
-    def take_failed(self) -> list[tuple[Request, Exception]]:
-        """Requests whose grammar cannot be followed any further; asked when the step is on its way."""
-        sent, self._sent = self._sent, None
-        for job, request in zip(sent.jobs, sent.owners, strict=True) if sent is not None else ():
-            if job.matcher.problem:
-                self._fail(request, job.matcher.problem)
-        failed, self._failed = self._failed, []
-        return failed
-
-    def _finish(self) -> Filling | None:
-        """Wait for the masks that are being made."""
-        made, self._filling = self._filling, None
-        if made is not None and made.done is not None:
-            made.done.result()
-        return made
-
-    def _follow(self, works: Sequence[Work], landed: Landed) -> Crowd:
-        """Move the matchers of all takers to where their outputs are; returns those that could be moved."""
-        shape = [(work.takers, work.drafts) for work in works]
-        if not self._crowd.again(shape, landed, self.eos):
-            self._crowd = Crowd(shape, list(self._followers(works, landed)))
-        crowd = self._crowd
-        counts = self.pool.backend.advance(crowd.moves)
-        moved = zip(crowd.constraints, crowd.moves, counts, strict=True)
-        problems = [seen.moved(new, count) for seen, (_, new), count in moved]
-        if any(problems):
-            wrong = {one: problem for one, problem in zip(crowd.owners, problems, strict=True) if problem}
-            for request, problem in wrong.items():
-                self._fail(request, problem)
-            rest = [one for one in self._followers(works, landed) if one[2] not in wrong]
-            self._crowd = Crowd(shape, rest)
-        return self._crowd
-
-    def _followers(self, works: Sequence[Work], landed: Landed) -> Iterator[Follower]:
-        """The takers that have a grammar, but not who ends with what has landed: nobody reads his token."""
+        """Make the masks of those samples of the step that have a grammar; None if none has."""
+        found: list[Words] = []
+        places: list[int] = []
         place = 0
         for work in works:
+            count = len(work.drafts) + 1
             for request in work.takers:
                 constraint = request.constraint
                 if isinstance(constraint, Constraint) and request.finish_reason is None:
-                    news = landed.get(request, ())
-                    if not self._ends(request, news):
-                        yield place, work.drafts, request, constraint, [*constraint.unseen(request), *news]
-                place += len(work.drafts) + 1
+                    problem = constraint.follow(request)
+                    if not problem:
+                        found.append(self._masks(request, constraint, work.drafts))
+                        places += range(place, place + count)
+                        problem = constraint.matcher.problem
+                    if problem:
+                        self._fail(request, problem)
+                place += count
+        if not places:
+            return None
+        moved = upload(self.device, {"places": np.array(places)}, {"words": np.concatenate(found)})
+        return Allowed(moved["words"], moved["places"])
 
-    def _ends(self, request: Request, news: Sequence[int]) -> bool:
-        """Whether a request's output ends with these tokens, as far as that shows without its text."""
-        length, most = len(request.tokens) - request.prompt_len, request.limit - request.prompt_len
-        params = request.params
-        if length + len(news) < most and not params.stop_token_ids and self.eos.isdisjoint(news):
-            return False  # nearly always
-        for token in news:
-            length += 1
-            if finish_reason(token, length, params, self.eos, most) is not None:
-                return True
-        return False
+    def take_failed(self) -> list[tuple[Request, Exception]]:
+        """Return requests whose grammar cannot be followed any further; asked when the step is on its way."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def _masks(self, request: Request, constraint: Constraint, drafts: Sequence[int]) -> Words:
+        """Make a request's masks, without the ends that its settings hold back."""
+        params, first = request.params, len(request.tokens) - request.prompt_len
+        words = constraint.masks(drafts, -(-self.vocab_size // 32))
+        for number, row in enumerate(words, start=first):
+            if request in self.single and allows_one(row):
+                self.single[request].add(number)
+            short = number < params.min_tokens
+            if short or params.ignore_eos:
+                hold_back(row, self.eos | set(params.stop_token_ids if short else ()))
+        return words
 
     def _fail(self, request: Request, problem: str) -> None:
         error = UserError(f"grammar ({request.params.grammar}) cannot be followed: {problem}")
         self._failed.append((request, error))
+
+
+def hold_back(row: Words, tokens: Set[int]) -> None:
+    """Take tokens out of a mask `[ceil(V / 32)]`, unless nothing else is left in it."""
+    kept = row.copy()
+    for token in tokens:
+        kept[token >> 5] &= ~np.uint32(1 << (token & 31)).view(np.int32)
+    if kept.any():
+        row[:] = kept

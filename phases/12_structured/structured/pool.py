@@ -16,9 +16,6 @@ from structured.matcher import Backend, Compiled
 
 NICE = 10
 """By how much threads that compile step back behind those that compute."""
-SPACING = 0.004
-"""Seconds between the beginnings of two compilations. However short each is, threads that compile one after
-the other ask for Python's lock again and again, and who computes has to wait for it as often."""
 REFUSED_BYTES = 1024
 """What it costs to remember that a grammar was refused."""
 
@@ -35,8 +32,13 @@ class Compilation:
         self.future: Future[Compiled] = Future()
         self.bytes = 0
 
+    @property
+    def late(self) -> bool:
+        """Its thread is at it for longer than it may be."""
+        return self.started is not None and time.monotonic() - self.started > self.seconds
+
     def get(self) -> Compiled | None:
-        """The compiled grammar; None: not yet.
+        """Return the compiled grammar; None: not yet.
 
         Raises:
             UserError: it is refused, or has taken too long. Its thread is let go on: backends have limits
@@ -44,14 +46,14 @@ class Compilation:
         """
         if self.future.done():
             return self.future.result()
-        if self.started is not None and time.monotonic() - self.started > self.seconds:
+        if self.late:
             raise UserError(
                 f"grammar ({self.grammar}) takes longer to compile than grammar_seconds, {self.seconds:g}"
             )
         return None
 
     def wait(self) -> Compiled:
-        """The compiled grammar, as soon as it is there. Raises `UserError` as `get` does."""
+        """Return the compiled grammar as soon as it is there. Raises `UserError` as `get` does."""
         while (found := self.get()) is None:
             try:
                 self.future.exception(timeout=0.05)
@@ -73,28 +75,27 @@ class GrammarPool:
     def __init__(
         self, make_backend: Callable[[], Backend], *, cache_bytes: int, seconds: float, threads: int = 2
     ) -> None:
-        self._make, self.cache_bytes, self.seconds = make_backend, cache_bytes, seconds
+        self.make_backend, self.cache_bytes, self.seconds = make_backend, cache_bytes, seconds
         self._backend: Backend | None = None
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="grammar", initializer=step_back)
-        self._lock, self._making, self._beginning = threading.Lock(), threading.Lock(), threading.Lock()
-        self._begun = 0.0  # when the last one was
+        self._lock, self._making = threading.Lock(), threading.Lock()
         self._known: OrderedDict[Grammar, Compilation] = OrderedDict()
         self.bytes = 0  # of all that are kept
         self.compiled = 0  # how often there was something to do
 
     @property
     def backend(self) -> Backend:
-        """Who compiles and fills masks; made when it is first needed."""
+        """The backend, made when it is first needed."""
         with self._making:
             if self._backend is None:
-                self._backend = self._make()
+                self._backend = self.make_backend()
             return self._backend
 
     def ask(self, grammar: Grammar) -> Compilation:
-        """A grammar's compilation, which begins now if nobody has asked before. Any thread may call this."""
+        """Return a grammar's compilation, begun now if nobody has asked before. Any thread may call this."""
         with self._lock:
             found = self._known.get(grammar)
-            if found is not None and not found.future.done() and _late(found):
+            if found is not None and not found.future.done() and found.late:
                 found = None  # its thread may hang for a while yet; whoever asks again has another try
             if found is None:
                 found = self._known[grammar] = Compilation(grammar, self.seconds)
@@ -106,10 +107,7 @@ class GrammarPool:
     def _compile(self, entry: Compilation) -> None:
         try:
             backend = self.backend
-            with self._beginning:
-                if (early := self._begun + SPACING - time.monotonic()) > 0:
-                    time.sleep(early)
-                entry.started = self._begun = time.monotonic()
+            entry.started = time.monotonic()
             made = backend.compile(entry.grammar)
             entry.bytes = made.bytes + 2 * len(entry.grammar.source)
             entry.future.set_result(made)
@@ -129,18 +127,8 @@ class GrammarPool:
                     break
                 self.bytes -= self._known.pop(oldest).bytes
 
-    @property
-    def kept(self) -> list[Grammar]:
-        """The grammars that are remembered, the one to be forgotten next first."""
-        with self._lock:
-            return list(self._known)
-
 
 def step_back() -> None:
     """Let this thread have only what processor time others leave: nobody's step waits for a grammar."""
     with suppress(AttributeError, OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
-
-
-def _late(entry: Compilation) -> bool:
-    return entry.started is not None and time.monotonic() - entry.started > entry.seconds

@@ -1,19 +1,11 @@
-"""What a grammar sees of a tokenizer: the bytes of every token, and which tokens end a text."""
+"""The bytes of every token, and which tokens end a text."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import tokenizers
-from tokenizers.decoders import ByteLevel
 
 from common.text.tokenizer import Tokenizer
-
-_KEEPING = {"ByteLevel", "Split", "Digits", "Punctuation", "UnicodeScripts"}
-"""Pre-tokenizers that only cut a text, unless they are told to remove what they cut at."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,17 +15,10 @@ class Vocabulary:
     tokens: `[V]`, the bytes that each adds in the middle of a text; none for those that a grammar never
         allows: special tokens, and the padding of an embedding.
     eos: the tokens that may be chosen where the output may end.
-    encode: tokens whose bytes are a text's.
-    source: a tokenizer of byte-level tokens as a `tokenizer.json`, without what would change a text, for
-        libraries that read one. None: there is only `encode`.
-    changed: names in a text that `source` reads as tokens with other bytes, or with none: special tokens.
     """
 
     tokens: tuple[bytes, ...]
     eos: tuple[int, ...]
-    encode: Callable[[str], Sequence[int]]
-    source: str | None = None
-    changed: tuple[str, ...] = ()
 
     @property
     def words(self) -> int:
@@ -42,73 +27,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, size: int, eos: Sequence[int]) -> Vocabulary:
-        """The vocabulary of a model with `size` logits."""
+        """Read the vocabulary of a model with `size` logits."""
         hidden, bytes_of = {*tokenizer.special_ids, *eos}, tokenizer.token_bytes
         tokens = tuple(b"" if token in hidden else bytes_of[token] for token in range(size))
-        ends = tuple(token for token in eos if 0 <= token < size)
-        added = tokenizer.backend.get_added_tokens_decoder()
-        changed = (one.content for token, one in added.items() if token in hidden or one.lstrip or one.rstrip)
-        encode, source = Encoder(tokenizer.backend, tokens), _source(tokenizer.backend)
-        return cls(tokens, ends, encode, source, () if source is None else tuple(changed))
-
-
-class Encoder:
-    """Makes tokens of a text in the middle of another, whose bytes are exactly that text.
-
-    A tokenizer may set a space before a text, compose or lower its letters, and take names for special
-    tokens. Its own tokens are the ones that a model has seen, so they are taken where they keep the bytes: of
-    the text alone, or behind a line break. Elsewhere the longest token that fits comes next.
-    """
-
-    def __init__(self, backend: tokenizers.Tokenizer, tokens: Sequence[bytes]) -> None:
-        self._backend, self._tokens = backend, tokens
-        self._ids = {data: token for token, data in enumerate(tokens) if data}
-        self._longest = max(map(len, self._ids), default=0)
-
-    def __call__(self, text: str) -> list[int]:
-        """Tokens of as much of the text as there are tokens for."""
-        data = text.encode()
-        for before in ("", "\n"):
-            ids = self._backend.encode(before + text, add_special_tokens=False).ids
-            found = self._end(ids, data)
-            if found is not None:
-                return found
-        return list(self._longest_first(data))
-
-    def _end(self, ids: list[int], data: bytes) -> list[int] | None:
-        """The last of these tokens whose bytes are `data`, if there are such."""
-        start, left = len(ids), data
-        while left and start:
-            start -= 1
-            token = ids[start]
-            added = self._tokens[token] if token < len(self._tokens) else b""
-            if not added or not left.endswith(added):
-                return None
-            left = left[: -len(added)]
-        return None if left else ids[start:]
-
-    def _longest_first(self, data: bytes) -> Iterator[int]:
-        while data:
-            sizes = range(min(self._longest, len(data)), 0, -1)
-            size = next((size for size in sizes if data[:size] in self._ids), None)
-            if size is None:
-                return
-            yield self._ids[data[:size]]
-            data = data[size:]
-
-
-def _source(backend: tokenizers.Tokenizer) -> str | None:
-    """See `Vocabulary.source`: None of a tokenizer that changes a text in a way that is not known here."""
-    if not isinstance(backend.decoder, ByteLevel):
-        return None
-    cutter = {} if backend.pre_tokenizer is None else json.loads(backend.pre_tokenizer.__getstate__())
-    steps = [step for step in cutter.get("pretokenizers", [cutter]) if step]
-    if any(step["type"] not in _KEEPING or step.get("behavior") == "Removed" for step in steps):
-        return None
-    source = backend.to_str()
-    if backend.normalizer is None and not any(step.get("add_prefix_space") for step in steps):
-        return source
-    whole: dict[str, Any] = json.loads(source)
-    steps = [step | {"add_prefix_space": False} if "add_prefix_space" in step else step for step in steps]
-    whole |= {"normalizer": None, "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}}
-    return json.dumps(whole, ensure_ascii=False)
+        return cls(tokens, tuple(token for token in eos if 0 <= token < size))

@@ -24,7 +24,7 @@ from parallel.line import Line
 from parallel.loading import config_of, load_part
 from parallel.messages import Build, Rehearsed
 from parallel.ranks import Ranks, graphs_of
-from parallel.sampler import RanksPrompts, over
+from parallel.sampler import RanksChooser, RanksPrompts
 from parallel.shard import Shard
 from parallel.told import FirstMasks, OtherMasks, Teller, Told
 from speculative import Speculate
@@ -154,7 +154,12 @@ class Split(Feature):
 
             install(parts.own_model(), ranks)
         kernels = getattr(parts.features.get("kernels"), "sampling", "") == "triton"
-        parts.wrap(self, sampler=partial(over, ranks, kernels=kernels))
+        if kernels:
+            from parallel.winners import KernelRanksChooser  # Triton comes with it
+
+            parts.wrap(self, chooser=lambda inner: KernelRanksChooser(ranks, inner, model.config.vocab_size))
+        else:
+            parts.wrap(self, chooser=lambda inner: RanksChooser(ranks, inner, model.config.vocab_size))
         if "graphs" in parts.features:  # where a step is masked, rank 0 tells the others what it has chosen
             parts.plans.pop("masked", None)
             # Graphs of full steps have not been tried in ranks: NCCL's sums would be in them.

@@ -7,16 +7,13 @@ penalties, edits, masks, log-probabilities) has the logits gathered first, and t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
 from common.request import Request
 from common.sampling import ops
 from common.sampling.rows import KEY, TRUNCATION, Feature
-from common.sampling.sampler import Allowed, Plan, Sampled, Sampler
+from common.sampling.sampler import Allowed, Chooser, Masks, Plan, Sampler
 from continuous.prompt_logprobs import PromptPart, PromptReader
 from parallel.ranks import Ranks
 from parallel.shard import Shard
@@ -41,49 +38,52 @@ class RanksPrompts(PromptReader):
         return super()._part(request, first, gathered(self.ranks, logits, self.vocab_size))
 
 
-class RanksSampler(Sampler):
-    """Put before another sampler's class; takes logits of this rank's tokens, `[B, V / ranks]`.
+class RanksChooser(Chooser):
+    """Takes logits of this rank's tokens, `[B, V / ranks]`.
+
+    Args:
+        ranks: all of them.
+        inner: chooses from whole rows, where a step needs them.
+        vocab_size: of the whole model.
 
     gathered: batches whose logits were gathered.
     """
 
-    ranks: ClassVar[Ranks]
-
-    def __init__(self, rows: int, vocab_size: int, device: torch.device | str, **options: int) -> None:
-        super().__init__(rows, vocab_size, device, **options)
-        shard = Shard(self.ranks.rank, self.ranks.size)
-        self.first_token, self.own_tokens, self.room = shard.vocabulary(vocab_size)
+    def __init__(self, ranks: Ranks, inner: Chooser, vocab_size: int) -> None:
+        self.ranks, self.inner = ranks, inner
+        self.first_token, self.own_tokens, self.room = Shard(ranks.rank, ranks.size).vocabulary(vocab_size)
         self.gathered = 0
-        self._told = False
 
-    @torch.inference_mode()
-    def sample(
-        self,
-        logits: Tensor,
-        rows: Tensor,
-        rows_host: Sequence[int],
-        steps: Tensor,
-        plan: Plan | None = None,
-        allowed: Tensor | Allowed | None = None,
-        drafts: Tensor | None = None,
-    ) -> Sampled:
-        """See `Sampler.sample`. Masks are rank 0's alone, and with masks so is the choice."""
-        if plan is None:
-            plan = self.plan(rows_host)
-        if allowed is None and plan.wanted is None and not plan.features & WHOLE_ROW:
-            return Sampled(self.winners(logits, rows, steps, plan))
+    def whole(self, sampler: Sampler, logits: Tensor, plan: Plan, masked: bool) -> Tensor:
+        """Gather the logits where something looks at whole rows."""
+        if not masked and plan.wanted is None and not plan.features & WHOLE_ROW:
+            return logits
         self.gathered += 1
-        whole = gathered(self.ranks, logits, self.vocab_size)
-        self._told = allowed is not None
-        return super().sample(whole, rows, rows_host, steps, plan, allowed, drafts)
+        return gathered(self.ranks, logits, sampler.vocab_size)
 
-    def choose(self, logits: Tensor, rows: Tensor, steps: Tensor, plan: Plan) -> Tensor:
-        """See `Sampler.choose`."""
-        tokens = super().choose(logits, rows, steps, plan)
-        return self.ranks.first(tokens) if self._told else tokens
+    def reads(self, plan: Plan) -> bool:
+        """See `Chooser.reads`."""
+        return self.inner.reads(plan)
 
-    def winners(self, logits: Tensor, rows: Tensor, steps: Tensor, plan: Plan) -> Tensor:
-        """`choose` from the logits of all ranks, of which each gives its best."""
+    def forbid(self, sampler: Sampler, logits: Tensor, allowed: Allowed) -> None:
+        """See `Chooser.forbid`."""
+        self.inner.forbid(sampler, logits, allowed)
+
+    def choose(
+        self, sampler: Sampler, logits: Tensor, rows: Tensor, steps: Tensor, plan: Plan, allowed: Masks
+    ) -> Tensor:
+        """See `Chooser.choose`. Masks are rank 0's alone, and with masks so is the choice."""
+        if logits.shape[1] == self.room:
+            return self.winners(sampler, logits, rows, steps, plan)
+        tokens = self.inner.choose(sampler, logits, rows, steps, plan, allowed)
+        return tokens if allowed is None else self.ranks.first(tokens)
+
+    def report(self, logits: Tensor, tokens: Tensor) -> Tensor | None:
+        """See `Chooser.report`; nothing is known of a part."""
+        return None if logits.shape[1] == self.room else self.inner.report(logits, tokens)
+
+    def winners(self, sampler: Sampler, logits: Tensor, rows: Tensor, steps: Tensor, plan: Plan) -> Tensor:
+        """Choose from the logits of all ranks, of which each gives its best."""
         own = logits[:, : self.own_tokens].float()
         if not own.shape[1]:  # more ranks than this vocabulary fills
             own = logits[:, :1].float().fill_(float("-inf"))
@@ -92,31 +92,23 @@ class RanksSampler(Sampler):
             largest = self.ranks.gather(values).amax(0)  # [B]
             for places, features in plan.draws:
                 if Feature.RANDOM in features:
-                    best = self._race(own[places], rows[places], steps[places], largest[places])
+                    best = self._race(sampler, own[places], rows[places], steps[places], largest[places])
                     values[places], at[places] = best
         return self._best(values, at + self.first_token)
 
-    def _race(self, logits: Tensor, rows: Tensor, steps: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
-        """`Sampler.draw` among this rank's tokens; `largest [B]` are the largest logits of all ranks."""
-        weights = self.weights(logits, largest[:, None], rows)
-        ids = self.ids[self.first_token : self.first_token + logits.shape[1]]
-        noise = ops.negative_exponentials(self.ints[rows, KEY], steps, ids)
+    def _race(
+        self, sampler: Sampler, logits: Tensor, rows: Tensor, steps: Tensor, largest: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Draw among this rank's tokens; `largest [B]` are the largest logits of all ranks."""
+        weights = sampler.weights(logits, largest[:, None], rows)
+        ids = sampler.ids[self.first_token : self.first_token + logits.shape[1]]
+        noise = ops.negative_exponentials(sampler.ints[rows, KEY], steps, ids)
         best = noise.div_(weights).max(1)
         return best.values, best.indices
 
     def _best(self, values: Tensor, tokens: Tensor) -> Tensor:
-        """The token of the largest value of all ranks; of equals that of the first rank. `[B]` int64."""
+        """Return the token of the largest value of all ranks, `[B]` int64; of equals the first rank's."""
         pairs = torch.stack([values.view(torch.int32), tokens.int()], dim=1)  # [B, 2]
         found = self.ranks.gather(pairs)  # [ranks, B, 2]
         winner = found[..., 0].contiguous().view(torch.float32).max(0).indices  # [B]
         return found[..., 1].gather(0, winner[None])[0].long()
-
-
-def over(ranks: Ranks, sampler: type[Sampler], *, kernels: bool) -> type[Sampler]:
-    """A sampler's class over ranks; its choice is by kernels where the sampler's is."""
-    kind = RanksSampler
-    if kernels:
-        from parallel.winners import KernelRanksSampler  # Triton comes with it
-
-        kind = KernelRanksSampler
-    return type(f"Ranks{sampler.__name__}", (kind, sampler), {"ranks": ranks})

@@ -1,4 +1,4 @@
-"""`RanksSampler` by phase 06's kernels: the ranks' chunks of a row are as the chunks of one GPU's."""
+"""`RanksChooser` by phase 06's kernels: the ranks' chunks of a row are as the chunks of one GPU's."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import torch
 from torch import Tensor
 
 from common.sampling.rows import Feature
-from common.sampling.sampler import Plan
-from parallel.sampler import RanksSampler
+from common.sampling.sampler import Plan, Sampler
+from parallel.sampler import RanksChooser
 from triton_paged_attention.kernels.sampling import Winners, best_of_chunks, drawn, race_of_chunks, winner
 
 
-class KernelRanksSampler(RanksSampler):
+class KernelRanksChooser(RanksChooser):
     """Reads the logits once, in the model's own dtype, and exchanges a few numbers a chunk."""
 
-    def winners(self, logits: Tensor, rows: Tensor, steps: Tensor, plan: Plan) -> Tensor:
-        """See `RanksSampler.winners`."""
+    def winners(self, sampler: Sampler, logits: Tensor, rows: Tensor, steps: Tensor, plan: Plan) -> Tensor:
+        """See `RanksChooser.winners`."""
         if self.own_tokens < self.room:  # as many chunks on every rank
             logits = logits.clone()
             logits[:, self.own_tokens :] = float("-inf")
         if Feature.RANDOM not in plan.features:
             return winner(self._all(best_of_chunks(logits)))
-        found = race_of_chunks(logits, rows, steps, self.floats, self.ints, self.first_token)
-        return drawn(self._all(found), rows, self.floats)
+        found = race_of_chunks(logits, rows, steps, sampler.floats, sampler.ints, self.first_token)
+        return drawn(self._all(found), rows, sampler.floats)
 
     def _all(self, own: Winners) -> Winners:
         """All ranks' chunks, in the order of their tokens."""

@@ -15,7 +15,7 @@ from typing import Any
 from common.errors import UserError
 from common.sampling.grammar import Grammar
 from common.text.tokenizer import Tokenizer
-from structured.exact import OPTIONS, exact
+from phases.appendix.guidance.exact import OPTIONS, exact
 
 Schema = dict[str, Any]
 _OPTIONS = OPTIONS | {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,12}"}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from structured.exact import NUMBERS, exact
+from phases.appendix.guidance.exact import NUMBERS, exact
 
 ENFORCED = frozenset(
     {

@@ -38,12 +38,12 @@ class AutomataBackend(Backend):
         try:
             with within(SECONDS):
                 return AutomataGrammar(Machine(rules_for(grammar), "start"), self)
-        except UserError as error:
+        except (UserError, RecursionError, ValueError) as error:
             raise UserError(f"grammar ({grammar}) is refused: {error}") from None
 
 
 def rules_for(grammar: Grammar) -> dict[str, Node]:
-    """A grammar as rules, of which `start` is the output. Raises `UserError` for what is not known."""
+    """Read a grammar as rules, of which `start` is the output. Raises `UserError` for what is not known."""
     if grammar.kind == "regex":
         return {"start": parse(grammar.source)}
     if grammar.kind == "choice":
@@ -60,11 +60,11 @@ class AutomataGrammar(Compiled):
         self.machine, self.backend = machine, backend
         self.masks = MaskMaker(machine, backend.trie)
         self.lock = threading.Lock()
-        width = 4 * backend.vocabulary.words
-        self.bytes = machine.table.nbytes + min(MOST_MASK_BYTES, len(machine.table) * width)
+        masks = 4 * backend.vocabulary.words * len(machine.table)
+        self.bytes = machine.table.nbytes + min(MOST_MASK_BYTES, masks)
 
     def matcher(self) -> Matcher:
-        """At the start."""
+        """Return the matcher of a new output, at the start."""
         return AutomataMatcher(self)
 
 
@@ -74,7 +74,6 @@ class AutomataMatcher(Matcher):
     def __init__(self, grammar: AutomataGrammar) -> None:
         self.grammar, self.machine = grammar, grammar.machine
         self.places: list[Place] = [grammar.machine.start]
-        self._problem = ""
 
     def fill(self, words: Words) -> None:
         """See `Matcher`; so are the others."""
@@ -86,7 +85,7 @@ class AutomataMatcher(Matcher):
                 words[token >> 5] |= np.uint32(1 << (token & 31)).view(np.int32)
 
     def advance(self, tokens: Sequence[int]) -> int:
-        """A byte at a time."""
+        """Take tokens a byte at a time."""
         texts = self.grammar.backend.vocabulary.tokens
         for count, token in enumerate(tokens):
             place = self.places[-1]
@@ -94,24 +93,23 @@ class AutomataMatcher(Matcher):
                 place = self.machine.step(place, byte)
             if not place or not texts[token]:
                 return count
-            if len(place) > MOST_STACKS:
-                self._problem = f"more than {MOST_STACKS} ways to read the output"
-            if max(map(len, place)) > MOST_HEIGHT:
-                self._problem = f"the output nests deeper than {MOST_HEIGHT} levels"
             self.places.append(place)
         return len(tokens)
 
     def rollback(self, count: int) -> None:
-        """Places are kept."""
+        """Return to a place that is kept."""
         if count:
             del self.places[-count:]
 
     @property
     def accepting(self) -> bool:
-        """Whether some stack stands at the end."""
+        """Some stack stands at the end."""
         return self.machine.may_end(self.places[-1])
 
     @property
     def problem(self) -> str:
-        """Limits of one output."""
-        return self._problem
+        """The limits of one output."""
+        place = self.places[-1]
+        if len(place) > MOST_STACKS:
+            return f"more than {MOST_STACKS} ways to read the output"
+        return f"it nests deeper than {MOST_HEIGHT} levels" if max(map(len, place)) > MOST_HEIGHT else ""

@@ -1,4 +1,4 @@
-"""How long the making of an automaton may take: a pattern of ten characters can ask for years."""
+"""A limit on the time that making an automaton takes: a pattern of ten characters can ask for years."""
 
 from __future__ import annotations
 

@@ -2,72 +2,68 @@
 
 Objects, arrays and references are rules that call each other; strings, numbers and literals stand where they
 are used. The order of keys is that of `properties`, others come behind; a space may follow a comma or colon.
-What is not known is refused by its place in the schema, a JSON pointer, for to leave it out would let
-wrong output pass. To the standard `format` is an annotation, but whoever writes one wants it: those that the
-standard names are refused, and others mean nothing, like all annotations.
+A keyword that is not known is refused by its place in the schema, a JSON pointer (RFC 6901), for to leave it
+out would let wrong output pass.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from fractions import Fraction
+from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 from common.errors import UserError
-from structured import pointers
-from structured.automata.dfa import compile, product
 from structured.automata.nodes import (
     EMPTY,
     LAST,
     Alt,
-    Automaton,
     Call,
     Cat,
     Chars,
     Members,
     Node,
     Repeat,
+    complement,
     literal,
     optional,
     quoted,
 )
-from structured.automata.numbers import ANY_INTEGER, ANY_NUMBER, between, exactly
-from structured.automata.regex import parse_search
+from structured.automata.regex import parse, parse_search
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-ANNOTATIONS = {
-    "$schema", "$comment", "$defs", "definitions", "title", "description", "default", "examples",
-    "deprecated", "readOnly", "writeOnly", "format", "contentEncoding", "contentMediaType", "contentSchema",
-}  # fmt: skip
-OF_TYPE: dict[str, set[str]] = {
+OF_TYPE = {
     "string": {"minLength", "maxLength", "pattern"},
-    "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
-    "array": {"items", "prefixItems", "minItems", "maxItems"},
+    "array": {"items", "minItems", "maxItems"},
     "object": {"properties", "required", "additionalProperties"},
 }
-KNOWN = set().union(*OF_TYPE.values()) | {"type", "enum", "const", "$ref", "anyOf"}
-FORMATS = {
-    "date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6",
-    "uri", "uri-reference", "iri", "iri-reference", "uri-template", "uuid", "json-pointer",
-    "relative-json-pointer", "regex",
+ALONE = ("$ref", "anyOf", "enum", "const")
+"""Keywords that stand with a type at most."""
+ANNOTATIONS = {
+    "$schema", "$comment", "$defs", "definitions", "title", "description", "default", "examples",
+    "deprecated", "readOnly", "writeOnly",
 }  # fmt: skip
-HARMLESS = {"uniqueItems": False, "unevaluatedProperties": True, "unevaluatedItems": True}
-"""Keywords with the values that ask for nothing."""
+KNOWN = set().union(*OF_TYPE.values()) | ANNOTATIONS | {"type", *ALONE}
 
-MOST_LENGTH = 500
-MOST_ITEMS = 1000
-MOST_RULES = 2000
+MOST_COUNT = 500
+"""Of characters and items: each takes states of its own."""
 
-SPACE = optional(Chars(((32, 32),)))
-COMMA, COLON = Cat((literal(","), SPACE)), Cat((literal(":"), SPACE))
+SPACE = optional(literal(" "))
+COMMA, COLON, QUOTE = Cat((literal(","), SPACE)), Cat((literal(":"), SPACE)), literal('"')
 ANY_CHAR = Chars(((0, LAST),), quoted=True)
-QUOTE = literal('"')
 ANY_STRING = Cat((QUOTE, Repeat(ANY_CHAR), QUOTE))
+SIMPLE = {
+    "null": literal("null"),
+    "boolean": Alt((literal("true"), literal("false"))),
+    "integer": parse(r"-?(0|[1-9]\d*)(\.0+)?"),  # with zeros behind the point it is one still
+    "number": parse(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?"),
+}
+TYPES_OF: dict[type, set[str]] = {str: {"string"}, list: {"array"}, dict: {"object"}, bool: {"boolean"}}
+TYPES_OF |= {type(None): {"null"}, int: {"integer", "number"}, float: {"number"}}
 
 
 def rules_of(schema: Any) -> dict[str, Node]:
-    """The rules of a schema; `start` is the output. Raises `UserError`, which begins with a JSON pointer."""
+    """Return the rules of a schema; `start` is the output. Raises `UserError` with a JSON pointer."""
     return _Reader(schema).rules
 
 
@@ -76,20 +72,14 @@ class _Reader:
 
     def __init__(self, root: Any) -> None:
         self.root = root
-        self.rules: dict[str, Node] = {}
+        self.rules: dict[str, Node] = {"start": Alt(())}
         self.names: dict[str, str] = {}
-        self.rules["start"] = Alt(())
         self.rules["start"] = self.value(root, "#")
 
-    def refuse(self, pointer: str, what: str) -> UserError:
-        return UserError(f"{pointer}: {what}")
-
     def rule(self, kind: str, schema: Any, pointer: str) -> Node:
-        """A call of the rule for a subschema, which is made if there is none yet."""
-        key = f"{kind} {json.dumps(schema, sort_keys=False)}"
+        """Call the rule for a subschema, which is made if there is none yet."""
+        key = f"{kind} {json.dumps(schema)}"
         if key not in self.names:
-            if len(self.names) >= MOST_RULES:
-                raise self.refuse(pointer, f"the schema has more than {MOST_RULES} parts")
             name = self.names[key] = f"{kind} {pointer}"
             self.rules[name] = Alt(())  # a reference to it, while it is being made, finds it
             make = {"object": self.object, "array": self.array, "$ref": self.target, "any": self.any}[kind]
@@ -97,223 +87,155 @@ class _Reader:
         return Call(self.names[key])
 
     def any(self, schema: Any, pointer: str) -> Node:
-        """Any value at all: one rule for all who do not care."""
-        return self.value(schema, pointer, inside=True)
+        """Read any value at all: one rule for all places that do not ask."""
+        return Alt(tuple(self.typed(kind, {}, "any") for kind in TYPES if kind != "integer"))
 
-    def value(self, schema: Any, pointer: str, *, inside: bool = False) -> Node:
-        """Any value that a schema allows."""
+    def value(self, schema: Any, pointer: str) -> Node:
+        """Read any value that a schema allows."""
         if isinstance(schema, bool):
             schema = {} if schema else {"enum": []}
         if not isinstance(schema, Mapping):
-            raise self.refuse(pointer, f"{schema!r} is no schema")
+            raise UserError(f"{pointer}: {schema!r} is no schema")
         for key in schema:
-            if key not in KNOWN and key not in ANNOTATIONS and not self.harmless(key, schema):
-                raise self.refuse(f"{pointer}/{pointers.escape(key)}", f"{key} is not known here")
-        asks = {key for key in set(schema) - ANNOTATIONS if not self.harmless(key, schema)}
-        if schema.get("format") in FORMATS:
-            asks.add("format")
-        if not asks and not inside:
+            if key not in KNOWN:
+                raise UserError(f"{pointer}/{escape(key)}: {key} is not known here")
+        asks = schema.keys() - ANNOTATIONS
+        if not asks:
             return self.rule("any", {}, "any")
-        for key in ("$ref", "anyOf", "enum", "const"):
-            if key in asks:
-                others = asks - {key, *(("type",) if key in ("enum", "const") else ())}
-                if others:
-                    raise self.refuse(
-                        f"{pointer}/{pointers.escape(key)}", f"{key} beside {min(others)} is not known here"
-                    )
+        for key in asks & set(ALONE):
+            others = asks - {key, *(("type",) if key in ("enum", "const") else ())}
+            if others:
+                raise UserError(f"{pointer}/{key}: {key} beside {min(others)} is not known here")
         if "$ref" in asks:
             return self.rule("$ref", schema["$ref"], f"{pointer}/$ref")
         if "anyOf" in asks:
             parts = self.listed(schema, "anyOf", pointer)
             return Alt(tuple(self.value(part, f"{pointer}/anyOf/{n}") for n, part in enumerate(parts)))
-        types = self.types(schema, pointer)
+        given = schema.get("type", list(TYPES))
+        types = {given} if isinstance(given, str) else set(given) if isinstance(given, list) else {"?"}
+        for wrong in types - set(TYPES):
+            raise UserError(f"{pointer}/type: {wrong!r} is no type")
         if "enum" in asks or "const" in asks:
             values = self.listed(schema, "enum", pointer) if "enum" in asks else [schema["const"]]
-            return Alt(tuple(constant(value) for value in values if _type_of(value) & types))
+            whole = [int(v) if type(v) is float and v.is_integer() else v for v in values]
+            return Alt(tuple(constant(value) for value in whole if TYPES_OF[type(value)] & types))
+        types -= {"integer"} if "number" in types else set()
         return Alt(tuple(self.typed(kind, schema, pointer) for kind in TYPES if kind in types))
 
-    @staticmethod
-    def harmless(key: str, schema: Mapping[str, Any]) -> bool:
-        """Keywords that say nothing the way they stand here."""
-        return (
-            (key in HARMLESS and schema[key] is HARMLESS[key])
-            or (key in ("then", "else") and "if" not in schema)
-            or (key in ("minContains", "maxContains") and "contains" not in schema)
-        )
-
     def listed(self, schema: Mapping[str, Any], key: str, pointer: str) -> list[Any]:
-        if not isinstance(schema[key], list):
-            raise self.refuse(f"{pointer}/{key}", "must be a list")
-        return list(schema[key])
-
-    def types(self, schema: Mapping[str, Any], pointer: str) -> set[str]:
-        """The types that are allowed; a number includes integers."""
-        given = schema.get("type", list(TYPES))
-        names = {given} if isinstance(given, str) else set(given) if isinstance(given, list) else {"?"}
-        for name in names - set(TYPES):
-            raise self.refuse(f"{pointer}/type", f"{name!r} is no type")
-        return names - {"integer"} if "number" in names else names
+        value = schema.get(key, [])
+        if not isinstance(value, list):
+            raise UserError(f"{pointer}/{key}: must be a list")
+        return value
 
     def typed(self, kind: str, schema: Mapping[str, Any], pointer: str) -> Node:
-        """The values of one type."""
-        if kind == "null":
-            return literal("null")
-        if kind == "boolean":
-            return Alt((literal("true"), literal("false")))
-        if kind in ("integer", "number"):
-            return self.number(kind == "integer", schema, pointer)
-        if kind == "string":
-            return self.string(schema, pointer)
-        return self.rule(kind, {key: schema[key] for key in schema if key in OF_TYPE[kind]}, pointer)
+        """Read the values of one type."""
+        if kind in SIMPLE:
+            return SIMPLE[kind]
+        own = {key: schema[key] for key in schema if key in OF_TYPE[kind]}
+        return self.string(own, pointer) if kind == "string" else self.rule(kind, own, pointer)
 
-    def count(self, schema: Mapping[str, Any], key: str, pointer: str, most: int) -> int | None:
-        """A number of things; None: no limit."""
-        value = schema.get(key)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value) or value < 0:
-            raise self.refuse(f"{pointer}/{key}", f"{value!r} is no count")
-        if value > most:
-            raise self.refuse(f"{pointer}/{key}", f"{value} is more than {most}")
-        return int(value)
+    def counts(self, schema: Mapping[str, Any], unit: str, pointer: str) -> tuple[int, int | None]:
+        """Read how many of a unit there must and may be at least and at most; None: no limit."""
+        found: list[int | None] = []
+        for key in (f"min{unit}", f"max{unit}"):
+            value = schema.get(key)
+            if value is not None and (type(value) not in (int, float) or value % 1 or value < 0):
+                raise UserError(f"{pointer}/{key}: {value!r} is no count")
+            if value is not None and value > MOST_COUNT:
+                raise UserError(f"{pointer}/{key}: {value} is more than {MOST_COUNT}")
+            found.append(None if value is None else int(value))
+        return found[0] or 0, found[1]
 
     def string(self, schema: Mapping[str, Any], pointer: str) -> Node:
-        if schema.get("format") in FORMATS:
-            raise self.refuse(f"{pointer}/format", f"{schema['format']} is not known here")
-        low = self.count(schema, "minLength", pointer, MOST_LENGTH) or 0
-        high = self.count(schema, "maxLength", pointer, MOST_LENGTH)
-        inside: Node = Repeat(ANY_CHAR, low, high)
-        if high is not None and high < low:
-            inside = Alt(())
-        if "pattern" in schema:
-            where = f"{pointer}/pattern"
-            if not isinstance(schema["pattern"], str):
-                raise self.refuse(where, "must be a string")
-            pattern = quoted(parse_search(schema["pattern"], where))
-            # Both are over the same spellings, so what they have in common is what satisfies both.
-            both = low > 0 or high is not None
-            inside = Automaton(_both(pattern, inside)) if both else pattern
-        return Cat((QUOTE, inside, QUOTE))
-
-    def number(self, whole: bool, schema: Mapping[str, Any], pointer: str) -> Node:
-        bounds: dict[str, Fraction | None] = {}
-        for key in sorted(OF_TYPE["number"]):
-            value = schema.get(key)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
-                raise self.refuse(f"{pointer}/{key}", f"{value!r} is no number")
-            bounds[key] = None if value is None else Fraction(repr(value))
-        if all(bound is None for bound in bounds.values()):
-            return ANY_INTEGER if whole else ANY_NUMBER
-        low, high = bounds["minimum"], bounds["maximum"]
-        above, below = bounds["exclusiveMinimum"], bounds["exclusiveMaximum"]
-        open_low = above is not None and (low is None or above >= low)
-        open_high = below is not None and (high is None or below <= high)
-        try:
-            return between(
-                above if open_low else low, below if open_high else high, open_low, open_high, whole
-            )
-        except UserError as error:
-            raise self.refuse(pointer, str(error)) from None
+        if "pattern" not in schema:
+            return Cat((QUOTE, _several(ANY_CHAR, *self.counts(schema, "Length", pointer)), QUOTE))
+        pattern, where = schema["pattern"], f"{pointer}/pattern"
+        if not isinstance(pattern, str) or len(schema) > 1:
+            raise UserError(f"{where}: must be a string, with no length beside it")
+        return Cat((QUOTE, quoted(parse_search(pattern, where)), QUOTE))
 
     def array(self, schema: Mapping[str, Any], pointer: str) -> Node:
-        low = self.count(schema, "minItems", pointer, MOST_ITEMS) or 0
-        high = self.count(schema, "maxItems", pointer, MOST_ITEMS)
-        first = self.listed(schema, "prefixItems", pointer) if "prefixItems" in schema else []
-        items = [self.value(part, f"{pointer}/prefixItems/{n}") for n, part in enumerate(first)]
-        other = self.value(schema.get("items", True), f"{pointer}/items")
-        if high is not None:
-            items = items[:high]
-        most = None if high is None else high - len(items)
-        inside = _several(other, max(low - len(items), 0), most, first=not items)
-        for place in range(len(items) - 1, -1, -1):  # an item is there only if all before it are
-            comma = (COMMA,) if place else ()
-            inside = Cat((*comma, items[place], inside))
-            if low <= place:
-                inside = optional(inside)
-        return Cat((literal("["), inside, literal("]")))
+        low, high = self.counts(schema, "Items", pointer)
+        item = self.value(schema.get("items", True), f"{pointer}/items")
+        more = _several(Cat((COMMA, item)), max(low - 1, 0), None if high is None else high - 1)
+        inside = Alt(()) if high == 0 else Cat((item, more))
+        return Cat((literal("["), inside if low else optional(inside), literal("]")))
 
     def object(self, schema: Mapping[str, Any], pointer: str) -> Node:
-        properties = schema.get("properties", {})
-        required = self.listed(schema, "required", pointer) if "required" in schema else []
+        properties, required = schema.get("properties", {}), self.listed(schema, "required", pointer)
         if not isinstance(properties, Mapping):
-            raise self.refuse(f"{pointer}/properties", "must be an object")
+            raise UserError(f"{pointer}/properties: must be an object")
         others = schema.get("additionalProperties", True)
         other = self.value(others, f"{pointer}/additionalProperties")
         members: list[tuple[Node, bool]] = []
         for key, part in properties.items():
-            value = self.value(part, f"{pointer}/properties/{pointers.escape(key)}")
-            members.append((member(constant(key), value), key in required))
-        for key in dict.fromkeys(required):
-            if key not in properties:
-                members.append((member(constant(key), other), True))
-        more = None
-        if others is not False:
-            named = {*properties, *required}
-            more = member(_string_but(named) if named else ANY_STRING, other)
+            value = self.value(part, f"{pointer}/properties/{escape(key)}")
+            members.append((_member(constant(key), value), key in required))
+        unnamed = [key for key in dict.fromkeys(required) if key not in properties]
+        members += [(_member(constant(key), other), True) for key in unnamed]
+        more = None if others is False else _member(_string_but([*properties, *unnamed]), other)
         return Cat((literal("{"), Members(tuple(members), COMMA, more), literal("}")))
 
     def target(self, reference: Any, pointer: str) -> Node:
-        """What a local reference points to."""
+        """Read what a local reference points to."""
         if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
-            raise self.refuse(pointer, f"{reference!r} is no reference within the schema")
+            raise UserError(f"{pointer}: {reference!r} is no reference within the schema")
         found: Any = self.root
-        for part in pointers.parts(reference):
+        for part in pointed(reference):
             if isinstance(found, Mapping) and part in found:
                 found = found[part]
             elif isinstance(found, list) and part.isdigit() and int(part) < len(found):
                 found = found[int(part)]
             else:
-                raise self.refuse(pointer, f"{reference!r} points to nothing")
+                raise UserError(f"{pointer}: {reference!r} points to nothing")
         return self.value(found, reference)
 
 
-def _several(item: Node, least: int, most: int | None, *, first: bool) -> Node:
-    """`least` to `most` items, each behind a comma, but for the first of all."""
-    if most is not None and most < least:
-        return Alt(())
-    if most == 0:
-        return EMPTY
-    if not first:
-        return Repeat(Cat((COMMA, item)), least, most)
-    rest = Repeat(Cat((COMMA, item)), max(least - 1, 0), None if most is None else most - 1)
-    return Cat((item, rest)) if least else optional(Cat((item, rest)))
+def escape(key: str) -> str:
+    """Spell a key as it stands in a JSON pointer."""
+    return key.replace("~", "~0").replace("/", "~1")
 
 
-def member(key: Node, value: Node) -> Node:
-    """A key, a colon and a value."""
-    return Cat((key, COLON, value))
+def pointed(reference: str) -> Iterator[str]:
+    """Read the keys of a pointer in a fragment: behind `#/`."""
+    for part in reference.split("/")[1:]:
+        yield unquote(part).replace("~1", "/").replace("~0", "~")
 
 
 def constant(value: Any) -> Node:
-    """One value, its keys in the order given; a whole number also with zeros behind the point."""
+    """Spell one value, its keys in the order given."""
     if isinstance(value, str):
         return Cat((QUOTE, literal(value, quoted=True), QUOTE))
     if isinstance(value, list):
         return Cat((literal("["), Members(tuple((constant(v), True) for v in value), COMMA), literal("]")))
     if isinstance(value, Mapping):
-        pairs = tuple((member(constant(key), constant(v)), True) for key, v in value.items())
+        pairs = tuple((_member(constant(key), constant(v)), True) for key, v in value.items())
         return Cat((literal("{"), Members(pairs, COMMA), literal("}")))
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return exactly(Fraction(repr(value)))
-    return literal(json.dumps(value))
+    return literal(json.dumps(value, allow_nan=False))
 
 
-def _type_of(value: Any) -> set[str]:
-    """The names of types that a value has."""
-    if value is None:
-        return {"null"}
-    if isinstance(value, bool):
-        return {"boolean"}
-    if isinstance(value, (int, float)):
-        return {"number", "integer"} if value == int(value) else {"number"}
-    return {"string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"}
+def _member(key: Node, value: Node) -> Node:
+    """Join a key, a colon and a value."""
+    return Cat((key, COLON, value))
 
 
-def _both(left: Node, right: Node) -> Any:
-    return product(compile(left), compile(right), lambda one, other: one and other)
+def _several(part: Node, low: int, high: int | None) -> Node:
+    """Repeat a part; nothing at all if that cannot be."""
+    return Alt(()) if high is not None and high < low else Repeat(part, low, high)
 
 
-def _string_but(names: set[str]) -> Node:
-    """Any string but these."""
-    named = compile(Alt(tuple(constant(name) for name in sorted(names))))
-    return Automaton(product(compile(ANY_STRING), named, lambda one, other: one and not other))
+def _string_but(names: list[str]) -> Node:
+    """Spell any string but these."""
+    return Cat((QUOTE, _text_but(set(names)), QUOTE))
+
+
+def _text_but(names: set[str]) -> Node:
+    """Spell any text but these: it may end where no name does, or go on in a way that no name goes."""
+    rest: dict[str, set[str]] = {}
+    for name in names - {""}:
+        rest.setdefault(name[0], set()).add(name[1:])
+    firsts = tuple((ord(char), ord(char)) for char in rest)
+    parts: list[Node] = [Cat((Chars(complement(firsts), quoted=True), Repeat(ANY_CHAR)))]
+    parts += [Cat((literal(char, quoted=True), _text_but(behind))) for char, behind in sorted(rest.items())]
+    return Alt((*parts, *(() if "" in names else (EMPTY,))))

@@ -6,17 +6,7 @@ from collections.abc import Iterator
 
 from common.errors import UserError
 from structured.automata.deadline import check
-from structured.automata.nodes import (
-    Alt,
-    Automaton,
-    Call,
-    Cat,
-    Chars,
-    Members,
-    Node,
-    Ranges,
-    Repeat,
-)
+from structured.automata.nodes import Alt, Cat, Chars, Members, Node, Ranges, Repeat
 
 MOST_STATES = 60_000
 CALLS = 256
@@ -40,7 +30,7 @@ class Nfa:
         self.join(node, 0, 1)
 
     def state(self) -> int:
-        """A new state. Raises `UserError` when there are too many."""
+        """Make a state. Raises `UserError` when there are too many."""
         if len(self.edges) % 1000 == 0:
             check()
         if len(self.edges) >= MOST_STATES:
@@ -74,21 +64,19 @@ class Nfa:
             self.repeat(node, begin, end)
         elif isinstance(node, Members):
             self.members(node, begin, end)
-        elif isinstance(node, Call):
+        else:
             symbol = CALLS + self.rules[node.rule]
             self.edges[begin].append((symbol, symbol, end))
-        else:
-            self.embed(node, begin, end)
 
     def follow(self, sequence: list[tuple[int, int]], begin: int, end: int) -> None:
-        """One byte of each range, in order."""
+        """Read one byte of each range, in order."""
         for low, high in sequence[:-1]:
             begin, before = self.state(), begin
             self.edges[before].append((low, high, begin))
         self.edges[begin].append((*sequence[-1], end))
 
     def repeat(self, node: Repeat, begin: int, end: int) -> None:
-        """As many copies as must be there, then those that may be, or a loop."""
+        """Make the copies that must be there, then those that may be, or a loop."""
         for _ in range(node.low):
             begin, before = self.state(), begin
             self.join(node.part, before, begin)
@@ -105,47 +93,25 @@ class Nfa:
             self.free[begin].append(end)
 
     def members(self, node: Members, begin: int, end: int) -> None:
-        """Two states before each member: nothing has been written yet, or something, so a comma comes."""
+        """Keep two states before each member: nothing is written yet, or something is, so a comma comes."""
         nothing, something = begin, self.state()
         for member, required in node.members:
             inside, after = self.state(), self.state()
             self.free[nothing].append(inside)
             self.join(node.comma, something, inside)
             self.join(member, inside, after)
-            skipped, either = self.state(), self.state()
-            self.free[after].append(either)
-            if not required:
-                self.free[nothing].append(skipped)
-                self.free[something].append(either)
-            nothing, something = skipped, either
+            if required:
+                nothing = self.state()  # where nothing leads
+            else:
+                self.free[something].append(after)
+            something = after
         if node.more is not None:
-            inside, after = self.state(), self.state()
+            inside = self.state()
             self.free[nothing].append(inside)
             self.join(node.comma, something, inside)
-            self.join(node.more, inside, after)
-            self.free[after].append(something)
+            self.join(node.more, inside, something)
         self.free[nothing].append(end)
         self.free[something].append(end)
-
-    def embed(self, node: Automaton, begin: int, end: int) -> None:
-        """An automaton that is made already, state for state."""
-        own = [self.state() for _ in range(len(node.dfa.table))]
-        self.free[begin].append(own[0])
-        for source, row in zip(own, node.dfa.table.tolist(), strict=True):
-            for low, high, target in _runs(row):
-                self.edges[source].append((low, high, own[target]))
-        for state in node.dfa.accepting.nonzero()[0].tolist():
-            self.free[own[state]].append(end)
-
-
-def _runs(row: list[int]) -> Iterator[Edge]:
-    """Neighbouring symbols with the same target, together."""
-    begin = 0
-    for symbol in range(1, len(row) + 1):
-        if symbol == len(row) or row[symbol] != row[begin]:
-            if row[begin] >= 0:
-                yield begin, symbol - 1, row[begin]
-            begin = symbol
 
 
 # Characters as bytes.
@@ -155,7 +121,7 @@ LENGTHS = ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF), (0x10000
 
 
 def utf8(ranges: Ranges) -> Iterator[list[tuple[int, int]]]:
-    """Sequences of byte ranges whose products are the UTF-8 forms of the code points, each once."""
+    """Yield sequences of byte ranges whose products are the UTF-8 forms of the code points, each once."""
     for low, high in ranges:
         for least, most in LENGTHS:
             if max(low, least) <= min(high, most):
@@ -163,7 +129,7 @@ def utf8(ranges: Ranges) -> Iterator[list[tuple[int, int]]]:
 
 
 def _split(low: bytes, high: bytes) -> Iterator[list[tuple[int, int]]]:
-    """All forms from `low` to `high`, which are equally long, as few products of ranges as it takes."""
+    """Yield all forms from `low` to `high`, which are equally long, as few products of ranges as it takes."""
     if len(low) == 1:
         yield [(low[0], high[0])]
         return
@@ -188,19 +154,12 @@ ESCAPES = {'"': b'\\"', "\\": b"\\\\", "\b": b"\\b", "\f": b"\\f", "\n": b"\\n",
 
 
 def quoted_bytes(ranges: Ranges) -> Iterator[list[tuple[int, int]]]:
-    """As `utf8`, of characters in a JSON string."""
+    """Yield the same of characters in a JSON string."""
     plain: list[tuple[int, int]] = []
     for low, high in ranges:
         for left, right in ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0x10FFFF)):
             if max(low, left) <= min(high, right):
                 plain.append((max(low, left), min(high, right)))
         for code in [*range(low, min(high, 0x1F) + 1), *(c for c in (0x22, 0x5C) if low <= c <= high)]:
-            escape = ESCAPES.get(chr(code))
-            if escape is not None:
-                yield [(byte, byte) for byte in escape]
-            if code < 0x20:
-                tens, ones = f"{code >> 4:x}", f"{code & 15:x}"
-                both = {ord(ones), ord(ones.upper())}
-                for digit in both:
-                    yield [*((byte, byte) for byte in b"\\u00" + tens.encode()), (digit, digit)]
+            yield [(byte, byte) for byte in ESCAPES.get(chr(code)) or b"\\u%04x" % code]
     yield from utf8(tuple(plain))

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from structured.automata.dfa import Dfa
 
 LAST = 0x10FFFF
 """The largest code point."""
 
 Ranges = tuple[tuple[int, int], ...]
-"""Code points or bytes: ascending ranges that do not touch, both ends included."""
+"""Code points or bytes, from one to another, both included."""
 
 
 @dataclass(frozen=True)
@@ -69,52 +65,32 @@ class Call:
     rule: str
 
 
-@dataclass(frozen=True, eq=False)
-class Automaton:
-    """A language that is an automaton already, such as what two others have in common."""
-
-    dfa: Dfa
-
-
-Node = Chars | Cat | Alt | Repeat | Members | Call | Automaton
+Node = Chars | Cat | Alt | Repeat | Members | Call
 EMPTY = Cat(())
 
 
 def literal(text: str, *, quoted: bool = False) -> Node:
-    """Exactly this text."""
+    """Make exactly this text."""
     return Cat(tuple(Chars(((ord(char), ord(char)),), quoted) for char in text))
 
 
 def optional(part: Node) -> Node:
-    """This or nothing."""
+    """Make this or nothing."""
     return Repeat(part, 0, 1)
 
 
-def union(ranges: list[tuple[int, int]]) -> Ranges:
-    """Ranges in order, those that touch joined."""
-    found: list[tuple[int, int]] = []
-    for low, high in sorted(ranges):
-        if found and low <= found[-1][1] + 1:
-            found[-1] = found[-1][0], max(found[-1][1], high)
-        else:
-            found.append((low, high))
-    return tuple(found)
-
-
-def complement(ranges: Ranges, last: int = LAST) -> Ranges:
-    """Every code point up to `last` that is not in the ranges."""
+def complement(ranges: Ranges) -> Ranges:
+    """Return every code point that is not in the ranges."""
     found, begin = [], 0
-    for low, high in ranges:
+    for low, high in (*sorted(ranges), (LAST + 1, LAST + 1)):
         if begin < low:
             found.append((begin, low - 1))
-        begin = high + 1
-    if begin <= last:
-        found.append((begin, last))
+        begin = max(begin, high + 1)
     return tuple(found)
 
 
 def quoted(node: Node) -> Node:
-    """The same language, each character as it is written inside a JSON string."""
+    """Return the same language, each character as it is written inside a JSON string."""
     if isinstance(node, Chars):
         return Chars(node.ranges, quoted=True)
     if isinstance(node, (Cat, Alt)):

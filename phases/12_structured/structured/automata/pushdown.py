@@ -6,7 +6,7 @@ without calls: its stack is one state high, and everything here is a look into a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -14,12 +14,17 @@ from common.errors import UserError
 from structured.automata.dfa import DEAD, Dfa, compile
 from structured.automata.nfa import CALLS
 from structured.automata.nodes import Node
-from structured.automata.trie import Trie
+from structured.automata.trie import Bools, Ints, Trie
 from structured.matcher import Words
 
 MOST_STATES = 20_000
 MOST_MASK_BYTES = 64 << 20
 """Masks that one grammar keeps; then it begins anew."""
+
+BOTTOM = -1
+"""Below the lowest state of a stack, for masks that depend on there being nothing else."""
+MOST_WAYS = 3000
+"""Stacks that one stack may become before the next byte is read."""
 
 Stack = tuple[int, ...]
 """States: the rule that is being read last, below it where each caller goes on."""
@@ -39,16 +44,13 @@ class Machine:
 
     def __init__(self, rules: Mapping[str, Node], start: str) -> None:
         numbers = {name: number for number, name in enumerate(rules)}
-        tables: list[np.ndarray[tuple[int, int], np.dtype[np.int32]]] = []
-        firsts: list[int] = []
+        tables, firsts, made = list[Ints](), list[int](), list[Dfa]()
         accepting: list[bool] = []
         count = 0
-        made: list[Dfa] = []
         for node in rules.values():
-            dfa = compile(node, numbers)
-            made.append(dfa)
+            made.append(compile(node, numbers))
             firsts.append(count)
-            count += len(dfa.table)
+            count += len(made[-1].table)
             if count > MOST_STATES:
                 raise UserError(f"a grammar takes more than {MOST_STATES} states: simplify it")
         self.calls: list[list[tuple[int, int]]] = []
@@ -62,7 +64,6 @@ class Machine:
         self.accepting = accepting
         begin = firsts[numbers[start]]
         self._prune(begin)
-        self._refuse_left_recursion(firsts, list(rules))
         reads = (self.table[:-1] >= 0).any(1)
         self.reads: list[bool] = np.asarray(reads).tolist()
         self.ends = [a and not r and not c for a, r, c in zip(accepting, self.reads, self.calls, strict=True)]
@@ -73,7 +74,8 @@ class Machine:
     def _prune(self, begin: int) -> None:
         """Remove what can never end: a state must lead to the end of its rule, by rules that can end."""
         leads: list[list[tuple[int, int]]] = [[] for _ in self.table]  # from where, if another is alive too
-        for source, target in _edges(self.table):
+        sources, symbols = (self.table >= 0).nonzero()
+        for source, target in {*zip(sources.tolist(), self.table[sources, symbols].tolist(), strict=True)}:
             leads[target].append((source, target))
         for state, calls in enumerate(self.calls):
             for rule, after in calls:
@@ -91,43 +93,11 @@ class Machine:
         self.table = np.where(alive[self.table], self.table, DEAD).astype(np.int32)
         self.calls = [[(r, a) for r, a in calls if alive[r] and alive[a]] for calls in self.calls]
 
-    def _refuse_left_recursion(self, firsts: list[int], names: list[str]) -> None:
-        """A rule that can call itself before it has read a byte would push for ever."""
-        empty = [self.accepting[first] for first in firsts]  # whether a rule can be the empty text
-        rule_at = {first: number for number, first in enumerate(firsts)}
-        while True:
-            before = {rule: self._called_at_once(first, empty, rule_at) for first, rule in rule_at.items()}
-            now = [e or before[rule][1] for rule, e in enumerate(empty)]
-            if now == empty:
-                break
-            empty = now
-        for rule in range(len(firsts)):
-            seen, stack = set[int](), [rule]
-            while stack:
-                for called in before[stack.pop()][0] - seen:
-                    if called == rule:
-                        raise UserError(f"rule {names[rule]} calls itself before it reads anything")
-                    seen.add(called)
-                    stack.append(called)
-
-    def _called_at_once(
-        self, first: int, empty: list[bool], rule_at: dict[int, int]
-    ) -> tuple[set[int], bool]:
-        """The rules called from a state before a byte is read, and whether its rule can end before that."""
-        called, seen, stack = set[int](), {first}, [first]
-        while stack:
-            for start, after in self.calls[stack.pop()]:
-                called.add(rule_at[start])
-                if empty[rule_at[start]] and after not in seen:
-                    seen.add(after)
-                    stack.append(after)
-        return called, any(self.accepting[state] for state in seen)
-
     # Reading.
 
     def settle(self, stack: Stack) -> set[Stack]:
-        """A stack, and those that it becomes by calls and returns; the ones from which a byte can be read,
-        and the one that stands at the end of everything."""
+        """Return a stack, and those that it becomes by calls and returns: the ones from which a byte can be
+        read, and the one that stands at the end of everything."""
         found, todo, seen = set[Stack](), [stack], {stack}
         while todo:
             stack = todo.pop()
@@ -135,19 +105,19 @@ class Machine:
             if self.reads[top] or (self.accepting[top] and not below):
                 found.add(stack)
             # A caller that has nothing left to do is not kept: so a chain of calls stays short.
-            more = [
-                (*below, *(() if self.ends[after] else (after,)), rule) for rule, after in self.calls[top]
-            ]
+            more = [(*below, *(() if self.ends[then] else (then,)), rule) for rule, then in self.calls[top]]
             if self.accepting[top] and below:
                 more.append(below)
             for new in more:
                 if new not in seen:
                     seen.add(new)
                     todo.append(new)
+            if len(seen) > MOST_WAYS:  # it would push for ever
+                raise UserError("a rule of the grammar calls itself before it reads anything")
         return found
 
     def step(self, place: Place, byte: int) -> Place:
-        """The place after one more byte; empty if it cannot come next."""
+        """Return the place after one more byte; empty if it cannot come next."""
         found = set[Stack]()
         for stack in place:
             state = int(self.table[stack[-1], byte])
@@ -156,15 +126,8 @@ class Machine:
         return frozenset(found)
 
     def may_end(self, place: Place) -> bool:
-        """Whether the text up to here is a whole output."""
+        """Tell whether the text up to here is a whole output."""
         return any(len(stack) == 1 and self.accepting[stack[0]] for stack in place)
-
-
-def _edges(table: np.ndarray[tuple[int, int], np.dtype[np.int32]]) -> Iterator[tuple[int, int]]:
-    """Which states lead to which by a byte, each pair once."""
-    sources, symbols = (table >= 0).nonzero()
-    pairs = np.unique(sources.astype(np.int64) * len(table) + table[sources, symbols])
-    yield from zip((pairs // len(table)).tolist(), (pairs % len(table)).tolist(), strict=True)
 
 
 class MaskMaker:
@@ -179,33 +142,30 @@ class MaskMaker:
     def __init__(self, machine: Machine, trie: Trie) -> None:
         self.machine, self.trie = machine, trie
         self.made = 0
-        self._masks: dict[tuple[Stack, bool], Words] = {}
+        self._masks: dict[Stack, Words] = {}
         self._depths: dict[int, set[int]] = {}  # top of a stack -> how deep known masks look
 
     def mask(self, place: Place) -> Words:
-        """Every token that can come next, the end aside. The caller must not change it."""
+        """Return every token that can come next, the end aside. The caller must not change it."""
         words = [self._of_stack(stack) for stack in place]
         return words[0] if len(words) == 1 else np.bitwise_or.reduce(words)
 
     def _of_stack(self, stack: Stack) -> Words:
+        whole = (BOTTOM, *stack)
         for depth in self._depths.get(stack[-1], ()):
-            if depth <= len(stack):
-                found = self._masks.get((stack[-depth:], False))
-                if found is None and depth == len(stack):
-                    found = self._masks.get((stack, True))
-                if found is not None:
-                    return found
+            if (found := self._masks.get(whole[-depth:])) is not None:
+                return found
         words, lowest = self._make(stack)
         if len(self._masks) * words.nbytes >= MOST_MASK_BYTES:
             self._masks.clear()
             self._depths.clear()
-        depth = len(stack) - lowest + 1
-        self._masks[stack[-depth:], lowest == 1] = words
+        depth = len(stack) - lowest + (2 if lowest == 1 else 1)
+        self._masks[whole[-depth:]] = words
         self._depths.setdefault(stack[-1], set()).add(depth)
         return words
 
     def _make(self, stack: Stack) -> tuple[Words, int]:
-        """A stack's mask, and the lowest height that a token can unwind it to."""
+        """Make a stack's mask; returns also the lowest height that a token can unwind it to."""
         self.made += 1
         machine, below = self.machine, stack[:-1]
         states = self.trie.walk(machine.table, stack[-1])
@@ -222,9 +182,7 @@ class MaskMaker:
             lowest = self._explore(node, others, reached, lowest)
         return self.trie.mask(reached), lowest
 
-    def _explore(
-        self, node: int, stacks: set[Stack], reached: np.ndarray[tuple[int], np.dtype[np.bool_]], lowest: int
-    ) -> int:
+    def _explore(self, node: int, stacks: set[Stack], reached: Bools, lowest: int) -> int:
         """Mark the nodes below `node` that some of the stacks there can read; returns the lowest height."""
         children, letters = self.trie.children, self.trie.letters
         todo = [(node, frozenset(stacks))]
@@ -239,8 +197,3 @@ class MaskMaker:
                     reached[child] = True
                     todo.append((child, after))
         return lowest
-
-    @property
-    def bytes(self) -> int:
-        """Memory of the masks and the table."""
-        return self.machine.table.nbytes + sum(words.nbytes for words in self._masks.values())

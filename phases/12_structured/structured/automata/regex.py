@@ -7,12 +7,12 @@ around, is refused. `^` and `$` stand at the ends only.
 
 from __future__ import annotations
 
+import re
+
 from common.errors import UserError
-from structured.automata.nodes import EMPTY, LAST, Alt, Cat, Chars, Node, Ranges, Repeat, complement, union
+from structured.automata.nodes import EMPTY, LAST, Alt, Cat, Chars, Node, Ranges, Repeat, complement
 
 MOST_REPEATS = 1000
-MOST_DEPTH = 64
-"""Of nested groups: reading them recurses."""
 
 CLASSES: dict[str, Ranges] = {
     "d": ((48, 57),),
@@ -21,25 +21,27 @@ CLASSES: dict[str, Ranges] = {
 }
 CLASSES |= {name.upper(): complement(ranges) for name, ranges in CLASSES.items()}
 CONTROLS = {"n": 10, "t": 9, "r": 13, "f": 12, "v": 11, "0": 0, "a": 7}
-HEX = {"x": 2, "u": 4}
+HEX, COUNT = (
+    re.compile("x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})"),
+    re.compile(r"\{([0-9]{1,9})(,?)([0-9]{0,9})\}"),
+)
+COUNTS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 DOT = complement(((10, 10),))
 
 
 def parse(pattern: str, where: str = "regex") -> Node:
-    """The language of a pattern that matches as a whole.
+    """Read a pattern that matches as a whole.
 
     Raises:
         UserError: it is wrong, or says what no finite automaton can. It names the place.
     """
-    return _Reader(pattern, where).whole()
+    return Alt(tuple(node for _, node, _ in _Reader(pattern, where).branches()))
 
 
 def parse_search(pattern: str, where: str) -> Node:
-    """Texts in which a pattern is found, as JSON schemas mean it; `^` and `$` pin the ends."""
-    anything = Repeat(Chars(((0, LAST),)))
-    reader = _Reader(pattern, where)
-    parts = []
-    for begins, node, ends in reader.branches():
+    """Read the texts in which a pattern is found, as JSON schemas mean it; `^` and `$` pin the ends."""
+    anything, parts = Repeat(Chars(((0, LAST),))), list[Node]()
+    for begins, node, ends in _Reader(pattern, where).branches():
         parts.append(Cat(((EMPTY if begins else anything), node, (EMPTY if ends else anything))))
     return Alt(tuple(parts))
 
@@ -48,13 +50,13 @@ class _Reader:
     """A place in a pattern. Each method reads one kind of thing there."""
 
     def __init__(self, pattern: str, where: str) -> None:
-        self.pattern, self.where, self.at, self.depth = pattern, where, 0, 0
+        self.pattern, self.where, self.at = pattern, where, 0
 
     def refuse(self, what: str) -> UserError:
         return UserError(f"{self.where} {self.pattern[:60]!r}, character {self.at}: {what}")
 
     def peek(self) -> str:
-        """The next character; empty at the end."""
+        """Return the next character; empty at the end."""
         return self.pattern[self.at : self.at + 1]
 
     def take(self, text: str) -> bool:
@@ -63,18 +65,13 @@ class _Reader:
         self.at += len(text) * found
         return found
 
-    def whole(self) -> Node:
-        return Alt(tuple(node for _, node, _ in self.branches()))
-
     def branches(self) -> list[tuple[bool, Node, bool]]:
-        """The outermost alternatives, and whether each has `^` before it and `$` behind."""
-        found = []
-        while True:
+        """Read the outermost alternatives, and whether each has `^` before it and `$` behind."""
+        found = list[tuple[bool, Node, bool]]()
+        while not found or self.take("|"):
             begins = self.take("^")
             node = self.sequence()
             found.append((begins, node, self.take("$")))
-            if not self.take("|"):
-                break
         if self.at < len(self.pattern):
             raise self.refuse(f"{self.peek()!r} is out of place")
         return found
@@ -93,43 +90,27 @@ class _Reader:
 
     def repeated(self) -> Node:
         node = self.one()
-        while True:
-            if self.take("*"):
-                low, high = 0, None
-            elif self.take("+"):
-                low, high = 1, None
-            elif self.take("?"):
-                low, high = 0, 1
-            elif self.peek() == "{":
-                low, high = self.counts()
-            else:
-                return node
+        while (char := self.peek()) in ("*", "+", "?", "{"):
+            low, high = self.counts() if char == "{" else COUNTS[char]
+            self.at += char != "{"
             self.take("?")  # lazy or not, the language is the same
             node = Repeat(node, low, high)
+        return node
 
     def counts(self) -> tuple[int, int | None]:
-        """`{m}`, `{m,}` or `{m,n}`."""
-        end = self.pattern.find("}", self.at)
-        low, comma, high = self.pattern[self.at + 1 : max(end, self.at)].partition(",")
-        if (
-            end < 0
-            or not low.isascii()
-            or not low.isdigit()
-            or (high and not (high.isascii() and high.isdigit()))
-        ):
+        """Read `{m}`, `{m,}` or `{m,n}`."""
+        found = COUNT.match(self.pattern, self.at)
+        if not found:
             raise self.refuse("'{' must begin a count such as {2,5}; write \\{ for the character")
-        least, most = int(low[:9]), int(high[:9]) if high else (None if comma else int(low[:9]))
-        if max(least, most or 0) > MOST_REPEATS:
-            raise self.refuse(
-                f"something repeats {max(least, most or 0)} times, but may {MOST_REPEATS} times"
-            )
-        if most is not None and most < least:
-            raise self.refuse(f"a count of {least} to {most} is empty")
-        self.at = end + 1
+        low, comma, high = found.groups()
+        least, most = int(low), int(high) if high else None if comma else int(low)
+        if not least <= (least if most is None else most) <= MOST_REPEATS:
+            raise self.refuse(f"{found[0]} must count up, to {MOST_REPEATS} at most")
+        self.at = found.end()
         return least, most
 
     def one(self) -> Node:
-        """One character, class or group."""
+        """Read one character, class or group."""
         char = self.peek()
         if self.take("("):
             return self.group()
@@ -146,36 +127,22 @@ class _Reader:
 
     def group(self) -> Node:
         if self.take("?") and not self.take(":"):
-            raise self.refuse(
-                "a group that begins with '?' must begin with '?:', for nothing can look around"
-            )
-        self.depth += 1
-        if self.depth > MOST_DEPTH:
-            raise self.refuse(f"groups nest deeper than {MOST_DEPTH}")
+            raise self.refuse("a group must begin with '?:' or no '?', for nothing can look around")
         node = self.alternatives()
         if not self.take(")"):
-            raise self.refuse(
-                "a group is not closed" if not self.peek() else f"{self.peek()!r} is out of place"
-            )
-        self.depth -= 1
+            raise self.refuse(f"{self.peek()!r} is out of place" if self.peek() else "a group is not closed")
         return node
 
     def escape(self) -> Ranges:
-        """What stands behind a backslash."""
+        """Read what stands behind a backslash."""
+        if found := HEX.match(self.pattern, self.at):
+            self.at = found.end()
+            code = int(found[1] or found[2], 16)
+            return ((code, code),)
         char = self.peek()
         self.at += 1
         if char in CLASSES:
             return CLASSES[char]
-        if char in HEX:
-            digits = self.pattern[self.at : self.at + HEX[char]]
-            try:
-                code = int(digits, 16) if len(digits) == HEX[char] else -1
-            except ValueError:
-                code = -1
-            if code < 0:
-                raise self.refuse(f"\\{char} must be followed by {HEX[char]} hexadecimal digits")
-            self.at += HEX[char]
-            return ((code, code),)
         if char in CONTROLS:
             return ((CONTROLS[char], CONTROLS[char]),)
         if not char or (char.isascii() and char.isalnum()):
@@ -183,15 +150,13 @@ class _Reader:
         return ((ord(char), ord(char)),)
 
     def char_class(self) -> Ranges:
-        """Behind `[`, up to `]`."""
+        """Read what is behind `[`, up to `]`."""
         negated, found = self.take("^"), list[tuple[int, int]]()
-        first = True
-        while first or self.peek() != "]":
+        if self.peek() == "]":
+            raise self.refuse("a class is empty; write \\] for the character")
+        while self.peek() != "]":
             if not self.peek():
                 raise self.refuse("a class is not closed")
-            if first and self.peek() == "]":
-                raise self.refuse("a class is empty; write \\] for the character")
-            first = False
             low = self.class_item()
             if self.peek() == "-" and self.pattern[self.at + 1 : self.at + 2] not in ("]", ""):
                 self.at += 1
@@ -202,8 +167,7 @@ class _Reader:
             else:
                 found += low
         self.at += 1
-        ranges = union(found)
-        return complement(ranges) if negated else ranges
+        return complement(tuple(found)) if negated else tuple(found)
 
     def class_item(self) -> Ranges:
         if self.take("\\"):

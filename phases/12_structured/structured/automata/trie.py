@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from structured.matcher import Words
 
 Ints = NDArray[np.int32]
+Bools = NDArray[np.bool_]
 
 
 class Trie:
@@ -65,8 +66,8 @@ class Trie:
             states[begin:end] = table[states[self.parents[begin:end]], self.bytes[begin:end]]
         return states
 
-    def mask(self, reached: NDArray[np.bool_]) -> Words:
-        """The tokens whose nodes are `reached [N]`, as the words of a mask."""
+    def mask(self, reached: Bools) -> Words:
+        """Return the tokens whose nodes are `reached [N]`, as the words of a mask."""
         allowed = np.append(reached, False)[self.token_nodes]
         words = np.zeros(-(-self.vocab_size // 32), np.int32)
         packed = np.packbits(allowed, bitorder="little")

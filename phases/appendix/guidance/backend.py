@@ -24,11 +24,12 @@ import numpy as np
 
 from common.errors import UserError
 from common.sampling.grammar import Grammar
-from structured.exact import OPTIONS, SUSPECT, exact
-from structured.matcher import FIRST, SLOW, Backend, Compiled, Effort, Job, Matcher, Trial, Words
-from structured.places import Output, Place, Schema, Tokens
+from phases.appendix.guidance.exact import OPTIONS, SUSPECT, exact
+from phases.appendix.guidance.matcher import FIRST, SLOW, Effort, FastBackend, FastMatcher, Job, Trial
+from phases.appendix.guidance.places import Output, Place, Schema, Tokens
+from phases.appendix.guidance.spelling import Spelling
+from structured.matcher import Compiled, Matcher, Words
 from structured.pool import step_back
-from structured.vocabulary import Vocabulary
 
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
@@ -73,6 +74,9 @@ string, which is a few tokens long.
 """
 MOST_KEPT = 4096
 """Masks: 78 MB of them, for a vocabulary of 150,000 tokens."""
+SPACING = 0.004
+"""Seconds between the beginnings of two compilations. However short each is, threads that compile one after
+the other ask for Python's lock again and again, and who computes has to wait for it as often."""
 LONG_WAIT, MOST_SUSPECTS = 0.002, 64
 """If a step has waited so many seconds for up to so many masks, one more of each grammar is timed."""
 MOST_THREADS = 16
@@ -87,7 +91,7 @@ BASE_BYTES, BYTES_PER_CHARACTER = 100_000, 60
 """About what a compiled grammar takes, by its source: measured as the growth of a process."""
 
 
-class GuidanceMatcher(Matcher):
+class GuidanceMatcher(FastMatcher):
     """One output in llguidance's parser. Its group is the number of the lexer that it shares with others.
 
     output: where it stands in its schema, if that has places.
@@ -148,7 +152,7 @@ class GuidanceMatcher(Matcher):
         return self.inner.get_error().split("\n")[0][:200] if self.inner.is_error() else self.effort.problem
 
     def forced(self) -> Sequence[int]:
-        """What the library would fast-forward: its mask then allows these alone."""
+        """Return what the library would fast-forward: its mask then allows these alone."""
         return self.inner.compute_ff_tokens()
 
     def agrees(self, tokens: Sequence[int]) -> int:
@@ -254,7 +258,7 @@ class Lexer:
 
 
 class Unknown(NamedTuple):
-    """What is left of a step's jobs when masks that are kept have been written.
+    """The rest of a step's jobs when masks that are kept have been written.
 
     first: those of jobs whose masks are to be kept, by place. twins: not of jobs, but as one of `first`.
     """
@@ -264,10 +268,12 @@ class Unknown(NamedTuple):
     twins: list[tuple[Place, Job]]
 
 
-class GuidanceBackend(Backend):
+class GuidanceBackend(FastBackend):
     """Compiles by llguidance; fills masks by its threads."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    vocabulary: Spelling
+
+    def __init__(self, vocabulary: Spelling) -> None:
         super().__init__(vocabulary)
         # The library's threads ask what the tokenizer would make of what is forced. If it is ours that they
         # ask, each waits for Python's lock.
@@ -284,6 +290,7 @@ class GuidanceBackend(Backend):
         self.asker = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self.maker = ThreadPoolExecutor(1, thread_name_prefix="lexers", initializer=step_back)
         self._tokens = Tokens(vocabulary.tokens)
+        self._beginning, self._begun = threading.Lock(), 0.0  # when the last compilation has
         self._kept: deque[Place] = deque()  # that have masks
         self._jobs: Sequence[Job] = ()  # the last that were to be filled, and whether some have places
         self._placed = False
@@ -293,7 +300,10 @@ class GuidanceBackend(Backend):
 
     def compile(self, grammar: Grammar) -> Compiled:
         """See `Backend.compile`."""
-        begun = time.perf_counter()
+        with self._beginning:
+            if (early := self._begun + SPACING - time.perf_counter()) > 0:
+                time.sleep(early)
+            self._begun = begun = time.perf_counter()
         try:
             source = source_of(grammar)
             inner = self._parser(source)
@@ -443,7 +453,7 @@ class GuidanceBackend(Backend):
                 job.matcher.fill(words[job.row])
 
     def _by_itself(self, jobs: Sequence[Job]) -> bool:
-        """Whether who asks for these masks makes them."""
+        """Tell whether the thread that asks for these masks makes them."""
         few = len(jobs) <= self._few and sum(len(job.drafts) + 1 for job in jobs) <= self._few
         return not jobs or (few and (self._alone or self._woken == 0))
 
@@ -534,7 +544,7 @@ def _alone(schema: Any, names: bool = False) -> Any:
 class _Wrapped:
     """A vocabulary in the shape that the library reads."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Spelling) -> None:
         self.encode = vocabulary.encode
         self.eos_token_id, self.bos_token_id = vocabulary.eos[0], None
         self.tokens = list(vocabulary.tokens)

@@ -12,10 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from common.sampling.rows import KEY, TEMPERATURE, Feature
-from common.sampling.sampler import Allowed, Plan, Sampler
+from common.sampling.sampler import Allowed, Chooser, Masks, Plan, Sampler
 from triton_paged_attention.kernels import sampling
 from triton_paged_attention.kernels.sampling import chunk_race, first_best
-from triton_paged_attention.sampler import TritonSampler
+from triton_paged_attention.sampler import TritonChooser
 
 BLOCK = 4096
 MASKS = tl.constexpr(256)
@@ -106,35 +106,35 @@ def forbid(logits: Tensor, allowed: Allowed) -> None:
         )  # fmt: skip
 
 
-class MaskingSampler(Sampler):
-    """Put before another sampler's class: masks by the kernel."""
+class ForbiddingChooser(Chooser):
+    """Applies masks by the kernel, and chooses by torch."""
 
-    def forbid(self, logits: Tensor, allowed: Allowed, plan: Plan) -> None:
-        """See `Sampler.forbid`."""
+    def forbid(self, sampler: Sampler, logits: Tensor, allowed: Allowed) -> None:
+        """See `Chooser.forbid`."""
         forbid(logits, allowed)
 
 
-class ReadingSampler(MaskingSampler, TritonSampler):
+class ReadingChooser(TritonChooser):
     """Masks logits as they are read, wherever that is all that happens to them."""
 
-    _allowed: Allowed | None = None
+    def reads(self, plan: Plan) -> bool:
+        """See `Chooser.reads`."""
+        return not plan.features & ~Feature.RANDOM
 
-    def forbid(self, logits: Tensor, allowed: Allowed, plan: Plan) -> None:
-        """See `Sampler.forbid`."""
-        if plan.features & ~Feature.RANDOM or not len(allowed.places):
-            super().forbid(logits, allowed, plan)
-        else:
-            self._allowed = allowed  # `choose` comes next
+    def forbid(self, sampler: Sampler, logits: Tensor, allowed: Allowed) -> None:
+        """See `Chooser.forbid`."""
+        forbid(logits, allowed)
 
-    def choose(self, logits: Tensor, rows: Tensor, steps: Tensor, plan: Plan) -> Tensor:
-        """See `Sampler.choose`."""
-        allowed, self._allowed = self._allowed, None
-        if allowed is None:
-            return super().choose(logits, rows, steps, plan)
+    def choose(
+        self, sampler: Sampler, logits: Tensor, rows: Tensor, steps: Tensor, plan: Plan, allowed: Masks
+    ) -> Tensor:
+        """See `Chooser.choose`."""
+        if not isinstance(allowed, Allowed) or not len(allowed.places) or not self.reads(plan):
+            return super().choose(sampler, logits, rows, steps, plan, allowed)
         if not plan.draws:
             return sampling.winner(best_of_allowed(logits, allowed))
-        found = race_of_allowed(logits, allowed, rows, steps, self.floats, self.ints)
-        return sampling.drawn(found, rows, self.floats)
+        found = race_of_allowed(logits, allowed, rows, steps, sampler.floats, sampler.ints)
+        return sampling.drawn(found, rows, sampler.floats)
 
 
 def best_of_allowed(logits: Tensor, allowed: Allowed) -> sampling.Winners:
@@ -173,7 +173,6 @@ def rehearse(sampler: Sampler) -> None:
         forbid(logits, allowed)
 
 
-def with_kernel(sampler: type[Sampler]) -> type[Sampler]:
-    """A sampler's class with masks by kernels."""
-    kind = ReadingSampler if issubclass(sampler, TritonSampler) else MaskingSampler
-    return type(f"Masking{sampler.__name__}", (kind, sampler), {})
+def with_kernel(chooser: Chooser) -> Chooser:
+    """Return a chooser of the same tokens with masks by kernels."""
+    return ReadingChooser() if isinstance(chooser, TritonChooser) else ForbiddingChooser()

@@ -12,15 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import structured
 from common.models.hub import model_folder
 from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
-from structured.feature import Name, backend_named
-from structured.matcher import Backend, Compiled, Effort, Job, Matcher
-from structured.vocabulary import Vocabulary
-from tests.structured_kit import EOS, SIZE, bits, tokenizer, vocabulary
+from phases.appendix.guidance.feature import Name, backend_named
+from phases.appendix.guidance.matcher import Effort, Job
+from phases.appendix.guidance.spelling import Spelling
+from structured.matcher import Compiled, Matcher
+from tests.guidance_kit import served, vocabulary
+from tests.structured_kit import EOS, SIZE, bits, tokenizer
 
 SCHEMA = json.dumps({"enum": [{"a": 1}, [True, "b"], "é", 12]})
 GRAMMARS = {
@@ -28,7 +29,7 @@ GRAMMARS = {
     "regex": Grammar("regex", "(ab|abc)+[0-9]{0,2}"),
     "choice": Grammar("choice", '["yes", "no", "yes and no"]'),
 }
-BACKENDS: tuple[Name, ...] = ("llguidance", "automata", "xgrammar")
+BACKENDS: tuple[Name, ...] = ("llguidance",)
 TEXTS = ('{"a": 1}', '[true, "b"]', '"é"', "12", "ababc12", "abc", "yes and no", "no", "zz")
 
 
@@ -118,12 +119,12 @@ ORDINARY = {
 
 
 @cache
-def real() -> Vocabulary:
+def real() -> Spelling:
     known = Tokenizer(model_folder("smollm2"))
-    return Vocabulary.of(known, known.vocab_size, (2,))
+    return Spelling.of(known, known.vocab_size, (2,))
 
 
-def follow(backend: Backend, outputs: int, grammar: Grammar, tokens: int) -> tuple[list[str], list[float]]:
+def follow(backend: Any, outputs: int, grammar: Grammar, tokens: int) -> tuple[list[str], list[float]]:
     """What ends each of some outputs of the cheapest tokens, and the seconds of each step's masks."""
     matchers = [backend.compile(grammar).matcher() for _ in range(outputs)]
     running, seconds, ended = list(matchers), list[float](), list[str]()
@@ -165,7 +166,7 @@ def test_ordinary_grammars_are_far_from_the_limits(name: str) -> None:
 
 def test_a_budget_counts_slow_tokens_only(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("structured.matcher.time.thread_time", lambda: now)
+    monkeypatch.setattr("phases.appendix.guidance.matcher.time.thread_time", lambda: now)
     effort = Effort()
 
     def token(seconds: float) -> None:
@@ -218,7 +219,7 @@ def test_earlier_answers_in_a_conversation_change_nothing(drafter: str, jump: bo
     said = {}
     for kind in ("none", drafter):
         adaptive = {} if kind == "none" else {"draft_adaptive": False}
-        engine = structured.load("smollm2", drafter=kind, tokenizer=known, **options, **adaptive)
+        engine = served("smollm2", "12", drafter=kind, tokenizer=known, **options, **adaptive)
         requests = [engine.add(prompt, params)[0] for prompt in prompts]
         while not engine.idle:
             engine.step()

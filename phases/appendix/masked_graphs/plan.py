@@ -18,7 +18,7 @@ from cuda_graphs.decode_graph import CAPTURED, captured, logits_dtype
 from cuda_graphs.plans import DecodePlan, decodes
 from cuda_graphs.runner import GraphRunner
 from forward.model import Model
-from structured.masked_graph import LogitsGraph, MaskedGraph, MaskInputs
+from phases.appendix.masked_graphs.graph import LogitsGraph, MaskedGraph, MaskInputs
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 from common.sampling.grammar import Grammar
-from structured import places
-from structured.matcher import Job, Matcher
-from structured.places import Output, Schema, Tokens
-from tests.structured_kit import EOS, SCHEMAS, bits, vocabulary
+from phases.appendix.guidance import places
+from phases.appendix.guidance.matcher import Job
+from phases.appendix.guidance.places import Output, Schema, Tokens
+from structured.matcher import Matcher
+from tests.guidance_kit import SCHEMAS, vocabulary
+from tests.structured_kit import EOS, bits
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -103,7 +105,7 @@ def walk(backend: Any, compiled: Any, seed: int, rows: int, steps: int) -> int:
 @pytest.mark.parametrize("name", MANY)
 def test_every_mask_is_the_librarys(name: str) -> None:
     pytest.importorskip("llguidance")
-    from structured.backends.llguidance import GuidanceBackend
+    from phases.appendix.guidance.backend import GuidanceBackend
 
     backend = GuidanceBackend(vocabulary())
     compiled = backend.compile(Grammar.json_schema(MANY[name]))
@@ -132,7 +134,7 @@ def some_schema(rng: random.Random, depth: int = 0) -> Any:
 
 def test_every_mask_is_the_librarys_whatever_the_schema() -> None:
     pytest.importorskip("llguidance")
-    from structured.backends.llguidance import GuidanceBackend
+    from phases.appendix.guidance.backend import GuidanceBackend
 
     backend = GuidanceBackend(vocabulary())
     placed = 0
@@ -304,7 +306,7 @@ class Counting:
 @pytest.mark.parametrize("cores", [2, 9])
 def test_a_mask_is_made_once_a_place(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("llguidance")
-    from structured.backends.llguidance import GuidanceBackend
+    from phases.appendix.guidance.backend import GuidanceBackend
 
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
     known = vocabulary()
@@ -337,7 +339,7 @@ def test_a_mask_is_made_once_a_place(cores: int, monkeypatch: pytest.MonkeyPatch
 
 def test_masks_are_forgotten_when_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("llguidance")
-    from structured.backends import llguidance
+    from phases.appendix.guidance import backend as llguidance
 
     monkeypatch.setattr(llguidance, "MOST_KEPT", 3)
     known = vocabulary()
@@ -354,7 +356,7 @@ def test_masks_are_forgotten_when_there_are_many(monkeypatch: pytest.MonkeyPatch
 
 def test_a_mask_that_failed_is_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("llguidance")
-    from structured.backends.llguidance import GuidanceBackend, GuidanceMatcher
+    from phases.appendix.guidance.backend import GuidanceBackend, GuidanceMatcher
 
     known = vocabulary()
     backend = GuidanceBackend(known)

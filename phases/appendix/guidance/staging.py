@@ -55,5 +55,5 @@ class MaskStaging:
         return Allowed(words, device[begin:end].view(torch.int64))
 
     def _places(self, count: int) -> int:
-        """Where the places begin: behind the masks, at a multiple of 8 bytes."""
+        """Return where the places begin: behind the masks, at a multiple of 8 bytes."""
         return count * self.width + count * self.width % 2

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-import structured
 from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from paged_cache import PagedEngine
+from phases.appendix.guidance.spelling import Spelling
 from structured.automata.backend import AutomataBackend
-from structured.vocabulary import Vocabulary
+from tests.guidance_kit import served
 from tests.structured_kit import bits, must_validate
 
 pytestmark = [pytest.mark.weights, pytest.mark.timeout(280)]
@@ -53,15 +53,16 @@ def folder(request: pytest.FixtureRequest) -> Path:
     return found
 
 
-def vocabulary_of(folder: Path) -> tuple[Tokenizer, Vocabulary]:
+def vocabulary_of(folder: Path) -> tuple[Tokenizer, Spelling]:
     tokenizer = Tokenizer(folder)
-    return tokenizer, Vocabulary.of(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)
+    return tokenizer, Spelling.of(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)
 
 
 def engine_of(folder: Path, **options: Any) -> PagedEngine:
     tokenizer = Tokenizer(folder)
-    return structured.load(
+    return served(
         folder,
+        "12",
         tokenizer=tokenizer,
         device="cpu",
         dtype="float32",
@@ -84,7 +85,7 @@ def test_bytes_of_tokens_spell_texts(folder: Path) -> None:
 @pytest.mark.parametrize("pattern", ["(ab|c)+d", "[0-9]{1,3}(,[0-9]{3})*", "[a-z]+ (is|was) [a-z]+"])
 def test_masks_over_a_real_vocabulary_are_llguidances(folder: Path, pattern: str) -> None:
     pytest.importorskip("llguidance")
-    from structured.backends.llguidance import GuidanceBackend
+    from phases.appendix.guidance.backend import GuidanceBackend
 
     _, vocabulary = vocabulary_of(folder)
     size = len(vocabulary.tokens)

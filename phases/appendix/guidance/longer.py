@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.request import Request
-from structured.matcher import Job, Words
+from phases.appendix.guidance.matcher import Job
+from structured.matcher import Words
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What llguidance leaves to its callers: schemas that it would follow in a narrower or a wider sense.
+"""Work that llguidance leaves to its callers: schemas that it would follow in a narrower or a wider sense.
 
 It reads numbers as doubles, takes the 29th of February in any year, lets a key that is spelled with `\\u`
 pass for another one, and counts a key that comes twice as two. Here such a schema is rewritten to mean what

@@ -16,7 +16,7 @@ from typing import cast
 from common.request import Request
 from common.sampling.grammar import Grammar
 from paged_cache import PagedEngine
-from structured.masks import Constraint, GrammarMasks
+from phases.appendix.guidance.masks import EarlyConstraint, ThreadedMasks
 from structured.pool import step_back
 
 AT_ONCE = 8
@@ -29,12 +29,12 @@ def let_late_ones_wait(engine: PagedEngine) -> None:
     Not where all are such: then nobody else waits. And not where processes must come to the same order: none
     knows how far another's threads are.
     """
-    if isinstance(engine.masks, GrammarMasks):
+    if isinstance(engine.masks, ThreadedMasks):
         order, late = engine.scheduler.order, Late()
 
         def without_late(running: list[Request]) -> list[Request]:
             queue = order(running)
-            constraints = cast("list[Constraint | None]", [request.constraint for request in queue])
+            constraints = cast("list[EarlyConstraint | None]", [request.constraint for request in queue])
             if not any([one is not None and one.matcher.trial.left for one in constraints]):
                 return queue  # nearly always, and asked of everybody in every step
             return [request for request in queue if not late.has(request)] or queue
@@ -51,9 +51,9 @@ class Late:
         self._lock = threading.Lock()
 
     def has(self, request: Request) -> bool:
-        """Whether a request's next mask may take long, and is not there; the thread makes it, if it can."""
+        """Tell whether a request's next mask may take long, and is not there; perhaps the thread makes it."""
         constraint = request.constraint
-        if not isinstance(constraint, Constraint) or request.prefilling:
+        if not isinstance(constraint, EarlyConstraint) or request.prefilling:
             return False
         if constraint.making is not None and not constraint.making.done():
             return True
@@ -71,7 +71,7 @@ class Late:
                 constraint.making = self._thread.submit(self._make, constraint, new, grammar)
         return True
 
-    def _make(self, constraint: Constraint, new: list[int], grammar: Grammar | None) -> None:
+    def _make(self, constraint: EarlyConstraint, new: list[int], grammar: Grammar | None) -> None:
         try:
             if not new or not constraint.moved(new, constraint.matcher.advance(new)):
                 constraint.matcher.prepare()

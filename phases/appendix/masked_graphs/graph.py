@@ -18,7 +18,7 @@ from triton_paged_attention.linear import FusedLinear
 
 
 class MaskInputs:
-    """What masked graphs of all sizes read, of up to `most` places: masks, and what the first half left.
+    """Inputs of masked graphs of all sizes, of up to `most` places: masks, and what the first half left.
 
     words: `[most, ceil(V / 32)]` int32; places: `[most]` int64, -1: padding. See `Allowed`.
     logits: `[most, V]`, in the precision of `narrow_logits`.
@@ -59,7 +59,7 @@ class LogitsGraph:
         self.replay = capturer.capture(self.compute)
 
     def compute(self) -> None:
-        """What is captured."""
+        """Run what is captured."""
         self.inputs.copy_(self.half.inputs)
         model, hidden = self.half.machine.model, self.half.hidden
         if isinstance(model.lm_head, FusedLinear) and model.config.final_soft_cap is None:

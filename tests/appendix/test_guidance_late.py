@@ -11,23 +11,23 @@ from typing import Any
 import pytest
 
 import forward
-import structured
 from common.request import Request
 from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
 from forward.model import Model
 from paged_cache import PagedEngine
-from structured.drafter import GrammarDrafter
-from structured.late import AT_ONCE, Late, let_late_ones_wait
-from structured.masks import Constraint
-from structured.matcher import FIRST, LONG_MASK, TRIAL, Job, Trial
+from phases.appendix.guidance.drafter import GrammarDrafter
+from phases.appendix.guidance.late import AT_ONCE, Late, let_late_ones_wait
+from phases.appendix.guidance.masks import EarlyConstraint
+from phases.appendix.guidance.matcher import FIRST, LONG_MASK, TRIAL, Job, Trial
+from tests.guidance_kit import SCHEMAS, loaded
 from tests.schedules import check
-from tests.structured_kit import EOS, SCHEMAS, tokenizer
+from tests.structured_kit import EOS
 
 pytest.importorskip("llguidance")
 
-from structured.backends import llguidance
-from structured.backends.llguidance import GuidanceMatcher
+from phases.appendix.guidance import backend as llguidance
+from phases.appendix.guidance.backend import GuidanceMatcher
 
 PROMPT = [5, 6, 7, 8]
 LONG, SHORT = Grammar.regex("[a-z]{2,40}"), Grammar.json_schema(SCHEMAS["person"])
@@ -55,7 +55,7 @@ def engine(model: Model) -> Iterator[PagedEngine]:
 
 def engine_of(model: Model, **options: Any) -> PagedEngine:
     sizes: dict[str, Any] = {"max_rows": 8, "max_len": 64, "step_tokens": 64, "speculate": False}
-    made = structured.load(model, tokenizer=tokenizer(), **(sizes | options))
+    made = loaded(model, **(sizes | options))
     assert isinstance(made.scheduler.drafter, GrammarDrafter)
     made.scheduler.drafter.in_turn = False
     return made
@@ -197,7 +197,7 @@ def test_a_quick_grammar_is_trusted_and_a_slow_one_is_not() -> None:
 
 def test_who_made_a_step_wait_is_looked_for(engine: PagedEngine) -> None:
     (request,) = engine.add(PROMPT, asked(LONG, 1, 40))
-    while not isinstance(request.constraint, Constraint):
+    while not isinstance(request.constraint, EarlyConstraint):
         engine.step()
     matcher = request.constraint.matcher
     assert isinstance(matcher, GuidanceMatcher)
@@ -235,7 +235,7 @@ def test_one_grammar_has_few_masks_on_their_way(engine: PagedEngine, monkeypatch
 
     monkeypatch.setattr(Late, "_make", made)
     for request in requests:
-        while not isinstance(request.constraint, Constraint) and request.finish_reason is None:
+        while not isinstance(request.constraint, EarlyConstraint) and request.finish_reason is None:
             engine.masks.ready(request)
         request.num_computed_tokens = len(request.tokens) - 1  # as if it were about to decode
         assert late.has(request), "a doubtful output takes part before its mask is there"

@@ -1,4 +1,4 @@
-"""Where an output stands in its JSON schema, as far as that decides what may come next.
+"""Places of outputs in their JSON schema, as far as that decides what may come next.
 
 Outputs of one schema differ in what they say, and hardly in what they may say: after 32 characters of a city
 that may have 40, it does not matter which 32 they were. So what has been read is forgotten, but for what the
@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple
 
+from structured.automata.json_schema import escape, pointed
 from structured.matcher import Words
-from structured.pointers import escape, parts
 
 FOR_READERS = {"title", "description", "default", "examples", "$comment", "$schema", "$defs", "definitions"}
 """Keywords that say nothing about an output."""
@@ -94,7 +94,7 @@ UNKNOWN = Node(0)
 
 
 class At(IntEnum):
-    """What comes next. White space, which may come before the first six, does not matter."""
+    """Kinds of what comes next. White space, which may come before the first six, does not matter."""
 
     VALUE = 0  # of `node`
     FIRST = 1  # something in the object or array that has just begun, or its end
@@ -132,7 +132,7 @@ class Facts(NamedTuple):
 
 @dataclass(eq=False)
 class Place:
-    """What outputs that may continue alike have in common. mask: of their next token, if somebody made it."""
+    """Facts shared by outputs that may continue alike. mask: of their next token, if somebody made it."""
 
     mask: Words | None = None
 
@@ -146,7 +146,7 @@ Lists = tuple["tuple[int, ...]", "tuple[object, ...]"]
 
 
 class Counts(NamedTuple):
-    """What a token does to the counts of complete items, one for each array that is open.
+    """Changes that a token makes to the counts of complete items, one for each array that is open.
 
     kept: so many arrays stay open. added: items to the last of them. new: counts of arrays that it opens.
     """
@@ -208,7 +208,7 @@ class Schema:
         self.start = self._state(Facts(At.VALUE, (), root, 0, b""))
 
     def step(self, state: State, token: int) -> Step:
-        """What follows a token."""
+        """Return what follows a token."""
         key = self.tokens.shape(token) if state.in_text else token
         found = state.after.get(key)
         if found is None:
@@ -219,12 +219,12 @@ class Schema:
         return found
 
     def around(self, state: State, counts: tuple[int, ...]) -> tuple[object, ...]:
-        """What is left to arrays that are open."""
+        """Return what is left to arrays that are open."""
         arrays = [node for node, _ in state.facts.frames if node.kind == "array"]
         return tuple([self._left(node, count) for node, count in zip(arrays, counts, strict=True)])
 
     def _left(self, node: Node, count: int) -> tuple[int, int]:
-        """How much more a string or an array must and may have, as far as a single token can tell."""
+        """Return how much more a string or an array must and may have, as far as a single token can tell."""
         longest = self.tokens.longest
         return min(max(node.low - count, 0), longest), min(node.high - count, longest)
 
@@ -269,12 +269,12 @@ class Schema:
         return made
 
     def _referred(self, schema: dict[str, Any]) -> Node:
-        """What a `$ref` with nothing beside it means."""
+        """Read what a `$ref` with nothing beside it means."""
         path = schema["$ref"]
         if not isinstance(path, str) or not schema.keys() <= {"$ref"} | FOR_READERS or "%" in path:
             return UNKNOWN
         found = self._document if path == "#" or path.startswith("#/") else None
-        for part in parts(path):
+        for part in pointed(path):
             found = found.get(part) if isinstance(found, dict) else None
         if isinstance(found, dict) and "$ref" in found:  # which may lead back here
             return UNKNOWN
@@ -291,12 +291,12 @@ class Reader:
 
     @property
     def facts(self) -> Facts:
-        """What is known now."""
+        """All that is known now."""
         return Facts(self.at, self.frames, self.node, self.length, self.part)
 
     @property
     def counts(self) -> Counts | None:
-        """What has become of the counts of items."""
+        """Changes of the counts of items."""
         if self._kept == self._open and not (self._added or self._new):
             return None
         return Counts(self._kept, self._added, tuple(self._new))
@@ -343,7 +343,7 @@ class Reader:
             self._added += 1
 
     def _close(self) -> None:
-        """What was opened last ends."""
+        """End what was opened last."""
         if self.frames[-1][0].kind == "array":
             if self._new:
                 self._new.pop()
@@ -427,7 +427,7 @@ def _width(lead: int) -> int:
 
 
 class Output:
-    """Where one output stands.
+    """The place of one output.
 
     What can be taken back is kept without a new object for every token. With hundreds of outputs these would
     make Python's collector look through everything there is again and again.
@@ -444,7 +444,7 @@ class Output:
 
     @property
     def place(self) -> Place | None:
-        """Where it stands, if it is near the end of a string."""
+        """Its place, if it is near the end of a string."""
         places, around = self.state.places, self._lists[1]
         if places is None:
             return None

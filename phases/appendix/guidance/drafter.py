@@ -7,9 +7,9 @@ from typing import cast
 
 from common.request import Request
 from continuous.work import Work
+from phases.appendix.guidance.masks import EarlyConstraint
 from speculative.loops import NO_GUESSES, Watcher
 from speculative.stats import SpeculationStats
-from structured.masks import Constraint
 
 FEW_IN_TURN = 2
 """Running requests, at most, for which a host drafts what is forced. With more a step saved is worth little,
@@ -85,9 +85,9 @@ class GrammarDrafter(Watcher):
         """Forced tokens, or else as much of the other drafter's guess as the grammar takes."""
         constraint = request.constraint
         if request.placeholders:
-            ready = self.looks_ahead and isinstance(constraint, Constraint)
-            return self.behind(request, cast(Constraint, constraint), most) if ready else ()
-        if not isinstance(constraint, Constraint):
+            ready = self.looks_ahead and isinstance(constraint, EarlyConstraint)
+            return self.behind(request, cast(EarlyConstraint, constraint), most) if ready else ()
+        if not isinstance(constraint, EarlyConstraint):
             return self.inner.propose(request, most)
         if constraint.follow(request):  # the masks will say what is wrong
             return ()
@@ -102,8 +102,8 @@ class GrammarDrafter(Watcher):
             return forced
         return guess[:count]
 
-    def behind(self, request: Request, constraint: Constraint, most: int) -> Sequence[int]:
-        """What is forced behind a token that is on its way, and forced itself.
+    def behind(self, request: Request, constraint: EarlyConstraint, most: int) -> Sequence[int]:
+        """Return what is forced behind a token that is on its way, and forced itself.
 
         The matcher may be busy with its mask, so this is what was seen before that began.
         """

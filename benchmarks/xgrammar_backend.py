@@ -16,7 +16,8 @@ import xgrammar as xg
 
 from common.errors import UserError
 from common.sampling.grammar import Grammar
-from structured.matcher import Backend, Compiled, Effort, Matcher, Words
+from phases.appendix.guidance.matcher import Effort
+from structured.matcher import Backend, Compiled, Matcher, Words
 from structured.vocabulary import Vocabulary
 
 ENFORCED = {

@@ -1,0 +1,205 @@
+"""Schemas that benchmarks of grammars use, and a vocabulary for models of random weights."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
+from typing import Any, cast
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, pre_tokenizers
+from tokenizers.models import WordPiece
+
+from benchmarks.workloads import Workload
+from common.sampling.grammar import Grammar
+from common.text.detokenizer import _BYTE_OF
+from forward.model import Model
+from phases.appendix.guidance.feature import backend_named
+from phases.appendix.guidance.matcher import FastBackend, FastMatcher, Job
+from phases.appendix.guidance.spelling import Spelling
+from structured.matcher import Matcher, Words
+from structured.vocabulary import Vocabulary
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "city": {"type": "string", "maxLength": 40},
+    },
+    "required": ["name", "age", "city"],
+    "additionalProperties": False,
+}
+RECORDS = Grammar.json_schema({"type": "array", "items": PERSON, "minItems": 500})
+ORDER = {
+    "type": "object",
+    "properties": {
+        "number": {"type": "integer", "minimum": 1, "maximum": 999_999},
+        "status": {"enum": ["new", "paid", "shipped", "delivered", "returned"]},
+        "gift": {"type": "boolean"},
+        "amounts": {
+            "type": "array",
+            "items": {"type": "integer", "minimum": 0, "maximum": 99},
+            "maxItems": 3,
+        },
+    },
+    "required": ["number", "status", "gift", "amounts"],
+    "additionalProperties": False,
+}
+ORDERS = Grammar.json_schema({"type": "array", "items": ORDER, "minItems": 500})
+STRINGS = Grammar.json_schema(
+    {"type": "array", "items": {"type": "string", "maxLength": 20}, "minItems": 500}
+)
+"""Their outputs end after more tokens than are asked for, so that all variants generate equally many. The end
+of a string that may not grow much longer is what costs most: most of the vocabulary has to be looked at. And
+random weights hardly ever end a string earlier. What has no strings shows the rest."""
+SCHEMAS: dict[str, Any] = {
+    "person": PERSON,
+    "enum": {"enum": ["north", "east", "south", "west"]},
+    "booking": {
+        "type": "object",
+        "properties": {
+            "flight_number": {"type": "string", "pattern": "^[A-Z]{2}[0-9]{3,4}$"},
+            "passengers": {"type": "array", "items": PERSON, "minItems": 1, "maxItems": 4},
+            "travel_class": {"enum": ["economy", "premium economy", "business", "first"]},
+            "checked_baggage_included": {"type": "boolean"},
+        },
+        "required": ["flight_number", "passengers", "travel_class", "checked_baggage_included"],
+        "additionalProperties": False,
+    },
+    "tree": {
+        "$ref": "#/$defs/node",
+        "$defs": {
+            "node": {
+                "type": "object",
+                "properties": {
+                    "value": {"type": "number"},
+                    "children": {"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 3},
+                },
+                "required": ["value"],
+                "additionalProperties": False,
+            }
+        },
+    },
+    "anything": True,
+}
+"""The schema sample."""
+PEOPLE = (
+    ("Ada", 36, "London"), ("Boris", 51, "Sofia"), ("Chen", 19, "Chengdu"), ("Dara", 64, "Dublin"),
+    ("Emil", 8, "Oslo"), ("Fatima", 27, "Rabat"), ("Goro", 73, "Osaka"), ("Hana", 45, "Prague"),
+)  # fmt: skip
+
+
+def question(name: str, age: int, city: str) -> str:
+    """An extraction prompt."""
+    return (
+        f'Extract the name, age and city from this text as JSON.\nText: "{name} is {age} years old and lives '
+        f'in {city}."\nAnswer with a JSON object with the keys "name", "age" and "city", and nothing else.'
+    )
+
+
+SYLLABLES = (
+    "the", "ing", "er", "tion", "an", "re", "on", "in", "es", "en", "al", "or", "at", "con", "ver",
+    "men", "com", "pro", "per", "un", "ex", "ma", "li", "ne", "ra", "to", "de", "ri", "sta", "ble",
+    "tra", "pre", "sion", "ous", "ful", "ness", "ism", "graph", "log", "net", "data", "form", "type", "list",
+    "name", "code", "test", "user", "file", "time",
+)  # fmt: skip
+LETTERS = "абвгдежзиклмнопрстухцчшэюяאבגדהוזחטיकखगघचजटडणत中国人大学生文化日本語한국사람"
+
+
+def made_up(model: Model) -> Spelling:
+    """A vocabulary for random weights, of the kind that byte pairs lead to.
+
+    All bytes, digits, spaces and what stands between the parts of JSON and of code; words of a few syllables,
+    most behind a space, some with a capital; and an eighth in other alphabets.
+    """
+    rng = random.Random(5)
+    size, eos = model.config.vocab_size, tuple(model.config.eos_token_ids)
+    signs = ['{"', '":', '": "', '": ', '",', '", "', '"}', '"},', '[{"', "}}", "]]", "],", "},", "()", "();"]
+    numbers = [str(number) for number in range(10, 1000)]
+    spaces = [" " * count for count in range(2, 17)] + ["\n" * count for count in range(2, 5)]
+    tokens = [bytes([byte]) for byte in range(256)]
+    tokens += [text.encode() for text in (*signs, *numbers, *spaces, "true", "false", "null")]
+    seen = set(tokens)
+    while len(tokens) < size:
+        if rng.random() < 1 / 8:
+            word = "".join(rng.choices(LETTERS, k=rng.choice((1, 2, 2, 3, 4))))
+        else:
+            word = "".join(rng.choices(SYLLABLES, k=rng.choice((1, 2, 2, 3, 3, 4))))[: rng.randrange(2, 15)]
+        word = word.capitalize() if rng.random() < 0.2 else word
+        token = (rng.choice(("", " ", " ")) + word).encode()
+        if token not in seen:
+            seen.add(token)
+            tokens.append(token)
+    hidden = tuple(b"" if number in eos else token for number, token in enumerate(tokens[:size]))
+    found = longest_first(hidden)
+    return Spelling(hidden, eos, lambda text: found.encode(text).ids, found.to_str())
+
+
+def longest_first(tokens: Sequence[bytes]) -> tokenizers.Tokenizer:
+    """A tokenizer that takes of all tokens that a text begins with the longest, again and again."""
+    letters = {byte: letter for letter, byte in _BYTE_OF.items()}
+    ids = {"".join(letters[byte] for byte in token): n for n, token in enumerate(tokens) if token}
+    special = {f"<|{n}|>": n for n, token in enumerate(tokens) if not token}
+    model = WordPiece(
+        ids | special, unk_token=letters[0], continuing_subword_prefix="", max_input_chars_per_word=1 << 20
+    )
+    found = tokenizers.Tokenizer(model)
+    found.add_special_tokens(list(special))
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    found.decoder = decoders.ByteLevel()
+    return found
+
+
+def along(make: Callable[[], Matcher], vocabulary: Vocabulary, outputs: int) -> list[float]:
+    """Measure every mask of a few random outputs, in microseconds."""
+    times = []
+    words = np.zeros(vocabulary.words, np.int32)
+    for seed in range(outputs):
+        rng, matcher = random.Random(seed), make()
+        for _ in range(40):
+            begun = time.perf_counter()
+            matcher.fill(words)
+            times.append(1e6 * (time.perf_counter() - begun))
+            token = _pick(words, rng)
+            if token in vocabulary.eos:
+                break
+            matcher.advance((token,))
+    return times
+
+
+def fills(vocabulary: Spelling, rows: int, steps: int) -> Iterator[tuple[str, dict[str, float]]]:
+    """Measure a step's masks by the library, and moving all matchers, in milliseconds, without a model."""
+    backend = cast(FastBackend, backend_named("llguidance")(vocabulary))
+    for name, grammar in (("orders", ORDERS), ("records", RECORDS), ("short strings", STRINGS)):
+        compiled = backend.compile(grammar)
+        made = (cast(FastMatcher, compiled.matcher()) for _ in range(rows))
+        matchers = sorted(made, key=lambda matcher: matcher.group)
+        words = np.zeros((rows, vocabulary.words), np.int32)
+        rng, times, moves = random.Random(1), list[float](), list[float]()
+        for _ in range(steps):
+            begun = time.perf_counter()
+            backend.fill([Job(matcher, row, ()) for row, matcher in enumerate(matchers)], words)
+            times.append(1e3 * (time.perf_counter() - begun))
+            chosen = [(matcher, [_pick(row, rng)]) for matcher, row in zip(matchers, words, strict=True)]
+            begun = time.perf_counter()
+            taken = backend.advance(chosen)
+            moves.append(1e3 * (time.perf_counter() - begun))
+            assert sum(taken) == rows, "a mask has allowed what its grammar does not take"
+        yield name, {"fill_ms": median(times), "fill_ms_max": max(times), "advance_ms": median(moves)}
+
+
+def _pick(mask: Words, rng: random.Random) -> int:
+    """Some token that a mask allows."""
+    return int(rng.choice(np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0]))
+
+
+def most_at_once(work: Workload) -> int:
+    """Tokens that a cache must have room for, if all requests begin at once and each gives back its own."""
+    sizes = [(len(item.prompt), item.max_tokens) for item in work.items]
+    steps = range(0, max(work.output_lens), 16)
+    peak = max(sum(prompt + step for prompt, most in sizes if most > step) for step in steps)
+    return peak + 96 * len(sizes)

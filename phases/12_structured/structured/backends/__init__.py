@@ -1,1 +1,0 @@
-"""Libraries that make masks. Each is imported when an engine first needs it."""

@@ -1,0 +1,1 @@
+"""The default backend of grammars: llguidance, and what makes its masks cost a step nothing."""

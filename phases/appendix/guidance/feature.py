@@ -1,0 +1,117 @@
+"""Grammars by llguidance, as a feature of an engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, Literal, cast, get_args
+
+import torch
+
+from common.errors import UserError, boolean, choice, integer
+from common.options import option
+from common.text.tokenizer import Tokenizer
+from continuous.seams import NO_DRAFTS, Drafter
+from paged_cache import Feature, PagedEngine, Parts
+from phases.appendix.guidance.drafter import GrammarDrafter
+from phases.appendix.guidance.late import let_late_ones_wait
+from phases.appendix.guidance.loop import EarlyHalves
+from phases.appendix.guidance.masks import ThreadedMasks
+from phases.appendix.guidance.spelling import Spelling
+from speculative.loops import NO_GUESSES, Watcher, watched
+from speculative.speculation import verify
+from structured.loop import EarlyMasks
+from structured.masks import GrammarMasks
+from structured.matcher import Backend
+from structured.pool import GrammarPool
+
+Name = Literal["llguidance", "automata"]
+
+
+@dataclass(frozen=True)
+class Guidance(Feature):
+    """Masks are made by a library's threads, and what a grammar forces is drafted."""
+
+    name: ClassVar[str] = "guidance"
+    phase: ClassVar[int] = 12
+
+    backend: Name = option("llguidance", "who makes the masks: llguidance or automata (by hand)")
+    jump_forward: bool = option(True, "tokens that a grammar forces are drafted")
+    jump_rows: int = option(4, "running requests, at most, for which steps that overlap draft what is forced")
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        choice("backend", self.backend, get_args(Name))
+        boolean("jump_forward", self.jump_forward)
+        integer("jump_rows", self.jump_rows, low=0)
+
+    @classmethod
+    def pays(cls, device: torch.device, others: Mapping[str, Feature | None]) -> bool:
+        """Tell whether outputs follow grammars."""
+        return others.get("structured") is not None
+
+    def install(self, parts: Parts) -> None:
+        """Put other masks in the places of phase 12's, and a drafter that knows what is forced.
+
+        Nothing is imported and no tokenizer prepared before the first grammar comes.
+        """
+        plain = parts.masks
+        if not isinstance(plain, GrammarMasks):
+            raise UserError("guidance is on, but structured is off: switch it on with structured=True")
+        if self.backend == "automata":
+            return
+        config, on_cpu = parts.model.config, parts.model.device.type == "cpu"
+        pool = GrammarPool(
+            partial(guidance, parts.recipe.tokenizer, config.vocab_size, tuple(config.eos_token_ids)),
+            cache_bytes=plain.pool.cache_bytes,
+            seconds=plain.pool.seconds,
+            threads=2 if (os.cpu_count() or 1) < 8 else 4,
+        )
+        most_forced = self.jump_rows if self.jump_forward else 0
+        parts.wrap(self, masks=partial(ThreadedMasks, pool=pool, most_forced=most_forced))
+        if "overlap" in parts.features:
+            parts.loops["overlap"] = early_halves
+        if not on_cpu:  # there a step takes longer than any mask
+            parts.stages["connect"].append(lambda whole: let_late_ones_wait(whole.engine))
+        if parts.drafter is not NO_DRAFTS or self.jump_forward:
+            parts.loops.setdefault("waiting", watched)
+            parts.stages["connect"].append(lambda whole: verify(whole.engine))
+            parts.wrap(self, drafter=partial(self._forced, in_turn=on_cpu))
+
+    def _forced(self, drafter: Drafter, *, in_turn: bool) -> GrammarDrafter:
+        """Return a drafter of what grammars force, around one that guesses."""
+        return GrammarDrafter(
+            drafter if isinstance(drafter, Watcher) else NO_GUESSES,
+            jump_forward=self.jump_forward,
+            most_ahead=self.jump_rows,
+            in_turn=in_turn,
+        )
+
+
+def early_halves(engine: PagedEngine) -> EarlyHalves:
+    """Make the loop of an engine whose steps overlap."""
+    return EarlyHalves(cast(EarlyMasks, engine.masks))
+
+
+def guidance(tokenizer: Tokenizer | None, size: int, eos: tuple[int, ...]) -> Backend:
+    """Make the backend for a model's vocabulary. Raises `UserError` if the library is not installed."""
+    assert tokenizer is not None, "grammars of an engine without a tokenizer are refused"
+    return backend_named("llguidance")(Spelling.of(tokenizer, size, eos))
+
+
+def backend_named(name: Name) -> Callable[[Spelling], Backend]:
+    """Return a kind of backend. Raises `UserError` if it is not installed."""
+    if name == "automata":
+        from structured.automata.backend import AutomataBackend
+
+        return AutomataBackend
+    try:
+        from phases.appendix.guidance.backend import GuidanceBackend
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"grammars need {error.name}, which is not installed: "
+            "python -m pip install -c constraints.txt -e '.[structured]'"
+        ) from None
+    return GuidanceBackend

@@ -1,0 +1,111 @@
+"""Overlap where threads make masks: the host goes on between the two halves of a step.
+
+The masks of a step depend on the tokens of the step before. They are begun as soon as these have come, and
+made while the device computes the first half and the host deals out the tokens and schedules the step behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import takewhile
+
+from common.request import Request
+from continuous.engine import Engine
+from continuous.runner import Forwarded, Pending, Results
+from continuous.work import Work
+from structured.loop import EarlyMasks
+
+
+class EarlyHalves:
+    """A `Loop` as `TwoHalves` is, but the second half of a masked step comes with the next call.
+
+    Args:
+        masks: those of the engine.
+        stage: given the works of the next step while masks are being made.
+
+    flying: the newest step that is wholly handed to the device.
+    half: a step whose second half comes with the next call of `advance`.
+    """
+
+    flying: Pending | None = None
+    half: Forwarded | None = None
+
+    def __init__(
+        self, masks: EarlyMasks, stage: Callable[[Sequence[Work]], object] = lambda works: None
+    ) -> None:
+        self.masks, self.stage = masks, stage
+
+    @property
+    def idle(self) -> bool:
+        """No step is on its way, nor half of one."""
+        return self.flying is None and self.half is None
+
+    def advance(self, engine: Engine) -> None:
+        """Launch the next step, or half of it, then wait for the one before."""
+        works = engine.schedule()
+        if self.half is not None:
+            if works:
+                self.stage(works)
+            self._finish(engine)
+            works = alive(engine, works)
+        step = engine.forward(works)
+        landing, self.flying = self.flying, None
+        if landing is not None and step is not None and self.masks.wants(step.works):
+            self._begin(engine, step, landing)
+            return
+        self.flying = engine.sample(step)
+        if landing is not None:
+            engine.collect(landing)
+
+    def land(self, engine: Engine) -> None:
+        """Hand over the half that is left, and wait for what is on its way."""
+        self._finish(engine)
+        landing, self.flying = self.flying, None
+        if landing is not None:
+            engine.collect(landing)
+
+    def _begin(self, engine: Engine, step: Forwarded, landing: Pending) -> None:
+        """Begin to make the masks of a step, and deal out the tokens of the one before meanwhile.
+
+        Its second half then comes with the next step, or at once where the masks are made already.
+        """
+        results = engine.wait(landing)
+        begun: bool | BaseException
+        try:
+            begun = self.masks.begin(step.works, {} if results is None else by_request(landing, results))
+        except BaseException as error:  # a request that gets a token of the step before gets it all the same
+            begun = error
+        self.half = step
+        if results is not None:
+            engine.deal(landing, results)
+        if isinstance(begun, BaseException):
+            self.half = None
+            engine.fail(step.works, begun)
+            if not isinstance(begun, Exception):
+                raise begun
+        elif begun:
+            self._finish(engine)
+
+    def _finish(self, engine: Engine) -> None:
+        """Hand the second half of a step to the device, if one is left."""
+        if self.half is not None:
+            half, self.half = self.half, None
+            self.flying = engine.sample(half)
+
+
+def alive(engine: Engine, works: list[Work]) -> list[Work]:
+    """Leave out the works of requests that ended since they were scheduled: their room is given back."""
+    left = []
+    for work in works:
+        if any(request.finish_reason is None for request in work.takers or (work.request,)):
+            left.append(work)
+        else:
+            engine.scheduler.land(work, computed=False)
+    return works if len(left) == len(works) else left
+
+
+def by_request(pending: Pending, results: Results) -> dict[Request, list[int]]:
+    """Return the tokens of a step, without their log-probabilities, up to one that is none (NaN)."""
+    takers = [request for work in pending.works for request in work.takers]
+    known = [[token for token, _ in takewhile(lambda found: found[0] >= 0, given)] for given in results]
+    return dict(zip(takers, known, strict=True))

@@ -1,0 +1,337 @@
+"""Masks on a GPU: kernels that read them, and the second half of a step as a graph."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections import Counter
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+import cuda_graphs
+import forward
+from common.request import Request
+from common.sampling import ops
+from common.sampling.grammar import Grammar
+from common.sampling.params import SamplingParams
+from common.sampling.sampler import TORCH, Allowed, Sampler
+from continuous.work import Work
+from forward.model import Model
+from paged_cache import PagedEngine
+from phases.appendix.guidance.loop import EarlyHalves
+from tests.guidance_kit import GRAMMARS, SCHEMAS, engine_of, must_obey
+from tests.schedules import check
+from tests.structured_kit import PROMPT, SMALL, text_of
+
+pytestmark = pytest.mark.timeout(120)
+pytest.importorskip("llguidance")
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return forward.load_model("random:tiny", device="cpu", dtype="float32")
+
+
+def kernels_run_on() -> str:
+    """A device; skips a test where there is none."""
+    if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
+        pytest.skip("needs Triton's interpreter or a GPU")
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def only(token: int, vocab: int) -> torch.Tensor:
+    """A mask that allows one token."""
+    words = np.zeros(-(-vocab // 32), np.uint32)
+    words[token // 32] = 1 << token % 32
+    return torch.from_numpy(words.view(np.int32))
+
+
+def test_the_kernel_masks_what_torch_masks() -> None:
+    pytest.importorskip("triton")
+    from phases.appendix.masked_graphs.kernel import forbid, with_kernel
+
+    device = kernels_run_on()
+    made = torch.Generator().manual_seed(3)
+    for vocab in (257, 32, 4096, 9001):
+        words = torch.randint(-(2**31), 2**31 - 1, (3, -(-vocab // 32)), generator=made, dtype=torch.int32)
+        allowed = Allowed(words.to(device), torch.tensor([0, 2, 4], device=device))
+        for dtype in (torch.float32, torch.bfloat16):
+            logits = torch.randn(6, vocab, generator=made).to(device, dtype)
+            expected = ops.forbid(logits.clone(), allowed.words, allowed.places)
+            forbid(logits, allowed)
+            assert torch.equal(logits, expected), f"{vocab} tokens in {dtype}"
+            forbid(wide := logits.new_zeros(vocab, 6).T, allowed)
+            assert torch.equal(wide == 0, expected > -math.inf), f"{vocab} tokens in columns, {dtype}"
+            padded = Allowed(allowed.words, torch.tensor([0, -1, -1], device=device))
+            room = logits.new_zeros(8, vocab)
+            forbid(room[2:], padded)
+            touched = room.any(1).nonzero().flatten().tolist()
+            assert touched in ([], [2]), f"padding masks places {[place - 2 for place in touched]}"
+    assert with_kernel(TORCH).forbid is not TORCH.forbid
+
+
+@pytest.mark.parametrize("vocab", [20, 257, 4096, 9001])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"temperature": 0.9}, {"temperature": 0.9, "top_k": 3}, {"presence_penalty": 0.5}],
+    ids=["greedy", "sampled", "top-k", "penalties"],
+)
+def test_reading_under_masks_chooses_what_is_chosen_behind_them(vocab: int, settings: dict[str, Any]) -> None:
+    """Masks of many tokens, of one, of none (whose token nobody reads), and no mask; padding of a graph."""
+    pytest.importorskip("triton")
+    from phases.appendix.masked_graphs.kernel import with_kernel
+    from triton_paged_attention.sampler import TritonChooser
+
+    device = kernels_run_on()
+    made, size = torch.Generator().manual_seed(vocab), 7
+    last = only(vocab - 1, vocab)
+    many = torch.randint(-(2**31), 2**31 - 1, (3, len(last)), generator=made, dtype=torch.int32)
+    many[1, 1:] = 0
+    words = torch.stack([*many, last, 0 * last]).to(device)
+    places = torch.tensor([0, 2, 3, 5, -1], device=device)  # of masks 0 to 3; 1, 4 and 6 have none
+    tokens: dict[object, list[int]] = {}
+    for kind in (TritonChooser(), with_kernel(TritonChooser())):
+        sampler = Sampler(size, vocab, device, chooser=kind)
+        for row in range(size):
+            given = settings if row != 2 else {}  # one of them is greedy
+            sampler.set_row(row, SamplingParams(seed=row, **given))
+        alone = not settings.keys() - {"temperature"}
+        for dtype in (torch.float32, torch.bfloat16) if alone else (torch.float32,):
+            logits = torch.randn(size, vocab, generator=torch.Generator().manual_seed(5)).to(device, dtype)
+            before, rows = logits.clone(), torch.arange(size, device=device)
+            real = places[:4] if type(kind) is TritonChooser else places  # torch has no padding
+            allowed = Allowed(words[: len(real)], real)
+            found = sampler.sample(logits, rows, list(range(size)), rows * 3, allowed=allowed).tokens.tolist()
+            assert found == tokens.setdefault(dtype, found), f"{dtype}, {type(kind).__name__}: {found}"
+            if type(kind) is not TritonChooser:
+                assert torch.equal(logits, before) or not alone, "the logits have been written"
+        free = sampler.sample(before.float(), rows, list(range(size)), rows * 3).tokens.tolist()
+        assert free == tokens.setdefault("free", free), f"{type(kind).__name__} without masks: {free}"
+
+
+def test_more_masks_than_are_looked_through_at_once() -> None:
+    pytest.importorskip("triton")
+    from phases.appendix.masked_graphs.kernel import MASKS, rehearse, with_kernel
+    from triton_paged_attention.sampler import TritonChooser
+
+    device = kernels_run_on()
+    count = MASKS.value + 4
+    sampler = Sampler(1, 64, device, chooser=with_kernel(TritonChooser()))
+    rehearse(sampler)  # all that it does is compile
+    sampler.set_row(0, SamplingParams())
+    rows = torch.zeros(count, dtype=torch.int64, device=device)
+    wanted = [1 + number % 60 for number in range(count)]
+    words = torch.stack([only(token, 64) for token in wanted])
+    allowed = Allowed(words.to(device), torch.arange(count, device=device))
+    logits = torch.zeros(count, 64, device=device)
+    found = sampler.sample(logits, rows, [0] * count, rows, allowed=allowed).tokens.tolist()
+    wrong = [number for number in range(count) if found[number] != wanted[number]]
+    assert not wrong, f"rows {wrong} are not given the token that their masks allow"
+
+
+@pytest.mark.parametrize("size", [4, 16])
+def test_a_first_half_leaves_the_logits_where_the_second_reads_them(model: Model, size: int) -> None:
+    """By a product that writes them there, where the output head is no more than that."""
+    pytest.importorskip("triton")
+    from cuda_graphs.capture import Capturer
+    from phases.appendix.masked_graphs.graph import LogitsGraph, MaskInputs
+    from triton_paged_attention.linear import FusedLinear
+
+    model = copy.copy(model)
+    model._modules = dict(model._modules)
+    head = FusedLinear(model.lm_head)
+    for kind in (model.lm_head, head):
+        model.lm_head = kind
+        asked = list[object]()
+        handle = kind.register_forward_hook(lambda *_, asked=asked: asked.append(_))
+        masks, hidden = MaskInputs(16, model), torch.randn(size, model.config.hidden_size)
+        half = SimpleNamespace(size=size, hidden=hidden, inputs=torch.ones(3, size, dtype=torch.int64))
+        half.machine, half.pad = SimpleNamespace(model=model), lambda: None
+        made = LogitsGraph(cast(Any, half), masks, Capturer(model.device))
+        handle.remove()
+        assert bool(asked) == (kind is not head), "logits are made somewhere, and copied"
+        torch.testing.assert_close(made.logits, model.logits(hidden))
+        assert masks.logits[:size].data_ptr() == made.logits.data_ptr() and not masks.logits[size:].any()
+
+
+def obey_beside_free_rows(model: Model, **options: Any) -> None:
+    engine = engine_of(model, **options)
+    names = list(SCHEMAS)
+    bound = [
+        SamplingParams(max_tokens=40, temperature=1.0, seed=n, grammar=GRAMMARS[m])
+        for n, m in enumerate(names)
+    ]
+    free = [SamplingParams(max_tokens=20, ignore_eos=True)] * 2
+    done = engine.generate([PROMPT] * (len(bound) + 2), [*free, *bound])
+    alone = engine.generate([PROMPT] * 2, free)
+    assert [c.token_ids for c in done[:2]] == [c.token_ids for c in alone], (
+        "a neighbour's grammar changes tokens"
+    )
+    for completion, name in zip(done[2:], names, strict=True):
+        must_obey(completion, name)
+    check(engine)
+
+
+PLAIN: dict[str, Any] = {"kernels": True, "graphs": True, "graph_tokens": 0}
+
+
+PLAIN |= dict.fromkeys(("norms", "rope", "activation", "projections"), "torch")
+
+
+def plan_of(engine: PagedEngine) -> Any:
+    from cuda_graphs.runner import GraphRunner
+    from phases.appendix.masked_graphs.plan import MaskedPlan
+
+    assert isinstance(engine.runner, GraphRunner)
+    return engine.runner.plan(MaskedPlan)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_masked_steps_are_two_graphs(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some rows end before others, so a graph's masks are fewer than in the step before, at other places."""
+    pytest.importorskip("triton")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("needs Triton's interpreter")
+    options: dict[str, Any] = {**PLAIN, "max_rows": 4}
+    letters, digits = Grammar.regex("[xyz]{9}"), Grammar.regex("[0-9]{9}")
+    params = [
+        SamplingParams(max_tokens=5, ignore_eos=True),
+        SamplingParams(max_tokens=3, grammar=letters),
+        SamplingParams(max_tokens=5, temperature=1.0, seed=1, grammar=digits),
+        SamplingParams(max_tokens=5, temperature=1.0, seed=2, ignore_eos=True),
+    ]
+    from phases.appendix.masked_graphs.graph import LogitsGraph, MaskedGraph
+
+    captured: list[list[int]] = []
+    first, rest = LogitsGraph.compute, MaskedGraph.compute
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            LogitsGraph, "compute", lambda self: captured.append(self.half.at.tolist()) or first(self)
+        )
+        patch.setattr(
+            MaskedGraph, "compute", lambda self: captured.append(self.first.inputs[1].tolist()) or rest(self)
+        )
+        engine = engine_of(model, **options)
+    assert all(set(at) == {-1} for at in captured), f"captured with somebody at positions {captured}"
+    graphs = plan_of(engine).graphs
+    assert sorted(size for size, _ in graphs) == [1, 1, 2, 2, 4, 4], f"masked graphs: {sorted(graphs)}"
+    replayed: Counter[tuple[int, Any]] = Counter()
+    for key, graph in graphs.items():
+        replay = graph.replay
+        graph.replay = lambda key=key, replay=replay: replayed.update([key]) or replay()
+    found = engine.generate([PROMPT] * 4, params)
+    eager = engine_of(model, **options)
+    plan_of(eager).graphs.clear()
+    free = cuda_graphs.load(model, **SMALL).generate([PROMPT] * 2, [params[0], params[3]])
+    for one, other in zip(found, eager.generate([PROMPT] * 4, params), strict=True):
+        assert one.token_ids == other.token_ids, (
+            f"prompt {one.index}: {one.token_ids} from graphs, {other.token_ids} without"
+        )
+    for place, other in zip((0, 3), free, strict=True):
+        assert found[place].token_ids == other.token_ids, (
+            f"prompt {place}: a neighbour's grammar changes tokens"
+        )
+    for completion, allowed in zip(found[1:3], ("xyz", "0123456789"), strict=True):
+        assert set(text_of(completion)) <= set(allowed), (
+            f"prompt {completion.index} may write {allowed}, and yet it wrote {text_of(completion)!r}"
+        )
+    assert sum(replayed.values()) == 4, f"of four masked decode steps {dict(replayed)} were graphs"
+    check(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_the_next_step_is_staged_while_masks_are_made(model: Model) -> None:
+    """With rows that become free, get new owners with nothing but one token to compute, and fail."""
+    pytest.importorskip("triton")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("needs Triton's interpreter")
+    options: dict[str, Any] = {**PLAIN, "max_rows": 7}
+    options |= {"jump_forward": False, "speculate": False}
+    grammars = [Grammar.regex("[xyz]{30}"), Grammar.regex("[0-9]{30}")]
+    lengths = [7, 3, 6, 7, 5, 7, 7]
+    prompts, late = [[10 + n, 20 + n] for n in range(len(lengths))], [[40], [41]]
+
+    def outputs(staging: bool) -> tuple[list[list[int]], list[int]]:
+        engine = engine_of(model, **options)
+        plan, masks = plan_of(engine), engine.masks
+        staged: list[int] = []
+        if not staging:
+            plan.graphs.clear()
+        else:
+            assert isinstance(engine.loop, EarlyHalves)
+
+            def noted(works: Sequence[Work]) -> None:
+                plan.stage(works)
+                if plan._staged is not None and plan._staged[0] is works:
+                    staged.append(len(works))
+
+            engine.loop.stage = noted
+        requests = []
+        for number, (prompt, most) in enumerate(zip(prompts, lengths, strict=True)):
+            params = SamplingParams(
+                max_tokens=most, temperature=number % 2, seed=number, grammar=grammars[number % 2]
+            )
+            masks.settle(params)
+            requests += engine.add(prompt, params)
+        take_failed = masks.take_failed
+
+        def failed() -> list[tuple[Request, Exception]]:
+            if len(requests[4].output_ids) == 2 and requests[4].finish_reason is None:
+                return [*take_failed(), (requests[4], RuntimeError("this one"))]
+            return take_failed()
+
+        masks.take_failed = failed  # type: ignore[method-assign]
+        while not engine.idle:
+            engine.step()
+            if requests[1].finish_reason is not None and late:
+                params = SamplingParams(max_tokens=3, temperature=1.0, seed=5, grammar=grammars[0])
+                requests += [one for prompt in late for one in engine.add(prompt, params)]
+                late.clear()
+        check(engine)
+        late.extend([40 + n] for n in range(2))
+        assert [r.finish_reason for r in requests] == ["length"] * 4 + ["error"] + ["length"] * 4
+        return [request.output_ids for request in requests], staged
+
+    (found, staged), (wanted, _) = outputs(True), outputs(False)
+    for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        assert one == other, f"request {number}: {one} where steps are staged early, else {other}"
+    assert len(staged) >= 3, f"steps that were staged early, by requests: {staged}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_masked_steps_that_a_graph_cannot_sample(model: Model) -> None:
+    """Log-probabilities and top-k are sampled eagerly, from what the first graph leaves."""
+    pytest.importorskip("triton")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("needs Triton's interpreter")
+    letters = Grammar.regex("[a-z]{9}")
+    params = [
+        SamplingParams(max_tokens=3, grammar=letters, logprobs=1),
+        SamplingParams(max_tokens=3, temperature=2.0, top_k=2, seed=3, grammar=letters),
+    ]
+    for one in params:
+        engine = engine_of(model, **PLAIN, max_rows=1)
+        (found,) = engine.generate([PROMPT], [one])
+        (wanted,) = engine_of(model).generate([PROMPT], [one])
+        said = f"top_k {one.top_k}, logprobs {one.logprobs}"
+        assert found.token_ids == wanted.token_ids, (
+            f"{said}: {found.token_ids}, and without graphs {wanted.token_ids}"
+        )
+        assert (found.logprobs is None) == (wanted.logprobs is None), f"{said}: log-probabilities are lost"
+        assert engine.runner.replays == 2, "a decode step was not replayed"  # type: ignore[attr-defined]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("overlap", [True, False], ids=["ahead", "in turn"])
+def test_on_a_gpu(overlap: bool) -> None:
+    model = forward.load_model("random:tiny", device="cuda", dtype="float32")
+    obey_beside_free_rows(model, overlap=overlap, kernels=True, graphs=True, max_rows=16, cache_bytes=1 << 22)

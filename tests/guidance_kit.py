@@ -1,0 +1,61 @@
+"""Engines with the default backend of grammars, and a vocabulary for it, that tests of the appendix share."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from common.sampling.grammar import Grammar
+from continuous.engine import Engine
+from forward.model import Model
+from phases import find_phase
+from phases.appendix.guidance.drafter import GrammarDrafter
+from phases.appendix.guidance.spelling import Spelling
+from phases.registry import load_engine
+from tests import structured_kit
+from tests.structured_kit import EOS, SIZE, SMALL, tokenizer
+
+SCHEMAS: dict[str, Any] = structured_kit.SCHEMAS | {
+    "person": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 12},
+            "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        },
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    },
+    "number": {"type": "number", "minimum": -1, "maximum": 2},
+}
+"""With bounds, which the automata do not know."""
+GRAMMARS = {name: Grammar.json_schema(schema) for name, schema in SCHEMAS.items()}
+must_obey = partial(structured_kit.must_obey, schemas=SCHEMAS)
+
+
+@cache
+def vocabulary() -> Spelling:
+    return Spelling.of(tokenizer(), SIZE, (EOS,))
+
+
+def served(model: str | Path | Model, phase: str = "13", **options: Any) -> Engine:
+    """An engine as users have it."""
+    found = find_phase(phase)
+    assert found is not None
+    made = load_engine(found, model, **options)
+    assert isinstance(made, Engine)
+    return made
+
+
+def loaded(model: str | Path | Model, **options: Any) -> Engine:
+    """One of phase 12, with the tokenizer of the tiny models."""
+    return served(model, "12", **{"tokenizer": tokenizer(), **SMALL, **options})
+
+
+def engine_of(model: Model, **options: Any) -> Engine:
+    """One whose steps overlap under grammars, too, as on a GPU, unless it is told otherwise."""
+    engine = loaded(model, **options)
+    if isinstance(engine.scheduler.drafter, GrammarDrafter) and model.device.type == "cpu":
+        assert engine.scheduler.drafter.in_turn, "on a CPU there is nothing to overlap with"
+        engine.scheduler.drafter.in_turn = False
+    return engine
