@@ -109,6 +109,11 @@ def run(
     if stats:
         lines = ["speculation: off"] if guesses is None else guesses.lines()
         err.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    return _exit_code(served)
+
+
+def _exit_code(served: Served) -> int:
+    """Return 1 after naming the prompts whose requests failed inside the engine, or 0."""
     failed = [c.index for c in served.completions if c.finish_reason == "error"]
     if failed:
         err.print(f"error: generation failed for prompt {', '.join(str(index + 1) for index in failed)}")
