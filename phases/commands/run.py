@@ -11,7 +11,7 @@ from typing import Any
 from common.console import err, out
 from common.device import pick_device, pick_dtype
 from common.errors import UserError
-from common.neighbours import usage, warning
+from common.neighbours import usage, warn
 from common.sampling.defaults import sampling_defaults
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
@@ -90,8 +90,6 @@ def run(
         err.print(f"[dim]{ledger}[/dim]")
     if trace:
         return show_trace(engine, tokenizer, ids[0], params)
-    if where.type == "cpu" and (busy := warning(begun)):
-        err.print(f"[yellow]{busy}[/yellow]", soft_wrap=True)
     screen = Screen(prompts, quiet=as_json)
     guesses = getattr(getattr(getattr(engine, "scheduler", None), "drafter", None), "stats", None)
     decorate = Tint(guesses) if guesses is not None and out.is_terminal and not out.no_color else untouched
@@ -109,6 +107,8 @@ def run(
     if stats:
         lines = ["speculation: off"] if guesses is None else guesses.lines()
         err.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    if where.type == "cpu":
+        warn(begun)
     return _exit_code(served)
 
 
