@@ -85,8 +85,7 @@ def run(
             f"[dim]{phase.name} needs {missing} to be fast; here it may take minutes.[/dim]", soft_wrap=True
         )
     engine = load_engine(phase, str(folder), device=str(where), dtype=dtype, tokenizer=tokenizer, **given)
-    ledger = getattr(engine, "ledger", None)
-    if ledger is not None and verbose:
+    if verbose and (ledger := getattr(engine, "ledger", None)) is not None:
         err.print(f"[dim]{ledger}[/dim]")
     if trace:
         return show_trace(engine, tokenizer, ids[0], params)
