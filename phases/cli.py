@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -224,23 +225,22 @@ def run(
     **options: Any,
 ) -> int:
     """Generate text with one phase."""
-    from common.sampling.params import SamplingParams
     from phases.commands import early
-    from phases.commands.engines import read_prompts
-    from phases.commands.grammars import chosen_grammar
 
     given = {name: value for name, value in options.items() if value is not None}
     early.check(phase, device=device, dtype=dtype, model=model, options=given)
     choose("generation_config", generation_config, SOURCES)
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     sampling = {name: value for name, value in sampling.items() if value is not None}
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        seed=seed,
-        grammar=chosen_grammar(json_schema, regex, _joined(choice), grammar),
-        **sampling,  # type: ignore[arg-type]
-    )
+    from common.sampling.params import SamplingParams
+
+    params = SamplingParams(max_tokens=max_tokens, seed=seed, **sampling)  # type: ignore[arg-type]
+    from phases.commands.engines import read_prompts
+
     prompts = read_prompts(prompt, prompts_file, chat=chat)
+    from phases.commands.grammars import chosen_grammar
+
+    params = replace(params, grammar=chosen_grammar(json_schema, regex, _joined(choice), grammar))
     from phases.commands import run
 
     return run.run(

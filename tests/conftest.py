@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 from pathlib import Path
@@ -17,6 +18,7 @@ if not torch.cuda.is_available():  # before anything imports triton: its kernels
 
 from common.errors import UserError
 from common.models.hub import model_folder
+from tests.coroutines import asynchronously
 from tests.poison import poison as poison
 
 if TYPE_CHECKING:
@@ -43,6 +45,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if _REAL_MODELS & set(getattr(item, "fixturenames", ())):
             item.add_marker("weights")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine; one that hangs for a minute fails."""
+    test = pyfuncitem.obj
+    if not inspect.iscoroutinefunction(test):
+        return None
+    given = {name: pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters}
+    asynchronously(lambda: test(**given))
+    return True
 
 
 def _folder(name: str) -> Path:

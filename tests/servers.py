@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -303,13 +303,3 @@ def tokenizer_for(folder: Path, vocab_size: int, eos: tuple[int, ...] = (0,)) ->
     """A made-up tokenizer in a folder."""
     write_tokenizer(folder, vocab_size, eos)
     return Tokenizer(folder)
-
-
-def asynchronously(test: Callable[[], Coroutine[Any, Any, None]], seconds: float = 60.0) -> None:
-    """Run a test's coroutine; whatever hangs fails."""
-
-    async def limited() -> None:
-        async with asyncio.timeout(seconds):
-            await test()
-
-    asyncio.run(limited())

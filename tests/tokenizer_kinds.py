@@ -28,23 +28,17 @@ BY_BYTES, BYTE_LEVEL = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
 KINDS = {  # normalizer, pre-tokenizer, decoder
     "llama-2": (normalizers.Sequence([normalizers.Prepend("▁"), UNDERLINE]), None, LLAMA),
     "mistral-0.3": (None, pre_tokenizers.Metaspace("▁", "first", split=False), LLAMA),
-    "metaspace": (
-        None,
-        pre_tokenizers.Metaspace("▁", "always"),
-        decoders.Sequence([BYTES, decoders.Metaspace("▁", "always")]),
-    ),
-    "gemma": (
-        UNDERLINE,
-        pre_tokenizers.Split(" ", "merged_with_previous"),
-        decoders.Sequence([SPACE, BYTES, FUSE]),
-    ),
+    "metaspace": (None, pre_tokenizers.Metaspace("▁", "always"),
+        decoders.Sequence([BYTES, decoders.Metaspace("▁", "always")])),
+    "gemma": (UNDERLINE, pre_tokenizers.Split(" ", "merged_with_previous"),
+        decoders.Sequence([SPACE, BYTES, FUSE])),
     "smollm2": (None, BY_BYTES, BYTE_LEVEL),
     "llama-3": (None, pre_tokenizers.Sequence(BY_WORDS), BYTE_LEVEL),
     "qwen": (normalizers.NFC(), pre_tokenizers.Sequence(BY_WORDS), BYTE_LEVEL),
     "nfkc": (normalizers.NFKC(), BY_BYTES, BYTE_LEVEL),
     "lowercase": (normalizers.Lowercase(), BY_BYTES, BYTE_LEVEL),
     "add-prefix-space": (None, pre_tokenizers.ByteLevel(True), BYTE_LEVEL),
-}
+}  # fmt: skip
 
 
 def write_kind(folder: Path, name: str, template: str) -> int:

@@ -24,6 +24,7 @@ from benchmarks.roofline import Ceilings, ceilings
 from common.errors import UserError
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import Sampler
+from cuda_graphs.batch import fixed_batch
 from forward.loading import load_model
 from forward.model import Model
 from forward.surgery import clone
@@ -34,7 +35,6 @@ from phases.appendix.latency.block import LatencyBlock
 from phases.appendix.latency.linear import LatencyWay
 from phases.appendix.latency.surgery import install
 from triton_paged_attention.backends import Backends
-from triton_paged_attention.batch import fixed_batch
 from triton_paged_attention.kernels.sampling import argmax_rows, draw_rows
 from triton_paged_attention.layers import FusedBlock
 from triton_paged_attention.linear import FusedLinear

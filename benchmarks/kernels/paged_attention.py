@@ -30,10 +30,10 @@ from benchmarks.plotting import MARKERS, bars, colours, panels, reference_line, 
 from benchmarks.roofline import Ceilings, ceilings
 from common.errors import UserError
 from continuous.batch import HostBatch
+from cuda_graphs.batch import fixed_batch
 from forward.attention import LayerSpec
 from paged_cache import LayerCache, TorchPagedAttention
 from paged_cache.reference import gather
-from triton_paged_attention.batch import fixed_batch
 from triton_paged_attention.decode import Workspace, paged_decode
 from triton_paged_attention.prefill import paged_prefill, query_tiles
 from triton_paged_attention.tables import PREFILL, PrefillKey, for_keys

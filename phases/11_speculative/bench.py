@@ -86,7 +86,7 @@ def tasks(options: BenchOptions) -> list[Run]:
     bench = Bench(options, model, **sizes)
     ngrams = (bench.engine, bench.drafter(drafter="ngram", draft_length=bench.length))
     contenders: dict[str, Contender] = {BEFORE: (bench.engine, NO_DRAFTS), PHASE: ngrams}
-    heads = {"head": {}}
+    heads: dict[str, dict[str, Any]] = {"head": {}}
     if cuda:
         contenders |= {PHASE: bench.other(drafter="ngram"), f"{PHASE}, host in between": ngrams}
         contenders[WAITING] = bench.other(drafter="none", overlap=False)

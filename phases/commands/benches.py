@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +25,8 @@ from common.words import count
 from phases import PHASES, ROOT, phase_named
 
 MOST_REPEATS = 1000
+MOST_COLUMNS = 3
+"""In which the options of runs are shown; more of them share one."""
 MADE_BY = {"json_schema_bench": "json_schema_suite", "hostile_grammars": "12_structured"}
 """Evidence whose benchmark has another name: the same script, given a checkout; another run of it."""
 
@@ -93,25 +96,44 @@ def _announce(name: str, options: BenchOptions, recorded: Evidence | None) -> No
 
 
 def _show(measured: Evidence) -> None:
-    """Print every variant's first metric beside the variant before, and what the phase is about in a line."""
-    table = Table(title=f"{measured.phase}: this run", title_justify="left", box=None, pad_edge=False)
-    for column in ("variant", "workload", "what"):
-        table.add_column(column, overflow="fold")
+    """Print every variant's first metric beside the first variant's, and what the phase is about in a line.
+
+    What all runs have in common stands in the title.
+    """
+    phase = next((phase for phase in PHASES if phase.name == measured.phase), None)
+    headline = "" if phase is None else phase.headline
+    rows = []
+    for run in measured.runs:
+        metric = headline if headline in run.metrics else next(iter(run.metrics), None)
+        if metric is not None:
+            facts = {"what": axis_label(metric), "workload": run.workload, "model": run.model, **run.options}
+            rows.append(
+                (run.variant, {name: str(value) for name, value in facts.items()}, run.median(metric))
+            )
+    names = list(dict.fromkeys(name for _, facts, _ in rows for name in facts))
+    values = {name: {facts.get(name, "") for _, facts, _ in rows} for name in names}
+    alike = [f"{name} {min(values[name])}" for name in names if len(values[name]) == 1]
+    table = Table(
+        title=f"{measured.phase}: {', '.join(alike).removeprefix('what ')}",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+    )
+    table.add_column("variant", overflow="fold")
+    differ = [name for name in names if len(values[name]) > 1]
+    wide = len(differ) > MOST_COLUMNS
+    for name in ["work"] if wide else differ:
+        table.add_column(name, overflow="fold")
     for column in ("median", "to the first"):
         table.add_column(column, justify="right", no_wrap=True)
     firsts: dict[tuple[str, ...], float] = {}
-    for run in measured.runs:
-        metric = next(iter(run.metrics), None)
-        if metric is None:
-            continue
-        options = "".join(f", {name} {value}" for name, value in run.options.items())
-        value = run.median(metric)
-        work = (run.workload, run.model, run.dtype, metric, options)
-        first = firsts.setdefault(work, value)
-        ratio = f"{value / first:.2f}×" if first and value is not first else ""
-        table.add_row(run.variant, run.workload + options, axis_label(metric), f"{value:,.4g}", ratio)
+    for variant, facts, value in rows:
+        work = tuple(facts.get(name, "") for name in differ)
+        ratio = f"{value / firsts[work]:.2f}×" if firsts.get(work) else ""
+        firsts.setdefault(work, value)
+        shown = [_words(facts, differ)] if wide else work
+        table.add_row(variant, *shown, f"{value:,.4g}" if value < 1000 else f"{value:,.0f}", ratio)
     out.print(table)
-    phase = next((phase for phase in PHASES if phase.name == measured.phase), None)
     found = gain(phase, measured) if phase else None
     if found is not None:
         out.print(
@@ -119,6 +141,11 @@ def _show(measured: Evidence) -> None:
             f"{gain_words(found.metric)} ({found.after.workload}, {found.after.model})",
             soft_wrap=True,
         )
+
+
+def _words(facts: Mapping[str, str], names: Sequence[str]) -> str:
+    own = ("what", "workload")  # they say themselves what they are
+    return ", ".join(facts[n] if n in own else f"{n} {facts[n]}" for n in names if facts.get(n))
 
 
 def _compare(measured: Evidence, recorded: Evidence) -> None:

@@ -141,7 +141,7 @@ def _summary(rungs: list[Rung], device: torch.device) -> None:
     before: Rung | None = None
     for rung in rungs:
         rate = f"{rung.served.tokens_per_second:,.1f}{'*' if rung.busy > MEANINGLESS else ''}"
-        shown = change(rung.phase, before and before.work, rung.work) or "the speed, on a GPU"
+        shown = change(rung.phase, before.work if before else None, rung.work) or "the speed, on a GPU"
         table.add_row(rung.phase.name, shown, rate, f"{rung.fraction:.0%}")
         before = rung
     out.print(table)

@@ -20,6 +20,7 @@ from common.device import pick_device, pick_dtype, synchronize
 from common.errors import UserError, integer
 from common.events import Streams
 from common.files import check_folder, whole
+from common.words import count
 from continuous.engine import Engine
 from continuous.stats import STEP
 from forward.loading import load_model
@@ -104,7 +105,8 @@ def run(
     on_device = where.type == "cuda"
     out.print(
         f"{phase.name}, {name}, {where}, {str(kind).removeprefix('torch.')}: "
-        f"{size.batch} prompts of {size.context} tokens, {size.steps} decode steps",
+        f"{count(size.batch, 'prompt')} of {count(size.context, 'token')}, "
+        f"{count(size.steps, 'decode step')}",
         soft_wrap=True,
     )
     for table in step_tables(read_trace(path), on_device=on_device):
@@ -292,12 +294,12 @@ def kernel_table(table: StepTable, on_device: bool, most: int = ROWS) -> Table:
 
 def summary(table: StepTable, on_device: bool) -> str:
     """One line: steps, kernels a step, how long a step takes and how much of that the device works."""
-    count = table.launches / table.steps
+    launches = table.launches / table.steps
     wall = table.wall / table.steps * 1e3
     share = table.busy / table.wall if table.wall else 0.0
     if on_device:
-        what = f"{count:,.1f} kernels and {table.copies / table.steps:,.1f} copies a step"
+        what = f"{launches:,.1f} kernels and {table.copies / table.steps:,.1f} copies a step"
         busy = f"GPU busy {share:.1%}"
     else:
-        what, busy = f"{count:,.1f} operators a step", f"inside operators {share:.1%}"
-    return f"{table.kind}: {table.steps} steps, {what}, {wall:,.3f} ms a step (profiled), {busy}"
+        what, busy = f"{launches:,.1f} operators a step", f"inside operators {share:.1%}"
+    return f"{table.kind}: {count(table.steps, 'step')}, {what}, {wall:,.3f} ms a step (profiled), {busy}"

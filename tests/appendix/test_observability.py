@@ -2,23 +2,60 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
 from common.sampling.params import SamplingParams
+from common.text.tokenizer import Tokenizer
 from forward import load_model
-from paged_cache import BlockPool
+from forward.loading import random_model
+from forward.model import Model
+from forward.shapes import SHAPES
+from paged_cache import BlockPool, PagedEngine
+from phases.appendix.observability.live import Live
+from phases.appendix.observability.log import AccessLog
 from phases.appendix.observability.observer import EngineObserver
 from phases.appendix.observability.picture import MOST_NODES, picture
+from phases.appendix.observability.traces import Traces
 from phases.appendix.server import whole_app
-from serving import messages
+from serving import load, messages
+from serving.app import App
 from serving.messages import AddPrompt, StepReport, StepStats
 from serving.worker import Worker
+from tests.coroutines import asynchronously
+from tests.equivalence.engines import blocks
 from tests.guidance_kit import served
-from tests.servers import Client, Loopback, asynchronously, tokenizer_for
+from tests.servers import Client, Loopback, tokenizer_for
+from tests.serving_kit import extension, settle
 
 
-def engine(**options: Any):
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return random_model(SHAPES["tiny"], device="cpu", dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return tokenizer_for(tmp_path_factory.mktemp("tokenizer"), 257)
+
+
+@pytest.fixture
+def engine(model: Model) -> PagedEngine:
+    return load(model, max_rows=8, cache_bytes=blocks(model, 200), step_tokens=256, speculate=False)
+
+
+@pytest.fixture
+def make(engine: PagedEngine, tokenizer: Tokenizer) -> Callable[..., App]:
+    return lambda **options: whole_app(Loopback(engine), tokenizer, "tiny", **options)
+
+
+def made_engine(**options: Any):
     model = load_model("random:tiny", device="cpu", dtype="float32")
     size = 128 * BlockPool.bytes_per_block(model.config, 4, model.dtype)
     return served(model, max_rows=4, max_len=256, block_size=4, cache_bytes=size, **options)
@@ -59,7 +96,7 @@ def marks_of(made, *adds: AddPrompt) -> dict[int, list[str]]:
 
 
 def test_drafts_that_were_right_are_marked_and_only_for_those_who_asked():
-    made = engine(drafter="synthetic", draft_accept=1.0, draft_length=3, draft_adaptive=False)
+    made = made_engine(drafter="synthetic", draft_accept=1.0, draft_length=3, draft_adaptive=False)
     params = SamplingParams(max_tokens=9, ignore_eos=True)
     found = marks_of(made, AddPrompt(0, [1, 2, 3], params, marks=True), AddPrompt(1, [4, 5], params))
     accepted = sum(made.scheduler.drafter.inner.stats.accepted)
@@ -94,7 +131,7 @@ def engine_with(tokenizer):
 
 
 def test_the_tree_shows_what_is_shared_and_nobodys_tokens():
-    made = engine()
+    made = made_engine()
     params = SamplingParams(max_tokens=2, ignore_eos=True)
     shared = list(range(1, 13))  # three blocks of four
     made.generate([shared + [20] * 8, shared + [30] * 4, [99] * 8], params)
@@ -110,7 +147,7 @@ def test_the_tree_shows_what_is_shared_and_nobodys_tokens():
 
 
 def test_a_large_tree_is_cut():
-    made = engine()
+    made = made_engine()
     params = SamplingParams(max_tokens=1, ignore_eos=True)
     made.generate([[1 + n] * 5 for n in range(60)], params)
     found = picture(made)["tree"]
@@ -118,7 +155,7 @@ def test_a_large_tree_is_cut():
 
 
 def test_an_index_without_a_tree_has_none():
-    assert picture(engine(index="hash"))["tree"] is None
+    assert picture(made_engine(index="hash"))["tree"] is None
 
 
 def test_a_mark_of_the_wrong_type_is_refused(tmp_path: Path):
@@ -135,3 +172,105 @@ def test_a_mark_of_the_wrong_type_is_refused(tmp_path: Path):
 def test_marks_travel():
     step = StepReport([0], [5], [], StepStats(), marks=[(0, "draft")])
     assert messages.report(messages.encode(step)) == step
+
+
+def test_the_log_survives_a_full_disk(make, tmp_path, monkeypatch):
+    async def test() -> None:
+        path = tmp_path / "access.log"
+        app = make(access_log=str(path))
+        await Client(app).post("/v1/completions", {"prompt": "a", "max_tokens": 2}, x_request_id="mine")
+        (line,) = path.read_text().splitlines()
+        entry = json.loads(line)
+        assert entry["id"] == "mine" and entry["status"] == 200 and entry["output_tokens"] >= 1
+
+        def full(text: str) -> int:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(
+            extension(app, AccessLog),
+            "_file",
+            type("Full", (), {"write": staticmethod(full), "flush": lambda self: None})(),
+        )
+        assert (await Client(app).post("/v1/completions", {"prompt": "a", "max_tokens": 1}))[0] == 200
+        assert app.metrics.lost_log_lines == 1
+
+    asynchronously(test)
+
+
+def test_spans_of_requests(make):
+    """A client's trace goes on here: queue, prefill and decode below its request, in order, and closed."""
+    sdk = pytest.importorskip("opentelemetry.sdk.trace")
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    async def test() -> None:
+        kept, provider = InMemorySpanExporter(), sdk.TracerProvider()
+        provider.add_span_processor(SimpleSpanProcessor(kept))
+        app = make(traces=Traces(provider, "tiny"))
+        body = {"prompt": "abc", "max_tokens": 6, "ignore_eos": True}
+        trace = "0af7651916cd43dd8448eb211c80319c"
+        more = {"traceparent": f"00-{trace}-b7ad6b7169203331-01", "x_request_id": "mine"}
+        asked = [Client(app).post("/v1/completions", body, **more) for _ in range(10)]  # of which 8 run
+        await asyncio.gather(*asked)
+        spans = kept.get_finished_spans()
+        requests = [span for span in spans if span.name == "POST /v1/completions"]
+        assert len(requests) == 10 and len(spans) == 40, [span.name for span in spans]
+        for request in requests:
+            assert (
+                f"{request.context.trace_id:032x}" == trace
+                and f"{request.parent.span_id:016x}" == more["traceparent"].split("-")[2]
+            )
+            below = {s.name: s for s in spans if s.parent and s.parent.span_id == request.context.span_id}
+            assert set(below) == {"queue", "prefill", "decode"}, f"{set(below)} below a request"
+            queue, prefill, decode = below["queue"], below["prefill"], below["decode"]
+            times = [request.start_time, queue.start_time, queue.end_time, prefill.end_time, decode.end_time]
+            assert times == sorted(times) and decode.end_time <= request.end_time, times
+            assert prefill.start_time == queue.end_time and decode.start_time == prefill.end_time
+            told = request.attributes
+            assert (told["gen_ai.usage.input_tokens"], told["gen_ai.usage.output_tokens"]) == (3, 6)
+            assert told["gen_ai.response.finish_reasons"] == ("length",)
+            assert told["http.response.status_code"] == 200 and told["ladder.request.id"] == "mine"
+        waits = sorted(s.end_time - s.start_time for s in spans if s.name == "queue")
+        assert waits[-1] > waits[0], "nobody was seen to wait for a row"
+
+        kept.clear()
+        late = body | {"max_tokens": 900, "deadline_ms": 40}
+        assert (await Client(app).post("/v1/completions", late))[0] == 504
+        await Client(app).post("/v1/completions", body, traceparent=more["traceparent"][:-1] + "0")
+        (failed,) = [span for span in kept.get_finished_spans() if span.name.startswith("POST")]
+        assert not failed.status.is_ok and failed.attributes["error.type"] == "deadline", (
+            "a client whose trace is not kept has a span, or a failure looks like a success"
+        )
+        assert (await Client(app).post("/v1/completions", body, traceparent="nonsense"))[0] == 200
+        assert (await Client(app).post("/v1/completions", {"prompt": ""}))[0] == 400
+
+    asynchronously(test)
+
+
+def test_watching(make):
+    """Events come while somebody looks, at most ten a second, and stop when nobody does."""
+
+    async def test() -> None:
+        app = make()
+        watcher = Client(app).request("/events", b"", "GET")
+        task = asyncio.ensure_future(watcher.run())
+        await asyncio.sleep(0.05)
+        body = {"prompt": "abc", "max_tokens": 300, "ignore_eos": True}
+        await Client(app).post("/v1/completions", body)
+        await asyncio.sleep(0.25)
+        started = len(watcher.chunks)
+        await asyncio.sleep(0.5)
+        assert len(watcher.chunks) - started <= 6
+        events = watcher.events()
+        steps = [step for event in events for step in event["steps"]]
+        assert len(steps) == len({step[0] for step in steps}) > 100, "steps are missing or told twice"
+        assert any(event["picture"] and event["picture"]["rows"] for event in events), (
+            "nobody was seen to run"
+        )
+        watcher.leave()
+        await task
+        assert extension(app, Live).watchers == 0
+        await settle(app)
+        assert app.engine.worker.observer.seconds == 0.0
+
+    asynchronously(test)

@@ -30,9 +30,10 @@ from phases.appendix.tools.request import conversation, refusal, tools_of
 from serving.app import App
 from serving.http.errors import ApiError
 from serving.http.limits import Limits
+from tests.coroutines import asynchronously
 from tests.equivalence.engines import blocks
 from tests.guidance_kit import served as load
-from tests.servers import Client, Loopback, asynchronously, tokenizer_for
+from tests.servers import Client, Loopback, tokenizer_for
 
 CITY = {
     "type": "object",

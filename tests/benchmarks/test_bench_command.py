@@ -15,6 +15,7 @@ from common.errors import UserError
 from phases.commands import benches
 
 CPU = pick_device("cpu")
+RATES = {"01_forward": 10.0, "02_kv_cache": 73.0}
 HERE = device_folder("cpu", device_name(CPU))
 
 
@@ -61,7 +62,7 @@ def test_a_benchmark_leaves_the_checkout_alone(
     ]
     shown = capsys.readouterr()
     assert "recorded run took 5 min" in shown.err, "how long it takes is said before it starts"
-    row = next(line for line in shown.out.splitlines() if "a-work" in line)
+    row = next(line for line in shown.out.splitlines() if "a-work" in line and "│" in line)
     for number in ("20.0", "10.0", "2.00"):
         assert number in row, f"the result stands beside the recorded one, with {number}: {row}"
 
@@ -83,3 +84,32 @@ def test_a_quick_look_is_no_evidence(homes: tuple[Path, Path]) -> None:
         bench(quick=True, record=True)
     assert bench(quick=True) == 0
     assert written(homes[0]) == [], "a quick look wrote into the checkout"
+
+
+def test_a_quick_look_prints_what_it_compares(
+    homes: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(variant: str, rate: float, batch: int) -> Run:
+        metrics = {"seconds": Metric((1.0,)), "output_tokens_per_s": Metric((rate,))}
+        return Run(variant, "a-work", "0" * 64, "m", "real", "float32", metrics, {"batch": batch})
+
+    runs = [run(variant, rate * batch, batch) for batch in (1, 4) for variant, rate in RATES.items()]
+    module = SimpleNamespace(run=lambda options: collect("02_kv_cache", runs, CPU))
+    monkeypatch.setattr(benches, "_module", lambda name: module)
+    assert bench(quick=True) == 0
+    title, head, *rows = capsys.readouterr().out.splitlines()
+    assert " ".join(title.split()) == "02_kv_cache: output tokens per second, workload a-work, model m"
+    assert head.split() == ["variant", "batch", "median", "to", "the", "first"]
+    assert [row.split() for row in rows[:4]] == [
+        ["01_forward", "1", "10"],
+        ["02_kv_cache", "1", "73", "7.30×"],
+        ["01_forward", "4", "40"],
+        ["02_kv_cache", "4", "292", "7.30×"],
+    ]
+    assert "02_kv_cache against 01_forward: 7.3× output tokens per second (a-work, m)" in rows[4]
+
+
+def test_many_options_share_a_column() -> None:
+    assert benches._words(
+        {"what": "seconds", "workload": "w", "batch": "4"}, ["what", "workload", "batch"]
+    ) == ("seconds, w, batch 4")

@@ -149,7 +149,7 @@ def test_engines_whose_own_sums_fail_add_up_by_nccl(
     assert Scripted.asked.index("2 reduce nccl") == 0, "sums tell whether an engine can trust them"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_part_that_takes_too_long_ends_with_its_processes(bench: ModuleType) -> None:
     options = BenchOptions(CPU, torch.float32, quick=True, repeats=1)
     child = bench.Child(options, 2, {})

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.server_cost import alone, measured, streams
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_token_costs_little():
     found = {}
 

@@ -37,9 +37,10 @@ from phases.commands.engines import serve
 from serving.app import App
 from serving.completion import Choice
 from serving.messages import Token
+from tests.coroutines import asynchronously
 from tests.equivalence.engines import blocks
 from tests.guidance_kit import served
-from tests.servers import Client, Loopback, asynchronously
+from tests.servers import Client, Loopback
 from tests.tokenizer_kinds import BOS, EOS, KINDS, write_kind
 
 FRANCE = "The capital of France is"

@@ -39,7 +39,9 @@ def test_an_exercise_follows_the_code(exercise: Exercise) -> None:
     for node in (*exercise.tests, *exercise.hidden, *exercise.later):
         file, _, test = node.partition("::")
         tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-        names = {part.name for part in ast.walk(tree) if isinstance(part, ast.FunctionDef)}
+        names = {
+            part.name for part in ast.walk(tree) if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)
+        }
         assert test.partition("[")[0] in names, f"{exercise.id}: there is no test {node}"
     assert exercise.points > 0 and exercise.tests
 

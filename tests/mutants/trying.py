@@ -45,6 +45,8 @@ def target(name: str) -> Target:
     files, found = (
         tuple(sorted(str(p.relative_to(ROOT)) for p in some)) for some in (folder.rglob("*.py"), tests)
     )
+    if not found:
+        raise LookupError(f"{name} has no tests of its own")
     return Target(name, files, found)
 
 
@@ -61,8 +63,7 @@ class Bench:
     """A copy of the checkout in which the tests of one target run with one mutant after another."""
 
     def __init__(self, nursery: Nursery, copy: Path, aim: Target) -> None:
-        self.nursery, self.copy, self.target = nursery, copy, aim
-        self.limit = 1200.0
+        self.nursery, self.copy, self.target, self.limit = nursery, copy, aim, 1200.0
         control = self._run()
         if control.verdict != "survived":
             raise RuntimeError(f"{control.test or 'a test'} of {aim.name} fails without any mutant")

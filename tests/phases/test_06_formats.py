@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
 
+from continuous.batch import HostBatch
 from forward.attention import LayerSpec
 from forward.shapes import SHAPES
 from paged_cache import BlockPool, KVFormat, LayerCache, TorchPagedAttention
@@ -18,7 +20,6 @@ from paged_cache.pool import encode
 from paged_cache.reference import paged_attention
 from tests.paged_batches import DEVICE, FEATURES, Batch, assert_attention, assert_near, make
 from triton_paged_attention.attention import TritonPagedAttention
-from triton_paged_attention.batch import fixed_batch
 from triton_paged_attention.decode import paged_decode
 from triton_paged_attention.kernels.kv_store import kv_store
 from triton_paged_attention.prefill import paged_prefill, query_tiles
@@ -109,17 +110,26 @@ def step(attention: PagedAttention, lens: list[int]) -> tuple[Tensor, Tensor]:
     """Prompts of these lengths through an attention object, and what the oracle says of its cache."""
     tokens, device = sum(lens), torch.device(DEVICE)
     starts = [sum(lens[:i]) for i in range(len(lens) + 1)]
-    plain = fixed_batch(tokens, 1, device)
-    numbers = torch.tensor(lens)
-    host = replace(
-        plain.host, query_lens=numbers.numpy(), query_starts=torch.tensor(starts).numpy(),
-        context_lens=numbers.numpy(),
+    places, counts = np.arange(tokens), np.array(lens)
+    host = HostBatch(
+        rows=places, query_lens=counts, query_starts=np.array(starts), context_lens=counts,
+        token_rows=places, positions=places, sample_at=places, sample_rows=places,
+        sample_positions=places, sample_steps=places,
     )  # fmt: skip
     blocks = torch.arange(2 * len(lens)).view(len(lens), 2)  # two blocks of 16 each
     slots = [int(blocks[b, i // 16]) * 16 + i % 16 for b, count in enumerate(lens) for i in range(count)]
-    batch: PagedBatch = replace(
-        plain,
+    zeros = torch.zeros(tokens, dtype=torch.int64, device=device)
+    nothing = zeros[:0]
+    batch = PagedBatch(
         host=host,
+        input_ids=zeros,
+        positions=zeros,
+        token_rows=nothing,
+        rows=nothing,
+        sample_at=nothing,
+        sample_rows=nothing,
+        sample_positions=nothing,
+        sample_steps=nothing,
         query_starts=torch.tensor(starts, dtype=torch.int32, device=device),
         context_lens=torch.tensor(lens, dtype=torch.int32, device=device),
         block_tables=blocks.int().to(device),

@@ -31,7 +31,8 @@ from replicas.routing import InFlight, LeastLoaded, Memory, PrefixAware, RoundRo
 from serving.alive import CannotStart
 from serving.app import App
 from serving.http.limits import Limits
-from tests.servers import Loopback, asynchronously, tokenizer_for
+from tests.coroutines import asynchronously
+from tests.servers import Loopback, tokenizer_for
 
 LESSON = ROOT / "phases" / "15_replicas" / "README.md"
 
@@ -663,36 +664,28 @@ def test_the_front_refuses_what_is_no_server(url, capsys, monkeypatch):
     assert f"URL is {url!r}" in capsys.readouterr().err
 
 
-def test_the_front_does_without_servers_that_are_not_there():
-    async def test() -> None:
-        one, two = await Upstream("one").start(), await Upstream("two").start()
-        port, servers = await fronted([one, two], "round-robin")
-        two.server.close()
-        await two.server.wait_closed()
-        for n in range(3):
-            assert (await get(port, body("x"))).endswith(b"one"), (
-                f"request {n} was not given to the server that is left"
-            )
-        one.server.close()
-        answer = await get(port, body("x"))
-        assert answer.startswith(b"HTTP/1.1 503"), answer
-        assert servers.up == set()
-
-    asynchronously(test, 20)
-
-
-def test_the_front_tells_of_a_server_that_dies_and_of_requests_that_are_none():
-    async def test() -> None:
-        port, _ = await fronted(
-            [await Upstream("one", dies=True).start()], limits=Limits(max_body_bytes=1000)
+async def test_the_front_does_without_servers_that_are_not_there():
+    one, two = await Upstream("one").start(), await Upstream("two").start()
+    port, servers = await fronted([one, two], "round-robin")
+    two.server.close()
+    await two.server.wait_closed()
+    for n in range(3):
+        assert (await get(port, body("x"))).endswith(b"one"), (
+            f"request {n} was not given to the server that is left"
         )
-        assert b'"code":"died"' in await get(port, body("x"))
-        assert b"413" in await get(port, body("x" * 100_000))
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"\x16\x03\x01 what?\r\n\r\n")
-        assert (await reader.read()).startswith(b"HTTP/1.1 400")
+    one.server.close()
+    answer = await get(port, body("x"))
+    assert answer.startswith(b"HTTP/1.1 503"), answer
+    assert servers.up == set()
 
-    asynchronously(test, 20)
+
+async def test_the_front_tells_of_a_server_that_dies_and_of_requests_that_are_none():
+    port, _ = await fronted([await Upstream("one", dies=True).start()], limits=Limits(max_body_bytes=1000))
+    assert b'"code":"died"' in await get(port, body("x"))
+    assert b"413" in await get(port, body("x" * 100_000))
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"\x16\x03\x01 what?\r\n\r\n")
+    assert (await reader.read()).startswith(b"HTTP/1.1 400")
 
 
 # Blocks that change hands.

@@ -473,20 +473,17 @@ def test_an_empty_key_opens_nothing(given, monkeypatch):
     assert "LADDER_API_KEY is empty" in str(said.value)
 
 
-def test_an_engine_that_is_still_starting_is_ended_at_once():
-    async def test() -> None:
-        complaints: list[object] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
-        engine = EngineProcess(partial(time.sleep, 60))
-        life = asyncio.ensure_future(engine.run())
-        await asyncio.sleep(0.3)
-        begun = time.monotonic()
-        await engine.stop()
-        await life
-        seconds = time.monotonic() - begun
-        assert seconds < 3, f"{seconds:.1f} s were waited for an engine that cannot hear yet"
-        gc.collect()
-        await asyncio.sleep(0)
-        assert not complaints, f"asyncio complains: {complaints}"
-
-    asyncio.run(test())
+async def test_an_engine_that_is_still_starting_is_ended_at_once():
+    complaints: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+    engine = EngineProcess(partial(time.sleep, 60))
+    life = asyncio.ensure_future(engine.run())
+    await asyncio.sleep(0.3)
+    begun = time.monotonic()
+    await engine.stop()
+    await life
+    seconds = time.monotonic() - begun
+    assert seconds < 3, f"{seconds:.1f} s were waited for an engine that cannot hear yet"
+    gc.collect()
+    await asyncio.sleep(0)
+    assert not complaints, f"asyncio complains: {complaints}"

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from continuous.batch import HostBatch, Ints
+from cuda_graphs.batch import fixed_batch
 from cuda_graphs.capture import Capturer
 from cuda_graphs.decode_graph import Machine
 from cuda_graphs.step_kernels import gather_inputs
 from paged_cache.attention import PagedBatch
-from triton_paged_attention.batch import fixed_batch
 
 GIVEN = (
     "token_rows",

@@ -10,13 +10,13 @@ from torch import Tensor
 from common.sampling.sampler import Feature, Plan, Sampler
 from continuous.batch import Ints
 from continuous.rows import Rows
+from cuda_graphs.batch import fixed_batch
 from cuda_graphs.capture import Capturer
 from cuda_graphs.step_kernels import gather_inputs, scatter_tokens
 from cuda_graphs.tables import DeviceTables
 from forward.model import Model
 from paged_cache.attention import PagedBatch
 from triton_paged_attention.attention import TritonPagedAttention
-from triton_paged_attention.batch import fixed_batch
 
 CAPTURED = (Feature(0), Feature.RANDOM)
 """Kinds of sampling inside graphs: greedy, and by temperature."""

@@ -85,13 +85,12 @@ class DraftModel(Source):
         shadow.drafts, shadow.known = tuple(drafts), len(request.tokens)
 
     def _ready(self, request: Request, length: int) -> Shadow | None:
-        """Return the request's shadow with all its tokens (`_tokens`), and `_room` for `length` drafts
-        behind.
+        """Return the request's shadow with all its tokens and room for drafts; None if there is no room.
 
-        A request without a shadow enters (`_enter`), if there is a row and its tokens fit. What was computed
-        of the last drafts counts as far as they came true, from the first on; the last of them never was
-        computed, and the newest token counts as not computed in any case. The drafts are forgotten. None if
-        there is no room: then the request leaves.
+        Rolls back: what was computed behind the first wrong draft counts for nothing. The last draft never
+        was computed, and the newest token counts as not computed in any case. The drafts are forgotten. A
+        request without a shadow enters (`_enter`), if there is a row and its tokens fit; one without `_room`
+        for its tokens (`_tokens`) and `length` more leaves.
         """
         shadow = self.shadows.get(request)
         if shadow is None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from common.sampling.sampler import Feature, Plan
+from cuda_graphs.batch import fixed_batch
 from cuda_graphs.capture import Capturer
 from cuda_graphs.decode_graph import Machine, narrow_logits
 from cuda_graphs.step_kernels import gather_inputs
@@ -23,7 +24,6 @@ from phases.appendix.drafting_in_graphs.drafts import HeadDrafts, ModelDrafts
 from phases.appendix.drafting_in_graphs.kernels import accept, find_places, hand_on
 from phases.appendix.drafting_in_graphs.lookup import look_up
 from triton_paged_attention.attention import TritonPagedAttention
-from triton_paged_attention.batch import fixed_batch
 from triton_paged_attention.prefill import query_tiles
 
 

@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 
 from common.models.config import ModelConfig
+from cuda_graphs.batch import fixed_batch
 from forward.loading import random_model
 from paged_cache import BlockPool
 from phases.appendix.latency.attention import LatencyAttention
@@ -21,7 +22,6 @@ from phases.appendix.tuning import autotune as kernels
 from phases.appendix.tuning.autotune import Found, Report, Space, Timer, graph_timer, tune
 from phases.appendix.tuning.shapes import BLOCK_SIZE, Shape, copies_of
 from phases.appendix.tuning.winners import Winners
-from triton_paged_attention.batch import fixed_batch
 from triton_paged_attention.layers import FusedBlock
 from triton_paged_attention.surgery import optimize
 

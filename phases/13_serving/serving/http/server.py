@@ -20,6 +20,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from common.errors import UserError
+from common.words import count
 from serving.alive import CannotStart
 from serving.app import App
 
@@ -90,7 +91,7 @@ class Server(uvicorn.Server):
             self.should_exit = self.force_exit = True
             return
         self.app.service.draining = True
-        log.warning("draining: %d requests may finish, nothing new is taken", len(self.app.groups))
+        log.warning("draining: %s may finish, nothing new is taken", count(len(self.app.groups), "request"))
         self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:

@@ -1,0 +1,57 @@
+"""What tests of the server share: what an idle engine should not have, texts to compare with."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TypeVar
+
+import cuda_graphs
+from common.events import TextStream
+from common.sampling.params import SamplingParams
+from common.text.tokenizer import Tokenizer
+from forward.model import Model
+from paged_cache import PagedEngine
+from serving.app import App, Extension
+
+E = TypeVar("E", bound=Extension)
+PROMPTS = ["hello", "a longer prompt, of some twenty tokens", "x", "one more, and the last of them all " * 4]
+
+
+def extension(app: App, kind: type[E]) -> E:
+    """The extension of this kind."""
+    (found,) = (one for one in app.extensions if isinstance(one, kind))
+    return found
+
+
+def leaks(engine: PagedEngine) -> str:
+    """What an idle engine should not have, or nothing."""
+    engine.check_integrity()
+    if not engine.scheduler.idle:
+        return "requests are left"
+    return "" if engine.cache.free == engine.cache.allocator.count else "blocks are left"
+
+
+def texts(model: Model, tokenizer: Tokenizer, prompts: list[str], params: SamplingParams) -> list[str]:
+    """What phase 09 says, as text."""
+    done = cuda_graphs.load(model, tokenizer=tokenizer, max_rows=8, step_tokens=256).generate(
+        [tokenizer.encode(p) for p in prompts], params
+    )
+    found = []
+    for completion in done:
+        stream = TextStream(tokenizer, params)
+        last = len(completion.token_ids) - 1
+        for place, token in enumerate(completion.token_ids):
+            stream.advance(token, completion.finish_reason if place == last else None)
+        found.append(stream.text)
+    return found
+
+
+async def settle(app: App) -> None:
+    """Let the engine take in what was aborted; then nothing may be left of anybody."""
+    for _ in range(4):
+        await asyncio.sleep(0)
+    while not app.engine.engine.idle:
+        await asyncio.sleep(0)
+    assert app.engine.in_flight == 0, "completions are in flight though nobody waits for them"
+    assert not app.exchanges, "exchanges are left"
+    assert leaks(app.engine.engine) == ""
