@@ -59,11 +59,6 @@ from tests.schedules import check, fake_engine, play_seeds
 SMALL = {"max_rows": 6, "max_len": 96, "block_size": 4, "cache_bytes": 1 << 20, "step_tokens": 64}
 
 
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return forward.load_model("random:tiny", device="cpu", dtype="float32")
-
-
 def asks() -> tuple[list[list[int]], list[SamplingParams]]:
     """Every setting that looks at a position, a step or the tokens before; some repeat themselves."""
     loop = [5, 6, 7, 8] * 5
