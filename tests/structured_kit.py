@@ -105,15 +105,8 @@ def must_validate(text: str, schema: Any, name: str) -> None:
 
 
 SCHEMAS: dict[str, Any] = {
-    "person": {
-        "type": "object",
-        "properties": {
-            "name": {"type": "string", "maxLength": 12},
-            "age": {"type": "integer"},
-        },
-        "required": ["name", "age"],
-        "additionalProperties": False,
-    },
+    "person": {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer"}}, "required": ["name", "age"], "additionalProperties": False},
     "enum": {"enum": ["red", "green", 7, None, True]},
     "list": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 4},
     "tree": {
@@ -131,13 +124,10 @@ SCHEMAS: dict[str, Any] = {
         },
     },
     "either": {"anyOf": [{"type": "null"}, {"type": "string", "pattern": "^[a-c]{2,4}$"}]},
-    "optional": {
-        "type": "object",
-        "properties": {"a": {"type": "boolean"}, "b": {"type": "null"}, "c": {"const": "x"}},
-        "additionalProperties": False,
-    },
+    "optional": {"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"type": "null"},
+        "c": {"const": "x"}}, "additionalProperties": False},
     "number": {"type": "number"},
-}
+}  # fmt: skip
 
 # Engines.
 

@@ -54,11 +54,6 @@ AHEAD = {
 }
 
 
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return forward.load_model("random:tiny", device="cpu", dtype="float32")
-
-
 def load(model: Model, **options: Any) -> Any:
     phase = find_phase("11")
     assert phase is not None

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 import cuda_graphs
-import forward
 from common.errors import UserError
 from common.request import Request
 from common.sampling.grammar import Grammar
@@ -55,11 +54,6 @@ from tests.structured_kit import (
 
 pytestmark = pytest.mark.timeout(120)
 pytest.importorskip("llguidance")
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return forward.load_model("random:tiny", device="cpu", dtype="float32")
 
 
 @pytest.fixture(autouse=True)

@@ -33,11 +33,6 @@ pytestmark = pytest.mark.timeout(120)
 pytest.importorskip("llguidance")
 
 
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return forward.load_model("random:tiny", device="cpu", dtype="float32")
-
-
 def kernels_run_on() -> str:
     """A device; skips a test where there is none."""
     if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():

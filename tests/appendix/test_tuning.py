@@ -304,11 +304,6 @@ def test_a_search_on_the_gpu(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> No
 # The rehearsal.
 
 
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return load_model("random:tiny", device="cpu", dtype="float32")
-
-
 @pytest.mark.parametrize("options", [{}, {"step_tokens": 7}, {"max_rows": 1}, {"max_len": 8}], ids=str)
 @pytest.mark.slow
 def test_an_engine_forgets_its_rehearsal(model: Model, options: dict[str, Any]) -> None:

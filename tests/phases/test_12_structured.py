@@ -52,11 +52,6 @@ def engine_of(model: Model, **options: Any) -> PagedEngine:
 
 
 @pytest.fixture(scope="module")
-def model() -> Model:
-    return forward.load_model("random:tiny", device="cpu", dtype="float32")
-
-
-@pytest.fixture(scope="module")
 def engine(model: Model) -> PagedEngine:
     return engine_of(model)
 

@@ -158,7 +158,6 @@ FEATURES: dict[str, dict[str, Any]] = {
     "int4": SMALL | {"quantization": "int4", "group_size": 16},
     "int8 keys": SMALL | {"kv_cache": "int8"},
     "ngram": SMALL | {"speculate": True, "drafter": "ngram", "draft_adaptive": False},
-    "suffix": SMALL | {"speculate": True, "drafter": "suffix"},
     "synthetic": SMALL | {"speculate": True, "drafter": "synthetic", "draft_adaptive": False},
 }
 
