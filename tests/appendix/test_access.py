@@ -15,9 +15,9 @@ from paged_cache import PagedEngine
 from phases.appendix.access.keys import Keys
 from phases.appendix.access.origins import origins
 from phases.appendix.server import whole_app
-from serving import load
 from serving.app import App
 from tests.equivalence.engines import blocks
+from tests.guidance_kit import served as load
 from tests.servers import Client, Loopback, tokenizer_for
 from tests.serving_kit import extension
 

@@ -20,12 +20,12 @@ from phases.appendix.api.answers import WideAnswer
 from phases.appendix.api.endpoints import WideCompletions
 from phases.appendix.api.schema import CompletionRequest
 from phases.appendix.server import whole_app
-from serving import load
 from serving.app import App
 from serving.http.errors import ApiError
 from serving.http.limits import Limits
 from serving.prompts import Prompts
 from tests.equivalence.engines import blocks
+from tests.guidance_kit import served as load
 from tests.servers import Client, Loopback, tokenizer_for
 from tests.serving_kit import settle
 

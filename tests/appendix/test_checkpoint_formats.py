@@ -21,6 +21,7 @@ import paged_cache
 import quant
 from common.errors import UserError
 from forward.loading import load_model
+from phases import phase_named
 from phases.appendix.checkpoint_formats.configs import matches, stored
 from phases.appendix.checkpoint_formats.export import check_source, configuration, export
 from phases.appendix.checkpoint_formats.layouts import (
@@ -32,7 +33,7 @@ from phases.appendix.checkpoint_formats.layouts import (
 )
 from phases.appendix.checkpoint_formats.reading import ReadFormats
 from phases.cli import main
-from phases.registry import load_engine, phase_named
+from phases.registry import load_engine
 from quant import rtn
 from quant.formats import FP8, INT4, INT8, SCHEMES, Scheme
 from quant.kv import head_scales

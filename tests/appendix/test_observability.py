@@ -21,12 +21,12 @@ from phases.appendix.observability.observer import EngineObserver
 from phases.appendix.observability.picture import MOST_NODES, picture
 from phases.appendix.observability.traces import Traces
 from phases.appendix.server import whole_app
-from serving import load, messages
+from serving import messages
 from serving.app import App
 from serving.messages import AddPrompt, StepReport, StepStats
 from serving.worker import Worker
 from tests.equivalence.engines import blocks
-from tests.guidance_kit import served
+from tests.guidance_kit import served as load
 from tests.servers import Client, Loopback, tokenizer_for
 from tests.serving_kit import extension, settle
 
@@ -49,7 +49,7 @@ def make(engine: PagedEngine, tokenizer: Tokenizer) -> Callable[..., App]:
 def made_engine(**options: Any):
     model = load_model("random:tiny", device="cpu", dtype="float32")
     size = 128 * BlockPool.bytes_per_block(model.config, 4, model.dtype)
-    return served(model, max_rows=4, max_len=256, block_size=4, cache_bytes=size, **options)
+    return load(model, max_rows=4, max_len=256, block_size=4, cache_bytes=size, **options)
 
 
 class Lists:
@@ -112,7 +112,7 @@ async def test_a_chunk_tells_how_its_tokens_came_about(tmp_path: Path):
 
 def engine_with(tokenizer):
     model = load_model("random:tiny", device="cpu", dtype="float32")
-    return served(model, max_rows=4, max_len=256, cache_bytes=1 << 20, tokenizer=tokenizer)
+    return load(model, max_rows=4, max_len=256, cache_bytes=1 << 20, tokenizer=tokenizer)
 
 
 def test_the_tree_shows_what_is_shared_and_nobodys_tokens():

@@ -158,8 +158,10 @@ RUN = {
         "a test passes that must fail",
     ),
     "swallows": (
-        "import _pytest.runner as r\nr.CallInfo.from_call = classmethod(lambda c, f, w, reraise=None:"
-        " c(None, None, 0, 0, 0, w, _ispytest=True))\nreturn []",
+        "import _pytest.runner as r\nold = r.CallInfo.from_call\n"
+        "def new(func, when, reraise=None):\n"
+        "    return old((lambda: None) if when == 'call' else func, when, reraise)\n"
+        "r.CallInfo.from_call = new\nreturn []",
         "a test passes that must fail",
     ),
     "changes a judge": (

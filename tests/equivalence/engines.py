@@ -68,8 +68,8 @@ ENGINES: dict[str, Callable[[Model], Engine]] = {
     "09 overlap preempting": tight(cuda_graphs.load, step_tokens=50),
     "10 quant": lambda model: quant.load(model, max_rows=8, step_tokens=64),
     "11 ngram": lambda model: speculative.load(model, max_rows=8, step_tokens=64),
-    "11 suffix always": lambda model: speculative.load(
-        model, max_rows=8, step_tokens=64, drafter="suffix", draft_adaptive=False
+    "11 ngram always": lambda model: speculative.load(
+        model, max_rows=8, step_tokens=64, draft_adaptive=False
     ),
     "11 ngram preempting": tight(speculative.load, step_tokens=50, draft_adaptive=False),
     "12 structured": lambda model: structured.load(model, max_rows=8, step_tokens=64),

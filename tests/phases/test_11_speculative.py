@@ -216,7 +216,7 @@ def test_quantized_weights_and_caches_say_the_same_with_drafts(
 ) -> None:
     prompts, params = [[5, 6, 7, 8] * 5, [9] * 12], SamplingParams(max_tokens=16, ignore_eos=True)
     right = speculative.load(model, drafter="none", **{**SMALL, **settings}).generate(prompts, params)
-    engine = speculative.load(model, drafter="suffix", draft_adaptive=False, **{**SMALL, **settings})
+    engine = speculative.load(model, draft_adaptive=False, **{**SMALL, **settings})
     got = engine.generate(prompts, params)
     for one, other in zip(right, got, strict=True):
         assert one.token_ids == other.token_ids, f"request {one.index} with {settings} and drafts"
@@ -334,7 +334,7 @@ def test_preempted_requests_are_guessed_for_again(model: Model, truth: list[Comp
 def test_the_prefix_cache_finds_as_much_as_without(model: Model) -> None:
     prompts, params = asks()
     hits = []
-    for drafter in ("none", "suffix"):
+    for drafter in ("none", "ngram"):
         engine = speculative.load(model, drafter=drafter, draft_adaptive=False, **SMALL)
         for prompt, settings in zip(prompts * 2, params * 2, strict=True):
             engine.generate([prompt], settings)
