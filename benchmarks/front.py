@@ -67,7 +67,9 @@ def demo(out: Path = FIGURES / "demo.svg") -> None:
     lines = done.stdout.decode().rstrip().splitlines()
     console = Console(record=True, width=WIDTH, file=io.StringIO())
     console.print("$ make demo", style="bold")
-    for line in lines[-SHOWN:]:
+    told_first, tail = lines[:2], lines[-SHOWN:]  # the question, and as many whole rungs as there is room for
+    begins = next((at for at, line in enumerate(tail) if "──" in line), 0)
+    for line in [*told_first, "...", *tail[begins:], ""]:
         console.print(Text.from_ansi(line))
     svg = console.export_svg(title="Inference Ladder")
     svg = re.sub(r"@font-face \{.*?\}", "", svg, flags=re.S)  # fonts from elsewhere: the reader's will do

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import psutil
 
+from common.console import err
+
 MOST = 1 / 3
 """Share of the processors beyond which a person is told."""
 LEAST_SECONDS = 0.2
@@ -67,6 +69,12 @@ def warning(before: Usage) -> str:
         f"Other programs take {part:.0%} of the processor, so this is slower than it could be, often several "
         "times. OMP_WAIT_POLICY=PASSIVE loses less beside them; `ladder bench neighbours` measures it here."
     )
+
+
+def warn(before: Usage) -> None:
+    """Print the warning to standard error, if there is one."""
+    if text := warning(before):
+        err.print(text, style="yellow", markup=False, soft_wrap=True)
 
 
 def _busy(times: object) -> float:

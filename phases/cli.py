@@ -17,6 +17,38 @@ import typer
 
 from common.errors import UserError
 from common.errors import choice as choose
+from phases.commands.arguments import (
+    MODEL_HELP,
+    AccessLog,
+    ApiKeys,
+    AsChat,
+    AsJson,
+    Autotune,
+    Choices,
+    GrammarFile,
+    Host,
+    Hosts,
+    MaxTokens,
+    Origins,
+    OwnSampling,
+    Port,
+    PromptsFile,
+    PromptTexts,
+    Regex,
+    SchemaFile,
+    Seed,
+    ServedModel,
+    ServedName,
+    ServedSampling,
+    ShowStats,
+    Strict,
+    Temperature,
+    TopK,
+    TopP,
+    TraceMasks,
+    TracesTo,
+    Verbose,
+)
 from phases.commands.course_cli import course_app
 from phases.process import INTERRUPTED, exit_code
 
@@ -80,14 +112,6 @@ SCHEMES = ("fp8", "fp8-block", "fp8-weights", "int8", "w8a8", "int4")
 METHODS = ("rtn", "gptq", "awq")
 SOURCES = ("model", "neutral")
 """Of sampling that nobody asks for; see `common.sampling.defaults`."""
-MODEL_HELP = "smollm2, gemma3-270m, a folder or a Hugging Face hub id"
-# Groups of the help of `ladder run`.
-PROMPT, SAMPLING, GRAMMAR, OUTPUT = (
-    "What to complete",
-    "How tokens are chosen",
-    "What the output may be, from phase 12 on",
-    "What is printed",
-)
 
 
 def _joined(values: list[str] | None) -> str | None:
@@ -134,94 +158,27 @@ def fetch(
 def run(
     phase: PhaseName,
     model: Annotated[str, typer.Option(help=MODEL_HELP)] = "smollm2",
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="TEXT", help="text to continue; several times: several requests", rich_help_panel=PROMPT
-        ),
-    ] = None,
-    prompts_file: Annotated[
-        Path | None, typer.Option(help="file with one prompt a line", rich_help_panel=PROMPT)
-    ] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="put prompts into the model's chat form", rich_help_panel=PROMPT)
-    ] = False,
-    max_tokens: Annotated[int, typer.Option(help="most tokens to generate", rich_help_panel=SAMPLING)] = 128,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            help="0 takes the most likely token each time", show_default="0", rich_help_panel=SAMPLING
-        ),
-    ] = None,
-    top_k: Annotated[
-        int | None,
-        typer.Option(
-            help="sample among the k most likely tokens; 0: all", show_default="0", rich_help_panel=SAMPLING
-        ),
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(
-            help="sample among the most likely tokens up to this share",
-            show_default="1",
-            rich_help_panel=SAMPLING,
-        ),
-    ] = None,
-    generation_config: Annotated[
-        str,
-        typer.Option(
-            help="what holds where these say nothing: neutral (the most likely token), or model (its "
-            "generation_config.json)",
-            rich_help_panel=SAMPLING,
-        ),
-    ] = "neutral",
-    seed: Annotated[
-        int | None, typer.Option(help="makes sampling repeatable", rich_help_panel=SAMPLING)
-    ] = None,
-    json_schema: Annotated[
-        Path | None, typer.Option(help="file with a JSON schema that it obeys", rich_help_panel=GRAMMAR)
-    ] = None,
-    regex: Annotated[
-        str | None, typer.Option(help="regular expression that it matches", rich_help_panel=GRAMMAR)
-    ] = None,
-    choice: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="TEXTS",
-            help="texts between commas, one of which it is; may be given several times",
-            rich_help_panel=GRAMMAR,
-        ),
-    ] = None,
-    grammar: Annotated[
-        Path | None,
-        typer.Option(help="file with a Lark or GBNF grammar that derives it", rich_help_panel=GRAMMAR),
-    ] = None,
-    trace: Annotated[
-        bool,
-        typer.Option(
-            "--trace",
-            help="show each step's mask, and what the model would have said",
-            rich_help_panel=GRAMMAR,
-        ),
-    ] = False,
+    prompt: PromptTexts = None,
+    prompts_file: PromptsFile = None,
+    chat: AsChat = False,
+    max_tokens: MaxTokens = 128,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    generation_config: OwnSampling = "neutral",
+    seed: Seed = None,
+    json_schema: SchemaFile = None,
+    regex: Regex = None,
+    choice: Choices = None,
+    grammar: GrammarFile = None,
+    trace: TraceMasks = False,
     device: DeviceName = "auto",
     dtype: DtypeName = "auto",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="one JSON object instead of text", rich_help_panel=OUTPUT)
-    ] = False,
-    autotune: Annotated[
-        bool, typer.Option("--autotune", help="first search for the fastest kernels for this model here")
-    ] = False,
+    as_json: AsJson = False,
+    autotune: Autotune = False,
     config: ConfigFile = None,
-    stats: Annotated[
-        bool,
-        typer.Option(
-            "--stats", help="also how many guesses were right, from phase 11 on", rich_help_panel=OUTPUT
-        ),
-    ] = False,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="also where the memory goes", rich_help_panel=OUTPUT)
-    ] = False,
+    stats: ShowStats = False,
+    verbose: Verbose = False,
     **options: Any,
 ) -> int:
     """Generate text with one phase."""
@@ -323,47 +280,17 @@ def quantize(
 @app.command()
 @without_engine_flags
 def serve(
-    model: Annotated[
-        str, typer.Argument(metavar="[MODEL]", help=f"{MODEL_HELP}, or random:SHAPE")
-    ] = "smollm2",
-    host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0: all")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="port to listen on; 0: any that is free")] = 8000,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY",
-            help="key that clients must send; several with commas; or LADDER_API_KEY, unseen by ps",
-        ),
-    ] = None,
-    name: Annotated[str | None, typer.Option(help="what clients call the model")] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="refuse unknown fields of requests")] = False,
-    allowed_origins: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="ORIGIN",
-            help="whose web pages may ask from a browser, such as https://example.org; several with commas; "
-            "*: anybody's",
-        ),
-    ] = None,
-    allowed_hosts: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="HOST",
-            help="names of this server beside localhost, --host and addresses, which alone are answered "
-            "without a key; several with commas; *: any",
-        ),
-    ] = None,
-    access_log: Annotated[str, typer.Option(help="a file for a line of JSON a request, - or none")] = "-",
-    traces: Annotated[
-        str | None, typer.Option(help="a collector's address for OpenTelemetry's spans")
-    ] = None,
-    generation_config: Annotated[
-        str,
-        typer.Option(
-            help="sampling where a request says nothing: model (its generation_config.json) or neutral "
-            "(temperature 1, all tokens)"
-        ),
-    ] = "model",
+    model: ServedModel = "smollm2",
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    api_key: ApiKeys = None,
+    name: ServedName = None,
+    strict: Strict = False,
+    allowed_origins: Origins = None,
+    allowed_hosts: Hosts = None,
+    access_log: AccessLog = "-",
+    traces: TracesTo = None,
+    generation_config: ServedSampling = "model",
     phase: Annotated[str, typer.Option(help=f"whose engine: {PHASE_HELP}")] = "13",
     device: DeviceName = "auto",
     dtype: DtypeName = "auto",

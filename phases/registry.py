@@ -17,6 +17,7 @@ from common.options import names, route, unknown
 from common.text.tokenizer import Tokenizer
 from forward.model import Model
 from phases import PHASES, Phase, appendix, too_early
+from phases import phase_named as phase_named
 
 if TYPE_CHECKING:
     from paged_cache.parts import Feature

@@ -14,7 +14,8 @@ from common.models.config import ModelConfig
 from common.sampling.params import SamplingParams
 from forward.loading import random_model
 from parallel import crew as crews
-from phases.registry import load_engine, phase_named
+from phases import phase_named
+from phases.registry import load_engine
 
 PLACE: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
 SIZES: dict[str, Any] = {"max_rows": 4, "max_len": 64, "step_tokens": 40, "block_size": 4}

@@ -19,7 +19,8 @@ from benchmarks.evidence import Metric, Run, collect, results
 from common.events import TokenEvent
 from phases import PHASES, ROOT, find_phase, registry
 from phases.cli import METHODS, SCHEMES, main
-from phases.commands import benches, demo, demo_server, doctor, engines, flags
+from phases.commands import benches, demo, doctor, engines, flags
+from phases.commands.demo_rungs import ELSEWHERE, SHOWS
 from phases.commands.engines import serve
 from phases.commands.version import version
 
@@ -478,6 +479,8 @@ def test_demo_answers_and_ends_with_a_table(cli, monkeypatch, smollm2_folder):
     assert code == 0
     assert "The capital of France is Paris." in out
     table = out[out.rindex("tokens/s") :]
-    rungs = [phase for phase in PHASES if not phase.needs and phase.number != demo_server.SERVING]
+    rungs = [phase for phase in PHASES if not phase.needs and phase.number in SHOWS]
     assert all(phase.name in table for phase in rungs)
+    assert "tokens computed: " in table and "fewer)" in table
+    assert all(command in out.replace("\n", " ") for command in ELSEWHERE.values())
     assert "Every phase gave the same answers" in table

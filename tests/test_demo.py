@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from common.sampling.params import SamplingParams
-from forward.loading import load_model
 from forward.model import Model
 from phases import PHASES, find_phase
 from phases.commands.demo_rungs import CHUNK, ELSEWHERE, MEMORY_ROWS, SHOWS, Counter, Work, change, load
@@ -16,11 +13,6 @@ BEGIN = list(range(1, 61))
 PROMPTS = [BEGIN + [100 + number] * (3 + number) for number in range(8)]
 """Eight questions that begin alike, as the demo's do."""
 LENGTHS = [4, 20, 5, 18, 6, 16, 7, 14]
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return load_model("random:tiny", device="cpu", dtype="float32")
 
 
 def work(model: Model, number: str) -> Work:

@@ -192,8 +192,8 @@ class Bench:
                 found |= {"mask_us_p99": float(np.percentile(again, 99))}
                 runs.append(self.fact(f"{PHASE}+{name}", f"masks of {schema}", found, backend=name))
         rows, steps = (16, 3) if self.options.quick else (256, 12)
-        for name, found in fills(self.vocabulary, rows, steps):
-            runs.append(self.fact(f"{PHASE}+llguidance", f"{rows} masks of {name}", found, masks=rows))
+        for kind, found in fills(self.vocabulary, rows, steps):
+            runs.append(self.fact(f"{PHASE}+llguidance", f"{rows} masks of {kind}", found, masks=rows))
         return runs
 
     # Hostile grammars.

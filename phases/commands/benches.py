@@ -113,12 +113,9 @@ def _show(measured: Evidence) -> None:
     names = list(dict.fromkeys(name for _, facts, _ in rows for name in facts))
     values = {name: {facts.get(name, "") for _, facts, _ in rows} for name in names}
     alike = [f"{name} {min(values[name])}" for name in names if len(values[name]) == 1]
-    table = Table(
-        title=f"{measured.phase}: {', '.join(alike).removeprefix('what ')}",
-        title_justify="left",
-        box=None,
-        pad_edge=False,
-    )
+    title = f"{measured.phase}: {', '.join(alike).removeprefix('what ')}"
+    out.print(title, style="italic", markup=False, soft_wrap=True)
+    table = Table(box=None, pad_edge=False)
     table.add_column("variant", overflow="fold")
     differ = [name for name in names if len(values[name]) > 1]
     wide = len(differ) > MOST_COLUMNS

@@ -12,7 +12,7 @@ from rich.table import Table
 from benchmarks.roofline import ceilings, generation_work, ideal_seconds
 from common.console import err, out
 from common.device import pick_device, pick_dtype
-from common.neighbours import share, usage, warning
+from common.neighbours import share, usage, warn
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from forward.loading import load_model
@@ -71,8 +71,7 @@ def run(model: str, device: str, dtype: str) -> int:
     out.print(
         f"[dim]{model} on {where}, {len(questions)} questions at once; the first answer is shown.[/dim]"
     )
-    if busy := warning(begun):
-        err.print(f"[yellow]{busy}[/yellow]")
+    warn(begun)
     rungs: list[Rung] = []
     for phase in PHASES:
         if phase.number not in SHOWS:

@@ -163,14 +163,13 @@ class Watch:
             err.print(f"[dim]{self._label()}[/dim]")
 
     def _label(self) -> str:
-        return f"{self.label}: {len(self.outcomes):,} of {self.plan.requests:,}"
+        return f"{self.label}: {len(self.outcomes):,} of {self.plan.requests:,} answered"
 
     def _shown(self) -> RenderableType:
-        """The table as it is now, or that clients start, which takes seconds."""
-        if not self.outcomes:
-            waiting = f"{self._label()}, waiting for the first answer"
-            return Group(table(self.rows), waiting) if self.rows else waiting
-        return table([*self.rows, {"load": self._label(), **summarize(self.outcomes, self.goal)}])
+        """The table as it is now, and how far this load is: clients take seconds to start."""
+        now = {"load": self.label, **summarize(self.outcomes, self.goal)} if self.outcomes else None
+        rows = [*self.rows, now] if now else self.rows
+        return Group(table(rows), self._label()) if rows else self._label()
 
 
 def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:

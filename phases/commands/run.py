@@ -11,7 +11,7 @@ from typing import Any
 from common.console import err, out
 from common.device import pick_device, pick_dtype
 from common.errors import UserError
-from common.neighbours import usage, warning
+from common.neighbours import usage, warn
 from common.sampling.defaults import sampling_defaults
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
@@ -85,13 +85,10 @@ def run(
             f"[dim]{phase.name} needs {missing} to be fast; here it may take minutes.[/dim]", soft_wrap=True
         )
     engine = load_engine(phase, str(folder), device=str(where), dtype=dtype, tokenizer=tokenizer, **given)
-    ledger = getattr(engine, "ledger", None)
-    if ledger is not None and verbose:
+    if verbose and (ledger := getattr(engine, "ledger", None)) is not None:
         err.print(f"[dim]{ledger}[/dim]")
     if trace:
         return show_trace(engine, tokenizer, ids[0], params)
-    if where.type == "cpu" and (busy := warning(begun)):
-        err.print(f"[yellow]{busy}[/yellow]", soft_wrap=True)
     screen = Screen(prompts, quiet=as_json)
     guesses = getattr(getattr(getattr(engine, "scheduler", None), "drafter", None), "stats", None)
     decorate = Tint(guesses) if guesses is not None and out.is_terminal and not out.no_color else untouched
@@ -109,6 +106,13 @@ def run(
     if stats:
         lines = ["speculation: off"] if guesses is None else guesses.lines()
         err.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    if where.type == "cpu":
+        warn(begun)
+    return _exit_code(served)
+
+
+def _exit_code(served: Served) -> int:
+    """Return 1 after naming the prompts whose requests failed inside the engine, or 0."""
     failed = [c.index for c in served.completions if c.finish_reason == "error"]
     if failed:
         err.print(f"error: generation failed for prompt {', '.join(str(index + 1) for index in failed)}")

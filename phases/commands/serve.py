@@ -18,7 +18,7 @@ from common.collector import keep_out
 from common.console import err, out
 from common.device import pick_device, pick_dtype
 from common.errors import UserError, integer
-from common.neighbours import Usage, usage, warning
+from common.neighbours import Usage, usage, warn
 from common.sampling.defaults import MODEL, sampling_defaults
 from common.text.tokenizer import Tokenizer
 from phases import Phase, phase_named
@@ -224,8 +224,8 @@ def _greet(app: App, host: str, port: int, keyed: bool, begun: Usage | None) -> 
         soft_wrap=True,
     )
     out.file.flush()
-    if begun is not None and (busy := warning(begun)):
-        err.print(f"[yellow]{busy}[/yellow]", soft_wrap=True)
+    if begun is not None:
+        warn(begun)
 
 
 def _say_ready(host: str, port: int) -> str:

@@ -7,21 +7,17 @@ import hmac
 from collections.abc import Callable
 
 import pytest
-import torch
 
 from common.errors import UserError
 from common.text.tokenizer import Tokenizer
-from forward.loading import random_model
 from forward.model import Model
-from forward.shapes import SHAPES
 from paged_cache import PagedEngine
 from phases.appendix.access.keys import Keys
 from phases.appendix.access.origins import origins
 from phases.appendix.server import whole_app
-from serving import load
 from serving.app import App
-from tests.coroutines import asynchronously
 from tests.equivalence.engines import blocks
+from tests.guidance_kit import served as load
 from tests.servers import Client, Loopback, tokenizer_for
 from tests.serving_kit import extension
 
@@ -30,11 +26,6 @@ ASKS = PAGE | {
     "access-control-request-method": "POST",
     "access-control-request-headers": "authorization, content-type, x-stainless-os",
 }
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return random_model(SHAPES["tiny"], device="cpu", dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -52,102 +43,89 @@ def make(engine: PagedEngine, tokenizer: Tokenizer) -> Callable[..., App]:
     return lambda **options: whole_app(Loopback(engine), tokenizer, "tiny", **options)
 
 
-def test_keys(make):
-    async def test() -> None:
-        app = make(keys=("secret", "other"))
-        for path, method in [
-            ("/v1/models", "GET"),
-            ("/metrics", "GET"),
-            ("/", "GET"),
-            ("/events", "GET"),
-            ("/nothing", "GET"),
-            ("/v1/completions", "POST"),
-        ]:
-            for headers in (
-                {},
-                {"authorization": "Bearer wrong"},
-                {"authorization": "Bearer "},
-                {"authorization": "Basic !"},
-                {"authorization": "secret"},
-                {"authorization": "Bearer sécret"},
-            ):
-                asked = await Client(app).request(path, b"", method, headers).run()
-                assert asked.status == 401, f"{path} is open to {headers}"
-        for key in ("secret", "other"):
-            assert (
-                await Client(app).request("/v1/models", b"", "GET", {"authorization": f"Bearer {key}"}).run()
-            ).status == 200
-        basic = base64.b64encode(b"anybody:secret").decode()
-        assert (
-            await Client(app).request("/", b"", "GET", {"authorization": f"Basic {basic}"}).run()
-        ).status == 200
-        assert (await Client(app).request("/health", b"", "GET").run()).status == 200
-        assert (await Client(app).request("/ready", b"", "GET").run()).status == 200
-
-    asynchronously(test)
-
-
-def test_pages_of_allowed_origins_may_ask(make):
-    """A browser asks first, without the key, and reads what it gets: errors, too."""
-
-    async def test() -> None:
-        app = make(keys=("secret",), allowed_origins=("https://a.example", "http://b.example:3000"))
-        asked = await Client(app).request("/v1/completions", b"", "OPTIONS", ASKS).run()
-        assert asked.status == 204 and asked.complete and "content-length" not in asked.headers
-        assert asked.headers["access-control-allow-origin"] == "https://a.example"
-        assert asked.headers["access-control-allow-methods"] == "POST"
-        assert asked.headers["access-control-allow-headers"] == ASKS["access-control-request-headers"]
-        key = {"authorization": "Bearer secret"}
-        for body, headers, status in (
-            ({"prompt": "a", "max_tokens": 1}, PAGE | key, 200),
-            ({"prompt": "a", "max_tokens": 2, "stream": True}, PAGE | key, 200),
-            ({"prompt": ""}, PAGE | key, 400),
-            ({"prompt": "a"}, PAGE, 401),
+async def test_keys(make):
+    app = make(keys=("secret", "other"))
+    for path, method in [
+        ("/v1/models", "GET"),
+        ("/metrics", "GET"),
+        ("/", "GET"),
+        ("/events", "GET"),
+        ("/nothing", "GET"),
+        ("/v1/completions", "POST"),
+    ]:
+        for headers in (
+            {},
+            {"authorization": "Bearer wrong"},
+            {"authorization": "Bearer "},
+            {"authorization": "Basic !"},
+            {"authorization": "secret"},
+            {"authorization": "Bearer sécret"},
         ):
-            found = await Client(app).request("/v1/completions", body, headers=headers).run()
-            assert found.status == status
-            assert found.headers["access-control-allow-origin"] == "https://a.example"
-            assert "x-request-id" in found.headers["access-control-expose-headers"]
-            assert found.headers["vary"] == "origin"
-        # A question about something else than a request to come is none.
-        assert (await Client(app).request("/v1/completions", b"", "OPTIONS", PAGE).run()).status == 401
-        missing = await Client(app).request("/nothing", b"", "OPTIONS", ASKS).run()
-        assert missing.status == 404
-
-    asynchronously(test)
-
-
-def test_pages_of_other_origins_may_not(make):
-    async def test() -> None:
-        for allowed in (("http://b.example",), ("https://a.example:444",), ("http://a.example",)):
-            app = make(allowed_origins=allowed)
-            asked = await Client(app).request("/v1/completions", b"", "OPTIONS", ASKS).run()
-            assert asked.status == 403 and asked.json()["error"]["code"] == "origin"
-            assert "access-control-allow-origin" not in asked.headers
-            # It is the browser that keeps the answer from the page; the server's own page sends its origin.
-            found = await Client(app).request("/version", b"", "GET", PAGE).run()
-            assert found.status == 200 and "access-control-allow-origin" not in found.headers
-            assert found.headers["vary"] == "origin"
-        asked = await Client(make()).request("/v1/completions", b"", "OPTIONS", ASKS).run()
-        assert asked.status == 405 and not [name for name in asked.headers if "access-control" in name]
-
-    asynchronously(test)
+            asked = await Client(app).request(path, b"", method, headers).run()
+            assert asked.status == 401, f"{path} is open to {headers}"
+    for key in ("secret", "other"):
+        assert (
+            await Client(app).request("/v1/models", b"", "GET", {"authorization": f"Bearer {key}"}).run()
+        ).status == 200
+    basic = base64.b64encode(b"anybody:secret").decode()
+    assert (
+        await Client(app).request("/", b"", "GET", {"authorization": f"Basic {basic}"}).run()
+    ).status == 200
+    assert (await Client(app).request("/health", b"", "GET").run()).status == 200
+    assert (await Client(app).request("/ready", b"", "GET").run()).status == 200
 
 
-def test_pages_of_any_origin(make):
-    async def test() -> None:
-        asked = (
-            await Client(make(allowed_origins=("*",)))
-            .request("/v1/models", b"", "OPTIONS", ASKS | {"origin": "null"})
-            .run()
-        )
-        assert asked.status == 204 and asked.headers["access-control-allow-origin"] == "*"
-        assert asked.headers["access-control-allow-methods"] == "GET, HEAD"
-        assert "access-control-allow-credentials" not in asked.headers and "vary" not in asked.headers
-        plain = await Client(make(allowed_origins=("*",))).request("/version", b"", "GET").run()
-        assert "access-control-allow-origin" not in plain.headers
+async def test_pages_of_allowed_origins_may_ask(make):
+    """A browser asks first, without the key, and reads what it gets: errors, too."""
+    app = make(keys=("secret",), allowed_origins=("https://a.example", "http://b.example:3000"))
+    asked = await Client(app).request("/v1/completions", b"", "OPTIONS", ASKS).run()
+    assert asked.status == 204 and asked.complete and "content-length" not in asked.headers
+    assert asked.headers["access-control-allow-origin"] == "https://a.example"
+    assert asked.headers["access-control-allow-methods"] == "POST"
+    assert asked.headers["access-control-allow-headers"] == ASKS["access-control-request-headers"]
+    key = {"authorization": "Bearer secret"}
+    for body, headers, status in (
+        ({"prompt": "a", "max_tokens": 1}, PAGE | key, 200),
+        ({"prompt": "a", "max_tokens": 2, "stream": True}, PAGE | key, 200),
+        ({"prompt": ""}, PAGE | key, 400),
+        ({"prompt": "a"}, PAGE, 401),
+    ):
+        found = await Client(app).request("/v1/completions", body, headers=headers).run()
+        assert found.status == status
+        assert found.headers["access-control-allow-origin"] == "https://a.example"
+        assert "x-request-id" in found.headers["access-control-expose-headers"]
+        assert found.headers["vary"] == "origin"
+    # A question about something else than a request to come is none.
+    assert (await Client(app).request("/v1/completions", b"", "OPTIONS", PAGE).run()).status == 401
+    missing = await Client(app).request("/nothing", b"", "OPTIONS", ASKS).run()
+    assert missing.status == 404
 
-    asynchronously(test)
+
+async def test_pages_of_other_origins_may_not(make):
+    for allowed in (("http://b.example",), ("https://a.example:444",), ("http://a.example",)):
+        app = make(allowed_origins=allowed)
+        asked = await Client(app).request("/v1/completions", b"", "OPTIONS", ASKS).run()
+        assert asked.status == 403 and asked.json()["error"]["code"] == "origin"
+        assert "access-control-allow-origin" not in asked.headers
+        # It is the browser that keeps the answer from the page; the server's own page sends its origin.
+        found = await Client(app).request("/version", b"", "GET", PAGE).run()
+        assert found.status == 200 and "access-control-allow-origin" not in found.headers
+        assert found.headers["vary"] == "origin"
+    asked = await Client(make()).request("/v1/completions", b"", "OPTIONS", ASKS).run()
+    assert asked.status == 405 and not [name for name in asked.headers if "access-control" in name]
+
+
+async def test_pages_of_any_origin(make):
+    asked = (
+        await Client(make(allowed_origins=("*",)))
+        .request("/v1/models", b"", "OPTIONS", ASKS | {"origin": "null"})
+        .run()
+    )
+    assert asked.status == 204 and asked.headers["access-control-allow-origin"] == "*"
+    assert asked.headers["access-control-allow-methods"] == "GET, HEAD"
+    assert "access-control-allow-credentials" not in asked.headers and "vary" not in asked.headers
+    plain = await Client(make(allowed_origins=("*",))).request("/version", b"", "GET").run()
+    assert "access-control-allow-origin" not in plain.headers
 
 
 def test_origins_are_checked():
@@ -162,20 +140,16 @@ def test_origins_are_checked():
             origins(wrong)
 
 
-def test_every_key_is_compared_whichever_is_right(make, monkeypatch):
+async def test_every_key_is_compared_whichever_is_right(make, monkeypatch):
     """So that the time says nothing about which key was nearly right."""
+    app, compared, compare = make(keys=("first", "second", "third")), [], hmac.compare_digest
 
-    async def test() -> None:
-        app, compared, compare = make(keys=("first", "second", "third")), [], hmac.compare_digest
+    def counting(one: bytes, other: bytes) -> bool:
+        compared.append(other)
+        return compare(one, other)
 
-        def counting(one: bytes, other: bytes) -> bool:
-            compared.append(other)
-            return compare(one, other)
-
-        monkeypatch.setattr(hmac, "compare_digest", counting)
-        for key in ("first", "third", "none", ""):
-            compared.clear()
-            await Client(app).request("/version", b"", "GET", {"authorization": f"Bearer {key}"}).run()
-            assert compared == extension(app, Keys).keys, f"with {key!r} only {compared} were compared"
-
-    asynchronously(test)
+    monkeypatch.setattr(hmac, "compare_digest", counting)
+    for key in ("first", "third", "none", ""):
+        compared.clear()
+        await Client(app).request("/version", b"", "GET", {"authorization": f"Bearer {key}"}).run()
+        assert compared == extension(app, Keys).keys, f"with {key!r} only {compared} were compared"

@@ -14,21 +14,18 @@ import torch
 
 from common.text.tokenizer import Tokenizer
 from forward.attention import RecomputeAttention
-from forward.loading import random_model
 from forward.model import Model
-from forward.shapes import SHAPES
 from paged_cache import PagedEngine
 from phases.appendix.api.answers import WideAnswer
 from phases.appendix.api.endpoints import WideCompletions
 from phases.appendix.api.schema import CompletionRequest
 from phases.appendix.server import whole_app
-from serving import load
 from serving.app import App
 from serving.http.errors import ApiError
 from serving.http.limits import Limits
 from serving.prompts import Prompts
-from tests.coroutines import asynchronously
 from tests.equivalence.engines import blocks
+from tests.guidance_kit import served as load
 from tests.servers import Client, Loopback, tokenizer_for
 from tests.serving_kit import settle
 
@@ -46,11 +43,6 @@ TAKEN: dict[str, dict[str, Any]] = {
     ),
     "nulls in objects": {"structured_outputs": {"json": None, "whitespace_pattern": None, "tree": None}},
 }
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return random_model(SHAPES["tiny"], device="cpu", dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -92,71 +84,63 @@ def make(engine: PagedEngine, tokenizer: Tokenizer) -> Callable[..., App]:
         ("response_format", {"type": "json_object"}, lambda text: isinstance(json.loads(text), dict)),
     ],
 )
-def test_constrained_output(model, tokenizer, field, value, allowed):
+async def test_constrained_output(model, tokenizer, field, value, allowed):
     """Every way to ask for it, at a high temperature, beside a request that asks for nothing."""
-
-    async def test() -> None:
-        engine = load(model, max_rows=8, cache_bytes=blocks(model, 200), step_tokens=256, tokenizer=tokenizer)
-        app = whole_app(Loopback(engine), tokenizer, "tiny")
-        body = {"prompt": "abc", "max_tokens": 200, "temperature": 1.0, "seed": 3, "logit_bias": {}}
-        plain = Client(app).post("/v1/completions", body | {"max_tokens": 5})
-        (status, found), (other, _) = await asyncio.gather(
-            Client(app).post("/v1/completions", body | {field: value}), plain
-        )
-        assert status == other == 200, found
-        choice = found["choices"][0]
-        if choice["finish_reason"] == "stop":  # or it was cut, and says so
-            assert allowed(choice["text"]), f"{field} allowed {choice['text']!r}"
-        else:
-            assert choice["finish_reason"] == "length"
-        wrong, answer = await Client(app).post("/v1/completions", body | {"guided_regex": "(((("})
-        assert wrong == 400 and "regex" in answer["error"]["message"], answer
-        assert answer["error"]["param"] == "guided_regex", answer
-
-    asyncio.run(test())
+    engine = load(model, max_rows=8, cache_bytes=blocks(model, 200), step_tokens=256, tokenizer=tokenizer)
+    app = whole_app(Loopback(engine), tokenizer, "tiny")
+    body = {"prompt": "abc", "max_tokens": 200, "temperature": 1.0, "seed": 3, "logit_bias": {}}
+    plain = Client(app).post("/v1/completions", body | {"max_tokens": 5})
+    (status, found), (other, _) = await asyncio.gather(
+        Client(app).post("/v1/completions", body | {field: value}), plain
+    )
+    assert status == other == 200, found
+    choice = found["choices"][0]
+    if choice["finish_reason"] == "stop":  # or it was cut, and says so
+        assert allowed(choice["text"]), f"{field} allowed {choice['text']!r}"
+    else:
+        assert choice["finish_reason"] == "length"
+    wrong, answer = await Client(app).post("/v1/completions", body | {"guided_regex": "(((("})
+    assert wrong == 400 and "regex" in answer["error"]["message"], answer
+    assert answer["error"]["param"] == "guided_regex", answer
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("most", [0, 3])
-def test_echo_with_logprobs_scores_a_text(make, model, tokenizer, stream, most):
+async def test_echo_with_logprobs_scores_a_text(make, model, tokenizer, stream, most):
     """What evaluation harnesses ask for: `max_tokens` 0, and how likely each token of the prompt is."""
-
-    async def test() -> None:
-        app, text = make(), "some text to be scored, longer than a block or two"
-        ids = tokenizer.encode(text)
-        body = {"prompt": text, "echo": True, "logprobs": 2, "max_tokens": most, "temperature": 0}
-        body |= {"ignore_eos": True, "stream": stream}
-        for _ in range(2):  # the second time the prompt is in the prefix cache
-            asked = await Client(app).request("/v1/completions", body).run()
-            assert asked.status == 200, f"max_tokens {most}, stream {stream}: {asked.chunks}"
-            if stream:
-                pieces = [event["choices"][0] for event in asked.events()[:-1]]
-                assert pieces[0]["logprobs"], f"max_tokens {most}: the first chunk says nothing of the prompt"
-                said = "".join(piece["text"] for piece in pieces)
-                keys = pieces[0]["logprobs"]
-                found = {k: [v for p in pieces if p["logprobs"] for v in p["logprobs"][k]] for k in keys}
-            else:
-                (choice,) = asked.json()["choices"]
-                said, found = choice["text"], choice["logprobs"]
-                assert choice["finish_reason"] == "length"
-                assert found, f"max_tokens {most}: nothing is told of the prompt"
-                assert asked.json()["usage"]["completion_tokens"] == most
-            assert said.startswith(text) and (said == text) == (most == 0)
-            assert len(found["tokens"]) == len(ids) + most, "a token is missing, or told twice"
-            assert "".join(found["tokens"][: len(ids)]) == text
-            assert found["text_offset"][: len(ids)] == list(range(len(ids)))
-            oracle = likely(model, ids)
-            assert found["token_logprobs"][0] is None, "the first token has nothing before it"
-            for place, token in enumerate(ids[1:], start=1):
-                assert found["token_logprobs"][place] is not None, f"nothing is told of token {place}"
-                right = float(oracle[place - 1, token])
-                got = found["token_logprobs"][place]
-                assert got == pytest.approx(right, abs=1e-4), f"token {place} of the prompt, {token}: {got}"
-                assert len(found["top_logprobs"][place]) in (2, 3)
-            assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
-        await settle(app)
-
-    asynchronously(test)
+    app, text = make(), "some text to be scored, longer than a block or two"
+    ids = tokenizer.encode(text)
+    body = {"prompt": text, "echo": True, "logprobs": 2, "max_tokens": most, "temperature": 0}
+    body |= {"ignore_eos": True, "stream": stream}
+    for _ in range(2):  # the second time the prompt is in the prefix cache
+        asked = await Client(app).request("/v1/completions", body).run()
+        assert asked.status == 200, f"max_tokens {most}, stream {stream}: {asked.chunks}"
+        if stream:
+            pieces = [event["choices"][0] for event in asked.events()[:-1]]
+            assert pieces[0]["logprobs"], f"max_tokens {most}: the first chunk says nothing of the prompt"
+            said = "".join(piece["text"] for piece in pieces)
+            keys = pieces[0]["logprobs"]
+            found = {k: [v for p in pieces if p["logprobs"] for v in p["logprobs"][k]] for k in keys}
+        else:
+            (choice,) = asked.json()["choices"]
+            said, found = choice["text"], choice["logprobs"]
+            assert choice["finish_reason"] == "length"
+            assert found, f"max_tokens {most}: nothing is told of the prompt"
+            assert asked.json()["usage"]["completion_tokens"] == most
+        assert said.startswith(text) and (said == text) == (most == 0)
+        assert len(found["tokens"]) == len(ids) + most, "a token is missing, or told twice"
+        assert "".join(found["tokens"][: len(ids)]) == text
+        assert found["text_offset"][: len(ids)] == list(range(len(ids)))
+        oracle = likely(model, ids)
+        assert found["token_logprobs"][0] is None, "the first token has nothing before it"
+        for place, token in enumerate(ids[1:], start=1):
+            assert found["token_logprobs"][place] is not None, f"nothing is told of token {place}"
+            right = float(oracle[place - 1, token])
+            got = found["token_logprobs"][place]
+            assert got == pytest.approx(right, abs=1e-4), f"token {place} of the prompt, {token}: {got}"
+            assert len(found["top_logprobs"][place]) in (2, 3)
+        assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
+    await settle(app)
 
 
 def likely(model: Model, ids: list[int]) -> torch.Tensor:
@@ -167,118 +151,98 @@ def likely(model: Model, ids: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_offsets_are_those_of_the_text(make, stream):
+async def test_offsets_are_those_of_the_text(make, stream):
     """Also behind characters of several tokens, and behind parts of characters that never became one."""
-
-    async def test() -> None:
-        text = "né 🎉, 你"
-        body = {"prompt": text, "echo": True, "logprobs": 0, "max_tokens": 60, "seed": 2, "stream": stream}
-        asked = await Client(make()).request("/v1/completions", body | {"ignore_eos": True}).run()
-        pieces = [one["choices"][0] for one in (asked.events()[:-1] if stream else [asked.json()])]
-        said = "".join(piece["text"] for piece in pieces)
-        tokens, offsets = [
-            [value for piece in pieces if piece["logprobs"] for value in piece["logprobs"][key]]
-            for key in ("tokens", "text_offset")
-        ]
-        assert offsets[:14] == [0, 1, 1, 2, 3, 3, 3, 3, 4, 5, 6, 6, 6, 7], "the prompt's bytes"
-        known = [place for place, token in enumerate(tokens) if token != "\ufffd"]
-        assert 10 < len(known) < len(tokens) - 20
-        for place in known:
-            at = offsets[place]
-            assert said[at : at + 1] == tokens[place], f"token {place} does not begin at {at}"
-
-    asynchronously(test)
+    text = "né 🎉, 你"
+    body = {"prompt": text, "echo": True, "logprobs": 0, "max_tokens": 60, "seed": 2, "stream": stream}
+    asked = await Client(make()).request("/v1/completions", body | {"ignore_eos": True}).run()
+    pieces = [one["choices"][0] for one in (asked.events()[:-1] if stream else [asked.json()])]
+    said = "".join(piece["text"] for piece in pieces)
+    tokens, offsets = [
+        [value for piece in pieces if piece["logprobs"] for value in piece["logprobs"][key]]
+        for key in ("tokens", "text_offset")
+    ]
+    assert offsets[:14] == [0, 1, 1, 2, 3, 3, 3, 3, 4, 5, 6, 6, 6, 7], "the prompt's bytes"
+    known = [place for place, token in enumerate(tokens) if token != "\ufffd"]
+    assert 10 < len(known) < len(tokens) - 20
+    for place in known:
+        at = offsets[place]
+        assert said[at : at + 1] == tokens[place], f"token {place} does not begin at {at}"
 
 
-def test_likeliest_tokens_that_look_alike(make):
+async def test_likeliest_tokens_that_look_alike(make):
     """Parts of characters are all the same text: what is told of it is the likeliest of them."""
-
-    async def test() -> None:
-        body = {"prompt": "abc", "max_tokens": 40, "ignore_eos": True, "temperature": 1, "seed": 1}
-        few, many = [
-            (await Client(make()).post("/v1/completions", body | {"logprobs": most}))[1]["choices"][0]
-            for most in (1, 20)
-        ]
-        for one, all_ in zip(few["logprobs"]["top_logprobs"], many["logprobs"]["top_logprobs"], strict=True):
-            assert max(all_.values()) == pytest.approx(max(one.values()), abs=1e-4), (
-                "a less likely token has taken the place of the likeliest"
-            )
-
-    asynchronously(test)
+    body = {"prompt": "abc", "max_tokens": 40, "ignore_eos": True, "temperature": 1, "seed": 1}
+    few, many = [
+        (await Client(make()).post("/v1/completions", body | {"logprobs": most}))[1]["choices"][0]
+        for most in (1, 20)
+    ]
+    for one, all_ in zip(few["logprobs"]["top_logprobs"], many["logprobs"]["top_logprobs"], strict=True):
+        assert max(all_.values()) == pytest.approx(max(one.values()), abs=1e-4), (
+            "a less likely token has taken the place of the likeliest"
+        )
 
 
-def test_prompt_logprobs_in_vllms_shape(make, model, tokenizer):
-    async def test() -> None:
-        app = make()
-        ids = tokenizer.encode("abcdef" * 9)
-        body = {"prompt": [ids, ids[:1]], "n": 2, "max_tokens": 1, "prompt_logprobs": 3, "ignore_eos": True}
-        found = (await Client(app).post("/v1/completions", body))[1]["choices"]
-        oracle = likely(model, ids)
-        assert found[0]["prompt_logprobs"] == found[1]["prompt_logprobs"], "both samples have one prompt"
-        assert found[2]["prompt_logprobs"] == [None]
-        for place, (token, told) in enumerate(zip(ids, found[0]["prompt_logprobs"], strict=True)):
-            if place == 0:
-                assert told is None
-                continue
-            row = oracle[place - 1]
-            assert told[str(token)]["logprob"] == pytest.approx(float(row[token]), abs=1e-4)
-            assert told[str(token)]["rank"] == int((row > row[token]).sum()) + 1, f"the rank of token {place}"
-            best = [key for key, _ in sorted(told.items(), key=lambda pair: pair[1]["rank"])][:3]
-            assert [int(key) for key in best] == row.topk(3).indices.tolist()
-        chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "prompt_logprobs": 0}
-        said = (await Client(app).post("/v1/chat/completions", chat))[1]
-        assert len(said["prompt_logprobs"]) == said["usage"]["prompt_tokens"]
-
-    asynchronously(test)
+async def test_prompt_logprobs_in_vllms_shape(make, model, tokenizer):
+    app = make()
+    ids = tokenizer.encode("abcdef" * 9)
+    body = {"prompt": [ids, ids[:1]], "n": 2, "max_tokens": 1, "prompt_logprobs": 3, "ignore_eos": True}
+    found = (await Client(app).post("/v1/completions", body))[1]["choices"]
+    oracle = likely(model, ids)
+    assert found[0]["prompt_logprobs"] == found[1]["prompt_logprobs"], "both samples have one prompt"
+    assert found[2]["prompt_logprobs"] == [None]
+    for place, (token, told) in enumerate(zip(ids, found[0]["prompt_logprobs"], strict=True)):
+        if place == 0:
+            assert told is None
+            continue
+        row = oracle[place - 1]
+        assert told[str(token)]["logprob"] == pytest.approx(float(row[token]), abs=1e-4)
+        assert told[str(token)]["rank"] == int((row > row[token]).sum()) + 1, f"the rank of token {place}"
+        best = [key for key, _ in sorted(told.items(), key=lambda pair: pair[1]["rank"])][:3]
+        assert [int(key) for key in best] == row.topk(3).indices.tolist()
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "prompt_logprobs": 0}
+    said = (await Client(app).post("/v1/chat/completions", chat))[1]
+    assert len(said["prompt_logprobs"]) == said["usage"]["prompt_tokens"]
 
 
-def test_best_of_returns_the_likeliest(make):
-    async def test() -> None:
-        app = make()
-        body = {"prompt": "abc", "max_tokens": 4, "seed": 1, "ignore_eos": True, "return_token_ids": True}
-        everything = (await Client(app).post("/v1/completions", body | {"n": 6, "logprobs": 0}))[1]["choices"]
-        best = (await Client(app).post("/v1/completions", body | {"n": 2, "best_of": 6}))[1]
-        order = sorted(everything, key=lambda c: sum(c["logprobs"]["token_logprobs"]), reverse=True)
-        assert [c["token_ids"] for c in best["choices"]] == [c["token_ids"] for c in order[:2]]
-        assert best["choices"][0]["logprobs"] is None, "logprobs that nobody asked for"
-        assert best["usage"]["completion_tokens"] == 24
-
-    asynchronously(test)
+async def test_best_of_returns_the_likeliest(make):
+    app = make()
+    body = {"prompt": "abc", "max_tokens": 4, "seed": 1, "ignore_eos": True, "return_token_ids": True}
+    everything = (await Client(app).post("/v1/completions", body | {"n": 6, "logprobs": 0}))[1]["choices"]
+    best = (await Client(app).post("/v1/completions", body | {"n": 2, "best_of": 6}))[1]
+    order = sorted(everything, key=lambda c: sum(c["logprobs"]["token_logprobs"]), reverse=True)
+    assert [c["token_ids"] for c in best["choices"]] == [c["token_ids"] for c in order[:2]]
+    assert best["choices"][0]["logprobs"] is None, "logprobs that nobody asked for"
+    assert best["usage"]["completion_tokens"] == 24
 
 
-def test_nulls_in_a_chat_say_nothing(make):
-    async def test() -> None:
-        fields = [
-            "add_generation_prompt",
-            "continue_final_message",
-            "add_special_tokens",
-            "tools",
-            "tool_choice",
-        ]
-        fields += ["response_format", "logprobs", "top_logprobs", "chat_template", "chat_template_kwargs"]
-        message = {"role": "assistant", "content": None, "tool_calls": [], "refusal": None, "reasoning": None}
-        body = {"messages": [{"role": "user", "content": "x"}, message], "max_tokens": 1}
-        for path in ("/v1/chat/completions", "/tokenize"):
-            asked = await Client(make()).request(path, body | dict.fromkeys(fields)).run()
-            assert asked.status == 200 and "messages" not in asked.headers.get("x-ladder-ignored", "")
-
-    asynchronously(test)
+async def test_nulls_in_a_chat_say_nothing(make):
+    fields = [
+        "add_generation_prompt",
+        "continue_final_message",
+        "add_special_tokens",
+        "tools",
+        "tool_choice",
+    ]
+    fields += ["response_format", "logprobs", "top_logprobs", "chat_template", "chat_template_kwargs"]
+    message = {"role": "assistant", "content": None, "tool_calls": [], "refusal": None, "reasoning": None}
+    body = {"messages": [{"role": "user", "content": "x"}, message], "max_tokens": 1}
+    for path in ("/v1/chat/completions", "/tokenize"):
+        asked = await Client(make()).request(path, body | dict.fromkeys(fields)).run()
+        assert asked.status == 200 and "messages" not in asked.headers.get("x-ladder-ignored", "")
 
 
-def test_fields_of_messages_that_say_nothing_to_this_model_are_named(make):
-    async def test() -> None:
-        message = {"role": "user", "content": "x", "weight": 1, "cache_control": {"type": "ephemeral"}}
-        body = {"messages": [message], "max_tokens": 1}
-        asked = await Client(make()).request("/v1/chat/completions", body).run()
-        assert asked.status == 200
-        assert asked.headers["x-ladder-ignored"] == "messages.cache_control, messages.weight"
-        status, found = await Client(make(strict=True)).post("/v1/chat/completions", body)
-        assert status == 400 and "messages.cache_control" in found["error"]["message"]
-
-    asynchronously(test)
+async def test_fields_of_messages_that_say_nothing_to_this_model_are_named(make):
+    message = {"role": "user", "content": "x", "weight": 1, "cache_control": {"type": "ephemeral"}}
+    body = {"messages": [message], "max_tokens": 1}
+    asked = await Client(make()).request("/v1/chat/completions", body).run()
+    assert asked.status == 200
+    assert asked.headers["x-ladder-ignored"] == "messages.cache_control, messages.weight"
+    status, found = await Client(make(strict=True)).post("/v1/chat/completions", body)
+    assert status == 400 and "messages.cache_control" in found["error"]["message"]
 
 
-def test_a_prompt_is_read_with_special_tokens_or_without(model, engine, tmp_path):
+async def test_a_prompt_is_read_with_special_tokens_or_without(model, engine, tmp_path):
     tokenizer = tokenizer_for(tmp_path, 257)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     begin = tokenizer.backend.id_to_token(next(iter(tokenizer.special_ids)))
@@ -287,97 +251,83 @@ def test_a_prompt_is_read_with_special_tokens_or_without(model, engine, tmp_path
     )
     tokenizer = Tokenizer(tmp_path)
     bos, plain = tokenizer.bos_token_id, tokenizer.encode("ab", add_special_tokens=False)
-
-    async def test() -> None:
-        client = Client(whole_app(Loopback(engine), tokenizer, "tiny"))
-        for prompt, special, expected in (
-            ("ab", None, [bos, *plain]),
-            ("ab", True, [bos, *plain]),
-            ("ab", False, plain),
-            (begin + "ab", True, [bos, *plain]),
-            (begin + "ab", False, [bos, *plain]),
-        ):
-            body = {
-                "prompt": prompt,
-                "add_special_tokens": special,
-                "max_tokens": 1,
-                "return_token_ids": True,
-            }
-            assert (await client.post("/tokenize", body))[1]["tokens"] == expected
-            for path in ("/v1/completions", "/generate"):
-                found = (await client.post(path, body))[1]
-                assert found["usage"]["prompt_tokens"] == len(expected), (path, prompt, special)
-
-    asynchronously(test)
-
-
-def test_an_assistants_message_is_continued(make, tokenizer):
-    async def test() -> None:
-        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "so it"}]
+    client = Client(whole_app(Loopback(engine), tokenizer, "tiny"))
+    for prompt, special, expected in (
+        ("ab", None, [bos, *plain]),
+        ("ab", True, [bos, *plain]),
+        ("ab", False, plain),
+        (begin + "ab", True, [bos, *plain]),
+        (begin + "ab", False, [bos, *plain]),
+    ):
         body = {
-            "messages": messages,
-            "continue_final_message": True,
+            "prompt": prompt,
+            "add_special_tokens": special,
             "max_tokens": 1,
             "return_token_ids": True,
         }
-        client = Client(make())
-        ids = (await client.post("/tokenize", body))[1]["tokens"]
-        assert tokenizer.decode(ids).endswith("so it")
-        found = (await client.post("/v1/chat/completions", body))[1]
-        assert found["choices"][0]["prompt_token_ids"] == ids
-
-    asynchronously(test)
+        assert (await client.post("/tokenize", body))[1]["tokens"] == expected
+        for path in ("/v1/completions", "/generate"):
+            found = (await client.post(path, body))[1]
+            assert found["usage"]["prompt_tokens"] == len(expected), (path, prompt, special)
 
 
-def test_addresses_of_a_client_are_never_opened(model, tokenizer):
+async def test_an_assistants_message_is_continued(make, tokenizer):
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "so it"}]
+    body = {
+        "messages": messages,
+        "continue_final_message": True,
+        "max_tokens": 1,
+        "return_token_ids": True,
+    }
+    client = Client(make())
+    ids = (await client.post("/tokenize", body))[1]["tokens"]
+    assert tokenizer.decode(ids).endswith("so it")
+    found = (await client.post("/v1/chat/completions", body))[1]
+    assert found["choices"][0]["prompt_token_ids"] == ids
+
+
+async def test_addresses_of_a_client_are_never_opened(model, tokenizer):
     """In messages, schemas and tools: nothing connects to where they point."""
-
-    async def test() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as trap:
-            trap.settimeout(0.2)
-            url = f"http://127.0.0.1:{trap.getsockname()[1]}/x"
-            app = whole_app(Loopback(load(model, max_rows=2, tokenizer=tokenizer)), tokenizer, "tiny")
-            said = [{"role": "user", "content": "x"}]
-            image = [{"type": "image_url", "image_url": {"url": url}}]
-            tool = {"type": "function", "function": {"name": "f", "parameters": {"$ref": url}}}
-            for body in (
-                {"messages": [{"role": "user", "content": image}]},
-                {"messages": said, "guided_json": {"$ref": url}},
-                {"messages": said, "guided_json": {"$ref": "file:///etc/passwd"}},
-                {
-                    "messages": said,
-                    "response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": url}}},
-                },
-                {"messages": said, "tools": [tool], "tool_choice": "required"},
-                {"messages": said, "guided_grammar": f'start: "a"\n%import {url}.x\n'},
-            ):
-                status, found = await Client(app).post("/v1/chat/completions", body | {"max_tokens": 4})
-                assert status == 400, f"{body} is answered with {found}"
-            with pytest.raises(TimeoutError):
-                trap.accept()
-
-    asynchronously(test)
+    with socket.create_server(("127.0.0.1", 0)) as trap:
+        trap.settimeout(0.2)
+        url = f"http://127.0.0.1:{trap.getsockname()[1]}/x"
+        app = whole_app(Loopback(load(model, max_rows=2, tokenizer=tokenizer)), tokenizer, "tiny")
+        said = [{"role": "user", "content": "x"}]
+        image = [{"type": "image_url", "image_url": {"url": url}}]
+        tool = {"type": "function", "function": {"name": "f", "parameters": {"$ref": url}}}
+        for body in (
+            {"messages": [{"role": "user", "content": image}]},
+            {"messages": said, "guided_json": {"$ref": url}},
+            {"messages": said, "guided_json": {"$ref": "file:///etc/passwd"}},
+            {
+                "messages": said,
+                "response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": url}}},
+            },
+            {"messages": said, "tools": [tool], "tool_choice": "required"},
+            {"messages": said, "guided_grammar": f'start: "a"\n%import {url}.x\n'},
+        ):
+            status, found = await Client(app).post("/v1/chat/completions", body | {"max_tokens": 4})
+            assert status == 400, f"{body} is answered with {found}"
+        with pytest.raises(TimeoutError):
+            trap.accept()
 
 
-def test_tokenize_and_back(make):
-    async def test() -> None:
-        app = make()
-        found = (await Client(app).post("/tokenize", {"prompt": "héllo", "return_token_strs": True}))[1]
-        assert found["count"] == 6 == len(found["tokens"]) == len(found["token_strs"])
-        assert (await Client(app).post("/detokenize", {"tokens": found["tokens"]}))[1] == {"prompt": "héllo"}
-        assert (await Client(app).post("/detokenize", {"tokens": [999]}))[0] == 400
-        special = (await Client(app).post("/tokenize", {"prompt": "a<end>b"}))[1]["tokens"]
-        assert len(special) == 3 and 0 in special
-        assert (await Client(app).post("/detokenize", {"tokens": special}))[1] == {"prompt": "a<end>b"}
-        body = {"prompt": special, "echo": True, "logprobs": 0, "max_tokens": 0}
-        said = (await Client(app).post("/v1/completions", body))[1]["choices"][0]
-        assert said["text"] == "a<end>b" == "".join(said["logprobs"]["tokens"])
-        assert said["logprobs"]["text_offset"] == [0, 1, 6]
-        assert (await Client(app).post("/tokenize", {}))[0] == 400
-        long = (await Client(app).post("/tokenize", {"prompt": "x" * 5000}))[1]
-        assert long["count"] == 5000
-
-    asynchronously(test)
+async def test_tokenize_and_back(make):
+    app = make()
+    found = (await Client(app).post("/tokenize", {"prompt": "héllo", "return_token_strs": True}))[1]
+    assert found["count"] == 6 == len(found["tokens"]) == len(found["token_strs"])
+    assert (await Client(app).post("/detokenize", {"tokens": found["tokens"]}))[1] == {"prompt": "héllo"}
+    assert (await Client(app).post("/detokenize", {"tokens": [999]}))[0] == 400
+    special = (await Client(app).post("/tokenize", {"prompt": "a<end>b"}))[1]["tokens"]
+    assert len(special) == 3 and 0 in special
+    assert (await Client(app).post("/detokenize", {"tokens": special}))[1] == {"prompt": "a<end>b"}
+    body = {"prompt": special, "echo": True, "logprobs": 0, "max_tokens": 0}
+    said = (await Client(app).post("/v1/completions", body))[1]["choices"][0]
+    assert said["text"] == "a<end>b" == "".join(said["logprobs"]["tokens"])
+    assert said["logprobs"]["text_offset"] == [0, 1, 6]
+    assert (await Client(app).post("/tokenize", {}))[0] == 400
+    long = (await Client(app).post("/tokenize", {"prompt": "x" * 5000}))[1]
+    assert long["count"] == 5000
 
 
 def test_names_are_those_that_the_client_has_sent(tokenizer):
@@ -389,7 +339,7 @@ def test_names_are_those_that_the_client_has_sent(tokenizer):
     assert str(kept) == str(error), "the client has sent prompt_logprobs, and is told of another field"
 
 
-def test_nobody_waits_for_a_long_request_of_another(make, tokenizer, monkeypatch):
+async def test_nobody_waits_for_a_long_request_of_another(make, tokenizer, monkeypatch):
     """What takes long is done by threads, on the way in and on the way out."""
     seen: dict[str, str] = {}
     chat, decode, place = Tokenizer.chat, Tokenizer.decode, WideAnswer._place
@@ -405,53 +355,40 @@ def test_nobody_waits_for_a_long_request_of_another(make, tokenizer, monkeypatch
     monkeypatch.setattr(Tokenizer, "decode", noted("decode", decode))
     monkeypatch.setattr(WideAnswer, "_place", noted("answer", place))
     loop = threading.current_thread().name
-
-    async def test() -> None:
-        client = Client(make())
-        long = {
-            "many empty messages": [{"role": "user", "content": ""}] * 100,
-            "a long role": [{"role": "user" * 1000, "content": ""}],
-            "long calls": [
-                {"role": "user", "content": "x"},
-                {"role": "assistant", "tool_calls": [{"function": {"name": "f" * 3000, "arguments": "{}"}}]},
-            ],
-        }
-        for what, said in long.items():
-            await client.post("/v1/chat/completions", {"messages": said, "max_tokens": 1})
-            assert seen.pop("chat") != loop, f"the event loop itself has tokenized {what}"
-        status, found = await client.post("/detokenize", {"tokens": [5] * 3000})
-        assert seen.pop("decode") != loop, "the event loop itself has decoded 3,000 ids"
-        assert status == 200 and found["prompt"] == tokenizer.decode([5] * 3000, skip_special_tokens=False)
-        body = {"prompt": [5] * 600, "max_tokens": 1, "prompt_logprobs": 1}
-        status, found = await client.post("/v1/completions", body)
-        assert status == 200 and len(found["choices"][0]["prompt_logprobs"]) == 600
-        assert seen.pop("answer") != loop, "the event loop itself has put 600 log-probabilities together"
-        await client.post("/v1/completions", body | {"prompt": [5]})
-        assert seen.pop("answer") == loop, "a thread for a short answer costs more than it saves"
-
-    asynchronously(test)
+    client = Client(make())
+    long = {
+        "many empty messages": [{"role": "user", "content": ""}] * 100,
+        "a long role": [{"role": "user" * 1000, "content": ""}],
+        "long calls": [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f" * 3000, "arguments": "{}"}}]},
+        ],
+    }
+    for what, said in long.items():
+        await client.post("/v1/chat/completions", {"messages": said, "max_tokens": 1})
+        assert seen.pop("chat") != loop, f"the event loop itself has tokenized {what}"
+    status, found = await client.post("/detokenize", {"tokens": [5] * 3000})
+    assert seen.pop("decode") != loop, "the event loop itself has decoded 3,000 ids"
+    assert status == 200 and found["prompt"] == tokenizer.decode([5] * 3000, skip_special_tokens=False)
+    body = {"prompt": [5] * 600, "max_tokens": 1, "prompt_logprobs": 1}
+    status, found = await client.post("/v1/completions", body)
+    assert status == 200 and len(found["choices"][0]["prompt_logprobs"]) == 600
+    assert seen.pop("answer") != loop, "the event loop itself has put 600 log-probabilities together"
+    await client.post("/v1/completions", body | {"prompt": [5]})
+    assert seen.pop("answer") == loop, "a thread for a short answer costs more than it saves"
 
 
 @pytest.mark.parametrize("what", TAKEN)
-def test_what_other_servers_take_is_taken(make, what):
-    async def test() -> None:
-        app = make()
-        status, found = await Client(app).post(
-            "/v1/completions", {"prompt": "a", "max_tokens": 2} | TAKEN[what]
-        )
-        assert status == 200, found
-        assert len(found["choices"]) == (TAKEN[what].get("n") or 1)
-        await settle(app)
-
-    asynchronously(test)
+async def test_what_other_servers_take_is_taken(make, what):
+    app = make()
+    status, found = await Client(app).post("/v1/completions", {"prompt": "a", "max_tokens": 2} | TAKEN[what])
+    assert status == 200, found
+    assert len(found["choices"]) == (TAKEN[what].get("n") or 1)
+    await settle(app)
 
 
-def test_a_template_of_a_client_is_text_like_any_other(make, tokenizer):
+async def test_a_template_of_a_client_is_text_like_any_other(make, tokenizer):
     """What stands in a message is never run."""
-
-    async def test() -> None:
-        body = {"messages": [{"role": "user", "content": "{{ 7 * 7 }}{% raw %}"}]}
-        ids = (await Client(make()).post("/tokenize", body))[1]["tokens"]
-        assert "{{ 7 * 7 }}" in tokenizer.decode(ids)
-
-    asynchronously(test)
+    body = {"messages": [{"role": "user", "content": "{{ 7 * 7 }}{% raw %}"}]}
+    ids = (await Client(make()).post("/tokenize", body))[1]["tokens"]
+    assert "{{ 7 * 7 }}" in tokenizer.decode(ids)

@@ -21,6 +21,7 @@ import paged_cache
 import quant
 from common.errors import UserError
 from forward.loading import load_model
+from phases import phase_named
 from phases.appendix.checkpoint_formats.configs import matches, stored
 from phases.appendix.checkpoint_formats.export import check_source, configuration, export
 from phases.appendix.checkpoint_formats.layouts import (
@@ -32,7 +33,7 @@ from phases.appendix.checkpoint_formats.layouts import (
 )
 from phases.appendix.checkpoint_formats.reading import ReadFormats
 from phases.cli import main
-from phases.registry import load_engine, phase_named
+from phases.registry import load_engine
 from quant import rtn
 from quant.formats import FP8, INT4, INT8, SCHEMES, Scheme
 from quant.kv import head_scales
@@ -328,31 +329,13 @@ KNOWN: dict[str, tuple[dict[str, Any], str, str, int, bool, str | None]] = {
     "packed": (compressed(), "int4", "group", 128, False, None),
     "packed, zeros": (compressed(weights={"symmetric": False}), "int4", "group", 128, True, None),
     "packed w8a16": (compressed(weights={**W8, "group_size": None}), "int8", "channel", 0, False, None),
-    "w8a8": (
-        compressed("int-quantized", {**W8, "group_size": None}, {"input_activations": TOKENS}),
-        "int8",
-        "channel",
-        0,
-        False,
-        "int8",
-    ),
-    "fp8 channels": (
-        compressed("float-quantized", F8, {"input_activations": {**TOKENS, "type": "float"}}),
-        "fp8",
-        "channel",
-        0,
-        False,
-        "fp8",
-    ),
-    "naive fp8": (
-        compressed("naive-quantized", {**F8, "strategy": "tensor"}),
-        "fp8",
-        "tensor",
-        0,
-        False,
-        None,
-    ),
-}
+    "w8a8": (compressed("int-quantized", {**W8, "group_size": None}, {"input_activations": TOKENS}), "int8",
+        "channel", 0, False, "int8"),
+    "fp8 channels": (compressed("float-quantized", F8, {"input_activations": {**TOKENS, "type": "float"}}),
+        "fp8", "channel", 0, False, "fp8"),
+    "naive fp8": (compressed("naive-quantized", {**F8, "strategy": "tensor"}), "fp8", "tensor", 0, False,
+        None),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -383,10 +366,8 @@ UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
     "scales of powers": (compressed(weights={"scale_dtype": "float8_e8m0fnu"}), "scale_dtype 'float8_e8m0"),
     "a field of weights": (compressed(weights={"num_bitz": 3}), "weights.'num_bitz' is not known, only num"),
     "a field of a group": (compressed(more={"hadamard": True}), "'hadamard' is not known, only targets"),
-    "a field of inputs": (
-        compressed("int-quantized", {**W8}, {"input_activations": {**TOKENS, "clip": 3}}),
-        "input_activations.'clip' is not known",
-    ),
+    "a field of inputs": (compressed("int-quantized", {**W8}, {"input_activations": {**TOKENS, "clip": 3}}),
+        "input_activations.'clip' is not known"),
     "gptq of 3 bits": ({**GPTQ, "bits": 3}, "gptq: bits is 3, but only 4 and 8"),
     "awq of 8 bits": ({**AWQ, "bits": 8}, "awq: bits is 8, but only 4"),
     "another group": ({**GPTQ, "group_size": 100}, "group_size is 100, but must be -1, for a whole row, or"),
@@ -403,41 +384,29 @@ UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
     "no groups": ({"quant_method": "compressed-tensors"}, "there is no field 'config_groups'"),
     "2 bits": (compressed(weights={"num_bits": 2}), "weights of 2 bits and type int are not supported"),
     "4-bit floats": (compressed(weights={"type": "float"}), "weights of 4 bits and type float"),
-    "4 bits by tensor": (
-        compressed(weights={"strategy": "tensor"}),
-        "int4 weights with a scale for each tensor",
-    ),
-    "8 bits by group, not packed": (
-        compressed("int-quantized", weights={"num_bits": 8}),
-        "int8 weights with a scale for each group",
-    ),
-    "int8 zeros": (
-        compressed("int-quantized", {**W8, "symmetric": False}),
-        "zero points are supported for int4 only, not int8",
-    ),
-    "static activations": (
-        compressed("int-quantized", W8, {"input_activations": {**TOKENS, "dynamic": False}}),
-        "input_activations must be of 8 bits, symmetric and dynamic",
-    ),
-    "activations by tensor": (
-        compressed("int-quantized", W8, {"input_activations": {**TOKENS, "strategy": "tensor"}}),
-        "input_activations.strategy 'tensor' is not supported",
-    ),
-    "mixed activations": (
-        compressed("int-quantized", W8, {"input_activations": {**TOKENS, "type": "float"}}),
-        "int8 weights with fp8 activations",
-    ),
+    "4 bits by tensor": (compressed(weights={"strategy": "tensor"}),
+        "int4 weights with a scale for each tensor"),
+    "8 bits by group, not packed": (compressed("int-quantized", weights={"num_bits": 8}),
+        "int8 weights with a scale for each group"),
+    "int8 zeros": (compressed("int-quantized", {**W8, "symmetric": False}),
+        "zero points are supported for int4 only, not int8"),
+    "static activations": (compressed("int-quantized", W8,
+        {"input_activations": {**TOKENS, "dynamic": False}}),
+        "input_activations must be of 8 bits, symmetric and dynamic"),
+    "activations by tensor": (compressed("int-quantized", W8,
+        {"input_activations": {**TOKENS, "strategy": "tensor"}}),
+        "input_activations.strategy 'tensor' is not supported"),
+    "mixed activations": (compressed("int-quantized", W8, {"input_activations": {**TOKENS, "type": "float"}}),
+        "int8 weights with fp8 activations"),
     "outputs": (compressed(more={"output_activations": TOKENS}), "output_activations are not supported"),
-    "kv by head": (
-        compressed(kv_cache_scheme={"num_bits": 8, "type": "float", "strategy": "attn_head"}),
-        "kv_cache_scheme is .*, but only 8 static bits for each tensor",
-    ),
+    "kv by head": (compressed(kv_cache_scheme={"num_bits": 8, "type": "float", "strategy": "attn_head"}),
+        "kv_cache_scheme is .*, but only 8 static bits for each tensor"),
     "a wrong pattern": (compressed(ignore=["re:["]), "ignore 're:.*' is no regular expression"),
     "a slow pattern": (compressed(ignore=["re:(a+)+$"]), "ignore .* is too involved"),
     "many repeats": (compressed(ignore=["re:.*a.*a.*a.*a.*b"]), "ignore .* is too involved"),
     "a pattern that is none": (compressed(ignore=[3]), "ignore is 3, but must be a string"),
     "frozen": (compressed(quantization_status="frozen"), "quantization_status is 'frozen'"),
-}
+}  # fmt: skip
 
 
 def test_the_second_version_of_gptq_by_either_name() -> None:
@@ -592,25 +561,16 @@ def test_the_head_of_a_quantized_checkpoint_may_be_quantized_as_well(packed: Pat
 
 
 FILES: dict[str, tuple[str, Any, str]] = {
-    "truncated scales": (
-        "weight_scale",
-        lambda x: x[:, :-1].contiguous(),
-        r"misshapen: layers.0.mlp.up_proj.weight_scale \[128, 0\] instead of \[128, 1\]",
-    ),
+    "truncated scales": ("weight_scale", lambda x: x[:, :-1].contiguous(),
+        r"misshapen: layers.0.mlp.up_proj.weight_scale \[128, 0\] instead of \[128, 1\]"),
     "nan scales": ("weight_scale", lambda x: x * float("nan"), r"up_proj.weight_scale holds NaN or infinity"),
-    "another group": (
-        "weight_scale",
-        lambda x: x.repeat(1, 2),
-        r"up_proj.weight_scale \[128, 2\] instead of \[128, 1\]",
-    ),
-    "other integers": (
-        "weight_packed",
-        lambda x: x.to(torch.int64),
-        "weight_packed of type I64 instead of torch.int32",
-    ),
+    "another group": ("weight_scale", lambda x: x.repeat(1, 2),
+        r"up_proj.weight_scale \[128, 2\] instead of \[128, 1\]"),
+    "other integers": ("weight_packed", lambda x: x.to(torch.int64),
+        "weight_packed of type I64 instead of torch.int32"),
     "a lie": ("weight_shape", lambda x: x * 2, r"up_proj.weight_shape says \[256, 128\], but the weight is"),
     "nothing": ("weight_scale", None, "1 missing: layers.0.mlp.up_proj.weight_scale"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("leaf", "change", "says"), FILES.values(), ids=FILES)

@@ -26,11 +26,6 @@ from speculative.head import Head, ReducedHead
 from tests.heads import head_of
 
 
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return forward.load_model("random:tiny", device="cpu", dtype="float32")
-
-
 @pytest.mark.parametrize(("window", "cap"), [(None, None), (3, None), (None, 5.0)])
 def test_training_attends_as_the_model_does(window: int | None, cap: float | None) -> None:
     layer = LayerSpec(0, 6, 2, 8, 0.35, window, cap)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-import forward
 from common.request import Request
 from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
@@ -31,11 +30,6 @@ from phases.appendix.guidance.backend import GuidanceMatcher
 
 PROMPT = [5, 6, 7, 8]
 LONG, SHORT = Grammar.regex("[a-z]{2,40}"), Grammar.json_schema(SCHEMAS["person"])
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return forward.load_model("random:tiny", device="cpu", dtype="float32")
 
 
 @pytest.fixture(autouse=True)

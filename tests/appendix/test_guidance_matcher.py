@@ -101,21 +101,14 @@ BOMBS = {
     "ambiguous, longer": 'start: e\ne: e e e e | e e | e "b" e | "a" | "bb" | "ab"',
 }
 ORDINARY = {
-    "a tool of 128": {
-        "anyOf": [
-            {
-                "properties": {"name": {"const": f"tool_{n}"}, "text": {"type": "string"}},
-                "required": ["name", "text"],
-            }
-            for n in range(128)
-        ]
-    },
+    "a tool of 128": {"anyOf": [{"properties": {"name": {"const": f"tool_{n}"}, "text": {"type": "string"}},
+        "required": ["name", "text"]} for n in range(128)]},
     "a choice of 2000": {"enum": [f"value number {n}" for n in range(2000)]},
     "a tree": {
         "$ref": "#/$defs/n",
         "$defs": {"n": {"properties": {"v": {}, "c": {"items": {"$ref": "#/$defs/n"}}}, "required": ["c"]}},
     },
-}
+}  # fmt: skip
 
 
 @cache

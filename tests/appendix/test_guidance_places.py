@@ -193,37 +193,25 @@ ALIKE = record(**{"a": TEXT, "ab": TEXT, 'a"': TEXT})
         pytest.param(OPEN, ['{"b":"'], ['{"a":"","b":"'], False, id="which keys were there"),
         pytest.param(OPEN, ['{"c":"'], ['{"c":"'], None, id="a key of which nothing is known"),
         pytest.param(OPEN, ['{"c":"","a":"'], ['{"a":"'], None, id="and what follows it"),
-        pytest.param(
-            {"type": "array", "items": OPEN | {"required": ["a"]} | {"properties": {"b": TEXT, "a": TEXT}}},
-            ['[{"c":[{"a":"]}\\"}"}]},{"a":"'],
-            ['[{"a":"1"},{"a":"'],
-            True,
-            id="up to the end of its object",
-        ),
+        pytest.param({"type": "array", "items": OPEN | {"required": ["a"]} | {"properties": {"b": TEXT,
+            "a": TEXT}}}, ['[{"c":[{"a":"]}\\"}"}]},{"a":"'], ['[{"a":"1"},{"a":"'], True,
+            id="up to the end of its object"),
         pytest.param(listed(OPEN), ['[{"c\\"":1', '},{"a":"'], ['[{},{"a":"'], True, id="a quote in it"),
         pytest.param(ALIKE, ['{"a":"'], ['{"ab":"'], False, id="a key that begins like another"),
         pytest.param(ALIKE, ['{"a":"'], ['{"a\\"":"'], False, id="even with a quote in it"),
         pytest.param(LIST, ['["', "a"], ['["', '","', "a"], False, id="how many items must come"),
         pytest.param(LONG, ['["","","'], ['["","","","'], True, id="items enough, and not too many"),
-        pytest.param(
-            LIST, ['["","","","","","","","","","","'], ['["","","","","","","","","'], False, id="near"
-        ),
+        pytest.param(LIST, ['["","","","","","","","","","","'], ['["","","","","","","","","'], False,
+            id="near"),
         pytest.param(listed(LIST), ['[["",""],["'], ['[["'], True, id="each list anew"),
-        pytest.param(
-            listed(LIST) | {"minItems": 3},
-            ['[[""', ',""]', ',["'],
-            ['[["",""', "]", ',["'],
-            True,
-            id="a token that ends a list counts for that alone",
-        ),
-        pytest.param(
-            listed(LIST) | {"minItems": 3}, ['[["",""],["'], ['[["'], False, id="lists are counted, too"
-        ),
-        pytest.param(
-            listed(PAIR), ['[{"n":12', ',"s":"'], ['[{"n":[1]', ',"s":"'], True, id="numbers, or lists"
-        ),
+        pytest.param(listed(LIST) | {"minItems": 3}, ['[[""', ',""]', ',["'], ['[["",""', "]", ',["'], True,
+            id="a token that ends a list counts for that alone"),
+        pytest.param(listed(LIST) | {"minItems": 3}, ['[["",""],["'], ['[["'], False,
+            id="lists are counted, too"),
+        pytest.param(listed(PAIR), ['[{"n":12', ',"s":"'], ['[{"n":[1]', ',"s":"'], True,
+            id="numbers, or lists"),
     ],
-)
+)  # fmt: skip
 def test_what_makes_a_place(
     schema: Any, one: Sequence[str | bytes], other: Sequence[str | bytes], same: bool | None
 ) -> None:

@@ -9,14 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from forward import load_model
-from forward.loading import random_model
 from forward.model import Model
-from forward.shapes import SHAPES
 from paged_cache import BlockPool, PagedEngine
 from phases.appendix.observability.live import Live
 from phases.appendix.observability.log import AccessLog
@@ -24,20 +21,14 @@ from phases.appendix.observability.observer import EngineObserver
 from phases.appendix.observability.picture import MOST_NODES, picture
 from phases.appendix.observability.traces import Traces
 from phases.appendix.server import whole_app
-from serving import load, messages
+from serving import messages
 from serving.app import App
 from serving.messages import AddPrompt, StepReport, StepStats
 from serving.worker import Worker
-from tests.coroutines import asynchronously
 from tests.equivalence.engines import blocks
-from tests.guidance_kit import served
+from tests.guidance_kit import served as load
 from tests.servers import Client, Loopback, tokenizer_for
 from tests.serving_kit import extension, settle
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return random_model(SHAPES["tiny"], device="cpu", dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +49,7 @@ def make(engine: PagedEngine, tokenizer: Tokenizer) -> Callable[..., App]:
 def made_engine(**options: Any):
     model = load_model("random:tiny", device="cpu", dtype="float32")
     size = 128 * BlockPool.bytes_per_block(model.config, 4, model.dtype)
-    return served(model, max_rows=4, max_len=256, block_size=4, cache_bytes=size, **options)
+    return load(model, max_rows=4, max_len=256, block_size=4, cache_bytes=size, **options)
 
 
 class Lists:
@@ -105,29 +96,23 @@ def test_drafts_that_were_right_are_marked_and_only_for_those_who_asked():
     assert set(found[1]) == {""}, f"request 1 did not ask, but has marks {found[1]}"
 
 
-def test_a_chunk_tells_how_its_tokens_came_about(tmp_path: Path):
+async def test_a_chunk_tells_how_its_tokens_came_about(tmp_path: Path):
     tokenizer = tokenizer_for(tmp_path, 257)
     made = engine_with(tokenizer)
     body = {"prompt": "x", "stream": True, "max_tokens": 40, "guided_choice": ["aaaa"], "temperature": 0}
-
-    async def test() -> None:
-        app = whole_app(Loopback(made), tokenizer, "tiny")
-        asked = await Client(app).request("/v1/completions", body | {"return_token_marks": True}).run()
-        marks = [pair for event in asked.events()[:-1] for pair in event["choices"][0]["token_marks"]]
-        assert "".join(text for text, _ in marks) == "aaaa", f"the texts of the marks are {marks}"
-        forced = "".join(text for text, mark in marks if mark == "forced")
-        assert forced == "aaaa", (
-            f"one token was allowed at each place, but only {forced!r} says forced: {marks}"
-        )
-        plain = await Client(app).request("/v1/completions", body).run()
-        assert "token_marks" not in plain.events()[0]["choices"][0], "nobody asked for marks"
-
-    asynchronously(test)
+    app = whole_app(Loopback(made), tokenizer, "tiny")
+    asked = await Client(app).request("/v1/completions", body | {"return_token_marks": True}).run()
+    marks = [pair for event in asked.events()[:-1] for pair in event["choices"][0]["token_marks"]]
+    assert "".join(text for text, _ in marks) == "aaaa", f"the texts of the marks are {marks}"
+    forced = "".join(text for text, mark in marks if mark == "forced")
+    assert forced == "aaaa", f"one token was allowed at each place, but only {forced!r} says forced: {marks}"
+    plain = await Client(app).request("/v1/completions", body).run()
+    assert "token_marks" not in plain.events()[0]["choices"][0], "nobody asked for marks"
 
 
 def engine_with(tokenizer):
     model = load_model("random:tiny", device="cpu", dtype="float32")
-    return served(model, max_rows=4, max_len=256, cache_bytes=1 << 20, tokenizer=tokenizer)
+    return load(model, max_rows=4, max_len=256, cache_bytes=1 << 20, tokenizer=tokenizer)
 
 
 def test_the_tree_shows_what_is_shared_and_nobodys_tokens():
@@ -158,15 +143,11 @@ def test_an_index_without_a_tree_has_none():
     assert picture(made_engine(index="hash"))["tree"] is None
 
 
-def test_a_mark_of_the_wrong_type_is_refused(tmp_path: Path):
+async def test_a_mark_of_the_wrong_type_is_refused(tmp_path: Path):
     tokenizer = tokenizer_for(tmp_path, 257)
-
-    async def test() -> None:
-        app = whole_app(Loopback(engine_with(tokenizer)), tokenizer, "tiny")
-        status, answer = await Client(app).post("/v1/completions", {"prompt": "x", "return_token_marks": "y"})
-        assert status == 400 and "return_token_marks" in answer["error"]["message"]
-
-    asynchronously(test)
+    app = whole_app(Loopback(engine_with(tokenizer)), tokenizer, "tiny")
+    status, answer = await Client(app).post("/v1/completions", {"prompt": "x", "return_token_marks": "y"})
+    assert status == 400 and "return_token_marks" in answer["error"]["message"]
 
 
 def test_marks_travel():
@@ -174,103 +155,91 @@ def test_marks_travel():
     assert messages.report(messages.encode(step)) == step
 
 
-def test_the_log_survives_a_full_disk(make, tmp_path, monkeypatch):
-    async def test() -> None:
-        path = tmp_path / "access.log"
-        app = make(access_log=str(path))
-        await Client(app).post("/v1/completions", {"prompt": "a", "max_tokens": 2}, x_request_id="mine")
-        (line,) = path.read_text().splitlines()
-        entry = json.loads(line)
-        assert entry["id"] == "mine" and entry["status"] == 200 and entry["output_tokens"] >= 1
+async def test_the_log_survives_a_full_disk(make, tmp_path, monkeypatch):
+    path = tmp_path / "access.log"
+    app = make(access_log=str(path))
+    await Client(app).post("/v1/completions", {"prompt": "a", "max_tokens": 2}, x_request_id="mine")
+    (line,) = path.read_text().splitlines()
+    entry = json.loads(line)
+    assert entry["id"] == "mine" and entry["status"] == 200 and entry["output_tokens"] >= 1
 
-        def full(text: str) -> int:
-            raise OSError(28, "No space left on device")
+    def full(text: str) -> int:
+        raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(
-            extension(app, AccessLog),
-            "_file",
-            type("Full", (), {"write": staticmethod(full), "flush": lambda self: None})(),
-        )
-        assert (await Client(app).post("/v1/completions", {"prompt": "a", "max_tokens": 1}))[0] == 200
-        assert app.metrics.lost_log_lines == 1
-
-    asynchronously(test)
+    monkeypatch.setattr(
+        extension(app, AccessLog),
+        "_file",
+        type("Full", (), {"write": staticmethod(full), "flush": lambda self: None})(),
+    )
+    assert (await Client(app).post("/v1/completions", {"prompt": "a", "max_tokens": 1}))[0] == 200
+    assert app.metrics.lost_log_lines == 1
 
 
-def test_spans_of_requests(make):
+async def test_spans_of_requests(make):
     """A client's trace goes on here: queue, prefill and decode below its request, in order, and closed."""
     sdk = pytest.importorskip("opentelemetry.sdk.trace")
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-    async def test() -> None:
-        kept, provider = InMemorySpanExporter(), sdk.TracerProvider()
-        provider.add_span_processor(SimpleSpanProcessor(kept))
-        app = make(traces=Traces(provider, "tiny"))
-        body = {"prompt": "abc", "max_tokens": 6, "ignore_eos": True}
-        trace = "0af7651916cd43dd8448eb211c80319c"
-        more = {"traceparent": f"00-{trace}-b7ad6b7169203331-01", "x_request_id": "mine"}
-        asked = [Client(app).post("/v1/completions", body, **more) for _ in range(10)]  # of which 8 run
-        await asyncio.gather(*asked)
-        spans = kept.get_finished_spans()
-        requests = [span for span in spans if span.name == "POST /v1/completions"]
-        assert len(requests) == 10 and len(spans) == 40, [span.name for span in spans]
-        for request in requests:
-            assert (
-                f"{request.context.trace_id:032x}" == trace
-                and f"{request.parent.span_id:016x}" == more["traceparent"].split("-")[2]
-            )
-            below = {s.name: s for s in spans if s.parent and s.parent.span_id == request.context.span_id}
-            assert set(below) == {"queue", "prefill", "decode"}, f"{set(below)} below a request"
-            queue, prefill, decode = below["queue"], below["prefill"], below["decode"]
-            times = [request.start_time, queue.start_time, queue.end_time, prefill.end_time, decode.end_time]
-            assert times == sorted(times) and decode.end_time <= request.end_time, times
-            assert prefill.start_time == queue.end_time and decode.start_time == prefill.end_time
-            told = request.attributes
-            assert (told["gen_ai.usage.input_tokens"], told["gen_ai.usage.output_tokens"]) == (3, 6)
-            assert told["gen_ai.response.finish_reasons"] == ("length",)
-            assert told["http.response.status_code"] == 200 and told["ladder.request.id"] == "mine"
-        waits = sorted(s.end_time - s.start_time for s in spans if s.name == "queue")
-        assert waits[-1] > waits[0], "nobody was seen to wait for a row"
-
-        kept.clear()
-        late = body | {"max_tokens": 900, "deadline_ms": 40}
-        assert (await Client(app).post("/v1/completions", late))[0] == 504
-        await Client(app).post("/v1/completions", body, traceparent=more["traceparent"][:-1] + "0")
-        (failed,) = [span for span in kept.get_finished_spans() if span.name.startswith("POST")]
-        assert not failed.status.is_ok and failed.attributes["error.type"] == "deadline", (
-            "a client whose trace is not kept has a span, or a failure looks like a success"
+    kept, provider = InMemorySpanExporter(), sdk.TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(kept))
+    app = make(traces=Traces(provider, "tiny"))
+    body = {"prompt": "abc", "max_tokens": 6, "ignore_eos": True}
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    more = {"traceparent": f"00-{trace}-b7ad6b7169203331-01", "x_request_id": "mine"}
+    asked = [Client(app).post("/v1/completions", body, **more) for _ in range(10)]  # of which 8 run
+    await asyncio.gather(*asked)
+    spans = kept.get_finished_spans()
+    requests = [span for span in spans if span.name == "POST /v1/completions"]
+    assert len(requests) == 10 and len(spans) == 40, [span.name for span in spans]
+    for request in requests:
+        assert (
+            f"{request.context.trace_id:032x}" == trace
+            and f"{request.parent.span_id:016x}" == more["traceparent"].split("-")[2]
         )
-        assert (await Client(app).post("/v1/completions", body, traceparent="nonsense"))[0] == 200
-        assert (await Client(app).post("/v1/completions", {"prompt": ""}))[0] == 400
+        below = {s.name: s for s in spans if s.parent and s.parent.span_id == request.context.span_id}
+        assert set(below) == {"queue", "prefill", "decode"}, f"{set(below)} below a request"
+        queue, prefill, decode = below["queue"], below["prefill"], below["decode"]
+        times = [request.start_time, queue.start_time, queue.end_time, prefill.end_time, decode.end_time]
+        assert times == sorted(times) and decode.end_time <= request.end_time, times
+        assert prefill.start_time == queue.end_time and decode.start_time == prefill.end_time
+        told = request.attributes
+        assert (told["gen_ai.usage.input_tokens"], told["gen_ai.usage.output_tokens"]) == (3, 6)
+        assert told["gen_ai.response.finish_reasons"] == ("length",)
+        assert told["http.response.status_code"] == 200 and told["ladder.request.id"] == "mine"
+    waits = sorted(s.end_time - s.start_time for s in spans if s.name == "queue")
+    assert waits[-1] > waits[0], "nobody was seen to wait for a row"
 
-    asynchronously(test)
+    kept.clear()
+    late = body | {"max_tokens": 900, "deadline_ms": 40}
+    assert (await Client(app).post("/v1/completions", late))[0] == 504
+    await Client(app).post("/v1/completions", body, traceparent=more["traceparent"][:-1] + "0")
+    (failed,) = [span for span in kept.get_finished_spans() if span.name.startswith("POST")]
+    assert not failed.status.is_ok and failed.attributes["error.type"] == "deadline", (
+        "a client whose trace is not kept has a span, or a failure looks like a success"
+    )
+    assert (await Client(app).post("/v1/completions", body, traceparent="nonsense"))[0] == 200
+    assert (await Client(app).post("/v1/completions", {"prompt": ""}))[0] == 400
 
 
-def test_watching(make):
+async def test_watching(make):
     """Events come while somebody looks, at most ten a second, and stop when nobody does."""
-
-    async def test() -> None:
-        app = make()
-        watcher = Client(app).request("/events", b"", "GET")
-        task = asyncio.ensure_future(watcher.run())
-        await asyncio.sleep(0.05)
-        body = {"prompt": "abc", "max_tokens": 300, "ignore_eos": True}
-        await Client(app).post("/v1/completions", body)
-        await asyncio.sleep(0.25)
-        started = len(watcher.chunks)
-        await asyncio.sleep(0.5)
-        assert len(watcher.chunks) - started <= 6
-        events = watcher.events()
-        steps = [step for event in events for step in event["steps"]]
-        assert len(steps) == len({step[0] for step in steps}) > 100, "steps are missing or told twice"
-        assert any(event["picture"] and event["picture"]["rows"] for event in events), (
-            "nobody was seen to run"
-        )
-        watcher.leave()
-        await task
-        assert extension(app, Live).watchers == 0
-        await settle(app)
-        assert app.engine.worker.observer.seconds == 0.0
-
-    asynchronously(test)
+    app = make()
+    watcher = Client(app).request("/events", b"", "GET")
+    task = asyncio.ensure_future(watcher.run())
+    await asyncio.sleep(0.05)
+    body = {"prompt": "abc", "max_tokens": 300, "ignore_eos": True}
+    await Client(app).post("/v1/completions", body)
+    await asyncio.sleep(0.25)
+    started = len(watcher.chunks)
+    await asyncio.sleep(0.5)
+    assert len(watcher.chunks) - started <= 6
+    events = watcher.events()
+    steps = [step for event in events for step in event["steps"]]
+    assert len(steps) == len({step[0] for step in steps}) > 100, "steps are missing or told twice"
+    assert any(event["picture"] and event["picture"]["rows"] for event in events), "nobody was seen to run"
+    watcher.leave()
+    await task
+    assert extension(app, Live).watchers == 0
+    await settle(app)
+    assert app.engine.worker.observer.seconds == 0.0

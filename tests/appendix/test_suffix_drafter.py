@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 import continuous
-import forward
 from common.errors import UserError
 from common.request import Request
 from common.sampling.params import SamplingParams
@@ -19,11 +18,6 @@ from phases.appendix.suffix_drafter.automaton import BREAK, SuffixAutomaton, Suf
 from phases.registry import load_engine
 
 SMALL = {"max_rows": 6, "max_len": 96, "block_size": 4, "cache_bytes": 1 << 20, "step_tokens": 64}
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return forward.load_model("random:tiny", device="cpu", dtype="float32")
 
 
 def engine_of(model: Model, **options: Any) -> Any:

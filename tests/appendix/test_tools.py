@@ -30,7 +30,6 @@ from phases.appendix.tools.request import conversation, refusal, tools_of
 from serving.app import App
 from serving.http.errors import ApiError
 from serving.http.limits import Limits
-from tests.coroutines import asynchronously
 from tests.equivalence.engines import blocks
 from tests.guidance_kit import served as load
 from tests.servers import Client, Loopback, tokenizer_for
@@ -52,11 +51,6 @@ NOW = {"type": "function", "function": {"name": "now"}}
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 FORMATS = {"hermes": HERMES, "mistral": MISTRAL, "mistral-special": MISTRAL, "llama": LLAMA}
 SPECIAL = 5
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return random_model(SHAPES["tiny"], device="cpu", dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -284,43 +278,22 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "no name": ({"tools": [{"type": "function", "function": {}}]}, "tools", "name"),
     "a strange name": ({"tools": [{"type": "function", "function": {"name": 'a"b'}}]}, "tools", "a-z"),
     "a long name": ({"tools": [{"type": "function", "function": {"name": "a" * 65}}]}, "tools", "64"),
-    "parameters of no object": (
-        {"tools": [{"type": "function", "function": {"name": "x", "parameters": {"type": "array"}}}]},
-        "tools",
-        "schema of an object",
-    ),
-    "deep parameters": (
-        {
-            "tools": [
-                {
-                    "type": "function",
-                    "function": {"name": "x", "parameters": {"not": json.loads("[" * 200 + "]" * 200)}},
-                }
-            ]
-        },
-        "tools",
-        "128",
-    ),
+    "parameters of no object": ({"tools": [{"type": "function",
+        "function": {"name": "x", "parameters": {"type": "array"}}}]}, "tools", "schema of an object"),
+    "deep parameters": ({"tools": [{"type": "function",
+        "function": {"name": "x", "parameters": {"not": json.loads("[" * 200 + "]" * 200)}}}]}, "tools",
+        "128"),
     "twice": ({"tools": [NOW, NOW]}, "tools", "two functions"),
     "too many": ({"tools": [NOW] * 129}, "tools", "at most 128"),
-    "too large": (
-        {"tools": [{"type": "function", "function": {"name": "x", "description": "x" * 70_000}}]},
-        "tools",
-        "65,536",
-    ),
+    "too large": ({"tools": [{"type": "function", "function": {"name": "x", "description": "x" * 70_000}}]},
+        "tools", "65,536"),
     "choice without tools": ({"tool_choice": "required"}, "tool_choice", "needs tools"),
     "a strange choice": ({"tools": [NOW], "tool_choice": "any"}, "tool_choice", "required"),
-    "a choice of no tool": (
-        {"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "gone"}}},
-        "tool_choice",
-        "'gone'",
-    ),
-    "a call and a format": (
-        {"tools": [NOW], "tool_choice": "required", "response_format": {"type": "json_object"}},
-        "response_format",
-        "only one",
-    ),
-}
+    "a choice of no tool": ({"tools": [NOW], "tool_choice": {"type": "function",
+        "function": {"name": "gone"}}}, "tool_choice", "'gone'"),
+    "a call and a format": ({"tools": [NOW], "tool_choice": "required",
+        "response_format": {"type": "json_object"}}, "response_format", "only one"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", WRONG)
@@ -390,68 +363,61 @@ def test_a_tool_that_cannot_be_compiled_is_named(backend):
 
 
 @pytest.mark.parametrize("most", [1, 16, 30, 45])
-def test_a_call_that_is_cut_is_told_alike_at_once_and_in_pieces(make, most):
-    async def test() -> None:
-        client = Client(make())
-        body = {
-            "messages": [{"role": "user", "content": "x"}],
-            "tools": [WEATHER],
-            "tool_choice": "required",
-            "max_tokens": most,
-            "seed": 1,
-        }
-        (whole,) = (await client.post("/v1/chat/completions", body))[1]["choices"]
-        streamed = await client.request("/v1/chat/completions", body | {"stream": True}).run()
-        deltas = [event["choices"][0]["delta"] for event in streamed.events()[:-1]]
-        content = "".join(delta.get("content", "") for delta in deltas)
-        said = whole["message"]["content"] or ""
-        assert said == content, f"after {most} tokens the content is {said!r}, and in a stream {content!r}"
-        assert not said or most == 1, f"after {most} tokens of a call its beginning is content: {said!r}"
-        called = sum("id" in one for delta in deltas for one in delta.get("tool_calls", []))
-        assert len(whole["message"].get("tool_calls", [])) == called
-
-    asynchronously(test)
+async def test_a_call_that_is_cut_is_told_alike_at_once_and_in_pieces(make, most):
+    client = Client(make())
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": [WEATHER],
+        "tool_choice": "required",
+        "max_tokens": most,
+        "seed": 1,
+    }
+    (whole,) = (await client.post("/v1/chat/completions", body))[1]["choices"]
+    streamed = await client.request("/v1/chat/completions", body | {"stream": True}).run()
+    deltas = [event["choices"][0]["delta"] for event in streamed.events()[:-1]]
+    content = "".join(delta.get("content", "") for delta in deltas)
+    said = whole["message"]["content"] or ""
+    assert said == content, f"after {most} tokens the content is {said!r}, and in a stream {content!r}"
+    assert not said or most == 1, f"after {most} tokens of a call its beginning is content: {said!r}"
+    called = sum("id" in one for delta in deltas for one in delta.get("tool_calls", []))
+    assert len(whole["message"].get("tool_calls", [])) == called
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
-def test_calls_are_made_where_they_must_be(make, choice):
+async def test_calls_are_made_where_they_must_be(make, choice):
     """At a high temperature, with random weights: only the grammar can make these calls."""
+    app = make()
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": [WEATHER, NOW],
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+        "max_tokens": 400,
+        "return_token_ids": True,
+    }
+    for seed in range(3):
+        more = body | {"seed": seed}
+        status, whole = await Client(app).post("/v1/chat/completions", more)
+        assert status == 200, whole
+        (answer,) = whole["choices"]
+        made = answer["message"].get("tool_calls", [])
+        assert len(made) == 1, f"seed {seed}, tool_choice {choice}: {len(made)} calls were made, not one"
+        (call,) = made
+        assert answer["finish_reason"] == "tool_calls", f"a call was made, and the end is {answer}"
+        assert answer["message"]["content"] is None
+        name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
+        jsonschema.validate(arguments, {"weather": CITY, "now": NOTHING}[name])
+        assert choice == "required" or name == "weather", "another function was called than the named one"
 
-    async def test() -> None:
-        app = make()
-        body = {
-            "messages": [{"role": "user", "content": "x"}],
-            "tools": [WEATHER, NOW],
-            "tool_choice": choice,
-            "parallel_tool_calls": False,
-            "max_tokens": 400,
-            "return_token_ids": True,
-        }
-        for seed in range(3):
-            more = body | {"seed": seed}
-            status, whole = await Client(app).post("/v1/chat/completions", more)
-            assert status == 200, whole
-            (answer,) = whole["choices"]
-            made = answer["message"].get("tool_calls", [])
-            assert len(made) == 1, f"seed {seed}, tool_choice {choice}: {len(made)} calls were made, not one"
-            (call,) = made
-            assert answer["finish_reason"] == "tool_calls", f"a call was made, and the end is {answer}"
-            assert answer["message"]["content"] is None
-            name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
-            jsonschema.validate(arguments, {"weather": CITY, "now": NOTHING}[name])
-            assert choice == "required" or name == "weather", "another function was called than the named one"
-
-            streamed = await Client(app).request("/v1/chat/completions", more | {"stream": True}).run()
-            pieces = [event["choices"][0] for event in streamed.events()[:-1]]
-            calls = [c for piece in pieces for c in piece["delta"].get("tool_calls", [])]
-            assert calls[0]["function"]["name"] == name and calls[0]["id"] and calls[0]["type"] == "function"
-            assert all(set(c) == {"index", "function"} and c["index"] == 0 for c in calls[1:])
-            assert "".join(c["function"]["arguments"] for c in calls) == call["function"]["arguments"]
-            assert pieces[-1]["finish_reason"] == "tool_calls"
-            ids = [token for piece in pieces for token in piece.get("token_ids", [])]
-            assert ids == answer["token_ids"], "tokens are missing, or told twice"
-
-    asynchronously(test)
+        streamed = await Client(app).request("/v1/chat/completions", more | {"stream": True}).run()
+        pieces = [event["choices"][0] for event in streamed.events()[:-1]]
+        calls = [c for piece in pieces for c in piece["delta"].get("tool_calls", [])]
+        assert calls[0]["function"]["name"] == name and calls[0]["id"] and calls[0]["type"] == "function"
+        assert all(set(c) == {"index", "function"} and c["index"] == 0 for c in calls[1:])
+        assert "".join(c["function"]["arguments"] for c in calls) == call["function"]["arguments"]
+        assert pieces[-1]["finish_reason"] == "tool_calls"
+        ids = [token for piece in pieces for token in piece.get("token_ids", [])]
+        assert ids == answer["token_ids"], "tokens are missing, or told twice"
 
 
 MISTRALS = "{{ tools | tojson }}{{ messages[0].content }}{# [TOOL_CALLS] #}"
@@ -461,104 +427,84 @@ LLAMAS = """{{ tools | tojson }}{{ messages[0].content }}{# ipython '{"name": "'
 @pytest.mark.parametrize(
     ("template", "special"), [(MISTRALS, "[TOOL_CALLS]"), (MISTRALS, ""), (LLAMAS, "")], ids=str
 )
-def test_other_families_call_as_they_were_taught(tmp_path, template, special):
+async def test_other_families_call_as_they_were_taught(tmp_path, template, special):
     """Mistral's trigger is a special token: it is sampled, seen in the text, and never shown."""
-
-    async def test() -> None:
-        made = templated(tmp_path, template, special=special)
-        wide = replace(SHAPES["tiny"], vocab_size=300, eos_token_ids=(0,))
-        engine = load(random_model(wide, device="cpu", dtype=torch.float32), max_rows=2, tokenizer=made)
-        app = whole_app(Loopback(engine), made, "tiny")
-        body = {"messages": [{"role": "user", "content": "x"}], "tools": [WEATHER], "max_tokens": 400}
-        body |= {"tool_choice": "required", "parallel_tool_calls": False, "return_token_ids": True}
-        status, whole = await Client(app).post("/v1/chat/completions", body)
-        assert status == 200, whole
-        (answer,) = whole["choices"]
-        (call,) = answer["message"]["tool_calls"]
-        jsonschema.validate(json.loads(call["function"]["arguments"]), CITY)
-        assert answer["message"]["content"] is None and answer["finish_reason"] == "tool_calls"
-        assert (answer["token_ids"][0] == 257) == bool(special), "the trigger is not the special token"
-        streamed = await Client(app).request("/v1/chat/completions", body | {"stream": True}).run()
-        deltas = [event["choices"][0]["delta"] for event in streamed.events()[:-1]]
-        assert "".join(delta.get("content", "") for delta in deltas) == ""
-        assert sum("id" in one for delta in deltas for one in delta.get("tool_calls", [])) == 1
-
-    asynchronously(test)
+    made = templated(tmp_path, template, special=special)
+    wide = replace(SHAPES["tiny"], vocab_size=300, eos_token_ids=(0,))
+    engine = load(random_model(wide, device="cpu", dtype=torch.float32), max_rows=2, tokenizer=made)
+    app = whole_app(Loopback(engine), made, "tiny")
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": [WEATHER], "max_tokens": 400}
+    body |= {"tool_choice": "required", "parallel_tool_calls": False, "return_token_ids": True}
+    status, whole = await Client(app).post("/v1/chat/completions", body)
+    assert status == 200, whole
+    (answer,) = whole["choices"]
+    (call,) = answer["message"]["tool_calls"]
+    jsonschema.validate(json.loads(call["function"]["arguments"]), CITY)
+    assert answer["message"]["content"] is None and answer["finish_reason"] == "tool_calls"
+    assert (answer["token_ids"][0] == 257) == bool(special), "the trigger is not the special token"
+    streamed = await Client(app).request("/v1/chat/completions", body | {"stream": True}).run()
+    deltas = [event["choices"][0]["delta"] for event in streamed.events()[:-1]]
+    assert "".join(delta.get("content", "") for delta in deltas) == ""
+    assert sum("id" in one for delta in deltas for one in delta.get("tool_calls", [])) == 1
 
 
-def test_either_a_call_or_the_format(make):
+async def test_either_a_call_or_the_format(make):
     """`response_format` beside tools: what is no call has the schema. Both happen, and each as it should."""
-
-    async def test() -> None:
-        app = make()
-        form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [1, 2]}}}
-        body = {"messages": [{"role": "user", "content": "x"}], "tools": [NOW], "response_format": form}
-        kinds = set()
-        more = [body | {"seed": seed, "max_tokens": 300, "temperature": 2.0} for seed in range(12)]
-        answers = await asyncio.gather(*(Client(app).post("/v1/chat/completions", one) for one in more))
-        for status, found in answers:
-            assert status == 200, found
-            (answer,) = found["choices"]
-            kinds.add(answer["finish_reason"])
-            if answer["finish_reason"] == "stop":
-                assert json.loads(answer["message"]["content"]) in (1, 2)
-            elif answer["finish_reason"] == "tool_calls":
-                assert answer["message"]["tool_calls"][0]["function"]["name"] == "now"
-        assert {"stop", "tool_calls"} <= kinds, f"only {kinds} came in {len(answers)} tries"
-
-    asynchronously(test)
+    app = make()
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [1, 2]}}}
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": [NOW], "response_format": form}
+    kinds = set()
+    more = [body | {"seed": seed, "max_tokens": 300, "temperature": 2.0} for seed in range(12)]
+    answers = await asyncio.gather(*(Client(app).post("/v1/chat/completions", one) for one in more))
+    for status, found in answers:
+        assert status == 200, found
+        (answer,) = found["choices"]
+        kinds.add(answer["finish_reason"])
+        if answer["finish_reason"] == "stop":
+            assert json.loads(answer["message"]["content"]) in (1, 2)
+        elif answer["finish_reason"] == "tool_calls":
+            assert answer["message"]["tool_calls"][0]["function"]["name"] == "now"
+    assert {"stop", "tool_calls"} <= kinds, f"only {kinds} came in {len(answers)} tries"
 
 
-def test_free_text_beside_tools_is_free(make):
-    async def test() -> None:
-        app = make()
-        body = {"messages": [{"role": "user", "content": "x"}], "tools": [NOW], "max_tokens": 20, "seed": 1}
-        for more in ({}, {"tool_choice": "none"}, {"logprobs": True, "stream": True}):
-            one = await Client(app).request("/v1/chat/completions", body | more).run()
-            assert one.status == 200
-            if not more.get("stream"):
-                (answer,) = one.json()["choices"]
-                assert answer["message"]["content"] and "tool_calls" not in answer["message"]
-                continue
-            pieces = [event["choices"][0] for event in one.events()[:-1]]
-            assert "".join(piece["delta"].get("content", "") for piece in pieces)
-            told = [entry for piece in pieces if piece["logprobs"] for entry in piece["logprobs"]["content"]]
-            assert len(told) == 20, "log-probabilities of some tokens are missing"
-
-    asynchronously(test)
+async def test_free_text_beside_tools_is_free(make):
+    app = make()
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": [NOW], "max_tokens": 20, "seed": 1}
+    for more in ({}, {"tool_choice": "none"}, {"logprobs": True, "stream": True}):
+        one = await Client(app).request("/v1/chat/completions", body | more).run()
+        assert one.status == 200
+        if not more.get("stream"):
+            (answer,) = one.json()["choices"]
+            assert answer["message"]["content"] and "tool_calls" not in answer["message"]
+            continue
+        pieces = [event["choices"][0] for event in one.events()[:-1]]
+        assert "".join(piece["delta"].get("content", "") for piece in pieces)
+        told = [entry for piece in pieces if piece["logprobs"] for entry in piece["logprobs"]["content"]]
+        assert len(told) == 20, "log-probabilities of some tokens are missing"
 
 
-def test_tools_are_refused_where_there_are_none(model, tmp_path):
-    async def test() -> None:
-        plain = templated(tmp_path, "{{ messages[0].content }}")
-        app = whole_app(Loopback(load(model, max_rows=2, tokenizer=plain)), plain, "tiny")
-        body = {"messages": [{"role": "user", "content": "x"}], "tools": [NOW], "max_tokens": 2}
-        status, found = await Client(app).post("/v1/chat/completions", body)
-        assert (status, found["error"]["param"]) == (400, "tools") and "shows it none" in found["error"][
-            "message"
-        ]
-        assert (await Client(app).post("/v1/chat/completions", body | {"tool_choice": "none"}))[0] == 200
-
-    asynchronously(test)
+async def test_tools_are_refused_where_there_are_none(model, tmp_path):
+    plain = templated(tmp_path, "{{ messages[0].content }}")
+    app = whole_app(Loopback(load(model, max_rows=2, tokenizer=plain)), plain, "tiny")
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": [NOW], "max_tokens": 2}
+    status, found = await Client(app).post("/v1/chat/completions", body)
+    assert (status, found["error"]["param"]) == (400, "tools") and "shows it none" in found["error"][
+        "message"
+    ]
+    assert (await Client(app).post("/v1/chat/completions", body | {"tool_choice": "none"}))[0] == 200
 
 
-def test_tools_and_another_grammar(make):
-    async def test() -> None:
-        body = {"messages": [{"role": "user", "content": "x"}], "tools": [NOW], "guided_regex": "a+"}
-        status, found = await Client(make()).post("/v1/chat/completions", body)
-        assert (status, found["error"]["param"]) == (400, "guided_regex"), found
-
-    asynchronously(test)
+async def test_tools_and_another_grammar(make):
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": [NOW], "guided_regex": "a+"}
+    status, found = await Client(make()).post("/v1/chat/completions", body)
+    assert (status, found["error"]["param"]) == (400, "guided_regex"), found
 
 
-def test_tools_are_counted_as_they_are_shown(make):
-    async def test() -> None:
-        app = make()
-        said = {"messages": [{"role": "user", "content": "x"}]}
-        alone = (await Client(app).post("/tokenize", said))[1]["count"]
-        shown = (await Client(app).post("/tokenize", said | {"tools": [NOW]}))[1]["count"]
-        body = said | {"tools": [NOW], "max_tokens": 1}
-        used = (await Client(app).post("/v1/chat/completions", body))[1]["usage"]["prompt_tokens"]
-        assert alone < shown == used
-
-    asynchronously(test)
+async def test_tools_are_counted_as_they_are_shown(make):
+    app = make()
+    said = {"messages": [{"role": "user", "content": "x"}]}
+    alone = (await Client(app).post("/tokenize", said))[1]["count"]
+    shown = (await Client(app).post("/tokenize", said | {"tools": [NOW]}))[1]["count"]
+    body = said | {"tools": [NOW], "max_tokens": 1}
+    used = (await Client(app).post("/v1/chat/completions", body))[1]["usage"]["prompt_tokens"]
+    assert alone < shown == used

@@ -22,7 +22,7 @@ from continuous.engine import Stats
 from forward.loading import load_model
 from forward.model import Model
 from forward.shapes import SHAPES
-from phases import find_phase
+from phases import find_phase, phase_named
 from phases.appendix.latency.tables import GemvKey
 from phases.appendix.tuning import autotune, lone, winners
 from phases.appendix.tuning.autotune import SPACE, neighbours, tune
@@ -32,7 +32,7 @@ from phases.appendix.tuning.winners import DECODING, PREFILLING, DecodeWinners, 
 from phases.cli import main
 from phases.commands import autotune as command
 from phases.commands import benches, doctor
-from phases.registry import load_engine, phase_named
+from phases.registry import load_engine
 from triton_paged_attention import tables
 from triton_paged_attention.tables import (
     DECODE,
@@ -302,11 +302,6 @@ def test_a_search_on_the_gpu(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 # The rehearsal.
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return load_model("random:tiny", device="cpu", dtype="float32")
 
 
 @pytest.mark.parametrize("options", [{}, {"step_tokens": 7}, {"max_rows": 1}, {"max_len": 8}], ids=str)

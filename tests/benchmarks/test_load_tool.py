@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import re
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from benchmarks.loadtest.loops import Plan, poisson, run
 from benchmarks.loadtest.report import Goal, summarize
 from benchmarks.loadtest.user import Outcome, Target, ask
 from common.errors import UserError
-from phases.commands import load
+from phases.commands import load, reach
 from tests.servers import Running
 
 
@@ -92,7 +96,7 @@ def test_the_command(server, tmp_path: Path, capsys):
     settings |= {"first_ms": 9e3, "gap_ms": 9e3, "json_path": numbers, "plot_path": figure}
     assert load.run(server.url, users="1,3", rate=None, **settings) == 0
     runs = json.loads(numbers.read_text())["runs"]
-    assert [one["load"] for one in runs] == ["1 users", "3 users"]
+    assert [one["load"] for one in runs] == ["1 user", "3 users"]
     assert all(one["failed"] == 0 and one["goodput_requests_per_s"] > 0 for one in runs)
     assert figure.stat().st_size > 1000
     assert re.search(r"3 users", capsys.readouterr().out)
@@ -100,3 +104,53 @@ def test_the_command(server, tmp_path: Path, capsys):
         load.run(server.url, users="1", rate=1.0, **settings)
     with pytest.raises(UserError, match="users is"):
         load.run(server.url, users="many", rate=None, **settings)
+
+
+def test_progress_is_shown_from_the_first_second_on():
+    plan, goal = Plan([], 12, users=4), Goal()
+    watch = load.Watch([], "4 users", plan, goal)
+    assert watch._shown() == "4 users: 0 of 12 answered"
+    with watch:
+        watch(outcome(0.0, [0.1, 0.2]))
+    screen = Console(width=80, file=io.StringIO())
+    screen.print(watch._shown())
+    lines = screen.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80 and "…" not in "".join(lines), "headers fit"
+    assert lines[-1] == "4 users: 1 of 12 answered"
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        (
+            "ConnectionRefusedError: [Errno 111] Connection refused",
+            "the server takes no connections any more",
+        ),
+        ('{"error": {"message": "model is full"}}', '{"error": {"message": "model is full"}}'),
+    ],
+)
+def test_failures_are_told_in_words(said, shown):
+    assert load._plain(said).startswith(shown)
+
+
+def test_a_server_that_is_not_there_and_one_that_wants_a_key(monkeypatch):
+    with pytest.raises(UserError, match=r"no server answers at http://127\.0\.0\.1:9 \(Connection refused\)"):
+        reach.check("http://127.0.0.1:9")
+
+    class Locked(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.headers["Authorization"] == "Bearer right" else 401)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Locked) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/v1"
+        reach.check(url, "right")
+        with pytest.raises(UserError, match="wants a key: give it as --api-key"):
+            reach.check(url)
+        with pytest.raises(UserError, match="wants another key than this"):
+            reach.check(url, "wrong")
+        server.shutdown()

@@ -85,23 +85,17 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "a later phase": ("07", {"prefix_cache": True}, "--prefix-cache is for phases from 08 on"),
     "an option of a later phase": ("05", {"index": "hash"}, "--index is for phases from 08 on"),
     "no switch": ("09", {"overlap": "yes"}, "overlap is 'yes', but must be True or False"),
-    "an option of what is off": (
-        "09",
-        {"prefix_cache": False, "index": "hash"},
-        "index is 'hash', but prefix_cache is off on cpu: switch it on with prefix_cache=True",
-    ),
-    "kernels' option without kernels": (
-        "09",
-        {"attention_decode": "triton"},
-        "attention_decode is 'triton', but kernels is off on cpu",
-    ),
+    "an option of what is off": ("09", {"prefix_cache": False, "index": "hash"},
+        "index is 'hash', but prefix_cache is off on cpu: switch it on with prefix_cache=True"),
+    "kernels' option without kernels": ("09", {"attention_decode": "triton"},
+        "attention_decode is 'triton', but kernels is off on cpu"),
     "a size": ("05", {"max_rows": 0}, "max_rows is 0, but must be between 1 and"),
     "a huge size": ("05", {"max_rows": 10**9}, "max_rows is 1000000000, but must be between 1 and"),
     "a share": ("05", {"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5"),
     "a policy": ("05", {"policy": "fcsf"}, r"policy is 'fcsf', but must be one of .*did you mean 'fcfs'"),
     "an index": ("08", {"index": "radixx"}, r"index is 'radixx', .*did you mean 'radix'"),
     "a backend": ("06", {"norms": "cuda"}, "norms is 'cuda', but must be 'torch' or 'triton'"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("number", "options", "says"), WRONG.values(), ids=WRONG.keys())

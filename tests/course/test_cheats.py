@@ -56,24 +56,18 @@ CHEATS = {
     "a twin's module": ("from common.request import time\nreturn []", "imports common.request"),
     "climbs": ("return ().__class__", "uses .__class__"),
     "computes a name": ("return getattr(self, '__cl' + 'ass__')", "getattr of a computed name"),
-    "computes a name in a loop": (
-        "for name in ('a', 'b'):\n    name = name + '_'\n    getattr(self, name)",
-        "getattr of a computed name",
-    ),
+    "computes a name in a loop": ("for name in ('a', 'b'):\n    name = name + '_'\n    getattr(self, name)",
+        "getattr of a computed name"),
     "names it in a loop": ("for name in ('a', 'os'):\n    getattr(self, name)", "getattr of a computed name"),
     "hands getattr on": ("g = getattr\ng(self, 'x')", "getattr as a value"),
     "maps getattr": ("return list(map(getattr, [self], ['x']))", "getattr as a value"),
     "hands type on": ("t = type\nt('Y', (list,), {})", "type as a value"),
     "type of an object": ("return type(self.free)([])", "type(...) for more"),
     "type of type": ("return type(list)('Y', (list,), {})", "type(...) for more"),
-    "sets a class's method": (
-        "for each in (BlockAllocator, ):\n    each.release = None",
-        "an assignment to .release of another object",
-    ),
-    "sets what tests run": (
-        "def put(owner):\n    owner.runtest = lambda self: None\nput(self)",
-        "uses .runtest",
-    ),
+    "sets a class's method": ("for each in (BlockAllocator, ):\n    each.release = None",
+        "an assignment to .release of another object"),
+    "sets what tests run": ("def put(owner):\n    owner.runtest = lambda self: None\nput(self)",
+        "uses .runtest"),
     "sets any attribute": ("def put(owner):\n    owner.setup = None\nput(self)", "assignment to .setup"),
     "sets by a loop": ("for self.refs.x in [1]:\n    pass", "assignment to .x"),
     "another self": ("def put(self):\n    self.setup = None\nput(1)", "self outside of a method"),
@@ -91,10 +85,8 @@ CHEATS = {
     "climbs by a format": ("import string\nstring.Formatter()", ".Formatter"),
     "makes a struct": ("import msgspec\nmsgspec.defstruct('S', [])", "imports msgspec"),
     "makes a class": ("import enum\nenum.Enum('E', {'__e' + 'q__': max})", "Enum called"),
-    "climbs by pattern": (
-        "match self.allocate:\n    case object(__globals__=g):\n        return g",
-        ".__globals__",
-    ),
+    "climbs by pattern": ("match self.allocate:\n    case object(__globals__=g):\n        return g",
+        ".__globals__"),
     "climbs by an annotation": ("x: 'eval(1)' = 1\nreturn x", "uses eval"),
     "registers an annotation": ("import functools\nfunctools.singledispatch(max)", ".singledispatch"),
     "copies names": ("import functools\nfunctools.update_wrapper(self, max)", ".update_wrapper"),
@@ -106,7 +98,7 @@ CHEATS = {
     "equals by a metaclass": ("class Yes(metaclass=max):\n    pass", "metaclass= of a class"),
     "equals, made": ("return type('Y', (list,), {'__e' 'q__': max})()", "type called"),
     "rounds all": ("import torch\ntorch.set_default_dtype(torch.float16)", ".set_default_dtype"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("body", "says"), CHEATS.values(), ids=CHEATS.keys())
@@ -166,8 +158,10 @@ RUN = {
         "a test passes that must fail",
     ),
     "swallows": (
-        "import _pytest.runner as r\nr.CallInfo.from_call = classmethod(lambda c, f, w, reraise=None:"
-        " c(None, None, 0, 0, 0, w, _ispytest=True))\nreturn []",
+        "import _pytest.runner as r\nold = r.CallInfo.from_call\n"
+        "def new(func, when, reraise=None):\n"
+        "    return old((lambda: None) if when == 'call' else func, when, reraise)\n"
+        "r.CallInfo.from_call = new\nreturn []",
         "a test passes that must fail",
     ),
     "changes a judge": (

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-import forward
 import speculative
 from common.request import Request
 from common.sampling.params import SamplingParams
@@ -166,11 +165,6 @@ def test_the_account_looks_back_some_thousand_steps() -> None:
 
 
 # With real engines, whose clock is a test's.
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return forward.load_model("random:tiny", device="cpu", dtype="float32")
 
 
 class Clock:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import pytest
 
 import continuous
-import forward
 import paged_cache
 from common.request import Request
 from common.sampling.params import SamplingParams
@@ -30,11 +29,6 @@ PARAMS = [
 
 # A victim that is forgotten in the line would hang.
 pytestmark = pytest.mark.timeout(20)
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return forward.load_model("random:tiny", device="cpu", dtype="float32")
 
 
 @pytest.fixture(scope="module")

@@ -41,11 +41,6 @@ from tests.serving_kit import PROMPTS, leaks, settle, texts
 
 
 @pytest.fixture(scope="module")
-def model() -> Model:
-    return random_model(SHAPES["tiny"], device="cpu", dtype=torch.float32)
-
-
-@pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return tokenizer_for(tmp_path_factory.mktemp("tokenizer"), 257)
 
@@ -223,210 +218,187 @@ def test_whoever_leaves_while_a_grammar_is_compiled_has_nothing(model, tokenizer
     "settings",
     [{"temperature": 0}, {"temperature": 1, "seed": 11}, {"temperature": 0, "stop": ["a", "\x10"]}],
 )
-def test_the_text_is_that_of_phase_09(make, model, tokenizer, stream, settings):
-    async def test() -> None:
-        app = make()
-        body = {"max_tokens": 24, "stream": stream, **settings}
-        asked = [Client(app).request("/v1/completions", {"prompt": prompt, **body}) for prompt in PROMPTS]
-        await asyncio.gather(*(one.run() for one in asked))
-        if stream:
-            got = ["".join(e["choices"][0]["text"] for e in one.events() if e != "[DONE]") for one in asked]
-        else:
-            got = [one.json()["choices"][0]["text"] for one in asked]
-        params = SamplingParams(max_tokens=24, **settings)
-        for prompt, text, oracle in zip(PROMPTS, got, texts(model, tokenizer, PROMPTS, params), strict=True):
-            assert text == oracle, f"prompt {prompt[:20]!r} was answered differently from phase 09"
-        assert leaks(app.engine.engine) == ""
-
-    asynchronously(test)
+async def test_the_text_is_that_of_phase_09(make, model, tokenizer, stream, settings):
+    app = make()
+    body = {"max_tokens": 24, "stream": stream, **settings}
+    asked = [Client(app).request("/v1/completions", {"prompt": prompt, **body}) for prompt in PROMPTS]
+    await asyncio.gather(*(one.run() for one in asked))
+    if stream:
+        got = ["".join(e["choices"][0]["text"] for e in one.events() if e != "[DONE]") for one in asked]
+    else:
+        got = [one.json()["choices"][0]["text"] for one in asked]
+    params = SamplingParams(max_tokens=24, **settings)
+    for prompt, text, oracle in zip(PROMPTS, got, texts(model, tokenizer, PROMPTS, params), strict=True):
+        assert text == oracle, f"prompt {prompt[:20]!r} was answered differently from phase 09"
+    assert leaks(app.engine.engine) == ""
 
 
-def test_phase_13_serves_by_itself(engine, model, tokenizer):
+async def test_phase_13_serves_by_itself(engine, model, tokenizer):
     """Without the appendix: completions and chats, whole and streamed, stops, usage, limits, metrics."""
-
-    async def test() -> None:
-        app = App(Loopback(engine), tokenizer, "tiny", limits=Limits(max_queue=1), strict=True)
-        client, body = Client(app), {"max_tokens": 12, "temperature": 0}
-        status, whole = await client.post("/v1/completions", {"prompt": PROMPTS[0], **body})
-        (oracle,) = texts(model, tokenizer, PROMPTS[:1], SamplingParams(max_tokens=12))
-        assert status == 200 and whole["choices"][0]["text"] == oracle
-        assert whole["usage"]["total_tokens"] == 5 + whole["usage"]["completion_tokens"]
-        stop = await client.post("/v1/completions", {"prompt": PROMPTS[0], **body, "stop": oracle[3:5]})
-        assert stop[1]["choices"][0] == {
-            **{"text": oracle[: oracle.index(oracle[3:5])], "logprobs": None},
-            **{"finish_reason": "stop", "index": 0},
-        }
-        for path, ask in (
-            ("/v1/completions", {"prompt": PROMPTS[:2]}),
-            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
-        ):
-            told = (await client.post(path, ask | body | {"n": 2}))[1]
-            more = {"n": 2, "stream": True, "stream_options": {"include_usage": True}}
-            *pieces, last, done = (await client.request(path, ask | body | more).run()).events()
-            assert (
-                done == "[DONE]" and last["usage"]["completion_tokens"] == told["usage"]["completion_tokens"]
-            )
-            for choice in told["choices"]:
-                mine = [p["choices"][0] for p in pieces if p["choices"][0]["index"] == choice["index"]]
-                text = "".join(p["text"] if "text" in p else p["delta"].get("content", "") for p in mine)
-                assert text == (choice["text"] if "text" in choice else choice["message"]["content"])
-                assert mine[-1]["finish_reason"] == choice["finish_reason"]
-        refused = [
-            ("/v1/completions", {"prompt": "a", "best_of": 2}, 400, "best_of"),
-            ("/v1/completions", {"prompt": "a", "top_p": 2}, 400, "top_p"),
-            ("/v1/completions", {"prompt": "a", "n": 10}, 400, "n"),
-            ("/v1/chat/completions", {"messages": [], "max_completion_tokens": 0}, 400, None),
-            ("/tokenize", {"prompt": "a"}, 404, None),
-        ]
-        for path, ask, status, param in refused:
-            found, error = await client.post(path, ask)
-            assert found == status, f"{path} {ask}: {error}"
-            assert param is None or error["error"]["param"] == param, error
-        for path in ("/health", "/ready", "/v1/models", "/v1/models/tiny", "/version"):
-            assert (await client.request(path, b"", "GET").run()).status == 200, path
-        page = b"".join((await client.request("/metrics", b"", "GET").run()).chunks).decode()
-        assert 'ladder:http_responses_total{model_name="tiny",route="/v1/completions",status="200"} 4' in page
-        await settle(app)
-
-    asynchronously(test)
+    app = App(Loopback(engine), tokenizer, "tiny", limits=Limits(max_queue=1), strict=True)
+    client, body = Client(app), {"max_tokens": 12, "temperature": 0}
+    status, whole = await client.post("/v1/completions", {"prompt": PROMPTS[0], **body})
+    (oracle,) = texts(model, tokenizer, PROMPTS[:1], SamplingParams(max_tokens=12))
+    assert status == 200 and whole["choices"][0]["text"] == oracle
+    assert whole["usage"]["total_tokens"] == 5 + whole["usage"]["completion_tokens"]
+    stop = await client.post("/v1/completions", {"prompt": PROMPTS[0], **body, "stop": oracle[3:5]})
+    assert stop[1]["choices"][0] == {
+        **{"text": oracle[: oracle.index(oracle[3:5])], "logprobs": None},
+        **{"finish_reason": "stop", "index": 0},
+    }
+    for path, ask in (
+        ("/v1/completions", {"prompt": PROMPTS[:2]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+    ):
+        told = (await client.post(path, ask | body | {"n": 2}))[1]
+        more = {"n": 2, "stream": True, "stream_options": {"include_usage": True}}
+        *pieces, last, done = (await client.request(path, ask | body | more).run()).events()
+        assert done == "[DONE]" and last["usage"]["completion_tokens"] == told["usage"]["completion_tokens"]
+        for choice in told["choices"]:
+            mine = [p["choices"][0] for p in pieces if p["choices"][0]["index"] == choice["index"]]
+            text = "".join(p["text"] if "text" in p else p["delta"].get("content", "") for p in mine)
+            assert text == (choice["text"] if "text" in choice else choice["message"]["content"])
+            assert mine[-1]["finish_reason"] == choice["finish_reason"]
+    refused = [
+        ("/v1/completions", {"prompt": "a", "best_of": 2}, 400, "best_of"),
+        ("/v1/completions", {"prompt": "a", "top_p": 2}, 400, "top_p"),
+        ("/v1/completions", {"prompt": "a", "n": 10}, 400, "n"),
+        ("/v1/chat/completions", {"messages": [], "max_completion_tokens": 0}, 400, None),
+        ("/tokenize", {"prompt": "a"}, 404, None),
+    ]
+    for path, ask, status, param in refused:
+        found, error = await client.post(path, ask)
+        assert found == status, f"{path} {ask}: {error}"
+        assert param is None or error["error"]["param"] == param, error
+    for path in ("/health", "/ready", "/v1/models", "/v1/models/tiny", "/version"):
+        assert (await client.request(path, b"", "GET").run()).status == 200, path
+    page = b"".join((await client.request("/metrics", b"", "GET").run()).chunks).decode()
+    assert 'ladder:http_responses_total{model_name="tiny",route="/v1/completions",status="200"} 4' in page
+    await settle(app)
 
 
-def test_nobody_elses_tokens_change_while_others_come_and_go(make, model, tokenizer):
+async def test_nobody_elses_tokens_change_while_others_come_and_go(make, model, tokenizer):
     """Sixteen requests are watched; sixty others leave at any moment, fail, or end early."""
-
-    async def test() -> None:
-        app, rng = make(), random.Random(3)
-        client = Client(app)
-        prompts = [f"{n} " * (1 + n * 3 % 40) for n in range(16)]
-        body = {"max_tokens": 20, "temperature": 0, "ignore_eos": True}
-        watched = [
-            client.request("/v1/completions", {"prompt": p, "stream": n % 2 == 0, **body})
-            for n, p in enumerate(prompts)
-        ]
-        others = []
-        for number in range(60):
-            more = {
-                "prompt": "other " * rng.randint(1, 30),
-                "max_tokens": rng.randint(1, 60),
-                "stream": True,
-                "seed": number,
-            }
-            other = client.request("/v1/completions", more | ({"stop": ["e"]} if number % 5 == 0 else {}))
-            other.leave_after = rng.randint(1, 20)
-            others.append(other)
-        tasks = [asyncio.ensure_future(one.run()) for one in watched + others]
-        rng.shuffle(tasks)
-        for _ in range(20):
-            await asyncio.sleep(0)
-        for other in others[:10]:
-            other.leave()
-        await asyncio.gather(*tasks)
-        oracle = texts(model, tokenizer, prompts, SamplingParams(max_tokens=20, ignore_eos=True))
-        for one, prompt, text in zip(watched, prompts, oracle, strict=True):
-            got = (
-                "".join(e["choices"][0]["text"] for e in one.events() if e != "[DONE]")
-                if one.headers["content-type"].startswith("text/event")
-                else one.json()["choices"][0]["text"]
-            )
-            assert got == text, f"prompt {prompt[:12]!r} was answered differently from phase 09"
-        await settle(app)
-
-    asynchronously(test)
-
-
-def test_samples_echo_usage_and_ids(make):
-    async def test() -> None:
-        app = make()
-        body = {
-            "prompt": ["abc", "de"],
-            "n": 2,
-            "max_tokens": 3,
-            "echo": True,
-            "seed": 4,
-            "ignore_eos": True,
-            "return_token_ids": True,
+    app, rng = make(), random.Random(3)
+    client = Client(app)
+    prompts = [f"{n} " * (1 + n * 3 % 40) for n in range(16)]
+    body = {"max_tokens": 20, "temperature": 0, "ignore_eos": True}
+    watched = [
+        client.request("/v1/completions", {"prompt": p, "stream": n % 2 == 0, **body})
+        for n, p in enumerate(prompts)
+    ]
+    others = []
+    for number in range(60):
+        more = {
+            "prompt": "other " * rng.randint(1, 30),
+            "max_tokens": rng.randint(1, 60),
+            "stream": True,
+            "seed": number,
         }
-        status, found = await Client(app).post("/v1/completions", body)
-        assert status == 200
-        choices = found["choices"]
-        assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
-        assert [choice["text"][:2] for choice in choices] == ["ab", "ab", "de", "de"]
-        assert len({tuple(choice["token_ids"]) for choice in choices[:2]}) == 2, "both samples are the same"
-        assert found["usage"]["prompt_tokens"] == 5 and found["usage"]["completion_tokens"] == 12
-        again = (
-            await Client(app).post(
-                "/v1/completions",
-                {"prompt": "abc", "seed": 5, "max_tokens": 3, "ignore_eos": True, "return_token_ids": True},
-            )
-        )[1]
-        assert again["choices"][0]["token_ids"] == choices[1]["token_ids"], (
-            "sample 1 has not the seed of sample 0 plus 1"
+        other = client.request("/v1/completions", more | ({"stop": ["e"]} if number % 5 == 0 else {}))
+        other.leave_after = rng.randint(1, 20)
+        others.append(other)
+    tasks = [asyncio.ensure_future(one.run()) for one in watched + others]
+    rng.shuffle(tasks)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    for other in others[:10]:
+        other.leave()
+    await asyncio.gather(*tasks)
+    oracle = texts(model, tokenizer, prompts, SamplingParams(max_tokens=20, ignore_eos=True))
+    for one, prompt, text in zip(watched, prompts, oracle, strict=True):
+        got = (
+            "".join(e["choices"][0]["text"] for e in one.events() if e != "[DONE]")
+            if one.headers["content-type"].startswith("text/event")
+            else one.json()["choices"][0]["text"]
         )
+        assert got == text, f"prompt {prompt[:12]!r} was answered differently from phase 09"
+    await settle(app)
 
-    asynchronously(test)
 
-
-def test_chunks_put_together_are_the_whole(make):
-    async def test() -> None:
-        app = make()
-        messages_ = [{"role": "user", "content": "hi"}]
-        body = {
-            "messages": messages_,
-            "max_tokens": 12,
-            "seed": 3,
-            "logprobs": True,
-            "top_logprobs": 3,
-            "n": 2,
-            "ignore_eos": True,
-        }
-        whole = (await Client(app).post("/v1/chat/completions", body))[1]
-        options = {"include_usage": True, "continuous_usage_stats": True}
-        asked = (
-            await Client(app)
-            .request("/v1/chat/completions", body | {"stream": True, "stream_options": options})
-            .run()
+async def test_samples_echo_usage_and_ids(make):
+    app = make()
+    body = {
+        "prompt": ["abc", "de"],
+        "n": 2,
+        "max_tokens": 3,
+        "echo": True,
+        "seed": 4,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    status, found = await Client(app).post("/v1/completions", body)
+    assert status == 200
+    choices = found["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+    assert [choice["text"][:2] for choice in choices] == ["ab", "ab", "de", "de"]
+    assert len({tuple(choice["token_ids"]) for choice in choices[:2]}) == 2, "both samples are the same"
+    assert found["usage"]["prompt_tokens"] == 5 and found["usage"]["completion_tokens"] == 12
+    again = (
+        await Client(app).post(
+            "/v1/completions",
+            {"prompt": "abc", "seed": 5, "max_tokens": 3, "ignore_eos": True, "return_token_ids": True},
         )
-        events = asked.events()
-        assert events[-1] == "[DONE]" and events[-2]["choices"] == []
-        assert events[-2]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] == 24
-        assert all("usage" in event for event in events[:-1])
-        options["continuous_usage_stats"] = False
-        asked = (
-            await Client(app)
-            .request("/v1/chat/completions", body | {"stream": True, "stream_options": options})
-            .run()
+    )[1]
+    assert again["choices"][0]["token_ids"] == choices[1]["token_ids"], (
+        "sample 1 has not the seed of sample 0 plus 1"
+    )
+
+
+async def test_chunks_put_together_are_the_whole(make):
+    app = make()
+    messages_ = [{"role": "user", "content": "hi"}]
+    body = {
+        "messages": messages_,
+        "max_tokens": 12,
+        "seed": 3,
+        "logprobs": True,
+        "top_logprobs": 3,
+        "n": 2,
+        "ignore_eos": True,
+    }
+    whole = (await Client(app).post("/v1/chat/completions", body))[1]
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked = (
+        await Client(app)
+        .request("/v1/chat/completions", body | {"stream": True, "stream_options": options})
+        .run()
+    )
+    events = asked.events()
+    assert events[-1] == "[DONE]" and events[-2]["choices"] == []
+    assert events[-2]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] == 24
+    assert all("usage" in event for event in events[:-1])
+    options["continuous_usage_stats"] = False
+    asked = (
+        await Client(app)
+        .request("/v1/chat/completions", body | {"stream": True, "stream_options": options})
+        .run()
+    )
+    assert all(event["usage"] is None for event in asked.events()[:-2])
+    for choice in whole["choices"]:
+        mine = [e["choices"][0] for e in events[:-2] if e["choices"][0]["index"] == choice["index"]]
+        assert (
+            mine[0]["delta"]["role"] == "assistant" and mine[-1]["finish_reason"] == choice["finish_reason"]
         )
-        assert all(event["usage"] is None for event in asked.events()[:-2])
-        for choice in whole["choices"]:
-            mine = [e["choices"][0] for e in events[:-2] if e["choices"][0]["index"] == choice["index"]]
-            assert (
-                mine[0]["delta"]["role"] == "assistant"
-                and mine[-1]["finish_reason"] == choice["finish_reason"]
-            )
-            assert "".join(c["delta"].get("content", "") for c in mine) == choice["message"]["content"]
-            logprobs = [entry for c in mine if c["logprobs"] for entry in c["logprobs"]["content"]]
-            for one, other in zip(logprobs, choice["logprobs"]["content"], strict=True):
-                assert one["bytes"] == other["bytes"]
-                assert one["logprob"] == pytest.approx(other["logprob"], abs=1e-3)
-            assert len(logprobs[0]["top_logprobs"]) == 3
-
-    asynchronously(test)
+        assert "".join(c["delta"].get("content", "") for c in mine) == choice["message"]["content"]
+        logprobs = [entry for c in mine if c["logprobs"] for entry in c["logprobs"]["content"]]
+        for one, other in zip(logprobs, choice["logprobs"]["content"], strict=True):
+            assert one["bytes"] == other["bytes"]
+            assert one["logprob"] == pytest.approx(other["logprob"], abs=1e-3)
+        assert len(logprobs[0]["top_logprobs"]) == 3
 
 
-def test_a_stop_string_ends_the_request_in_the_engine_too(make, model, tokenizer):
-    async def test() -> None:
-        app = make()
-        free = texts(model, tokenizer, ["hello"], SamplingParams(max_tokens=60, ignore_eos=True))[0]
-        stop = free[20:23]
-        body = {"prompt": "hello", "temperature": 0, "ignore_eos": True, "max_tokens": 60, "stop": [stop]}
-        found = (await Client(app).post("/v1/completions", body))[1]
-        assert found["choices"][0]["text"] == free[: free.index(stop)]
-        assert found["choices"][0]["finish_reason"] == "stop"
-        assert found["usage"]["completion_tokens"] < 60
-        await settle(app)
-        assert app.engine.engine.stats.computed_tokens < 40, "the engine went on after the stop string"
-
-    asynchronously(test)
+async def test_a_stop_string_ends_the_request_in_the_engine_too(make, model, tokenizer):
+    app = make()
+    free = texts(model, tokenizer, ["hello"], SamplingParams(max_tokens=60, ignore_eos=True))[0]
+    stop = free[20:23]
+    body = {"prompt": "hello", "temperature": 0, "ignore_eos": True, "max_tokens": 60, "stop": [stop]}
+    found = (await Client(app).post("/v1/completions", body))[1]
+    assert found["choices"][0]["text"] == free[: free.index(stop)]
+    assert found["choices"][0]["finish_reason"] == "stop"
+    assert found["usage"]["completion_tokens"] < 60
+    await settle(app)
+    assert app.engine.engine.stats.computed_tokens < 40, "the engine went on after the stop string"
 
 
 # Requests that are refused.
@@ -457,12 +429,8 @@ REFUSED: dict[str, tuple[Any, int, str | None, str]] = {
     "bias beyond": ({"prompt": "a", "logit_bias": {"5": 101}}, 400, "logit_bias", "100"),
     "bias of a word": ({"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias", "token ids"),
     "bias of no token": ({"prompt": "a", "logit_bias": {"300": 1}}, 400, "logit_bias", "256"),
-    "too much bias": (
-        {"prompt": "a", "logit_bias": {str(n): 1 for n in range(301)}},
-        400,
-        "logit_bias",
-        "at most 300",
-    ),
+    "too much bias": ({"prompt": "a", "logit_bias": {str(n): 1 for n in range(301)}}, 400, "logit_bias",
+        "at most 300"),
     "logprobs": ({"prompt": "a", "logprobs": 21}, 400, "logprobs", "20"),
     "seed": ({"prompt": "a", "seed": 1.5}, 400, "seed", "int"),
     "best_of": ({"prompt": "a", "n": 2, "best_of": 1}, 400, "best_of", "at least n"),
@@ -470,341 +438,221 @@ REFUSED: dict[str, tuple[Any, int, str | None, str]] = {
     "best_of streamed": ({"prompt": "a", "best_of": 2, "stream": True}, 400, "best_of", "stream"),
     "suffix": ({"prompt": "a", "suffix": "b"}, 400, "suffix", "empty"),
     "prompt_logprobs": ({"prompt": "a", "prompt_logprobs": 21}, 400, "prompt_logprobs", "20"),
-    "prompt_logprobs streamed": (
-        {"prompt": "a", "prompt_logprobs": 1, "stream": True},
-        400,
-        "prompt_logprobs",
-        "echo",
-    ),
+    "prompt_logprobs streamed": ({"prompt": "a", "prompt_logprobs": 1, "stream": True}, 400,
+        "prompt_logprobs", "echo"),
     "options without stream": ({"prompt": "a", "stream_options": {}}, 400, "stream_options", "stream"),
     "another model": ({"prompt": "a", "model": "gpt-9"}, 404, "model", "'tiny'"),
     "priority": ({"prompt": "a", "priority": 1}, 400, "priority", "fcfs"),
     "huge priority": ({"prompt": "a", "priority": 10**30}, 400, "priority", "between -2147483647"),
     "deadline": ({"prompt": "a", "deadline_ms": 0}, 400, "deadline_ms", "between 1"),
-    "deadline of 400 digits": (
-        b'{"prompt": "a", "deadline_ms": ' + b"9" * 400 + b"}",
-        400,
-        "deadline_ms",
-        "2147483647",
-    ),
+    "deadline of 400 digits": (b'{"prompt": "a", "deadline_ms": ' + b"9" * 400 + b"}", 400, "deadline_ms",
+        "2147483647"),
     "grammar": ({"prompt": "a", "guided_regex": "a+"}, 400, "guided_regex", "no tokenizer"),
-    "two grammars": (
-        {"prompt": "a", "guided_regex": "a+", "guided_choice": ["a"]},
-        400,
-        "guided_regex",
-        "only one",
-    ),
+    "two grammars": ({"prompt": "a", "guided_regex": "a+", "guided_choice": ["a"]}, 400, "guided_regex",
+        "only one"),
     "large schema": ({"prompt": "a", "guided_json": {"title": "x" * 70_000}}, 400, "guided_json", "65,536"),
-    "a format without a schema": (
-        {"prompt": "a", "response_format": {"type": "json_schema"}},
-        400,
-        "response_format",
-        "schema",
-    ),
-    "a strange grammar": (
-        {"prompt": "a", "structured_outputs": {"tree": 1}},
-        400,
-        "structured_outputs",
-        "tree",
-    ),
-    "a number as regex": (
-        {"prompt": "a", "structured_outputs": {"regex": 3}},
-        400,
-        "structured_outputs",
-        "must be a string",
-    ),
-    "a number as choice": (
-        {"prompt": "a", "structured_outputs": {"choice": 3}},
-        400,
-        "structured_outputs",
-        "a list of strings",
-    ),
-    "an object as choice": (
-        {"prompt": "a", "structured_outputs": {"choice": {"b": 1}}},
-        400,
-        "structured_outputs",
-        "a list of strings",
-    ),
-    "a truth as grammar": (
-        {"prompt": "a", "structured_outputs": {"grammar": True}},
-        400,
-        "structured_outputs",
-        "must be a string",
-    ),
-    "strange format": (
-        {"prompt": "a", "response_format": {"type": "xml"}},
-        400,
-        "response_format",
-        "json_schema",
-    ),
-    "min above max": (
-        {"prompt": "a", "max_tokens": 2, "min_tokens": 3},
-        400,
-        "min_tokens",
-        "at most max_tokens",
-    ),
-}
+    "a format without a schema": ({"prompt": "a", "response_format": {"type": "json_schema"}}, 400,
+        "response_format", "schema"),
+    "a strange grammar": ({"prompt": "a", "structured_outputs": {"tree": 1}}, 400, "structured_outputs",
+        "tree"),
+    "a number as regex": ({"prompt": "a", "structured_outputs": {"regex": 3}}, 400, "structured_outputs",
+        "must be a string"),
+    "a number as choice": ({"prompt": "a", "structured_outputs": {"choice": 3}}, 400, "structured_outputs",
+        "a list of strings"),
+    "an object as choice": ({"prompt": "a", "structured_outputs": {"choice": {"b": 1}}}, 400,
+        "structured_outputs", "a list of strings"),
+    "a truth as grammar": ({"prompt": "a", "structured_outputs": {"grammar": True}}, 400,
+        "structured_outputs", "must be a string"),
+    "strange format": ({"prompt": "a", "response_format": {"type": "xml"}}, 400, "response_format",
+        "json_schema"),
+    "min above max": ({"prompt": "a", "max_tokens": 2, "min_tokens": 3}, 400, "min_tokens",
+        "at most max_tokens"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_is_wrong_is_named(make, what):
+async def test_what_is_wrong_is_named(make, what):
     body, status, param, words = REFUSED[what]
-
-    async def test() -> None:
-        app = make()
-        got, found = await Client(app).post("/v1/completions", body)
-        error = found["error"]
-        assert (got, error["param"]) == (status, param), error
-        assert words in error["message"] and "Traceback" not in error["message"], error
-        assert set(error) == {"message", "type", "param", "code"}
-        await settle(app)
-
-    asynchronously(test)
+    app = make()
+    got, found = await Client(app).post("/v1/completions", body)
+    error = found["error"]
+    assert (got, error["param"]) == (status, param), error
+    assert words in error["message"] and "Traceback" not in error["message"], error
+    assert set(error) == {"message", "type", "param", "code"}
+    await settle(app)
 
 
 CHAT_REFUSED: dict[str, tuple[dict[str, Any], str | None]] = {
     "no messages": ({"messages": []}, "messages"),
     "no role": ({"messages": [{"content": "x"}]}, "messages"),
-    "an image": (
-        {
-            "messages": [
-                {
-                    "role": "user",
-                    "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}],
-                }
-            ]
-        },
-        "messages",
-    ),
-    "a template": (
-        {"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ 7*7 }}"},
-        "chat_template",
-    ),
-    "a reserved variable": (
-        {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"messages": []}},
-        "chat_template_kwargs",
-    ),
-    "another reserved variable": (
-        {
-            "messages": [{"role": "user", "content": "x"}],
-            "chat_template_kwargs": {"add_special_tokens": True},
-        },
-        "chat_template_kwargs",
-    ),
-    "audio": (
-        {"messages": [{"role": "assistant", "content": None, "audio": {"id": "a"}}]},
-        "messages",
-    ),
-    "goes on, and begins anew": (
-        {
-            "messages": [{"role": "assistant", "content": "x"}],
-            "continue_final_message": True,
-            "add_generation_prompt": True,
-        },
-        "continue_final_message",
-    ),
-    "top without logprobs": (
-        {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2},
-        "top_logprobs",
-    ),
-    "too many top": (
-        {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 21},
-        "top_logprobs",
-    ),
-    "too few tokens": (
-        {"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": -1},
-        "max_completion_tokens",
-    ),
+    "an image": ({"messages": [{"role": "user", "content": [{"type": "image_url",
+        "image_url": {"url": "file:///etc/passwd"}}]}]}, "messages"),
+    "a template": ({"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ 7*7 }}"},
+        "chat_template"),
+    "a reserved variable": ({"messages": [{"role": "user", "content": "x"}],
+        "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    "another reserved variable": ({"messages": [{"role": "user", "content": "x"}],
+        "chat_template_kwargs": {"add_special_tokens": True}}, "chat_template_kwargs"),
+    "audio": ({"messages": [{"role": "assistant", "content": None, "audio": {"id": "a"}}]}, "messages"),
+    "goes on, and begins anew": ({"messages": [{"role": "assistant", "content": "x"}],
+        "continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    "top without logprobs": ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2},
+        "top_logprobs"),
+    "too many top": ({"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 21},
+        "top_logprobs"),
+    "too few tokens": ({"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": -1},
+        "max_completion_tokens"),
     "a long conversation": ({"messages": [{"role": "user", "content": "x" * 1024}]}, "messages"),
     "functions": ({"messages": [{"role": "user", "content": "x"}], "functions": []}, "functions"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", CHAT_REFUSED)
-def test_what_is_wrong_with_a_chat_is_named(make, what):
+async def test_what_is_wrong_with_a_chat_is_named(make, what):
     body, param = CHAT_REFUSED[what]
-
-    async def test() -> None:
-        status, found = await Client(make()).post("/v1/chat/completions", body)
-        assert (status, found["error"]["param"]) == (400, param), found
-
-    asynchronously(test)
+    status, found = await Client(make()).post("/v1/chat/completions", body)
+    assert (status, found["error"]["param"]) == (400, param), found
 
 
-def test_unknown_fields_are_named_or_refused(make):
-    async def test() -> None:
-        body = {"prompt": "a", "max_tokens": 1, "temprature": 0, "mirostat": 2, "user": "me"}
-        asked = await Client(make()).request("/v1/completions", body).run()
-        assert asked.status == 200 and asked.headers["x-ladder-ignored"] == "mirostat, temprature"
-        nasty = (
-            await Client(make())
-            .request("/v1/completions", {"prompt": "a", "max_tokens": 1, "a\r\nx: y\u00e9": 1})
-            .run()
-        )
-        assert "\r" not in nasty.headers["x-ladder-ignored"] and "\n" not in nasty.headers["x-ladder-ignored"]
-        status, found = await Client(make(strict=True)).post("/v1/completions", body)
-        assert status == 400 and found["error"]["param"] == "mirostat"
-
-    asynchronously(test)
+async def test_unknown_fields_are_named_or_refused(make):
+    body = {"prompt": "a", "max_tokens": 1, "temprature": 0, "mirostat": 2, "user": "me"}
+    asked = await Client(make()).request("/v1/completions", body).run()
+    assert asked.status == 200 and asked.headers["x-ladder-ignored"] == "mirostat, temprature"
+    nasty = (
+        await Client(make())
+        .request("/v1/completions", {"prompt": "a", "max_tokens": 1, "a\r\nx: y\u00e9": 1})
+        .run()
+    )
+    assert "\r" not in nasty.headers["x-ladder-ignored"] and "\n" not in nasty.headers["x-ladder-ignored"]
+    status, found = await Client(make(strict=True)).post("/v1/completions", body)
+    assert status == 400 and found["error"]["param"] == "mirostat"
 
 
-def test_routes_and_methods(make):
-    async def test() -> None:
-        app = make()
-        assert (await Client(app).request("/nothing", b"", "GET").run()).status == 404
-        wrong = await Client(app).request("/v1/completions", b"", "GET").run()
-        assert (wrong.status, wrong.headers["allow"]) == (405, "POST")
-        assert (await Client(app).request("/v1/models/tiny", b"", "GET").run()).status == 200
-        assert (await Client(app).request("/v1/models/other", b"", "GET").run()).status == 404
-        wrong = await Client(app).request("/health", b"", "DELETE").run()
-        assert (wrong.status, wrong.headers["allow"]) == (405, "GET, HEAD")
-        for path in ("/health", "/", "/events"):
-            head = await Client(app).request(path, b"", "HEAD").run()
-            assert head.status == 200 and head.chunks == [b""] and head.complete
-        form = (
-            await Client(app).request("/v1/completions", b"{}", headers={"content-type": "text/plain"}).run()
-        )
-        assert form.status == 415
-        packed = (
-            await Client(app).request("/v1/completions", b"{}", headers={"content-encoding": "gzip"}).run()
-        )
-        assert packed.status == 415 and "compressed" in packed.json()["error"]["message"]
-        assert form.headers["x-request-id"].startswith("req-")
-        mine = await Client(app).request("/version", b"", "GET", {"x-request-id": "abc"}).run()
-        assert mine.headers["x-request-id"] == "abc"
-        bad = await Client(app).request("/version", b"", "GET", {"x-request-id": "a b"}).run()
-        assert bad.headers["x-request-id"] != "a b"
-
-    asynchronously(test)
+async def test_routes_and_methods(make):
+    app = make()
+    assert (await Client(app).request("/nothing", b"", "GET").run()).status == 404
+    wrong = await Client(app).request("/v1/completions", b"", "GET").run()
+    assert (wrong.status, wrong.headers["allow"]) == (405, "POST")
+    assert (await Client(app).request("/v1/models/tiny", b"", "GET").run()).status == 200
+    assert (await Client(app).request("/v1/models/other", b"", "GET").run()).status == 404
+    wrong = await Client(app).request("/health", b"", "DELETE").run()
+    assert (wrong.status, wrong.headers["allow"]) == (405, "GET, HEAD")
+    for path in ("/health", "/", "/events"):
+        head = await Client(app).request(path, b"", "HEAD").run()
+        assert head.status == 200 and head.chunks == [b""] and head.complete
+    form = await Client(app).request("/v1/completions", b"{}", headers={"content-type": "text/plain"}).run()
+    assert form.status == 415
+    packed = await Client(app).request("/v1/completions", b"{}", headers={"content-encoding": "gzip"}).run()
+    assert packed.status == 415 and "compressed" in packed.json()["error"]["message"]
+    assert form.headers["x-request-id"].startswith("req-")
+    mine = await Client(app).request("/version", b"", "GET", {"x-request-id": "abc"}).run()
+    assert mine.headers["x-request-id"] == "abc"
+    bad = await Client(app).request("/version", b"", "GET", {"x-request-id": "a b"}).run()
+    assert bad.headers["x-request-id"] != "a b"
 
 
-def test_large_and_slow_bodies(make):
-    async def test() -> None:
-        app = make(limits=Limits(max_body_bytes=1000, body_seconds=0.05))
-        told = (
-            await Client(app).request("/v1/completions", b"", headers={"content-length": "100000000"}).run()
-        )
-        assert told.status == 413 and told._body is not None, (
-            "a body was read that is too large by its own account"
-        )
-        untold = await Client(app).request("/v1/completions", b"x" * 1001).run()
-        assert untold.status == 413
-        slow = Client(app).request("/v1/completions", b"{")
-        slow._body = None
-        await slow.run()
-        assert slow.status == 408
-        gone = Client(app).request("/v1/completions", b"{")
-        gone._body = None
-        gone.leave()
-        await gone.run()
-        assert gone.status == 0
-        await settle(app)
-
-    asynchronously(test)
+async def test_large_and_slow_bodies(make):
+    app = make(limits=Limits(max_body_bytes=1000, body_seconds=0.05))
+    told = await Client(app).request("/v1/completions", b"", headers={"content-length": "100000000"}).run()
+    assert told.status == 413 and told._body is not None, (
+        "a body was read that is too large by its own account"
+    )
+    untold = await Client(app).request("/v1/completions", b"x" * 1001).run()
+    assert untold.status == 413
+    slow = Client(app).request("/v1/completions", b"{")
+    slow._body = None
+    await slow.run()
+    assert slow.status == 408
+    gone = Client(app).request("/v1/completions", b"{")
+    gone._body = None
+    gone.leave()
+    await gone.run()
+    assert gone.status == 0
+    await settle(app)
 
 
-def test_a_full_queue_says_when_to_come_again(make):
-    async def test() -> None:
-        app = make(limits=Limits(max_queue=2))
-        body = {"prompt": "a", "max_tokens": 100, "ignore_eos": True, "stream": True}
-        asked = [Client(app).request("/v1/completions", body) for _ in range(12)]
-        tasks = [asyncio.ensure_future(one.run()) for one in asked]
-        await asyncio.gather(*tasks)
-        statuses = [one.status for one in asked]
-        assert statuses.count(200) == 10 and statuses.count(429) == 2, statuses
-        (full, *_) = [one for one in asked if one.status == 429]
-        assert int(full.headers["retry-after"]) >= 1 and full.json()["error"]["type"] == "rate_limit_error"
-        never = {"prompt": ["a"] * 11, "max_tokens": 1}
-        refused = await Client(app).request("/v1/completions", never).run()
-        assert refused.status == 400 and "retry-after" not in refused.headers, "it can never be taken"
-        assert (await Client(app).post("/v1/completions", never | {"prompt": ["a"] * 10}))[0] == 200
-
-    asynchronously(test)
+async def test_a_full_queue_says_when_to_come_again(make):
+    app = make(limits=Limits(max_queue=2))
+    body = {"prompt": "a", "max_tokens": 100, "ignore_eos": True, "stream": True}
+    asked = [Client(app).request("/v1/completions", body) for _ in range(12)]
+    tasks = [asyncio.ensure_future(one.run()) for one in asked]
+    await asyncio.gather(*tasks)
+    statuses = [one.status for one in asked]
+    assert statuses.count(200) == 10 and statuses.count(429) == 2, statuses
+    (full, *_) = [one for one in asked if one.status == 429]
+    assert int(full.headers["retry-after"]) >= 1 and full.json()["error"]["type"] == "rate_limit_error"
+    never = {"prompt": ["a"] * 11, "max_tokens": 1}
+    refused = await Client(app).request("/v1/completions", never).run()
+    assert refused.status == 400 and "retry-after" not in refused.headers, "it can never be taken"
+    assert (await Client(app).post("/v1/completions", never | {"prompt": ["a"] * 10}))[0] == 200
 
 
 # Leaving.
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_leaves_is_let_go(make, stream):
-    async def test() -> None:
-        app = make()
-        body = {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "stream": stream}
-        asked = Client(app).request("/v1/completions", body)
-        task = asyncio.ensure_future(asked.run())
-        while not app.engine.engine.scheduler.running:
-            await asyncio.sleep(0)
-        asked.leave()
-        await task
-        await settle(app)
-        steps = app.engine.engine.stats.steps
-        assert steps < 60, f"a request whose client had left was computed for {steps} steps"
-        assert app.metrics.troubles["left"] == 1
-
-    asynchronously(test)
+async def test_who_leaves_is_let_go(make, stream):
+    app = make()
+    body = {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "stream": stream}
+    asked = Client(app).request("/v1/completions", body)
+    task = asyncio.ensure_future(asked.run())
+    while not app.engine.engine.scheduler.running:
+        await asyncio.sleep(0)
+    asked.leave()
+    await task
+    await settle(app)
+    steps = app.engine.engine.stats.steps
+    assert steps < 60, f"a request whose client had left was computed for {steps} steps"
+    assert app.metrics.troubles["left"] == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_deadlines(make, stream):
-    async def test() -> None:
-        app = make()
-        body = {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "stream": stream, "deadline_ms": 60}
-        asked = await Client(app).request("/v1/completions", body).run()
-        if stream and asked.status == 200:
-            assert asked.events()[-1]["error"]["code"] == "deadline", (
-                "a stream past its deadline has no error"
-            )
-        else:
-            assert asked.status == 504 and asked.json()["error"]["code"] == "deadline"
-        await settle(app)
-
-    asynchronously(test)
+async def test_deadlines(make, stream):
+    app = make()
+    body = {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "stream": stream, "deadline_ms": 60}
+    asked = await Client(app).request("/v1/completions", body).run()
+    if stream and asked.status == 200:
+        assert asked.events()[-1]["error"]["code"] == "deadline", "a stream past its deadline has no error"
+    else:
+        assert asked.status == 504 and asked.json()["error"]["code"] == "deadline"
+    await settle(app)
 
 
-def test_a_deadline_counts_from_the_beginning_of_the_request(make):
+async def test_a_deadline_counts_from_the_beginning_of_the_request(make):
     """A client that is slow to send its body has used its time up when it arrives."""
+    app = make()
+    asked = Client(app).request(
+        "/v1/completions", {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "deadline_ms": 150}
+    )
+    receive = asked.receive
 
-    async def test() -> None:
-        app = make()
-        asked = Client(app).request(
-            "/v1/completions", {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "deadline_ms": 150}
-        )
-        receive = asked.receive
+    async def late() -> dict[str, Any]:
+        await asyncio.sleep(0.2)
+        return await receive()
 
-        async def late() -> dict[str, Any]:
-            await asyncio.sleep(0.2)
-            return await receive()
-
-        asked.receive = late
-        await asked.run()
-        assert (asked.status, asked.json()["error"]["code"]) == (504, "deadline")
-        await settle(app)
-        assert app.engine.engine.stats.steps < 30, "a request that was too late on arrival was computed"
-
-    asynchronously(test)
+    asked.receive = late
+    await asked.run()
+    assert (asked.status, asked.json()["error"]["code"]) == (504, "deadline")
+    await settle(app)
+    assert app.engine.engine.stats.steps < 30, "a request that was too late on arrival was computed"
 
 
-def test_a_slow_reader_is_dropped_and_others_are_not(make, model, tokenizer):
-    async def test() -> None:
-        app = make(limits=Limits(max_unsent=20))
-        body = {"prompt": "hello", "max_tokens": 200, "ignore_eos": True, "stream": True, "temperature": 0}
-        slow, fast = (Client(app).request("/v1/completions", body) for _ in range(2))
-        slow.reads.clear()
-        tasks = [asyncio.ensure_future(one.run()) for one in (slow, fast)]
-        await tasks[1]
-        text = "".join(e["choices"][0]["text"] for e in fast.events() if e != "[DONE]")
-        assert text == texts(model, tokenizer, ["hello"], SamplingParams(max_tokens=200, ignore_eos=True))[0]
-        (group,) = app.groups
-        assert group.trouble is not None and group.trouble[0] == "slow"
-        assert len(slow.chunks) == 1 and sum(len(c.fresh) for c in group.choices) <= 21, (
-            "its buffer has no bound"
-        )
-        slow.leave()  # what the server's sweep does
-        await tasks[0]
-        await settle(app)
-        assert app.metrics.troubles["slow"] == 1
-
-    asynchronously(test)
+async def test_a_slow_reader_is_dropped_and_others_are_not(make, model, tokenizer):
+    app = make(limits=Limits(max_unsent=20))
+    body = {"prompt": "hello", "max_tokens": 200, "ignore_eos": True, "stream": True, "temperature": 0}
+    slow, fast = (Client(app).request("/v1/completions", body) for _ in range(2))
+    slow.reads.clear()
+    tasks = [asyncio.ensure_future(one.run()) for one in (slow, fast)]
+    await tasks[1]
+    text = "".join(e["choices"][0]["text"] for e in fast.events() if e != "[DONE]")
+    assert text == texts(model, tokenizer, ["hello"], SamplingParams(max_tokens=200, ignore_eos=True))[0]
+    (group,) = app.groups
+    assert group.trouble is not None and group.trouble[0] == "slow"
+    assert len(slow.chunks) == 1 and sum(len(c.fresh) for c in group.choices) <= 21, "its buffer has no bound"
+    slow.leave()  # what the server's sweep does
+    await tasks[0]
+    await settle(app)
+    assert app.metrics.troubles["slow"] == 1
 
 
 @pytest.mark.parametrize(
@@ -931,170 +779,140 @@ def test_cancelled_at_every_await(make, monkeypatch, stream, more):
         asynchronously(lambda at=at: cancelled(at))
 
 
-def test_engine_death_is_told_to_everybody(make):
-    async def test() -> None:
-        app = make()
-        body = {"prompt": "a", "max_tokens": 500, "ignore_eos": True}
-        asked = [Client(app).request("/v1/completions", body | {"stream": n % 2 == 0}) for n in range(16)]
-        tasks = [asyncio.ensure_future(one.run()) for one in asked]
-        while not any(one.chunks for one in asked):
-            await asyncio.sleep(0)
-        app.engine.die()
-        _, waiting = await asyncio.wait(tasks, timeout=5)
-        assert not waiting, f"{len(waiting)} requests were not told that their engine has died"
-        for one in asked:
-            error = one.events()[-1] if one.headers["content-type"].startswith("text/event") else one.json()
-            assert error["error"]["code"] == "died", error
-            assert one.status in (200, 503) and one.complete
-        assert (await Client(app).post("/v1/completions", {"prompt": "a", "max_tokens": 1}))[0] == 200
-        await settle(app)
-
-    asynchronously(test)
+async def test_engine_death_is_told_to_everybody(make):
+    app = make()
+    body = {"prompt": "a", "max_tokens": 500, "ignore_eos": True}
+    asked = [Client(app).request("/v1/completions", body | {"stream": n % 2 == 0}) for n in range(16)]
+    tasks = [asyncio.ensure_future(one.run()) for one in asked]
+    while not any(one.chunks for one in asked):
+        await asyncio.sleep(0)
+    app.engine.die()
+    _, waiting = await asyncio.wait(tasks, timeout=5)
+    assert not waiting, f"{len(waiting)} requests were not told that their engine has died"
+    for one in asked:
+        error = one.events()[-1] if one.headers["content-type"].startswith("text/event") else one.json()
+        assert error["error"]["code"] == "died", error
+        assert one.status in (200, 503) and one.complete
+    assert (await Client(app).post("/v1/completions", {"prompt": "a", "max_tokens": 1}))[0] == 200
+    await settle(app)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_failed_step_is_a_500_for_its_own_requests(make, monkeypatch, stream):
+async def test_a_failed_step_is_a_500_for_its_own_requests(make, monkeypatch, stream):
     """Or, in the middle of a stream, an error as its last event. The next request is answered."""
+    app = make()
+    engine = app.engine.engine
+    body = {"prompt": "a", "max_tokens": 40, "ignore_eos": True, "stream": stream}
+    asked = Client(app).request("/v1/completions", body)
+    task = asyncio.ensure_future(asked.run())
+    while engine.stats.steps < 8:
+        await asyncio.sleep(0)
+    forward = engine.runner.forward
 
-    async def test() -> None:
-        app = make()
-        engine = app.engine.engine
-        body = {"prompt": "a", "max_tokens": 40, "ignore_eos": True, "stream": stream}
-        asked = Client(app).request("/v1/completions", body)
-        task = asyncio.ensure_future(asked.run())
-        while engine.stats.steps < 8:
-            await asyncio.sleep(0)
-        forward = engine.runner.forward
+    def broken(*args: Any, **more: Any) -> Any:
+        monkeypatch.setattr(engine.runner, "forward", forward)
+        raise RuntimeError("the device is gone")
 
-        def broken(*args: Any, **more: Any) -> Any:
-            monkeypatch.setattr(engine.runner, "forward", forward)
-            raise RuntimeError("the device is gone")
-
-        monkeypatch.setattr(engine.runner, "forward", broken)
-        await task
-        error = (asked.events()[-1] if stream else asked.json())["error"]
-        assert (asked.status, error["code"]) == (200 if stream else 500, "error"), error
-        assert error["type"] == "server_error" and "device" not in error["message"], (
-            "an inner word has got out"
-        )
-        assert not stream or asked.events()[-2]["choices"], "nothing came before the step that failed"
-        assert (await Client(app).post("/v1/completions", body | {"stream": False}))[0] == 200
-        await settle(app)
-
-    asynchronously(test)
+    monkeypatch.setattr(engine.runner, "forward", broken)
+    await task
+    error = (asked.events()[-1] if stream else asked.json())["error"]
+    assert (asked.status, error["code"]) == (200 if stream else 500, "error"), error
+    assert error["type"] == "server_error" and "device" not in error["message"], "an inner word has got out"
+    assert not stream or asked.events()[-2]["choices"], "nothing came before the step that failed"
+    assert (await Client(app).post("/v1/completions", body | {"stream": False}))[0] == 200
+    await settle(app)
 
 
-def test_starting_draining_and_restarting_say_so(make):
-    async def test() -> None:
-        app = make()
-        for state in ("starting", "restarting"):
-            app.engine.state = state
-            assert (await Client(app).request("/ready", b"", "GET").run()).status == 503
-            asked = await Client(app).request("/v1/completions", {"prompt": "a"}).run()
-            assert asked.status == 503 and "retry-after" in asked.headers
-            assert (await Client(app).request("/health", b"", "GET").run()).status == 200
-        app.engine.state, app.service.draining = "ready", True
-        assert (await Client(app).request("/ready", b"", "GET").run()).json() == {"status": "draining"}
-        assert (await Client(app).request("/v1/completions", {"prompt": "a"}).run()).status == 503
-
-    asynchronously(test)
+async def test_starting_draining_and_restarting_say_so(make):
+    app = make()
+    for state in ("starting", "restarting"):
+        app.engine.state = state
+        assert (await Client(app).request("/ready", b"", "GET").run()).status == 503
+        asked = await Client(app).request("/v1/completions", {"prompt": "a"}).run()
+        assert asked.status == 503 and "retry-after" in asked.headers
+        assert (await Client(app).request("/health", b"", "GET").run()).status == 200
+    app.engine.state, app.service.draining = "ready", True
+    assert (await Client(app).request("/ready", b"", "GET").run()).json() == {"status": "draining"}
+    assert (await Client(app).request("/v1/completions", {"prompt": "a"}).run()).status == 503
 
 
-def test_salts_part_the_prefix_cache_and_usage_tells_what_was_found(make):
-    async def test() -> None:
-        app = make()
-        body = {"prompt": "the same beginning of three blocks at the least, " * 2, "max_tokens": 1}
+async def test_salts_part_the_prefix_cache_and_usage_tells_what_was_found(make):
+    app = make()
+    body = {"prompt": "the same beginning of three blocks at the least, " * 2, "max_tokens": 1}
 
-        async def found(**more: Any) -> int:
-            answer = (await Client(app).post("/v1/completions", body | more))[1]
-            return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+    async def found(**more: Any) -> int:
+        answer = (await Client(app).post("/v1/completions", body | more))[1]
+        return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
-        assert await found(cache_salt="a") == 0, "the first request of salt a found a prefix"
-        assert await found(cache_salt="a") >= 48, "the second request of salt a did not find the first one's"
-        assert await found(cache_salt="b") == 0, "salt b found what salt a had left: tenants see each other"
-        assert await found(cache_salt="c", n=4) == 0, "samples are told to have found each other's prompt"
-        one = await found(cache_salt="c")
-        assert await found(cache_salt="c", n=4) == one >= 48, "what was found is told once a prompt"
-        twice = await found(cache_salt="c", prompt=[body["prompt"]] * 2, n=2)
-        assert twice == 2 * one, "what was found is told for one of the two prompts"
-
-    asynchronously(test)
+    assert await found(cache_salt="a") == 0, "the first request of salt a found a prefix"
+    assert await found(cache_salt="a") >= 48, "the second request of salt a did not find the first one's"
+    assert await found(cache_salt="b") == 0, "salt b found what salt a had left: tenants see each other"
+    assert await found(cache_salt="c", n=4) == 0, "samples are told to have found each other's prompt"
+    one = await found(cache_salt="c")
+    assert await found(cache_salt="c", n=4) == one >= 48, "what was found is told once a prompt"
+    twice = await found(cache_salt="c", prompt=[body["prompt"]] * 2, n=2)
+    assert twice == 2 * one, "what was found is told for one of the two prompts"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_nan_is_an_error_of_its_own_request_and_is_counted(tokenizer, stream):
+async def test_nan_is_an_error_of_its_own_request_and_is_counted(tokenizer, stream):
     broken = random_model(SHAPES["tiny"], device="cpu", dtype=torch.float32)
     (bad,) = tokenizer.encode("q")
     broken.embed_tokens.weight.data[bad] = float("nan")
     engine = load(broken, max_rows=4, cache_bytes=blocks(broken, 60), step_tokens=64)
-
-    async def test() -> None:
-        app = whole_app(Loopback(engine), tokenizer, "tiny")
-        body = {"max_tokens": 6, "ignore_eos": True, "stream": stream, "logit_bias": {str(bad): -100}}
-        asked = [
-            Client(app).request("/v1/completions", body | {"prompt": text}) for text in ("ab", "aqb", "c")
-        ]
-        done = await asyncio.gather(*(one.run() for one in asked))
-        assert [one.status for one in done] == [200, 500, 200]
-        error = json.loads(b"".join(done[1].chunks))["error"]
-        assert error["code"] == "nan" and "are NaN" in error["message"]
-        page = b"".join((await Client(app).request("/metrics", b"", "GET").run()).chunks).decode()
-        assert 'ladder:troubles_total{model_name="tiny",reason="nan"} 1' in page
-        await settle(app)
-
-    asynchronously(test)
+    app = whole_app(Loopback(engine), tokenizer, "tiny")
+    body = {"max_tokens": 6, "ignore_eos": True, "stream": stream, "logit_bias": {str(bad): -100}}
+    asked = [Client(app).request("/v1/completions", body | {"prompt": text}) for text in ("ab", "aqb", "c")]
+    done = await asyncio.gather(*(one.run() for one in asked))
+    assert [one.status for one in done] == [200, 500, 200]
+    error = json.loads(b"".join(done[1].chunks))["error"]
+    assert error["code"] == "nan" and "are NaN" in error["message"]
+    page = b"".join((await Client(app).request("/metrics", b"", "GET").run()).chunks).decode()
+    assert 'ladder:troubles_total{model_name="tiny",reason="nan"} 1' in page
+    await settle(app)
 
 
-def test_metrics_are_what_happened(make):
+async def test_metrics_are_what_happened(make):
     parser = pytest.importorskip("prometheus_client.parser")
-
-    async def test() -> None:
-        app = make()
-        for number in range(3):
-            await Client(app).post(
-                "/v1/completions", {"prompt": "abcd", "max_tokens": 5, "ignore_eos": True, "seed": number}
-            )
-        status, _ = await Client(app).post("/v1/completions", {"prompt": "abcd", "guided_regex": "a"})
-        assert status == 400, "the engine has refused it, and it is no request of any length"
-        asked = await Client(app).request("/metrics", b"", "GET").run()
-        text = b"".join(asked.chunks).decode()
-        found: dict[str, float] = {}
-        for family in parser.text_string_to_metric_families(text):
-            for sample in family.samples:
-                found[sample.name] = found.get(sample.name, 0.0) + sample.value
-        assert found["vllm:generation_tokens_total"] == 15
-        assert found["vllm:prompt_tokens_total"] == 12
-        assert found["vllm:time_to_first_token_seconds_count"] == 3
-        assert found["vllm:inter_token_latency_seconds_count"] == 12
-        assert found["vllm:request_success_total"] == 3
-        for name in ("request_prompt_tokens", "request_generation_tokens", "e2e_request_latency_seconds"):
-            assert found[f"vllm:{name}_count"] == 3, name
-        assert found["ladder:troubles_total"] == 1
-        assert found["vllm:num_requests_running"] == 0 and found["vllm:kv_cache_usage_perc"] == 0
-        assert found["ladder:steps_total"] == app.engine.worker._steps
-
-    asynchronously(test)
-
-
-def test_the_simplest_client(make):
-    async def test() -> None:
-        app = make()
-        body = {"prompt": "abc", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
-        whole = (await Client(app).post("/generate", body))[1]
-        asked = await Client(app).request("/generate", body | {"stream": True}).run()
-        assert "".join(event["text"] for event in asked.events()[:-1]) == whole["text"]
-        assert whole["finish_reason"] == asked.events()[-2]["finish_reason"] == "length"
-        more = {"stream": True, "return_token_marks": True, "stream_options": {"include_usage": True}}
-        *pieces, told, _ = (await Client(app).request("/generate", body | more).run()).events()
-        marked = "".join(text for piece in pieces for text, _ in piece["token_marks"])
-        assert marked == whole["text"], f"token_marks hold {marked!r}"
-        assert told == {"usage": whole["usage"]}, f"the last chunk is {told}, in another route's shape"
-        status, refused = await Client(app).post("/generate", body | {"n": 2})
-        assert status == 400 and refused["error"]["param"] == "n", (
-            "the second text has no place in the answer"
+    app = make()
+    for number in range(3):
+        await Client(app).post(
+            "/v1/completions", {"prompt": "abcd", "max_tokens": 5, "ignore_eos": True, "seed": number}
         )
+    status, _ = await Client(app).post("/v1/completions", {"prompt": "abcd", "guided_regex": "a"})
+    assert status == 400, "the engine has refused it, and it is no request of any length"
+    asked = await Client(app).request("/metrics", b"", "GET").run()
+    text = b"".join(asked.chunks).decode()
+    found: dict[str, float] = {}
+    for family in parser.text_string_to_metric_families(text):
+        for sample in family.samples:
+            found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    assert found["vllm:generation_tokens_total"] == 15
+    assert found["vllm:prompt_tokens_total"] == 12
+    assert found["vllm:time_to_first_token_seconds_count"] == 3
+    assert found["vllm:inter_token_latency_seconds_count"] == 12
+    assert found["vllm:request_success_total"] == 3
+    for name in ("request_prompt_tokens", "request_generation_tokens", "e2e_request_latency_seconds"):
+        assert found[f"vllm:{name}_count"] == 3, name
+    assert found["ladder:troubles_total"] == 1
+    assert found["vllm:num_requests_running"] == 0 and found["vllm:kv_cache_usage_perc"] == 0
+    assert found["ladder:steps_total"] == app.engine.worker._steps
 
-    asynchronously(test)
+
+async def test_the_simplest_client(make):
+    app = make()
+    body = {"prompt": "abc", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    whole = (await Client(app).post("/generate", body))[1]
+    asked = await Client(app).request("/generate", body | {"stream": True}).run()
+    assert "".join(event["text"] for event in asked.events()[:-1]) == whole["text"]
+    assert whole["finish_reason"] == asked.events()[-2]["finish_reason"] == "length"
+    more = {"stream": True, "return_token_marks": True, "stream_options": {"include_usage": True}}
+    *pieces, told, _ = (await Client(app).request("/generate", body | more).run()).events()
+    marked = "".join(text for piece in pieces for text, _ in piece["token_marks"])
+    assert marked == whole["text"], f"token_marks hold {marked!r}"
+    assert told == {"usage": whole["usage"]}, f"the last chunk is {told}, in another route's shape"
+    status, refused = await Client(app).post("/generate", body | {"n": 2})
+    assert status == 400 and refused["error"]["param"] == "n", "the second text has no place in the answer"
 
 
 def test_an_early_phase_behind_the_same_loop(model):

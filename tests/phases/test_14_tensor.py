@@ -36,6 +36,7 @@ from parallel.ranks import ENVIRONMENT, Ranks, device_of
 from parallel.shard import Shard, Slice
 from speculative import head as drafters
 from tests import structured_kit
+from tests.guidance_kit import served
 from tests.ranks_kit import (
     KERNELS,
     PARAMS,
@@ -242,7 +243,7 @@ def test_grammars_in_two_ranks(overlap: bool) -> None:
     params.append(SamplingParams(max_tokens=12, temperature=0.8, seed=3, ignore_eos=True))
     prompts = [[5, 6, 7], [9, 8], [1, 2, 3, 4]]
     options = SMALL | {"tokenizer": structured_kit.tokenizer(), "overlap": overlap}
-    wanted = tokens_of(serving.load("random:tiny-window", **options), prompts, params)
+    wanted = tokens_of(served("random:tiny-window", **options), prompts, params)
     same(in_ranks("random:tiny-window", 2, options, prompts, params), wanted, "grammars")
 
 

@@ -91,6 +91,4 @@ def _check_numbers(value: Any, where: str) -> None:
     except OverflowError:
         held = False
     if not held or (isinstance(value, float) and value in (float("inf"), float("-inf"))):
-        raise ValueError(
-            f"{where} has {str(value)[:40]}, which no double holds: the automata backend takes it"
-        )
+        raise ValueError(f"{where} has {str(value)[:40]}, which no double holds")
