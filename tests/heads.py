@@ -10,6 +10,7 @@ from torch import Tensor
 from forward.attention import RecomputeAttention
 from forward.model import Model
 from forward.models.llama import Llama
+from speculative.draft_model import DraftModel
 from speculative.head import Head
 from speculative.taps import layers_of
 
@@ -36,3 +37,12 @@ def hidden_states(model: Model, ids: Tensor, taps: Sequence[int]) -> Tensor:
     for hook in hooks:
         hook.remove()
     return torch.cat((*seen, last), dim=-1)
+
+
+def clean_drafts(source: DraftModel | None) -> None:
+    if source is None:
+        return
+    assert not source.shadows, "a request that has ended is still in the draft model"
+    assert source.cache.free == source.cache.allocator.count, "blocks of the draft model leak"
+    assert source.rows.free == source.rows.count, "rows of the draft model leak"
+    source.cache.check()

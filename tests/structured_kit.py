@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -16,15 +17,20 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from common.events import Completion
+from common.request import Request
 from common.sampling.grammar import Grammar
+from common.sampling.params import SamplingParams
 from common.text.detokenizer import _BYTE_OF
 from common.text.tokenizer import Tokenizer
 from forward.model import Model
 from paged_cache import BlockPool, PagedEngine
+from speculative.loops import Watcher
 from structured.masks import GrammarMasks
 from structured.matcher import Matcher, Words
 from structured.vocabulary import Vocabulary
+from tests.schedules import check
 
+Make = Callable[..., PagedEngine]
 SIZE = 257
 """Of the tiny model's vocabulary."""
 EOS = 0
@@ -195,3 +201,48 @@ def computed_after_their_end(engine: PagedEngine) -> list[int]:
 
     engine.runner.forward = watched  # type: ignore[method-assign]
     return late
+
+
+class Guess(Watcher):
+    """Drafts a fixed continuation, of which a grammar may refuse the rest."""
+
+    def __init__(self, text: str) -> None:
+        self.ids = tokenizer().encode(text)
+
+    def propose(self, request: Request, most: int) -> Sequence[int]:
+        return self.ids[:most]
+
+
+def crowd(engine: PagedEngine, count: int, schemas: Mapping[str, Any] = SCHEMAS) -> None:
+    """Serve so many requests with schemas, among more than the cache has room for: every output parses."""
+    rng, at_once = random.Random(7), engine.scheduler.rows.count
+    names = list(schemas)
+    params, prompts, chosen = [], [], []
+    for number in range(count):
+        name = rng.choice(names)
+        chosen.append(name)
+        params.append(
+            SamplingParams(
+                max_tokens=rng.randrange(20, 80),
+                temperature=1.0,
+                seed=number,
+                grammar=Grammar.json_schema(schemas[name]),
+            )
+        )
+        prompts.append([rng.randrange(1, 257) for _ in range(rng.randrange(1, 40))])
+    done = engine.generate(prompts, params)
+    for completion, name in zip(done, chosen, strict=True):
+        assert completion.prompt_ids  # the index names the request
+        if (
+            completion.finish_reason == "length"
+            and len(prompts[completion.index]) + len(completion.token_ids) >= 96
+        ):
+            continue
+        must_obey(completion, name, schemas=schemas)
+    assert sum(completion.finish_reason == "stop" for completion in done) > count / 2
+    assert engine.scheduler.preemptions > 0 and engine.stats.most_running > at_once // 2
+    check(engine)
+
+
+CROWD: dict[str, Any] = {"max_rows": 12, "step_tokens": 192, "chunk_tokens": 16}
+"""Options of an engine for `crowd`."""

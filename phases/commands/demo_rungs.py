@@ -22,7 +22,7 @@ CHUNKED = 7
 
 @dataclass(frozen=True)
 class Work:
-    """What answering all questions took.
+    """The cost of answering all questions.
 
     computed: tokens that went through the model.
     steps: passes over the weights.
@@ -49,7 +49,7 @@ class Show:
 
     @property
     def rounds(self) -> bool:
-        """Whether its weights are others, so that answers may be, too."""
+        """True if its weights are others, so that answers may be, too."""
         return any(name == "quantization" for name, _ in self.options)
 
 

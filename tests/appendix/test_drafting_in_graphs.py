@@ -31,12 +31,11 @@ from phases.appendix.latency import surgery
 from phases.appendix.latency.attention import LatencyAttention
 from phases.registry import load_engine
 from speculative import head
-from speculative.draft_model import DraftModel
 from speculative.head import HeadSource
 from speculative.ngram import NGramIndex
 from tests.compiling import spilled
 from tests.equivalence.compare import assert_all_same
-from tests.heads import head_of, hidden_states
+from tests.heads import clean_drafts, head_of, hidden_states
 from tests.schedules import check
 
 PLAIN = dict.fromkeys(("norms", "rope", "activation", "projections", "sampling"), "torch")
@@ -68,15 +67,6 @@ def clean(engine: PagedEngine) -> None:
     check(engine)
     engine.check_integrity()
     assert engine.cache.free == engine.cache.allocator.count, "blocks leak"
-
-
-def clean_drafts(source: DraftModel | None) -> None:
-    if source is None:
-        return
-    assert not source.shadows, "a request that has ended is still in the draft model"
-    assert source.cache.free == source.cache.allocator.count, "blocks of the draft model leak"
-    assert source.rows.free == source.rows.count, "rows of the draft model leak"
-    source.cache.check()
 
 
 def ahead_engine(model: Model, kind: str, folder: Any, rows: int = 2, **options: Any) -> PagedEngine:

@@ -31,21 +31,24 @@ from phases.appendix.guidance.feature import Guidance
 from phases.appendix.guidance.loop import EarlyHalves
 from phases.appendix.guidance.masks import Crowd, EarlyConstraint, ThreadedMasks
 from phases.appendix.guidance.matcher import FastMatcher, Job
-from speculative.loops import Watcher
 from structured.loop import NOBODYS, Landed
 from structured.matcher import Matcher
 from tests.fakes import OddOnly
 from tests.guidance_kit import GRAMMARS, SCHEMAS, engine_of, loaded, must_obey, vocabulary
+from tests.phases import test_12_structured as rules
 from tests.schedules import check
 from tests.structured_kit import (
+    CROWD,
     EOS,
     PROMPT,
     SIZE,
     SMALL,
-    Slow,
+    Guess,
+    Make,
     bits,
     blocks,
     computed_after_their_end,
+    crowd,
     mask,
     run,
     text_of,
@@ -55,6 +58,15 @@ from tests.structured_kit import (
 pytestmark = pytest.mark.timeout(120)
 pytest.importorskip("llguidance")
 
+# The same rules as of the automata, with this backend.
+test_a_request_waits_for_its_grammar_and_nobody_else_does = (
+    rules.test_a_request_waits_for_its_grammar_and_nobody_else_does
+)
+test_min_tokens_lengthens_as_far_as_the_grammar_goes = (
+    rules.test_min_tokens_lengthens_as_far_as_the_grammar_goes
+)
+test_rows_without_a_grammar_are_as_ever = rules.test_rows_without_a_grammar_are_as_ever
+
 
 @pytest.fixture(autouse=True)
 def few_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,22 +74,14 @@ def few_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("phases.appendix.guidance.backend.FEW_ALONE", FEW)
 
 
+@pytest.fixture
+def make() -> Make:
+    return engine_of
+
+
 @pytest.fixture(scope="module")
 def engine(model: Model) -> PagedEngine:
     return engine_of(model)
-
-
-@pytest.mark.parametrize("name", SCHEMAS)
-@pytest.mark.parametrize("overlap", [True, False], ids=["ahead", "in turn"])
-def test_greedy_and_sampled_outputs_obey(model: Model, name: str, overlap: bool) -> None:
-    engine = engine_of(model, overlap=overlap)
-    params = [SamplingParams(max_tokens=60, grammar=GRAMMARS[name])]
-    params += [
-        SamplingParams(max_tokens=60, temperature=1.0, seed=s, grammar=GRAMMARS[name]) for s in range(4)
-    ]
-    for completion in engine.generate([PROMPT] * len(params), params):
-        must_obey(completion, name)
-    check(engine)
 
 
 @pytest.mark.parametrize(
@@ -100,54 +104,6 @@ def test_other_kinds(engine: PagedEngine, grammar: Grammar, pattern: str) -> Non
             assert re.fullmatch(pattern, text), f"{grammar}: {text!r}"
 
 
-def test_rows_without_a_grammar_are_as_ever(model: Model, engine: PagedEngine) -> None:
-    free = [
-        SamplingParams(max_tokens=12, ignore_eos=True),
-        SamplingParams(max_tokens=12, temperature=0.9, seed=4, ignore_eos=True),
-        SamplingParams(max_tokens=9, temperature=1.0, top_k=9, seed=4, logprobs=2, repetition_penalty=1.2),
-    ]
-    plain = cuda_graphs.load(model, **SMALL).generate([PROMPT] * 3, free)
-    mixed = []
-    for settings in free:
-        mixed += [
-            settings,
-            SamplingParams(max_tokens=20, temperature=1.0, seed=2, grammar=GRAMMARS["person"]),
-        ]
-    found = engine.generate([PROMPT] * 6, mixed)[::2]
-    for left, right in zip(plain, found, strict=True):
-        assert left.token_ids == right.token_ids, "a neighbour's grammar changes tokens"
-        for one, other in zip(left.logprobs or [], right.logprobs or [], strict=True):
-            assert one.chosen == pytest.approx(other.chosen, abs=1e-4)
-
-
-def test_min_tokens_lengthens_as_far_as_the_grammar_goes(
-    engine: PagedEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fill = engine.masks.fill
-
-    def filled(works: Sequence[Work]) -> Any:
-        allowed = fill(works)
-        assert allowed is None or allowed.words.any(1).all(), "a mask allows nothing at all"  # type: ignore[union-attr]
-        return allowed
-
-    monkeypatch.setattr(engine.masks, "fill", filled)
-    star, three = Grammar.regex("x[ab]*"), Grammar.regex("x[ab]{3}")
-    params = [
-        SamplingParams(max_tokens=40, min_tokens=20, temperature=1, seed=3, grammar=star),
-        SamplingParams(max_tokens=40, min_tokens=20, temperature=1, seed=3, grammar=three),
-        SamplingParams(max_tokens=24, ignore_eos=True, temperature=1, seed=3, grammar=star),
-        SamplingParams(max_tokens=24, ignore_eos=True, grammar=Grammar.regex("xab")),
-        SamplingParams(max_tokens=24, min_tokens=9, stop_token_ids=(tokenizer().encode("a")[0],),
-                       grammar=Grammar.regex("xa+b")),
-    ]  # fmt: skip
-    long, short, endless, done, stopped = engine.generate([PROMPT] * 5, params)
-    assert long.finish_reason == "stop" and len(long.token_ids) > 20, "the end came before min_tokens"
-    assert short.finish_reason == "stop" and len(short.token_ids) < 20, "min_tokens beat the grammar's end"
-    assert endless.finish_reason == "length" and len(endless.token_ids) == 24
-    assert done.finish_reason == "stop" and text_of(done) == "xab", "ignore_eos beat the grammar's end"
-    assert stopped.finish_reason == "stop"
-
-
 @pytest.mark.parametrize("overlap", [True, False], ids=["ahead", "in turn"])
 def test_preemption_loses_no_place(model: Model, overlap: bool) -> None:
     roomy, tight = (
@@ -163,22 +119,6 @@ def test_preemption_loses_no_place(model: Model, overlap: bool) -> None:
     assert tight.scheduler.preemptions > 0, "nobody was preempted: the test shows nothing"
     assert [c.token_ids for c in left] == [c.token_ids for c in right]
     check(tight)
-
-
-def test_a_request_waits_for_its_grammar_and_nobody_else_does(model: Model) -> None:
-    engine = engine_of(model, grammar_seconds=60.0)
-    Slow(engine, 2.0)
-    (waits,) = engine.add(PROMPT, SamplingParams(max_tokens=9, grammar=Grammar.regex("slow")))
-    (quick,) = engine.add(PROMPT, SamplingParams(max_tokens=9, grammar=Grammar.regex("quick")))
-    (free,) = engine.add(PROMPT, SamplingParams(max_tokens=9, ignore_eos=True))
-    started = time.monotonic()
-    while free.finish_reason is None or quick.finish_reason is None:
-        engine.step()
-    assert waits.first_token is None, "the slow grammar was awaited by all"
-    assert time.monotonic() - started < 1.5
-    run(engine)
-    assert waits.finish_reason == "stop" and tokenizer().decode(waits.output_ids[:-1]) == "slow"
-    check(engine)
 
 
 WRONG = {
@@ -469,48 +409,6 @@ def test_masks_are_begun_before_tokens_are_dealt_out(model: Model, monkeypatch: 
     check(engine)
 
 
-def nested(depth: int) -> Any:
-    schema: Any = {"type": "null"}
-    for _ in range(depth):
-        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
-    return schema
-
-
-HOSTILE: dict[str, Grammar] = {
-    "counts": Grammar.regex("a{1,9999}{1,9999}"),
-    "counts of counts": Grammar.regex("(a{1,999}b?){1,999}"),
-    "catastrophic": Grammar.regex("((a+)+|(a|aa)+b|(.*a){25})c"),
-    "blow-up": Grammar.regex("(a|b)*a(a|b){20}"),
-    "deep": Grammar.json_schema(nested(42)),
-    "wide": Grammar.json_schema({"type": "object", "properties": {f"p{n}": True for n in range(2000)}}),
-    "many strings": Grammar.json_schema({"enum": [f"{'x' * 20}{n}" for n in range(8000)]}),
-    "no base": Grammar.json_schema({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
-    "itself": Grammar.json_schema({"$ref": "#"}),
-    "ambiguous": Grammar.lark('start: s\ns: s s | "a" |'),
-    "left": Grammar.lark('start: start "a" | "b"'),
-}
-
-
-def test_hostile_grammars_harm_nobody(model: Model) -> None:
-    engine = engine_of(model, max_rows=16)
-    bystander = SamplingParams(max_tokens=80, temperature=1.0, seed=1, ignore_eos=True)
-    (expected,) = engine.generate([PROMPT], bystander)
-    started = time.process_time()
-    (kept,) = engine.add(PROMPT, bystander)
-    hostile = {
-        name: engine.add(PROMPT, SamplingParams(max_tokens=40, temperature=1.0, seed=2, grammar=grammar))[0]
-        for name, grammar in HOSTILE.items()
-    }
-    run(engine, 60.0)
-    for name, request in hostile.items():
-        assert request.finish_reason in ("stop", "length", "error"), f"{name}: {request.finish_reason}"
-        if request.finish_reason == "error":
-            assert isinstance(request.error, UserError), f"{name}: {request.error!r}"
-    assert kept.output_ids == expected.token_ids, "a hostile grammar changed somebody's tokens"
-    assert time.process_time() - started < 2 * len(HOSTILE)
-    check(engine)
-
-
 def test_a_thousand_grammars_are_forgotten(model: Model) -> None:
     engine = engine_of(model, grammar_cache_bytes=5_000_000)
     pool = engine.masks.pool  # type: ignore[attr-defined]
@@ -755,16 +653,6 @@ def test_masked_steps_overlap(model: Model, done: bool) -> None:
     check(engine)
 
 
-class Guess(Watcher):
-    """Drafts a fixed continuation, of which a grammar may refuse the rest."""
-
-    def __init__(self, text: str) -> None:
-        self.ids = tokenizer().encode(text)
-
-    def propose(self, request: Request, most: int) -> Sequence[int]:
-        return self.ids[:most]
-
-
 def test_what_is_forced_is_drafted_for_a_few_and_not_for_many() -> None:
     """Their steps have slower kernels, and everybody in them waits."""
     drafter = GrammarDrafter(most_ahead=Guidance().jump_rows)
@@ -878,40 +766,68 @@ def test_guesses_of_another_drafter_are_cut_where_the_grammar_says(model: Model,
     check(engine)
 
 
-def crowd(model: Model, count: int, at_once: int, **options: Any) -> None:
-    rng = random.Random(7)
-    names = list(SCHEMAS)
-    engine = engine_of(model, max_rows=at_once, step_tokens=192, chunk_tokens=16, **options)
-    params, prompts, chosen = [], [], []
-    for number in range(count):
-        name = rng.choice(names)
-        chosen.append(name)
-        params.append(
-            SamplingParams(
-                max_tokens=rng.randrange(20, 80), temperature=1.0, seed=number, grammar=GRAMMARS[name]
-            )
-        )
-        prompts.append([rng.randrange(1, 257) for _ in range(rng.randrange(1, 40))])
-    done = engine.generate(prompts, params)
-    for completion, name in zip(done, chosen, strict=True):
-        assert completion.prompt_ids  # the index names the request
-        if (
-            completion.finish_reason == "length"
-            and len(prompts[completion.index]) + len(completion.token_ids) >= 96
-        ):
-            continue
-        must_obey(completion, name)
-    assert sum(completion.finish_reason == "stop" for completion in done) > count / 2
-    assert engine.scheduler.preemptions > 0 and engine.stats.most_running > at_once // 2
-    check(engine)
-
-
 @pytest.mark.parametrize("overlap", [True, False], ids=["ahead", "speculating"])
 def test_a_crowd_parses(model: Model, overlap: bool) -> None:
-    crowd(model, 60, 12, overlap=overlap, cache_bytes=blocks(model, 90))
+    crowd(engine_of(model, **CROWD, overlap=overlap, cache_bytes=blocks(model, 90)), 60, SCHEMAS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", [True, False], ids=["ahead", "speculating"])
 def test_a_thousand_parse(model: Model, overlap: bool) -> None:
-    crowd(model, 1000, 64, overlap=overlap, cache_bytes=blocks(model, 260))
+    many = CROWD | {"max_rows": 64, "cache_bytes": blocks(model, 260)}
+    crowd(engine_of(model, **many, overlap=overlap), 1000, SCHEMAS)
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize("overlap", [True, False], ids=["ahead", "in turn"])
+def test_greedy_and_sampled_outputs_obey(model: Model, name: str, overlap: bool) -> None:
+    engine = engine_of(model, overlap=overlap)
+    params = [SamplingParams(max_tokens=60, grammar=GRAMMARS[name])]
+    params += [
+        SamplingParams(max_tokens=60, temperature=1.0, seed=s, grammar=GRAMMARS[name]) for s in range(4)
+    ]
+    for completion in engine.generate([PROMPT] * len(params), params):
+        must_obey(completion, name)
+    check(engine)
+
+
+def nested(depth: int) -> Any:
+    schema: Any = {"type": "null"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+HOSTILE: dict[str, Grammar] = {
+    "counts": Grammar.regex("a{1,9999}{1,9999}"),
+    "counts of counts": Grammar.regex("(a{1,999}b?){1,999}"),
+    "catastrophic": Grammar.regex("((a+)+|(a|aa)+b|(.*a){25})c"),
+    "blow-up": Grammar.regex("(a|b)*a(a|b){20}"),
+    "deep": Grammar.json_schema(nested(42)),
+    "wide": Grammar.json_schema({"type": "object", "properties": {f"p{n}": True for n in range(2000)}}),
+    "many strings": Grammar.json_schema({"enum": [f"{'x' * 20}{n}" for n in range(8000)]}),
+    "no base": Grammar.json_schema({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
+    "itself": Grammar.json_schema({"$ref": "#"}),
+    "ambiguous": Grammar.lark('start: s\ns: s s | "a" |'),
+    "left": Grammar.lark('start: start "a" | "b"'),
+}
+
+
+def test_hostile_grammars_harm_nobody(model: Model) -> None:
+    engine = engine_of(model, max_rows=16)
+    bystander = SamplingParams(max_tokens=80, temperature=1.0, seed=1, ignore_eos=True)
+    (expected,) = engine.generate([PROMPT], bystander)
+    started = time.process_time()
+    (kept,) = engine.add(PROMPT, bystander)
+    hostile = {
+        name: engine.add(PROMPT, SamplingParams(max_tokens=40, temperature=1.0, seed=2, grammar=grammar))[0]
+        for name, grammar in HOSTILE.items()
+    }
+    run(engine, 60.0)
+    for name, request in hostile.items():
+        assert request.finish_reason in ("stop", "length", "error"), f"{name}: {request.finish_reason}"
+        if request.finish_reason == "error":
+            assert isinstance(request.error, UserError), f"{name}: {request.error!r}"
+    assert kept.output_ids == expected.token_ids, "a hostile grammar changed somebody's tokens"
+    assert time.process_time() - started < 2 * len(HOSTILE)
+    check(engine)

@@ -89,6 +89,7 @@ class Bench:
             "-m",
             "not gpu and not weights and not long",
         ]
+        (self.copy / "output").unlink(missing_ok=True)  # a longer one's end would stay
         status, output = self.nursery.pytest(self.copy, [*quiet, *self.target.tests], self.limit)
         seconds = self.nursery.seconds
         if status == OUT_OF_TIME:

@@ -53,7 +53,7 @@ from speculative.taps import Taps, layers_of, tapped
 from speculative.verify_graph import VerifyPlan, verify_sizes
 from tests.equivalence.compare import assert_all_same, next_logits
 from tests.fakes import FakeDrafter
-from tests.heads import head_of, hidden_states
+from tests.heads import clean_drafts, head_of, hidden_states
 from tests.schedules import check, fake_engine, play_seeds
 
 SMALL = {"max_rows": 6, "max_len": 96, "block_size": 4, "cache_bytes": 1 << 20, "step_tokens": 64}
@@ -596,15 +596,6 @@ def with_draft_model(model: Model, small: Model, **options: Any) -> tuple[PagedE
     speculator = Speculator(source, Control(4, adaptive=False))
     speculate(engine, speculator)
     return engine, source
-
-
-def clean_drafts(source: DraftModel | None) -> None:
-    if source is None:
-        return
-    assert not source.shadows, "a request that has ended is still in the draft model"
-    assert source.cache.free == source.cache.allocator.count, "blocks of the draft model leak"
-    assert source.rows.free == source.rows.count, "rows of the draft model leak"
-    source.cache.check()
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.3])

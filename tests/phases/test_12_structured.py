@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 import time
 from collections import Counter
@@ -24,19 +23,22 @@ from continuous.engine import MOST_LOOKS, Engine
 from continuous.work import Work
 from forward.model import Model
 from paged_cache import PagedEngine
-from speculative.loops import Watcher
 from structured.loop import TwoHalves
 from structured.masks import GrammarMasks
 from tests.fakes import OddOnly
 from tests.schedules import check
 from tests.structured_kit import (
+    CROWD,
     GRAMMARS,
     PROMPT,
     SCHEMAS,
     SMALL,
+    Guess,
+    Make,
     Slow,
     blocks,
     computed_after_their_end,
+    crowd,
     must_obey,
     run,
     text_of,
@@ -51,6 +53,11 @@ def engine_of(model: Model, **options: Any) -> PagedEngine:
     return structured.load(model, tokenizer=tokenizer(), **{**SMALL, **options})
 
 
+@pytest.fixture
+def make() -> Make:
+    return engine_of
+
+
 @pytest.fixture(scope="module")
 def engine(model: Model) -> PagedEngine:
     return engine_of(model)
@@ -58,8 +65,8 @@ def engine(model: Model) -> PagedEngine:
 
 @pytest.mark.parametrize("name", SCHEMAS)
 @pytest.mark.parametrize("overlap", [True, False], ids=["ahead", "in turn"])
-def test_greedy_and_sampled_outputs_obey(model: Model, name: str, overlap: bool) -> None:
-    engine = engine_of(model, overlap=overlap)
+def test_greedy_and_sampled_outputs_obey(model: Model, make: Make, name: str, overlap: bool) -> None:
+    engine = make(model, overlap=overlap)
     params = [SamplingParams(max_tokens=60, grammar=GRAMMARS[name])]
     params += [
         SamplingParams(max_tokens=60, temperature=1.0, seed=s, grammar=GRAMMARS[name]) for s in range(4)
@@ -224,8 +231,8 @@ def test_an_abort_leaves_the_others_alone(engine: PagedEngine) -> None:
     check(engine)
 
 
-def test_a_request_waits_for_its_grammar_and_nobody_else_does(model: Model) -> None:
-    engine = engine_of(model, grammar_seconds=60.0)
+def test_a_request_waits_for_its_grammar_and_nobody_else_does(model: Model, make: Make) -> None:
+    engine = make(model, grammar_seconds=60.0)
     Slow(engine, 2.0)
     (waits,) = engine.add(PROMPT, SamplingParams(max_tokens=9, grammar=Grammar.regex("slow")))
     (quick,) = engine.add(PROMPT, SamplingParams(max_tokens=9, grammar=Grammar.regex("quick")))
@@ -470,8 +477,8 @@ HOSTILE: dict[str, Grammar] = {
 }
 
 
-def test_hostile_grammars_harm_nobody(model: Model) -> None:
-    engine = engine_of(model, max_rows=16)
+def test_hostile_grammars_harm_nobody(model: Model, make: Make) -> None:
+    engine = make(model, max_rows=16)
     bystander = SamplingParams(max_tokens=80, temperature=1.0, seed=1, ignore_eos=True)
     (expected,) = engine.generate([PROMPT], bystander)
     started = time.process_time()
@@ -506,24 +513,6 @@ def test_masks_for_some_places_leave_the_others(wanted: int | None) -> None:
         assert torch.equal(logits, before), "log-probabilities need the logits as they were"
 
 
-def obey_beside_free_rows(model: Model, **options: Any) -> None:
-    engine = engine_of(model, **options)
-    names = list(SCHEMAS)
-    bound = [
-        SamplingParams(max_tokens=40, temperature=1.0, seed=n, grammar=GRAMMARS[m])
-        for n, m in enumerate(names)
-    ]
-    free = [SamplingParams(max_tokens=20, ignore_eos=True)] * 2
-    done = engine.generate([PROMPT] * (len(bound) + 2), [*free, *bound])
-    alone = engine.generate([PROMPT] * 2, free)
-    assert [c.token_ids for c in done[:2]] == [c.token_ids for c in alone], (
-        "a neighbour's grammar changes tokens"
-    )
-    for completion, name in zip(done[2:], names, strict=True):
-        must_obey(completion, name)
-    check(engine)
-
-
 def test_masked_steps_overlap(model: Model) -> None:
     masks = OddOnly(model.config.vocab_size)
     made = cuda_graphs.load(model, **SMALL)
@@ -533,16 +522,6 @@ def test_masked_steps_overlap(model: Model) -> None:
         assert all(token % 2 for token in completion.token_ids), completion.token_ids
     assert masks.filled == engine.stats.steps, "a step was sampled without a mask"
     check(engine)
-
-
-class Guess(Watcher):
-    """Drafts a fixed continuation, of which a grammar may refuse the rest."""
-
-    def __init__(self, text: str) -> None:
-        self.ids = tokenizer().encode(text)
-
-    def propose(self, request: Request, most: int) -> Sequence[int]:
-        return self.ids[:most]
 
 
 @pytest.mark.parametrize("text", ["abab", "ccc", "zzz", "abzz", "d"])
@@ -561,34 +540,6 @@ def test_guesses_of_another_drafter_are_cut_where_the_grammar_says(model: Model,
     check(engine)
 
 
-def crowd(model: Model, count: int, at_once: int, **options: Any) -> None:
-    rng = random.Random(7)
-    names = list(SCHEMAS)
-    engine = engine_of(model, max_rows=at_once, step_tokens=192, chunk_tokens=16, **options)
-    params, prompts, chosen = [], [], []
-    for number in range(count):
-        name = rng.choice(names)
-        chosen.append(name)
-        params.append(
-            SamplingParams(
-                max_tokens=rng.randrange(20, 80), temperature=1.0, seed=number, grammar=GRAMMARS[name]
-            )
-        )
-        prompts.append([rng.randrange(1, 257) for _ in range(rng.randrange(1, 40))])
-    done = engine.generate(prompts, params)
-    for completion, name in zip(done, chosen, strict=True):
-        assert completion.prompt_ids  # the index names the request
-        if (
-            completion.finish_reason == "length"
-            and len(prompts[completion.index]) + len(completion.token_ids) >= 96
-        ):
-            continue
-        must_obey(completion, name)
-    assert sum(completion.finish_reason == "stop" for completion in done) > count / 2
-    assert engine.scheduler.preemptions > 0 and engine.stats.most_running > at_once // 2
-    check(engine)
-
-
 @pytest.mark.parametrize("overlap", [True, False], ids=["ahead", "speculating"])
 def test_a_crowd_parses(model: Model, overlap: bool) -> None:
-    crowd(model, 60, 12, overlap=overlap, cache_bytes=blocks(model, 90))
+    crowd(engine_of(model, **CROWD, overlap=overlap, cache_bytes=blocks(model, 90)), 60)
