@@ -25,11 +25,11 @@ def times(ranks: Ranks, way: str, sizes: list[int], hidden: int, samples: int = 
     reducer: Reducer = PLAIN
     most = max(sizes)
     if way != "nccl":
-        from phases.appendix.all_reduce.symmetric import MOST, Limits, Symmetric
+        from phases.appendix.all_reduce.symmetric import MOST, SizeLimits, Symmetric
 
         name, most = ranks.text("timing"), MOST
         reducer = Symmetric(
-            ranks, hidden, dtype, Limits(0, MOST) if way == "two-shot" else Limits(MOST, 0), name
+            ranks, hidden, dtype, SizeLimits(0, MOST) if way == "two-shot" else SizeLimits(MOST, 0), name
         )
     found = {}
     for size in sizes:

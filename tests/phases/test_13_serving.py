@@ -61,7 +61,7 @@ def make(engine: PagedEngine, tokenizer: Tokenizer) -> Callable[..., App]:
 def test_messages_come_out_as_they_went_in():
     params = SamplingParams(max_tokens=3, logit_bias={5: -1.5}, seed=2**64 - 1, stop_token_ids=(1, 2), n=2)
     commands: list[Any] = [AddPrompt(7, [1, 2, 3], params, 5, "salt"), AbortCompletions([7, 8])]
-    commands += [messages.Watch(0.1), messages.Stop()]
+    commands += [messages.WatchEngine(0.1), messages.Stop()]
     assert messages.commands(messages.encode(commands)) == commands
     step = StepReport(
         [1, 2],

@@ -12,7 +12,16 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from common.sampling.params import SamplingParams
-from serving.messages import AbortCompletions, AddPrompt, Command, Ready, StepReport, StepStats, Watch, encode
+from serving.messages import (
+    AbortCompletions,
+    AddPrompt,
+    Command,
+    Ready,
+    StepReport,
+    StepStats,
+    WatchEngine,
+    encode,
+)
 from serving.seams import Sink
 
 State = Literal["starting", "ready", "restarting", "stopped"]
@@ -87,7 +96,7 @@ class EngineClient:
     def watch(self, seconds: float) -> None:
         """Ask for a picture of the engine every so many seconds; 0: no more."""
         self._watch = seconds
-        self._send(Watch(seconds))
+        self._send(WatchEngine(seconds))
 
     def _send(self, command: Command) -> None:
         """All that is said in one turn of the event loop travels in one message."""

@@ -43,7 +43,7 @@ class AbortCompletions(Struct, array_like=True, tag="abort"):
     numbers: list[int]
 
 
-class Watch(Struct, array_like=True, tag="watch"):
+class WatchEngine(Struct, array_like=True, tag="watch"):
     """Send pictures of the engine, at most one in `seconds`; 0: no more."""
 
     seconds: float
@@ -53,7 +53,7 @@ class Stop(Struct, array_like=True, tag="stop"):
     """End the process."""
 
 
-Command = AddPrompt | AbortCompletions | Watch | Stop
+Command = AddPrompt | AbortCompletions | WatchEngine | Stop
 
 
 class Ready(Struct, array_like=True, tag="ready"):

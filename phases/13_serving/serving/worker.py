@@ -25,7 +25,7 @@ from serving.messages import (
     StepStats,
     Stop,
     Token,
-    Watch,
+    WatchEngine,
     ending,
     read,
 )
@@ -80,7 +80,7 @@ class Worker:
                     request = self.live.get(number)
                     if request is not None:
                         self.engine.abort(request)
-            case Watch():
+            case WatchEngine():
                 self.observer.hear(command, [])
             case Stop():
                 self._stopped = True

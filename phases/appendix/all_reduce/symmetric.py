@@ -83,7 +83,7 @@ class Shared:
 
 
 @dataclass(frozen=True)
-class Limits:
+class SizeLimits:
     """Up to how many bytes each way is taken; above both it is torch.distributed's."""
 
     one: int
@@ -92,14 +92,14 @@ class Limits:
 
 MOST = 8 << 20
 """Bytes of the largest sum over shared memory."""
-USUAL = {2: Limits(256 << 10, MOST), 4: Limits(128 << 10, MOST)}
+USUAL = {2: SizeLimits(256 << 10, MOST), 4: SizeLimits(128 << 10, MOST)}
 """By the number of ranks: where PyTorch's own kernels of the two kinds cross on H200s."""
 
 
 class Symmetric(Reducer):
     """Adds up over shared memory, by one shot or two."""
 
-    def __init__(self, ranks: Ranks, hidden: int, dtype: torch.dtype, limits: Limits, name: str) -> None:
+    def __init__(self, ranks: Ranks, hidden: int, dtype: torch.dtype, limits: SizeLimits, name: str) -> None:
         self.limits, self.hidden, self.dtype = limits, hidden, dtype
         row = hidden * dtype.itemsize
         self.most_rows = max(limits.one, limits.two) // row
@@ -161,9 +161,9 @@ class Symmetric(Reducer):
 def symmetric(ranks: Ranks, model: Model, way: str) -> Symmetric:
     """Sums of a model's hidden states over shared memory: by one way, or by `auto` as their size has it."""
     most = MOST if ranks.device.type == "cuda" else 1 << 16  # the interpreter needs long for more
-    chosen = {"one-shot": Limits(most, 0), "two-shot": Limits(0, most)}
+    chosen = {"one-shot": SizeLimits(most, 0), "two-shot": SizeLimits(0, most)}
     limits = chosen.get(way) or USUAL.get(ranks.size, USUAL[4])
-    limits = Limits(min(limits.one, most), min(limits.two, most))
+    limits = SizeLimits(min(limits.one, most), min(limits.two, most))
     name = uuid.uuid4().hex if ranks.rank == 0 else ""
     name = ranks.text(name)
     return Symmetric(ranks, model.config.hidden_size, model.dtype, limits, name)

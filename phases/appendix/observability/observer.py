@@ -10,7 +10,7 @@ from typing import Any
 from common.request import Request
 from continuous.engine import Engine
 from phases.appendix.observability.picture import picture
-from serving.messages import DRAFT, FORCED, AddPrompt, Command, StepReport, Watch
+from serving.messages import DRAFT, FORCED, AddPrompt, Command, StepReport, WatchEngine
 from serving.seams import Observer, ServedEngine
 from structured.masks import GrammarMasks
 
@@ -30,7 +30,7 @@ class EngineObserver(Observer):
     def hear(self, command: Command, requests: Sequence[Request]) -> None:
         """See `Observer`."""
         match command:
-            case Watch():
+            case WatchEngine():
                 self.seconds, self._drawn = command.seconds, 0.0
             case AddPrompt():
                 if command.traced:
