@@ -21,9 +21,10 @@ from forward.model import Model
 from parallel import crew as crews
 from parallel.engine import Leader
 from phases import find_phase
+from phases.appendix.drafting_in_graphs.loop import InGraph
 from phases.appendix.guidance.loop import EarlyHalves
 from phases.config import EngineConfig
-from speculative.loops import InGraph, Waiting
+from speculative.loops import Waiting
 from tests.structured_kit import tokenizer
 
 pytest.importorskip("llguidance")
