@@ -1,1 +1,1 @@
-"""What the `ladder` command does: one file a command, and what several of them share."""
+"""The `ladder` command: one file a command, and the code that several of them share."""

@@ -84,7 +84,7 @@ def bench(
 
 
 def _announce(name: str, options: BenchOptions, recorded: Evidence | None) -> None:
-    """What is measured, and how long it takes as far as anybody knows."""
+    """Print the name of the measurement, and its duration as far as that is known."""
     err.print(
         f"[dim]{name} on {options.device}, {str(options.dtype).removeprefix('torch.')}, "
         f"{count(options.repeats, 'sample')} of each variant[/dim]"

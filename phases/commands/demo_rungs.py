@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from forward.model import Model
+from paged_cache.memory import weight_bytes
 from phases import Phase
 from phases.registry import BLOCKS, ROWS, load_engine
 
@@ -21,7 +22,7 @@ CHUNKED = 7
 
 @dataclass(frozen=True)
 class Work:
-    """What answering all questions took.
+    """The cost of answering all questions.
 
     computed: tokens that went through the model.
     steps: passes over the weights.
@@ -48,7 +49,7 @@ class Show:
 
     @property
     def rounds(self) -> bool:
-        """Whether its weights are others, so that answers may be, too."""
+        """True if its weights are others, so that answers may be, too."""
         return any(name == "quantization" for name, _ in self.options)
 
 
@@ -125,7 +126,7 @@ class Counter:
     def __init__(self, phase: Phase, engine: Any) -> None:
         self._phase, self._engine = phase, engine
         self._model: Model = engine.runner.model if phase.number >= ROWS else engine.model
-        self.work = Work(weights=self._model.weight_bytes)
+        self.work = Work(weights=weight_bytes(self._model))
 
     def __enter__(self) -> Counter:
         self._before = replace(self._engine.stats) if self._phase.number >= ROWS else None

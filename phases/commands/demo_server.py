@@ -42,7 +42,7 @@ def run(model: str, device: str, dtype: str) -> int:
 
 
 def _curl(url: str, body: dict[str, object]) -> str:
-    """What `curl` would send, and the answer's text."""
+    """Return the call of `curl`, and the answer's text."""
     data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
     asked = urllib.request.Request(f"{url}/v1/chat/completions", data, headers)
     with urllib.request.urlopen(asked, timeout=120) as answer:

@@ -159,7 +159,7 @@ def _dtypes(device: torch.device) -> str:
 
 
 def _neighbours() -> tuple[str, str]:
-    """What other programs take of the processor while we wait for half a second."""
+    """Return the share of the processor that other programs take during half a second."""
     before = usage()
     time.sleep(WAIT)
     part = share(before, usage())

@@ -1,4 +1,4 @@
-"""What a command refuses before PyTorch is imported: a wrong word must not take two seconds to be told."""
+"""Refusals before PyTorch is imported: a wrong word must not take two seconds to be told."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def encode(tokenizer: Tokenizer, prompt: str, chat: bool) -> list[int]:
 
 @dataclass(frozen=True)
 class Served:
-    """What a phase generated. `first_token` and `seconds` count from the start; the first may be missing."""
+    """The output of a phase. `first_token` and `seconds` count from the start; the first may be missing."""
 
     completions: list[Completion]
     seconds: float

@@ -83,7 +83,7 @@ def run(
 def plans(
     work: Workload, users: str | None, rate: float | None, requests: int | None
 ) -> list[tuple[str, Plan]]:
-    """What to send, with a label for each. Raises `UserError`."""
+    """Return the plans of requests, with a label for each. Raises `UserError`."""
     if users is not None and rate is not None:
         raise UserError("--users and --rate are both given, but only one of them can be")
     bodies = bodies_of(work)
@@ -136,7 +136,7 @@ def _plain(error: str) -> str:
 
 
 class Watch:
-    """What is shown while requests run: the table on a screen, elsewhere a line every `QUIET` seconds."""
+    """The progress of requests: a table on a screen, elsewhere a line every `QUIET` seconds."""
 
     def __init__(self, rows: Sequence[dict[str, Any]], label: str, plan: Plan, goal: Goal) -> None:
         self.rows, self.label, self.plan, self.goal = rows, label, plan, goal

@@ -115,7 +115,7 @@ def run(
 
 
 def _folder_of(model: str) -> Path:
-    """Where the tokenizer and, if they are not random, the weights are."""
+    """Return the folder of the tokenizer and, if they are not random, the weights."""
     return made_up_tokenizer(model) if model.startswith(RANDOM) else fetch_with_progress(model)
 
 

@@ -16,7 +16,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def truth(question: Question) -> float:
-    """What the evidence says. Raises `UserError` when it has no such run."""
+    """Return the evidence's value. Raises `UserError` when it has no such run."""
     value = _metric(question, question.run)
     return value / _metric(question, question.over) if question.over else value
 
@@ -37,7 +37,7 @@ def _metric(question: Question, wanted: Mapping[str, Any]) -> float:
 
 
 def is_right(question: Question, answer: float) -> bool:
-    """Whether an answer is within the question's tolerance of the evidence."""
+    """Return True if an answer is within the question's tolerance of the evidence."""
     known = truth(question)
     return abs(answer - known) <= question.tolerance * abs(known)
 

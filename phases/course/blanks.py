@@ -68,7 +68,7 @@ class _Replacing(cst.CSTTransformer):
         return self.replaced(name, updated_node)
 
     def replaced(self, name: str, node: cst.FunctionDef) -> cst.BaseStatement | cst.RemovalSentinel:
-        """What takes the place of a function."""
+        """Return the replacement of a function."""
         raise NotImplementedError
 
 
@@ -100,7 +100,7 @@ class _Blanker(_Replacing):
 
 
 def message_of(exercise: str) -> str:
-    """What a blank function says when it is called."""
+    """Return the message of a blank function when it is called."""
     return f"exercise {exercise}" if exercise else MASKED
 
 
@@ -138,7 +138,7 @@ def _raised(node: cst.FunctionDef) -> Iterator[str]:
 
 
 def is_blank(source: str, name: str, exercise: str) -> bool:
-    """Whether a student has left a function as it was made: all that it does is to raise.
+    """Return True if a student has left a function as it was made: all that it does is to raise.
 
     Raises:
         NotThere: the function is gone.
@@ -185,7 +185,7 @@ def graft(reference: str, student: str, names: Collection[str]) -> str:
 
 
 def _outside(node: cst.FunctionDef) -> tuple[object, ...]:
-    """What callers see of a function: whether it is asynchronous, its decorators, and its parameters."""
+    """Return a function's interface: whether it is asynchronous, its decorators, and its parameters."""
     written = ast.parse(f"def f({text_of(node.params)}\n): ...").body[0]
     assert isinstance(written, ast.FunctionDef)
     given = written.args
@@ -233,7 +233,7 @@ def _new_methods(
 
 
 def _is_new(statement: cst.BaseStatement, reference: cst.Module) -> bool:
-    """Whether it is an import, a function, a class or a constant that the reference does not have."""
+    """Return True if it is an import, a function, a class or a constant that the reference does not have."""
     if text_of(statement).strip() in {text_of(other).strip() for other in reference.body}:
         return False
     known = {name for other in reference.body for name in names_of(other)}

@@ -1,4 +1,4 @@
-"""Whether a student's functions are right: small cases, tests, and tests of later phases."""
+"""The check of a student's functions: small cases, tests, and tests of later phases."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one exercise."""
+    """The result of one exercise."""
 
     exercise: Exercise
     state: State
@@ -66,7 +66,7 @@ class Verdict:
 
     @property
     def right(self) -> bool:
-        """Whether everything that was run has passed."""
+        """True if everything that was run has passed."""
         return self.state == "passes here"
 
 

@@ -21,7 +21,7 @@ EARNED: dict[State, float] = {"passes here": 1.0, "breaks a later phase": 0.5}
 
 @dataclass(frozen=True)
 class Score:
-    """What an exercise or a question has earned, and why not more."""
+    """The points of an exercise or a question, and the reason for each that is missing."""
 
     id: str
     title: str

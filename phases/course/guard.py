@@ -1,4 +1,4 @@
-"""What an exercise may use: nothing in it needs the system, the tests, or another place's code.
+"""The allowed names of an exercise: nothing in it needs the system, the tests, or another place's code.
 
 This reads the source and runs nothing. What the reference's own file does is allowed; what leads elsewhere is
 refused by name. It is no sandbox (docs/coursework.md tells what remains), and not the only wall: `checking`

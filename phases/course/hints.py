@@ -92,7 +92,7 @@ def log(folder: Path, what: str, exercise: str, **more: object) -> None:
 
 
 def logged(folder: Path, exercise: str, what: str) -> list[dict[str, object]]:
-    """What the log says of an exercise."""
+    """Return the log's entries of an exercise."""
     found = []
     with suppress(OSError):
         for line in text_in(folder, LOG, errors="replace").splitlines():

@@ -1,4 +1,4 @@
-"""What the course takes from the lessons: traps, paragraphs, and the lesson itself without the answers."""
+"""The course's use of the lessons: traps, paragraphs, and the lesson itself without the answers."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class TritonPagedAttention(PagedAttention):
 
     @property
     def stores_early(self) -> bool:
-        """Whether keys and values may be in the pool before the call, stored by the kernel that makes them.
+        """True if keys and values may be in the pool before the call, stored by the kernel that makes them.
 
         Torch's prefill wants them in hand.
         """

@@ -1,4 +1,4 @@
-"""Who computes what: plain torch as in phase 01, or the kernels of this phase."""
+"""The choice of each kind of operator: plain torch as in phase 01, or the kernels of this phase."""
 
 from __future__ import annotations
 

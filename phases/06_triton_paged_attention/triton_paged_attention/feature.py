@@ -64,7 +64,7 @@ class Kernels(Feature):
 
     @property
     def attends(self) -> bool:
-        """Whether all attention is in kernels, as graphs need it."""
+        """True if all attention is in kernels, as graphs need it."""
         return self.attention_prefill == self.attention_decode == "triton"
 
     def attention_of(self, kind: type[TritonPagedAttention], model: Model) -> Callable[..., PagedAttention]:
@@ -97,7 +97,7 @@ def check_triton(device: str) -> None:
 
 
 def interpreted() -> bool:
-    """Whether kernels of this package run in the interpreter."""
+    """Return True if kernels of this package run in the interpreter."""
     from triton.runtime.interpreter import InterpretedFunction
 
     from triton_paged_attention.kernels.kv_store import kv_store_kernel

@@ -1,4 +1,4 @@
-"""What the kernels must know of the GPU that they run on."""
+"""The facts about the GPU that the kernels need."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ TURING, AMPERE, ADA, HOPPER = (7, 5), (8, 0), (8, 9), (9, 0)
 
 @cache
 def at_least(device: torch.device, capability: tuple[int, int]) -> bool:
-    """Whether this is a GPU of a compute capability or a later one."""
+    """Return True if this is a GPU of a compute capability or a later one."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= capability
 
 
 def dependent_launch(device: torch.device) -> bool:
-    """Whether a kernel can start while the one before it still runs (programmatic dependent launch)."""
+    """Return True if a kernel can start while the last one still runs (programmatic dependent launch)."""
     return at_least(device, HOPPER)
 
 

@@ -39,7 +39,7 @@ class FusedRMSNorm(nn.Module):
 
     @property
     def weights(self) -> NormWeights:
-        """What a kernel that normalizes on its way needs."""
+        """The norm's weights, for a kernel that normalizes on its way."""
         return NormWeights(self.weight, self.eps, self.one_plus)
 
     def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:

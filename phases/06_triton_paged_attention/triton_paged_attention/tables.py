@@ -38,7 +38,7 @@ class Table(Generic[Key, Config]):
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """How the decode kernel runs.
+    """Block sizes of the decode kernel.
 
     block_n: tokens per tile.
     splits: programs that share one request and key/value head.
@@ -85,7 +85,7 @@ DECODE = Table(decode_default)
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """How the prefill kernel runs.
+    """Block sizes of the prefill kernel.
 
     block_m: rows (query tokens times the heads of a group) per tile.
     block_n: keys per step.

@@ -20,7 +20,7 @@ def raw_scores(q, keys, scale, soft_cap, SOFT_CAP: tl.constexpr):
 
 @triton.jit
 def unit(scale, soft_cap, SOFT_CAP: tl.constexpr):
-    """What turns raw scores into scores in units of log2(e): the GPU computes 2**x, not e**x."""
+    """Return the factor from raw scores to units of log2(e): the GPU computes 2**x, not e**x."""
     return (soft_cap if SOFT_CAP else scale) * LOG2_E
 
 

@@ -52,7 +52,7 @@ FULL = 0.9
 
 
 def fills(full: int, works: Sequence[Work], longest: int) -> bool:
-    """Whether a step is for the graph of full ones. Prompts of `longest` tokens have another kernel."""
+    """Return True for a step of the full steps' graph. Prompts of `longest` tokens have another kernel."""
     ends = [work.start + work.count for work in works if work.count > 1]
     return sum(work.count for work in works) >= FULL * full and max(ends, default=0) < longest
 

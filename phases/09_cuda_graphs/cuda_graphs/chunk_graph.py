@@ -42,7 +42,7 @@ NOTHING: Ints = np.zeros(0, np.int64)
 
 
 class Layout:
-    """Where each input of a chunk graph lies in one flat array of int64, so that one copy sends them all.
+    """The places of a chunk graph's inputs in one flat array of int64, so that one copy sends them all.
 
     samples: the most tokens that are sampled; None: one a request, and drafts are in the rows already.
 

@@ -25,13 +25,13 @@ KINDS = (*CAPTURED, None)
 
 
 def captured(plan: Plan) -> bool:
-    """Whether a graph can sample like this."""
+    """Return True if a graph can sample like this."""
     return plan.features in CAPTURED and plan.wanted is None
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a step works with; all of it stays where it is as long as the engine lives."""
+    """The objects that a step works with; all of them stay where they are as long as the engine lives."""
 
     model: Model
     attention: TritonPagedAttention

@@ -73,5 +73,5 @@ class Overlap(Feature):
 
 
 def _attends(features: Mapping[str, Feature | None]) -> bool:
-    """Whether a feature has brought attention that a graph can hold."""
+    """Return True if a feature has brought attention that a graph can hold."""
     return any(getattr(feature, "attends", False) for feature in features.values())

@@ -1,4 +1,4 @@
-"""What graphs need beside weights and cache, decided before the cache takes the rest."""
+"""The memory of graphs beside weights and cache, decided before the cache takes the rest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paged_cache.memory import activation_bytes
 
 @dataclass(frozen=True)
 class Startup:
-    """What capturing took: graphs, seconds (compiling kernels included), and bytes of device memory."""
+    """The cost of capturing: graphs, seconds (compiling kernels included), and bytes of device memory."""
 
     graphs: int
     seconds: float

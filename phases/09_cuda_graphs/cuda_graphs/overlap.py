@@ -26,7 +26,7 @@ class Overlapped:
 
     @property
     def idle(self) -> bool:
-        """Whether no step is on its way."""
+        """True if no step is on its way."""
         return self.flying is None
 
     def advance(self, engine: Engine) -> None:

@@ -73,12 +73,12 @@ class DecodePlan:
 
 
 def decodes(works: Sequence[Work]) -> bool:
-    """Whether each request computes one token and samples the next; a chunk of one token is no decode."""
+    """Return True if each request computes one token and samples the next, unlike a chunk of one token."""
     return all(work.count == 1 and len(work.takers) == 1 for work in works)
 
 
 def decode_inputs(staging: Staging, size: int) -> Tensor:
-    """What a decode graph of a size reads of the staged numbers: `[3, size]`."""
+    """Return the staged numbers that a decode graph of a size reads: `[3, size]`."""
     return staging.device[: 3 * size].view(3, size)
 
 

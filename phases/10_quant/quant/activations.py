@@ -1,4 +1,4 @@
-"""What eight bits make of a layer's input: each token gets a scale of its own, found on the way."""
+"""Inputs of a layer in eight bits: each token gets a scale of its own, found on the way."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def quantize_tokens(x: Tensor, kind: Activations) -> tuple[Tensor, Tensor]:
 
 
 def rounded(x: Tensor, kind: Activations | None) -> Tensor:
-    """What is left of `x [..., K]` after `quantize_tokens`, in `x`'s dtype; all of it if `kind` is None."""
+    """Round `x [..., K]` as `quantize_tokens` does, in `x`'s dtype; return it unchanged if `kind` is None."""
     if kind is None:
         return x
     numbers, scale = quantize_tokens(x, kind)

@@ -1,4 +1,4 @@
-"""What a model's layers see of a text, block by block, so that methods can ask which weights matter.
+"""The inputs of a model's layers over a text, block by block, so that methods can ask which weights matter.
 
 A method needs of a layer's inputs `X [tokens, K]` no more than `X^T X / tokens [K, K]`: the mean error that a
 change `D [N, K]` of the weight makes in the output is the trace of `D H D^T`. One block's matrices are in
@@ -61,7 +61,7 @@ def sweep(
 def _arguments(
     model: Model, text: Sequence[int], blocks: Sequence[nn.Module]
 ) -> tuple[Tensor, list[tuple[Any, ...]]]:
-    """What the first block is given, and what every block is given beside it."""
+    """Return the first block's input, and the other arguments of every block."""
     seen: list[tuple[Any, ...]] = []
     hooks = [block.register_forward_pre_hook(lambda _, given: seen.append(given)) for block in blocks]
     ids = torch.tensor(list(text), device=model.device)

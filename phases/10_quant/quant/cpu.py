@@ -103,7 +103,7 @@ def e4m3_to_bfloat16(data: Tensor) -> Tensor:
 
 
 def tiles_fit(scheme: Scheme, n: int) -> bool:
-    """Whether the four-bit routine can read weights of a scheme with `n` outputs."""
+    """Return True if the four-bit routine can read weights of a scheme with `n` outputs."""
     return scheme.weights == "int4" and scheme.group in _GROUPS and n % _OUTPUTS == 0
 
 

@@ -21,7 +21,7 @@ AUTO, PLAIN = "auto", "none"
 
 
 def head_for(scheme: str, device: torch.device) -> str:
-    """What the head becomes by itself: what the layers become, but for four bits, by which it loses most.
+    """Return the head's format by default: that of the layers, but for four bits, by which it loses most.
 
     Then it is what a device reads fastest of those with eight: one with e4m3 products multiplies many tokens
     by them without unpacking.
@@ -99,7 +99,7 @@ class Quant(Feature):
 
 
 def _pairs(parts: Parts, kind: str) -> bool:
-    """Whether values lie in pairs: for kernels that read them so, which need a conversion by hardware."""
+    """Return True if values lie in pairs: for kernels that read them so, with conversion by hardware."""
     if kind != "fp8" or not getattr(parts.features.get("kernels"), "attends", False):
         return False
     if parts.size("block_size") % 2:

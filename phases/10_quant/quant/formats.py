@@ -1,4 +1,4 @@
-"""What a quantized weight is: which numbers stand for it, and who shares a scale."""
+"""Formats of quantized weights: which numbers stand for a weight, and which of them share a scale."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GROUPS = (256, 128, 64, 32, 16)
 
 @dataclass(frozen=True)
 class Scheme:
-    """How one linear layer's weight `[N, K]` is kept, and what may be done to its input.
+    """The format of one linear layer's weight `[N, K]`, and of its input.
 
     name: what it is called in options and messages.
     weights: the numbers.

@@ -71,7 +71,7 @@ def quantize(
 
 
 def offset(middle: Tensor | None, four: bool) -> Tensor | float:
-    """What is taken from a number before it is scaled."""
+    """Return the number that is subtracted before scaling."""
     if middle is not None:
         return middle.float()
     return float(MIDDLE) if four else 0.0

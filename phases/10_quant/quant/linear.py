@@ -106,7 +106,7 @@ def quantized(weight: Tensor, scheme: Scheme, name: str) -> QuantizedWeight:
 
 
 def joinable(layers: Sequence[nn.Module]) -> bool:
-    """Whether layers of one input can be one: all quantized, in the same way, all with a bias or none."""
+    """Return True if layers of one input can be one: quantized in the same way, all with a bias or none."""
     found = [layer for layer in layers if isinstance(layer, QuantLinear) and layer.tiles is None]
     if len(found) < len(layers):
         return False

@@ -105,7 +105,7 @@ def _awq(name: str, block: nn.Module, scheme: Scheme, hessians: Hessians) -> Non
 
 
 def _inputs(name: str, block: nn.Module) -> list[tuple[nn.Module, list[nn.Linear]]]:
-    """Who makes an input, and the layers that take it: where the maker can be divided by `s` at no cost.
+    """Yield each layer whose output can be divided by `s` at no cost, and the layers that take it.
 
     What attention returns can be only where every query head has values of its own, so the projection behind
     it is left out.

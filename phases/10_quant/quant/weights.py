@@ -49,7 +49,7 @@ class QuantizedWeight:
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def tensors(self) -> dict[str, Tensor]:
-        """What there is, by its name here."""
+        """The tensors that are there, by their names here."""
         found = {"data": self.data, "scale": self.scale, "zero": self.zero, "order": self.order}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
@@ -78,7 +78,7 @@ class QuantizedWeight:
         return replace(self, scheme=replace(self.scheme, scales="channel"), scale=scale)
 
     def joins(self, other: QuantizedWeight) -> bool:
-        """Whether the two can be one weight with the outputs of this one first."""
+        """Return True if the two can be one weight with the outputs of this one first."""
         a, b = self.per_channel(), other.per_channel()
         alike = replace(a.scheme, name="") == replace(b.scheme, name="") and a.shape[1] == b.shape[1]
         whole = a.scheme.scales != "block" or a.shape[0] % BLOCK == 0

@@ -64,7 +64,7 @@ class Member:
             self._lost(self.end())
 
     def end(self) -> str:
-        """How it has ended, if its connection has."""
+        """Describe the end of its process, if its connection has ended."""
         with suppress(subprocess.TimeoutExpired):
             return f"rank {self.rank} has ended (exit code {self.process.wait(NOTICE)})"
         return f"rank {self.rank} has gone"
@@ -100,7 +100,7 @@ class Crew:
             member.send(data)
 
     def answers(self, *, wait: float = 0.0) -> list[tuple[int, Any]]:
-        """What has come from whom, `(rank, message)`; waits for the first of each so many seconds."""
+        """Return the messages of the ranks, `(rank, message)`; wait for the first of each so many seconds."""
         found: list[tuple[int, Any]] = []
         for member in self.members:
             try:

@@ -50,7 +50,7 @@ class InRanks(Journal):
         self.checksum = hash((self.checksum, *what))  # of whole numbers alone, so all processes agree
 
     def failed(self, error: BaseException) -> None:
-        """What is wrong with one request is so on every rank; else this rank is lost."""
+        """Take an error that is one request's on every rank; any other loses this rank."""
         if not isinstance(sys.exc_info()[1], RequestError):
             self.broken(error)
 
@@ -101,7 +101,7 @@ class Leader(InRanks):
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is under way. One that is broken has something to tell."""
+        """True if nothing is under way. One that is broken has something to tell."""
         return self.inner.idle and not self.crew.reason
 
     def advance(self, engine: Engine) -> None:
@@ -208,7 +208,7 @@ class Follower(InRanks):
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is under way."""
+        """True if nothing is under way."""
         return self.inner.idle
 
     def advance(self, engine: Engine) -> None:

@@ -44,7 +44,7 @@ def behind(layers: int) -> list[str]:
 
 
 def defers(block: nn.Module) -> bool:
-    """Whether both sums of a block are followed by a norm that can do them."""
+    """Return True if both sums of a block are followed by a norm that can do them."""
     return (
         isinstance(block, FusedBlock)
         and isinstance(block.self_attn, FusedAttention)

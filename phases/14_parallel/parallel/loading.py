@@ -109,7 +109,7 @@ class Part:
         self.whole_shapes, self.shapes = _shapes(self.whole), _shapes(self.own)
 
     def _fit(self, ranks: Ranks) -> None:
-        """What the configuration of a part does not say: vocabulary and, for GPT-2, heads."""
+        """Set the sizes of a part that its configuration does not hold: vocabulary and, for GPT-2, heads."""
         hidden, (first, count, room) = self.config.hidden_size, self.shard.vocabulary(self.config.vocab_size)
         with torch.device("meta"):
             (embedding,) = (name.rpartition(".")[0] for name in self.own.TIED.values())
@@ -122,13 +122,13 @@ class Part:
         self.own.tie_weights()
 
     def whole_first(self, name: str) -> bool:
-        """Whether a weight is quantized before it is cut: its scales are over all inputs."""
+        """Return True if a weight is quantized before it is cut: its scales are over all inputs."""
         owner, _, leaf = name.rpartition(".")
         rows = leaf == "weight" and owner.endswith(ROWS)
         return rows and isinstance(self.linears, Quantize) and self.linears.scheme is not None
 
     def slice(self, name: str) -> Slice | None:
-        """What of a tensor is read."""
+        """Return the slice of a tensor that is read."""
         if self.whole_first(name):
             return None
         return self.shard.cut(name, self.whole_shapes[name], self.shapes[name], self.config.num_kv_heads)
@@ -157,7 +157,7 @@ class Part:
         return self._finish(name, value)
 
     def _finish(self, name: str, value: Tensor) -> Tensor:
-        """What is beside the cut: padding, biases, and numbers that count along what was cut."""
+        """Finish the parts beside the cut: padding, biases, and numbers that count along what was cut."""
         owner, _, leaf = name.rpartition(".")
         if self.shard.rank and self.shard.first_alone(name):
             return torch.zeros_like(value)

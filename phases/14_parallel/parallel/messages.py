@@ -1,4 +1,4 @@
-"""What rank 0 tells the other ranks, and what they answer. Messages are pickled."""
+"""Messages from rank 0 to the other ranks, and their answers. Messages are pickled."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Turn(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """What the drafter has said while the step was scheduled; follows a `Turn` where there is a drafter.
+    """The drafts of the step that was scheduled; follows a `Turn` where there is a drafter.
 
     asks: whether anybody was asked. drafts: what was proposed for whom, by request.
     """

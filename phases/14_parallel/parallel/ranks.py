@@ -49,12 +49,12 @@ def device_of(first: str, rank: int) -> torch.device:
 
 
 def graphs_of(engine: Any) -> Callable[[], None]:
-    """What destroys an engine's graphs, in which it may add up over ranks. It does not hold the engine."""
+    """Return a function that destroys an engine's graphs, in which sums may be. It holds no engine."""
     return getattr(engine.runner, "let_go", lambda: None)
 
 
 def parted() -> bool:
-    """Whether this process's group has ended, which is tried for some seconds."""
+    """Return True if this process's group has ended, which is tried for some seconds."""
     end = threading.Thread(target=dist.destroy_process_group, name="parting", daemon=True)
     try:
         end.start()
@@ -154,7 +154,7 @@ class Ranks:
         return found
 
     def first(self, tensor: Tensor) -> Tensor:
-        """What rank 0 has, in the place of what this one has."""
+        """Replace the tensor by rank 0's."""
         if self._gloo is None:
             dist.broadcast(tensor, 0)
         else:

@@ -1,4 +1,4 @@
-"""Who has which part of the model: heads, the MLP's inside and the vocabulary are cut, the rest is not.
+"""The parts of a model: heads, the MLP's inside and the vocabulary are cut, the rest is whole on every rank.
 
 Shoeybi et al., "Megatron-LM", arXiv 1909.08053: of two matrices in a row the first is cut by columns and the
 second by rows, so that each rank computes its part of both by itself, and one sum over ranks ends the pair.

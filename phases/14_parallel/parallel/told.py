@@ -1,4 +1,4 @@
-"""What rank 0 decides about drafts and masks, and how the other ranks take it."""
+"""Rank 0's decisions about drafts and masks, and how the other ranks take them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Told(Watcher):
 
     @property
     def waits(self) -> bool:
-        """As rank 0's drafter before the step was scheduled."""
+        """True if rank 0's drafter waited before the step was scheduled."""
         return self.now
 
     def begin(self, running: Sequence[Request]) -> bool:
@@ -77,7 +77,7 @@ class Told(Watcher):
         return said.asks
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
-        """What rank 0's has proposed."""
+        """Return the drafts that rank 0 has proposed."""
         return self._said.drafts.get(request.id, ())
 
 
@@ -145,11 +145,11 @@ class OtherMasks(EarlyMasks):
         """Rank 0's business."""
 
     def begin(self, works: Sequence[Work], landed: Landed = NOBODYS) -> bool:
-        """As rank 0's."""
+        """Begin like rank 0."""
         return False
 
     def wants(self, works: Sequence[Work]) -> bool:
-        """Whether any taker has a grammar."""
+        """Return True if any taker has a grammar."""
         return any(taker.params.grammar is not None for work in works for taker in work.takers)
 
     def fill(self, works: Sequence[Work]) -> Allowed:

@@ -54,7 +54,7 @@ class Origins(Extension):
 
 
 def asks(exchange: Exchange) -> bool:
-    """Whether this is a browser's question about a request that it has not sent yet; it never has a key."""
+    """Return True for a browser's question about a request that it has not sent yet; it has no key."""
     headers = exchange.headers
     return (
         exchange.method == "OPTIONS" and b"origin" in headers and b"access-control-request-method" in headers

@@ -25,7 +25,7 @@ STRUCTURED = {"json": "json_schema", "regex": "regex", "choice": "choice", "gram
 
 
 def constraint(request: Wide, limits: Limits) -> tuple[str, Any, str] | None:
-    """What the output must be: a kind (`json_object`, `json_schema`, `regex`, `choice`, `grammar`), its
+    """Return the constraint: a kind (`json_object`, `json_schema`, `regex`, `choice`, `grammar`), its
     definition, and the field that asked; or None.
 
     Raises:
@@ -87,14 +87,14 @@ def _of_format(form: dict[str, Any] | None) -> tuple[str, Any] | None:
 
 
 def is_hint(request: Wide, found: tuple[str, Any, str]) -> bool:
-    """Whether a schema need not be followed where it cannot be: `response_format` with `strict` false."""
+    """Return True if a schema may be left where it cannot be followed: `response_format`, `strict` false."""
     nested = (request.response_format or {}).get("json_schema")
     strict = nested.get("strict") if isinstance(nested, dict) else None
     return found[2] == "response_format" and found[0] == "json_schema" and strict is False
 
 
 def settings(found: tuple[str, Any, str] | None) -> dict[str, Any]:
-    """What of it goes into `SamplingParams`. Raises `ApiError` if it is no grammar."""
+    """Return the grammar for `SamplingParams`. Raises `ApiError` if it is no grammar."""
     if found is None:
         return {}
     kind, definition, field = found

@@ -1,4 +1,4 @@
-"""Where each token begins in the text that is returned."""
+"""The places of tokens in the text that is returned."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Offsets:
         return self._bytes.first(token) if self._begins and token not in self._special else data
 
     def take(self, token: int) -> int:
-        """Where the next token begins; one that goes on with a character, where that does."""
+        """Return the place of the next token; one that goes on with a character is where that begins."""
         data = self.spelled(token)
         if token in self._special and not self._comes(data):
             return self._next

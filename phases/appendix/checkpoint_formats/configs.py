@@ -46,7 +46,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Stored:
-    """How the weights of a checkpoint are kept.
+    """The format of a checkpoint's weights.
 
     rules: the first that names a layer holds for it.
     plain: names of layers that are plain whatever the rules say.

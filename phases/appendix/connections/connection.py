@@ -67,7 +67,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def keeps_waiting(self) -> bool:
-        """Whether the client has to send something before the server can do anything."""
+        """True if the client has to send something before the server can do anything."""
         return not self.transport.is_closing() and (not self.owed or self.owed[0].more_body)
 
     def data_received(self, data: bytes) -> None:

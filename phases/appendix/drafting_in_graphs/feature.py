@@ -62,7 +62,8 @@ class DraftAhead(Feature):
         from phases.appendix.drafting_in_graphs.drafter import InGraphDrafter
         from phases.appendix.drafting_in_graphs.steps import ahead_bytes
 
-        parts.drafter = drafter = InGraphDrafter(speculator)
+        drafter = InGraphDrafter(speculator)
+        parts.wrap(self, drafter=lambda plain: drafter)
         parts.loops["in graph"] = partial(in_graph, drafter, length)
         models = 2 if isinstance(speculator.source, DraftModel) else 1
         parts.reserve.append(

@@ -30,11 +30,11 @@ class LatencyAttention(TritonPagedAttention):
 
     @property
     def alone(self) -> bool:
-        """Whether the step is one request's, whose tokens then come first, and the cache has no scales."""
+        """True if the step is one request's, whose tokens then come first, and the cache has no scales."""
         return self.stores_early and not self.pool.layers[0].scaled and self._requests == 1
 
     def takes_few(self, layer: LayerSpec, tokens: int) -> bool:
-        """Whether `attend_few` may be called for this step of so many tokens."""
+        """Return True if `attend_few` may be called for this step of so many tokens."""
         return self.alone and fits(tokens, layer)
 
     def plan(self) -> None:

@@ -186,7 +186,7 @@ def lone_kernel(
 
 
 def starts_early(layer: LayerSpec) -> bool:
-    """Whether attention may start before the projection in front of it has waited.
+    """Return True if attention may start before the projection in front of it has waited.
 
     What it reads before its own wait must be complete then. Behind the first layer it is: that one's
     attention lets nobody start before it has waited.

@@ -169,7 +169,7 @@ def lone_few_kernel(
 
 
 def fits(tokens: int, layer: LayerSpec) -> bool:
-    """Whether so many tokens of a request may go through this kernel."""
+    """Return True if so many tokens of a request may go through this kernel."""
     rows = triton.next_power_of_2(tokens) * (layer.num_heads // layer.num_kv_heads)
     return tokens <= FEW_TOKENS and rows <= MOST_ROWS and layer.head_dim <= WIDEST
 

@@ -15,7 +15,7 @@ from triton_paged_attention.tables import Table
 
 @dataclass(frozen=True)
 class GemvConfig:
-    """How a matrix-vector kernel runs: output rows per program, inputs per sweep, warps.
+    """Block sizes of a matrix-vector kernel: output rows per program, inputs per sweep, warps.
 
     late: let the next kernel start only when this one has read its matrix, not when it begins to.
     """
@@ -54,7 +54,7 @@ GEMV = Table(gemv_default)
 
 
 def few_pays(hidden: int, itemsize: int, device: torch.device) -> bool:
-    """Whether a model of this hidden size has kernels for a few tokens.
+    """Return True if a model of this hidden size has kernels for a few tokens.
 
     Every program repeats the norm before the product, so there may not be many programs nor long rows. And
     for float32, and before Ampere, the compiler has no tensor cores for their products.
@@ -70,7 +70,7 @@ def few_config(size: int) -> GemvConfig:
 
 @dataclass(frozen=True)
 class LoneConfig:
-    """How attention of a lone token runs: keys per tile, and programs (a power of two) per key/value head."""
+    """Block sizes of attention of one token: keys per tile, programs (a power of two) per key/value head."""
 
     block_n: int = 64
     num_warps: int = 4
@@ -105,7 +105,7 @@ LONE = Table(lone_default)
 
 @dataclass(frozen=True)
 class LoneFewConfig:
-    """How attention of a few tokens of a lone request runs: keys per tile, at most so many programs (a power
+    """Block sizes of attention of a few tokens: keys per tile, at most so many programs (a power
     of two) per key/value head, and at least so many tiles in each.
     """
 
@@ -129,7 +129,7 @@ def lone_few_config(key: LoneKey) -> LoneFewConfig:
 
 @dataclass(frozen=True)
 class HeadsConfig:
-    """How the output projection of a lone token runs: rows per program, splits that are loaded at once."""
+    """Block sizes of the output projection of a lone token: rows per program, splits loaded at once."""
 
     rows: int = 8
     num_warps: int = 8

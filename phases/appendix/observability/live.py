@@ -71,7 +71,7 @@ class Live(Extension):
             self.picture = step.picture or self.picture
 
     def event(self, after: int) -> dict[str, Any]:
-        """What there is to see now, with the steps after step number `after`."""
+        """Return the present picture, with the steps after step number `after`."""
         engine, stats, ready = self.engine, self.engine.stats, self.engine.ready
         return {
             "state": engine.state,

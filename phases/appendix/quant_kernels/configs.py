@@ -1,4 +1,4 @@
-"""How the kernels for one token are cut: rows of a tile, tiles of a program."""
+"""Block sizes of the kernels for one token: rows of a tile, tiles of a program."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ many as run at once, and a place is left for the next kernel's, which load their
 
 @dataclass(frozen=True)
 class LoopConfig:
-    """How a matrix-vector kernel with few bits runs.
+    """Block sizes of a matrix-vector kernel with few bits.
 
     rows: outputs of a tile. block_k: inputs of a tile. each: programs of a multiprocessor, at most.
     """

@@ -33,7 +33,7 @@ def sum_and_top(square_a, top_a, square_b, top_b):
 
 @triton.jit
 def input_scales(squares, top, eps, K: tl.constexpr, NORM: tl.constexpr, ROUND: tl.constexpr):
-    """What a norm multiplies its input by, and the largest magnitude behind it.
+    """Return the factor by which a norm multiplies its input, and the largest magnitude behind it.
 
     squares, top: of the input, and of the input times the norm's weight, still `[n]`. Programs repeat this,
     and every reduction is a wait: so there is one.
@@ -86,7 +86,7 @@ def place_of(
 
 @triton.jit
 def load_addends(bias, residual, row, N, ROWS: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr):
-    """What is added to outputs `row [ROWS]`."""
+    """Load the numbers that are added to outputs `row [ROWS]`."""
     added = tl.zeros([ROWS], tl.float32)
     if BIAS:
         added += tl.load(bias + row, mask=row < N, other=0.0).to(tl.float32)
@@ -177,7 +177,7 @@ def gemv8_kernel(
     GATED: tl.constexpr, KIND: tl.constexpr, ROUND: tl.constexpr, LARGEST: tl.constexpr,
     WHOLE: tl.constexpr, HARDWARE: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """As many programs as run at once. Each prepares the input and takes `ROWS` outputs again and again; the
+    """Run as many programs as fit at once. Each prepares the input and takes `ROWS` outputs in turn; the
     weights of the next are on their way while some are multiplied.
 
     SIDE: of blocks that share a scale; 0: a row does. WORDS: the numbers in a word, if the hardware has a

@@ -104,7 +104,7 @@ def _warps(padded: int) -> int:
 
 
 def _room(x: Tensor, size: int, kind: Activations | None) -> tuple[Tensor, Tensor]:
-    """Where tokens of `size` numbers go: rounded to a kind, with their scales, or of `x`'s type."""
+    """Make room for tokens of `size` numbers: rounded to a kind, with their scales, or of `x`'s type."""
     tokens = x.numel() // x.shape[-1]
     dtype = x.dtype if kind is None else DTYPES[kind]
     shape = (*x.shape[:-1], size) if kind is None else (tokens, size)

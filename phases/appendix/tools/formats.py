@@ -1,4 +1,4 @@
-"""How families of models write calls, and the grammar that keeps a call's arguments to their schema.
+"""Formats in which families of models write calls, and grammars that keep arguments to their schema.
 
 A chat template shows a model its tools, and earlier calls as they are written. The model writes its own calls
 likewise, so the format is read off the template. What is free text, and what must be a call, is one grammar:
@@ -24,7 +24,7 @@ _OPTIONS = OPTIONS | {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,12}"}
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How calls are written: `trigger before call between call after`.
+    """The format of calls: `trigger before call between call after`.
 
     A call is `{"name": NAME, ARGUMENTS: {...}}`.
 
@@ -45,18 +45,18 @@ class CallFormat:
 
     @property
     def opening(self) -> str:
-        """How a call begins, up to its name."""
+        """Return the beginning of a call, up to its name."""
         return '{"name": "'
 
     @property
     def middle(self) -> str:
-        """What stands between a call's name and its arguments."""
+        """The text between a call's name and its arguments."""
         return f'", "{self.arguments}": '
 
     def grammar(
         self, tools: Sequence[tuple[str, Schema]], *, must: bool, several: bool, content: Schema | None = None
     ) -> Grammar:
-        """What an output with these tools (name and schema of the arguments) must look like.
+        """Return the grammar of an output with these tools (name and schema of the arguments).
 
         Args:
             must: it has to be a call; otherwise it may be text, and calls may follow that.
@@ -94,7 +94,7 @@ LLAMA = CallFormat("Llama", "", arguments="parameters")
 
 
 def format_of(tokenizer: Tokenizer) -> CallFormat:
-    """How the tokenizer's model writes calls, by its chat template.
+    """Return the format in which the tokenizer's model writes calls, by its chat template.
 
     Raises:
         UserError: the model has no template, one that shows no tools, or one whose calls are not known here.

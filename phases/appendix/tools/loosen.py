@@ -82,14 +82,14 @@ def loosen(schema: Any, where: str = "") -> tuple[Any, list[str]]:
 
 
 def _asks_nothing(key: str, value: Any) -> bool:
-    """Whether a keyword with this value is met by every value."""
+    """Return True if a keyword with this value is met by every value."""
     if key == "propertyNames":
         return value is True or value == {} or value == {"type": "string"}
     return (key == "uniqueItems" and value is False) or (key in ("if", "contains") and value is True)
 
 
 def _can(key: str, value: Any, schema: dict[str, Any]) -> bool:
-    """Whether a keyword that grammars know can be enforced with this value."""
+    """Return True if a keyword that grammars know can be enforced with this value."""
     if key == "format":
         return value in FORMATS
     if key == "pattern":

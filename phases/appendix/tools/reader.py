@@ -23,7 +23,7 @@ class Called:
 
 @dataclass
 class News:
-    """What a piece of text has brought.
+    """The text and calls that a piece of text has brought.
 
     calls: by their places; a call's first news has its name, all have what is new of its arguments.
     """
@@ -115,7 +115,7 @@ class CallReader:
             self._state = "between"
 
     def _end_of_object(self) -> int:
-        """How many of the next characters belong to the object that is open."""
+        """Return how many of the next characters belong to the object that is open."""
         for place, char in enumerate(self._rest):
             if self._quoted:
                 self._quoted = self._escaped or char != '"'

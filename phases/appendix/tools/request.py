@@ -1,4 +1,4 @@
-"""What a request says about tools: checked, and brought into the shapes of templates and grammars."""
+"""A request's tools: checked, and brought into the shapes of templates and grammars."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def conversation(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def refusal(message: str, grammar: Grammar) -> str:
-    """What an engine says of the grammar of tools, in the words of who has sent the tools."""
+    """Return the engine's refusal of the tools' grammar, in the words of the client's request."""
     found = re.search(r" is refused: at (\d+)\(\d+\): (.*?)(?: 1 \| |$)", message)
     if found is None:
         return f"tools cannot be compiled: {message}"
@@ -156,7 +156,7 @@ def _types(schema: Schema) -> list[Any]:
 
 
 def _choice(chosen: Any, functions: Mapping[str, Schema]) -> tuple[bool, list[str]]:
-    """Whether a call has to be made, and of which functions."""
+    """Return True if a call has to be made, and the functions that may be called."""
     if chosen in (None, "auto", "none", "required"):
         return chosen == "required", list(functions)
     function = chosen.get("function") if isinstance(chosen, Mapping) else None

@@ -71,7 +71,7 @@ def _cache(
 
 
 def copies_of(size: int, device: torch.device) -> int:
-    """How often data of `size` bytes is repeated; the interpreter has no cache to outgrow."""
+    """Return how often data of `size` bytes is repeated; the interpreter has no cache to outgrow."""
     return min(24, int(CACHE_BYTES // size) + 1) if device.type == "cuda" else 1
 
 

@@ -33,7 +33,7 @@ class HeadNorms(NamedTuple):
 
 
 class ProductScales(NamedTuple):
-    """What a projection's output is still to be multiplied by: `rows [T]`, `columns [N]`, both float32.
+    """The pending scales of a projection's output: `rows [T]`, `columns [N]`, both float32.
 
     dtype: of the product. A later phase has projections whose output may be of any other.
     """
@@ -45,7 +45,7 @@ class ProductScales(NamedTuple):
 
 @triton.jit
 def norm_scale(squares, eps, D: tl.constexpr):
-    """What the RMSNorm of a head of `D` numbers multiplies by, from the sum of their squares."""
+    """Return the factor of the RMSNorm of a head of `D` numbers, from the sum of their squares."""
     return tl.rsqrt(squares / D + eps)
 
 

@@ -74,7 +74,7 @@ def _one(device: torch.device) -> Tensor:
 
 
 def eight_pays(weight: QuantizedWeight, device: torch.device) -> bool:
-    """Whether eight by eight is a product that the device has, for this weight."""
+    """Return True if eight by eight is a product that the device has, for this weight."""
     n, k = weight.shape
     if weight.scheme.activations is None or weight.scheme.scales != "channel" or weight.order is not None:
         return False

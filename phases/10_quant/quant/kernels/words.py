@@ -13,7 +13,7 @@ SPAN = 128
 
 
 def words_fit(weight: QuantizedWeight) -> bool:
-    """Whether a weight can lie in words: its groups are no smaller than a part of a span."""
+    """Return True if a weight can lie in words: its groups are no smaller than a part of a span."""
     return weight.scheme.group % 32 == 0
 
 
@@ -30,7 +30,7 @@ def to_words(weight: QuantizedWeight) -> Tensor:
 
 
 def from_words(words: Tensor, size: int) -> Tensor:
-    """What `to_words` was given: `[N, K]` uint8 of 0 to 15, for `size` inputs."""
+    """Undo `to_words`: `[N, K]` uint8 of 0 to 15, for `size` inputs."""
     shifts = torch.tensor([[0, 16], [4, 20], [8, 24], [12, 28]], dtype=torch.int32, device=words.device)
     parts = (words.view(len(words), -1, 1, 16, 1) >> shifts[:, None, :]) & 15  # [N, spans, 4, 16, 2]
     return parts.flatten(1).to(torch.uint8)[:, :size]
