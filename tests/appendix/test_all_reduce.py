@@ -53,9 +53,9 @@ def _sums(ranks: Any) -> list[str]:
     hidden, wrong = 24, []
     weight = torch.linspace(0.5, 1.5, hidden)
     ways = {
-        "one": module.Limits(1 << 12, 0),
-        "two": module.Limits(0, 1 << 12),
-        "one or two": module.Limits(2 * 4 * hidden, 1 << 12),  # which take turns in the same places
+        "one": module.SizeLimits(1 << 12, 0),
+        "two": module.SizeLimits(0, 1 << 12),
+        "one or two": module.SizeLimits(2 * 4 * hidden, 1 << 12),  # which take turns in the same places
     }
     for way, limits in ways.items():
         reducer = module.Symmetric(ranks, hidden, torch.float32, limits, ranks.text(f"test-{way}"))

@@ -47,12 +47,20 @@ def takes(schema: Any, text: str, name: str = "llguidance") -> bool:
         ({"type": "integer", "exclusiveMaximum": 2**63 - 1}, "#/exclusiveMaximum"),
         ({"properties": {"id": {"maximum": BIG}}}, "#/properties/id/maximum"),
         ({"items": {"anyOf": [{"const": -BIG}]}}, "#/items/anyOf/0/const"),
+        ({"const": -(2**63)}, "#/const"),  # its magnitude is no 64-bit integer: the library ends the process
+        ({"enum": [{"a": [-(2**63)]}]}, "#/enum"),
+        ({"enum": [2**63]}, "#/enum"),
         ({"type": "object", "minProperties": 2}, "#/minProperties"),
     ],
 )
 def test_what_cannot_be_followed_is_refused_by_name(schema: Any, where: str) -> None:
     with pytest.raises(UserError, match=re.escape(where)):
         takes(schema, "")
+
+
+def test_a_schema_inside_a_grammar_cannot_end_the_process() -> None:
+    with pytest.raises(UserError, match="beyond 64 bits"):
+        backend().compile(Grammar("lark", f'start: %json {{"const": {-(2**63)}}}'))
 
 
 @pytest.mark.parametrize("number", [BIG, 2**53 + 1, -(2**63), 2**70 + 1])

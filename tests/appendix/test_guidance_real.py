@@ -25,7 +25,7 @@ PERSON: dict[str, Any] = {
     "type": "object",
     "properties": {
         "name": {"type": "string", "maxLength": 20},
-        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "age": {"type": "integer"},
         "city": {"type": "string", "maxLength": 20},
     },
     "required": ["name", "age", "city"],

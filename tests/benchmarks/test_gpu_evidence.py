@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import evidence as common_evidence
 from benchmarks import gpu_tests
 from benchmarks.evidence import ROOT, BenchOptions, Evidence
+from common import device
 
 OPTIONS = BenchOptions(torch.device("cuda"), torch.bfloat16)
 REPORT = """<?xml version="1.0" encoding="utf-8"?><testsuites><testsuite name="pytest" tests="4">
@@ -28,7 +28,7 @@ REPORT = """<?xml version="1.0" encoding="utf-8"?><testsuites><testsuite name="p
 
 @pytest.fixture(autouse=True)
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common_evidence, "device_name", lambda device: "NVIDIA Fake 1")
+    monkeypatch.setattr(device, "device_name", lambda device: "NVIDIA Fake 1")
 
 
 def report_of(arguments: Sequence[str]) -> Path:

@@ -21,8 +21,6 @@ HORIZON = 4000
 """Steps that the account looks back: an engine that has served for days tries again as soon as a new one."""
 SAMPLES = 4
 """Steps without drafts that are timed first. The shortest counts: first replays of graphs are slow."""
-GRACE = 4
-"""Steps of 1, 2, 4 and 8 drafts a request that are not charged: these are first replays, too."""
 REFRESH, REST = 128, 4
 """The last four of 128 steps are without drafts: contexts grow, and with them the time of all steps."""
 FIRST_RATE, FIRST_PRICE = 0.7, 0.1
@@ -40,7 +38,6 @@ class Cost:
     plain: of a step without drafts. waited: it was timed while each step waited for the one before.
     having: what a step with any drafts takes more, and each: what each draft of every request adds, both in
     plain steps. most: drafts of a request, twice as many as were tried.
-    tried: steps with drafts.
     seconds: spent. lost: of these, what steps without drafts would have saved; negative: guessing has gained.
     """
 
@@ -50,7 +47,6 @@ class Cost:
     having: float = 0.0
     each: float = FIRST_PRICE
     most: int = 1
-    tried: int = 0
     seconds: float = 0.0
     lost: float = 0.0
     on: bool = False
@@ -74,10 +70,6 @@ class Cost:
         """Learn from a step with `drafts` in all, after which `rows` requests had `tokens`; charge it."""
         if not self.plain:
             return
-        if drafts:
-            self.tried, self.most = self.tried + 1, min(2 * self.most, 1 << 10)
-            if self.tried <= GRACE:
-                return
         x = drafts / rows
         expected = self.having + self.each * x if drafts else 0.0
         more = min(seconds / self.plain - 1, 1 + 2 * expected)  # beyond that it was interrupted
@@ -85,6 +77,7 @@ class Cost:
             step = (more - expected) * (1 - MEMORY) / (1 + x * x)
             self.having = max(0.0, self.having + step)
             self.each = max(0.001, self.each + step * x)
+            self.most = min(2 * self.most, 1 << 10)
         seconds = self.plain * (1 + more)
         self.seconds += seconds
         self.lost = max(-CREDIT * self.plain, self.lost + seconds - self.plain * tokens / rows)

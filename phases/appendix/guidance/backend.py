@@ -24,7 +24,7 @@ import numpy as np
 
 from common.errors import UserError
 from common.sampling.grammar import Grammar
-from phases.appendix.guidance.exact import OPTIONS, SUSPECT, exact
+from phases.appendix.guidance.exact import LARGEST, OPTIONS, SUSPECT, exact
 from phases.appendix.guidance.matcher import FIRST, SLOW, Effort, FastBackend, FastMatcher, Job, Trial
 from phases.appendix.guidance.places import Output, Place, Schema, Tokens
 from phases.appendix.guidance.spelling import Spelling
@@ -515,6 +515,8 @@ def source_of(grammar: Grammar) -> str:
         return f'{{"grammars":[{{"json_schema":{schema}}}]}}'
     if grammar.kind == "regex":
         return ll.LLMatcher.grammar_from_regex(grammar.source)
+    if f"-{LARGEST + 1}" in grammar.source:  # in a schema inside the grammar
+        raise ValueError(f"it has -{LARGEST + 1}, which is beyond 64 bits")
     return ll.grammar_from("choice" if grammar.kind == "choice" else "grammar", grammar.source)
 
 

@@ -18,6 +18,8 @@ OPTIONS: dict[str, Any] = {
 by number is left out: it would spell a named key in a second way. What cannot be written then are control
 characters other than these five; every other character stands for itself."""
 
+LARGEST = 2**63 - 1
+"""llguidance reads larger integers as something else; -2**63, whose magnitude overflows, ends the process."""
 DIGITS = 15
 """Every integer of so many digits is a double."""
 SUSPECT = re.compile(rf'[0-9]{{{DIGITS + 1}}}|"minProperties"|"format"\s*:\s*"date|[0-9][eE]')
@@ -79,13 +81,15 @@ def exact(schema: Any, where: str = "#") -> Any:
 
 
 def _check_numbers(value: Any, where: str) -> None:
-    """Raise `ValueError` for an integer in a value that no double holds, or a number beyond all doubles."""
+    """Raise `ValueError` for a number beyond 64 bits, or one that no double holds."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list):
         for part in value:
             _check_numbers(part, where)
         return
+    if isinstance(value, int) and abs(value) > LARGEST:
+        raise ValueError(f"{where} has {str(value)[:40]}, which is beyond 64 bits")
     try:
         held = isinstance(value, bool) or not isinstance(value, int | float) or float(value) == value
     except OverflowError:
