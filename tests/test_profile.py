@@ -59,7 +59,8 @@ def test_every_phase_is_profiled(capsys: Any, tmp_path: Path, phase: Any) -> Non
     for table in (prefill, decode):
         assert 0 < table.busy <= table.wall
         assert sum(row.seconds for row in table.rows) == pytest.approx(table.wall, rel=1e-3)
-        assert f"{table.kind}: {table.steps} steps, {table.launches / table.steps:,.1f} operators" in out
+        steps = f"{table.steps} step{'s' * (table.steps != 1)}"
+        assert f"{table.kind}: {steps}, {table.launches / table.steps:,.1f} operators" in out
     names = {row.name for row in decode.rows}
     # A kernel that the interpreter runs is one row, with what it does inside.
     assert ("triton: decode_kernel" in names) == (phase.package == "triton_paged_attention")
