@@ -19,7 +19,7 @@ from phases import Phase
 from phases.registry import import_phase
 
 if TYPE_CHECKING:
-    from phases.appendix.tuning.autotune import Found, Trial
+    from phases.appendix.tuning.autotune import Found, TimedConfig
     from phases.appendix.tuning.shapes import Shape
 
 
@@ -72,7 +72,7 @@ def autotune(
     with Progress(*columns, console=err, expand=True) as bar:
         tasks: dict[str, TaskID] = {}
 
-        def report(shape: Shape, trial: Trial) -> None:
+        def report(shape: Shape, trial: TimedConfig) -> None:
             if shape.title not in tasks:
                 tasks[shape.title] = bar.add_task(shape.title, total=MOST, latest="")
             bar.update(tasks[shape.title], advance=1, latest=describe(trial))
@@ -96,7 +96,7 @@ def autotune(
         err.print("[dim]The defaults are the best that was found.[/dim]")
 
 
-def describe(trial: Trial) -> str:
+def describe(trial: TimedConfig) -> str:
     """A configuration, how long it took to compile and how long it runs."""
     fields = " ".join(f"{name}={value}" for name, value in vars(trial.config).items())
     result = trial.why if trial.seconds is None else f"{trial.seconds * 1e6:,.1f} µs"

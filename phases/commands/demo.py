@@ -18,7 +18,7 @@ from common.text.tokenizer import Tokenizer
 from forward.loading import load_model
 from phases import PHASES, Phase
 from phases.commands import demo_server
-from phases.commands.demo_rungs import MEMORY_ROWS, SHOWS, Counter, Work, change, load, others
+from phases.commands.demo_rungs import MEMORY_ROWS, SHOWS, Counter, RungWork, change, load, others
 from phases.commands.engines import Served, serve
 from phases.commands.fetch import fetch_with_progress
 from phases.registry import ROWS, missing_for
@@ -50,7 +50,7 @@ class Rung:
 
     phase: Phase
     served: Served
-    work: Work
+    work: RungWork
     fraction: float
     busy: float
 

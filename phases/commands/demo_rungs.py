@@ -21,7 +21,7 @@ CHUNKED = 7
 
 
 @dataclass(frozen=True)
-class Work:
+class RungWork:
     """The cost of answering all questions.
 
     computed: tokens that went through the model.
@@ -44,7 +44,7 @@ class Show:
 
     why: str
     what: str = ""
-    number: Callable[[Work], int] = lambda work: 0
+    number: Callable[[RungWork], int] = lambda work: 0
     options: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -126,7 +126,7 @@ class Counter:
     def __init__(self, phase: Phase, engine: Any) -> None:
         self._phase, self._engine = phase, engine
         self._model: Model = engine.runner.model if phase.number >= ROWS else engine.model
-        self.work = Work(weights=weight_bytes(self._model))
+        self.work = RungWork(weights=weight_bytes(self._model))
 
     def __enter__(self) -> Counter:
         self._before = replace(self._engine.stats) if self._phase.number >= ROWS else None
@@ -155,7 +155,7 @@ class Counter:
         )
 
 
-def change(phase: Phase, before: Work | None, now: Work) -> str:
+def change(phase: Phase, before: RungWork | None, now: RungWork) -> str:
     """Say what a rung has changed: `tokens computed: 9,812 to 642 (15× fewer)`."""
     show = SHOWS[phase.number]
     if not show.what:

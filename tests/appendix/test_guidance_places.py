@@ -14,7 +14,7 @@ import pytest
 from common.sampling.grammar import Grammar
 from phases.appendix.guidance import places
 from phases.appendix.guidance.matcher import Job
-from phases.appendix.guidance.places import Output, Schema, Tokens
+from phases.appendix.guidance.places import PlacedOutput, Schema, Tokens
 from structured.matcher import Matcher
 from tests.guidance_kit import SCHEMAS, vocabulary
 from tests.structured_kit import EOS, bits
@@ -144,12 +144,12 @@ def test_every_mask_is_the_librarys_whatever_the_schema() -> None:
     assert placed > 1000, f"of all outputs' steps {placed} had a place"
 
 
-def behind(schema: Any, *texts: Sequence[str | bytes]) -> list[Output]:
+def behind(schema: Any, *texts: Sequence[str | bytes]) -> list[PlacedOutput]:
     """Outputs of one schema, each of which has read these pieces, a token each."""
     read = [[piece.encode() if isinstance(piece, str) else piece for piece in pieces] for pieces in texts]
     tokens = [*dict.fromkeys(chain.from_iterable(read)), b" " * 8]
     whole = Schema(json.dumps(schema), Tokens(tokens))
-    outputs = [Output(whole) for _ in read]
+    outputs = [PlacedOutput(whole) for _ in read]
     for output, pieces in zip(outputs, read, strict=True):
         for piece in pieces:
             output.advance(tokens.index(piece))
@@ -267,7 +267,7 @@ def test_states_are_forgotten_when_there_are_many(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(places, "MOST_STATES", 50)
     letters = [bytes([letter]) for letter in b'"abcdefghij']
     schema = Schema(json.dumps(text(0, 10_000)), Tokens([*letters, b"a" * 20_000]))
-    output = Output(schema)
+    output = PlacedOutput(schema)
     for step in range(400):
         output.advance(min(step, 1))
         assert len(schema._states) <= 50, (

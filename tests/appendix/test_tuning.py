@@ -28,7 +28,7 @@ from phases.appendix.tuning import autotune, lone, winners
 from phases.appendix.tuning.autotune import SPACE, neighbours, tune
 from phases.appendix.tuning.rehearsal import play, rehearse, scenes
 from phases.appendix.tuning.shapes import Shape, shapes
-from phases.appendix.tuning.winners import DECODING, PREFILLING, DecodeWinners, Winners, trying
+from phases.appendix.tuning.winners import DECODING, PREFILLING, DecodeWinners, TunedWinners, trying
 from phases.cli import main
 from phases.commands import autotune as command
 from phases.commands import benches, doctor
@@ -129,7 +129,7 @@ HEAD = PrefillKey(d_pad=64, itemsize=4)
 WINNER = PrefillConfig(32, 32, 4, 4)
 
 
-def write(kind: Winners[Any, Any], key: Any, config: Any) -> Path:
+def write(kind: TunedWinners[Any, Any], key: Any, config: Any) -> Path:
     return winners.save_winner(CPU, kind.kind, key._asdict(), {"config": asdict(config), "seconds": 1e-6})
 
 

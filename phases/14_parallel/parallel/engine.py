@@ -21,7 +21,7 @@ from continuous.work import Work
 from parallel import crew as crews
 from parallel.crew import Crew, RanksLost
 from parallel.line import Line
-from parallel.messages import Enter, Entry, Leave, Rehearsed, Sum, Turn
+from parallel.messages import Enter, EnteredRequest, Leave, Rehearsed, Sum, Turn
 from parallel.told import Teller, Told
 
 KEPT = 1000
@@ -83,7 +83,7 @@ class Leader(InRanks):
 
     def entered(self, requests: Sequence[Request]) -> None:
         """Note that the others are to put the requests in line."""
-        self._commands.append(Enter([Entry.of(request) for request in requests]))
+        self._commands.append(Enter([EnteredRequest.of(request) for request in requests]))
 
     def left(self, request: Request) -> None:
         """Note that the others are to abort the request."""

@@ -13,7 +13,7 @@ import torch
 
 from parallel import crew as crews
 from parallel.crew import Crew, RanksLost
-from parallel.messages import Call, Closed, Here, Join
+from parallel.messages import Closed, Here, Join, RunFunction
 from parallel.ranks import ENVIRONMENT, Ranks, device_of, meeting
 
 
@@ -65,7 +65,7 @@ def together(size: int, function: Callable[..., Any], *given: Any, device: str =
     try:
         with crew.awaited():
             ranks = meet(crew, torch.device(device))
-            crew.tell(Call(function.__module__, function.__name__, source, given))
+            crew.tell(RunFunction(function.__module__, function.__name__, source, given))
             results = {0: function(ranks, *given)}
         while len(results) < size:
             results |= dict(crew.answers(wait=0.05))

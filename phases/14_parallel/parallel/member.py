@@ -20,7 +20,7 @@ from common.text.tokenizer import Tokenizer
 from paged_cache import build
 from parallel.feature import split
 from parallel.line import Line
-from parallel.messages import Build, Call, Closed, Here, Join, Turn
+from parallel.messages import Build, Closed, Here, Join, RunFunction, Turn
 from parallel.ranks import Ranks, device_of, graphs_of, meeting
 
 
@@ -51,7 +51,7 @@ def obey(line: Line, rank: int) -> NoReturn:
             assert ranks is not None
             live(message, ranks, line)
             ranks.close()
-        elif isinstance(message, Call):
+        elif isinstance(message, RunFunction):
             line.send(called(message)(ranks, *message.given))
         elif isinstance(message, Closed) and ranks is not None:
             ranks.close()
@@ -81,7 +81,7 @@ def live(order: Build, ranks: Ranks, line: Line) -> None:
     graphs_of(engine)()
 
 
-def called(call: Call) -> Callable[..., Any]:
+def called(call: RunFunction) -> Callable[..., Any]:
     """The function that is meant."""
     if call.source:
         space: dict[str, Any] = {}

@@ -10,7 +10,7 @@ from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 
 
-class Entry(NamedTuple):
+class EnteredRequest(NamedTuple):
     """A request as it stands in line, for ranks that have none of it."""
 
     id: int
@@ -25,7 +25,7 @@ class Entry(NamedTuple):
     salt: str
 
     @classmethod
-    def of(cls, request: Request) -> Entry:
+    def of(cls, request: Request) -> EnteredRequest:
         """Of a request that has just been put in line."""
         r = request
         return cls(
@@ -52,7 +52,7 @@ class Entry(NamedTuple):
 class Enter(NamedTuple):
     """The samples of a prompt stand in line."""
 
-    entries: list[Entry]
+    entries: list[EnteredRequest]
 
 
 class Leave(NamedTuple):
@@ -105,7 +105,7 @@ class Build(NamedTuple):
     tokenizer: str | None
 
 
-class Call(NamedTuple):
+class RunFunction(NamedTuple):
     """Run a function of one module, or of `source` where that is not empty, and answer what it returns."""
 
     module: str

@@ -32,7 +32,7 @@ MOST_SPLITS = 8
 """Of attention: four lanes have a token, and each weighs two."""
 
 
-class Shape(NamedTuple):
+class ColumnShape(NamedTuple):
     """Partition of a matrix: inputs of a warp, and tiles of rows in a program."""
 
     part: int
@@ -40,7 +40,7 @@ class Shape(NamedTuple):
 
 
 @cache
-def shape_of(rows: int, size: int, gated: bool, device: torch.device) -> Shape | None:
+def shape_of(rows: int, size: int, gated: bool, device: torch.device) -> ColumnShape | None:
     """For a matrix `[rows, size]`, if gated of two, one below the other; None: it has no such kernel.
 
     All programs are to run side by side where their registers allow it, and as many as may.
@@ -51,7 +51,7 @@ def shape_of(rows: int, size: int, gated: bool, device: torch.device) -> Shape |
         return None
     while -(-rows // (TILE * tiles)) > multiprocessors(device) and 2 * tiles * TILE * part <= MOST_WEIGHTS:
         tiles *= 2
-    return Shape(part, tiles)
+    return ColumnShape(part, tiles)
 
 
 class Splits(NamedTuple):
@@ -68,8 +68,8 @@ class Splits(NamedTuple):
 
 @cache
 def kernel(
-    size: int, outputs: int, shape: Shape, norms: tuple[bool, bool], gated: bool, adds: bool, ahead: bool,
-    splits: Splits | None, device: torch.device,
+    size: int, outputs: int, shape: ColumnShape, norms: tuple[bool, bool], gated: bool, adds: bool,
+    ahead: bool, splits: Splits | None, device: torch.device,
 ) -> CudaKernel:  # fmt: skip
     """The kernel for a shape, compiled once. norms: whether there is one, and it has distances from 1."""
     names = ["K", "N", "EACH", "TILES", "NORM", "ONE_PLUS", "GATED", "ADD", "AHEAD"]
@@ -82,7 +82,7 @@ def kernel(
 def columns(
     x: Tensor,  # [T, K] bfloat16
     weight: Tensor,  # [N, K]; with a gate [2 N, K]
-    shape: Shape,
+    shape: ColumnShape,
     *,
     norm: NormWeights | None = None,
     gate: str | None = None,
@@ -108,7 +108,7 @@ def project_few_heads(
     residual: Tensor,  # [T, N] bfloat16
     weight: Tensor,  # [N, H D]
     parts: FewParts,
-    shape: Shape,
+    shape: ColumnShape,
 ) -> Tensor:
     """`phases.appendix.latency.heads.project_few_heads`: `[T, N]`; padding gets its residual."""
     layer, space, config = parts.layer, parts.workspace, parts.config
@@ -126,7 +126,7 @@ def project_few_heads(
     return out
 
 
-def _grid(weight: Tensor, shape: Shape) -> tuple[int, int]:
+def _grid(weight: Tensor, shape: ColumnShape) -> tuple[int, int]:
     """Programs, and their threads."""
     rows, size = weight.shape
     return -(-rows // (TILE * shape.tiles)), size // shape.part * 32
@@ -141,7 +141,7 @@ class Columns:
     def __init__(self, linear: nn.Linear, *, fewest: int, run_ahead: bool) -> None:
         self.linear, self.fewest, self.run_ahead = linear, fewest, run_ahead
 
-    def shape(self, gate: str | None) -> Shape | None:
+    def shape(self, gate: str | None) -> ColumnShape | None:
         """Return how its matrix is shared out, if it can be with such a gate."""
         weight = self.linear.weight
         fits = self.linear.bias is None and gate in (None, "silu")

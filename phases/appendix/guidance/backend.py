@@ -26,7 +26,7 @@ from common.errors import UserError
 from common.sampling.grammar import Grammar
 from phases.appendix.guidance.exact import LARGEST, OPTIONS, SUSPECT, exact
 from phases.appendix.guidance.matcher import FIRST, SLOW, Effort, FastBackend, FastMatcher, Job, Trial
-from phases.appendix.guidance.places import Output, Place, Schema, Tokens
+from phases.appendix.guidance.places import Place, PlacedOutput, Schema, Tokens
 from phases.appendix.guidance.spelling import Spelling
 from structured.matcher import Compiled, Matcher, Words
 from structured.pool import step_back
@@ -104,7 +104,7 @@ class GuidanceMatcher(FastMatcher):
         self, inner: ll.LLMatcher, lexer: int, schema: Schema | None, trial: Trial, eos: Sequence[int]
     ) -> None:
         self.inner, self.group, self.trial, self.eos = inner, lexer, trial, eos
-        self.output = None if schema is None else Output(schema)
+        self.output = None if schema is None else PlacedOutput(schema)
         self.mask: Words | None = None
         self.effort = Effort()
 

@@ -74,7 +74,7 @@ class Tokens:
 
 
 @dataclass(eq=False)
-class Node:
+class SchemaNode:
     """A part of a schema.
 
     kind: "string", "array", "object"; empty if nothing is known.
@@ -86,11 +86,11 @@ class Node:
     kind: str = ""
     low: int = 0
     high: int = ENDLESS
-    properties: dict[bytes, Node] = field(default_factory=dict)
-    items: Node | None = None
+    properties: dict[bytes, SchemaNode] = field(default_factory=dict)
+    items: SchemaNode | None = None
 
 
-UNKNOWN = Node(0)
+UNKNOWN = SchemaNode(0)
 
 
 class At(IntEnum):
@@ -110,7 +110,7 @@ class At(IntEnum):
     OTHER_ESCAPE = 11
 
 
-Frame = tuple[Node, tuple[bytes, ...]]
+Frame = tuple[SchemaNode, tuple[bytes, ...]]
 """An open array, or an open object and its keys up to now."""
 
 
@@ -125,7 +125,7 @@ class Facts(NamedTuple):
 
     at: At
     frames: tuple[Frame, ...]
-    node: Node
+    node: SchemaNode
     length: int
     part: bytes
 
@@ -195,7 +195,7 @@ class Schema:
 
     def __init__(self, source: str, tokens: Tokens) -> None:
         self.tokens = tokens
-        self._nodes: dict[str, Node] = {}
+        self._nodes: dict[str, SchemaNode] = {}
         self._document: Any = None
         short = len(source) <= MOST_CHARACTERS and "maxLength" in source
         if short and not any(word in source for word in ELSEWHERE):
@@ -223,7 +223,7 @@ class Schema:
         arrays = [node for node, _ in state.facts.frames if node.kind == "array"]
         return tuple([self._left(node, count) for node, count in zip(arrays, counts, strict=True)])
 
-    def _left(self, node: Node, count: int) -> tuple[int, int]:
+    def _left(self, node: SchemaNode, count: int) -> tuple[int, int]:
         """Return how much more a string or an array must and may have, as far as a single token can tell."""
         longest = self.tokens.longest
         return min(max(node.low - count, 0), longest), min(node.high - count, longest)
@@ -246,7 +246,7 @@ class Schema:
 
     # The schema's parts.
 
-    def _node(self, path: str, schema: Any) -> Node:
+    def _node(self, path: str, schema: Any) -> SchemaNode:
         if path in self._nodes:
             return self._nodes[path]
         if not isinstance(schema, dict):
@@ -260,7 +260,7 @@ class Schema:
         low, high = schema.get(f"min{unit}", 0), schema.get(f"max{unit}", ENDLESS)
         if not type(low) is type(high) is int:
             return UNKNOWN
-        made = self._nodes[path] = Node(len(self._nodes) + 1, kind, low, high)
+        made = self._nodes[path] = SchemaNode(len(self._nodes) + 1, kind, low, high)
         if kind == "object":
             for name, part in schema.get("properties", {}).items():
                 spelled = json.dumps(name, ensure_ascii=False).encode()[1:-1]
@@ -268,7 +268,7 @@ class Schema:
         made.items = self._node(f"{path}/items", schema.get("items"))
         return made
 
-    def _referred(self, schema: dict[str, Any]) -> Node:
+    def _referred(self, schema: dict[str, Any]) -> SchemaNode:
         """Read what a `$ref` with nothing beside it means."""
         path = schema["$ref"]
         if not isinstance(path, str) or not schema.keys() <= {"$ref"} | FOR_READERS or "%" in path:
@@ -426,7 +426,7 @@ def _width(lead: int) -> int:
     return 2 if lead < 0xE0 else 3 if lead < 0xF0 else 4
 
 
-class Output:
+class PlacedOutput:
     """The place of one output.
 
     What can be taken back is kept without a new object for every token. With hundreds of outputs these would

@@ -57,7 +57,7 @@ Timer = Callable[[Callable[[], object]], float]
 
 
 @dataclass(frozen=True)
-class Trial:
+class TimedConfig:
     """One configuration. compile_seconds: its first call. seconds: a later one, None if it does not run."""
 
     config: Any
@@ -71,13 +71,13 @@ class Found:
     """The end of one shape's search, and the file that it was written to."""
 
     shape: Shape
-    default: Trial
-    best: Trial
-    trials: tuple[Trial, ...]
+    default: TimedConfig
+    best: TimedConfig
+    trials: tuple[TimedConfig, ...]
     path: Path
 
 
-Report = Callable[[Shape, Trial], None]
+Report = Callable[[Shape, TimedConfig], None]
 
 
 def autotune(
@@ -105,10 +105,10 @@ def autotune(
 
 def tune(shape: Shape, space: Space, timer: Timer, report: Report = lambda shape, trial: None) -> Found:
     """Climb from the shape's default, and save the winner, also if it is the default itself."""
-    tried: dict[Any, Trial] = {}
+    tried: dict[Any, TimedConfig] = {}
     wanted: list[Tensor] = []
 
-    def attempt(config: Any) -> Trial:
+    def attempt(config: Any) -> TimedConfig:
         if config not in tried:
             tried[config] = _try(shape, config, timer, wanted)
             report(shape, tried[config])
@@ -150,7 +150,7 @@ def neighbours(space: Space, config: Any) -> Iterator[Any]:
                 yield replace(config, **{name: values[i]})
 
 
-def _try(shape: Shape, config: Any, timer: Timer, wanted: list[Tensor]) -> Trial:
+def _try(shape: Shape, config: Any, timer: Timer, wanted: list[Tensor]) -> TimedConfig:
     """Compile, compare with the first configuration's result, and time."""
     begun = time.perf_counter()
     try:
@@ -163,10 +163,10 @@ def _try(shape: Shape, config: Any, timer: Timer, wanted: list[Tensor]) -> Trial
                 wanted.append(result.float())
             error = (result.float() - wanted[0]).norm() / wanted[0].norm()
             if not float(error) < SAME:
-                return Trial(config, compiled, None, f"its result differs by {float(error):.1e}")
-            return Trial(config, compiled, timer(shape.call) / shape.copies)
+                return TimedConfig(config, compiled, None, f"its result differs by {float(error):.1e}")
+            return TimedConfig(config, compiled, timer(shape.call) / shape.copies)
     except (OutOfResources, CompilationError) as problem:
-        return Trial(config, time.perf_counter() - begun, None, str(problem).splitlines()[0])
+        return TimedConfig(config, time.perf_counter() - begun, None, str(problem).splitlines()[0])
 
 
 def graph_timer(call: Callable[[], object]) -> float:

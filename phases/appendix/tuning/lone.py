@@ -21,12 +21,12 @@ from phases.appendix.latency.tables import GEMV, LONE, GemvConfig, GemvKey, Lone
 from phases.appendix.tuning import autotune as kernels
 from phases.appendix.tuning.autotune import Found, Report, Space, Timer, graph_timer, tune
 from phases.appendix.tuning.shapes import BLOCK_SIZE, Shape, copies_of
-from phases.appendix.tuning.winners import Winners
+from phases.appendix.tuning.winners import TunedWinners
 from triton_paged_attention.layers import FusedBlock
 from triton_paged_attention.surgery import optimize
 
-GEMVS = Winners("gemv", GEMV, GemvConfig)
-LONES = Winners("lone", LONE, LoneConfig)
+GEMVS = TunedWinners("gemv", GEMV, GemvConfig)
+LONES = TunedWinners("lone", LONE, LoneConfig)
 
 SPACE: dict[str, Space] = {
     "lone": {

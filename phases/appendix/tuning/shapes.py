@@ -12,7 +12,7 @@ from torch import Tensor
 
 from common.models.config import ModelConfig
 from paged_cache.pool import LayerCache
-from phases.appendix.tuning.winners import DECODING, PREFILLING, Winners
+from phases.appendix.tuning.winners import DECODING, PREFILLING, TunedWinners
 from triton_paged_attention.decode import Workspace, paged_decode
 from triton_paged_attention.hardware import multiprocessors
 from triton_paged_attention.prefill import paged_prefill, query_tiles
@@ -33,7 +33,7 @@ class Shape:
     engine's workspace has room for.
     """
 
-    winners: Winners[Any, Any]
+    winners: TunedWinners[Any, Any]
     key: Any
     device: torch.device
     title: str

@@ -84,7 +84,7 @@ def save_winner(device: torch.device, kind: str, at: Mapping[str, Any], found: M
     return path
 
 
-class Winners(Generic[Key, Config]):
+class TunedWinners(Generic[Key, Config]):
     """The winners of one kind, which a table is asked for before its defaults.
 
     kind: the name under which the file has them.
@@ -127,7 +127,7 @@ class Winners(Generic[Key, Config]):
         return None
 
 
-class DecodeWinners(Winners[DecodeKey, DecodeConfig]):
+class DecodeWinners(TunedWinners[DecodeKey, DecodeConfig]):
     """There is a batch of every size, so the search's nearest number of pairs decides."""
 
     def find(self, entries: Sequence[Entry], key: DecodeKey) -> Entry | None:
@@ -145,7 +145,7 @@ class DecodeWinners(Winners[DecodeKey, DecodeConfig]):
 
 
 DECODING = DecodeWinners("decode", DECODE, DecodeConfig)
-PREFILLING = Winners("prefill", PREFILL, PrefillConfig)
+PREFILLING = TunedWinners("prefill", PREFILL, PrefillConfig)
 
 
 @contextmanager

@@ -64,10 +64,10 @@ TYPES_OF |= {type(None): {"null"}, int: {"integer", "number"}, float: {"number"}
 
 def rules_of(schema: Any) -> dict[str, Node]:
     """Return the rules of a schema; `start` is the output. Raises `UserError` with a JSON pointer."""
-    return _Reader(schema).rules
+    return _SchemaReader(schema).rules
 
 
-class _Reader:
+class _SchemaReader:
     """Reads a schema once; each subschema that is an object, an array or a reference becomes a rule."""
 
     def __init__(self, root: Any) -> None:

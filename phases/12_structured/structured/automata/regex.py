@@ -35,18 +35,18 @@ def parse(pattern: str, where: str = "regex") -> Node:
     Raises:
         UserError: it is wrong, or says what no finite automaton can. It names the place.
     """
-    return Alt(tuple(node for _, node, _ in _Reader(pattern, where).branches()))
+    return Alt(tuple(node for _, node, _ in _PatternReader(pattern, where).branches()))
 
 
 def parse_search(pattern: str, where: str) -> Node:
     """Read the texts in which a pattern is found, as JSON schemas mean it; `^` and `$` pin the ends."""
     anything, parts = Repeat(Chars(((0, LAST),))), list[Node]()
-    for begins, node, ends in _Reader(pattern, where).branches():
+    for begins, node, ends in _PatternReader(pattern, where).branches():
         parts.append(Cat(((EMPTY if begins else anything), node, (EMPTY if ends else anything))))
     return Alt(tuple(parts))
 
 
-class _Reader:
+class _PatternReader:
     """A place in a pattern. Each method reads one kind of thing there."""
 
     def __init__(self, pattern: str, where: str) -> None:
