@@ -47,6 +47,7 @@ def takes(schema: Any, text: str, name: str = "llguidance") -> bool:
         ({"type": "integer", "exclusiveMaximum": 2**63 - 1}, "#/exclusiveMaximum"),
         ({"properties": {"id": {"maximum": BIG}}}, "#/properties/id/maximum"),
         ({"items": {"anyOf": [{"const": -BIG}]}}, "#/items/anyOf/0/const"),
+        ({"type": "integer", "exclusiveMinimum": 2**53}, "#/exclusiveMinimum"),  # 2**53 was taken
         ({"const": -(2**63)}, "#/const"),  # its magnitude is no 64-bit integer: the library ends the process
         ({"enum": [{"a": [-(2**63)]}]}, "#/enum"),
         ({"enum": [2**63]}, "#/enum"),

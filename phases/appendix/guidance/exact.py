@@ -20,6 +20,8 @@ characters other than these five; every other character stands for itself."""
 
 LARGEST = 2**63 - 1
 """llguidance reads larger integers as something else; -2**63, whose magnitude overflows, ends the process."""
+NEIGHBOURS = 2**53
+"""From here on the integer beside a double may be none."""
 DIGITS = 15
 """Every integer of so many digits is a double."""
 SUSPECT = re.compile(rf'[0-9]{{{DIGITS + 1}}}|"minProperties"|"format"\s*:\s*"date|[0-9][eE]')
@@ -56,6 +58,8 @@ def exact(schema: Any, where: str = "#") -> Any:
     for key, value in schema.items():
         if key in (*NUMBERS, *_VALUES):
             _check_numbers(value, f"{where}/{key}")
+            if key.startswith("exclusive") and isinstance(value, int | float) and abs(value) >= NEIGHBOURS:
+                raise ValueError(f"{where}/{key} is {value}, and no double is the next integer")
             made[key] = value
         elif key in _UNREAD:
             made[key] = value
