@@ -1,13 +1,34 @@
-"""The house: no circle of imports, no function that does not fit on a screen or two."""
+"""The house: imports without circles, short functions, names that mean one thing, budgets, short lessons."""
 
 from __future__ import annotations
 
 import ast
+import io
+import re
+import tokenize
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from phases import PHASES, ROOT
 
+BUDGET = 1200
+"""Lines of code of a phase's package, comments and docstrings not counted."""
+LARGER = {
+    "continuous": 1370,
+    "triton_paged_attention": 1700,
+    "quant": 1230,
+    "serving": 1780,
+    "parallel": 1350,
+}
+"""Packages that are over it still: they may only shrink."""
+TWICE = {"Feature", "LayerCache", "Layout", "Machine", "Server"}
+"""Class names that are defined twice still."""
+LESSON, MEASURE = 3000, 400
+"""Words of a lesson, and of its section on measuring outside of tables and folds."""
+QUESTIONS = {"what", "whether", "how", "where", "who", "whoever", "whose", "nobody", "somebody", "everybody"}
 MOST_LINES = 80
 """Of a function outside kernels."""
 PACKAGES = {"common": ROOT / "common", "benchmarks": ROOT / "benchmarks", "phases": ROOT / "phases"} | {
@@ -82,3 +103,64 @@ def long_functions(path: Path) -> Iterator[str]:
 def test_functions_are_short():
     files = [*modules().values(), *(phase.folder / "bench.py" for phase in PHASES)]
     assert [found for path in files for found in long_functions(path)] == []
+
+
+def code_lines(path: Path) -> int:
+    """Lines with a token that is neither a comment nor a docstring; other files than Python's: not blank."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".py":
+        bare = re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
+        return sum(bool(line.strip()) and not line.strip().startswith("//") for line in bare.splitlines())
+    said: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        for item in getattr(node, "body", []) if not isinstance(node, ast.Lambda | ast.IfExp) else []:
+            if isinstance(item, ast.Expr) and isinstance(getattr(item.value, "value", None), str):
+                said.update(range(item.lineno, (item.end_lineno or item.lineno) + 1))
+    layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    used: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in layout | {tokenize.ENDMARKER}:
+            used.update(range(token.start[0], token.end[0] + 1))
+    return len(used - said)
+
+
+@pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.name)
+def test_a_package_keeps_its_budget(phase):
+    folder = phase.folder / phase.package
+    lines = sum(code_lines(path) for pattern in ("*.py", "*.cu*") for path in folder.rglob(pattern))
+    most = LARGER.get(phase.package, BUDGET)
+    assert lines <= most, f"{phase.package} has {lines} lines of code, and may have {most}"
+
+
+def test_a_class_name_means_one_class():
+    places = defaultdict(list)
+    for name, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and not name.startswith("benchmarks"):
+                places[node.name].append(name)
+    twice = {name: found for name, found in places.items() if len(found) > 1 and name not in TWICE}
+    assert twice == {}
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun():
+    found = []
+    for path in modules().values():
+        if (ROOT / "benchmarks") in path.parents:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                first = re.match(r"[A-Za-z]+", ast.get_docstring(node) or "")
+                if first and first[0].lower() in QUESTIONS:
+                    found.append(f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)} {first[0]}")
+    assert found == []
+
+
+@pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.name)
+def test_a_lesson_is_of_one_sitting(phase):
+    text = (phase.folder / "README.md").read_text(encoding="utf-8")
+    words = len(re.sub(r"```.*?```", "", text, flags=re.DOTALL).split())
+    assert words <= LESSON, f"{phase.name}: {words} words"
+    shown = re.sub(r"<details>.*?</details>|```.*?```|^\|[^\n]*$", "", text, flags=re.DOTALL | re.MULTILINE)
+    parts = re.split(r"^## ", shown, flags=re.MULTILINE)
+    (measure,) = [len(part.split()) for part in parts if re.match(r"[\d. ]*Measure", part)]
+    assert measure <= MEASURE, f"{phase.name}: {measure} words in the section on measuring"
