@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -13,9 +14,11 @@ from typing import Any
 
 import jsonschema
 import numpy as np
+import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from common.errors import UserError
 from common.events import Completion
 from common.request import Request
 from common.sampling.grammar import Grammar
@@ -246,3 +249,51 @@ def crowd(engine: PagedEngine, count: int, schemas: Mapping[str, Any] = SCHEMAS)
 
 CROWD: dict[str, Any] = {"max_rows": 12, "step_tokens": 192, "chunk_tokens": 16}
 """Options of an engine for `crowd`."""
+
+
+def must_refuse(engine: PagedEngine, grammar: Grammar, says: str) -> None:
+    """Fail unless a grammar is refused by name, and other requests go on."""
+    with pytest.raises(UserError, match=says):
+        engine.generate([PROMPT, PROMPT], [SamplingParams(grammar=grammar), SamplingParams(max_tokens=2)])
+    (bad,) = engine.add(PROMPT, SamplingParams(grammar=grammar))
+    (good,) = engine.add(PROMPT, SamplingParams(max_tokens=3, ignore_eos=True))
+    run(engine)
+    assert bad.finish_reason == "error" and re.search(says, str(bad.error)), bad.error
+    assert good.finish_reason == "length", "somebody else's grammar ended a request"
+    assert "\n" not in str(bad.error)
+    check(engine)
+
+
+def must_lose_no_place(roomy: PagedEngine, tight: PagedEngine, grammars: Mapping[str, Grammar]) -> None:
+    """Fail unless outputs under grammars are the same where requests are preempted."""
+    params = [
+        SamplingParams(max_tokens=40, temperature=1.0, seed=s, grammar=grammars[name])
+        for s, name in enumerate([*grammars] * 2)
+    ]
+    prompts = [[s + 1, 2, 3] for s in range(len(params))]
+    left, right = roomy.generate(prompts, params), tight.generate(prompts, params)
+    assert tight.scheduler.preemptions > 0, "nobody was preempted: the test shows nothing"
+    assert [c.token_ids for c in left] == [c.token_ids for c in right]
+    check(tight)
+
+
+def must_end_its_own_step(engine: PagedEngine, patch: pytest.MonkeyPatch, method: str) -> None:
+    """Fail unless masks that cannot be made, by this method, end the requests of their step and no other."""
+    late = computed_after_their_end(engine)
+    (first,) = engine.add(PROMPT, SamplingParams(max_tokens=20, grammar=Grammar.regex("[ab]{18}")))
+    for _ in range(200):
+        engine.step()
+        if len(first.output_ids) >= 3:
+            break
+    known = len(first.output_ids)
+    with patch.context() as failing:
+        failing.setattr(type(engine.masks), method, lambda *given: 1 / 0)
+        outputs = engine.step()
+    assert first.finish_reason == "error" and isinstance(first.error, ZeroDivisionError), first.error
+    assert len(first.output_ids) == known + 1, "the token of the step before, which went well, is lost"
+    assert outputs[0].token_id == first.output_ids[-1]
+    (second,) = engine.add(PROMPT, SamplingParams(max_tokens=20, grammar=Grammar.regex("b{9}")))
+    run(engine)
+    assert second.finish_reason == "stop", f"after a step that failed: {second.finish_reason}"
+    assert not late, f"requests {late} are computed in rows that they have given back"
+    check(engine)

@@ -50,6 +50,9 @@ from tests.structured_kit import (
     computed_after_their_end,
     crowd,
     mask,
+    must_end_its_own_step,
+    must_lose_no_place,
+    must_refuse,
     run,
     text_of,
     tokenizer,
@@ -106,19 +109,8 @@ def test_other_kinds(engine: PagedEngine, grammar: Grammar, pattern: str) -> Non
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["ahead", "in turn"])
 def test_preemption_loses_no_place(model: Model, overlap: bool) -> None:
-    roomy, tight = (
-        engine_of(model, overlap=overlap),
-        engine_of(model, overlap=overlap, cache_bytes=blocks(model, 26)),
-    )
-    params = [
-        SamplingParams(max_tokens=40, temperature=1.0, seed=s, grammar=GRAMMARS[name])
-        for s, name in enumerate([*SCHEMAS] * 2)
-    ]
-    prompts = [[s + 1, 2, 3] for s in range(len(params))]
-    left, right = roomy.generate(prompts, params), tight.generate(prompts, params)
-    assert tight.scheduler.preemptions > 0, "nobody was preempted: the test shows nothing"
-    assert [c.token_ids for c in left] == [c.token_ids for c in right]
-    check(tight)
+    tight = engine_of(model, overlap=overlap, cache_bytes=blocks(model, 26))
+    must_lose_no_place(engine_of(model, overlap=overlap), tight, GRAMMARS)
 
 
 WRONG = {
@@ -137,15 +129,7 @@ WRONG = {
 
 @pytest.mark.parametrize(("grammar", "says"), WRONG.values(), ids=WRONG.keys())
 def test_wrong_grammars(engine: PagedEngine, grammar: Grammar, says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        engine.generate([PROMPT, PROMPT], [SamplingParams(grammar=grammar), SamplingParams(max_tokens=2)])
-    (bad,) = engine.add(PROMPT, SamplingParams(grammar=grammar))
-    (good,) = engine.add(PROMPT, SamplingParams(max_tokens=3, ignore_eos=True))
-    run(engine)
-    assert bad.finish_reason == "error" and re.search(says, str(bad.error)), bad.error
-    assert good.finish_reason == "length", "somebody else's grammar ended a request"
-    assert "\n" not in str(bad.error)
-    check(engine)
+    must_refuse(engine, grammar, says)
 
 
 def test_a_schema_reaches_the_library_as_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,25 +250,7 @@ def test_a_grammar_that_fails_midway_ends_its_own_request(model: Model) -> None:
 
 
 def test_masks_that_cannot_be_made_end_their_own_step(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engine_of(model, speculate=False)
-    late = computed_after_their_end(engine)
-    (first,) = engine.add(PROMPT, SamplingParams(max_tokens=20, grammar=Grammar.regex("[ab]{18}")))
-    for _ in range(200):
-        engine.step()
-        if len(first.output_ids) >= 3:
-            break
-    known = len(first.output_ids)
-    with monkeypatch.context() as patch:
-        patch.setattr(type(engine.masks), "_follow", lambda self, works, landed: 1 / 0)
-        outputs = engine.step()
-    assert first.finish_reason == "error" and isinstance(first.error, ZeroDivisionError), first.error
-    assert len(first.output_ids) == known + 1, "the token of the step before, which went well, is lost"
-    assert outputs[0].token_id == first.output_ids[-1]
-    (second,) = engine.add(PROMPT, SamplingParams(max_tokens=20, grammar=Grammar.regex("b{9}")))
-    run(engine)
-    assert second.finish_reason == "stop", f"after a step that failed: {second.finish_reason}"
-    assert not late, f"requests {late} are computed in rows that they have given back"
-    check(engine)
+    must_end_its_own_step(engine_of(model, speculate=False), monkeypatch, "_follow")
 
 
 @pytest.mark.parametrize("count", [2, 6])
