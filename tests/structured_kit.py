@@ -297,3 +297,23 @@ def must_end_its_own_step(engine: PagedEngine, patch: pytest.MonkeyPatch, method
     assert second.finish_reason == "stop", f"after a step that failed: {second.finish_reason}"
     assert not late, f"requests {late} are computed in rows that they have given back"
     check(engine)
+
+
+def must_harm_nobody(engine: PagedEngine, hostile: Mapping[str, Grammar]) -> None:
+    """Fail unless hostile grammars leave another request's tokens and the engine's time alone."""
+    bystander = SamplingParams(max_tokens=80, temperature=1.0, seed=1, ignore_eos=True)
+    (expected,) = engine.generate([PROMPT], bystander)
+    started = time.process_time()
+    (kept,) = engine.add(PROMPT, bystander)
+    requests = {
+        name: engine.add(PROMPT, SamplingParams(max_tokens=40, temperature=1.0, seed=2, grammar=grammar))[0]
+        for name, grammar in hostile.items()
+    }
+    run(engine, 60.0)
+    for name, request in requests.items():
+        assert request.finish_reason in ("stop", "length", "error"), f"{name}: {request.finish_reason}"
+        if request.finish_reason == "error":
+            assert isinstance(request.error, UserError), f"{name}: {request.error!r}"
+    assert kept.output_ids == expected.token_ids, "a hostile grammar changed somebody's tokens"
+    assert time.process_time() - started < 2 * len(hostile)
+    check(engine)

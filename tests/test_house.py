@@ -29,6 +29,8 @@ TWICE = {"Feature", "LayerCache", "Layout", "Machine", "Server"}
 LESSON, MEASURE = 3000, 400
 """Words of a lesson, and of its section on measuring outside of tables and folds."""
 QUESTIONS = {"what", "whether", "how", "where", "who", "whoever", "whose", "nobody", "somebody", "everybody"}
+DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+"""What may have a docstring."""
 MOST_LINES = 80
 """Of a function outside kernels."""
 PACKAGES = {"common": ROOT / "common", "benchmarks": ROOT / "benchmarks", "phases": ROOT / "phases"} | {
@@ -113,8 +115,8 @@ def code_lines(path: Path) -> int:
         return sum(bool(line.strip()) and not line.strip().startswith("//") for line in bare.splitlines())
     said: set[int] = set()
     for node in ast.walk(ast.parse(text)):
-        for item in getattr(node, "body", []) if not isinstance(node, ast.Lambda | ast.IfExp) else []:
-            if isinstance(item, ast.Expr) and isinstance(getattr(item.value, "value", None), str):
+        for item in node.body if isinstance(node, DOCUMENTED) else ():
+            if isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant):
                 said.update(range(item.lineno, (item.end_lineno or item.lineno) + 1))
     layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
     used: set[int] = set()
@@ -148,7 +150,7 @@ def test_docstrings_begin_with_a_verb_or_a_noun():
         if (ROOT / "benchmarks") in path.parents:
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if isinstance(node, DOCUMENTED):
                 first = re.match(r"[A-Za-z]+", ast.get_docstring(node) or "")
                 if first and first[0].lower() in QUESTIONS:
                     found.append(f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)} {first[0]}")

@@ -51,6 +51,7 @@ from tests.structured_kit import (
     crowd,
     mask,
     must_end_its_own_step,
+    must_harm_nobody,
     must_lose_no_place,
     must_refuse,
     run,
@@ -757,43 +758,11 @@ def test_greedy_and_sampled_outputs_obey(model: Model, name: str, overlap: bool)
     check(engine)
 
 
-def nested(depth: int) -> Any:
-    schema: Any = {"type": "null"}
-    for _ in range(depth):
-        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
-    return schema
-
-
-HOSTILE: dict[str, Grammar] = {
-    "counts": Grammar.regex("a{1,9999}{1,9999}"),
-    "counts of counts": Grammar.regex("(a{1,999}b?){1,999}"),
-    "catastrophic": Grammar.regex("((a+)+|(a|aa)+b|(.*a){25})c"),
-    "blow-up": Grammar.regex("(a|b)*a(a|b){20}"),
-    "deep": Grammar.json_schema(nested(42)),
-    "wide": Grammar.json_schema({"type": "object", "properties": {f"p{n}": True for n in range(2000)}}),
-    "many strings": Grammar.json_schema({"enum": [f"{'x' * 20}{n}" for n in range(8000)]}),
-    "no base": Grammar.json_schema({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
-    "itself": Grammar.json_schema({"$ref": "#"}),
+HOSTILE = rules.HOSTILE | {
     "ambiguous": Grammar.lark('start: s\ns: s s | "a" |'),
     "left": Grammar.lark('start: start "a" | "b"'),
 }
 
 
 def test_hostile_grammars_harm_nobody(model: Model) -> None:
-    engine = engine_of(model, max_rows=16)
-    bystander = SamplingParams(max_tokens=80, temperature=1.0, seed=1, ignore_eos=True)
-    (expected,) = engine.generate([PROMPT], bystander)
-    started = time.process_time()
-    (kept,) = engine.add(PROMPT, bystander)
-    hostile = {
-        name: engine.add(PROMPT, SamplingParams(max_tokens=40, temperature=1.0, seed=2, grammar=grammar))[0]
-        for name, grammar in HOSTILE.items()
-    }
-    run(engine, 60.0)
-    for name, request in hostile.items():
-        assert request.finish_reason in ("stop", "length", "error"), f"{name}: {request.finish_reason}"
-        if request.finish_reason == "error":
-            assert isinstance(request.error, UserError), f"{name}: {request.error!r}"
-    assert kept.output_ids == expected.token_ids, "a hostile grammar changed somebody's tokens"
-    assert time.process_time() - started < 2 * len(HOSTILE)
-    check(engine)
+    must_harm_nobody(engine_of(model, max_rows=16), HOSTILE)

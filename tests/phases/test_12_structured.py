@@ -40,6 +40,7 @@ from tests.structured_kit import (
     computed_after_their_end,
     crowd,
     must_end_its_own_step,
+    must_harm_nobody,
     must_lose_no_place,
     must_obey,
     must_refuse,
@@ -445,23 +446,7 @@ HOSTILE: dict[str, Grammar] = {
 
 
 def test_hostile_grammars_harm_nobody(model: Model, make: Make) -> None:
-    engine = make(model, max_rows=16)
-    bystander = SamplingParams(max_tokens=80, temperature=1.0, seed=1, ignore_eos=True)
-    (expected,) = engine.generate([PROMPT], bystander)
-    started = time.process_time()
-    (kept,) = engine.add(PROMPT, bystander)
-    hostile = {
-        name: engine.add(PROMPT, SamplingParams(max_tokens=40, temperature=1.0, seed=2, grammar=grammar))[0]
-        for name, grammar in HOSTILE.items()
-    }
-    run(engine, 60.0)
-    for name, request in hostile.items():
-        assert request.finish_reason in ("stop", "length", "error"), f"{name}: {request.finish_reason}"
-        if request.finish_reason == "error":
-            assert isinstance(request.error, UserError), f"{name}: {request.error!r}"
-    assert kept.output_ids == expected.token_ids, "a hostile grammar changed somebody's tokens"
-    assert time.process_time() - started < 2 * len(HOSTILE)
-    check(engine)
+    must_harm_nobody(make(model, max_rows=16), HOSTILE)
 
 
 @pytest.mark.parametrize("wanted", [None, 1])

@@ -12,7 +12,7 @@ that the L2 cache does not hold.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -98,9 +98,16 @@ def autotune(
         timer: by default the replay of a CUDA graph.
         report: told of every trial.
     """
-    for shape in shapes(model, device, dtype, batches, context):
+    yield from search(shapes(model, device, dtype, batches, context), SPACE, timer, report)
+
+
+def search(
+    given: Iterable[Shape], spaces: Mapping[str, Space], timer: Timer | None, report: Report
+) -> Iterator[Found]:
+    """Tune each shape in the space of its kind; winners are used from the search on."""
+    for shape in given:
         shape.winners.use()
-        yield tune(shape, SPACE[shape.winners.kind], timer or graph_timer, report)
+        yield tune(shape, spaces[shape.winners.kind], timer or graph_timer, report)
 
 
 def tune(shape: Shape, space: Space, timer: Timer, report: Report = lambda shape, trial: None) -> Found:

@@ -19,7 +19,7 @@ from phases.appendix.latency.gemv import gemv
 from phases.appendix.latency.surgery import install
 from phases.appendix.latency.tables import GEMV, LONE, GemvConfig, GemvKey, LoneConfig, LoneKey, heads_config
 from phases.appendix.tuning import autotune as kernels
-from phases.appendix.tuning.autotune import Found, Report, Space, Timer, graph_timer, tune
+from phases.appendix.tuning.autotune import Found, Report, Space, Timer, search
 from phases.appendix.tuning.shapes import BLOCK_SIZE, Shape, copies_of
 from phases.appendix.tuning.winners import TunedWinners
 from triton_paged_attention.layers import FusedBlock
@@ -58,9 +58,7 @@ def autotune(
     """See `autotune.autotune`; a step of one token has half the keys."""
     given: dict[str, Any] = {"batches": batches, "context": context, "timer": timer, "report": report}
     yield from kernels.autotune(model, device=device, dtype=dtype, **given)
-    for shape in shapes(model, device, dtype, max(1, context // 2)):
-        shape.winners.use()
-        yield tune(shape, SPACE[shape.winners.kind], timer or graph_timer, report)
+    yield from search(shapes(model, device, dtype, max(1, context // 2)), SPACE, timer, report)
 
 
 def shapes(model: ModelConfig, device: torch.device, dtype: torch.dtype, context: int) -> Iterator[Shape]:
