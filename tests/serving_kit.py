@@ -1,9 +1,12 @@
-"""What tests of the server share: what an idle engine should not have, texts to compare with."""
+"""What tests of the server share: an application, what an idle engine should not have, and expected texts."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TypeVar
+
+import pytest
 
 import cuda_graphs
 from common.events import TextStream
@@ -11,10 +14,29 @@ from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from forward.model import Model
 from paged_cache import PagedEngine
+from phases.appendix.server import whole_app
 from serving.app import App, Extension
+from tests.equivalence.engines import blocks
+from tests.guidance_kit import served as load
+from tests.servers import Loopback, tokenizer_for
 
 E = TypeVar("E", bound=Extension)
 PROMPTS = ["hello", "a longer prompt, of some twenty tokens", "x", "one more, and the last of them all " * 4]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return tokenizer_for(tmp_path_factory.mktemp("tokenizer"), 257)
+
+
+@pytest.fixture
+def engine(model: Model) -> PagedEngine:
+    return load(model, max_rows=8, cache_bytes=blocks(model, 200), step_tokens=256, speculate=False)
+
+
+@pytest.fixture
+def make(engine: PagedEngine, tokenizer: Tokenizer) -> Callable[..., App]:
+    return lambda **options: whole_app(Loopback(engine), tokenizer, "tiny", **options)
 
 
 def extension(app: App, kind: type[E]) -> E:

@@ -4,43 +4,23 @@ from __future__ import annotations
 
 import base64
 import hmac
-from collections.abc import Callable
 
 import pytest
 
 from common.errors import UserError
-from common.text.tokenizer import Tokenizer
-from forward.model import Model
-from paged_cache import PagedEngine
 from phases.appendix.access.keys import Keys
 from phases.appendix.access.origins import origins
-from phases.appendix.server import whole_app
-from serving.app import App
-from tests.equivalence.engines import blocks
-from tests.guidance_kit import served as load
-from tests.servers import Client, Loopback, tokenizer_for
+from tests.servers import Client
+from tests.serving_kit import engine as engine
 from tests.serving_kit import extension
+from tests.serving_kit import make as make
+from tests.serving_kit import tokenizer as tokenizer
 
 PAGE = {"origin": "https://a.example"}
 ASKS = PAGE | {
     "access-control-request-method": "POST",
     "access-control-request-headers": "authorization, content-type, x-stainless-os",
 }
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return tokenizer_for(tmp_path_factory.mktemp("tokenizer"), 257)
-
-
-@pytest.fixture
-def engine(model: Model) -> PagedEngine:
-    return load(model, max_rows=8, cache_bytes=blocks(model, 200), step_tokens=256, speculate=False)
-
-
-@pytest.fixture
-def make(engine: PagedEngine, tokenizer: Tokenizer) -> Callable[..., App]:
-    return lambda **options: whole_app(Loopback(engine), tokenizer, "tiny", **options)
 
 
 async def test_keys(make):

@@ -6,7 +6,6 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,19 +14,20 @@ import torch
 from common.text.tokenizer import Tokenizer
 from forward.attention import RecomputeAttention
 from forward.model import Model
-from paged_cache import PagedEngine
 from phases.appendix.api.answers import WideAnswer
 from phases.appendix.api.endpoints import WideCompletions
 from phases.appendix.api.schema import CompletionRequest
 from phases.appendix.server import whole_app
-from serving.app import App
 from serving.http.errors import ApiError
 from serving.http.limits import Limits
 from serving.prompts import Prompts
 from tests.equivalence.engines import blocks
 from tests.guidance_kit import served as load
 from tests.servers import Client, Loopback, tokenizer_for
+from tests.serving_kit import engine as engine
+from tests.serving_kit import make as make
 from tests.serving_kit import settle
+from tests.serving_kit import tokenizer as tokenizer
 
 TAKEN: dict[str, dict[str, Any]] = {
     "more samples than rows": {"n": 9},
@@ -43,21 +43,6 @@ TAKEN: dict[str, dict[str, Any]] = {
     ),
     "nulls in objects": {"structured_outputs": {"json": None, "whitespace_pattern": None, "tree": None}},
 }
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return tokenizer_for(tmp_path_factory.mktemp("tokenizer"), 257)
-
-
-@pytest.fixture
-def engine(model: Model) -> PagedEngine:
-    return load(model, max_rows=8, cache_bytes=blocks(model, 200), step_tokens=256, speculate=False)
-
-
-@pytest.fixture
-def make(engine: PagedEngine, tokenizer: Tokenizer) -> Callable[..., App]:
-    return lambda **options: whole_app(Loopback(engine), tokenizer, "tiny", **options)
 
 
 @pytest.mark.parametrize(

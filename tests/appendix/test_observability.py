@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from common.sampling.params import SamplingParams
-from common.text.tokenizer import Tokenizer
 from forward import load_model
-from forward.model import Model
-from paged_cache import BlockPool, PagedEngine
+from paged_cache import BlockPool
 from phases.appendix.observability.live import Live
 from phases.appendix.observability.log import AccessLog
 from phases.appendix.observability.observer import EngineObserver
@@ -22,28 +19,14 @@ from phases.appendix.observability.picture import MOST_NODES, picture
 from phases.appendix.observability.traces import Traces
 from phases.appendix.server import whole_app
 from serving import messages
-from serving.app import App
 from serving.messages import AddPrompt, StepReport, StepStats
 from serving.worker import Worker
-from tests.equivalence.engines import blocks
 from tests.guidance_kit import served as load
 from tests.servers import Client, Loopback, tokenizer_for
+from tests.serving_kit import engine as engine
 from tests.serving_kit import extension, settle
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return tokenizer_for(tmp_path_factory.mktemp("tokenizer"), 257)
-
-
-@pytest.fixture
-def engine(model: Model) -> PagedEngine:
-    return load(model, max_rows=8, cache_bytes=blocks(model, 200), step_tokens=256, speculate=False)
-
-
-@pytest.fixture
-def make(engine: PagedEngine, tokenizer: Tokenizer) -> Callable[..., App]:
-    return lambda **options: whole_app(Loopback(engine), tokenizer, "tiny", **options)
+from tests.serving_kit import make as make
+from tests.serving_kit import tokenizer as tokenizer
 
 
 def made_engine(**options: Any):

@@ -33,6 +33,7 @@ from serving.http.limits import Limits
 from tests.equivalence.engines import blocks
 from tests.guidance_kit import served as load
 from tests.servers import Client, Loopback, tokenizer_for
+from tests.serving_kit import tokenizer as tokenizer
 
 CITY = {
     "type": "object",
@@ -51,11 +52,6 @@ NOW = {"type": "function", "function": {"name": "now"}}
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 FORMATS = {"hermes": HERMES, "mistral": MISTRAL, "mistral-special": MISTRAL, "llama": LLAMA}
 SPECIAL = 5
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return tokenizer_for(tmp_path_factory.mktemp("tokenizer"), 257)
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import json
 import os
 import random
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,9 +21,7 @@ import kv_cache
 from benchmarks.one_at_a_time import OneAtATime
 from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
-from common.text.tokenizer import Tokenizer
 from forward.loading import random_model
-from forward.model import Model
 from forward.shapes import SHAPES
 from paged_cache import PagedEngine
 from phases.appendix.server import whole_app
@@ -36,24 +33,11 @@ from serving.worker import Worker
 from tests.coroutines import asynchronously
 from tests.equivalence.engines import blocks
 from tests.guidance_kit import served as load
-from tests.servers import Asked, Client, Loopback, tokenizer_for
+from tests.servers import Asked, Client, Loopback
 from tests.serving_kit import PROMPTS, leaks, settle, texts
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return tokenizer_for(tmp_path_factory.mktemp("tokenizer"), 257)
-
-
-@pytest.fixture
-def engine(model: Model) -> PagedEngine:
-    return load(model, max_rows=8, cache_bytes=blocks(model, 200), step_tokens=256, speculate=False)
-
-
-@pytest.fixture
-def make(engine: PagedEngine, tokenizer: Tokenizer) -> Callable[..., App]:
-    return lambda **options: whole_app(Loopback(engine), tokenizer, "tiny", **options)
-
+from tests.serving_kit import engine as engine
+from tests.serving_kit import make as make
+from tests.serving_kit import tokenizer as tokenizer
 
 # Messages.
 
