@@ -30,11 +30,13 @@ class Endpoint(Generic[B]):
 
     body: the fields of its requests.
     answers, prefix: how its answers look, and how their ids begin.
+    source: the field that the prompt is made of.
     """
 
     body: type[B]
     answers: type[Answer]
     prefix = ""
+    source = "prompt"
 
     def __init__(self, prompts: Prompts, model: str, limits: Limits) -> None:
         self.prompts, self.model, self.limits = prompts, model, limits
@@ -107,7 +109,9 @@ class Endpoint(Generic[B]):
         return orders
 
     def named(self, error: ApiError, request: B) -> ApiError:
-        """Return an error about a setting under the name that its field has in this request."""
+        """Return an error about the prompt or a setting under the name that its field has in this request."""
+        if "the prompt " in str(error) and error.param is None:
+            error.param = self.source
         return error
 
     def refusal(self, message: str, order: Order, request: B) -> ApiError:
@@ -128,30 +132,23 @@ class Completions(Endpoint[CompletionBody]):
             orders.append(Order(ids, self.params(request, ids, ready, USUAL_TOKENS)))
         return self.checked(orders)
 
-    def named(self, error: ApiError, request: CompletionBody) -> ApiError:
-        """See `Endpoint`."""
-        if "the prompt " in str(error) and error.param is None:
-            error.param = "prompt"
-        return error
-
 
 class Chat(Endpoint[ChatBody]):
     """`/v1/chat/completions`: a conversation."""
 
     body, answers, prefix = ChatBody, ChatAnswer, "chatcmpl"
+    source = "messages"
 
     async def orders(self, exchange: Exchange, request: ChatBody, ready: Ready) -> list[Order]:
         """See `Endpoint`."""
-        contents = (one.get("content") for one in request.messages)
-        self.prompts.fits(sum(len(text) for text in contents if isinstance(text, str)), ready, "messages")
+        self.prompts.fits_messages(request.messages, ready)
         ids = await self.prompts.chat(request.messages)
         limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         return self.checked([Order(ids, self.params(request, ids, ready, None, max_tokens=limit))])
 
     def named(self, error: ApiError, request: ChatBody) -> ApiError:
         """See `Endpoint`."""
-        if "the prompt " in str(error) and error.param is None:
-            error.param = "messages"
+        error = super().named(error, request)
         return renamed(error, "max_tokens", "max_completion_tokens", request.max_completion_tokens)
 
 

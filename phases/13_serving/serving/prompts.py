@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import MappingProxyType
@@ -67,6 +67,11 @@ class Prompts:
                 f"{param} has {characters:,} characters, more than a context of {ready.max_len} tokens holds",
                 param=param,
             )
+
+    def fits_messages(self, messages: Sequence[Mapping[str, Any]], ready: Ready) -> None:
+        """Raise `ApiError` as `fits` does, for the texts of messages together."""
+        contents = (one.get("content") for one in messages)
+        self.fits(sum(len(text) for text in contents if isinstance(text, str)), ready, "messages")
 
     async def make(self, long: bool, make: Callable[[], T], param: str) -> T:
         """Run `make` in a thread if it is long: 10 KB take a millisecond, and others would wait."""

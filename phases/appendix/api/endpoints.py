@@ -104,8 +104,7 @@ class WideCompletions(WideEndpoint[CompletionRequest]):
 
     def named(self, error: ApiError, request: CompletionRequest) -> ApiError:
         """See `Endpoint`."""
-        if "the prompt " in str(error) and error.param is None:
-            error.param = "prompt"
+        error = super().named(error, request)
         echoed = True if request.prompt_logprobs is None else None  # it is what `echo` makes of `logprobs`
         error = renamed(error, "n", "best_of", request.best_of)
         return renamed(error, "prompt_logprobs", "echo with logprobs", echoed)
@@ -124,22 +123,16 @@ class Generate(WideEndpoint[GenerateRequest]):
         ids = await ids_of(self.prompts, prompt, request.add_special_tokens, ready)
         return [self.order(request, ids, ready, USUAL_TOKENS, {})]
 
-    def named(self, error: ApiError, request: GenerateRequest) -> ApiError:
-        """See `Endpoint`."""
-        if "the prompt " in str(error) and error.param is None:
-            error.param = "prompt"
-        return error
-
 
 class WideChat(WideEndpoint[ChatRequest]):
     """`/v1/chat/completions`."""
 
     body, answers, prefix = ChatRequest, WideChatAnswer, "chatcmpl"
+    source = "messages"
 
     async def orders(self, exchange: Exchange, request: ChatRequest, ready: Ready) -> list[Order]:
         """See `Endpoint`."""
-        contents = (one.get("content") for one in request.messages)
-        self.prompts.fits(sum(len(text) for text in contents if isinstance(text, str)), ready, "messages")
+        self.prompts.fits_messages(request.messages, ready)
         tools = tools_of(request, self.prompts.tokenizer, self.limits)
         if request.chat_template is not None:
             raise ApiError(
@@ -179,9 +172,12 @@ class WideChat(WideEndpoint[ChatRequest]):
 
     def named(self, error: ApiError, request: ChatRequest) -> ApiError:
         """See `Endpoint`."""
-        if "the prompt " in str(error) and error.param is None:
-            error.param = "messages"
-        error = renamed(error, "max_tokens", "max_completion_tokens", request.max_completion_tokens)
+        error = renamed(
+            super().named(error, request),
+            "max_tokens",
+            "max_completion_tokens",
+            request.max_completion_tokens,
+        )
         return renamed(error, "logprobs", "top_logprobs", request.top_logprobs)
 
 
