@@ -13,12 +13,11 @@ from forward.attention import LayerSpec
 from forward.model import Model
 from phases.appendix.drafting_in_graphs.launch import CudaKernel, available
 from phases.appendix.latency.block import LatencyBlock
-from phases.appendix.latency.few import FEW_TOKENS
-from phases.appendix.latency.linear import CombinesFewHeads, LatencyWay
-from phases.appendix.latency.lone_few import FewParts
+from phases.appendix.latency.linear import LatencyWay
+from phases.appendix.latency.lone_few import FEW_TOKENS, FewParts
 from triton_paged_attention.hardware import multiprocessors
 from triton_paged_attention.kernels.norms import NormWeights
-from triton_paged_attention.layers import FusedAttention, FusedBlock
+from triton_paged_attention.layers import FusedAttention, FusedBlock, FusedMLP
 from triton_paged_attention.linear import FusedLinear
 
 PARTS = (64, 96, 128, 192, 256)
@@ -89,7 +88,7 @@ def columns(
     residual: Tensor | None = None,  # [T, N]
     run_ahead: bool = True,
 ) -> Tensor:
-    """`phases.appendix.latency.few.few` of a matrix that has a shape: `[T, N]`."""
+    """`residual + act(weight @ norm(x))` of a matrix that has a shape, each part if it is given: `[T, N]`."""
     tokens, size = x.shape
     assert tokens <= FEW_TOKENS, f"x has {tokens} tokens, but may have {FEW_TOKENS}"
     outputs = weight.shape[0] // (1 if gate is None else 2)
@@ -110,7 +109,10 @@ def project_few_heads(
     parts: FewParts,
     shape: ColumnShape,
 ) -> Tensor:
-    """`phases.appendix.latency.heads.project_few_heads`: `[T, N]`; padding gets its residual."""
+    """`residual + weight @ attention's output`, the output in the workspace as `parts`: `[T, N]`.
+
+    Padding gets its residual.
+    """
     layer, space, config = parts.layer, parts.workspace, parts.config
     tokens, (outputs, size) = len(residual), weight.shape
     splits = Splits(
@@ -163,31 +165,36 @@ class Columns:
 
 
 class ColumnHeads:
-    """`CombinesFewHeads` by this kernel, where the matrix has a shape; others have `inner`."""
+    """`CombinesFewHeads` by this kernel, where the matrix has a shape."""
 
-    def __init__(self, linear: nn.Linear, inner: CombinesFewHeads) -> None:
-        self.linear, self.inner = linear, inner
+    def __init__(self, linear: nn.Linear) -> None:
+        self.linear = linear
 
     def takes(self, layer: LayerSpec) -> bool:
         """See `CombinesFewHeads.takes`."""
-        return self.inner.takes(layer)
+        shape = self.shape
+        return shape is not None and layer.head_dim % shape.part == 0
+
+    @property
+    def shape(self) -> ColumnShape | None:
+        """How its matrix is shared out; None: it has a bias, or no shape."""
+        weight = self.linear.weight
+        return None if self.linear.bias is not None else shape_of(*weight.shape, False, weight.device)
 
     def combine(self, parts: FewParts, residual: Tensor) -> Tensor:
         """See `CombinesFewHeads.combine`."""
-        weight = self.linear.weight
-        shape = None if self.linear.bias is not None else shape_of(*weight.shape, False, weight.device)
-        if shape is None or parts.layer.head_dim % shape.part or parts.config.splits > MOST_SPLITS:
-            return self.inner.combine(parts, residual)
-        return project_few_heads(residual, weight, parts, shape)
+        shape = self.shape
+        assert shape is not None and parts.config.splits <= MOST_SPLITS
+        return project_few_heads(residual, self.linear.weight, parts, shape)
 
 
 def by_columns(fused: FusedLinear, *, fewest: int = 2) -> FusedLinear:
     """Give a layer this way for so many tokens or more, and return it.
 
-    Others stay as they are: of other dtypes, on other devices, and where a few tokens have no kernel at all.
+    Others stay as they are: of other dtypes, on other devices, and without a way for one token.
     """
     for way in fused.ways:
-        if isinstance(way, LatencyWay) and way.few and _can(way.linear):
+        if isinstance(way, LatencyWay) and _can(way.linear):
             fused.ways.insert(0, Columns(way.linear, fewest=fewest, run_ahead=way.run_ahead))
             break
     return fused
@@ -202,9 +209,26 @@ def install(model: Model, *, fewest: int = 2) -> None:
     for module in model.modules():
         if isinstance(module, FusedLinear):
             by_columns(module, fewest=fewest)
-        elif isinstance(module, FusedBlock) and isinstance(module.self_attn, FusedAttention):
+    for module in model.modules():
+        direct = module.ways[0] if isinstance(module, FusedBlock) and module.ways else None
+        if isinstance(module, FusedBlock) and isinstance(direct, LatencyBlock) and whole(module):
+            assert isinstance(module.self_attn, FusedAttention)
             linear = module.self_attn.o_proj.linear
-            for way in module.ways:
-                inner = way.few_heads if isinstance(way, LatencyBlock) and way.few else None
-                if isinstance(way, LatencyBlock) and inner and isinstance(linear, nn.Linear) and _can(linear):
-                    way.few_heads = ColumnHeads(linear, inner)
+            if isinstance(linear, nn.Linear) and direct.heads is not None:
+                direct.few, direct.few_heads = True, ColumnHeads(linear)
+
+
+def whole(block: FusedBlock) -> bool:
+    """Return whether every projection of a block has a shape."""
+    attend, mlp = block.self_attn, block.mlp
+    assert isinstance(attend, FusedAttention) and isinstance(mlp, FusedMLP)
+    layers = [
+        (attend.qkv_proj, None),
+        (attend.o_proj, None),
+        (mlp.gate_up_proj, mlp.kind),
+        (mlp.down_proj, None),
+    ]
+    return all(
+        any(isinstance(way, Columns) and way.shape(gate) is not None for way in fused.ways)
+        for fused, gate in layers
+    )
