@@ -25,6 +25,7 @@ from common.errors import UserError
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import Sampler
 from cuda_graphs.batch import fixed_batch
+from cuda_graphs.sampling import argmax_rows, draw_rows
 from forward.loading import load_model
 from forward.model import Model
 from forward.surgery import clone
@@ -32,9 +33,8 @@ from paged_cache import BlockPool, PagedBatch
 from paged_cache.memory import weight_bytes
 from phases.appendix.latency.attention import LatencyAttention
 from phases.appendix.latency.surgery import install
-from triton_paged_attention.backends import Backends
-from triton_paged_attention.kernels.sampling import argmax_rows, draw_rows
-from triton_paged_attention.surgery import optimize
+from triton_paged_attention.feature import LAYERS
+from triton_paged_attention.layers import optimize
 
 NAME, STEP = "decode_step", "06_triton_paged_attention"
 MODELS = ("qwen3-0.6b", "qwen3-8b")
@@ -62,8 +62,8 @@ def steps(name: str, options: BenchOptions, top: Ceilings) -> Iterator[Run]:
     base = load_model(f"random:{name}", device=str(options.device), dtype=str(options.dtype).split(".")[-1])
     models = {
         "06_triton_paged_attention": install(optimize(clone(base))),
-        "without kernels for one token": optimize(clone(base), Backends(projections="torch")),
-        "attention only": optimize(clone(base), Backends("torch", "torch", "torch", "torch")),
+        "without kernels for one token": optimize(clone(base), ["projections"]),
+        "attention only": optimize(clone(base), LAYERS),
     }
     config = base.config
     blocks = -(-max(CONTEXTS) // BLOCK)

@@ -26,8 +26,8 @@ from phases.appendix.checkpoint_formats.configs import matches, stored
 from phases.appendix.checkpoint_formats.export import check_source, configuration, export
 from phases.appendix.checkpoint_formats.layouts import (
     AWQ_ORDER,
-    Layout,
     StoredLinear,
+    TensorLayout,
     pack_words,
     unpack_words,
 )
@@ -105,7 +105,7 @@ def test_gptq(less: int, order: str, zeros: bool) -> None:
     if order == "by activation":
         groups = groups[torch.randperm(64, generator=torch.Generator().manual_seed(1))]
     scheme = Scheme("gptq", "int4", "group", group=32, zeros=zeros)
-    layout = Layout("gptq", scheme, "scales", one_less=bool(less))
+    layout = TensorLayout("gptq", scheme, "scales", one_less=bool(less))
     found = gptq_file(numbers, scale, zero, groups, less)
     expect(layout, found)
     weight = layout.read(found, (16, 64), "w").check("w")
@@ -143,7 +143,7 @@ def test_gptq_of_other_bits_and_groups(bits: int, size: int, zeros: bool, by_act
     assert torch.equal(plain, by_hand(numbers, scale, zero, groups))
 
 
-def expect(layout: Layout, found: Mapping[str, Tensor], n: int = 16, k: int = 64) -> None:
+def expect(layout: TensorLayout, found: Mapping[str, Tensor], n: int = 16, k: int = 64) -> None:
     """The layout asks for just the tensors that there are; any float may stand for float32."""
     wanted = layout.tensors(n, k, "w")
     assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {
@@ -155,7 +155,7 @@ def expect(layout: Layout, found: Mapping[str, Tensor], n: int = 16, k: int = 64
 
 def test_awq() -> None:
     numbers, scale, zero = parts_of()
-    layout = Layout("awq", Scheme("awq", "int4", "group", group=32, zeros=True), "scales")
+    layout = TensorLayout("awq", Scheme("awq", "int4", "group", group=32, zeros=True), "scales")
     found = {
         "qweight": awq_words(numbers.t().contiguous()),
         "qzeros": awq_words(zero.t().contiguous()),
@@ -174,7 +174,7 @@ def test_pack_quantized(zeros: bool, by_activation: bool) -> None:
     numbers, scale, zero = parts_of(zeros=zeros)
     groups = (torch.arange(64) // 32).flip(0) if by_activation else torch.arange(64) // 32
     scheme = Scheme("packed", "int4", "group", group=32, zeros=zeros)
-    layout = Layout("packed", scheme, by_activation=by_activation)
+    layout = TensorLayout("packed", scheme, by_activation=by_activation)
     found = {
         "weight_packed": pack_words(numbers, 4),
         "weight_scale": scale,
@@ -221,7 +221,7 @@ def test_pack_quantized_as_compressed_tensors_reads_it(bits: int, zeros: bool) -
 def test_pack_quantized_of_eight_bits() -> None:
     data = torch.randint(-128, 128, (16, 64), dtype=torch.int8)
     scale = torch.rand(16, 1)
-    layout = Layout("packed", INT8)
+    layout = TensorLayout("packed", INT8)
     words = (data.int() + 128).to(torch.uint8)
     found = {
         "weight_packed": pack_words(words, 8),
@@ -247,7 +247,7 @@ DAMAGE: dict[str, tuple[str, str, Any, str]] = {
 def test_damage_is_refused_by_the_tensors_name(kind: Any, name: str, value: Any, says: str) -> None:
     numbers, scale, zero = parts_of()
     scheme = Scheme(kind, "int4", "group", group=32, zeros=True)
-    layout = Layout(kind, scheme, "weight_scale" if kind == "packed" else "scales")
+    layout = TensorLayout(kind, scheme, "weight_scale" if kind == "packed" else "scales")
     if kind == "gptq":
         found = gptq_file(numbers, scale, zero, torch.arange(64) // 32, 0)
     elif kind == "awq":
@@ -271,7 +271,7 @@ def test_damage_is_refused_by_the_tensors_name(kind: Any, name: str, value: Any,
 
 def test_zero_points_that_the_configuration_denies() -> None:
     numbers, scale, zero = parts_of()
-    layout = Layout("gptq", Scheme("gptq", "int4", "group", group=32), "scales")
+    layout = TensorLayout("gptq", Scheme("gptq", "int4", "group", group=32), "scales")
     found = gptq_file(numbers, scale, zero, torch.arange(64) // 32, 0)
     with pytest.raises(UserError, match=r"w\.qzeros holds zero points, but the configuration says"):
         layout.read(found, (16, 64), "w")
@@ -281,11 +281,11 @@ def test_nan_among_fp8_numbers() -> None:
     data = torch.zeros(4, 16).to(torch.float8_e4m3fn)
     data.view(torch.uint8)[1, 2] = 0x7F
     with pytest.raises(UserError, match=r"w\.weight holds NaN"):
-        Layout("plain", FP8).read({"weight": data, "weight_scale": torch.ones(4, 1)}, (4, 16), "w")
+        TensorLayout("plain", FP8).read({"weight": data, "weight_scale": torch.ones(4, 1)}, (4, 16), "w")
 
 
 def test_a_group_that_does_not_divide_a_row() -> None:
-    layout = Layout("awq", Scheme("awq", "int4", "group", group=128, zeros=True), "scales")
+    layout = TensorLayout("awq", Scheme("awq", "int4", "group", group=128, zeros=True), "scales")
     with pytest.raises(UserError, match="w has rows of 576 weights, which groups of 128 do not divide"):
         layout.tensors(8, 576, "w")
     assert INT4.fitted(576, "w").group == 64, "rows of 576 take groups of 64: 128 does not divide them"
@@ -920,14 +920,16 @@ def test_a_draft_model_may_be_a_quantized_checkpoint(
 
 def test_a_rank_counts_groups_from_its_own_first() -> None:
     scheme = Scheme("gptq", "int4", "group", group=32, zeros=True)
-    layer = StoredLinear(nn.Linear(64, 16, device="meta"), Layout("gptq", scheme, "scales"), "w")
+    layer = StoredLinear(nn.Linear(64, 16, device="meta"), TensorLayout("gptq", scheme, "scales"), "w")
     groups = torch.arange(128) // 32  # of two ranks
     assert layer.part("g_idx", groups[64:], 1).tolist() == [0] * 32 + [1] * 32
     assert layer.part("g_idx", groups[64:], None).tolist() == groups[64:].tolist()
     assert layer.part("weight_shape", torch.tensor([16, 128]), 1).tolist() == [16, 64]
     with pytest.raises(UserError, match="in the order of activations: they cannot be cut"):
         layer.part("g_idx", groups.flip(0)[64:], 1)
-    row = StoredLinear(nn.Linear(64, 16, device="meta"), Layout("gptq", scheme, "scales", row=True), "w")
+    row = StoredLinear(
+        nn.Linear(64, 16, device="meta"), TensorLayout("gptq", scheme, "scales", row=True), "w"
+    )
     assert row.part("g_idx", torch.zeros(64), 1).tolist() == [0] * 64
 
 

@@ -28,8 +28,8 @@ from tests.cuda_kit import ON_A_GPU, random, replayed
 from tests.paged_batches import DEVICE, assert_near, combined, walled
 from triton_paged_attention.decode import Workspace
 from triton_paged_attention.kernels.norms import NormWeights, rms_norm
+from triton_paged_attention.layers import optimize
 from triton_paged_attention.linear import FusedLinear
-from triton_paged_attention.surgery import optimize
 
 CLOSE = 4e-3
 """Of the output's norm: both round to bfloat16, and sum up in another order."""

@@ -45,9 +45,8 @@ from tests.paged_batches import (
 from triton_paged_attention.decode import Workspace, paged_decode
 from triton_paged_attention.kernels.norms import NormWeights
 from triton_paged_attention.kernels.rope import HeadNorms, norm_rope
-from triton_paged_attention.layers import FusedBlock
+from triton_paged_attention.layers import FusedBlock, optimize
 from triton_paged_attention.linear import FusedLinear
-from triton_paged_attention.surgery import optimize
 
 pytestmark = pytest.mark.usefixtures("poison")
 

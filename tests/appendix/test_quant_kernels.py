@@ -22,20 +22,19 @@ from phases.appendix.quant_kernels.configs import LoopConfig
 from phases.appendix.quant_kernels.inputs import gated_rows, norm_rows
 from phases.appendix.quant_kernels.surgery import install
 from phases.appendix.quant_kernels.ways import EightBitBlock, EightBitHeads, QuantWay
-from quant.activations import rounded
 from quant.formats import FP8, INT8, W8A8, Scheme
 from quant.kernel_layers import KernelLinear
 from quant.kernel_layers import install as kernels
 from quant.kernels.products import Unscaled
 from quant.linear import QuantLinear
 from quant.loading import Quantize
+from quant.rtn import rounded
 from tests.compiling import spilled
 from tests.quant_layers import CLOSE, DEVICE, DTYPE, assert_close, layer_of, named
 from triton_paged_attention.decode import Workspace
 from triton_paged_attention.kernels.norms import NormWeights
-from triton_paged_attention.layers import FusedAttention
+from triton_paged_attention.layers import FusedAttention, optimize
 from triton_paged_attention.linear import FusedLinear
-from triton_paged_attention.surgery import optimize
 
 pytestmark = [pytest.mark.usefixtures("poison"), pytest.mark.slow]  # a minute in the interpreter
 

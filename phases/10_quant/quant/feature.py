@@ -12,9 +12,8 @@ from common.options import option
 from forward.loading import Linears
 from paged_cache import Feature, Parts
 from quant.formats import GROUPS, SCHEMES, Scheme
-from quant.joined import settle
 from quant.kv import KV_DTYPES, kv_format, stored_kind
-from quant.linear import QuantLinear
+from quant.linear import QuantLinear, settle
 from quant.loading import Quantize
 
 AUTO, PLAIN = "auto", "none"

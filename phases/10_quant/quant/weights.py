@@ -43,11 +43,6 @@ class QuantizedWeight:
         rows, columns = self.data.shape
         return rows, columns * 8 // self.scheme.bits
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of everything."""
-        return sum(tensor.nbytes for tensor in self.tensors().values())
-
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are there, by their names here."""
         found = {"data": self.data, "scale": self.scale, "zero": self.zero, "order": self.order}

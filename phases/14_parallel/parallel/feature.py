@@ -153,7 +153,7 @@ class Split(Feature):
             from parallel.fused import install
 
             install(parts.own_model(), ranks)
-        kernels = getattr(parts.features.get("kernels"), "sampling", "") == "triton"
+        kernels = getattr(parts.features.get("graphs"), "sampling", "") == "triton"
         if kernels:
             from parallel.winners import KernelRanksChooser  # Triton comes with it
 

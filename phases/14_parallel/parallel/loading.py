@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +31,20 @@ from parallel.ranks import Ranks
 from parallel.shard import JOINED, ROWS, VOCABULARY, Shard, Slice
 from quant.formats import BLOCK
 from quant.linear import QuantLinear, quantized
-from quant.loading import Quantize, StoredLayer
+from quant.loading import Quantize
 from quant.weights import QuantizedWeight
+
+
+@runtime_checkable
+class KnowsParts(Protocol):
+    """A layer with the tensors of another tool's checkpoint, which knows what a rank's part of them means."""
+
+    def part(self, leaf: str, value: Tensor, place: int | None) -> Tensor:
+        """Return what a rank's part of the tensor `leaf` means to this rank's layer.
+
+        place: the rank, where the layer is cut along its inputs.
+        """
+        ...
 
 
 def config_of(name: str) -> ModelConfig:
@@ -165,7 +177,7 @@ class Part:
             padding = value.new_zeros(self.shapes[name][0] - len(value), *value.shape[1:])
             return torch.cat([value, padding])
         layer = self.own.get_submodule(owner)
-        if isinstance(layer, StoredLayer):
+        if isinstance(layer, KnowsParts):
             try:
                 return layer.part(leaf, value, self.shard.rank if owner.endswith(ROWS) else None)
             except UserError as error:

@@ -18,7 +18,7 @@ from typing import Any
 
 from common.errors import UserError
 from common.models.fields import Field, shown
-from phases.appendix.checkpoint_formats.layouts import Layout
+from phases.appendix.checkpoint_formats.layouts import TensorLayout
 from quant.formats import BLOCK, FP8_BLOCK, GROUPS, Scheme
 
 _BITS = Field("bits num_bits", int, 1, 32)
@@ -41,7 +41,7 @@ class Rule:
     """Layers that `targets` name are laid out in a way, or are plain."""
 
     targets: tuple[str, ...]
-    layout: Layout | None
+    layout: TensorLayout | None
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Stored:
     plain: tuple[str, ...]
     kv: str | None = None
 
-    def layout(self, name: str) -> Layout | None:
+    def layout(self, name: str) -> TensorLayout | None:
         """Return the layout of our layer `name`, or None where it is plain."""
         if any(matches(each, name) for each in self.plain):
             return None
@@ -120,9 +120,9 @@ def _fp8(raw: Mapping[str, Any]) -> Stored:
     _only(raw, "fmt", "e4m3", missing=True)
     block = raw.get("weight_block_size")
     if block is None:
-        layout = Layout("plain", Scheme("fp8-tensor", "fp8", "tensor", activations="fp8"))
+        layout = TensorLayout("plain", Scheme("fp8-tensor", "fp8", "tensor", activations="fp8"))
     elif block == [BLOCK, BLOCK]:
-        layout = Layout("plain", FP8_BLOCK, "weight_scale_inv")
+        layout = TensorLayout("plain", FP8_BLOCK, "weight_scale_inv")
     else:
         raise UserError(f"weight_block_size is {shown(block)}, but only [{BLOCK}, {BLOCK}] is supported")
     skipped: list[str] = []
@@ -149,14 +149,14 @@ def _gptq(raw: Mapping[str, Any]) -> Stored:
     return Stored((*rules, Rule(targets, _gptq_layout(raw))), head)
 
 
-def _gptq_layout(raw: Mapping[str, Any]) -> Layout:
+def _gptq_layout(raw: Mapping[str, Any]) -> TensorLayout:
     if (bits := _BITS.read(raw)) not in (4, 8):
         raise UserError(f"bits is {bits}, but only 4 and 8 are supported")
     version = Field("checkpoint_format format", str, default="gptq", choices=("gptq", "gptq_v2")).read(raw)
     zeros = not Field("sym", bool, default=True).read(raw)
     group, row = _group(raw)
     scheme = Scheme("gptq", "int4", "group", group=group, zeros=zeros)
-    return Layout("gptq", scheme, "scales", one_less=version == "gptq", row=row, eight=bits == 8)
+    return TensorLayout("gptq", scheme, "scales", one_less=version == "gptq", row=row, eight=bits == 8)
 
 
 def _awq(raw: Mapping[str, Any]) -> Stored:
@@ -168,7 +168,7 @@ def _awq(raw: Mapping[str, Any]) -> Stored:
     group, row = _group(raw)
     scheme = Scheme("awq", "int4", "group", group=group, zeros=True)
     skipped = _parts(raw.get("modules_to_not_convert"), "modules_to_not_convert")
-    return Stored((Rule(("Linear",), Layout("awq", scheme, "scales", row=row)),), ("lm_head", *skipped))
+    return Stored((Rule(("Linear",), TensorLayout("awq", scheme, "scales", row=row)),), ("lm_head", *skipped))
 
 
 def _compressed(raw: Mapping[str, Any]) -> Stored:
@@ -200,7 +200,7 @@ _FORMATS = {
 }
 
 
-def _compressed_layout(group: Mapping[str, Any], form: Any) -> Layout:
+def _compressed_layout(group: Mapping[str, Any], form: Any) -> TensorLayout:
     form = Field("format", str, choices=tuple(_FORMATS)).check(form, "format")
     if group.get("output_activations"):
         raise UserError("output_activations are not supported")
@@ -235,7 +235,7 @@ def _compressed_layout(group: Mapping[str, Any], form: Any) -> Layout:
         activations=_activations(group.get("input_activations"), numbers),  # type: ignore[arg-type]
     )
     by_activation = order in ("group", "dynamic", True)
-    return Layout(layout, scheme, by_activation=by_activation, row=row, eight=eight)  # type: ignore[arg-type]
+    return TensorLayout(layout, scheme, by_activation=by_activation, row=row, eight=eight)  # type: ignore[arg-type]
 
 
 def _activations(raw: Any, numbers: str) -> str | None:

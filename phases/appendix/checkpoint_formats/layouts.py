@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from common.errors import UserError
 from quant.formats import DTYPES, Scheme
 from quant.linear import QuantLinear
-from quant.loading import StoredLayer
 from quant.weights import MIDDLE, QuantizedWeight, check_scale, pack_nibbles
 
 Kind = Literal["plain", "packed", "gptq", "awq"]
@@ -26,7 +25,7 @@ Expected = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """The tensors of a layer in a file.
 
     kind: plain: numbers as they are, and scales (`float-quantized`, `int-quantized`, `fp8`). packed: eight
@@ -178,10 +177,10 @@ class Layout:
         return None
 
 
-class StoredLinear(StoredLayer):
+class StoredLinear(nn.Module):
     """A layer's tensors as a checkpoint has them, between being read and being understood."""
 
-    def __init__(self, linear: nn.Linear, layout: Layout, name: str) -> None:
+    def __init__(self, linear: nn.Linear, layout: TensorLayout, name: str) -> None:
         super().__init__()
         self.layout, self.shape = layout, (linear.out_features, linear.in_features)
         self.expected = layout.tensors(*self.shape, name)
@@ -190,7 +189,7 @@ class StoredLinear(StoredLayer):
         self.bias = linear.bias
 
     def part(self, leaf: str, value: Tensor, place: int | None) -> Tensor:
-        """See `StoredLayer.part`: shapes are this rank's, and groups are counted from its own first."""
+        """See phase 14's `KnowsParts`: shapes are this rank's, and groups are counted from its own first."""
         if leaf == "weight_shape":
             return torch.tensor(self.shape, dtype=value.dtype)
         if not leaf.endswith("g_idx") or place is None or self.layout.row:

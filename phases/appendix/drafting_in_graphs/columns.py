@@ -177,7 +177,7 @@ class ColumnHeads:
 
     @property
     def shape(self) -> ColumnShape | None:
-        """How its matrix is shared out; None: it has a bias, or no shape."""
+        """The partition of its matrix; None: it has a bias, or no shape."""
         weight = self.linear.weight
         return None if self.linear.bias is not None else shape_of(*weight.shape, False, weight.device)
 

@@ -22,8 +22,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from phases.appendix.latency.tables import GEMV, GemvConfig, GemvKey
 from triton_paged_attention.hardware import dependent_launch
-from triton_paged_attention.kernels.activation import KINDS, activate
 from triton_paged_attention.kernels.norms import NormWeights
+from triton_paged_attention.linear import KINDS, activate
 
 
 @triton.jit
@@ -105,7 +105,7 @@ def gemv(
 
     Args:
         norm: of `x`, its weight `[K]`.
-        gate: name of the activation (a key of `activation.KINDS`); then `weight` is gate rows over up rows.
+        gate: name of the activation (a key of `linear.KINDS`); then `weight` is gate rows over up rows.
         out_dtype: by default that of `x`.
         run_ahead: the next kernel may start while the one before this still runs. False if, before its own
             wait, it reads anything that the kernels before have written.

@@ -18,11 +18,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from phases.appendix.quant_kernels.configs import LoopConfig, loop_config
 from quant.formats import BLOCK, LARGEST
-from quant.kernels.rounding import hardware_rounds, rounded, token_scale
+from quant.kernels.products import hardware_rounds, rounded, token_scale
 from quant.weights import QuantizedWeight
 from triton_paged_attention.hardware import dependent_launch
-from triton_paged_attention.kernels.activation import KINDS, activate
 from triton_paged_attention.kernels.norms import NormWeights
+from triton_paged_attention.linear import KINDS, activate
 
 
 @triton.jit

@@ -26,11 +26,11 @@ from phases.appendix.quant_kernels.gemv import (
     place_of,
     power_scale,
 )
-from quant.kernels.words import SPAN
+from quant.kernels.products import SPAN
 from quant.weights import QuantizedWeight
 from triton_paged_attention.hardware import dependent_launch
-from triton_paged_attention.kernels.activation import KINDS, activate
 from triton_paged_attention.kernels.norms import NormWeights
+from triton_paged_attention.linear import KINDS, activate
 
 
 def _products(word: int, total: str) -> str:

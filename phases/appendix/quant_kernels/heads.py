@@ -12,7 +12,7 @@ from phases.appendix.latency.heads import combine_heads
 from phases.appendix.latency.lone import LoneParts, splits_of
 from phases.appendix.latency.tables import HeadsConfig
 from quant.formats import LARGEST
-from quant.kernels.rounding import hardware_rounds, rounded, token_scale
+from quant.kernels.products import hardware_rounds, rounded, token_scale
 from quant.weights import QuantizedWeight
 from triton_paged_attention.hardware import dependent_launch
 

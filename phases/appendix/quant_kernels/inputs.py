@@ -14,10 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from quant.formats import DTYPES, LARGEST, Activations
-from quant.kernels.products import TYPES, Unscaled
-from quant.kernels.rounding import Rounded, hardware_rounds, rounded, token_scale
-from triton_paged_attention.kernels.activation import KINDS, activate
+from quant.kernels.products import TYPES, Rounded, Unscaled, hardware_rounds, rounded, token_scale
 from triton_paged_attention.kernels.norms import NormWeights
+from triton_paged_attention.linear import KINDS, activate
 
 
 @triton.jit
@@ -143,7 +142,7 @@ def norm_rows(
 
 
 def gated_rows(gate_up: Unscaled | Tensor, gate: str, kind: Activations, dtype: torch.dtype) -> Rounded:
-    """`act(gates) * ups` of `gate_up [T, 2 I]` in eight bits; `gate` is a key of `activation.KINDS`.
+    """`act(gates) * ups` of `gate_up [T, 2 I]` in eight bits; `gate` is a key of `linear.KINDS`.
 
     dtype: the model's, to which every intermediate result is rounded.
     """

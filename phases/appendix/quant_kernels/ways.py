@@ -17,8 +17,14 @@ from phases.appendix.quant_kernels.heads import project_heads8
 from phases.appendix.quant_kernels.inputs import gated_rows, norm_rows
 from quant.formats import Activations
 from quant.kernel_layers import KernelLinear
-from quant.kernels.products import Unscaled, eight_by_eight_whole, scales_inside, unscaled
-from quant.kernels.rounding import Rounded, round_rows
+from quant.kernels.products import (
+    Rounded,
+    Unscaled,
+    eight_by_eight_whole,
+    round_rows,
+    scales_inside,
+    unscaled,
+)
 from quant.weights import QuantizedWeight
 from triton_paged_attention.kernels.rope import ProductScales
 from triton_paged_attention.layers import FusedAttention, FusedBlock, FusedMLP, FusedRMSNorm, Stream

@@ -22,8 +22,7 @@ from phases.appendix.tuning import autotune as kernels
 from phases.appendix.tuning.autotune import Found, Report, Space, Timer, search
 from phases.appendix.tuning.shapes import BLOCK_SIZE, Shape, copies_of
 from phases.appendix.tuning.winners import TunedWinners
-from triton_paged_attention.layers import FusedBlock
-from triton_paged_attention.surgery import optimize
+from triton_paged_attention.layers import FusedBlock, optimize
 
 GEMVS = TunedWinners("gemv", GEMV, GemvConfig)
 LONES = TunedWinners("lone", LONE, LoneConfig)
