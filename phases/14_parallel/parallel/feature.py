@@ -149,10 +149,6 @@ class Split(Feature):
     def install(self, parts: Parts) -> None:
         """Layers that add up, tokens chosen over ranks, and a loop that leads or follows."""
         ranks, model = self.ranks, parts.model
-        if "kernels" in parts.features:
-            from parallel.fused import install
-
-            install(parts.own_model(), ranks)
         kernels = getattr(parts.features.get("graphs"), "sampling", "") == "triton"
         if kernels:
             from parallel.winners import KernelRanksChooser  # Triton comes with it
