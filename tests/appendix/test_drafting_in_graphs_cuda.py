@@ -97,7 +97,9 @@ class TestOnAGPU:
         weight, residual = random(576, heads * d) / 24, random(tokens, 576)
         shape = columns.shape_of(576, heads * d, False, weight.device)
         assert shape is not None
-        got = columns.project_few_heads(residual, weight, parts, shape)
+        plain = nn.Linear(heads * d, 576, bias=False, device="meta")
+        plain.weight = nn.Parameter(weight)
+        got = columns.project_few_heads(plain, shape, parts, residual)
         attended = torch.zeros(tokens, heads * d, device=DEVICE)
         attended[:count] = combined(partial[:, :count], logs[:, :count], used).flatten(1)
         wanted = residual.float() + attended @ weight.float().t()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from forward.attention import LayerSpec
 from forward.model import Model
 from phases.appendix.drafting_in_graphs.launch import CudaKernel, available
 from phases.appendix.latency.block import LatencyBlock
@@ -104,17 +103,19 @@ def columns(
 
 
 def project_few_heads(
-    residual: Tensor,  # [T, N] bfloat16
-    weight: Tensor,  # [N, H D]
-    parts: FewParts,
+    linear: nn.Linear,  # weight [N, H D]
     shape: ColumnShape,
+    parts: FewParts,
+    residual: Tensor,  # [T, N] bfloat16
 ) -> Tensor:
     """`residual + weight @ attention's output`, the output in the workspace as `parts`: `[T, N]`.
 
     Padding gets its residual.
     """
     layer, space, config = parts.layer, parts.workspace, parts.config
-    tokens, (outputs, size) = len(residual), weight.shape
+    weight, tokens = linear.weight, len(residual)
+    outputs, size = weight.shape
+    assert config.splits <= MOST_SPLITS
     splits = Splits(
         config.splits, layer.head_dim, layer.num_heads, 1 << (tokens - 1).bit_length(),
         config.block_n, config.min_tiles, layer.sliding_window or 0,
@@ -164,30 +165,6 @@ class Columns:
         )
 
 
-class ColumnHeads:
-    """`CombinesFewHeads` by this kernel, where the matrix has a shape."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        self.linear = linear
-
-    def takes(self, layer: LayerSpec) -> bool:
-        """See `CombinesFewHeads.takes`."""
-        shape = self.shape
-        return shape is not None and layer.head_dim % shape.part == 0
-
-    @property
-    def shape(self) -> ColumnShape | None:
-        """The partition of its matrix; None: it has a bias, or no shape."""
-        weight = self.linear.weight
-        return None if self.linear.bias is not None else shape_of(*weight.shape, False, weight.device)
-
-    def combine(self, parts: FewParts, residual: Tensor) -> Tensor:
-        """See `CombinesFewHeads.combine`."""
-        shape = self.shape
-        assert shape is not None and parts.config.splits <= MOST_SPLITS
-        return project_few_heads(residual, self.linear.weight, parts, shape)
-
-
 def by_columns(fused: FusedLinear, *, fewest: int = 2) -> FusedLinear:
     """Give a layer this way for so many tokens or more, and return it.
 
@@ -213,9 +190,12 @@ def install(model: Model, *, fewest: int = 2) -> None:
         direct = module.ways[0] if isinstance(module, FusedBlock) and module.ways else None
         if isinstance(module, FusedBlock) and isinstance(direct, LatencyBlock) and whole(module):
             assert isinstance(module.self_attn, FusedAttention)
-            linear = module.self_attn.o_proj.linear
-            if isinstance(linear, nn.Linear) and direct.heads is not None:
-                direct.few, direct.few_heads = True, ColumnHeads(linear)
+            attend, linear = module.self_attn, module.self_attn.o_proj.linear
+            assert isinstance(linear, nn.Linear)
+            shape = shape_of(*linear.weight.shape, False, linear.weight.device)
+            direct.few = attend.o_proj.total is None
+            if direct.few and shape is not None and attend.spec.head_dim % shape.part == 0:
+                direct.few_heads = partial(project_few_heads, linear, shape)
 
 
 def whole(block: FusedBlock) -> bool:

@@ -54,9 +54,9 @@ class LatencyBlock:
     ) -> Tensor:
         """One token, `[1, hidden]` -> `[1, hidden]`: three kernels, two of which read a matrix each."""
         qkv = attend.qkv_proj(x, norm=norm.weights)
-        if self.heads is not None and self.heads.takes():
+        if self.heads is not None:
             parts = attention.attend_lone(attend.spec, qkv, cos_sin, attend.norms, meet=False)
-            return self.heads.combine(parts, x)
+            return self.heads(parts, x)
         parts = attention.attend_lone(attend.spec, qkv, cos_sin, attend.norms, meet=True)
         return attend.o_proj(parts.out, residual=x)
 
@@ -72,8 +72,8 @@ class LatencyBlock:
         qkv = attend.qkv_proj(x, norm=norm.weights)
         if not attention.takes_few(attend.spec, len(x)):
             return attend.o_proj(attend.attend(qkv, cos_sin, attention), residual=x)
-        if self.few_heads is not None and self.few_heads.takes(attend.spec):
+        if self.few_heads is not None:
             few = attention.attend_few(attend.spec, qkv, cos_sin, attend.norms, meet=False)
-            return self.few_heads.combine(few, x)
+            return self.few_heads(few, x)
         few = attention.attend_few(attend.spec, qkv, cos_sin, attend.norms, meet=True)
         return attend.o_proj(few.out, residual=x)

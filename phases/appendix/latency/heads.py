@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -53,13 +55,23 @@ def combine_heads(
 
 
 @triton.jit
+def as_it_is(vector, inside, LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr):
+    """Return attention's output, and the factor of its product: a seam, for other formats round."""
+    return vector, 1.0
+
+
+@triton.jit
 def heads_kernel(
-    out, partial, lse, context_len, weight, bias, residual, N,
+    out, partial, lse, context_len, weight, weight_scale, bias, residual, N,
     H: tl.constexpr, H_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
-    BIAS: tl.constexpr, PDL: tl.constexpr,
+    BIAS: tl.constexpr, SCALED: tl.constexpr, ROUND: tl.constexpr, LARGEST: tl.constexpr,
+    WHOLE: tl.constexpr, HARDWARE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program per `ROWS` outputs: combine all heads' splits, then the product with these rows."""
+    """One program per `ROWS` outputs: combine all heads' splits, then the product with these rows.
+
+    SCALED: each row of the weight has a scale.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, H_PAD * D_PAD)
     column = k // D_PAD * D + k % D_PAD
@@ -68,6 +80,7 @@ def heads_kernel(
         weight + row.to(tl.int64)[:, None] * (H * D) + column[None, :],
         mask=(row < N)[:, None] & inside[None, :], other=0.0,
     )  # fmt: skip
+    scales = tl.load(weight_scale + row, mask=row < N, other=0.0) if SCALED else 1.0
     added = tl.zeros([ROWS], tl.float32)
     if BIAS:
         added += tl.load(bias + row, mask=row < N, other=0.0).to(tl.float32)
@@ -78,9 +91,19 @@ def heads_kernel(
     added += tl.load(residual + row, mask=row < N, other=0.0).to(tl.float32)
 
     x = combine_heads(partial, lse, used, H, H_PAD, D, D_PAD, CHUNK)
-    vector = tl.reshape(x.to(w.dtype), [H_PAD * D_PAD]).to(tl.float32)  # rounded as attention's output is
-    product = tl.sum(w.to(tl.float32) * vector[None, :], axis=1)
+    vector = tl.reshape(x.to(out.dtype.element_ty), [H_PAD * D_PAD]).to(tl.float32)  # rounded as a step apart
+    vector, scale = ROUND(vector, inside, LARGEST, WHOLE, HARDWARE)
+    product = tl.sum(w.to(tl.float32) * vector[None, :], axis=1) * (scales * scale)
     tl.store(out + row, (product + added).to(out.dtype.element_ty), mask=row < N)
+
+
+class Rounding(NamedTuple):
+    """How attention's output is rounded: a function like `as_it_is`, and its constants."""
+
+    function: Any = as_it_is
+    largest: float = 0.0
+    whole: bool = False
+    hardware: bool = False
 
 
 def project_heads(
@@ -90,19 +113,22 @@ def project_heads(
     parts: LoneParts,
     *,
     shape: HeadsConfig,
+    scale: Tensor | None = None,  # [N] float32, of each row
+    rounding: Rounding | None = None,
 ) -> Tensor:
     """`residual + bias + weight @ attention's output`, the output in the workspace as `parts`: `[1, N]`."""
     layer, workspace, config = parts.layer, parts.workspace, parts.config
     heads, d, rows = layer.num_heads, layer.head_dim, weight.shape[0]
     out = torch.empty_like(residual)
     assert workspace.rows >= config.splits * heads * 2, f"the workspace has {workspace.rows} rows only"
-    early = dependent_launch(residual.device)
+    early, (function, largest, whole, hardware) = dependent_launch(residual.device), rounding or Rounding()
     heads_kernel[(triton.cdiv(rows, shape.rows),)](
         out, workspace.partial.view(residual.dtype), workspace.lse, parts.context_lens, weight,
-        residual if bias is None else bias, residual, rows,
+        residual if scale is None else scale, residual if bias is None else bias, residual, rows,
         H=heads, H_PAD=triton.next_power_of_2(heads), D=d, D_PAD=max(16, triton.next_power_of_2(d)),
         WINDOW=layer.sliding_window or 0, BLOCK_N=config.block_n, SPLITS=config.splits,
         CHUNK=min(shape.chunk, config.splits), ROWS=shape.rows, BIAS=bias is not None,
+        SCALED=scale is not None, ROUND=function, LARGEST=largest, WHOLE=whole, HARDWARE=hardware,
         PDL=early, num_warps=shape.num_warps, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from forward.attention import LayerSpec
 from phases.appendix.latency.gemv import gemv
 from phases.appendix.latency.heads import project_heads
 from phases.appendix.latency.lone import LoneParts
 from phases.appendix.latency.lone_few import FewParts
-from phases.appendix.latency.tables import heads_config
+from phases.appendix.latency.tables import HeadsConfig, heads_config
 from triton_paged_attention.linear import FusedLinear
 
 
@@ -47,43 +48,17 @@ def add_way(fused: FusedLinear, **options: Any) -> LatencyWay | None:
     return way
 
 
-class CombinesHeads(Protocol):
-    """A projection behind attention that combines a lone token's splits on its way."""
-
-    def takes(self) -> bool:
-        """Return whether it does; if not, attention has to."""
-        ...
-
-    def combine(self, parts: LoneParts, residual: Tensor) -> Tensor:
-        """Return `residual` plus the product with attention's output, which is in `parts`: `[1, hidden]`."""
-        ...
+CombinesHeads = Callable[[LoneParts, Tensor], Tensor]
+"""From a lone token's splits and a residual `[1, hidden]` to its sum with the projection behind attention."""
+CombinesFewHeads = Callable[[FewParts, Tensor], Tensor]
+"""The same for two to eight tokens, `[T, hidden]`; no kernel of this entry does it."""
 
 
-class CombinesFewHeads(Protocol):
-    """`CombinesHeads` for two to eight tokens; no kernel of this entry is one."""
-
-    def takes(self, layer: LayerSpec) -> bool:
-        """See `CombinesHeads.takes`."""
-        ...
-
-    def combine(self, parts: FewParts, residual: Tensor) -> Tensor:
-        """See `CombinesHeads.combine`: `[T, hidden]`."""
-        ...
+def heads_of(linear: nn.Module) -> CombinesHeads | None:
+    """Return what combines splits in a projection of plain weights; None: attention had better do it."""
+    config = heads_config(*linear.weight.shape) if isinstance(linear, nn.Linear) else None
+    return config and partial(_combine, linear, config)
 
 
-class Heads:
-    """`CombinesHeads` with plain weights."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        self.linear = linear
-
-    def takes(self) -> bool:
-        """See `CombinesHeads.takes`."""
-        return heads_config(*self.linear.weight.shape) is not None
-
-    def combine(self, parts: LoneParts, residual: Tensor) -> Tensor:
-        """See `CombinesHeads.combine`."""
-        weight = self.linear.weight
-        config = heads_config(*weight.shape)
-        assert config is not None
-        return project_heads(residual, weight, self.linear.bias, parts, shape=config)
+def _combine(linear: nn.Linear, config: HeadsConfig, parts: LoneParts, residual: Tensor) -> Tensor:
+    return project_heads(residual, linear.weight, linear.bias, parts, shape=config)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from forward.model import Model
 from phases.appendix.latency.block import LatencyBlock
-from phases.appendix.latency.linear import Heads, add_way
+from phases.appendix.latency.linear import add_way, heads_of
 from phases.appendix.latency.lone import starts_early
 from triton_paged_attention.layers import FusedAttention, FusedBlock, FusedMLP
 from triton_paged_attention.linear import FusedLinear, SideBySide
@@ -26,8 +25,7 @@ def install(model: Model) -> Model:
             for linear in (attend.o_proj, mlp.gate_up_proj, mlp.down_proj):
                 add_way(linear)
             out = attend.o_proj
-            combines = isinstance(out.linear, nn.Linear) and out.total is None
-            block.ways.insert(0, LatencyBlock(Heads(out.linear) if combines else None))
+            block.ways.insert(0, LatencyBlock(heads_of(out.linear) if out.total is None else None))
     if isinstance(model.lm_head, FusedLinear):
         # What is sampled is float32: one row comes so, and no one has to convert it afterwards.
         add_way(model.lm_head, out_dtype=torch.float32)

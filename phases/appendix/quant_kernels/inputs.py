@@ -42,6 +42,13 @@ def store_row(
 
 
 @triton.jit
+def round_vector(vector, inside, LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr):
+    """`latency.heads.as_it_is` in eight bits. Padding of heads may hold anything that is finite."""
+    scale, inverse = token_scale(tl.max(tl.where(inside, tl.abs(vector), 0.0), axis=0), LARGEST)
+    return rounded(vector * inverse, LARGEST, WHOLE, HARDWARE), scale
+
+
+@triton.jit
 def norm_rows_kernel(
     out, out_scale, total, x, delta, delta_rows, delta_columns, weight, eps,
     SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, ADD: tl.constexpr, PENDING: tl.constexpr,
