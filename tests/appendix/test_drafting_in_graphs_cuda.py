@@ -28,7 +28,7 @@ from tests.cuda_kit import ON_A_GPU, random, replayed
 from tests.paged_batches import DEVICE, assert_near, combined, walled
 from triton_paged_attention.decode import Workspace
 from triton_paged_attention.kernels.norms import NormWeights, rms_norm
-from triton_paged_attention.layers import optimize
+from triton_paged_attention.layers import FusedBlock, optimize
 from triton_paged_attention.linear import FusedLinear
 
 CLOSE = 4e-3
@@ -166,6 +166,25 @@ def test_which_layers_change(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(columns.by_columns(FusedLinear(made.linear)).ways) == 0, "a layer without a way for one token"
     half = layer(random(64, 576).half())
     assert len(columns.by_columns(half).ways) == 1, "it is not of bfloat16"
+
+
+@pytest.mark.parametrize(("hidden", "columned"), [(576, True), (2048, False)])
+def test_which_blocks_change(monkeypatch: pytest.MonkeyPatch, hidden: int, columned: bool) -> None:
+    """All matrices of a block or none; the head of a model, whose result is float32, never."""
+    monkeypatch.setattr(columns, "available", lambda device: True)
+    config = replace(
+        SHAPES["qwen3-0.6b"], num_layers=1, hidden_size=hidden, num_heads=9, num_kv_heads=3, head_dim=64,
+        intermediate_size=1536, vocab_size=512, sliding_windows=(None,),
+    )  # fmt: skip
+    model = latency(optimize(random_model(config, device="cpu", dtype=torch.bfloat16)))
+    columns.install(model, fewest=1)
+    (block,) = (part for part in model.modules() if isinstance(part, FusedBlock))
+    assert block.ways[0].few == columned and (block.ways[0].few_heads is not None) == columned
+    ways = [
+        isinstance(part.ways[0], columns.Columns) for part in block.modules() if isinstance(part, FusedLinear)
+    ]
+    assert ways == [columned] * 4
+    assert not isinstance(model.lm_head.ways[0], columns.Columns)
 
 
 def test_who_is_a_column(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,6 +135,13 @@ def _grid(weight: Tensor, shape: ColumnShape) -> tuple[int, int]:
     return -(-rows // (TILE * shape.tiles)), size // shape.part * 32
 
 
+def shape_for(linear: nn.Module, gate: str | None) -> ColumnShape | None:
+    """Return how a layer's matrix is shared out, if it can be with such a gate."""
+    if not isinstance(linear, nn.Linear) or linear.bias is not None or gate not in (None, "silu"):
+        return None
+    return shape_of(*linear.weight.shape, gate is not None, linear.weight.device)
+
+
 class Columns:
     """A layer's way for a few tokens as columns of a tensor core, where its matrix has a shape.
 
@@ -144,21 +151,15 @@ class Columns:
     def __init__(self, linear: nn.Linear, *, fewest: int, run_ahead: bool) -> None:
         self.linear, self.fewest, self.run_ahead = linear, fewest, run_ahead
 
-    def shape(self, gate: str | None) -> ColumnShape | None:
-        """Return how its matrix is shared out, if it can be with such a gate."""
-        weight = self.linear.weight
-        fits = self.linear.bias is None and gate in (None, "silu")
-        return shape_of(*weight.shape, gate is not None, weight.device) if fits else None
-
     def takes(self, tokens: int, gate: str | None) -> bool:
         """See `Way.takes`."""
-        return self.fewest <= tokens <= FEW_TOKENS and self.shape(gate) is not None
+        return self.fewest <= tokens <= FEW_TOKENS and shape_for(self.linear, gate) is not None
 
     def __call__(
         self, x: Tensor, *, norm: NormWeights | None, gate: str | None, residual: Tensor | None
     ) -> Tensor:
         """See `FusedLinear.forward`."""
-        shape = self.shape(gate)
+        shape = shape_for(self.linear, gate)
         assert shape is not None
         return columns(
             x, self.linear.weight, shape, norm=norm, gate=gate, residual=residual, run_ahead=self.run_ahead
@@ -182,33 +183,20 @@ def _can(linear: nn.Linear) -> bool:
 
 
 def install(model: Model, *, fewest: int = 2) -> None:
-    """`by_columns` for all layers of a model, and for the splits of attention."""
-    for module in model.modules():
-        if isinstance(module, FusedLinear):
-            by_columns(module, fewest=fewest)
-    for module in model.modules():
-        direct = module.ways[0] if isinstance(module, FusedBlock) and module.ways else None
-        if isinstance(module, FusedBlock) and isinstance(direct, LatencyBlock) and whole(module):
-            assert isinstance(module.self_attn, FusedAttention)
-            attend, linear = module.self_attn, module.self_attn.o_proj.linear
-            assert isinstance(linear, nn.Linear)
-            shape = shape_of(*linear.weight.shape, False, linear.weight.device)
-            direct.few = attend.o_proj.total is None
-            if direct.few and shape is not None and attend.spec.head_dim % shape.part == 0:
+    """Take a few tokens through blocks as columns, attention's splits too, where all matrices have shapes."""
+    for block in model.modules():
+        direct = block.ways[0] if isinstance(block, FusedBlock) and block.ways else None
+        if isinstance(block, FusedBlock) and isinstance(direct, LatencyBlock):
+            attend, mlp = block.self_attn, block.mlp
+            assert isinstance(attend, FusedAttention) and isinstance(mlp, FusedMLP)
+            layers = (attend.qkv_proj, attend.o_proj, mlp.gate_up_proj, mlp.down_proj)
+            gates = (None, None, mlp.kind, None)
+            shapes = [shape_for(fused.linear, gate) for fused, gate in zip(layers, gates, strict=True)]
+            linear, shape = attend.o_proj.linear, shapes[1]
+            if None in shapes or not isinstance(linear, nn.Linear) or not _can(linear):
+                continue
+            for fused in layers:
+                by_columns(fused, fewest=fewest)
+            direct.few = True
+            if attend.o_proj.total is None and shape and attend.spec.head_dim % shape.part == 0:
                 direct.few_heads = partial(project_few_heads, linear, shape)
-
-
-def whole(block: FusedBlock) -> bool:
-    """Return whether every projection of a block has a shape."""
-    attend, mlp = block.self_attn, block.mlp
-    assert isinstance(attend, FusedAttention) and isinstance(mlp, FusedMLP)
-    layers = [
-        (attend.qkv_proj, None),
-        (attend.o_proj, None),
-        (mlp.gate_up_proj, mlp.kind),
-        (mlp.down_proj, None),
-    ]
-    return all(
-        any(isinstance(way, Columns) and way.shape(gate) is not None for way in fused.ways)
-        for fused, gate in layers
-    )
