@@ -25,9 +25,9 @@ from phases.appendix.quant_kernels.ways import EightBitBlock, QuantWay, heads_of
 from quant.formats import FP8, INT8, W8A8, Scheme
 from quant.kernel_layers import KernelLinear
 from quant.kernel_layers import install as kernels
-from quant.kernels.products import Unscaled
 from quant.linear import QuantLinear
 from quant.loading import Quantize
+from quant.products import Unscaled
 from quant.rtn import rounded
 from tests.compiling import spilled
 from tests.quant_layers import CLOSE, DEVICE, DTYPE, assert_close, layer_of, named

@@ -12,9 +12,9 @@ from forward.loading import load_model
 from paged_cache.pool import LayerCache
 from quant.formats import FP8, Scheme
 from quant.kernel_layers import KernelLinear
-from quant.kernels.pairs import PAIRS
-from quant.kernels.products import Unscaled, from_words, round_rows, to_words
 from quant.linear import QuantLinear
+from quant.pairs import PAIRS
+from quant.products import Unscaled, from_words, round_rows, to_words
 from quant.rtn import quantize_tokens
 from quant.weights import QuantizedWeight
 from tests.quant_layers import DEVICE, DTYPE, INT4_32, assert_close, layer_of, named

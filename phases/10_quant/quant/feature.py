@@ -12,8 +12,9 @@ from common.options import option
 from forward.loading import Linears
 from paged_cache import Feature, Parts
 from quant.formats import GROUPS, SCHEMES, Scheme
+from quant.joined import settle
 from quant.kv import KV_DTYPES, kv_format, stored_kind
-from quant.linear import QuantLinear, settle
+from quant.linear import QuantLinear
 from quant.loading import Quantize
 
 AUTO, PLAIN = "auto", "none"
@@ -82,7 +83,7 @@ class Quant(Feature):
         if kind is not None and kind != PLAIN:
             kv = kv_format(parts.model, kind)
             if _pairs(parts, kind):
-                from quant.kernels.pairs import in_pairs  # Triton comes with it
+                from quant.pairs import in_pairs  # Triton comes with it
 
                 kv = in_pairs(kv, parts.size("block_size"))
             parts.bring(self, kv=kv)

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forward.model import Model
-from quant.kernels.products import (
+from quant.linear import QuantLinear
+from quant.products import (
     eight_by_eight_whole,
     eight_pays,
     from_words,
@@ -17,7 +18,6 @@ from quant.kernels.products import (
     unpack,
     words_fit,
 )
-from quant.linear import QuantLinear
 from quant.weights import QuantizedWeight
 from triton_paged_attention.linear import FusedLinear
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,11 +95,6 @@ class QuantizedWeight:
             scale=torch.cat([part.scale for part in parts]),
             zero=torch.cat(zeros) if zeros else None,
         )
-
-    def to(self, device: torch.device | str) -> QuantizedWeight:
-        """The same on another device."""
-        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.tensors().items()}
-        return replace(self, **moved)
 
     def check(self, name: str) -> QuantizedWeight:
         """Itself. Raises `UserError` naming the tensor of layer `name` that cannot be what it says it is."""

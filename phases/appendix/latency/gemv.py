@@ -93,7 +93,7 @@ def gemv_kernel(
 
 
 class Around(TypedDict, total=False):
-    """What stands around a product of one token, each part if it is given.
+    """The operators around a product of one token, each if it is given.
 
     norm: of the input. gate: a key of `linear.KINDS`; then the matrix is gate rows over up rows.
     out_dtype: by default that of the input.

@@ -98,7 +98,7 @@ def heads_kernel(
 
 
 class Rounding(NamedTuple):
-    """How attention's output is rounded: a function like `as_it_is`, and its constants."""
+    """The rounding of attention's output: a function like `as_it_is`, and its constants."""
 
     function: Any = as_it_is
     largest: float = 0.0

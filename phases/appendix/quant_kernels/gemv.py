@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from phases.appendix.latency.gemv import Around, launch
 from phases.appendix.quant_kernels.configs import LoopConfig, loop_config
 from quant.formats import BLOCK, LARGEST
-from quant.kernels.products import hardware_rounds, rounded, token_scale
+from quant.products import hardware_rounds, rounded, token_scale
 from quant.weights import QuantizedWeight
 from triton_paged_attention.linear import activate
 

@@ -28,7 +28,7 @@ from phases.appendix.quant_kernels.gemv import (
     place_of,
     power_scale,
 )
-from quant.kernels.products import SPAN
+from quant.products import SPAN
 from quant.weights import QuantizedWeight
 from triton_paged_attention.linear import activate
 

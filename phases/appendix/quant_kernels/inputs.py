@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quant.formats import DTYPES, LARGEST, Activations
-from quant.kernels.products import TYPES, Rounded, Unscaled, hardware_rounds, rounded, token_scale
+from quant.products import TYPES, Rounded, Unscaled, hardware_rounds, rounded, token_scale
 from triton_paged_attention.kernels.norms import NormWeights
 from triton_paged_attention.linear import KINDS, activate
 

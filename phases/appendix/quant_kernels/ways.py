@@ -19,7 +19,7 @@ from phases.appendix.quant_kernels.gemv4 import gemv4
 from phases.appendix.quant_kernels.inputs import gated_rows, norm_rows, round_vector
 from quant.formats import LARGEST, Activations
 from quant.kernel_layers import KernelLinear
-from quant.kernels.products import (
+from quant.products import (
     Rounded,
     Unscaled,
     eight_by_eight_whole,
