@@ -262,7 +262,7 @@ def test_a_closed_engine_leaves_the_next_one_alone(llama: Path, expected: list[l
     with pytest.raises(RanksLost, match="the engine is closed"):
         tokens_of(first)
     same(tokens_of(second), expected, "beside a closed engine")
-    second.loop.agree()
+    agree(second.loop)
     second.loop.close()
 
 
