@@ -1,4 +1,4 @@
-"""Prove the exercises of phases, and write docs/exercises.md: `python -m tests.course 05`.
+"""Prove the exercises of phases, and write the README beside this: `python -m tests.course 05`.
 
 For each exercise the reference must pass within 60 seconds, the blank must fail, and so must every one of at
 least five planted mistakes. The exit status is 1 when one of these is not so.

@@ -137,7 +137,7 @@ def test_honest_work_is_not_refused(before: str) -> None:
     assert refusal(reference, solved("return []", before), ["BlockAllocator.allocate"]) == ""
 
 
-@pytest.mark.parametrize("name", ["05.1", "06.1", "08.1", "13.6"])
+@pytest.mark.parametrize("name", ["05.1", "06.1", "08.1", "13.5"])
 def test_what_the_reference_uses_is_allowed(name: str) -> None:
     exercise = find(name)
     reference = exercise.path.read_text(encoding="utf-8")
