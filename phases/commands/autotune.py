@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Column, Table
+from rich.table import Table
 
-from common.console import err, out
+from common.console import err, out, table
 from common.errors import UserError
 from common.models.config import ModelConfig
 from forward.shapes import SHAPES
@@ -39,15 +38,13 @@ def check_autotune(phase: Phase, device: torch.device) -> None:
 def autotune(
     phase: Phase, model: str, folder: Path | None, device: torch.device, dtype: torch.dtype, **options: Any
 ) -> None:
-    """Search, show each configuration as it is tried, and print what was found.
+    """Search, show the configuration that was tried last, and print what was found.
 
     Args:
         model: its name; folder: where it is, None for a `random:SHAPE`.
         options: those of `phases.appendix.tuning.autotune.autotune`.
     """
     import_phase(phase)
-    from phases.appendix.tuning.autotune import MOST
-
     # Phase 09 has kernels of its own for few tokens; its search finds phase 06's, too.
     search = import_module(
         "phases.appendix.tuning.lone" if phase.number >= 9 else "phases.appendix.tuning.autotune"
@@ -60,27 +57,13 @@ def autotune(
         config = SHAPES[shape]
     else:
         config = ModelConfig.from_folder(folder)
-    found: list[Found] = []
     begun = time.perf_counter()
-    columns = (
-        TextColumn("{task.description}", table_column=Column(no_wrap=True)),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[latest]}", table_column=Column(no_wrap=True, ratio=1)),
-    )
-    with Progress(*columns, console=err, expand=True) as bar:
-        tasks: dict[str, TaskID] = {}
+    with err.status("") as status:
 
         def report(shape: Shape, trial: TimedConfig) -> None:
-            if shape.title not in tasks:
-                tasks[shape.title] = bar.add_task(shape.title, total=MOST, latest="")
-            bar.update(tasks[shape.title], advance=1, latest=describe(trial))
+            status.update(f"{shape.title}, {describe(trial)}")
 
-        for result in search(config, device=device, dtype=dtype, report=report, **options):
-            found.append(result)
-            count = len(result.trials)
-            bar.update(tasks[result.shape.title], total=count, completed=count, latest=describe(result.best))
+        found = list(search(config, device=device, dtype=dtype, report=report, **options))
     out.print(summary(found))
     trials = [trial for result in found for trial in result.trials]
     compiling = sum(trial.compile_seconds for trial in trials)
@@ -105,11 +88,8 @@ def describe(trial: TimedConfig) -> str:
 
 def summary(found: list[Found]) -> Table:
     """One row a shape: the default's time, the best time, and the winner if it is another."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("shape")
-    for heading in ("default µs", "best µs", "gain", "tried"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("winner")
+    made = table("shape", right=("default µs", "best µs", "gain", "tried"))
+    made.add_column("winner")
     for result in found:
         before, after = result.default.seconds or 0.0, result.best.seconds or 0.0
         changed = {
@@ -117,7 +97,7 @@ def summary(found: list[Found]) -> Table:
             for name, value in vars(result.best.config).items()
             if value != getattr(result.default.config, name)
         }
-        table.add_row(
+        made.add_row(
             result.shape.title,
             f"{before * 1e6:,.1f}",
             f"{after * 1e6:,.1f}",
@@ -125,4 +105,4 @@ def summary(found: list[Found]) -> Table:
             str(len(result.trials)),
             ", ".join(f"{name} {value}" for name, value in changed.items()) or "the default",
         )
-    return table
+    return made
