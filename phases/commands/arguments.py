@@ -93,9 +93,6 @@ ShowStats = Annotated[
 Verbose = Annotated[
     bool, typer.Option("--verbose", "-v", help="also where the memory goes", rich_help_panel=OUTPUT)
 ]
-Autotune = Annotated[
-    bool, typer.Option("--autotune", help="first search for the fastest kernels for this model here")
-]
 
 ServedModel = Annotated[str, typer.Argument(metavar="MODEL", help=f"{MODEL_HELP}, or random:SHAPE")]
 Host = Annotated[str, typer.Option(help="address to listen on; 0.0.0.0: all")]

@@ -10,11 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from common.request import Request
 from common.sampling import ops
 from common.sampling.rows import KEY, TRUNCATION, Feature
 from common.sampling.sampler import Allowed, Chooser, Masks, Plan, Sampler
-from continuous.prompt_logprobs import PromptPart, PromptReader
 from parallel.ranks import Ranks
 from parallel.shard import Shard
 
@@ -25,17 +23,6 @@ def gathered(ranks: Ranks, logits: Tensor, vocab_size: int) -> Tensor:
     """All ranks' `logits [B, V / ranks]` as `[B, V]` float32."""
     whole = ranks.gather(logits).transpose(0, 1).flatten(1)  # [B, ranks * room]
     return whole[:, :vocab_size].float().contiguous()
-
-
-class RanksPrompts(PromptReader):
-    """A `PromptReader` of logits in parts."""
-
-    def __init__(self, ranks: Ranks, vocab_size: int) -> None:
-        super().__init__()
-        self.ranks, self.vocab_size = ranks, vocab_size
-
-    def _part(self, request: Request, first: int, logits: Tensor) -> PromptPart:
-        return super()._part(request, first, gathered(self.ranks, logits, self.vocab_size))
 
 
 class RanksChooser(Chooser):
