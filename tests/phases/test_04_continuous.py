@@ -18,7 +18,7 @@ from common.errors import UserError
 from common.events import generate
 from common.request import Request
 from common.sampling.params import SamplingParams
-from common.sampling.sampler import Feature, Sampler
+from common.sampling.sampler import Needs, Sampler
 from continuous.attention import group
 from continuous.batch import HostBatch, upload
 from continuous.cache import RowCache, RowStore
@@ -215,11 +215,11 @@ def test_a_plan_is_of_its_rows_and_of_their_settings() -> None:
     sampler = Sampler(2, 10, torch.device("cpu"))
     sampler.set_row(0, SamplingParams(temperature=0.0))
     sampler.set_row(1, SamplingParams(temperature=1.0, seed=1))
-    for rows, features in (([0], Feature(0)), ([1], Feature.RANDOM), ([1], Feature.RANDOM)):
+    for rows, features in (([0], Needs(0)), ([1], Needs.RANDOM), ([1], Needs.RANDOM)):
         assert sampler.plan(rows).features == features, f"the plan of row {rows[0]}, after another's"
     assert sampler.plan([1]) is sampler.plan(np.array([1])), "made anew for the same rows"
     sampler.set_row(1, SamplingParams(temperature=0.0))
-    assert sampler.plan([1]).features == Feature(0), "row 1 has a new request, which is greedy"
+    assert sampler.plan([1]).features == Needs(0), "row 1 has a new request, which is greedy"
 
 
 # What callers do.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from common.events import Logprob
 from common.request import Request
-from common.sampling.sampler import TORCH, Allowed, Chooser, Feature, Plan, Sampled, Sampler
+from common.sampling.sampler import TORCH, Allowed, Chooser, Needs, Plan, Sampled, Sampler
 from continuous.batch import Batch, HostBatch
 from continuous.rows import Rows
 from continuous.work import Work
@@ -180,7 +180,7 @@ class Runner:
             return Pending(step.works, None)
         plan = self.sampler.plan(rows_host)
         logits = self.logits(step.hidden[batch.sample_at], plan)  # [S, V], not [T, V]
-        drafts = self.extra.before(step.works) if Feature.PENALTIES in plan.features else None
+        drafts = self.extra.before(step.works) if Needs.PENALTIES in plan.features else None
         sampled = self.sampler.sample(
             logits, batch.sample_rows, rows_host, batch.sample_steps, plan, allowed=allowed, drafts=drafts
         )

@@ -14,7 +14,7 @@ from paged_cache.build import build
 from paged_cache.cache import PagedCache
 from paged_cache.memory import Ledger
 from paged_cache.parts import Feature, PagedEngine, PagedSizes, Parts, Recipe
-from paged_cache.pool import BlockPool, KVFormat, LayerCache
+from paged_cache.pool import BlockPool, KVFormat, LayerBlocks
 from paged_cache.preset import Preset
 from paged_cache.runner import PagedRunner
 from paged_cache.scheduler import PagedScheduler
@@ -26,7 +26,7 @@ __all__ = [
     "BlockPool",
     "Feature",
     "KVFormat",
-    "LayerCache",
+    "LayerBlocks",
     "Ledger",
     "PagedAttention",
     "PagedBatch",

@@ -9,7 +9,7 @@ from operator import attrgetter
 import numpy as np
 from torch import Tensor
 
-from common.sampling.sampler import Feature
+from common.sampling.sampler import Needs
 from continuous.batch import HostBatch, Ints
 from continuous.runner import Forwarded
 from continuous.work import Work
@@ -37,7 +37,7 @@ class DecodePlan:
     def __init__(self, runner: GraphRunner, *, most_rows: int) -> None:
         self.runner = runner
         self.sizes = decode_sizes(min(most_rows, runner.rows.count))
-        self.graphs: dict[tuple[int, Feature | None], DecodeGraph] = {}
+        self.graphs: dict[tuple[int, Needs | None], DecodeGraph] = {}
         self.count = len(self.sizes) * len(KINDS)
         self._staging = Staging(3 * self.sizes[-1], runner.model.device)
 

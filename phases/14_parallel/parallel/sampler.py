@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from common.sampling import ops
-from common.sampling.rows import KEY, TRUNCATION, Feature
+from common.sampling.rows import KEY, TRUNCATION, Needs
 from common.sampling.sampler import Allowed, Chooser, Masks, Plan, Sampler
 from parallel.ranks import Ranks
 from parallel.shard import Shard
 
-WHOLE_ROW = Feature.EDITS | Feature.PENALTIES | TRUNCATION
+WHOLE_ROW = Needs.EDITS | Needs.PENALTIES | TRUNCATION
 
 
 def gathered(ranks: Ranks, logits: Tensor, vocab_size: int) -> Tensor:
@@ -75,10 +75,10 @@ class RanksChooser(Chooser):
         if not own.shape[1]:  # more ranks than this vocabulary fills
             own = logits[:, :1].float().fill_(float("-inf"))
         values, at = own.max(1)  # of equals the first, and NaN is the largest
-        if Feature.RANDOM in plan.features:
+        if Needs.RANDOM in plan.features:
             largest = self.ranks.gather(values).amax(0)  # [B]
             for places, features in plan.draws:
-                if Feature.RANDOM in features:
+                if Needs.RANDOM in features:
                     best = self._race(sampler, own[places], rows[places], steps[places], largest[places])
                     values[places], at[places] = best
         return self._best(values, at + self.first_token)

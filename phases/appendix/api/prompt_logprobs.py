@@ -18,14 +18,13 @@ from torch import Tensor
 from common.events import PromptLogprob
 from common.request import Request
 from common.sampling import ops
-from common.sampling.sampler import Allowed, Plan, pinned_copy
-from common.sampling.sampler import Feature as SamplingFeature
+from common.sampling.sampler import Allowed, Needs, Plan, pinned_copy
 from continuous.engine import Engine
 from continuous.runner import Forwarded, Pending, Results, Runner, StepPlan
 from continuous.work import Work
 from paged_cache import Feature, Parts
 
-PLAIN = Plan(SamplingFeature(0), (), None)
+PLAIN = Plan(Needs(0), (), None)
 """Sampling that changes no logits."""
 
 
