@@ -80,7 +80,6 @@ ShowStats = Annotated[
     bool, flag("also how many guesses were right, from phase 11 on", "--stats", panel=OUTPUT)
 ]
 Verbose = Annotated[bool, flag("also where the memory goes", "--verbose", "-v", panel=OUTPUT)]
-Autotune = Annotated[bool, flag("first search for the fastest kernels for this model here", "--autotune")]
 
 ServedModel = Annotated[str, typer.Argument(metavar="MODEL", help=f"{MODEL_HELP}, or random:SHAPE")]
 ServingPhase = Annotated[str, flag(f"whose engine: {PHASE_HELP}")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -62,7 +61,6 @@ def bench(
         quick=quick,
         repeats=repeats or (1 if quick else 3),
     )
-    os.environ["LADDER_TUNING"] = "off"  # evidence is about the defaults, not about what was found here
     recorded = results().get(device_is, {}).get(name)
     _announce(name, options, recorded)
     begun = time.monotonic()

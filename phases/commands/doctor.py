@@ -19,7 +19,6 @@ from rich.markup import escape
 from benchmarks.roofline import probe_matmul, probe_read
 from common.console import out, table
 from common.device import device_name, pick_device, pick_dtype
-from common.device_names import device_folder
 from common.models.bundled import BUNDLED, damage, is_cached
 from common.neighbours import MOST, share, usage
 from common.paths import cache_home
@@ -88,8 +87,7 @@ def facts(device: torch.device) -> Iterator[tuple[str, str, str]]:
     if device.type == "cuda":
         free, total = (value / 1e9 for value in torch.cuda.mem_get_info(device))
         yield "GPU memory", f"{free:.1f} of {total:.1f} GB free", ""
-    tuned = cache_home() / "tuning" / f"{device_folder(device.type, device_name(device))}.json"
-    yield "Kernel tuning", f"found by --autotune: {tuned}" if tuned.exists() else "the defaults", ""
+    yield "transformers", *_package("transformers", "make setup (only tests and comparisons use it)")
     disk = cache_home()
     while not disk.exists():
         disk = disk.parent

@@ -29,7 +29,7 @@ class Waste:
     """The token positions that a static batch computes for nothing.
 
     ``computed`` counts every position that went through the model; ``padding`` those that were padding;
-    ``finished`` those of requests that had already ended.
+    ``finished`` those of requests that had already ended; ``fraction`` is the share of both.
     """
 
     computed: int = 0

@@ -54,6 +54,17 @@ class PagedScheduler(Scheduler):
             if self.cache.reserve(request, upto):
                 return True
 
+    def preempt(self, request: Request) -> None:
+        """Send a running request back in line; all its tokens will be computed again, the output included.
+
+        It keeps its tokens and its rank. The preemption counts for the request and for the scheduler.
+        """
+        self.leave(request)
+        request.num_computed_tokens = 0
+        request.preemptions += 1
+        self.preemptions += 1
+        self._push(request)
+
     def admits(self, request: Request) -> bool:
         """Also: there is a row for every sibling. They get theirs at once, or a fork might find none."""
         return self.rows.free > len(request.siblings) and super().admits(request)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paged_cache.pool import LayerCache
+from paged_cache.pool import LayerBlocks
 from triton_paged_attention.tiles import attend
 
 
@@ -35,6 +35,6 @@ class Layout(NamedTuple):
 PLAIN = Layout()
 
 
-def layout_of(cache: LayerCache | None) -> Layout:
+def layout_of(cache: LayerBlocks | None) -> Layout:
     """Return the layout of a layer's values."""
     return PLAIN if cache is None or cache.layout is None else cache.layout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from common.sampling.rows import TRUNCATION, Feature
+from common.sampling.rows import TRUNCATION, Needs
 from common.sampling.sampler import Chooser, Masks, Plan, Sampler
 from triton_paged_attention.kernels.sampling import argmax_rows, draw_rows, reported_rows
 
@@ -26,9 +26,7 @@ class TritonChooser(Chooser):
         """See `Chooser.report`."""
         return reported_rows(logits, tokens)
 
-    def draw(
-        self, sampler: Sampler, logits: Tensor, rows: Tensor, steps: Tensor, features: Feature
-    ) -> Tensor:
+    def draw(self, sampler: Sampler, logits: Tensor, rows: Tensor, steps: Tensor, features: Needs) -> Tensor:
         """See `Chooser.draw`: no noise `[B, V]`, only logits at minus infinity where tokens are excluded."""
         if features & TRUNCATION:
             logits = logits.masked_fill(sampler.weigh(logits, rows, features) == 0, float("-inf"))

@@ -24,16 +24,14 @@ class Table(Generic[Key, Config]):
     """Configurations by key, a NamedTuple of what decides about them.
 
     default: the configuration for a key on a device.
-    tuned: a seam: it is asked first, and answers None where it knows nothing better than the default.
     """
 
     def __init__(self, default: Callable[[Key, torch.device], Config]) -> None:
         self.default = cache(default)
-        self.tuned: Callable[[Key, torch.device], Config | None] = lambda key, device: None
 
     def lookup(self, key: Key, device: torch.device) -> Config:
         """Return the configuration for a key. Kernels ask for it at every launch."""
-        return self.tuned(key, device) or self.default(key, device)
+        return self.default(key, device)
 
 
 @dataclass(frozen=True)

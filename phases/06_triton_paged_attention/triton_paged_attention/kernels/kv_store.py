@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paged_cache.pool import LayerCache, largest
+from paged_cache.pool import LayerBlocks, largest
 from triton_paged_attention.layout import layout_of
 
 
@@ -44,7 +44,7 @@ def kv_store_kernel(
 def kv_store(
     k: Tensor,  # [T, KH, D], heads of a token contiguous
     v: Tensor,
-    cache: LayerCache,
+    cache: LayerBlocks,
     slots: Tensor,  # [T] int64; negative: this token is padding and is not stored
 ) -> None:
     """Write every token's key and value heads to its slot of the layer's cache, in the cache's format."""
