@@ -32,7 +32,7 @@ from common.errors import UserError
 from continuous.batch import HostBatch
 from cuda_graphs.batch import fixed_batch
 from forward.attention import LayerSpec
-from paged_cache import LayerCache, TorchPagedAttention
+from paged_cache import LayerBlocks, TorchPagedAttention
 from paged_cache.reference import gather
 from triton_paged_attention.decode import Workspace, paged_decode
 from triton_paged_attention.decode_v1 import paged_decode_v1
@@ -203,7 +203,7 @@ def decode_variants(case: Case, name: str, block: int) -> dict[str, Call]:
     _, _, kv_heads, d = case.k_cache.shape
     workspace = Workspace(2**14, d, case.q.device)
     q, lens, scale = case.q, case.context_lens, case.scale
-    cache = LayerCache(case.k_cache, case.v_cache)
+    cache = LayerBlocks(case.k_cache, case.v_cache)
 
     def latest(table: Tensor) -> Tensor:
         return paged_decode(q, cache, table, lens, scale=scale, workspace=workspace)
@@ -248,7 +248,7 @@ def gather_call(case: Case) -> Call:
 
     def call(table: Tensor) -> Tensor:
         k, v = case.k_cache, case.v_cache
-        return attentions[table.data_ptr()].attend(layer, case.q, k, v, LayerCache(k, v))
+        return attentions[table.data_ptr()].attend(layer, case.q, k, v, LayerBlocks(k, v))
 
     return call
 
@@ -306,7 +306,7 @@ def prefill_call(case: Case) -> Call:
     tiles = torch.from_numpy(query_tiles(case.query_lens, case.contexts, tokens)).to(case.q.device)
     return lambda table: paged_prefill(
         case.q,
-        LayerCache(case.k_cache, case.v_cache),
+        LayerBlocks(case.k_cache, case.v_cache),
         table,
         tiles,
         scale=case.scale,

@@ -28,7 +28,7 @@ from benchmarks.targets import load_target
 from benchmarks.workloads import Item, Workload, uniform, workload
 from chunked_prefill import Chunked
 from common.errors import UserError
-from common.sampling.sampler import Feature
+from common.sampling.sampler import Needs
 from continuous.seams import InTurn
 from cuda_graphs import Graphs, Overlap, Overlapped
 from cuda_graphs.plans import DecodePlan
@@ -193,7 +193,7 @@ class Bench:
             engine.step()
         for _ in range(5):
             engine.step()
-        graph = self.graphs.plan(DecodePlan).graphs[len(work.items), Feature(0)]
+        graph = self.graphs.plan(DecodePlan).graphs[len(work.items), Needs(0)]
 
         def device() -> float:
             """A step again and again: it reads and writes what it read and wrote before."""

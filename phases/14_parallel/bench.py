@@ -513,7 +513,6 @@ def main() -> None:
     device = pick_device(given.device)
     options = BenchOptions(device, pick_dtype(given.dtype, device), given.model, given.quick, given.repeats)
     counts = [int(count) for count in given.ranks.split(",")] if given.ranks else ranks_here(device)
-    os.environ["LADDER_TUNING"] = "off"
     top = ceilings_of(options)
 
     def keep(runs: Sequence[Run]) -> None:

@@ -31,6 +31,9 @@ from phases.appendix.guidance.feature import Guidance
 from phases.appendix.guidance.loop import EarlyHalves
 from phases.appendix.guidance.masks import Crowd, EarlyConstraint, ThreadedMasks
 from phases.appendix.guidance.matcher import FastMatcher, Job
+from speculative.control import Control
+from speculative.ngram import NGrams
+from speculative.speculation import Speculator
 from structured.loop import NOBODYS, Landed
 from structured.matcher import Matcher
 from tests.fakes import OddOnly
@@ -766,3 +769,10 @@ HOSTILE = rules.HOSTILE | {
 
 def test_hostile_grammars_harm_nobody(model: Model) -> None:
     must_harm_nobody(engine_of(model, max_rows=16), HOSTILE)
+
+
+def test_stats_reach_through_grammars() -> None:
+    """`--stats` and `Tint` ask the scheduler's drafter, which here is one around that of phase 11."""
+    speculator = Speculator(NGrams(), Control(4))
+    assert GrammarDrafter(speculator).stats is speculator.stats
+    assert GrammarDrafter().stats.lines() == ["speculation: nothing was drafted"]

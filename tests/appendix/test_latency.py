@@ -20,7 +20,7 @@ from forward.attention import LayerSpec
 from forward.loading import load_model, random_model
 from forward.model import Model
 from forward.shapes import SHAPES
-from paged_cache import LayerCache, PagedEngine
+from paged_cache import LayerBlocks, PagedEngine
 from phases import find_phase, registry
 from phases.appendix.latency import surgery
 from phases.appendix.latency.attention import LatencyAttention
@@ -85,7 +85,7 @@ def test_attention_of_a_lone_token(context: int, heads: tuple[int, int], feature
     slots = torch.tensor([slot], device=DEVICE)
     weight, residual = torch.randn(size, heads[0] * d, device=DEVICE), torch.randn(1, size, device=DEVICE)
     bias = torch.randn(size, device=DEVICE)
-    cache = LayerCache(batch.cache.k.clone(), batch.cache.v.clone())
+    cache = LayerBlocks(batch.cache.k.clone(), batch.cache.v.clone())
     q, _, _ = norm_rope(qkv, cos, sin, layer, norms=norms, cache=batch.cache, slots=slots)
     attended = paged_decode(q, *batch.arguments[1:], scale=0.2, **FEATURES[feature])
     wanted = attended.flatten(1) @ weight.t() + bias + residual
@@ -150,7 +150,7 @@ def test_attention_of_a_few_tokens_of_a_lone_request(
     caches = [part.clone() for part in batch.cache[:2]]
     for part in caches:  # nobody has written there yet
         part.flatten(0, 1)[slots[:tokens]] = float("nan")
-    cache = LayerCache(*caches)
+    cache = LayerBlocks(*caches)
     q, _, _ = norm_rope(qkv, cos, sin, layer, norms=norms, cache=batch.cache, slots=slots)
     batch.q = q[:tokens]
     workspace = Workspace(400, d, DEVICE)

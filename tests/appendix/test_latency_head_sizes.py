@@ -9,7 +9,7 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 from forward.attention import LayerSpec
-from paged_cache import LayerCache
+from paged_cache import LayerBlocks
 from phases.appendix.latency.gemv import gemv
 from phases.appendix.latency.heads import project_heads
 from phases.appendix.latency.lone import attend_lone
@@ -39,7 +39,7 @@ def test_a_lone_token(meet: bool, d: int, dtype: torch.dtype) -> None:
     slots = batch.tables[0, [(context - 1) // 16]].long() * 16 + (context - 1) % 16
 
     workspace = Workspace(4 * HEADS * 2, max(16, 1 << (d - 1).bit_length()), DEVICE)
-    cache = LayerCache(batch.cache.k.clone(), batch.cache.v.clone())
+    cache = LayerBlocks(batch.cache.k.clone(), batch.cache.v.clone())
     inside = HeadNorms(walled(norms.q_weight), walled(norms.k_weight), norms.eps, norms.one_plus)
     parts = attend_lone(
         walled(qkv), (walled(cos), walled(sin)), inside, layer, cache,

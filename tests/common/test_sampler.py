@@ -20,7 +20,7 @@ from common.errors import UserError
 from common.sampling import ops
 from common.sampling.ops import NAN_TOKEN
 from common.sampling.params import MAX_BIASED_TOKENS, MAX_STOP_TOKEN_IDS, SamplingParams
-from common.sampling.sampler import Allowed, Feature, Plan, Sampled, Sampler
+from common.sampling.sampler import Allowed, Needs, Plan, Sampled, Sampler
 from tests.dispatch import Operations
 
 Floats = NDArray[np.float64]
@@ -787,7 +787,7 @@ def operations(params: Sequence[SamplingParams], vocab_size: int = 64) -> tuple[
 def test_a_greedy_batch_costs_one_argmax() -> None:
     names, plan = operations([SamplingParams()] * 5)
     assert names == ["argmax", *REPORT]
-    assert plan == Plan(Feature(0), (), None)
+    assert plan == Plan(Needs(0), (), None)
 
 
 @pytest.mark.parametrize("others", [[], [SamplingParams()], [EVERYTHING]])

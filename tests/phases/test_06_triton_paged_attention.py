@@ -28,7 +28,7 @@ from forward.loading import load_model, random_model  # noqa: E402
 from forward.rope import Rope  # noqa: E402
 from forward.shapes import SHAPES  # noqa: E402
 from forward.surgery import clone  # noqa: E402
-from paged_cache import LayerCache  # noqa: E402
+from paged_cache import LayerBlocks  # noqa: E402
 from paged_cache.reference import gather  # noqa: E402
 from tests.paged_batches import (  # noqa: E402
     CUDA,
@@ -302,7 +302,7 @@ def test_kv_store_scatters_by_slot_and_skips_padding() -> None:
     pool = torch.zeros(2, 6, 4, 3, 16, device=DEVICE)
     k, v = torch.randn(2, 4, 3, 16, device=DEVICE)
     slots = torch.tensor([5, 0, -1, 23], device=DEVICE)
-    kv_store(k, v, LayerCache(*pool), slots)
+    kv_store(k, v, LayerBlocks(*pool), slots)
     for cache, new in zip(pool, (k, v), strict=True):
         stored = cache.view(24, 3, 16)
         assert torch.equal(stored[[5, 0, 23]], new[[0, 1, 3]]), (
@@ -333,7 +333,7 @@ def test_norm_rope_and_store(heads: int, kv_heads: int, d: int, norm: str) -> No
         assert_near(mine, want, 1e-6, f"{name} [token, head, number], {norm}")
     pool = torch.zeros(2, 6, 4, kv_heads, d, device=DEVICE)
     slots = torch.tensor([5, 0, -1, 23, 7], device=DEVICE)
-    got = norm_rope(qkv, cos, sin, spec, norms=norms, cache=LayerCache(*pool), slots=slots)[0]
+    got = norm_rope(qkv, cos, sin, spec, norms=norms, cache=LayerBlocks(*pool), slots=slots)[0]
     assert_near(got, q, 1e-6, "q when keys and values are stored")
     real = [0, 1, 3, 4]
     for cache, want in zip(pool, (k, v), strict=True):

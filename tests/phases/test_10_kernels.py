@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import quant
 from forward.attention import LayerSpec
 from forward.loading import load_model
-from paged_cache.pool import LayerCache
+from paged_cache.pool import LayerBlocks
 from quant.formats import FP8, Scheme
 from quant.kernel_layers import KernelLinear
 from quant.linear import QuantLinear
@@ -83,7 +83,7 @@ def test_a_joined_layer_becomes_one_of_kernels(rng: torch.Generator) -> None:
 
 def caches(
     lens: list[int], size: int, kv_heads: int, d: int, rng: torch.Generator
-) -> tuple[LayerCache, LayerCache, Tensor]:
+) -> tuple[LayerBlocks, LayerBlocks, Tensor]:
     """The same keys and values one by one and in pairs, and the block tables that both have."""
     per = [-(-n // size) for n in lens]
     tables = torch.full((len(lens), max(per) + 1), 10**6, dtype=torch.int32)
@@ -97,7 +97,7 @@ def caches(
         data = torch.full((2, *shape), float("nan"), device=DEVICE).to(torch.float8_e4m3fn)
         if paired:  # the other half of a pair is multiplied by 0: it may be anything that `kv_store` stores
             data[1] = 448.0
-        made.append(LayerCache(data[0], data[1], *scales, PAIRS if paired else None))
+        made.append(LayerBlocks(data[0], data[1], *scales, PAIRS if paired else None))
     for row, n in enumerate(lens):
         k, v = torch.randn(2, n, kv_heads, d, device=DEVICE, generator=rng).to(DTYPE)
         places = torch.arange(n)
@@ -157,7 +157,7 @@ def test_rope_stores_in_the_caches_format(paired: bool, rng: torch.Generator) ->
     made = []
     for _ in range(2):
         data = torch.zeros(2, 3, size, kv_heads, d, device=DEVICE).to(torch.float8_e4m3fn)
-        made.append(LayerCache(data[0], data[1], *scales, PAIRS if paired else None))
+        made.append(LayerBlocks(data[0], data[1], *scales, PAIRS if paired else None))
     pending = ProductScales(rows, each, DTYPE)
     q, _, _ = norm_rope(values, cos, sin, spec, norms=norms, cache=made[0], slots=slots, pending=pending)
     product = Unscaled(values, rows, each).finished(DTYPE)

@@ -33,6 +33,8 @@ from parallel.crew import RanksLost
 from parallel.launch import part
 from parallel.ranks import ENVIRONMENT, Ranks, device_of
 from parallel.shard import Shard, Slice
+from phases import phase_named
+from phases.registry import load_engine
 from tests import structured_kit
 from tests.guidance_kit import served
 from tests.ranks_kit import (
@@ -206,7 +208,7 @@ def test_prompts_have_the_log_probabilities_of_one_rank(llama: Path) -> None:
     asks = SamplingParams(max_tokens=2, ignore_eos=True, prompt_logprobs=2)
     found: list[list[Any]] = []
     for size in (1, 2):
-        engine: Any = parallel.load(str(llama), tensor_parallel=size, **SMALL)
+        engine: Any = load_engine(phase_named("14"), str(llama), tensor_parallel=size, **SMALL)
         (request,) = engine.add(PROMPTS[1], asks)
         while not engine.idle:
             engine.step()

@@ -111,7 +111,7 @@ def checkpoint_config(folder: Path) -> ModelConfig:
 
 
 def refuse_quantized(config: ModelConfig, folder: Path) -> None:
-    """Raise `UserError` for a checkpoint of few bits, where nobody knows how to read these."""
+    """Raise `UserError` for a checkpoint of few bits, where no feature reads these."""
     if config.quantization is not None:
         method = shown(config.quantization["quant_method"])
         raise UserError(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from continuous.batch import HostBatch, upload
 from forward.attention import LayerSpec
-from paged_cache import BlockPool, LayerCache, PagedAttention, PagedBatch, TorchPagedAttention
+from paged_cache import BlockPool, LayerBlocks, PagedAttention, PagedBatch, TorchPagedAttention
 from triton_paged_attention.decode import Workspace, paged_decode
 from triton_paged_attention.hardware import multiprocessors
 from triton_paged_attention.kernels.kv_store import kv_store
@@ -111,11 +111,11 @@ class TritonPagedAttention(PagedAttention):
         self._max_queries = 0 if members is None else self.most_queries
         self._only, self._tiles = members, tiles
 
-    def store(self, cache: LayerCache, k: Tensor, v: Tensor) -> None:
+    def store(self, cache: LayerBlocks, k: Tensor, v: Tensor) -> None:
         """See `PagedAttention.store`."""
         kv_store(k, v, cache, self.batch.slots)
 
-    def attend(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache) -> Tensor:
+    def attend(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, cache: LayerBlocks) -> Tensor:
         """See `PagedAttention.attend`. Unless a backend is torch, `k` and `v` are not read."""
         batch, q = self.batch, q.contiguous()
         out = self._torch.attend(layer, q, k, v, cache) if self._needs_torch else torch.empty_like(q)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paged_cache.pool import LayerCache
+from paged_cache.pool import LayerBlocks
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -77,7 +77,7 @@ def decode_v1_kernel(
 
 def paged_decode_v1(
     q: Tensor,  # [B, H, D]
-    cache: LayerCache,  # [N, P, KH, D]; numbers of the model's dtype, without scales
+    cache: LayerBlocks,  # [N, P, KH, D]; numbers of the model's dtype, without scales
     block_tables: Tensor,  # [B, max_blocks] int32
     context_lens: Tensor,  # [B] int32
     *,

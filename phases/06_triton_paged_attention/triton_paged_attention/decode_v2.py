@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paged_cache.pool import LayerCache
+from paged_cache.pool import LayerBlocks
 from triton_paged_attention.tiles import fold, raw_scores, unit
 
 
@@ -56,7 +56,7 @@ def decode_v2_kernel(
 
 def paged_decode_v2(
     q: Tensor,  # [B, H, D]
-    cache: LayerCache,  # [N, P, KH, D]; numbers of the model's dtype, without scales
+    cache: LayerBlocks,  # [N, P, KH, D]; numbers of the model's dtype, without scales
     block_tables: Tensor,  # [B, max_blocks] int32
     context_lens: Tensor,  # [B] int32
     *,

@@ -20,7 +20,7 @@ from torch import Tensor
 from continuous.batch import HostBatch, Ints
 from cuda_graphs.batch import fixed_batch
 from cuda_graphs.capture import Capturer
-from cuda_graphs.decode_graph import Machine
+from cuda_graphs.decode_graph import GraphContext
 from cuda_graphs.step_kernels import gather_inputs
 from paged_cache.attention import PagedBatch
 from triton_paged_attention.attention import TritonPagedAttention
@@ -121,7 +121,13 @@ class ChunkGraph:
     hidden: Tensor
 
     def __init__(
-        self, machine: Machine, tokens: int, requests: int, layout: Layout, inputs: Tensor, capturer: Capturer
+        self,
+        machine: GraphContext,
+        tokens: int,
+        requests: int,
+        layout: Layout,
+        inputs: Tensor,
+        capturer: Capturer,
     ) -> None:
         self.machine, self.tokens, self.requests, self.layout = machine, tokens, requests, layout
         self.batch = fixed_batch(tokens, 1, inputs.device)

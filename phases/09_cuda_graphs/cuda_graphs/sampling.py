@@ -21,7 +21,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from common.sampling.ops import HASH_1, HASH_2, NAN_TOKEN, NOISE_UNIT
-from common.sampling.rows import KEY, TEMPERATURE, TRUNCATION, Feature
+from common.sampling.rows import KEY, TEMPERATURE, TRUNCATION, Needs
 from common.sampling.sampler import Chooser, Masks, Plan, Sampler
 
 CHUNK = 4096
@@ -287,9 +287,7 @@ class TritonChooser(Chooser):
         """See `Chooser.report`."""
         return reported_rows(logits, tokens)
 
-    def draw(
-        self, sampler: Sampler, logits: Tensor, rows: Tensor, steps: Tensor, features: Feature
-    ) -> Tensor:
+    def draw(self, sampler: Sampler, logits: Tensor, rows: Tensor, steps: Tensor, features: Needs) -> Tensor:
         """See `Chooser.draw`: no noise `[B, V]`, only logits at minus infinity where tokens are excluded."""
         if features & TRUNCATION:
             logits = logits.masked_fill(sampler.weigh(logits, rows, features) == 0, float("-inf"))

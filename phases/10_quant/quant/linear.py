@@ -89,10 +89,6 @@ class QuantLinear(nn.Module):
         """Join layers of one input, of which some are quantized; see phase 06's `join`."""
         return end_to_end(parts) if joinable(parts) else None
 
-    def extra_repr(self) -> str:
-        """Shape and scheme."""
-        return f"{self.shape[1]} -> {self.shape[0]}, {self.scheme.name}"
-
 
 def quantized(weight: Tensor, scheme: Scheme, name: str) -> QuantizedWeight:
     """A layer's weight `[N, K]` rounded to nearest. Scales of groups are bfloat16 unless it is float16.

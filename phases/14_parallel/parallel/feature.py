@@ -25,7 +25,7 @@ from parallel.line import Line
 from parallel.loading import load_part
 from parallel.messages import Build, Rehearsed
 from parallel.ranks import Ranks, graphs_of
-from parallel.sampler import RanksChooser, RanksPrompts
+from parallel.sampler import RanksChooser
 from parallel.shard import Shard
 from parallel.told import FirstMasks, OtherMasks, Teller, Told
 from speculative import Speculate
@@ -188,7 +188,6 @@ class Split(Feature):
             assert self.line is not None
             made = engines.Follower(engine.loop, self.line, self.options.rank_check)
         engine.journal = made
-        engine.runner.prompts = RanksPrompts(self.ranks, engine.config.vocab_size)
         return made
 
     def _agree(self, parts: Parts) -> None:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from common.sampling.sampler import Feature, Plan
-from cuda_graphs.decode_graph import Machine, narrow_logits
+from common.sampling.sampler import Needs, Plan
+from cuda_graphs.decode_graph import GraphContext, narrow_logits
 from forward.attention import Attention
 from phases.appendix.drafting_in_graphs.columns import by_columns
 from phases.appendix.drafting_in_graphs.kernels import side_by_side
@@ -29,7 +29,7 @@ class ModelDrafts:
 
     names: Tensor | None = None
 
-    def __init__(self, on: Machine) -> None:
+    def __init__(self, on: GraphContext) -> None:
         self.on = on
 
     def catch_up(self, ids: Tensor, hidden: Tensor, positions: Tensor, attention: Attention) -> Tensor:
@@ -57,7 +57,7 @@ class HeadDrafts(ModelDrafts):
     plan: how all drafts are sampled.
     """
 
-    def __init__(self, on: Machine, kept: Tensor, plan: Plan) -> None:
+    def __init__(self, on: GraphContext, kept: Tensor, plan: Plan) -> None:
         super().__init__(on)
         head = on.model
         assert isinstance(head, Head) and isinstance(head.lm_head, ReducedHead)
@@ -67,7 +67,7 @@ class HeadDrafts(ModelDrafts):
         )
         self._state_norms = _stacked(*head.state_norms, head.norm)  # the last is not used
         self._input_norms = _stacked(head.token_norm, head.feature_norm)
-        if plan.features == Feature(0):  # noise belongs to token ids, the largest logit to nobody
+        if plan.features == Needs(0):  # noise belongs to token ids, the largest logit to nobody
             self.names = head.lm_head.ids
 
     def catch_up(self, ids: Tensor, hidden: Tensor, positions: Tensor, attention: Attention) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from forward.attention import LayerSpec
-from paged_cache.pool import LayerCache
+from paged_cache.pool import LayerBlocks
 from phases.appendix.latency.lone import norm_and_turn
 from phases.appendix.latency.tables import LoneFewConfig
 from triton_paged_attention.decode import Workspace, combine_rows
@@ -195,7 +195,7 @@ def attend_few(
     cos_sin: tuple[Tensor, Tensor],  # T D numbers each, float32
     norms: HeadNorms | None,
     layer: LayerSpec,
-    cache: LayerCache,  # new keys and values are stored here
+    cache: LayerBlocks,  # new keys and values are stored here
     block_tables: Tensor,  # [1, max_blocks] int32; other rows are not read
     context_lens: Tensor,  # [1] int32, the new tokens included
     query_starts: Tensor,  # [2] int32: tokens from the second number on are padding

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from common.sampling.rows import KEY, TEMPERATURE, Feature
+from common.sampling.rows import KEY, TEMPERATURE, Needs
 from common.sampling.sampler import Allowed, Chooser, Masks, Plan, Sampler
 from cuda_graphs import sampling
 from cuda_graphs.sampling import TritonChooser, chunk_race, first_best
@@ -118,7 +118,7 @@ class ReadingChooser(TritonChooser):
 
     def reads(self, plan: Plan) -> bool:
         """See `Chooser.reads`."""
-        return not plan.features & ~Feature.RANDOM
+        return not plan.features & ~Needs.RANDOM
 
     def forbid(self, sampler: Sampler, logits: Tensor, allowed: Allowed) -> None:
         """See `Chooser.forbid`."""

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from paged_cache.pool import LayerCache, largest
+from paged_cache.pool import LayerBlocks, largest
 from triton_paged_attention.tiles import attend
 
 
@@ -42,7 +42,7 @@ class ValueLayout(NamedTuple):
 PLAIN = ValueLayout()
 
 
-def layout_of(cache: LayerCache | None) -> ValueLayout:
+def layout_of(cache: LayerBlocks | None) -> ValueLayout:
     """Return the layout of a layer's values."""
     return PLAIN if cache is None or cache.layout is None else cache.layout
 
@@ -92,7 +92,7 @@ def kv_store_kernel(
 def kv_store(
     k: Tensor,  # [T, KH, D], heads of a token contiguous
     v: Tensor,
-    cache: LayerCache,
+    cache: LayerBlocks,
     slots: Tensor,  # [T] int64; negative: this token is padding and is not stored
 ) -> None:
     """Write every token's key and value heads to its slot of the layer's cache, in the cache's format."""

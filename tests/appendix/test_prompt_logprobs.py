@@ -8,7 +8,6 @@ import random
 import pytest
 import torch
 
-import cuda_graphs
 import kv_cache
 from common.errors import UserError
 from common.request import Request
@@ -18,6 +17,9 @@ from forward.attention import RecomputeAttention
 from forward.loading import random_model
 from forward.model import Model
 from forward.shapes import SHAPES
+from phases import phase_named
+from phases.appendix.api.prompt_logprobs import read_prompts
+from phases.registry import load_engine
 from tests.equivalence.engines import ENGINES, blocks
 
 NAMES = [
@@ -30,6 +32,12 @@ NAMES = [
     "07 preempting",
     "08 radix",
 ]
+
+
+def asked(name: str, model: Model) -> Engine:
+    engine = ENGINES[name](model)
+    read_prompts(engine)
+    return engine
 
 
 def oracle(model: Model, prompt: list[int]) -> torch.Tensor:
@@ -67,7 +75,7 @@ def check(model: Model, request, top: int, near: float = 1e-4) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_they_are_phase_01s(model, name):
     """Among others that do not ask, with prompts that are alike, chunked, preempted and computed again."""
-    rng, engine = random.Random(4), ENGINES[name](model)
+    rng, engine = random.Random(4), asked(name, model)
     same = [rng.randrange(257) for _ in range(40)]
     asking, others = [], []
     for number in range(10):
@@ -90,7 +98,7 @@ def test_they_are_phase_01s(model, name):
 
 @pytest.mark.parametrize("name", ["05 small blocks", "08 radix"])
 def test_of_several_samples_the_first_has_them(model, name):
-    engine = ENGINES[name](model)
+    engine = asked(name, model)
     params = SamplingParams(max_tokens=3, n=3, temperature=1.0, seed=1, prompt_logprobs=2)
     requests = engine.add([5, 6, 7, 8] * 5, params)
     run(engine)
@@ -100,7 +108,7 @@ def test_of_several_samples_the_first_has_them(model, name):
 
 
 def test_who_leaves_is_watched_no_longer(model):
-    engine = ENGINES["07 tiny budget"](model)
+    engine = asked("07 tiny budget", model)
     (request,) = engine.add([7] * 60, SamplingParams(max_tokens=3, prompt_logprobs=1))
     engine.step()
     engine.abort(request)
@@ -115,7 +123,7 @@ def test_who_leaves_is_watched_no_longer(model):
 
 
 def test_a_prompt_that_is_found_is_computed_all_the_same(model):
-    engine = ENGINES["08 radix"](model)
+    engine = asked("08 radix", model)
     prompt = [3, 4, 5, 6] * 20
     for wants in (None, 1, None):
         params = SamplingParams(max_tokens=2, ignore_eos=True, prompt_logprobs=wants)
@@ -126,7 +134,7 @@ def test_a_prompt_that_is_found_is_computed_all_the_same(model):
 
 
 def test_no_more_logits_at_a_time_than_a_step_may_sample(model, monkeypatch):
-    engine, sizes, logits = ENGINES["05 small blocks"](model), [], Model.logits
+    engine, sizes, logits = asked("05 small blocks", model), [], Model.logits
 
     def counted(self, hidden):
         sizes.append(len(hidden))
@@ -143,11 +151,13 @@ def test_earlier_phases_and_caches_without_room_refuse(model):
         list(kv_cache.load(model).stream([[1, 2]], SamplingParams(prompt_logprobs=1)))
     with pytest.raises(UserError, match="prompt_logprobs is 21"):
         SamplingParams(prompt_logprobs=21)
-    from paged_cache import load
-
-    engine = load(model, max_rows=2, cache_bytes=blocks(model, 2))
+    phase, tight = phase_named("13"), {"max_rows": 2, "cache_bytes": blocks(model, 2)}
+    params = SamplingParams(max_tokens=0, prompt_logprobs=1)
+    with pytest.raises(UserError, match="prompt_logprobs is set"):
+        load_engine(phase, model, prompt_logprobs=False, **tight).add([1] * 3, params)
+    engine = load_engine(phase, model, **tight)
     with pytest.raises(UserError, match="cache"):
-        engine.add([1] * 33, SamplingParams(max_tokens=0, prompt_logprobs=1))
+        engine.add([1] * 33, params)
 
 
 @pytest.mark.gpu
@@ -165,7 +175,8 @@ def test_steps_replayed_from_graphs_tell_them_too(model):
 def replayed(model: Model, near: float) -> None:
     plain = dict.fromkeys(("norms", "rope", "activation", "projections", "sampling"), "torch")
     sizes = {"max_rows": 3, "max_len": 120, "graph_tokens": 32, "cache_bytes": 4_000_000}
-    engine = cuda_graphs.load(model, kernels=True, graphs=True, step_tokens=24, **plain, **sizes)
+    graphs = {"kernels": True, "graphs": True, "latency": False, "rehearsal": False, "drafter": "none"}
+    engine = load_engine(phase_named("13"), model, step_tokens=24, **graphs, **plain, **sizes)
     requests = []
     for number, most in enumerate((0, 2, 1)):
         params = SamplingParams(max_tokens=most, ignore_eos=True, prompt_logprobs=number)

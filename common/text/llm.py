@@ -1,21 +1,17 @@
-"""Text in, text out: the engine behind a tokenizer, with a progress bar."""
+"""Text in, text out: an engine behind a tokenizer, with a progress bar."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-
-from common.console import err
 from common.errors import UserError, shown
-from common.events import Completion, Params, TokenEvent, generate, params_per_prompt
+from common.events import Completion, Params, Streams, TokenEvent, generate, params_per_prompt
 from common.models.hub import model_folder
+from common.progress import bar
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
-from continuous.engine import Engine, Stats
 
 Message = Mapping[str, str]
 Prompt = str | Sequence[Message]
@@ -32,23 +28,17 @@ class LLM:
     """
 
     def __init__(
-        self,
-        model: str | Path,
-        *,
-        load: Callable[..., Engine],
-        show_ledger: bool = True,
-        **options: Any,
+        self, model: str | Path, *, load: Callable[..., Any], show_ledger: bool = True, **options: Any
     ) -> None:
         if str(model).startswith("random:"):
             raise UserError(f"model is {str(model)!r}, but texts need a model with a tokenizer")
         self.tokenizer = Tokenizer(model_folder(str(model)))
-        self.engine: Engine = load(model, tokenizer=self.tokenizer, **options)
-        ledger = getattr(self.engine, "ledger", None)
-        if show_ledger and ledger is not None:
-            print(ledger)
+        self.engine = load(model, tokenizer=self.tokenizer, **options)
+        if show_ledger and self.engine.ledger is not None:
+            print(self.engine.ledger)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """The token ids of a text, or of a conversation that awaits its answer.
+        """Return the token ids of a text, or of a conversation that awaits its answer.
 
         A message is `{"role": ..., "content": ...}`.
         """
@@ -70,7 +60,7 @@ class LLM:
         Args:
             prompts: a text or a conversation, or a list of them.
             params: one for all, or one for each.
-            progress: show a bar with the rates of prefill and decode.
+            progress: show a bar of completions.
 
         Returns:
             Completions with their texts, in (prompt, sample) order.
@@ -80,13 +70,14 @@ class LLM:
         """
         ids = [self.encode(prompt) for prompt in _several(prompts)]
         each = params_per_prompt(ids, SamplingParams() if params is None else params)
-        with _bar(disable=not progress) as bar:
-            task = bar.add_task("generate", total=sum(settings.n for settings in each), rates="")
-            return generate(_Watched(self.engine, bar, task), ids, each, tokenizer=self.tokenizer)
+        if not progress:
+            return generate(self.engine, ids, each, tokenizer=self.tokenizer)
+        watched = _Watched(self.engine, sum(settings.n for settings in each))
+        return generate(watched, ids, each, tokenizer=self.tokenizer)
 
 
 def _several(prompts: object) -> list[Prompt]:
-    """The prompts, one by one; a text or a conversation stands for itself."""
+    """Return the prompts, one by one; a text or a conversation stands for itself."""
     if isinstance(prompts, str) or _conversation(prompts):
         return [cast(Prompt, prompts)]
     if isinstance(prompts, Mapping):
@@ -110,33 +101,13 @@ def _conversation(prompt: object) -> bool:
 class _Watched:
     """An engine's stream that moves a progress bar."""
 
-    def __init__(self, engine: Engine, bar: Progress, task: TaskID) -> None:
-        self.engine, self.bar, self.task = engine, bar, task
+    def __init__(self, engine: Streams, total: int) -> None:
+        self.engine, self.total = engine, total
 
     def stream(self, prompts: list[list[int]], params: Params) -> Iterator[TokenEvent]:
-        before = replace(self.engine.stats)
-        for event in self.engine.stream(prompts, params):
-            self.bar.advance(self.task, event.finish_reason is not None)
-            self.bar.update(self.task, rates=_rates(before, self.engine.stats))
-            yield event
-
-
-def _rates(before: Stats, now: Stats) -> str:
-    """Return the speed of this call so far, prefill steps and decode steps apart."""
-    prefill_seconds = now.prefill_seconds - before.prefill_seconds
-    decode_seconds = now.decode_seconds - before.decode_seconds
-    prefill = (now.prefill_tokens - before.prefill_tokens) / prefill_seconds if prefill_seconds else 0.0
-    decode = (now.decode_tokens - before.decode_tokens) / decode_seconds if decode_seconds else 0.0
-    return f"prefill {prefill:,.0f} tok/s, decode {decode:,.0f} tok/s"
-
-
-def _bar(*, disable: bool) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[rates]}"),
-        console=err,
-        disable=disable,
-    )
+        with bar("generate", self.total) as part:
+            part("")
+            for event in self.engine.stream(prompts, params):
+                if event.finish_reason is not None:
+                    part("")
+                yield event
