@@ -119,8 +119,8 @@ def own_engine(
             own.append(SplitSpeculate.of(feature, ranks.rank))
         else:
             own.append(feature)
-    place = {"device": str(ranks.device), "dtype": recipe.dtype}
-    return build(recipe.model, recipe.sizes, own, tokenizer=tokenizer, **place)
+    device, dtype = str(ranks.device), recipe.dtype
+    return build(recipe.model, recipe.sizes, own, device=device, dtype=dtype, tokenizer=tokenizer)
 
 
 @dataclass(frozen=True)

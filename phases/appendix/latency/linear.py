@@ -56,8 +56,10 @@ CombinesFewHeads = Callable[[FewParts, Tensor], Tensor]
 
 def heads_of(linear: nn.Module) -> CombinesHeads | None:
     """Return what combines splits in a projection of plain weights; None: attention had better do it."""
-    config = heads_config(*linear.weight.shape) if isinstance(linear, nn.Linear) else None
-    return config and partial(_combine, linear, config)
+    if not isinstance(linear, nn.Linear):
+        return None
+    config = heads_config(*linear.weight.shape)
+    return None if config is None else partial(_combine, linear, config)
 
 
 def _combine(linear: nn.Linear, config: HeadsConfig, parts: LoneParts, residual: Tensor) -> Tensor:

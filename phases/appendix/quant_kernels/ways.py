@@ -66,7 +66,9 @@ def heads_of(linear: KernelLinear) -> CombinesHeads | None:
     """See `latency.linear.heads_of`: of a weight of eight bits with scales by channel."""
     plain = linear.scheme.scales == "channel" and linear.order is None
     config = heads_config(*linear.shape) if plain else None
-    return config and partial(_combine, linear, replace(config, rows=2 * config.rows))  # of half the bytes
+    if config is None:
+        return None
+    return partial(_combine, linear, replace(config, rows=2 * config.rows))  # of half the bytes
 
 
 def _combine(linear: KernelLinear, config: HeadsConfig, parts: LoneParts, residual: Tensor) -> Tensor:
