@@ -87,7 +87,6 @@ def facts(device: torch.device) -> Iterator[tuple[str, str, str]]:
     if device.type == "cuda":
         free, total = (value / 1e9 for value in torch.cuda.mem_get_info(device))
         yield "GPU memory", f"{free:.1f} of {total:.1f} GB free", ""
-    yield "transformers", *_package("transformers", "make setup (only tests and comparisons use it)")
     disk = cache_home()
     while not disk.exists():
         disk = disk.parent
