@@ -31,6 +31,7 @@ COMMANDS = [
     ("05", "run 05 --prompts-file"),
     ("07", "run 07 --prompts-file"),
     ("09", "run 09 --prompt"),
+    ("10", "run 10 --quantization int8"),
     ("11", "run 11 --chat"),
     ("12", "run 12 --prompt 'Is the sky blue?' --choice yes,no --trace"),
 ]
