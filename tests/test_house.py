@@ -17,10 +17,10 @@ from phases import PHASES, ROOT
 BUDGET = 1200
 """Lines of code of a phase's package, comments and docstrings not counted."""
 LARGER = {
-    "triton_paged_attention": 1700,
+    "triton_paged_attention": 1690,
     "quant": 1230,
     "serving": 1780,
-    "parallel": 1350,
+    "parallel": 1340,
 }
 """Packages that are over it still: they may only shrink."""
 TWICE = {"Layout", "Server"}
