@@ -41,7 +41,6 @@ GRAMMARS = (
 OPTIONS: dict[str, dict[str, Any]] = {
     "ngram radix overlap": {"drafter": "ngram", "index": "radix"},
     "ngram hash in turn": {"drafter": "ngram", "index": "hash", "overlap": False},
-    "suffix radix overlap": {"drafter": "suffix", "index": "radix"},
     "none radix overlap": {"drafter": "none", "index": "radix"},
 }
 

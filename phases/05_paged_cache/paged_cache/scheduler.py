@@ -40,7 +40,7 @@ class PagedScheduler(Scheduler):
             self._push(first)
 
     def make_room(self, request: Request, upto: int, queue: list[Request], at: int) -> bool:
-        """Preempt whoever is last by rank until `request` has room; that may be `request` itself.
+        """Preempt the last request by rank until `request` has room; it may be `request` itself.
 
         Only requests that this step does not serve yet can lose their blocks: `queue[at:]`, which is not
         always in the order of ranks, gets shorter.

@@ -1,6 +1,6 @@
 """Tables of block sizes: in which configuration a kernel runs, by the shape of its work.
 
-The numbers come from `benchmarks/kernels/` on an H200 (compute capability 9.0; `docs/kernels.md` has the
+The numbers come from `benchmarks/kernels/` on an H200 (compute capability 9.0; `docs/log/kernels.md` has the
 sweeps). On other GPUs the same choices are made to fit: tiles and stages shrink until they fit the shared
 memory. A configuration says how large tiles are and how many programs share the work, never what is computed.
 """

@@ -1,4 +1,4 @@
-"""Phase 07: chunked prefill. A long prompt no longer makes everybody else wait."""
+"""Phase 07: chunked prefill. A long prompt no longer makes all other requests wait."""
 
 from __future__ import annotations
 

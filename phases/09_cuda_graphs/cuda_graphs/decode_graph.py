@@ -89,7 +89,7 @@ class DecodeGraph:
         self.replay = capturer.capture(self.compute)
 
     def pad(self) -> None:
-        """Before a capture: all is padding, which harms nobody. Graphs of other sizes share this memory."""
+        """Before a capture: all is padding, which writes nowhere. Graphs of other sizes share this memory."""
         self.rows[:], self.at[:], self.steps[:] = 0, -1, 0
 
     def compute(self) -> None:

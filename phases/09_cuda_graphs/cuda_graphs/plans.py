@@ -15,13 +15,13 @@ from continuous.runner import Forwarded
 from continuous.work import Work
 from cuda_graphs.buckets import chunk_sizes, decode_sizes, fills, full_step, smallest
 from cuda_graphs.capture import Capturer
-from cuda_graphs.chunk_graph import ChunkGraph, Layout
+from cuda_graphs.chunk_graph import ChunkGraph, Layout, most_tiles
 from cuda_graphs.decode_graph import KINDS, DecodeGraph, captured
 from cuda_graphs.runner import GraphRunner
 from cuda_graphs.staging import Staging
 from triton_paged_attention.tables import LONG
 
-FEW = 16
+SMALL_BATCH = 16
 """Requests for which each size of chunk has a second graph. With few requests the decode kernel splits
 contexts over programs, and how often is fixed at capture."""
 _by_row = attrgetter("row")
@@ -107,9 +107,9 @@ class ChunkPlan:
         self._full = full_step(runner.model, step_tokens(), most_tokens)
         self._sizes = chunk_sizes(most_tokens) if most_tokens else []
         self._sizes += [self._full] * bool(self._full)
-        self._requests = sorted({min(FEW, count), count})
+        self._requests = sorted({min(SMALL_BATCH, count), count})
         self._layouts = {
-            (tokens, requests): Layout(tokens, requests, runner.attention.most_tiles(tokens, requests))
+            (tokens, requests): Layout(tokens, requests, most_tiles(runner.attention, tokens, requests))
             for tokens in self._sizes
             for requests in self._requests
         }

@@ -34,7 +34,7 @@ class GraphPlan(StepPlan, Protocol):
     count: int
 
     def capture(self, capturer: Capturer, part: Callable[[str], object]) -> None:
-        """Capture all graphs, the largest first; `part` is told which comes next."""
+        """Capture all graphs, the largest first; `part` is called with the next one's name."""
         ...
 
 
@@ -96,5 +96,5 @@ class GraphRunner(PagedRunner):
         return Forwarded(works, batch, hidden, rest=lambda allowed: Pending(works, done, self.extra))
 
     def logits(self, hidden: Tensor, plan: Plan) -> Tensor:
-        """In the model's own precision where graphs have them so, and nobody wants log-probabilities."""
+        """In the model's own precision where graphs have them so, and no request wants log-probabilities."""
         return narrow_logits(self.model, hidden) if captured(plan) else super().logits(hidden, plan)

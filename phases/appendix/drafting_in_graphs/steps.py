@@ -19,7 +19,7 @@ from cuda_graphs.buckets import decode_sizes, smallest
 from cuda_graphs.capture import Capturer
 from cuda_graphs.decode_graph import CAPTURED
 from cuda_graphs.memory import PER_GRAPH
-from cuda_graphs.plans import FEW
+from cuda_graphs.plans import SMALL_BATCH
 from cuda_graphs.runner import GraphRunner
 from cuda_graphs.staging import Staging
 from forward.model import Model
@@ -253,7 +253,7 @@ def draft_lengths(most: int) -> list[int]:
 
 def request_sizes(rows: int, *, models: int) -> list[int]:
     """Requests for which there are graphs, of engines with so many rows."""
-    most = min(FEW if models > 1 else FEW_LOOKED_UP, rows)
+    most = min(SMALL_BATCH if models > 1 else FEW_LOOKED_UP, rows)
     return [size for size in decode_sizes(most) if size <= most]
 
 
