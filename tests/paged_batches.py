@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -120,3 +121,9 @@ def assert_attention(
         )
         + f"; {wrong} of {apart.numel()} heads are wrong"
     )
+
+
+def combined(partial: Tensor, logs: Tensor, used: int) -> Tensor:
+    """Attention's output `[T, H, D]` from splits `[splits, T, H, D]` and logarithms `[splits, T, H]`."""
+    weights = torch.softmax(logs[:used].float() * math.log(2), 0)
+    return (partial[:used].float() * weights[..., None]).sum(0)

@@ -35,11 +35,11 @@ from forward.attention import LayerSpec
 from paged_cache import LayerBlocks, TorchPagedAttention
 from paged_cache.reference import gather
 from triton_paged_attention.decode import Workspace, paged_decode
+from triton_paged_attention.decode_v1 import paged_decode_v1
+from triton_paged_attention.decode_v2 import paged_decode_v2
+from triton_paged_attention.decode_v3 import paged_decode_v3
 from triton_paged_attention.prefill import paged_prefill, query_tiles
 from triton_paged_attention.tables import PREFILL, PrefillKey, for_keys
-from triton_paged_attention.versions.decode_v1 import paged_decode_v1
-from triton_paged_attention.versions.decode_v2 import paged_decode_v2
-from triton_paged_attention.versions.decode_v3 import paged_decode_v3
 
 NAME, PREFILL_KERNEL = "paged_attention", "06_triton_paged_attention"
 HEADS = {"qwen3-0.6b": (16, 8), "qwen3-8b": (32, 8)}

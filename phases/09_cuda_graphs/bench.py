@@ -33,9 +33,9 @@ from continuous.seams import InTurn
 from cuda_graphs import Graphs, Overlap, Overlapped
 from cuda_graphs.plans import DecodePlan
 from cuda_graphs.runner import GraphRunner
+from cuda_graphs.sampling import TritonChooser
 from paged_cache import PagedEngine, PagedRunner, PagedSizes, build
 from prefix_cache import Prefix
-from triton_paged_attention.sampler import TritonChooser
 
 PHASE, BEFORE = "09_cuda_graphs", "08_prefix_cache, kernels of 06"
 NO_OVERLAP, NO_GRAPHS = f"{PHASE}, no overlap", f"{PHASE}, no graphs"

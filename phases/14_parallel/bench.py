@@ -306,7 +306,6 @@ class Bench:
             engine = self.engine_of(small, ranks, **({"rank_check": 1} if ranks > 1 else {}))
             found.append([completion.token_ids for completion in engine.generate(work.prompts, work.params)])
             if ranks > 1:
-                engine.loop.agree()
                 engine.loop.close()
             del engine  # it fills its GPU, and the next one is on the same
             gc.collect()

@@ -27,8 +27,8 @@ from forward.surgery import clone
 from paged_cache import PagedEngine
 from phases import find_phase
 from phases.appendix.drafting_in_graphs.loop import InGraph
-from phases.appendix.latency import surgery
 from phases.appendix.latency.attention import LatencyAttention
+from phases.appendix.latency.block import LatencyBlock
 from phases.registry import load_engine
 from speculative import head
 from speculative.head import HeadSource
@@ -86,7 +86,7 @@ def test_a_lone_request_is_verified_by_the_kernels_for_few(
     model: Model, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All its tokens in one kernel of attention a layer, padding included, behind its lone tokens."""
-    monkeypatch.setattr(surgery, "few_pays", lambda *_: True)  # the interpreter knows float32
+    monkeypatch.setattr(LatencyBlock, "few", True)  # as where there are columns
     monkeypatch.setattr(Capturer, "capture", lambda self, function: function)
     few, seen = LatencyAttention.attend_few, []
 

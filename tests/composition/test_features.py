@@ -92,7 +92,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "a share": ("05", {"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5"),
     "a policy": ("05", {"policy": "fcsf"}, r"policy is 'fcsf', but must be one of .*did you mean 'fcfs'"),
     "an index": ("08", {"index": "radixx"}, r"index is 'radixx', .*did you mean 'radix'"),
-    "a backend": ("06", {"norms": "cuda"}, "norms is 'cuda', but must be 'torch' or 'triton'"),
+    "a backend": ("06", {"norms": "cuda"}, "norms is 'cuda', but must be one of torch, triton"),
 }  # fmt: skip
 
 

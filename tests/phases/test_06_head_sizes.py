@@ -29,13 +29,13 @@ from tests.paged_batches import (
     walled,
 )
 from triton_paged_attention.decode import paged_decode
+from triton_paged_attention.decode_v1 import paged_decode_v1
+from triton_paged_attention.decode_v2 import paged_decode_v2
+from triton_paged_attention.decode_v3 import paged_decode_v3
 from triton_paged_attention.kernels.kv_store import kv_store
 from triton_paged_attention.kernels.rope import HeadNorms, norm_rope
 from triton_paged_attention.prefill import paged_prefill, query_tiles
 from triton_paged_attention.tables import DecodeConfig, PrefillConfig
-from triton_paged_attention.versions.decode_v1 import paged_decode_v1
-from triton_paged_attention.versions.decode_v2 import paged_decode_v2
-from triton_paged_attention.versions.decode_v3 import paged_decode_v3
 
 pytestmark = pytest.mark.usefixtures("poison")
 

@@ -10,14 +10,12 @@ import quant
 from forward.attention import LayerSpec
 from forward.loading import load_model
 from paged_cache.pool import LayerBlocks
-from quant.activations import quantize_tokens
 from quant.formats import FP8, Scheme
 from quant.kernel_layers import KernelLinear
-from quant.kernels.pairs import PAIRS
-from quant.kernels.products import Unscaled
-from quant.kernels.rounding import round_rows
-from quant.kernels.words import from_words, to_words
 from quant.linear import QuantLinear
+from quant.pairs import PAIRS
+from quant.products import Unscaled, from_words, round_rows, to_words
+from quant.rtn import quantize_tokens
 from quant.weights import QuantizedWeight
 from tests.quant_layers import DEVICE, DTYPE, INT4_32, assert_close, layer_of, named
 from triton_paged_attention.decode import paged_decode

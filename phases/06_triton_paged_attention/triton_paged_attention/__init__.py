@@ -19,10 +19,9 @@ if not torch.cuda.is_available():
 from common.text import llm
 from forward.model import Model
 from paged_cache import PagedEngine, Preset
-from triton_paged_attention.backends import Backend, Backends
-from triton_paged_attention.feature import Kernels
+from triton_paged_attention.feature import Backend, Kernels
 
-__all__ = ["LLM", "PRESET", "Backend", "Backends", "Kernels", "load"]
+__all__ = ["LLM", "PRESET", "Backend", "Kernels", "load"]
 
 PRESET = Preset(on=[Kernels])
 

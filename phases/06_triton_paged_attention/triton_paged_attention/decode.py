@@ -22,10 +22,9 @@ import triton.language as tl
 from torch import Tensor
 
 from paged_cache.pool import LayerBlocks
-from triton_paged_attention.layout import layout_of
+from triton_paged_attention.kernels.kv_store import describe, layout_of
 from triton_paged_attention.tables import DECODE, DecodeConfig, DecodeKey
 from triton_paged_attention.tiles import combine
-from triton_paged_attention.tma import describe
 
 MOST_SPLITS, LEAST_KEYS = 8, 128
 """Of a context, and keys of a split, where requests bring several tokens. On an H200 five tokens of 9 heads

@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paged_cache.pool import LayerBlocks
-from triton_paged_attention.layout import layout_of
+from triton_paged_attention.kernels.kv_store import describe, layout_of
 from triton_paged_attention.tables import PREFILL, PrefillConfig, PrefillKey
-from triton_paged_attention.tma import describe
 
 
 @triton.jit(do_not_specialize=["table_stride"])

@@ -23,6 +23,7 @@ from cuda_graphs.capture import Capturer
 from cuda_graphs.decode_graph import GraphContext
 from cuda_graphs.step_kernels import gather_inputs
 from paged_cache.attention import PagedBatch
+from triton_paged_attention.attention import TritonPagedAttention
 
 GIVEN = (
     "token_rows",
@@ -39,6 +40,11 @@ GIVEN = (
 NARROW = ("query_starts", "context_lens", "members", "tiles")
 """Inputs that kernels read as int32; they come last."""
 NOTHING: Ints = np.zeros(0, np.int64)
+
+
+def most_tiles(attention: TritonPagedAttention, tokens: int, requests: int) -> int:
+    """Return the most tiles that a batch can have: full ones, and one more of each request that is cut."""
+    return tokens // attention.tile_tokens + min(requests, tokens // (attention.most_queries + 1))
 
 
 class Layout:

@@ -15,7 +15,7 @@ from continuous.runner import Forwarded
 from continuous.work import Work
 from cuda_graphs.buckets import chunk_sizes, decode_sizes, fills, full_step, smallest
 from cuda_graphs.capture import Capturer
-from cuda_graphs.chunk_graph import ChunkGraph, Layout
+from cuda_graphs.chunk_graph import ChunkGraph, Layout, most_tiles
 from cuda_graphs.decode_graph import KINDS, DecodeGraph, captured
 from cuda_graphs.runner import GraphRunner
 from cuda_graphs.staging import Staging
@@ -109,7 +109,7 @@ class ChunkPlan:
         self._sizes += [self._full] * bool(self._full)
         self._requests = sorted({min(SMALL_BATCH, count), count})
         self._layouts = {
-            (tokens, requests): Layout(tokens, requests, runner.attention.most_tiles(tokens, requests))
+            (tokens, requests): Layout(tokens, requests, most_tiles(runner.attention, tokens, requests))
             for tokens in self._sizes
             for requests in self._requests
         }

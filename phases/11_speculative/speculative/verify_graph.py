@@ -18,7 +18,7 @@ from continuous.runner import Forwarded
 from continuous.work import Work
 from cuda_graphs.buckets import decode_sizes, smallest
 from cuda_graphs.capture import Capturer
-from cuda_graphs.chunk_graph import ChunkGraph, Layout
+from cuda_graphs.chunk_graph import ChunkGraph, Layout, most_tiles
 from cuda_graphs.decode_graph import CAPTURED, GraphContext, captured, narrow_logits
 from cuda_graphs.memory import PER_GRAPH
 from cuda_graphs.plans import replay_chunk
@@ -88,7 +88,7 @@ class VerifyPlan:
         self._requests = list(self._sizes)
         self._layouts = {
             (tokens, requests): Layout(
-                tokens, requests, runner.attention.most_tiles(tokens, requests), tokens
+                tokens, requests, most_tiles(runner.attention, tokens, requests), tokens
             )
             for requests, counts in self._sizes.items()
             for tokens in counts

@@ -1,4 +1,4 @@
-"""`RanksChooser` by phase 06's kernels: the ranks' chunks of a row are as the chunks of one GPU's."""
+"""`RanksChooser` by phase 09's kernels: the ranks' chunks of a row are as the chunks of one GPU's."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from torch import Tensor
 
 from common.sampling.rows import Needs
 from common.sampling.sampler import Plan, Sampler
+from cuda_graphs.sampling import Winners, best_of_chunks, drawn, race_of_chunks, winner
 from parallel.sampler import RanksChooser
-from triton_paged_attention.kernels.sampling import Winners, best_of_chunks, drawn, race_of_chunks, winner
 
 
 class KernelRanksChooser(RanksChooser):

@@ -17,7 +17,6 @@ from forward.attention import Attention
 from phases.appendix.drafting_in_graphs.columns import by_columns
 from phases.appendix.drafting_in_graphs.kernels import side_by_side
 from phases.appendix.latency.linear import add_way
-from phases.appendix.latency.tables import few_pays
 from speculative.head import Head, ReducedHead
 from triton_paged_attention.linear import FusedLinear
 
@@ -63,9 +62,8 @@ class HeadDrafts(ModelDrafts):
         head = on.model
         assert isinstance(head, Head) and isinstance(head.lm_head, ReducedHead)
         self.head, self.kept = head, kept
-        few = few_pays(head.config.hidden_size, head.dtype.itemsize, head.device)
         self._mix, self._fuse, self._logits = (
-            _quick(weight, few) for weight in (head.mix_states.weight, head.fuse.weight, head.lm_head.weight)
+            _quick(weight) for weight in (head.mix_states.weight, head.fuse.weight, head.lm_head.weight)
         )
         self._state_norms = _stacked(*head.state_norms, head.norm)  # the last is not used
         self._input_norms = _stacked(head.token_norm, head.feature_norm)
@@ -101,12 +99,12 @@ class HeadDrafts(ModelDrafts):
         return self.head.through(self._fuse(given), cos_sin, attention)
 
 
-def _quick(weight: Tensor, few: bool) -> FusedLinear:
-    """A projection with kernels for one token and, with `few`, for a few; the weight is shared."""
+def _quick(weight: Tensor) -> FusedLinear:
+    """A projection with kernels for one token and for a few; the weight is shared."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
     fused = FusedLinear(linear)
-    add_way(fused, few=few)
+    add_way(fused)
     return by_columns(fused, fewest=1)
 
 

@@ -200,7 +200,7 @@ class Beginning:
             self.attention.begin(batch)
         else:
             self._tiles[:, 3] = batch.positions[self._first]
-            self.attention.begin_tiled(batch, self._tiles)
+            self.attention.begin_sorted(batch, None, self._tiles)
 
 
 def drafter_of(pair: Pair, plan: Plan) -> ModelDrafts | None:

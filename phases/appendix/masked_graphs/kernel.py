@@ -13,9 +13,8 @@ from torch import Tensor
 
 from common.sampling.rows import KEY, TEMPERATURE, Needs
 from common.sampling.sampler import Allowed, Chooser, Masks, Plan, Sampler
-from triton_paged_attention.kernels import sampling
-from triton_paged_attention.kernels.sampling import chunk_race, first_best
-from triton_paged_attention.sampler import TritonChooser
+from cuda_graphs import sampling
+from cuda_graphs.sampling import TritonChooser, chunk_race, first_best
 
 BLOCK = 4096
 MASKS = tl.constexpr(256)

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from forward.attention import LayerSpec
 from forward.rope import Rope
 from paged_cache.pool import LayerBlocks, largest
-from triton_paged_attention.kernels.kv_store import encode
-from triton_paged_attention.layout import layout_of
+from triton_paged_attention.kernels.kv_store import encode, layout_of
 
 HEADS_PER_PROGRAM = 8
 

@@ -1,4 +1,7 @@
-"""Products of many tokens: eight bits by eight bits where both are so, otherwise unpacked and multiplied."""
+"""Products of many tokens: eight bits by eight bits where both are so, otherwise unpacked and multiplied.
+
+A kernel rounds an input to eight bits. Four bits lie in words, in the order in which kernels read them.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,124 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quant.formats import BLOCK
-from quant.kernels.rounding import Rounded
-from quant.weights import QuantizedWeight
+from quant.formats import BLOCK, DTYPES, LARGEST, Activations
+from quant.weights import QuantizedWeight, unpack_nibbles
 from triton_paged_attention.hardware import ADA, TURING, at_least
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 LEAST_ROWS = 32
 """What the library's product of whole numbers wants at least (it asks for more than 16)."""
+
+
+class Rounded(NamedTuple):
+    """An input in eight bits: `values [T, K]`, each token to be multiplied by its `scale [T]` (float32)."""
+
+    values: Tensor
+    scale: Tensor
+
+
+@triton.jit
+def token_scale(top, LARGEST: tl.constexpr):
+    """The scale of a token whose largest magnitude is `top`, and 1 over it; a token of zeros stays one."""
+    scale = tl.maximum(top * (1.0 / LARGEST), 1.1754943508222875e-38)
+    return scale, tl.div_rn(1.0, scale)
+
+
+@triton.jit
+def to_even(y):
+    """The nearest whole number; of two that are as near, the even one."""
+    down = tl.floor(y)
+    rest = y - down
+    odd = down - 2.0 * tl.floor(down * 0.5) > 0.5
+    return tl.where((rest > 0.5) | ((rest == 0.5) & odd), down + 1.0, down)
+
+
+@triton.jit
+def rounded(y, LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr):
+    """Numbers as eight bits can hold them, in float32: whole ones, or e4m3.
+
+    HARDWARE: it converts to e4m3 by itself. Not every GPU does, and the interpreter's conversion loses a
+    carry. A number of e4m3 has three bits behind its first; below 2^-6 it is a multiple of 2^-9.
+    """
+    if WHOLE:
+        y = to_even(tl.minimum(tl.maximum(y, -LARGEST), LARGEST))
+    elif HARDWARE:
+        y = y.to(tl.float8e4nv).to(tl.float32)  # nothing beyond the largest becomes more than that
+    else:
+        y = tl.minimum(tl.maximum(y, -LARGEST), LARGEST)
+        bits = y.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+        y = tl.where(
+            tl.abs(y) < 0.015625, to_even(y * 512.0) * 0.001953125, bits.to(tl.float32, bitcast=True)
+        )
+    return y
+
+
+@triton.jit
+def round_rows_kernel(
+    out, out_scale, x,
+    SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, LARGEST: tl.constexpr, WHOLE: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """One program per token: its largest magnitude, then its numbers by the scale that follows from it."""
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, SIZE_PAD)
+    mask = i < SIZE
+    at = token * SIZE + i
+    y = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    scale, inverse = token_scale(tl.max(tl.abs(y), axis=0), LARGEST)
+    tl.store(out_scale + token, scale)
+    y = rounded(y * inverse, LARGEST, WHOLE, HARDWARE)
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=mask)
+
+
+def hardware_rounds(device: torch.device) -> bool:
+    """Return whether a device converts to e4m3 by itself."""
+    return device.type == "cuda" and at_least(device, ADA)
+
+
+def round_rows(x: Tensor, kind: Activations) -> Rounded:
+    """`x [..., K]` in eight bits, as `quant.rtn.quantize_tokens` does it."""
+    x = x.contiguous()
+    size = x.shape[-1]
+    tokens = x.numel() // size
+    out = torch.empty(tokens, size, dtype=DTYPES[kind], device=x.device)
+    scale = torch.empty(tokens, dtype=torch.float32, device=x.device)
+    padded = triton.next_power_of_2(size)
+    if tokens:
+        round_rows_kernel[(tokens,)](
+            out, scale, x, SIZE=size, SIZE_PAD=padded, LARGEST=LARGEST[kind], WHOLE=kind == "int8",
+            HARDWARE=hardware_rounds(x.device), num_warps=min(16, max(1, padded // 512)),
+        )  # fmt: skip
+    return Rounded(out, scale)
+
+
+SPAN = 128
+"""Inputs that 16 words hold: bits 4 i and 16 + 4 i of word j are inputs 32 i + 2 j and 32 i + 2 j + 1."""
+
+
+def words_fit(weight: QuantizedWeight) -> bool:
+    """Return True if a weight can lie in words: its groups are no smaller than a part of a span."""
+    return weight.scheme.group % 32 == 0
+
+
+def to_words(weight: QuantizedWeight) -> Tensor:
+    """The nibbles of a weight `[N, K]` in the order of `SPAN`: `[N, 16 ceil(K / 128)]` int32."""
+    numbers = unpack_nibbles(weight.data)  # [N, K]
+    numbers = F.pad(numbers, (0, -numbers.shape[1] % SPAN), value=8)
+    parts = numbers.view(len(numbers), -1, 4, 16, 2)  # spans, i, j, even and odd
+    words = torch.zeros(parts.shape[0], parts.shape[1], 16, dtype=torch.int32, device=numbers.device)
+    for i in range(4):
+        for odd in range(2):
+            words |= parts[:, :, i, :, odd].to(torch.int32) << (4 * i + 16 * odd)
+    return words.flatten(1)
+
+
+def from_words(words: Tensor, size: int) -> Tensor:
+    """Undo `to_words`: `[N, K]` uint8 of 0 to 15, for `size` inputs."""
+    shifts = torch.tensor([[0, 16], [4, 20], [8, 24], [12, 28]], dtype=torch.int32, device=words.device)
+    parts = (words.view(len(words), -1, 1, 16, 1) >> shifts[:, None, :]) & 15  # [N, spans, 4, 16, 2]
+    return parts.flatten(1).to(torch.uint8)[:, :size]
 
 
 class Unscaled(NamedTuple):
@@ -104,7 +217,7 @@ def unpack4_kernel(
     out, words, scale, zero, K: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, WORDS: tl.constexpr,
     HALF: tl.constexpr,
 ):  # fmt: skip
-    """One program per row and `WORDS` of its words; see `words.SPAN`."""
+    """One program per row and `WORDS` of its words; see `SPAN`."""
     row = tl.program_id(0).to(tl.int64)
     SPANS: tl.constexpr = (K + 127) // 128
     word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)

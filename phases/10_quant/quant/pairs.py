@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paged_cache.pool import KVFormat
-from triton_paged_attention.layout import Layout
+from triton_paged_attention.kernels.kv_store import ValueLayout
 from triton_paged_attention.tables import DecodeConfig, PrefillConfig
 from triton_paged_attention.tiles import hide, lookup, raw_scores, unit
 
@@ -126,7 +126,7 @@ def words(values: Tensor) -> Tensor:
     return values.view(torch.int16)
 
 
-PAIRS = Layout(attend_pairs, pair_place, fit, words)
+PAIRS = ValueLayout(attend_pairs, pair_place, fit, words)
 
 
 def in_pairs(kv: KVFormat, block_size: int) -> KVFormat:
