@@ -29,6 +29,9 @@ from phases.appendix.guidance.drafter import FEW_IN_TURN, GrammarDrafter
 from phases.appendix.guidance.feature import Guidance
 from phases.appendix.guidance.loop import EarlyHalves
 from phases.appendix.guidance.masks import ThreadedMasks
+from speculative.control import Control
+from speculative.ngram import NGrams
+from speculative.speculation import Speculator
 from structured.loop import NOBODYS, Landed
 from structured.matcher import Matcher
 from tests.fakes import OddOnly
@@ -502,6 +505,12 @@ def test_a_thousand_parse(model: Model, overlap: bool) -> None:
 
 
 def test_hostile_grammars_harm_nobody(model: Model) -> None:
-    must_harm_nobody(
-        engine_of(model, max_rows=16), HOSTILE | {name: hostile()[name]() for name in ("ambiguous", "left")}
-    )
+    ambiguous = {name: hostile()[name]() for name in ("ambiguous", "left")}
+    must_harm_nobody(engine_of(model, max_rows=16), HOSTILE | ambiguous)
+
+
+def test_stats_reach_through_grammars() -> None:
+    """`--stats` and `Tint` ask the scheduler's drafter, which here is one around that of phase 11."""
+    speculator = Speculator(NGrams(), Control(4))
+    assert GrammarDrafter(speculator).stats is speculator.stats
+    assert GrammarDrafter().stats.lines() == ["speculation: nothing was drafted"]

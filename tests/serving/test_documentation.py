@@ -37,7 +37,7 @@ def engine_options() -> set[str]:
     def command() -> int:
         return 0
 
-    add_engine_flags(command, limits=True)
+    add_engine_flags(command, server=True)
     return {"--" + name.replace("_", "-") for name in inspect.signature(command).parameters}
 
 

@@ -39,8 +39,8 @@ class Scheduler:
         self.drafter: Drafter = NO_DRAFTS
         self.step_tokens = integer("step_tokens", step_tokens, low=1)
         self.running: list[Request] = []  # by rank
+        self.preemptions = 0  # a later phase sends requests back in line
         self._waiting: list[tuple[tuple[float, ...], Request]] = []  # a heap by rank
-        self.preemptions = 0
 
     def check(self, requests: list[Request]) -> None:
         """Raise `UserError` if the samples of one prompt would wait for ever.
@@ -271,17 +271,6 @@ class Scheduler:
             self.running.remove(request)
             self.cache.release(request)
             self.rows.release(request)
-
-    def preempt(self, request: Request) -> None:
-        """Send a running request back in line; all its tokens will be computed again, the output included.
-
-        It keeps its tokens and its rank. The preemption counts for the request and for the scheduler.
-        """
-        self.leave(request)
-        request.num_computed_tokens = 0
-        request.preemptions += 1
-        self.preemptions += 1
-        self._push(request)
 
     def _push(self, request: Request) -> None:
         heapq.heappush(self._waiting, (request.rank, request))

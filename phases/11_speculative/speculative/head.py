@@ -26,7 +26,6 @@ from common.errors import UserError
 from common.models.config import ModelConfig
 from common.models.fields import Field
 from common.request import Request
-from common.sampling.sampler import HostSampled
 from continuous.batch import upload
 from continuous.engine import Engine
 from continuous.runner import Forwarded
@@ -334,10 +333,6 @@ class HeadSource(DraftModel):
             if work.takers:
                 self._waiting[work.request] = out[place : place + 1]
         return step
-
-    def _chain(self, works: list[Work], steps: int) -> HostSampled | None:
-        self.head.feed(torch.cat([self._waiting[work.request] for work in works]))
-        return super()._chain(works, steps)
 
     def leave(self, request: Request) -> None:
         """Also forget its hidden states."""

@@ -85,7 +85,7 @@ class Endpoint(Generic[B]):
         names = frozenset({*COPIED, "max_tokens", "logprobs", "prompt_logprobs", "logit_bias", "prompt"})
         try:
             params = SamplingParams(**given)
-            check_prompt(ids, ready.vocab_size, ready.max_len, params, continuous=True)
+            check_prompt(ids, ready.vocab_size, ready.max_len, params, continuous=True, reads_prompts=True)
         except UserError as error:
             raise self.named(of_user_error(error, names), request) from None
         return params

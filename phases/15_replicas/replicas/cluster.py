@@ -66,7 +66,7 @@ def require_ray() -> None:
 class Cluster:
     """Ray, its proxy, and the replicas, as a context.
 
-    told: set by the first SIGTERM or SIGINT.
+    signalled: set by the first SIGTERM or SIGINT.
 
     Args:
         make_app: makes phase 13's application in a replica; any callable that can be pickled.
@@ -86,7 +86,7 @@ class Cluster:
     ) -> None:
         require_ray()
         self.make_app, self.options, self.share, self.limits = make_app, options, share, limits
-        self.host, self.told = host, threading.Event()
+        self.host, self.signalled = host, threading.Event()
         with listen(host, port) as found:  # the port may be taken: better said now than in Ray's log
             self.port = int(found.getsockname()[1])
 
@@ -159,9 +159,9 @@ class Cluster:
             raise CannotStart(f"Ray Serve's proxy: {error}", wrong_input=False) from error
 
     def _hear(self, number: int, frame: object) -> None:
-        if self.told.is_set():
+        if self.signalled.is_set():
             os._exit(TERMINATED)
-        self.told.set()
+        self.signalled.set()
 
     def _environment(self) -> dict[str, str]:
         """Of Ray's processes, which this one starts. On other machines `ray start` needs the same."""
@@ -263,7 +263,7 @@ class Cluster:
         """Until then, or for so long. A signal ends it as well."""
         end = time.monotonic() + seconds
         while not condition() and time.monotonic() < end:
-            if self.told.wait(0.2):
+            if self.signalled.wait(0.2):
                 raise SystemExit(TERMINATED)
 
 
@@ -273,7 +273,7 @@ def serve_until_signal(cluster: Cluster, on_ready: Callable[[], object]) -> int:
     try:
         with cluster:
             on_ready()
-            while not cluster.told.wait(0.5):
+            while not cluster.signalled.wait(0.5):
                 pass
     finally:
         for number, handler in before.items():

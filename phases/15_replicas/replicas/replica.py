@@ -67,7 +67,7 @@ class Replica:
 
         Raises:
             CannotStart: it cannot be made.
-            UserError: the same, and somebody can correct it.
+            UserError: the same, and a user can correct it.
         """
         running = asyncio.ensure_future(self.app.engine.run())
         while self.app.engine.state != "ready" and not running.done():

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from common.request import Request
-from common.sampling.sampler import Feature, HostSampled, Sampled
+from common.sampling.sampler import HostSampled, Needs, Sampled
 from continuous.batch import upload
 from continuous.runner import Pending, Token
 from continuous.work import Work
@@ -20,7 +20,7 @@ from cuda_graphs.buckets import decode_sizes, smallest
 from cuda_graphs.capture import Capturer
 from cuda_graphs.decode_graph import CAPTURED
 from cuda_graphs.memory import PER_GRAPH
-from cuda_graphs.plans import FEW
+from cuda_graphs.plans import SMALL_BATCH
 from cuda_graphs.runner import GraphRunner
 from cuda_graphs.staging import Staging
 from forward.model import Model
@@ -110,7 +110,7 @@ class Ahead:
         large, *small = (runner.machine for runner in self.runners)
         pair = Pair(large, small[0] if small else None, self.next_at, kept)
         capturer = Capturer(device)
-        self._graphs: dict[tuple[int, int, Feature], AheadGraph] = {}
+        self._graphs: dict[tuple[int, int, Needs], AheadGraph] = {}
         with torch.inference_mode():
             for size, k, kind in product(reversed(self.sizes), reversed(self.lengths), CAPTURED):
                 given = self._staging.device[: 4 * size].view(4, size)
@@ -156,7 +156,7 @@ class Ahead:
                 raise
             return None
 
-    def _kind(self, running: Sequence[Request], before: Flight | None) -> Feature | None:
+    def _kind(self, running: Sequence[Request], before: Flight | None) -> Needs | None:
         """Return how the running requests are sampled in a graph; None if they cannot all take part."""
         scheduler = self.engine.scheduler
         if not running or len(running) > self.sizes[-1]:
@@ -263,7 +263,7 @@ def draft_lengths(most: int) -> list[int]:
 
 def request_sizes(rows: int, *, models: int) -> list[int]:
     """Requests for which there are graphs, of engines with so many rows."""
-    most = min(FEW if models > 1 else FEW_LOOKED_UP, rows)
+    most = min(SMALL_BATCH if models > 1 else FEW_LOOKED_UP, rows)
     return [size for size in decode_sizes(most) if size <= most]
 
 

@@ -35,7 +35,7 @@ class EarlyConstraint(Constraint):
     forced: Sequence[int] = ()
 
 
-class Follower(NamedTuple):
+class MaskedOutput(NamedTuple):
     """An output of a step, which follows a grammar.
 
     place: of the first of its samples in the batch. drafts: of its work. new: what its matcher has not seen.
@@ -57,7 +57,7 @@ class Filling:
     """
 
     works: Sequence[Work]
-    outputs: Sequence[Follower]
+    outputs: Sequence[MaskedOutput]
     jobs: Sequence[Job]
     places: Sequence[int]
     words: Words
@@ -87,7 +87,7 @@ class ThreadedMasks(GrammarMasks):
         self.single: dict[Request, set[int]] = {}
         self._staging = MaskStaging(-(-plain.vocab_size // 32), plain.device)
         self._filling: Filling | None = None
-        self._sent: Sequence[Follower] = ()
+        self._sent: Sequence[MaskedOutput] = ()
 
     @property
     def backend(self) -> GuidanceBackend:
@@ -156,7 +156,7 @@ class ThreadedMasks(GrammarMasks):
         if made is not None and made.done is not None:
             made.done.result()
 
-    def _follow(self, works: Sequence[Work], landed: Landed) -> list[Follower]:
+    def _follow(self, works: Sequence[Work], landed: Landed) -> list[MaskedOutput]:
         """Move the matchers of all takers to where their outputs are; return those that could be moved."""
         outputs = list(self._outputs(works, landed))
         counts = self.backend.advance([(output.constraint.matcher, output.new) for output in outputs])
@@ -169,7 +169,7 @@ class ThreadedMasks(GrammarMasks):
         # Threads divide the list. Neighbours should share what only one thread at a time may use.
         return sorted(moved, key=lambda output: output.constraint.matcher.lexer)
 
-    def _outputs(self, works: Sequence[Work], landed: Landed) -> Iterator[Follower]:
+    def _outputs(self, works: Sequence[Work], landed: Landed) -> Iterator[MaskedOutput]:
         """Find the takers that have a grammar, but for those that end with what has landed."""
         place = 0
         for work in works:
@@ -179,7 +179,7 @@ class ThreadedMasks(GrammarMasks):
                     news = landed.get(request, ())
                     if not self._ends(request, news):
                         new = [*constraint.unseen(request), *news]
-                        yield Follower(place, work.drafts, request, constraint, new)
+                        yield MaskedOutput(place, work.drafts, request, constraint, new)
                 place += len(work.drafts) + 1
 
     def _ends(self, request: Request, news: Sequence[int]) -> bool:
