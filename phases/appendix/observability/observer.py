@@ -9,10 +9,10 @@ from typing import Any
 
 from common.request import Request
 from continuous.engine import Engine
+from phases.appendix.guidance.masks import ThreadedMasks
 from phases.appendix.observability.picture import picture
 from serving.messages import DRAFT, FORCED, AddPrompt, Command, StepReport, WatchEngine
 from serving.seams import Observer, ServedEngine
-from structured.masks import GrammarMasks
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class Marks:
 
     def __init__(self, engine: object) -> None:
         masks = engine.masks if isinstance(engine, Engine) else None
-        self._single = masks.single if isinstance(masks, GrammarMasks) else {}
+        self._single = masks.single if isinstance(masks, ThreadedMasks) else {}
         self._followed: dict[int, Request] = {}
         self._told: dict[int, int] = {}
 
