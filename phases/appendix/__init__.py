@@ -17,6 +17,7 @@ FEATURES: tuple[str, ...] = (
     "phases.appendix.tuning.feature:Tuned",
     "phases.appendix.tuning.feature:Rehearsal",
     "phases.appendix.latency.feature:Latency",
+    "phases.appendix.cpu_step.feature:CpuStep",
     "phases.appendix.checkpoint_formats.feature:CheckpointFormats",
     "phases.appendix.quant_kernels.feature:QuantKernels",
     "phases.appendix.all_reduce.feature:OwnSums",
