@@ -21,6 +21,7 @@ from common.errors import UserError
 from common.neighbours import Usage, usage, warn
 from common.options import route
 from common.sampling.defaults import MODEL, sampling_defaults
+from common.sockets import listen
 from common.text.tokenizer import Tokenizer
 from phases import Phase, phase_named
 from phases.appendix.access.hosts import hosts, names_of
@@ -36,7 +37,6 @@ from replicas.options import ReplicaOptions
 from serving.alive import CannotStart, EngineProcess
 from serving.app import App
 from serving.http.limits import Limits
-from serving.http.server import listen
 
 KEY = "LADDER_API_KEY"
 
@@ -104,10 +104,7 @@ def run(
         if copies.replicas:
             return _serve_replicas(make, copies, given, checked, where.type, host, port)
         app = make(folder=folder)
-        try:
-            return _serve(app, host, port, bool(keys), begun if where.type == "cpu" else None)
-        finally:
-            app.close()
+        return _serve(app, host, port, bool(keys), begun if where.type == "cpu" else None)
     finally:
         if model.startswith(RANDOM):
             shutil.rmtree(folder, ignore_errors=True)
