@@ -29,6 +29,8 @@ LANGUAGES = {
     ".yaml": "yaml",
     ".toml": "toml",
     ".html": "html",
+    ".css": "css",
+    ".js": "javascript",
     ".sh": "bash",
 }
 # Code comes first, so that brackets in it are not taken for links.

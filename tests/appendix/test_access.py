@@ -10,6 +10,7 @@ import pytest
 from common.errors import UserError
 from phases.appendix.access.keys import Keys
 from phases.appendix.access.origins import origins
+from phases.appendix.observability.live import whole_page
 from tests.servers import Client
 from tests.serving_kit import engine as engine
 from tests.serving_kit import extension
@@ -28,7 +29,6 @@ async def test_keys(make):
     for path, method in [
         ("/v1/models", "GET"),
         ("/metrics", "GET"),
-        ("/", "GET"),
         ("/events", "GET"),
         ("/nothing", "GET"),
         ("/v1/completions", "POST"),
@@ -49,10 +49,22 @@ async def test_keys(make):
         ).status == 200
     basic = base64.b64encode(b"anybody:secret").decode()
     assert (
-        await Client(app).request("/", b"", "GET", {"authorization": f"Basic {basic}"}).run()
+        await Client(app).request("/version", b"", "GET", {"authorization": f"Basic {basic}"}).run()
     ).status == 200
-    assert (await Client(app).get("/health")).status == 200
-    assert (await Client(app).get("/ready")).status == 200
+    for path in ("/health", "/ready", "/"):
+        assert (await Client(app).get(path)).status == 200
+
+
+async def test_the_page_is_one_file_for_everybody(make):
+    """It needs no key because it tells nothing: its bytes are those of the repository, whatever runs."""
+    app = make(keys=("secret",))
+    asked = await Client(app).get("/")
+    assert b"".join(asked.chunks) == whole_page() and "www-authenticate" not in asked.headers
+    assert (await Client(app).request("/", b"{}", "POST").run()).status == 405
+    refused = await Client(app).get("/events")
+    assert refused.status == 401 and refused.headers["www-authenticate"].startswith("Bearer"), (
+        "a browser would open its own box"
+    )
 
 
 async def test_pages_of_allowed_origins_may_ask(make):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import json
 import re
 import shutil
 import threading
@@ -10,10 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from phases import ROOT
+from phases.appendix.observability.live import whole_page
 from tests.servers import Running
 
-PAGE = ROOT / "phases" / "appendix" / "observability" / "page.html"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 # It must not ask anybody anything by itself: tests run where there is no network.
 QUIET = [
@@ -38,10 +38,14 @@ LONG = '{"type": "string", "minLength": 1400}'
 
 
 def test_it_asks_nobody_else():
-    text = PAGE.read_text(encoding="utf-8")
+    text = whole_page().decode()
+    assert text.endswith("</html>\n") and not re.search(r"/\* \w+\.(css|js) \*/", text), "a part is missing"
     assert not re.findall(r"""(?:src|href|url|import|fetch)\s*[=(]?\s*["'(]\s*(?:https?:)?//""", text)
-    assert set(re.findall(r'fetch\("([^"]+)"', text)) == {"v1/chat/completions", "events", "v1/models"}
-    assert "innerHTML" not in text, "what a model says would be read as HTML"
+    assert set(re.findall(r'ask\("([^"]+)"', text)) == {"v1/chat/completions", "events", "v1/models"}
+    assert len(re.findall(r"fetch\(", text)) == 1, "all goes through `ask`, which sends the key along"
+    assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write", text), (
+        "what a model says would be read as HTML"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +182,7 @@ def test_tokens_are_tinted(visit):
     page.fill("#schema", SCHEMA)
     page.press("#say", "Enter")
     expect(page.locator("#speed")).to_contain_text("tokens", timeout=20_000)
-    said = page.locator(".turn.assistant").inner_text()
+    said = page.locator(".turn.assistant .body").inner_text()
     assert re.sub(r"\s", "", said) == '{"name":"Ada"}', f"the answer is {said!r}"
     assert "Ada" in "".join(page.locator(".forced").all_inner_texts()), "forced tokens are not tinted"
     expect(page.locator("#tints")).to_be_visible()
@@ -194,6 +198,185 @@ def test_what_goes_wrong_is_said(visit):
     page.press("#say", "Enter")
     expect(page.locator(".turn.error")).to_contain_text("top_p", timeout=20_000)
     expect(page.locator("#send")).to_be_enabled()
+
+
+def answers(page, *texts: str, marks: str = "") -> list[dict]:
+    """Have a page's requests answered with these texts in turn; returns the list of their bodies."""
+    asked: list[dict] = []
+
+    def reply(route) -> None:
+        asked.append(json.loads(route.request.post_data))
+        text = texts[min(len(asked), len(texts)) - 1]
+        pieces = [text[i : i + 5] for i in range(0, len(text), 5)]
+        chunks = [
+            {
+                "choices": [
+                    {"index": 0, "delta": {"content": it}, "token_marks": [[it, marks if i % 2 else ""]]}
+                ]
+            }
+            for i, it in enumerate(pieces)
+        ]
+        chunks.append({"choices": [], "usage": {"completion_tokens": len(pieces)}})
+        events = [*map(json.dumps, chunks), "[DONE]"]
+        route.fulfill(content_type="text/event-stream", body="".join(f"data: {it}\n\n" for it in events))
+
+    page.route("**/v1/chat/completions", reply)
+    return asked
+
+
+def say(page, text: str, turns: int) -> None:
+    """Send a message, and wait for so many messages of both in the conversation."""
+    from playwright.sync_api import expect
+
+    page.fill("#say", text)
+    page.press("#say", "Enter")
+    expect(page.locator("#speed")).to_contain_text("token", timeout=20_000)
+    expect(page.locator(".turn")).to_have_count(turns)
+
+
+MARKDOWN = """## A *title*
+
+Some **bold**, `a < b`, [a link](https://a.example/x), [no link](javascript:alert) and snake_case_names.
+The second line, with 2 * 3 * 4 and <b onclick="alert(1)">HTML</b>.
+
+1. One:
+   ```python
+   if a:
+
+       b = "<script>alert(1)</script>"
+   ```
+2. Two
+   - inner **one**
+   - inner two
+
+> quoted
+
+| name | value |
+| --- | ---: |
+| x | `1` |
+"""
+
+
+@pytest.mark.slow
+def test_markdown_becomes_elements_and_never_html(visit):
+    page = visit()
+    answers(page, MARKDOWN, marks="draft")
+    say(page, "all of it", 2)
+    body = page.locator(".turn.assistant .body")
+    for kind, texts in {
+        "h3": ["A title"],
+        "strong": ["bold", "one"],
+        "p code": ["a < b"],
+        "pre code": ['if a:\n\n    b = "<script>alert(1)</script>"\n'],
+        "a": ["a link"],
+        "ol > li > ul > li": ["inner one", "inner two"],
+        "blockquote p": ["quoted"],
+        "th": ["name", "value"],
+        "td": ["x", "1"],
+        "b, script, td script": [],
+    }.items():
+        assert body.locator(kind).evaluate_all("all => all.map((it) => it.textContent)") == texts, kind
+    text = body.evaluate("it => it.textContent")
+    assert '<b onclick="alert(1)">HTML</b>' in text and "snake_case_names" in text and "2 * 3 * 4" in text
+    assert body.locator("a").get_attribute("href") == "https://a.example/x"
+    tinted = body.locator("pre .draft").evaluate_all("all => all.map((it) => it.textContent)")
+    pieces = [MARKDOWN[i : i + 5] for i in range(5, len(MARKDOWN), 10)]
+    assert tinted and all(any(part in piece for piece in pieces) for part in tinted), "tints have shifted"
+
+
+@pytest.mark.slow
+def test_conversations_are_kept_in_the_browser(visit):
+    from playwright.sync_api import expect
+
+    page = visit()
+    asked = answers(page, "first", "second", "third", "fourth")
+    page.locator("summary").click()
+    page.fill("#system", "Be short.")
+    say(page, "one", 2)
+    say(page, "two", 4)
+    assert [it["content"] for it in asked[1]["messages"]] == ["Be short.", "one", "first", "two"]
+    page.locator(".assistant .tools button", has_text="Regenerate").last.click()
+    expect(page.locator(".assistant .body").last).to_have_text("third")
+    assert asked[2]["messages"] == asked[1]["messages"], "the answer is no part of the question"
+    page.locator(".user .tools button", has_text="Edit").first.click()
+    assert page.locator("#say").input_value() == "one"
+    say(page, "other", 2)
+    assert [it["content"] for it in asked[3]["messages"]] == ["Be short.", "other"]
+    page.locator(".user .tools button", has_text="Edit").first.click()
+    page.keyboard.press("Escape")
+    page.reload()
+    expect(page.locator(".turn")).to_have_count(0)
+    page.select_option("#kept", label="other")
+    assert page.locator(".turn .body").all_inner_texts() == ["other", "fourth"]
+    assert page.locator("#system").input_value() == "Be short."
+    page.click("#forget")
+    expect(page.locator(".turn")).to_have_count(0)
+    page.reload()
+    expect(page.locator("#kept option")).to_have_count(1)
+
+
+@pytest.mark.slow
+def test_twenty_at_once_are_a_batch(visit):
+    from playwright.sync_api import expect
+
+    page = visit()
+    page.evaluate(MOST_ROWS)
+    page.locator("summary").click()
+    page.fill("#schema", LONG.replace("1400", "300"))  # so that no answer ends at its first token
+    page.evaluate("document.getElementById('max_tokens').value = 400")
+    page.click("#many")
+    expect(page.locator("#rows")).to_have_attribute("data-most", "8", timeout=30_000)
+    assert page.locator("#rows").bounding_box()["y"] < 600, "rows are below the fold"
+    expect(page.locator("#speed")).to_contain_text("20 answers", timeout=60_000)
+    expect(page.locator(".crowd .done")).to_have_count(20)
+    expect(page.locator("#send")).to_be_enabled()
+
+
+@pytest.mark.slow
+def test_a_slow_step_does_not_flatten_the_others(visit):
+    from playwright.sync_api import expect
+
+    page = visit()
+    steps = [[i, 5000.0 if i == 90 else 10.0, 1, 1, 1] for i in range(1, 101)]
+    known = dict.fromkeys(("waiting", "free", "total", "max_rows", "preemptions", "lookup", "hit"), 0)
+    event = known | {"state": "ready", "running": 1, "steps": steps, "picture": None}
+    page.route("**/events", lambda route: route.fulfill(
+        content_type="text/event-stream", body=f"data: {json.dumps(event)}\n\n"))  # fmt: skip
+    page.reload()
+    expect(page.locator("#step")).to_contain_text("10.0 ms")
+    filled = page.evaluate(
+        """(() => { const c = document.getElementById("steps"), middle = Math.round((50 * c.height) / 84);
+        const last = c.getContext("2d").getImageData(c.width - 20, middle, 20, 1).data;
+        return last.some((it) => it); })()"""
+    )
+    assert filled, "ordinary steps are lines at the bottom"
+
+
+@pytest.mark.slow
+def test_the_key_has_a_field(browser):
+    from playwright.sync_api import expect
+
+    with Running("--api-key", "secret", "--max-rows", "8", "--access-log", "none") as closed:
+        page = browser.new_page()
+        try:
+            page.goto(closed.url)
+            expect(page.locator("#state")).to_have_text("needs a key", timeout=20_000)
+            assert page.locator("#model").inner_text() == "" and page.locator("#total").inner_text() == ""
+            page.fill("#key", "wrong")
+            page.press("#key", "Enter")
+            expect(page.locator("#door_says")).to_contain_text("wrong")
+            page.fill("#key", "secret")
+            page.press("#key", "Enter")
+            expect(page.locator("#state")).to_have_text("ready", timeout=20_000)
+            expect(page.locator("#model")).not_to_be_empty()
+            expect(page.locator("#door")).to_be_hidden()
+            page.reload()
+            expect(page.locator("#state")).to_have_text("ready", timeout=20_000)
+            page.evaluate("document.getElementById('seed').value = 1")
+            say(page, "hello", 2)
+            assert "secret" not in page.evaluate("JSON.stringify(localStorage)")
+        finally:
+            page.close()
 
 
 ASKS = """async ([url, key]) => {

@@ -9,8 +9,8 @@ from serving.app import Extension
 from serving.http.errors import ApiError
 from serving.http.exchange import Exchange
 
-OPEN = ("/health", "/ready")
-"""Routes that need no key."""
+OPEN = ("/health", "/ready", "/")
+"""Routes that need no key. The page at `/` is the same file for everybody; what it asks for needs one."""
 
 
 class Keys(Extension):
@@ -24,7 +24,7 @@ class Keys(Extension):
         if not self.keys or exchange.path in OPEN:
             return False
         scheme, _, value = exchange.headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() == b"basic":  # a browser asks for a password, and sends it so
+        if scheme.lower() == b"basic":  # `curl --user :KEY`, and proxies that ask for a password
             try:
                 value = base64.b64decode(value.strip(), validate=True).partition(b":")[2]
             except ValueError:
@@ -32,7 +32,6 @@ class Keys(Extension):
         elif scheme.lower() != b"bearer":
             value = b""
         if not sum(hmac.compare_digest(value.strip(), key) for key in self.keys):
-            kind = b"Basic" if exchange.path == "/" else b"Bearer"
-            exchange.extra.append((b"www-authenticate", kind + b' realm="ladder"'))
+            exchange.extra.append((b"www-authenticate", b'Bearer realm="ladder"'))
             raise ApiError(401, "the key is missing or wrong", code="invalid_api_key")
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections import deque
 from pathlib import Path
@@ -15,7 +16,8 @@ from serving.http.errors import ApiError
 from serving.http.exchange import EVENTS, Exchange
 from serving.messages import DrawEngine, StepReport
 
-PAGE = Path(__file__).parent / "page.html"
+PAGE = Path(__file__).parent / "page"
+"""`page.html`, and what stands in it: the style and the scripts, which are one module."""
 HTML = [
     (b"content-type", b"text/html; charset=utf-8"),
     (
@@ -31,6 +33,12 @@ SECONDS = 0.1
 MOST_WATCHERS = 16
 QUIET = 10.0
 """Seconds after which an event is sent though nothing has changed: a reader that is gone is noticed."""
+
+
+def whole_page() -> bytes:
+    """Return the page with its style and its scripts in place, so that a browser asks once."""
+    html = (PAGE / "page.html").read_bytes()
+    return re.sub(rb"/\* (\w+\.(?:css|js)) \*/\n", lambda name: (PAGE / name[1].decode()).read_bytes(), html)
 
 
 class Live(Extension):
@@ -49,7 +57,7 @@ class Live(Extension):
 
     async def page(self, exchange: Exchange) -> None:
         """Answer with the page."""
-        await exchange.answer(200, PAGE.read_bytes(), HTML)
+        await exchange.answer(200, whole_page(), HTML)
 
     async def events(self, exchange: Exchange) -> None:
         """Answer with events for as long as the client stays. Raises `ApiError` if too many watch."""
