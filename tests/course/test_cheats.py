@@ -9,11 +9,10 @@ import pytest
 
 from phases.course.blanks import blank
 from phases.course.checking import Verdict, check, run
-from phases.course.exercises import find
 from phases.course.grading import EARNED
 from phases.course.guard import refusal
 from phases.course.nursery import Nursery
-from tests.course.slips import slips_of
+from tests.course.slips import find, slips_of
 
 EASY = "05.1"
 """An exercise whose tests take no time."""

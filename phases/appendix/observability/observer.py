@@ -9,10 +9,10 @@ from typing import Any
 
 from common.request import Request
 from continuous.engine import Engine
+from phases.appendix.guidance.masks import ThreadedMasks
 from phases.appendix.observability.picture import picture
 from serving.messages import ENTERED, MARKS, AddPrompt, Command, DrawEngine, StepReport
 from serving.worker import Observer
-from structured.masks import GrammarMasks
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class Marks:
 
     def __init__(self, engine: object) -> None:
         masks = engine.masks if isinstance(engine, Engine) else None
-        self._single = masks.single if isinstance(masks, GrammarMasks) else {}
+        self._single = masks.single if isinstance(masks, ThreadedMasks) else {}
         self._followed: dict[int, tuple[Request, int]] = {}  # and how many tokens have a mark
 
     def follow(self, numbers: Iterable[int], requests: Iterable[Request]) -> None:
