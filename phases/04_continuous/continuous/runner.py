@@ -28,7 +28,7 @@ Results = Sequence[Sequence[Token]]
 
 
 class BatchAttention(Protocol):
-    """The seam's object, told once a step what the batch is."""
+    """The seam's object, which is given the batch once a step."""
 
     def begin(self, batch: Batch) -> None:
         """Plan the step."""
