@@ -66,8 +66,8 @@ class Compiled(Feature):
 
     def install(self, parts: Parts) -> None:
         """Compiled layers."""
+        from cuda_graphs.sampling import TritonChooser
         from triton_paged_attention.attention import TritonPagedAttention
-        from triton_paged_attention.sampler import TritonChooser
 
         check_triton(parts.model.device.type)
         model = compile_layers(parts.own_model())

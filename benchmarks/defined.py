@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from forward.model import Model
 from forward.surgery import clone
-from quant.activations import quantize_tokens
 from quant.formats import Activations
 from quant.linear import QuantLinear
+from quant.rtn import quantize_tokens
 
 
 class DefinedLinear(nn.Module):

@@ -32,6 +32,7 @@ SELECTIONS = (
         "tests/phases/test_06_head_sizes.py",
         "tests/phases/test_06_triton_paged_attention.py",
         "tests/phases/test_09_cuda_graphs.py",
+        "tests/phases/test_09_sampling.py",
         "tests/appendix/test_latency.py",
         "tests/appendix/test_latency_head_sizes.py",
     ),

@@ -1,33 +1,38 @@
-"""The whole ladder on one workload: `ladder bench ladder`.
+"""The whole ladder on one workload: `ladder bench ladder`, and one figure for all devices.
 
 Each phase's own benchmark compares it with the phase before it on the work that the phase is about. This one
-asks what the climb is worth in all: every phase that runs here serves the same requests, all there from the
-start. On a GPU the two phases that serve one request at a time, and the one that pads, get the first few
-requests alone, under a name that says so: the rest would take hours.
+asks what the climb is worth in all: every phase that runs here serves the same requests, which are all there
+from the start. On a GPU the two phases that serve one request at a time get the first few of them, under a
+name that says so. Phases that are about other things than this work (a shared prefix, a grammar, a server)
+change little here, and the figure shows that, too.
 """
 
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.evidence import BenchOptions, Evidence, Run, collect
+from benchmarks.evidence import FIGURES, BenchOptions, Evidence, Run, collect, results
 from benchmarks.measure import alternate, time_generation
-from benchmarks.plotting import bars, panels, save
+from benchmarks.plotting import colours, number, panels, save
 from benchmarks.roofline import ceilings, summarize_generation
 from benchmarks.targets import load_target, targets
-from benchmarks.workloads import Workload, workload
+from benchmarks.workloads import Item, Workload, workload
 from common.events import Streams
 from forward.model import Model
 from phases import PHASES, Phase
 from phases.registry import load_engine, missing_for
 
 NAME = "ladder"
-FEW = {"01_forward": 2, "02_kv_cache": 4, "03_batching": 64}
-"""How many requests of the large workload the slow phases get."""
+METRIC = "output_tokens_per_s"
+LAST = 13
+"""The last phase: those above it are about several engines or several devices."""
+FEW = {"01_forward": 2, "02_kv_cache": 4}
+"""How many requests of the GPU's workload the slow phases get."""
 
 
 def run(options: BenchOptions) -> Evidence:
@@ -35,7 +40,7 @@ def run(options: BenchOptions) -> Evidence:
     runs: list[Run] = []
     for target in targets(options):
         model = load_target(target)
-        for phase in PHASES:
+        for phase in PHASES[:LAST]:
             if not missing_for(phase, options.device):
                 runs.append(_measure(phase, model, _work_for(phase, target), target))
                 gc.collect()
@@ -45,18 +50,21 @@ def run(options: BenchOptions) -> Evidence:
 
 
 def _work_for(phase: Phase, options: BenchOptions) -> Workload:
-    if options.device.type != "cuda":
-        whole = workload("offline-256-small")
-        return whole.first(4) if options.quick else whole
-    whole = workload("offline-256")
+    on_gpu = options.device.type == "cuda"
+    whole = shortened(workload("offline-256").first(64)) if on_gpu else workload("offline-256-small")
     if options.quick:
         return whole.first(2)
-    return whole.first(FEW[phase.name]) if phase.name in FEW else whole
+    return whole.first(FEW[phase.name]) if on_gpu and phase.name in FEW else whole
+
+
+def shortened(work: Workload) -> Workload:
+    """Return the requests with a quarter of their prompts and outputs: the slow phases take minutes else."""
+    items = tuple(Item(item.prompt[: len(item.prompt) // 4], item.max_tokens // 4) for item in work.items)
+    return replace(work, name=f"{work.name}/4", items=items)
 
 
 def _measure(phase: Phase, model: Model, work: Workload, options: BenchOptions) -> Run:
     engine = load_engine(phase, model, **_engine_options(phase, work))
-    repeats = 1 if phase.name == "01_forward" else options.repeats
 
     def sample(repeat: int) -> dict[str, float]:
         return time_generation(engine, work.cold(repeat), options.device)
@@ -64,7 +72,7 @@ def _measure(phase: Phase, model: Model, work: Workload, options: BenchOptions) 
     def warm(engine: Streams = engine) -> None:
         time_generation(engine, work.cold(99).first(1), options.device)
 
-    samples = alternate({phase.name: sample}, repeats, warm={phase.name: warm})[phase.name]
+    samples = alternate({phase.name: sample}, options.repeats, warm={phase.name: warm})[phase.name]
     return summarize_generation(
         phase.name,
         work,
@@ -78,22 +86,31 @@ def _measure(phase: Phase, model: Model, work: Workload, options: BenchOptions) 
 
 
 def _engine_options(phase: Phase, work: Workload) -> dict[str, Any]:
-    """As many requests at a time as there are, up to 256; everything else is the phase's default."""
+    """As many requests at a time as there are; everything else is the phase's default."""
     if phase.number <= 2:
         return {}
-    rows = min(len(work.items), 256)
     if phase.number == 3:
-        return {"batch_size": rows}
-    return {"max_rows": rows, "max_len": 2048}
+        return {"batch_size": len(work.items)}
+    return {"max_rows": len(work.items), "max_len": 1024}
 
 
 def draw(evidence: Evidence, out: Path) -> None:
-    """One bar a phase, for each model."""
-    models = list(dict.fromkeys(run.model for run in evidence.runs))
-    figure, axes = panels(len(models), height=1.4 + 0.42 * len(PHASES))
-    for model, place in zip(models, axes, strict=True):
-        bars(evidence.find(model=model), "output_tokens_per_s", axes=place, label=lambda run: run.variant)
-        runs = evidence.find(model=model)
-        rates = [run.median("output_tokens_per_s") for run in runs]
-        place.set_title(f"{model}, {runs[-1].workload}: {rates[-1] / rates[0]:,.0f} times from first to last")
+    """Draw a panel for this device and for each other one that is recorded beside it: one bar a phase."""
+    home = out.parent.parent
+    every = {name: found[NAME] for name, found in results().items() if NAME in found and home == FIGURES}
+    every[evidence.folder] = evidence
+    figure, axes = panels(len(every), height=4.2)
+    for ax, found in zip(axes, every.values(), strict=True):
+        rates = [run.median(METRIC) for run in found.runs]
+        names = [run.variant for run in found.runs]
+        shades = colours(names)
+        drawn = ax.barh(names, rates, color=[shades[name] for name in names])
+        ax.bar_label(drawn, labels=[number(rate) for rate in rates], padding=3, fontsize=8)
+        ax.invert_yaxis()
+        ax.set_xscale("log")
+        ax.set_xlim(right=3 * max(rates))
+        ax.set_xlabel("output tokens per second")
+        where = f"{found.machine['name']}, {found.runs[-1].model}"
+        ax.set_title(f"{where}: {rates[-1] / rates[0]:,.0f} times in {len(rates)} steps")
+        ax.grid(visible=False, axis="y")
     save(figure, out, evidence)

@@ -10,7 +10,7 @@ from torch import Tensor
 from parallel.ranks import Ranks
 from parallel.reduce import PLAIN, Reducer
 
-WAYS = ("nccl", "one-shot", "two-shot", "one-shot + norm")
+WAYS = ("nccl", "one-shot")
 INSIDE = 40
 """Sums in one graph, or between two looks at the clock."""
 
@@ -25,30 +25,23 @@ def times(ranks: Ranks, way: str, sizes: list[int], hidden: int, samples: int = 
     reducer: Reducer = PLAIN
     most = max(sizes)
     if way != "nccl":
-        from phases.appendix.all_reduce.symmetric import MOST, SizeLimits, Symmetric
+        from phases.appendix.all_reduce.symmetric import MOST, Symmetric
 
-        name, most = ranks.text("timing"), MOST
-        reducer = Symmetric(
-            ranks, hidden, dtype, SizeLimits(0, MOST) if way == "two-shot" else SizeLimits(MOST, 0), name
-        )
+        most = MOST
+        reducer = Symmetric(ranks, hidden, dtype)
     found = {}
     for size in sizes:
         if size <= most:
             x = torch.randn(size // dtype.itemsize // hidden, hidden, device=ranks.device).to(dtype)
-            found[size] = _times(ranks, reducer, x, samples, norm=way.endswith("norm"))
+            found[size] = _times(ranks, reducer, x, samples)
     ranks.smallest(0)
     return found
 
 
-def _times(ranks: Ranks, reducer: Reducer, x: Tensor, samples: int, *, norm: bool) -> list[float]:
-    weight = torch.ones(x.shape[-1], device=x.device, dtype=x.dtype)
-
+def _times(ranks: Ranks, reducer: Reducer, x: Tensor, samples: int) -> list[float]:
     def work() -> None:
         for _ in range(INSIDE):
-            if norm:
-                reducer.add_norm(ranks, x, x, (weight, 1e-6, False))
-            else:
-                reducer.sum(ranks, x)
+            reducer.sum(ranks, x)
 
     if x.device.type != "cuda":
         found = []

@@ -12,9 +12,13 @@ A table stands between two comments in a Markdown file:
 phase with the other engines in it. Any other name is an evidence file; words with `=` choose its runs
 (variant, workload, model, dtype or an option) and `columns` its metrics, to which `gain` (over the first
 row), `roofline` and `microseconds` (of the metric `seconds`) can be added. `rows` names options to show
-(`rows=batch`). A word with spaces is quoted (`"workload=a name (burst)"`). `python -m benchmarks.tables`
-fills all tables in; with `--check` it only says whether any is out of date. A table whose file does not exist
-yet says so, or with `when=recorded` is empty. `figure NAME "what it shows"` is a figure, once it is drawn.
+(`rows=batch`), and `sort` one to sort by. A word with spaces is quoted (`"workload=a name (burst)"`).
+`python -m benchmarks.tables` fills all tables in; with `--check` it only says whether any is out of date. A
+table whose file does not exist yet says so, or with `when=recorded` is empty. `figure NAME "what it shows"`
+is a figure, once it is drawn.
+
+`<!-- map -->` and `<!-- /map -->` hold the tree of the phases, in a lesson with its own phase marked. Numbers
+in sentences are `benchmarks.numbers`, code is `benchmarks.excerpts`.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import excerpts
+from benchmarks import excerpts, numbers
 from benchmarks.evidence import FIGURES, RESULTS, ROOT, Evidence, Run, results
 from benchmarks.gains import gain_text
 from benchmarks.labels import axis_label
@@ -35,6 +39,7 @@ from common.files import whole
 from phases import PHASES
 
 TABLE = re.compile(r"(<!-- table: (.*?) -->\n).*?(<!-- /table -->)", re.DOTALL)
+MAP = re.compile(r"^(<!-- map -->\n).*?^(<!-- /map -->)$", re.DOTALL | re.MULTILINE)
 FENCE = re.compile(r"(^```.*?^```)", re.DOTALL | re.MULTILINE)
 
 
@@ -53,7 +58,8 @@ def fill_all(root: Path = ROOT, *, write: bool = True) -> list[Path]:
     changed = []
     for path in markdown_files(root):
         old = path.read_text(encoding="utf-8")
-        new = excerpts.fill(fill(old, root, path), path.parent)
+        new = numbers.fill(excerpts.fill(fill(old, root, path), path.parent))
+        new = MAP.sub(lambda found: found[1] + phase_map(path.parent.name) + found[2], new)  # noqa: B023
         if new != old:
             changed.append(path)
             if write:
@@ -89,9 +95,12 @@ def _table(words: Sequence[str], root: Path, file: Path | None) -> str:
             raise UserError(f"the table {' '.join(words)} in {file} says {word!r}, which has no value")
     settings = dict(word.split("=", 1) for word in words[1:])
     columns = settings.pop("columns", "output_tokens_per_s").split(",")
+    order = settings.pop("sort", None)
     shown = [name for name in settings.pop("rows", "").split(",") if name]
     evidence = _evidence(words[0], root)
     runs = [run for run in evidence.runs if _matches(run, settings)]
+    if order is not None:
+        runs.sort(key=lambda run: run.options[order])
     if not runs and patient:
         return ""
     if not runs:
@@ -181,6 +190,30 @@ def _markdown(lines: Sequence[Sequence[str]], text_columns: int) -> str:
     rule = [" --- " if column < text_columns else " ---: " for column in range(len(lines[0]))]
     head, *rest = ("| " + " | ".join(line) + " |\n" for line in lines)
     return head + "|" + "|".join(rule) + "|\n" + "".join(rest)
+
+
+TRUNK = ("01", "02", "03", "04", "05", "07", "08", "13")
+GPU = ("06", "09")
+BRANCHES = {"09": ("10", "11", "12"), "13": ("14", "15")}
+"""The tree of phases: on the trunk each needs those before it; a branch can be read behind its root."""
+
+
+def phase_map(folder: str) -> str:
+    """Return the tree of the phases as a block of text, with the phase of this folder in brackets."""
+    titles = {f"{phase.number:02d}": phase.title for phase in PHASES}
+    here = folder[:2] if folder[:2] in titles else ""
+
+    def row(numbers: Sequence[str], between: str) -> str:
+        return between.join(f"[{number}]" if number == here else f" {number} " for number in numbers)
+
+    branches = "   ".join(f"{row(numbers, '  ')} behind {root}" for root, numbers in BRANCHES.items())
+    lines = [
+        f"trunk      {row(TRUNK, '──')}",
+        f"GPU        {'└─':>27}{row(GPU, '──')}",
+        f"branches   {branches}",
+        *([f"you are here: {here} {titles[here]}"] if here else []),
+    ]
+    return "```\n" + "\n".join(line.rstrip() for line in lines) + "\n```\n"
 
 
 def main() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import IO, Any, cast
 
 from rich.console import Console
+from rich.table import Table
 
 
 class StandardError(io.TextIOBase):
@@ -55,6 +57,20 @@ class Terminal(Console):
     def on_broken_pipe(self) -> None:
         """Raise what was caught: Rich would end the process with status 1, and be silent from then on."""
         raise
+
+
+def table(*left: str, right: Iterable[str] = ()) -> Table:
+    """Make a table without lines.
+
+    left: titles of columns of words, which are folded where there is no room.
+    right: titles of the columns of numbers behind them, which stay whole.
+    """
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    for title in left:
+        made.add_column(title, overflow="fold")
+    for title in right:
+        made.add_column(title, justify="right", no_wrap=True)
+    return made
 
 
 out = Terminal(highlight=False)

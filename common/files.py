@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and folders that are tried before long work for them begins."""
+"""Files: written whole or not at all, read with a limit; and folders tried before long work begins."""
 
 from __future__ import annotations
 
@@ -48,3 +48,25 @@ def check_folder(folder: Path, name: str = "") -> None:
             probe.write(bytes(PROBE_BYTES))
     except OSError as error:
         raise UserError(f"{name} {folder} cannot be written: {error.strerror}".lstrip()) from None
+
+
+def read_text(path: Path, flag: str, most: int) -> str:
+    """Return the text of a file that a person has given, without a byte order mark of Windows' editors.
+
+    flag: what it was given as, such as `--config`.
+    most: bytes that it may have. No more are read, so that a pipe without end is refused as well.
+
+    Raises:
+        UserError: it cannot be read, is larger, or is not UTF-8.
+    """
+    try:
+        with path.open("rb") as file:
+            raw = file.read(most + 1)
+    except OSError as error:
+        raise UserError(f"{flag} {path} cannot be read: {error.strerror}") from None
+    if len(raw) > most:
+        raise UserError(f"{flag} {path} has more than {most:,} bytes, but may have no more")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise UserError(f"{flag} {path} is not UTF-8 text") from None

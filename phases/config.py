@@ -11,11 +11,8 @@ import torch
 import yaml
 
 from common.errors import UserError
+from common.files import read_text
 from common.options import helps, names, unknown
-from common.text.tokenizer import Tokenizer
-from forward.model import Model
-from paged_cache import PagedEngine
-from paged_cache.build import build
 from paged_cache.parts import Feature, PagedSizes
 from phases import Phase, registry
 
@@ -38,27 +35,6 @@ class EngineConfig:
         """A phase's engine, changed by options. Raises `UserError` as `registry.choose` does."""
         chosen = registry.choose(phase, options, device)
         return cls(chosen.sizes, dict.fromkeys(registry.features()) | chosen.features)
-
-    def build(
-        self,
-        model: str | Path | Model,
-        *,
-        device: str = "auto",
-        dtype: str = "auto",
-        tokenizer: Tokenizer | None = None,
-    ) -> PagedEngine:
-        """The engine; see `paged_cache.build`."""
-        on = [feature for feature in self.features.values() if feature is not None]
-        return build(model, self.sizes, on, device=device, dtype=dtype, tokenizer=tokenizer)
-
-    def options(self) -> dict[str, Any]:
-        """The same as flat options, as `load` takes them."""
-        found = {name: value for name, value in asdict(self.sizes).items() if value is not None}
-        for name, feature in self.features.items():
-            found[name] = feature is not None
-            if feature is not None:
-                found |= {key: value for key, value in _values(feature).items() if value is not None}
-        return found
 
     def to_yaml(self) -> str:
         """A file that `from_yaml` reads, with a line of help behind each option."""
@@ -105,13 +81,8 @@ def options_from_yaml(path: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> Mapping[Any, Any]:
     try:
-        size = path.stat().st_size
-        if size > LARGEST_FILE:
-            raise UserError(f"--config {path} has {size:,} bytes, but may have {LARGEST_FILE:,}")
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"--config {path} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raw = yaml.safe_load(read_text(path, "--config", LARGEST_FILE))
+    except (yaml.YAMLError, RecursionError) as error:
         raise UserError(f"--config {path} is not YAML: {' '.join(str(error).split())[:200]}") from None
     if raw is None:
         return {}

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 ROWS, BLOCKS = 4, 5
 """The phases that bring rows of requests, and blocks with everything that is a feature."""
-_added: dict[str, type[Feature]] = {}
 
 
 def import_phase(phase: Phase) -> ModuleType:
@@ -60,36 +59,13 @@ def features() -> dict[str, type[Feature]]:
         if phase.number > BLOCKS:
             own = preset(phase)
             found |= {kind.name: kind for kind in (*own.on, *own.fitting)}
-    return dict(sorted((found | _added).items(), key=lambda item: item[1].phase))
+    return dict(sorted(found.items(), key=lambda item: item[1].phase))
 
 
 def preset(phase: Phase) -> Preset:
     """Return a phase's preset with the appendix's features for it and the phases below."""
     own: Preset = import_phase(phase).PRESET
     return own.plus(fitting=[kind for kind in appendix.features() if kind.phase <= phase.number])
-
-
-def add_feature(kind: type[Feature]) -> None:
-    """Make a feature known that no phase brings: it is off unless an option switches it on.
-
-    Raises:
-        UserError: there is one of this name, or one of its options has the name of another option.
-    """
-    known = features()
-    if kind.name in known:
-        raise UserError(f"there is a feature {kind.name!r} already")
-    taken = {*known, *first_phases()}
-    clash = taken.intersection(names(kind))
-    if clash or kind.name in taken:
-        raise UserError(
-            f"{kind.name} has options that others have: {', '.join(sorted(clash or {kind.name}))}"
-        )
-    _added[kind.name] = kind
-
-
-def remove_feature(name: str) -> None:
-    """Forget what `add_feature` has added."""
-    _added.pop(name, None)
 
 
 def first_phases() -> dict[str, int]:

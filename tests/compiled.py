@@ -27,10 +27,8 @@ from triton.compiler import ASTSource
 import phases  # noqa: F401  # puts every phase's package on the path
 from phases.appendix.drafting_in_graphs import kernels as ahead
 from phases.appendix.drafting_in_graphs.lookup import AT_ONCE, look_up_kernel
-from phases.appendix.latency.few import few_kernel
-from phases.appendix.latency.heads import few_heads_kernel
 from phases.appendix.latency.lone_few import lone_few_kernel
-from phases.appendix.latency.tables import LoneKey, few_config, few_heads_config, lone_few_config
+from phases.appendix.latency.tables import LoneKey, lone_few_config
 from phases.appendix.masked_graphs.kernel import masked_best_kernel, masked_race_kernel
 from phases.appendix.quant_kernels.configs import loop_config
 from phases.appendix.quant_kernels.gemv import gemv8_kernel
@@ -95,7 +93,7 @@ def main() -> None:
 
 
 def few_tokens(capability: int) -> None:
-    """A few tokens in the latency kernels."""
+    """Attention of a few tokens of one request."""
     early = capability >= HOPPER
     for heads, kv_heads, d, tokens, window, cap, meet in (
         (9, 3, 64, 8, 0, False, False),
@@ -115,24 +113,6 @@ def few_tokens(capability: int) -> None:
             lone_few_kernel, capability, constants, warps=config.num_warps, stages=config.num_stages
         )
         print(f"sm_{capability} lone_few, {tokens} tokens, {heads} heads of {d}: spills {lost}", flush=True)
-    for heads, d, rows, tokens in ((9, 64, 576, 8), (8, 128, 1024, 4)):
-        config, made = lone_few_config(LoneKey(heads, d, 2)), few_heads_config(rows, heads * d)
-        assert made is not None
-        constants = {
-            "H": heads, "D": d, "WINDOW": 0, "BLOCK_N": config.block_n, "SPLITS": config.splits,
-            "MIN_TILES": config.min_tiles, "CAPACITY": tokens, "CHUNK": made.chunk, "ROWS": made.rows,
-            "PARTS": made.num_warps, "PART": made.part, "BIAS": True, "PDL": early,
-        }  # fmt: skip
-        lost = spills(few_heads_kernel, capability, constants, warps=made.num_warps)
-        print(f"sm_{capability} few_heads, {heads} heads of {d}: spills {lost}", flush=True)
-    shape = few_config(576)
-    constants = {
-        "K": 576, "ROWS": shape.rows, "PARTS": shape.num_warps, "PART": shape.block_k // shape.num_warps,
-        "NORM": True, "ONE_PLUS": False, "BIAS": False, "ADD": False, "GATED": True, "KIND": 0,
-        "RUN_AHEAD": False, "PDL": early,
-    }  # fmt: skip
-    lost = spills(few_kernel, capability, constants, warps=shape.num_warps)
-    print(f"sm_{capability} few, 576 inputs: spills {lost}", flush=True)
 
 
 def few_bits(capability: int) -> None:

@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,11 +20,11 @@ from torch import Tensor
 from common.request import Request
 from common.sampling.params import SamplingParams
 from continuous.cache import RowCache
+from continuous.engine import Engine
 from continuous.rows import Rows
 from continuous.seams import Drafter, NoMasks
 from continuous.work import Work
 from forward.shapes import SHAPES
-from paged_cache.cache import PagedCache
 
 VOCAB = 50
 EOS = 0
@@ -57,6 +57,39 @@ def expected_tokens(prompt: Sequence[int], params: SamplingParams, sample: int, 
     return output
 
 
+@runtime_checkable
+class HasBlocks(Protocol):
+    """A cache of blocks, as phase 05 and later have."""
+
+    block_size: int
+    allocator: Any
+
+    @property
+    def free(self) -> int: ...
+
+    def blocks_of(self, row: int) -> Sequence[int]: ...
+
+
+class OneAhead:
+    """A `Loop` that launches a step before it reads the last one, as a later phase has."""
+
+    flying: Any = None
+
+    @property
+    def idle(self) -> bool:
+        return self.flying is None
+
+    def advance(self, engine: Engine) -> None:
+        landing, self.flying = self.flying, engine.launch(engine.schedule())
+        if landing is not None:
+            engine.collect(landing)
+
+    def land(self, engine: Engine) -> None:
+        landing, self.flying = self.flying, None
+        if landing is not None:
+            engine.collect(landing)
+
+
 class FakePending:
     """Both halves of a step: what `forward` and `sample` return.
 
@@ -87,7 +120,7 @@ def must(condition: bool, message: str) -> None:
 class FakeRunner:
     """`fail_run` and `fail_get` make the next step raise, when it is launched or when it is read."""
 
-    def __init__(self, rows: Rows, cache: RowCache | PagedCache) -> None:
+    def __init__(self, rows: Rows, cache: RowCache | HasBlocks) -> None:
         config = replace(SHAPES["tiny"], vocab_size=VOCAB, eos_token_ids=(EOS,))
         self.model: Any = SimpleNamespace(config=config, device=torch.device("cpu"))
         self.rows, self.cache = rows, cache
@@ -100,7 +133,7 @@ class FakeRunner:
 
     def slot(self, work: Work, position: int) -> tuple[int, int]:
         """Where a token of a work's request lies."""
-        if not isinstance(self.cache, PagedCache):
+        if not isinstance(self.cache, HasBlocks):
             return work.row, position
         place, offset = divmod(position, self.cache.block_size)
         held = self.cache.blocks_of(work.row)
@@ -109,9 +142,6 @@ class FakeRunner:
 
     def sample(self, step: FakePending, allowed: None = None) -> FakePending:
         return step
-
-    def read_prompts(self, step: FakePending) -> list[Any]:
-        return []
 
     def forward(self, works: Sequence[Work], *, masked: bool = False) -> FakePending:
         if self.fail_run:
@@ -138,7 +168,7 @@ class FakeRunner:
             must(request.row >= 0, f"request {request.id} is uploaded without a row")
             self.tokens[request.row] = dict(enumerate(request.tokens))
             self.seeds[request.row] = request.seed
-        if isinstance(self.cache, PagedCache):
+        if isinstance(self.cache, HasBlocks):
             old, copies = dict(self.slots), self.cache.take_copies()
             targets = [target for _, target in copies]
             must(len(set(targets)) == len(targets), f"two copies into one block: {copies}")
@@ -166,7 +196,7 @@ class FakeRunner:
             place = self.slot(work, position)
             if place in written:
                 raise Broken(f"{name} writes token {position} where {_name(written[place])} has written")
-            if isinstance(self.cache, PagedCache):  # siblings that fork in this step will share it
+            if isinstance(self.cache, HasBlocks):  # siblings that fork in this step will share it
                 users, most = self.cache.allocator.refs[place[0]], max(1, len(work.takers))
                 must(users <= most, f"{name}: token {position} is written into a block of {users} users")
             written[place] = work

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from paged_cache import LayerCache
+from paged_cache import LayerBlocks
 from paged_cache.reference import paged_attention
 
 CUDA = torch.cuda.is_available()
@@ -27,13 +28,13 @@ class Batch:
     """Inputs of paged attention in which everything that may not be read is poisoned."""
 
     q: Tensor
-    cache: LayerCache
+    cache: LayerBlocks
     tables: Tensor
     context_lens: Tensor
     query_starts: Tensor
 
     @property
-    def arguments(self) -> tuple[Tensor, LayerCache, Tensor, Tensor]:
+    def arguments(self) -> tuple[Tensor, LayerBlocks, Tensor, Tensor]:
         return self.q, self.cache, self.tables, self.context_lens
 
 
@@ -63,7 +64,7 @@ def make(
     caches[:, ~used.view(blocks, block)] = float("nan")
     starts = torch.tensor([0, *np.cumsum(queries)], dtype=torch.int32)
     q = torch.randn(sum(queries), heads[0], d, generator=generator)
-    cache = LayerCache(*caches.to(DEVICE, dtype).unbind())
+    cache = LayerBlocks(*caches.to(DEVICE, dtype).unbind())
     lens = torch.tensor(contexts, dtype=torch.int32, device=DEVICE)
     return Batch(q.to(DEVICE, dtype), cache, tables.to(DEVICE), lens, starts.to(DEVICE))
 
@@ -120,3 +121,9 @@ def assert_attention(
         )
         + f"; {wrong} of {apart.numel()} heads are wrong"
     )
+
+
+def combined(partial: Tensor, logs: Tensor, used: int) -> Tensor:
+    """Attention's output `[T, H, D]` from splits `[splits, T, H, D]` and logarithms `[splits, T, H]`."""
+    weights = torch.softmax(logs[:used].float() * math.log(2), 0)
+    return (partial[:used].float() * weights[..., None]).sum(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,16 @@ def same(found: list[list[int]], wanted: list[list[int]], what: str) -> None:
         assert len(here) == len(there), f"{what}: request {request}: {len(here)} tokens, not {len(there)}"
 
 
+def agree(loop: Any, seconds: float = 10.0) -> None:
+    """Wait until rank 0's loop has compared all ranks' checksums of all steps so far."""
+    end = time.monotonic() + seconds
+    while loop.compared < loop.turn // loop.every * (loop.crew.size - 1):
+        loop.crew.check()
+        assert time.monotonic() < end, f"checksums have not come for {seconds:.0f} s"
+        loop.compare(wait=0.05)
+    loop.crew.check()
+
+
 def in_ranks(
     model: str, size: int, options: dict[str, Any], prompts: Any = PROMPTS, params: Any = None
 ) -> Any:
@@ -63,7 +74,7 @@ def in_ranks(
     engine: Any = load_engine(phase_named("14"), model, **given)
     try:
         found = tokens_of(engine, prompts, params)
-        engine.loop.agree()
+        agree(engine.loop)
         assert engine.loop.compared == engine.loop.turn * (size - 1), (
             f"{engine.loop.compared} checksums came for {engine.loop.turn} steps of {size} ranks"
         )

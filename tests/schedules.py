@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 
 from common.request import Request
 from common.sampling.params import SamplingParams
+from continuous.cache import RowCache
 from continuous.engine import Engine
+from continuous.policies import POLICIES
 from continuous.rows import Rows
+from continuous.scheduler import Scheduler
 from continuous.seams import NO_DRAFTS
-from cuda_graphs.overlap import Overlapped
-from paged_cache.cache import PagedCache
-from tests.fakes import VOCAB, FakeDrafter, FakeRunner, expected_tokens
+from tests.fakes import VOCAB, FakeDrafter, FakeRunner, HasBlocks, OneAhead, expected_tokens
 
 MAX_LEN = 48
 SCHEDULES = settings(
@@ -111,7 +112,7 @@ def play_seeds(
         rng = random.Random(seed)
         try:
             engine, runner = make(rng)
-            if seed % 3 == 0 and isinstance(engine.scheduler.cache, PagedCache):
+            if seed % 3 == 0 and isinstance(engine.scheduler.cache, HasBlocks):
                 engine.scheduler.drafter = FakeDrafter(seed)
             play(engine, runner, random_script(rng))
         except BaseException as error:
@@ -204,7 +205,7 @@ def check(engine: Engine) -> None:
         drafts = 0 if scheduler.drafter is NO_DRAFTS or not request.in_flight else request.limit
         assert 0 < computed <= known + drafts, f"{name}: {computed} tokens are computed of {known} there are"
         assert known <= request.limit, f"{name}: {known} tokens, but its limit is {request.limit}"
-        if isinstance(cache, PagedCache):
+        if isinstance(cache, HasBlocks):
             held = len(cache.blocks_of(request.row)) * cache.block_size
             assert held >= computed, f"{name}: {computed} tokens are computed, but its blocks hold {held}"
     for one, other in pairwise(running):
@@ -221,7 +222,7 @@ def check(engine: Engine) -> None:
     cache.check()
     if scheduler.idle:
         assert free == count, f"nobody is left, but {count - free} rows are taken"
-        if isinstance(cache, PagedCache):
+        if isinstance(cache, HasBlocks):
             blocks = cache.allocator.count
             assert cache.free == blocks, f"nobody is left, but {blocks - cache.free} blocks are not free"
 
@@ -229,6 +230,16 @@ def check(engine: Engine) -> None:
 def name_of(request: Request) -> str:
     """For messages."""
     return f"request {request.id} (row {request.row})"
+
+
+def machine_of_rows(rng: random.Random) -> tuple[Engine, FakeRunner]:
+    """An engine of phase 04 that just holds the longest request; half of them run ahead."""
+    policy, overlap = POLICIES[rng.choice(list(POLICIES))], rng.random() < 0.5
+
+    def make(table: Rows) -> Scheduler:
+        return Scheduler(table, RowCache(MAX_LEN), step_tokens=MAX_LEN, policy=policy)
+
+    return fake_engine(make, rng.randrange(1, 7), overlap=overlap)
 
 
 def fake_engine(
@@ -239,5 +250,5 @@ def fake_engine(
     runner = FakeRunner(table, scheduler.cache)
     engine = Engine(scheduler, runner)  # type: ignore[arg-type]
     if overlap:
-        engine.loop = Overlapped()
+        engine.loop = OneAhead()
     return engine, runner

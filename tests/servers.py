@@ -174,7 +174,7 @@ class Loopback(EngineClient):
         self.busy = True
         self._arrived: list[Command] = []
         self._pumping: asyncio.Task[None] | None = None
-        self.ready = ready(engine, engine.config.vocab_size, 0.0)
+        self.ready = ready(engine, engine.config.vocab_size)
         self.stats = messages.StepStats(free_blocks=self.ready.blocks)
         self.state = "ready"
 
@@ -211,6 +211,21 @@ class Loopback(EngineClient):
         self.state = "ready"
 
 
+class Lists:
+    """A channel of two lists: commands to be read, and the steps that were sent."""
+
+    def __init__(self) -> None:
+        self.commands: list[Any] = []
+        self.steps: list[Any] = []
+
+    def receive(self, seconds: float) -> list[Any]:
+        commands, self.commands = self.commands, []
+        return commands
+
+    def send(self, report: Any) -> None:
+        self.steps.append(report)
+
+
 class Client:
     """Calls an application directly. A request may leave after so many messages that it was sent."""
 
@@ -227,6 +242,12 @@ class Client:
         asked = self.request(path, body, headers={k.replace("_", "-"): v for k, v in headers.items()})
         await asked.run()
         return asked.status, asked.json()
+
+    async def get(self, path: str, method: str = "GET", **headers: str) -> Asked:
+        """A request without a body, when it has its answer."""
+        return await self.request(
+            path, b"", method, {k.replace("_", "-"): v for k, v in headers.items()}
+        ).run()
 
 
 class Asked:
@@ -286,6 +307,12 @@ class Asked:
 
     def events(self) -> list[Any]:
         return events(b"".join(self.chunks))
+
+    def text(self) -> str:
+        """The text of the first choice, streamed or not."""
+        whole = self.headers["content-type"].startswith("application/json")
+        parts = [self.json()] if whole else self.events()[:-1]
+        return "".join(part["choices"][0]["text"] for part in parts if part["choices"])
 
 
 def events(data: bytes) -> list[Any]:

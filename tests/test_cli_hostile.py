@@ -66,10 +66,10 @@ WRONG = {
     "no tokens a step": (["run", "5", "--step-tokens", "0"], "step_tokens is 0, but must be between 1"),
     "tokens of 5,000 digits": (["run", "1", "--max-tokens", LONG], "--max-tokens"),
     "endless samples": (["bench", "1", "--repeats", str(10**18)], "--repeats is 1000000000000000000"),
-    "a huge batch": (["profile", "1", "--batch", str(10**18)], "--batch is 1000000000000000000"),
-    "a huge product": (["profile", "1", "--batch", "100000", "--context", "9999"], "make 1,000,700,000"),
+    "a huge batch": (["profile", "4", "--batch", str(10**18)], "--batch is 1000000000000000000"),
+    "a huge product": (["profile", "4", "--batch", "100000", "--context", "9999"], "make 1,000,700,000"),
     "no UTF-8": (["run", "1", "--prompt", "a\udcff"], r"--prompt is 'a\udcff', but must have a UTF-8 form"),
-    "a folder below a file": (["profile", "1", "--output", "/dev/null/x"], "--output /dev/null/x cannot be"),
+    "a folder below a file": (["profile", "4", "--output", "/dev/null/x"], "--output /dev/null/x cannot be"),
 }  # fmt: skip
 
 
@@ -197,6 +197,10 @@ def test_lines_of_a_prompts_file(tmp_path: Path) -> None:
 def test_prompts_files_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"prompts\.txt is not text: it holds a NUL character"):
         read(tmp_path, b"a\0b\n")
+    with pytest.raises(UserError, match="is not UTF-8 text"):
+        read(tmp_path, b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="holds no prompt"):
+        read(tmp_path, b"\n  \n")
     with pytest.raises(UserError, match="holds 10,001 prompts, but may hold 10,000"):
         read(tmp_path, b"a\n" * 10_001)
     monkeypatch.setattr(engines, "LARGEST_FILE", 100)

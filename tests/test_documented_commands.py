@@ -40,7 +40,7 @@ def check(line: str) -> None:
     # In text a command may be named with placeholders for its arguments, or without them.
     line = re.split(r"\s[|>]\s", line)[0]  # what the shell does with the output
     words = [
-        {"PHASE": "5", "NN": "5", "FILE": "f.yaml", "NAME": "ladder"}.get(word, word)
+        {"PHASE": "5", "NN": "5", "FILE": "f.yaml", "NAME": "quality"}.get(word, word)
         for word in shlex.split(line, comments=True)
     ]
     group = typer.main.get_command(app)
@@ -58,7 +58,7 @@ def check(line: str) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def flags() -> None:
     for name, command in WITH_ENGINE_FLAGS.items():
-        add_engine_flags(command, limits=name == "serve")
+        add_engine_flags(command, server=name == "serve")
 
 
 @pytest.mark.slow

@@ -74,6 +74,14 @@ class TestNotebook:
             if re.search(r"itl_ms|ttft_ms|perf_counter|\.arrival", source):
                 assert source.startswith("# NBVAL_IGNORE_OUTPUT"), cell["id"]
 
+    def test_has_an_experiment(self, path: Path) -> None:
+        """A prediction is asked for in front of a cell that draws what comes out."""
+        cells = read(path)["cells"]
+        drawn = [at for at, cell in enumerate(cells) if "image/png" in str(cell.get("outputs"))]
+        assert drawn, "no plot"
+        before = ["".join(cell["source"]) for at in drawn for cell in cells[max(0, at - 2) : at]]
+        assert any("**Predict" in text for text in before), "no prediction in front of a plot"
+
     def test_names_no_machine(self, path: Path) -> None:
         assert MACHINE.search(path.read_text(encoding="utf-8")) is None
 

@@ -18,13 +18,20 @@ from phases.cli import main
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.DOTALL)
 MEASURED = re.compile(r"[\d,]+\.\d+(?!\d)(?! ?MiB)|\b[\d,]+(?= ms)")
 PROMPTS = {
+    "03": ["The sea is", "Two plus two is"],
+    "04": ["The sea is", "Two plus two is"],
     "05": ["The sea is", "Water is"],
     "07": ["The sea is", "Two plus two is", "The capital of France is"],
 }
 COMMANDS = [
+    ("01", "run 01 --chat"),
+    ("02", "run 02 --chat"),
+    ("03", "run 03 --prompts-file"),
+    ("04", "run 04 --prompts-file"),
     ("05", "run 05 --prompts-file"),
     ("07", "run 07 --prompts-file"),
     ("09", "run 09 --prompt"),
+    ("10", "run 10 --quantization int8"),
     ("11", "run 11 --chat"),
     ("12", "run 12 --prompt 'Is the sky blue?' --choice yes,no --trace"),
 ]

@@ -122,14 +122,6 @@ def test_streams_of_a_process(redirect: str, code: int, err: str) -> None:
     assert out.startswith("01_forward\n") == (code == 0)
 
 
-def test_names_do_not_wait_for_torch() -> None:
-    code = (
-        "import sys\nfrom phases.commands import listing\n"
-        "listing.run(True)\nassert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
-
-
 @pytest.mark.parametrize(("number", "code", "says"), [("SIGINT", 130, "interrupted\n"), ("SIGTERM", 143, "")])
 def test_a_signal_while_torch_is_imported(tmp_path: Path, number: str, code: int, says: str) -> None:
     """PyTorch's and numpy's own code makes an ImportError of whatever comes up meanwhile."""

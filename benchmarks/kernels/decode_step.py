@@ -25,20 +25,16 @@ from common.errors import UserError
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import Sampler
 from cuda_graphs.batch import fixed_batch
+from cuda_graphs.sampling import argmax_rows, draw_rows
 from forward.loading import load_model
 from forward.model import Model
 from forward.surgery import clone
 from paged_cache import BlockPool, PagedBatch
 from paged_cache.memory import weight_bytes
 from phases.appendix.latency.attention import LatencyAttention
-from phases.appendix.latency.block import LatencyBlock
-from phases.appendix.latency.linear import LatencyWay
 from phases.appendix.latency.surgery import install
-from triton_paged_attention.backends import Backends
-from triton_paged_attention.kernels.sampling import argmax_rows, draw_rows
-from triton_paged_attention.layers import FusedBlock
-from triton_paged_attention.linear import FusedLinear
-from triton_paged_attention.surgery import optimize
+from triton_paged_attention.feature import LAYERS
+from triton_paged_attention.layers import optimize
 
 NAME, STEP = "decode_step", "06_triton_paged_attention"
 MODELS = ("qwen3-0.6b", "qwen3-8b")
@@ -64,16 +60,10 @@ def run(options: BenchOptions) -> Evidence:
 def steps(name: str, options: BenchOptions, top: Ceilings) -> Iterator[Run]:
     """One request at each context and a few at one of them, with all kernels; fewer kernels at that one."""
     base = load_model(f"random:{name}", device=str(options.device), dtype=str(options.dtype).split(".")[-1])
-    alike = install(optimize(clone(base)))
-    for module in alike.modules():
-        for way in module.ways if isinstance(module, FusedBlock | FusedLinear) else ():
-            if isinstance(way, LatencyBlock | LatencyWay):
-                way.few = False
     models = {
         "06_triton_paged_attention": install(optimize(clone(base))),
-        "without kernels for a few tokens": alike,
-        "without kernels for one token": optimize(clone(base), Backends(projections="torch")),
-        "attention only": optimize(clone(base), Backends("torch", "torch", "torch", "torch")),
+        "without kernels for one token": optimize(clone(base), ["projections"]),
+        "attention only": optimize(clone(base), LAYERS),
     }
     config = base.config
     blocks = -(-max(CONTEXTS) // BLOCK)
@@ -107,8 +97,6 @@ def steps(name: str, options: BenchOptions, top: Ceilings) -> Iterator[Run]:
 def cases(variant: str, quick: bool) -> list[tuple[int, int]]:
     """Requests and keys of each."""
     some = [(count, MIDDLE) for count in FEW_COUNTS]
-    if variant == "without kernels for a few tokens":
-        return some
     if variant != "06_triton_paged_attention" or quick:
         return [(1, MIDDLE)]
     return [(1, context) for context in CONTEXTS] + some

@@ -32,14 +32,14 @@ from common.errors import UserError
 from continuous.batch import HostBatch
 from cuda_graphs.batch import fixed_batch
 from forward.attention import LayerSpec
-from paged_cache import LayerCache, TorchPagedAttention
+from paged_cache import LayerBlocks, TorchPagedAttention
 from paged_cache.reference import gather
 from triton_paged_attention.decode import Workspace, paged_decode
+from triton_paged_attention.decode_v1 import paged_decode_v1
+from triton_paged_attention.decode_v2 import paged_decode_v2
+from triton_paged_attention.decode_v3 import paged_decode_v3
 from triton_paged_attention.prefill import paged_prefill, query_tiles
 from triton_paged_attention.tables import PREFILL, PrefillKey, for_keys
-from triton_paged_attention.versions.decode_v1 import paged_decode_v1
-from triton_paged_attention.versions.decode_v2 import paged_decode_v2
-from triton_paged_attention.versions.decode_v3 import paged_decode_v3
 
 NAME, PREFILL_KERNEL = "paged_attention", "06_triton_paged_attention"
 HEADS = {"qwen3-0.6b": (16, 8), "qwen3-8b": (32, 8)}
@@ -203,7 +203,7 @@ def decode_variants(case: Case, name: str, block: int) -> dict[str, Call]:
     _, _, kv_heads, d = case.k_cache.shape
     workspace = Workspace(2**14, d, case.q.device)
     q, lens, scale = case.q, case.context_lens, case.scale
-    cache = LayerCache(case.k_cache, case.v_cache)
+    cache = LayerBlocks(case.k_cache, case.v_cache)
 
     def latest(table: Tensor) -> Tensor:
         return paged_decode(q, cache, table, lens, scale=scale, workspace=workspace)
@@ -248,7 +248,7 @@ def gather_call(case: Case) -> Call:
 
     def call(table: Tensor) -> Tensor:
         k, v = case.k_cache, case.v_cache
-        return attentions[table.data_ptr()].attend(layer, case.q, k, v, LayerCache(k, v))
+        return attentions[table.data_ptr()].attend(layer, case.q, k, v, LayerBlocks(k, v))
 
     return call
 
@@ -306,7 +306,7 @@ def prefill_call(case: Case) -> Call:
     tiles = torch.from_numpy(query_tiles(case.query_lens, case.contexts, tokens)).to(case.q.device)
     return lambda table: paged_prefill(
         case.q,
-        LayerCache(case.k_cache, case.v_cache),
+        LayerBlocks(case.k_cache, case.v_cache),
         table,
         tiles,
         scale=case.scale,

@@ -25,7 +25,7 @@ from benchmarks.roofline import Ceilings, ceilings
 from common.errors import UserError
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import Sampler
-from triton_paged_attention.kernels.sampling import argmax_rows, draw_rows
+from cuda_graphs.sampling import argmax_rows, draw_rows
 
 NAME, PHASE = "sampling", "06_triton_paged_attention"
 WORKLOAD = "sampling-kernels"

@@ -72,11 +72,6 @@ def record_turns(count: int = 10) -> list[Step]:
     return steps
 
 
-def _gap(steps: Sequence[Step]) -> int:
-    """The most tokens that are computed in a step in which `a` waits for its next one."""
-    return max(sum(found.values()) for found in steps)
-
-
 def budget(lanes: Sequence[tuple[str, Sequence[Step]]], after: int = 2) -> Picture:
     """Lanes of steps, a cell for each computed token; the wider a step, the longer `a` and `b` wait."""
     left, high = 52, 100

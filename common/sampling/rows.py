@@ -32,7 +32,7 @@ KEY, TOP_K, TOP_P = range(3)
 _FOREVER: Final = (1 << 63) - 1
 
 
-class Feature(enum.IntFlag):
+class Needs(enum.IntFlag):
     """The needs of a row beyond the argmax."""
 
     RANDOM = enum.auto()  # a temperature above 0
@@ -43,9 +43,9 @@ class Feature(enum.IntFlag):
     TOP_P = enum.auto()
 
 
-RADIX: Final = Feature.TOP_K | Feature.TOP_P
+RADIX: Final = Needs.TOP_K | Needs.TOP_P
 """What takes a selection by radix."""
-TRUNCATION: Final = RADIX | Feature.MIN_P
+TRUNCATION: Final = RADIX | Needs.MIN_P
 """What excludes tokens before the draw."""
 
 Places = slice | Tensor
@@ -61,7 +61,7 @@ class Draw(NamedTuple):
     """
 
     places: Places
-    features: Feature
+    features: Needs
 
 
 class Edits(NamedTuple):
@@ -87,7 +87,7 @@ class Plan:
     penalties: the places of the rows with penalties, some at a time.
     """
 
-    features: Feature
+    features: Needs
     draws: tuple[Draw, ...]
     wanted: tuple[int, ...] | None
     edits: tuple[Edits, ...] = ()
@@ -101,10 +101,10 @@ class Plan:
         everywhere = slice(None)
         return Plan(
             self.features,
-            (Draw(everywhere, self.features),) if Feature.RANDOM in self.features else (),
+            (Draw(everywhere, self.features),) if Needs.RANDOM in self.features else (),
             self.wanted,
-            (Edits(everywhere, None),) if Feature.EDITS in self.features else (),
-            (everywhere,) if Feature.PENALTIES in self.features else (),
+            (Edits(everywhere, None),) if Needs.EDITS in self.features else (),
+            (everywhere,) if Needs.PENALTIES in self.features else (),
         )
 
 
@@ -224,10 +224,13 @@ class SamplerRows:
             seed = self.new_seed()
         edits = self._edits_of(params, eos_ids)
         features = self._features_of(params, edits=len(edits.ids) > 0)
-        one, top_k = 1 << ops.FRACTION_BITS, params.top_k if Feature.TOP_K in features else self.vocab_size
+        one, top_k = (
+            1 << ops.FRACTION_BITS,
+            params.top_k if Needs.TOP_K in features else self.vocab_size,
+        )
         self._features[row] = features
         self._wanted[row] = -1 if params.logprobs is None else params.logprobs
-        self._floats[row, TEMPERATURE] = params.temperature if Feature.RANDOM in features else 0.0
+        self._floats[row, TEMPERATURE] = params.temperature if Needs.RANDOM in features else 0.0
         self._floats[row, MIN_P] = params.min_p
         self._floats[row, REPETITION] = params.repetition_penalty
         self._floats[row, PRESENCE] = params.presence_penalty
@@ -251,27 +254,27 @@ class SamplerRows:
             return self._planned[1]
         rows = np.array(wanted_rows, np.int64)
         features = self._features[rows]
-        union = Feature(int(np.bitwise_or.reduce(features, initial=0)))
+        union = Needs(int(np.bitwise_or.reduce(features, initial=0)))
         wanted = self._wanted[rows]
         plan = Plan(
             union,
-            tuple(self._draws(features)) if Feature.RANDOM in union else (),
+            tuple(self._draws(features)) if Needs.RANDOM in union else (),
             tuple(wanted.tolist()) if (wanted >= 0).any() else None,
-            tuple(self._edited(self._edit_counts[rows])) if Feature.EDITS in union else (),
-            tuple(self._penalized(features)) if Feature.PENALTIES in union else (),
+            tuple(self._edited(self._edit_counts[rows])) if Needs.EDITS in union else (),
+            tuple(self._penalized(features)) if Needs.PENALTIES in union else (),
         )
         self._planned = wanted_rows, plan
         return plan
 
     def _draws(self, features: NDArray[np.int64]) -> Iterator[Draw]:
-        random, radix = features & int(Feature.RANDOM) != 0, features & int(RADIX) != 0
+        random, radix = features & int(Needs.RANDOM) != 0, features & int(RADIX) != 0
         for chosen, at_once in (
             (~random, self._at_once),
             (random & ~radix, self._at_once),
             (radix, self._radix_at_once),
         ):
             for part, places in self._parts(chosen, at_once):
-                yield Draw(places, Feature(int(np.bitwise_or.reduce(features[part]))))
+                yield Draw(places, Needs(int(np.bitwise_or.reduce(features[part]))))
 
     def _edited(self, counts: NDArray[np.int64]) -> Iterator[Edits]:
         for chosen in ((counts > 0) & (counts <= FEW_EDITS), counts > FEW_EDITS):
@@ -279,7 +282,7 @@ class SamplerRows:
                 yield Edits(places, int(counts[part].max()))
 
     def _penalized(self, features: NDArray[np.int64]) -> Iterator[Places]:
-        for _, places in self._parts(features & int(Feature.PENALTIES) != 0, self._at_once):
+        for _, places in self._parts(features & int(Needs.PENALTIES) != 0, self._at_once):
             yield places
 
     def _parts(self, chosen: NDArray[np.bool_], at_once: int) -> Iterator[tuple[NDArray[np.int64], Places]]:
@@ -291,19 +294,19 @@ class SamplerRows:
             neighbours = end - begin == len(part)
             yield part, slice(begin, end) if neighbours else self._upload(part)
 
-    def _features_of(self, params: SamplingParams, *, edits: bool) -> Feature:
-        features = Feature(0)
+    def _features_of(self, params: SamplingParams, *, edits: bool) -> Needs:
+        features = Needs(0)
         if not params.greedy:
-            features |= Feature.RANDOM
+            features |= Needs.RANDOM
             if params.min_p > 0:
-                features |= Feature.MIN_P
+                features |= Needs.MIN_P
             if 0 < params.top_k < self.vocab_size:
-                features |= Feature.TOP_K
+                features |= Needs.TOP_K
             if params.top_p < 1:
-                features |= Feature.TOP_P
+                features |= Needs.TOP_P
         if params.penalized:
-            features |= Feature.PENALTIES
-        return features | Feature.EDITS if edits else features
+            features |= Needs.PENALTIES
+        return features | Needs.EDITS if edits else features
 
     def _edits_of(self, params: SamplingParams, eos_ids: Collection[int]) -> _RowEdits:
         bias = params.logit_bias

@@ -24,7 +24,7 @@ from common.sampling.rows import (
     TEMPERATURE,
     TOP_K,
     TOP_P,
-    Feature,
+    Needs,
     Plan,
     SamplerRows,
     most_edits,
@@ -32,7 +32,17 @@ from common.sampling.rows import (
 
 _LARGEST = torch.finfo(torch.float32).max
 
-__all__ = ["TORCH", "Allowed", "Chooser", "Feature", "HostSampled", "Masks", "Plan", "Sampled", "Sampler"]
+__all__ = [
+    "TORCH",
+    "Allowed",
+    "Chooser",
+    "HostSampled",
+    "Masks",
+    "Needs",
+    "Plan",
+    "Sampled",
+    "Sampler",
+]
 
 
 class Sampled(NamedTuple):
@@ -150,7 +160,7 @@ class Chooser:
         tokens = torch.empty_like(rows)
         for places, features in plan.draws:
             some = logits[places]
-            if Feature.RANDOM in features:
+            if Needs.RANDOM in features:
                 tokens[places] = self.draw(sampler, some, rows[places], steps[places], features)
             else:
                 tokens[places] = some.argmax(1)
@@ -160,9 +170,7 @@ class Chooser:
         """Return the tokens chosen from `logits [B, V]` as the host gets them: `ops.reported`."""
         return ops.reported(logits, tokens)
 
-    def draw(
-        self, sampler: Sampler, logits: Tensor, rows: Tensor, steps: Tensor, features: Feature
-    ) -> Tensor:
+    def draw(self, sampler: Sampler, logits: Tensor, rows: Tensor, steps: Tensor, features: Needs) -> Tensor:
         """Return a random token for each row that has a temperature, and the argmax for others: `[B]` int64.
 
         Of the Gumbel-max trick's argmax of logit / temperature - log(E) this is the exponential: the largest
@@ -250,7 +258,7 @@ class Sampler(SamplerRows):
         logits = self.chooser.whole(self, logits, plan, allowed is not None)
         adjusted = self._adjust(logits, rows, steps, plan, allowed, drafts)
         tokens = self.chooser.choose(self, adjusted, rows, steps, plan, allowed)
-        if Feature.PENALTIES in plan.features:
+        if Needs.PENALTIES in plan.features:
             # Rows without penalties are counted too; nothing reads their counts.
             place = rows * self.vocab_size + tokens
             ones = torch.ones_like(place, dtype=torch.int32)
@@ -275,7 +283,7 @@ class Sampler(SamplerRows):
         chosen, ids, values = zip(*[ops.raw_logprobs(*part, top) for part in parts], strict=True)
         return torch.cat(chosen), torch.cat(ids) if top else None, torch.cat(values) if top else None
 
-    def weigh(self, logits: Tensor, rows: Tensor, features: Feature) -> Tensor:
+    def weigh(self, logits: Tensor, rows: Tensor, features: Needs) -> Tensor:
         """Return exp((logit - largest) / temperature), or 0 where truncation excludes a token: `[B, V]`.
 
         Logits in half precision, as graphs may leave them, are widened: weights are float32.
@@ -285,11 +293,11 @@ class Sampler(SamplerRows):
         """
         floats, ints, logits = self.floats[rows], self.ints[rows], logits.float()
         weights = self.weights(logits, logits.amax(1, keepdim=True), rows)
-        if Feature.MIN_P in features:
+        if Needs.MIN_P in features:
             weights = torch.where(weights < floats[:, MIN_P, None], 0.0, weights)
         if features & RADIX:
-            top_k = ints[:, TOP_K, None] if Feature.TOP_K in features else None
-            top_p = ints[:, TOP_P, None] if Feature.TOP_P in features else None
+            top_k = ints[:, TOP_K, None] if Needs.TOP_K in features else None
+            top_p = ints[:, TOP_P, None] if Needs.TOP_P in features else None
             weights = ops.truncate(weights, top_k, top_p)
         return weights
 
@@ -311,9 +319,9 @@ class Sampler(SamplerRows):
         drafts: Tensor | None,
     ) -> Tensor:
         """Return the logits after mask, bias, min_tokens and penalties; a copy where any row needs them."""
-        if allowed is None and not plan.features & (Feature.EDITS | Feature.PENALTIES):
+        if allowed is None and not plan.features & (Needs.EDITS | Needs.PENALTIES):
             return logits
-        edited = bool(plan.features & (Feature.EDITS | Feature.PENALTIES))
+        edited = bool(plan.features & (Needs.EDITS | Needs.PENALTIES))
         if edited or plan.wanted is not None or isinstance(allowed, Tensor):
             logits = logits.clone()
         if isinstance(allowed, Tensor):

@@ -26,7 +26,7 @@ from forward.model import Model
 from paged_cache import PagedEngine
 
 PHASE, BEFORE = "06_triton_paged_attention", "05_paged_cache"
-CHOICES = ("attention_prefill", "attention_decode", "norms", "rope", "activation", "projections", "sampling")
+CHOICES = ("attention_prefill", "attention_decode", "norms", "rope", "activation", "projections")
 REQUESTS, PROMPT, OUTPUT = 64, 512, 64
 
 

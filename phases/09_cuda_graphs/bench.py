@@ -29,14 +29,14 @@ from benchmarks.targets import load_target
 from benchmarks.workloads import Item, Workload, uniform, workload
 from chunked_prefill import Chunked
 from common.errors import UserError
-from common.sampling.sampler import Feature
+from common.sampling.sampler import Needs
 from continuous.seams import InTurn
 from cuda_graphs import Graphs, Overlap, Overlapped
 from cuda_graphs.plans import DecodePlan
 from cuda_graphs.runner import GraphRunner
+from cuda_graphs.sampling import TritonChooser
 from paged_cache import PagedEngine, PagedRunner, PagedSizes, build
 from prefix_cache import Prefix
-from triton_paged_attention.sampler import TritonChooser
 
 PHASE, BEFORE = "09_cuda_graphs", "08_prefix_cache, kernels of 06"
 NO_OVERLAP, NO_GRAPHS = f"{PHASE}, no overlap", f"{PHASE}, no graphs"
@@ -198,7 +198,7 @@ class Bench:
             engine.step()
         for _ in range(5):
             engine.step()
-        graph = self.graphs.plan(DecodePlan).graphs[len(work.items), Feature(0)]
+        graph = self.graphs.plan(DecodePlan).graphs[len(work.items), Needs(0)]
 
         def device() -> float:
             """A step again and again: it reads and writes what it read and wrote before."""

@@ -306,7 +306,6 @@ class Bench:
             engine = self.engine_of(small, ranks, **({"rank_check": 1} if ranks > 1 else {}))
             found.append([completion.token_ids for completion in engine.generate(work.prompts, work.params)])
             if ranks > 1:
-                engine.loop.agree()
                 engine.loop.close()
             del engine  # it fills its GPU, and the next one is on the same
             gc.collect()
@@ -514,7 +513,6 @@ def main() -> None:
     device = pick_device(given.device)
     options = BenchOptions(device, pick_dtype(given.dtype, device), given.model, given.quick, given.repeats)
     counts = [int(count) for count in given.ranks.split(",")] if given.ranks else ranks_here(device)
-    os.environ["LADDER_TUNING"] = "off"
     top = ceilings_of(options)
 
     def keep(runs: Sequence[Run]) -> None:

@@ -14,17 +14,16 @@ if TYPE_CHECKING:
     from paged_cache.parts import Feature
 
 FEATURES: tuple[str, ...] = (
-    "phases.appendix.tuning.feature:Tuned",
-    "phases.appendix.tuning.feature:Rehearsal",
+    "phases.appendix.rehearsal.feature:Rehearsal",
     "phases.appendix.latency.feature:Latency",
     "phases.appendix.cpu_step.feature:CpuStep",
     "phases.appendix.checkpoint_formats.feature:CheckpointFormats",
     "phases.appendix.quant_kernels.feature:QuantKernels",
     "phases.appendix.all_reduce.feature:OwnSums",
     "phases.appendix.drafting_in_graphs.feature:DraftAhead",
-    "phases.appendix.suffix_drafter.feature:SuffixDrafter",
     "phases.appendix.guidance.feature:Guidance",
     "phases.appendix.masked_graphs.feature:MaskedGraphs",
+    "phases.appendix.api.prompt_logprobs:PromptLogprobs",
 )
 """Every feature of an entry as `module:class`, in the order in which features of one phase are installed.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -11,12 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
-from rich.table import Table
-
 from benchmarks.evidence import FIGURES, RESULTS, BenchOptions, Evidence, results
 from benchmarks.gains import factor_text, gain, gain_words
 from benchmarks.labels import axis_label
-from common.console import err, out
+from common.console import err, out, table
 from common.device_names import device_folder
 from common.errors import UserError, integer
 from common.files import check_folder, whole
@@ -25,14 +22,12 @@ from common.words import count
 from phases import PHASES, ROOT, phase_named
 
 MOST_REPEATS = 1000
-MOST_COLUMNS = 3
-"""In which the options of runs are shown; more of them share one."""
 MADE_BY = {"json_schema_bench": "json_schema_suite", "hostile_grammars": "12_structured"}
 """Evidence whose benchmark has another name: the same script, given a checkout; another run of it."""
 
 
 def bench(
-    phase_name: str,
+    phase: str,
     *,
     quick: bool,
     record: bool,
@@ -49,7 +44,7 @@ def bench(
         integer("--repeats", repeats, low=1, high=MOST_REPEATS)
     if quick and record:
         raise UserError("--record keeps what was measured with care: leave --quick out")
-    name = _named(phase_name)
+    name = _named(phase)
     from common.device import device_name, pick_device, pick_dtype
 
     module = _module(name)
@@ -66,7 +61,6 @@ def bench(
         quick=quick,
         repeats=repeats or (1 if quick else 3),
     )
-    os.environ["LADDER_TUNING"] = "off"  # evidence is about the defaults, not about what was found here
     recorded = results().get(device_is, {}).get(name)
     _announce(name, options, recorded)
     begun = time.monotonic()
@@ -115,22 +109,15 @@ def _show(measured: Evidence) -> None:
     alike = [f"{name} {min(values[name])}" for name in names if len(values[name]) == 1]
     title = f"{measured.phase}: {', '.join(alike).removeprefix('what ')}"
     out.print(title, style="italic", markup=False, soft_wrap=True)
-    table = Table(box=None, pad_edge=False)
-    table.add_column("variant", overflow="fold")
     differ = [name for name in names if len(values[name]) > 1]
-    wide = len(differ) > MOST_COLUMNS
-    for name in ["work"] if wide else differ:
-        table.add_column(name, overflow="fold")
-    for column in ("median", "to the first"):
-        table.add_column(column, justify="right", no_wrap=True)
-    firsts: dict[tuple[str, ...], float] = {}
+    made = table("variant", "work", right=("median", "to the first"))
+    firsts: dict[str, float] = {}
     for variant, facts, value in rows:
-        work = tuple(facts.get(name, "") for name in differ)
+        work = _words(facts, differ)
         ratio = f"{value / firsts[work]:.2f}×" if firsts.get(work) else ""
         firsts.setdefault(work, value)
-        shown = [_words(facts, differ)] if wide else work
-        table.add_row(variant, *shown, f"{value:,.4g}" if value < 1000 else f"{value:,.0f}", ratio)
-    out.print(table)
+        made.add_row(variant, work, f"{value:,.4g}" if value < 1000 else f"{value:,.0f}", ratio)
+    out.print(made)
     found = gain(phase, measured) if phase else None
     if found is not None:
         out.print(
@@ -147,20 +134,17 @@ def _words(facts: Mapping[str, str], names: Sequence[str]) -> str:
 
 def _compare(measured: Evidence, recorded: Evidence) -> None:
     """Each variant's rate beside the recorded one, where both measured the same work."""
-    table = Table(title=f"{measured.phase}: this run beside the recorded one", title_justify="left")
-    for column in ("variant", "workload", "metric"):
-        table.add_column(column)
-    for column in ("measured", "recorded", "ratio"):
-        table.add_column(column, justify="right")
+    made = table("variant", "workload", "metric", right=("measured", "recorded", "ratio"))
+    made.title, made.title_justify = f"{measured.phase}: this run beside the recorded one", "left"
     for run in measured.runs:
         alike = recorded.find(run.variant, run.workload, model=run.model, dtype=run.dtype, **run.options)
         metric = next(iter(run.metrics), None)
         if len(alike) == 1 and metric is not None and metric in alike[0].metrics:
             ours, theirs = run.median(metric), alike[0].median(metric)
             ratio = f"{ours / theirs:.2f}" if theirs else "–"
-            table.add_row(run.variant, run.workload, metric, f"{ours:,.1f}", f"{theirs:,.1f}", ratio)
-    if table.row_count:
-        out.print(table)
+            made.add_row(run.variant, run.workload, metric, f"{ours:,.1f}", f"{theirs:,.1f}", ratio)
+    if made.row_count:
+        out.print(made)
 
 
 def _draw(module: ModuleType, evidence: Evidence, figure: Path) -> bool:

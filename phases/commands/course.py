@@ -16,8 +16,9 @@ from common.console import err, out
 from common.errors import UserError
 from phases.course import answers, grading, hints, making
 from phases.course.blanks import NotThere
-from phases.course.checking import Failure, State, Verdict, check_file, read, room
+from phases.course.checking import Failure, State, Verdict, check_file, read
 from phases.course.exercises import Exercise, find_question, of_phases
+from phases.course.nursery import Nursery
 
 WIDEST = 100
 LOOK = 0.5
@@ -66,7 +67,7 @@ def _chosen(copy: making.Copy, wanted: str | None) -> list[Exercise]:
 
 def _begun(copy: making.Copy, chosen: Iterable[Exercise]) -> list[Verdict]:
     verdicts = []
-    with err.status("Starting: PyTorch is imported once") as status, room() as nursery:
+    with err.status("Starting: PyTorch is imported once") as status, Nursery() as nursery:
         for exercise in chosen:
             status.update(f"{exercise.id} {exercise.title}")
             verdict = check_file(copy.folder, exercise, nursery)
@@ -161,7 +162,7 @@ def watch() -> int:
     with (
         suppress(KeyboardInterrupt),
         err.status("Starting: PyTorch is imported once") as status,
-        room() as nursery,
+        Nursery() as nursery,
     ):
         seen = _saved(copy)
         out.print("Watching. Save a file to check its exercises; Ctrl-C ends this.")
@@ -193,7 +194,7 @@ def grade(folder: Path, *, as_json: bool, gradescope: bool) -> int:
     if as_json and gradescope:
         raise UserError("--json and --gradescope are both given, but one of them is the form of the output")
     making.opened(folder)
-    with err.status("Grading"), room() as nursery:
+    with err.status("Grading"), Nursery() as nursery:
         scores = grading.grade(folder, nursery)
     if as_json or gradescope:
         shape = grading.as_gradescope if gradescope else grading.as_json

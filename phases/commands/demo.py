@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from rich.rule import Rule
-from rich.table import Table
 
 from benchmarks.roofline import ceilings, generation_work, ideal_seconds
-from common.console import err, out
+from common.console import err, out, table
 from common.device import pick_device, pick_dtype
 from common.neighbours import share, usage, warn
 from common.sampling.params import SamplingParams
@@ -18,7 +18,7 @@ from common.text.tokenizer import Tokenizer
 from forward.loading import load_model
 from phases import PHASES, Phase
 from phases.commands import demo_server
-from phases.commands.demo_rungs import MEMORY_ROWS, SHOWS, Counter, RungWork, change, load, others
+from phases.commands.demo_rungs import ELSEWHERE, MEMORY_ROWS, ROUNDS, SHOWS, Counter, RungWork, change, load
 from phases.commands.engines import Served, serve
 from phases.commands.fetch import fetch_with_progress
 from phases.registry import ROWS, missing_for
@@ -63,7 +63,8 @@ def run(model: str, device: str, dtype: str) -> int:
     folder = fetch_with_progress(model)
     tokenizer = Tokenizer(folder)
     questions = [QUESTION, *OTHERS]
-    prompts = [_chat(tokenizer, question) for question in questions]
+    rules = {"role": "system", "content": RULES}
+    prompts = [tokenizer.chat([rules, {"role": "user", "content": question}]) for question in questions]
     loaded = load_model(str(folder), device=str(where), dtype=str(kind).removeprefix("torch."))
     top = ceilings(where, kind)
     params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
@@ -81,7 +82,7 @@ def run(model: str, device: str, dtype: str) -> int:
             out.print(f"[dim]{phase.name} is left out: it needs {missing}[/dim]")
             continue
         show = SHOWS[phase.number]
-        made_with = "".join(f" (here with {name} {value})" for name, value in show.options)
+        made_with = f" (here with {show.option[0]} {show.option[1]})" if show.option else ""
         out.print(Rule(f"{phase.name}: {phase.title}", align="left", style="dim"))
         out.print(f"[dim]{show.why}{made_with}[/dim]")
         engine = load(phase, loaded)
@@ -99,11 +100,6 @@ def run(model: str, device: str, dtype: str) -> int:
         gc.collect()  # the next engine may want the memory of this one's cache
     _summary(rungs, where)
     return demo_server.run(model, str(where), dtype)
-
-
-def _chat(tokenizer: Tokenizer, question: str) -> list[int]:
-    """Return the token ids of a question behind the rules."""
-    return tokenizer.chat([{"role": "system", "content": RULES}, {"role": "user", "content": question}])
 
 
 class _Answers:
@@ -134,20 +130,18 @@ def _summary(rungs: list[Rung], device: torch.device) -> None:
     answer = rungs[-1].served.completions[0].text.strip()
     out.print(Rule(style="dim"))
     out.print(f"[bold]{QUESTION}[/bold]\n{answer}\n", markup=True)
-    table = Table("Phase", "What it is for, in this run", box=None, pad_edge=False, header_style="bold")
-    for name in ("tokens/s", "roofline"):
-        table.add_column(name, justify="right", no_wrap=True)
-    before: Rung | None = None
-    for rung in rungs:
+    made = table("Phase", "What it is for, in this run", right=("tokens/s", "roofline"))
+    for before, rung in pairwise([None, *rungs]):
+        assert rung is not None
         rate = f"{rung.served.tokens_per_second:,.1f}{'*' if rung.busy > MEANINGLESS else ''}"
         shown = change(rung.phase, before.work if before else None, rung.work) or "the speed, on a GPU"
-        table.add_row(rung.phase.name, shown, rate, f"{rung.fraction:.0%}")
-        before = rung
-    out.print(table)
+        made.add_row(rung.phase.name, shown, rate, f"{rung.fraction:.0%}")
+    out.print(made)
+    elsewhere = "; ".join(f"{number}: {command}" for number, command in ELSEWHERE.items())
     out.print(
         f"[dim]All questions together, on {device}. Roofline: share of what it could do at best. Each rung "
         f"has those below it, and from phase {ROWS:02d} on the memory of {MEMORY_ROWS} rows. Not in this "
-        f"table, as its questions do not show them: {others()}[/dim]"
+        f"table, as its questions do not show them: {elsewhere}[/dim]"
     )
     worst = max(rung.busy for rung in rungs)
     if worst > MEANINGLESS:
@@ -155,7 +149,7 @@ def _summary(rungs: list[Rung], device: torch.device) -> None:
             f"[yellow]* Other programs took up to {worst:.0%} of the processor: these speeds say more about "
             "them than about the phases. The counts beside them stay as they are.[/yellow]"
         )
-    plain = [rung for rung in rungs if not SHOWS[rung.phase.number].rounds]
+    plain = [rung for rung in rungs if rung.phase.number != ROUNDS]
     texts = {tuple(tuple(c.token_ids) for c in rung.served.completions) for rung in plain}
     if len(texts) == 1:
         out.print("[dim]Every phase gave the same answers, token for token (but for 8-bit weights).[/dim]")

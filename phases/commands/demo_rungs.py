@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,76 +27,55 @@ class RungWork:
     steps: passes over the weights.
     largest: tokens of the largest step; 0 where steps are graphs, which nobody watches.
     at_once: requests that ran at the same time.
-    weights: bytes of them.
+    weights: MiB of them.
     """
 
     computed: int = 0
     steps: int = 0
     largest: int = 0
     at_once: int = 1
-    weights: int = 0
+    weights: float = 0.0
 
 
 @dataclass(frozen=True)
 class Show:
-    """One rung: what it adds in a sentence, the number that shows it, and options that make it visible."""
+    """One rung: what it adds in a sentence, the count of `RungWork` that shows it, and what makes it visible.
+
+    option: a pair of an option's name and its value.
+    """
 
     why: str
-    what: str = ""
-    number: Callable[[RungWork], int] = lambda work: 0
-    options: tuple[tuple[str, Any], ...] = ()
-
-    @property
-    def rounds(self) -> bool:
-        """True if its weights are others, so that answers may be, too."""
-        return any(name == "quantization" for name, _ in self.options)
+    count: str = ""
+    option: tuple[str, Any] | None = None
 
 
-COMPUTED, STEPS, LARGEST, AT_ONCE, WEIGHTS = (
-    "tokens computed",
-    "passes over the weights",
-    "tokens of the largest step",
-    "requests at once, in the same memory",
-    "MiB of weights",
-)
+COUNTS = {
+    "computed": "tokens computed",
+    "steps": "passes over the weights",
+    "largest": "tokens of the largest step",
+    "at_once": "requests at once, in the same memory",
+    "weights": "MiB of weights",
+}
 SHOWS = {
-    1: Show("Every new token computes all tokens before it again.", COMPUTED, lambda work: work.computed),
-    2: Show(
-        "Keys and values are kept, so every step computes one token.", COMPUTED, lambda work: work.computed
-    ),
-    3: Show("Questions share each step: the weights are read once for them.", STEPS, lambda work: work.steps),
-    4: Show(
-        "A finished answer leaves the batch at once, and a waiting question takes its place.",
-        STEPS,
-        lambda work: work.steps,
-    ),
-    5: Show(
-        "The cache is blocks handed out on demand, so more requests fit the same memory.",
-        AT_ONCE,
-        lambda work: work.at_once,
-    ),
+    1: Show("Every new token computes all tokens before it again.", "computed"),
+    2: Show("Keys and values are kept, so every step computes one token.", "computed"),
+    3: Show("Questions share each step: the weights are read once for them.", "steps"),
+    4: Show("A finished answer leaves the batch at once, and a waiting question takes its place.", "steps"),
+    5: Show("The cache is blocks handed out on demand, so more requests fit the same memory.", "at_once"),
     6: Show("Kernels read the blocks where they lie: compare the speed."),
-    7: Show(
-        "Long prompts are cut into chunks, so that nobody waits for one.", LARGEST, lambda work: work.largest
-    ),
-    8: Show("Prompts that begin alike are computed once.", COMPUTED, lambda work: work.computed),
+    7: Show("Long prompts are cut into chunks, so that nobody waits for one.", "largest"),
+    8: Show("Prompts that begin alike are computed once.", "computed"),
     9: Show(
         "The next step is scheduled while this one runs. With CUDA, a step is one launch: see its speed."
     ),
-    10: Show(
-        "Weights and keys may have 8 or 4 bits.",
-        WEIGHTS,
-        lambda work: round(work.weights / 2**20),
-        (("quantization", "int8"),),
-    ),
+    10: Show("Weights and keys may have 8 or 4 bits.", "weights", ("quantization", "int8")),
     11: Show(
-        "Tokens are guessed and checked in one step; the text stays the same.",
-        STEPS,
-        lambda work: work.steps,
-        (("speculate", True),),
+        "Tokens are guessed and checked in one step; the text stays the same.", "steps", ("speculate", True)
     ),
 }
 """By number of the phase. Others are for something that questions and answers do not show."""
+ROUNDS = 10
+"""The phase whose answers may be others: its weights are rounded."""
 ELSEWHERE = {
     12: "ladder run 12 --chat --prompt 'Is the sky blue?' --choice yes,no --trace",
     14: "ladder run 14 --tensor-parallel 2",
@@ -107,7 +85,8 @@ ELSEWHERE = {
 
 def load(phase: Phase, model: Model) -> Any:
     """Make the rung's engine, with little memory: from phase 04 on as much as two rows of phase 04 take."""
-    options: dict[str, Any] = dict(SHOWS[phase.number].options)
+    option = SHOWS[phase.number].option
+    options: dict[str, Any] = {} if option is None else dict([option])
     if phase.number == ROWS - 1:
         options["batch_size"] = MEMORY_ROWS
     if phase.number >= ROWS:
@@ -126,7 +105,7 @@ class Counter:
     def __init__(self, phase: Phase, engine: Any) -> None:
         self._phase, self._engine = phase, engine
         self._model: Model = engine.runner.model if phase.number >= ROWS else engine.model
-        self.work = RungWork(weights=weight_bytes(self._model))
+        self.work = RungWork(weights=round(weight_bytes(self._model) / 2**20, 3))
 
     def __enter__(self) -> Counter:
         self._before = replace(self._engine.stats) if self._phase.number >= ROWS else None
@@ -157,20 +136,11 @@ class Counter:
 
 def change(phase: Phase, before: RungWork | None, now: RungWork) -> str:
     """Say what a rung has changed: `tokens computed: 9,812 to 642 (15× fewer)`."""
-    show = SHOWS[phase.number]
-    if not show.what:
+    name = SHOWS[phase.number].count
+    if not name:
         return ""
-    new = show.number(now)
-    if before is None:
-        return f"{show.what}: {new:,}"
-    old = show.number(before)
+    new, old = (round(getattr(work, name)) if work else 0 for work in (now, before))
     if not old or not new or old == new:
-        return f"{show.what}: {new:,}"
-    more = new > old
-    factor = max(new, old) / min(new, old)
-    return f"{show.what}: {old:,} to {new:,} ({factor:.2g}× {'more' if more else 'fewer'})"
-
-
-def others() -> str:
-    """Say where the phases are seen that are not about speed."""
-    return "; ".join(f"{number}: {command}" for number, command in ELSEWHERE.items())
+        return f"{COUNTS[name]}: {new:,}"
+    factor, more = max(new, old) / min(new, old), "more" if new > old else "fewer"
+    return f"{COUNTS[name]}: {old:,} to {new:,} ({factor:.2g}× {more})"

@@ -15,12 +15,10 @@ from itertools import chain
 import psutil
 import torch
 from rich.markup import escape
-from rich.table import Table
 
 from benchmarks.roofline import probe_matmul, probe_read
-from common.console import out
+from common.console import out, table
 from common.device import device_name, pick_device, pick_dtype
-from common.device_names import device_folder
 from common.models.bundled import BUNDLED, damage, is_cached
 from common.neighbours import MOST, share, usage
 from common.paths import cache_home
@@ -49,12 +47,12 @@ def verify() -> int:
 def run() -> int:
     """Print the tables. Returns 0: a machine that lacks something is no error."""
     device = pick_device("auto")
-    table = Table("What", "Here", "Fix", box=None, pad_edge=False, header_style="bold")
+    found = table("What", "Here", "Fix")
     for what, here, fix in chain(facts(device), speeds(device)):
-        table.add_row(what, escape(here), f"[yellow]{fix}[/yellow]" if fix else "[green]ok[/green]")
-    out.print(table)
+        found.add_row(what, escape(here), f"[yellow]{fix}[/yellow]" if fix else "[green]ok[/green]")
+    out.print(found)
     out.print()
-    phases = Table("Phase", "Runs natively here", box=None, pad_edge=False, header_style="bold")
+    phases = table("Phase", "Runs natively here")
     for phase in PHASES:
         missing = missing_for(phase, device)
         state = "[green]yes[/green]" if not missing else f"[yellow]no: needs {missing}[/yellow]"
@@ -76,18 +74,19 @@ def facts(device: torch.device) -> Iterator[tuple[str, str, str]]:
     yield "PyTorch", torch.__version__, "make setup" if version < OLDEST_TORCH else ""
     yield "Triton", *_triton(device)
     yield "Device", _device(device), _device_fix(device)
-    yield "dtype", f"{_short(pick_dtype('auto', device))} by default, {_dtypes(device)} run", ""
+    yield "dtype", f"{_short(pick_dtype('auto', device))} by default", ""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield "Processor", f"{device_name(torch.device('cpu'))}, cores: {cores}, threads: {_threads()}", ""
+    yield (
+        "Processor",
+        f"{device_name(torch.device('cpu'))}, cores: {cores}, threads: {torch.get_num_threads()}",
+        "",
+    )
     yield "Neighbours", *_neighbours()
     free = psutil.virtual_memory().available / 1e9
     yield "Memory", f"{free:.1f} GB free", "" if free > 3 else "3 GB are needed for the small models"
     if device.type == "cuda":
         free, total = (value / 1e9 for value in torch.cuda.mem_get_info(device))
         yield "GPU memory", f"{free:.1f} of {total:.1f} GB free", ""
-    tuned = cache_home() / "tuning" / f"{device_folder(device.type, device_name(device))}.json"
-    yield "Kernel tuning", f"found by --autotune: {tuned}" if tuned.exists() else "the defaults", ""
-    yield "transformers", *_package("transformers", "make setup (only tests and comparisons use it)")
     disk = cache_home()
     while not disk.exists():
         disk = disk.parent
@@ -121,13 +120,6 @@ def _triton(device: torch.device) -> tuple[str, str]:
     return metadata.version("triton") + ("" if device.type == "cuda" else " (interpreter only)"), ""
 
 
-def _package(name: str, fix: str) -> tuple[str, str]:
-    try:
-        return metadata.version(name), ""
-    except metadata.PackageNotFoundError:
-        return "not installed", fix
-
-
 def _device(device: torch.device) -> str:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
@@ -145,19 +137,6 @@ def _device_fix(device: torch.device) -> str:
     return f"this PyTorch wants a driver for CUDA {torch.version.cuda}: update the driver"
 
 
-def _dtypes(device: torch.device) -> str:
-    """The dtypes in which a small product works on this device."""
-    working = []
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        try:
-            one = torch.ones(2, 2, device=device, dtype=dtype)
-            (one @ one).sum().item()
-            working.append(_short(dtype))
-        except (RuntimeError, TypeError):
-            continue
-    return ", ".join(working)
-
-
 def _neighbours() -> tuple[str, str]:
     """Return the share of the processor that other programs take during half a second."""
     before = usage()
@@ -171,7 +150,3 @@ def _neighbours() -> tuple[str, str]:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _threads() -> str:
-    return str(torch.get_num_threads())

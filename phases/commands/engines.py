@@ -9,6 +9,7 @@ from pathlib import Path
 
 from common.errors import UserError, text
 from common.events import Completion, Streams, TextStream
+from common.files import read_text
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 
@@ -30,7 +31,7 @@ def read_prompts(given: Sequence[str] | None, prompts_file: Path | None, *, chat
     if prompts_file is not None:
         if given:
             raise UserError("--prompt and --prompts-file are both given, but only one of them can be")
-        return _read_lines(f"--prompts-file {prompts_file}", prompts_file)
+        return _read_lines(prompts_file)
     if not given:
         return [DEFAULT_QUESTION if chat else DEFAULT_PROMPT]
     if not all(given):
@@ -38,18 +39,8 @@ def read_prompts(given: Sequence[str] | None, prompts_file: Path | None, *, chat
     return [text("--prompt", prompt) for prompt in given]
 
 
-def _read_lines(name: str, path: Path) -> list[str]:
-    try:
-        with path.open("rb") as file:
-            raw = file.read(LARGEST_FILE + 1)  # not its size, which a pipe does not have
-    except OSError as error:
-        raise UserError(f"{name} cannot be read: {error.strerror}") from None
-    if len(raw) > LARGEST_FILE:
-        raise UserError(f"{name} has more than {LARGEST_FILE:,} bytes, but may have no more")
-    try:
-        content = raw.decode("utf-8-sig")  # Windows' editors begin a file with a byte order mark
-    except UnicodeDecodeError:
-        raise UserError(f"{name} is not UTF-8 text") from None
+def _read_lines(path: Path) -> list[str]:
+    content, name = read_text(path, "--prompts-file", LARGEST_FILE), f"--prompts-file {path}"
     if "\0" in content:
         raise UserError(f"{name} is not text: it holds a NUL character")
     # Not splitlines(), which also ends a line at characters that may stand inside a text, such as U+2028.

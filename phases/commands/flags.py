@@ -25,7 +25,6 @@ from phases import LADDER, ROOT
 
 Command = Callable[..., int]
 KINDS: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, str)}
-LIMITS, REPLICAS = "limits", "replicas"
 
 
 @dataclass(frozen=True)
@@ -33,28 +32,26 @@ class Flag:
     """One flag.
 
     kind: the name of its type.
-    of: `limits` or `replicas` of a server; else nothing, and the engine has it.
-    first: the first phase with it.
+    first: the first phase whose engine has it; 0 for one of a server.
     """
 
     name: str
     kind: str
     help: str
     panel: str
-    of: str = ""
     first: int = 0
 
 
-def add_engine_flags(command: Command, *, limits: bool = False) -> None:
+def add_engine_flags(command: Command, *, server: bool = False) -> None:
     """Give a command a flag for each option of an engine. What is given arrives in its `**options`.
 
-    limits: and one for each limit of a server, and for its replicas.
+    server: and one for each limit of a server, and for its replicas.
     """
     signature = inspect.signature(command)
     flags = [
         inspect.Parameter(flag.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_typer(flag))
         for flag in all_flags()
-        if flag.name not in signature.parameters and (limits or not flag.of)
+        if flag.name not in signature.parameters and (server or flag.first)
     ]
     command.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *flags])  # type: ignore[attr-defined]
     command.__annotations__ |= {flag.name: flag.annotation for flag in flags}
@@ -100,15 +97,15 @@ def _made() -> list[Flag]:
     from replicas.options import ReplicaOptions
     from serving.http.limits import Limits
 
-    made = [*_of(Limits, "Limits of the server", LIMITS), *_of(ReplicaOptions, "Replicas", REPLICAS)]
-    made += _of(Sizes, _panel(registry.ROWS), first=registry.ROWS)
-    made += _of(PagedSizes, _panel(registry.BLOCKS), first=registry.BLOCKS)
+    made = [*_of(Limits, "Limits of the server"), *_of(ReplicaOptions, "Replicas")]
+    made += _of(Sizes, _panel(registry.ROWS), registry.ROWS)
+    made += _of(PagedSizes, _panel(registry.BLOCKS), registry.BLOCKS)
     for kind in registry.features().values():
         appendix = "Appendix to " if kind.__module__.startswith("phases.appendix.") else ""
         panel = appendix + _panel(kind.phase)
         what = (inspect.getdoc(kind) or "").split("\n")[0]
         made.append(Flag(kind.name, "bool", what, panel, first=kind.phase))
-        made += _of(kind, panel, first=kind.phase)
+        made += _of(kind, panel, kind.phase)
     first = dict[str, Flag]()
     for flag in made:
         first.setdefault(flag.name, flag)  # sizes of a paged cache are those of 04 and more
@@ -120,9 +117,9 @@ def _panel(number: int) -> str:
     return f"{title}, from phase {number:02d} on"
 
 
-def _of(kind: type, panel: str, of: str = "", *, first: int = 0) -> list[Flag]:
+def _of(kind: type, panel: str, first: int = 0) -> list[Flag]:
     found, help = types(kind), helps(kind)
-    return [Flag(name, found[name].__name__, help[name], panel, of, first) for name in names(kind)]
+    return [Flag(name, found[name].__name__, help[name], panel, first) for name in names(kind)]
 
 
 def _typer(flag: Flag) -> Any:

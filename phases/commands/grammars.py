@@ -11,6 +11,7 @@ from rich.text import Text
 
 from common.console import err, out
 from common.errors import UserError
+from common.files import read_text
 from common.sampling.grammar import MAX_GRAMMAR_CHARACTERS, Grammar
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
@@ -18,6 +19,7 @@ from phases import Phase
 
 FIRST = 12
 """The phase that brings grammars."""
+MOST_BYTES = 4 * MAX_GRAMMAR_CHARACTERS
 TOP = 5
 """The model's own favourites that the trace shows."""
 FLAGS = ("--json-schema", "--regex", "--choice", "--grammar")
@@ -35,23 +37,12 @@ def chosen_grammar(
     if len(given) > 1:
         raise UserError(f"{given[0]} and {given[1]} are both given, but only one of them can be")
     if json_schema is not None:
-        return Grammar.json_schema(_read("--json-schema", json_schema))
+        return Grammar.json_schema(read_text(json_schema, "--json-schema", MOST_BYTES))
     if grammar is not None:
-        return Grammar.lark(_read("--grammar", grammar))
+        return Grammar.lark(read_text(grammar, "--grammar", MOST_BYTES))
     if choice is not None:
         return Grammar.choice(choice.split(","))
     return None if regex is None else Grammar.regex(regex)
-
-
-def _read(flag: str, path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            raw = file.read(4 * MAX_GRAMMAR_CHARACTERS + 1)
-        return raw.decode("utf-8-sig")
-    except OSError as error:
-        raise UserError(f"{flag} {path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{flag} {path} is not UTF-8 text") from None
 
 
 def check_grammar(phase: Phase, params: SamplingParams, trace: bool, prompts: int) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from rich.table import Table
-
-from common.console import out
+from common.console import out, table
 from phases import PHASES
 
 
@@ -19,18 +17,18 @@ def run(names: bool) -> int:
     from benchmarks.gains import factor_text, gain, gain_words
 
     evidence = results()
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("Phase", no_wrap=True)  # a name to type must be whole: other columns give way
-    table.add_column("What it adds", ratio=3)
+    made = table()
+    made.add_column("Phase", no_wrap=True)  # a name to type must be whole: other columns give way
+    made.add_column("What it adds", ratio=3)
     if evidence:
-        table.add_column("Gain in", ratio=2)
+        made.add_column("Gain in", ratio=2)
     for device in evidence:
-        table.add_column(device, justify="right", no_wrap=True)
+        made.add_column(device, justify="right", no_wrap=True)
     for phase in PHASES:
         gains = [gain(phase, found.get(phase.name)) for found in evidence.values()]
         words = [gain_words(phase.headline) if any(gains) else ""] if evidence else []
-        table.add_row(phase.name, phase.summary, *words, *map(factor_text, gains))
-    out.print(table)
+        made.add_row(phase.name, phase.summary, *words, *map(factor_text, gains))
+    out.print(made)
     if evidence:
         out.print(
             "[dim]A gain is over the phase before, from benchmarks/results; figures are in figures/.[/dim]"

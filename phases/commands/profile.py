@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +15,12 @@ from torch.profiler import profile as torch_profile
 
 from benchmarks.trace import BETWEEN, INTERPRETED, Row, StepTable, read_trace, step_tables
 from benchmarks.workloads import Workload, uniform
-from common.console import err, out
+from common.console import err, out, table
 from common.device import pick_device, pick_dtype, synchronize
 from common.errors import UserError, integer
-from common.events import Streams
 from common.files import check_folder, whole
 from common.words import count
 from continuous.engine import Engine
-from continuous.stats import STEP
 from forward.loading import load_model
 from forward.model import Model
 from phases import ROOT, Phase, phase_named
@@ -61,7 +59,7 @@ USUAL, TINY = Size(4, 128, 8), Size(2, 12, 2)
 
 
 def run(
-    phase_name: str,
+    phase: str,
     *,
     model: str | None,
     device: str,
@@ -72,10 +70,10 @@ def run(
     output: Path | None,
 ) -> int:
     """Profile a phase, write the trace, print a table for each kind of step."""
-    phase = phase_named(phase_name)
+    rung = phase_named(phase)
     where = pick_device(device)
     kind = pick_dtype(dtype, where)
-    missing = missing_for(phase, where)
+    missing = missing_for(rung, where)
     usual = TINY if missing else USUAL
     size = Size(
         usual.batch if batch is None else batch,
@@ -86,9 +84,9 @@ def run(
     folder = FOLDER if output is None else output
     check_folder(folder, "" if output is None else "--output")
     if missing and model is None:
-        err.print(f"[dim]{phase.name} needs {missing} to be fast; here it runs a tiny model.[/dim]")
+        err.print(f"[dim]{rung.name} needs {missing} to be fast; here it runs a tiny model.[/dim]")
     name = model or ("random:tiny" if missing else "smollm2")
-    import_phase(phase)  # before a model is made
+    import_phase(rung)  # before a model is made
     source = name if name.startswith("random:") else str(fetch_with_progress(name))
     loaded = load_model(source, device=str(where), dtype=str(kind).removeprefix("torch."))
     if size.context + size.steps + 1 > loaded.max_len:
@@ -96,23 +94,24 @@ def run(
             f"--context {size.context} and --steps {size.steps} need {size.context + size.steps + 1} tokens, "
             f"but {name} has at most {loaded.max_len}"
         )
-    path = folder / f"{phase.name}.json.gz"
-    tokens = min(size.steps + 1 + chunk_steps(phase, size), loaded.max_len - size.context)
-    engine = load_engine(phase, loaded, **engine_options(phase, loaded, size, tokens))
+    path = folder / f"{rung.name}.json.gz"
+    tokens = min(size.steps + 1 + chunk_steps(rung, size), loaded.max_len - size.context)
+    engine = load_engine(rung, loaded, **engine_options(rung, loaded, size, tokens))
+    assert isinstance(engine, Engine)
     vocab = min(10_000, loaded.config.vocab_size)
     work = uniform("profile", size.batch, size.context, tokens, vocab)
     record(engine, work, loaded, path, size.steps)
     on_device = where.type == "cuda"
     out.print(
-        f"{phase.name}, {name}, {where}, {str(kind).removeprefix('torch.')}: "
+        f"{rung.name}, {name}, {where}, {str(kind).removeprefix('torch.')}: "
         f"{count(size.batch, 'prompt')} of {count(size.context, 'token')}, "
         f"{count(size.steps, 'decode step')}",
         soft_wrap=True,
     )
-    for table in step_tables(read_trace(path), on_device=on_device):
+    for found in step_tables(read_trace(path), on_device=on_device):
         out.print()
-        out.print(kernel_table(table, on_device))
-        out.print(summary(table, on_device), soft_wrap=True)
+        out.print(kernel_table(found, on_device))
+        out.print(summary(found, on_device), soft_wrap=True)
     out.print()
     out.out(str(path), highlight=False)
     err.print("[dim]Open the trace in https://ui.perfetto.dev or chrome://tracing.[/dim]")
@@ -140,23 +139,17 @@ def chunk_steps(phase: Phase, size: Size) -> int:
 
 def engine_options(phase: Phase, model: Model, size: Size, new_tokens: int) -> dict[str, Any]:
     """Just as much room as the workload needs: the default would take most of the device's memory."""
-    if phase.number < 3:
-        return {}
-    if phase.number == 3:
-        return {"batch_size": size.batch}
     tokens = size.context + new_tokens
+    at_once = max(2048, size.batch * tokens)  # all prompts in one step
     options: dict[str, Any] = {"max_rows": size.batch, "max_len": tokens}
-    if phase.number < CHUNKED:  # all prompts in one step
-        options["step_tokens"] = max(2048, size.batch * tokens)
-    else:
-        options["step_tokens"] = step_tokens(size)
+    options["step_tokens"] = at_once if phase.number < CHUNKED else step_tokens(size)
     if phase.number > 4:
         blocks = size.batch * (tokens // 64 + 2) * 64
         options["cache_bytes"] = 2 * blocks * model.config.kv_bytes_per_token(model.dtype)
     return options
 
 
-def record(engine: Streams, work: Workload, model: Model, path: Path, decodes: int) -> None:
+def record(engine: Engine, work: Workload, model: Model, path: Path, decodes: int) -> None:
     """Serve `work` under the profiler until so many decode steps are done, and write the trace.
 
     Before that the work is done twice with other tokens: once to compile kernels and fill caches, once for
@@ -170,8 +163,8 @@ def record(engine: Streams, work: Workload, model: Model, path: Path, decodes: i
     activities = [ProfilerActivity.CPU]
     if model.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    with marked_steps(engine, work, decodes) as serve, interpreted_kernels():
-        serve(work.cold(1))
+    with interpreted_kernels():
+        serve_steps(engine, work.cold(1), decodes)
         synchronize(model.device)
         with torch_profile(
             activities=activities,
@@ -179,52 +172,16 @@ def record(engine: Streams, work: Workload, model: Model, path: Path, decodes: i
             on_trace_ready=write,
         ) as profiler:
             for repeat in (2, 0):
-                serve(work.cold(repeat))
+                serve_steps(engine, work.cold(repeat), decodes)
                 synchronize(model.device)
                 profiler.step()
 
 
-@contextmanager
-def marked_steps(engine: Any, work: Workload, decodes: int) -> Iterator[Callable[[Workload], None]]:
-    """A function that serves a workload, in which every step is a range of the trace.
-
-    From phase 04 on the engine marks its steps itself, and serving ends after `decodes` decode steps. Before
-    that a step is a call of the model, and it is marked here.
-    """
-    if isinstance(engine, Engine):
-        yield lambda served: serve_steps(engine, served, decodes)
-        return
-    model: Model = engine.model
-    context = len(work.prompts[0])
-    current: list[Any] = []
-
-    def end() -> None:
-        while current:
-            current.pop().__exit__(None, None, None)
-
-    def begin(module: Model, arguments: tuple[Any, ...]) -> None:
-        # Phase 01 computes the whole sequence again for every token, the others only the last one.
-        end()
-        kind = "prefill" if arguments[0].shape[-1] == context else "decode"
-        current.append(record_function(STEP + kind))
-        current[-1].__enter__()
-
-    def serve(served: Workload) -> None:
-        try:
-            for event in engine.stream(served.prompts, served.params):
-                check(event.finish_reason)
-        finally:
-            end()
-
-    handle = model.register_forward_pre_hook(begin)
-    try:
-        yield serve
-    finally:
-        handle.remove()
-
-
 def serve_steps(engine: Engine, work: Workload, decodes: int) -> None:
-    """Run a workload's prompts and so many decode steps after them, and drop the rest."""
+    """Run a workload's prompts and so many decode steps after them, and drop the rest.
+
+    The engine itself makes each step a range of the trace.
+    """
     requests = [
         request
         for prompt, params in zip(work.prompts, work.params, strict=True)
@@ -233,17 +190,12 @@ def serve_steps(engine: Engine, work: Workload, decodes: int) -> None:
     before = engine.stats.decode_steps
     while engine.stats.decode_steps - before < decodes and not engine.idle:
         for output in engine.step():
-            check(output.finish_reason)
+            if output.finish_reason == "error":
+                raise RuntimeError("a step failed while it was profiled; its log says why")
     for request in requests:
         engine.abort(request)
     while not engine.idle:
         engine.step()
-
-
-def check(reason: str | None) -> None:
-    """Raise if a step failed."""
-    if reason == "error":
-        raise RuntimeError("a step failed while it was profiled; its log says why")
 
 
 @contextmanager
@@ -267,14 +219,12 @@ def interpreted_kernels() -> Iterator[None]:
         function.run = inner
 
 
-def kernel_table(table: StepTable, on_device: bool, most: int = ROWS) -> Table:
+def kernel_table(steps: StepTable, on_device: bool, most: int = ROWS) -> Table:
     """The kernels of one kind of step, longest time first."""
-    shown = Table(box=None, pad_edge=False, header_style="bold")
-    shown.add_column(f"{table.kind}: {'kernel' if on_device else 'operator'}", overflow="fold")
-    for heading in ("calls", "a step", "total ms", "share", "mean µs"):
-        shown.add_column(heading, justify="right", no_wrap=True)
-    total = sum(row.seconds for row in table.rows) or 1.0
-    rows = list(table.rows)
+    title = f"{steps.kind}: {'kernel' if on_device else 'operator'}"
+    shown = table(title, right=("calls", "a step", "total ms", "share", "mean µs"))
+    total = sum(row.seconds for row in steps.rows) or 1.0
+    rows = list(steps.rows)
     if len(rows) > most:
         rest = [row for row in rows[most - 1 :] if row.name != BETWEEN]
         kept = rows[: most - 1] + [row for row in rows[most - 1 :] if row.name == BETWEEN]
@@ -284,7 +234,7 @@ def kernel_table(table: StepTable, on_device: bool, most: int = ROWS) -> Table:
         shown.add_row(
             row.name,
             f"{row.calls:,}" if row.calls else "",
-            f"{row.calls / table.steps:,.1f}" if row.calls else "",
+            f"{row.calls / steps.steps:,.1f}" if row.calls else "",
             f"{row.seconds * 1e3:,.3f}",
             f"{row.seconds / total:.1%}",
             f"{row.seconds / row.calls * 1e6:,.1f}" if row.calls else "",

@@ -7,6 +7,7 @@ from pathlib import Path
 from common.console import err, out
 from common.device import pick_device
 from common.errors import UserError, choice, integer
+from common.files import read_text
 from common.progress import bar
 from common.text.tokenizer import Tokenizer
 from forward.loading import load_model
@@ -52,7 +53,11 @@ def run(
     integer("length", length, low=16, high=1 << 16)
     where = pick_device(device)
     check_target(folder)  # now, not after an hour of work
-    text = None if method == "rtn" and kv_cache == "none" else _read(calibration or TEXT)
+    text = (
+        None
+        if method == "rtn" and kv_cache == "none"
+        else read_text(calibration or TEXT, "--calibration", LONGEST_TEXT)
+    )
     source = fetch_with_progress(model)
     check_source(source)
     loaded = load_model(str(source), device=str(where), dtype="float32")
@@ -66,14 +71,3 @@ def run(
     err.print(f"weights: {before / 1e6:,.0f} MB in float32, now {weight_bytes(loaded) / 1e6:,.0f} MB")
     out.out(str(folder), highlight=False)
     return 0
-
-
-def _read(path: Path) -> str:
-    try:
-        if (size := path.stat().st_size) > LONGEST_TEXT:
-            raise UserError(f"--calibration {path} has {size:,} bytes, but may have {LONGEST_TEXT:,}")
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--calibration {path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"--calibration {path} is not UTF-8 text") from None

@@ -17,8 +17,6 @@ from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from common.words import count
 from phases import Phase, phase_named
-from phases.commands.autotune import autotune as search
-from phases.commands.autotune import check_autotune
 from phases.commands.engines import Served, encode, serve
 from phases.commands.fetch import fetch_with_progress
 from phases.commands.grammars import check_grammar, show_trace
@@ -41,14 +39,13 @@ def run(
     device: str,
     dtype: str,
     as_json: bool,
-    autotune: bool = False,
     trace: bool = False,
     config: Path | None = None,
     stats: bool = False,
     verbose: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> int:
-    """Generate and print, after a search for kernels if `autotune`.
+    """Generate and print.
 
     generation_config, said: sampling that is not said is the model's own; see `sampling_defaults`.
     trace: show the masks of one prompt's steps instead of its text.
@@ -61,17 +58,11 @@ def run(
     begun, phase = usage(), phase_named(phase_name)
     given = {**(options_from_yaml(config) if config else {}), **(options or {})}
     where = pick_device(device)
-    kind = pick_dtype(dtype, where)  # what is wrong must not wait for a download
+    pick_dtype(dtype, where)  # what is wrong must not wait for a download
     check_options(phase, given, where)
     if stats and phase.number < SPECULATES:
         raise UserError(f"--stats is for phases from {SPECULATES} on, but the phase is {phase.name}")
     check_grammar(phase, params, trace, len(prompts))
-    if autotune:
-        check_autotune(phase, where)
-        random = model.startswith("random:")
-        search(phase, model, None if random else fetch_with_progress(model), where, kind)
-        if random:  # its words would say nothing
-            return 0
     if model.startswith("random:"):
         raise UserError(f"model is {model!r}, but `ladder run` needs a model with a tokenizer")
     folder = fetch_with_progress(model)

@@ -17,9 +17,11 @@ from benchmarks.one_at_a_time import OneAtATime
 from common.collector import keep_out
 from common.console import err, out
 from common.device import pick_device, pick_dtype
-from common.errors import UserError, integer
+from common.errors import UserError
 from common.neighbours import Usage, usage, warn
+from common.options import route
 from common.sampling.defaults import MODEL, sampling_defaults
+from common.sockets import listen
 from common.text.tokenizer import Tokenizer
 from phases import Phase, phase_named
 from phases.appendix.access.hosts import hosts, names_of
@@ -30,12 +32,11 @@ from phases.appendix.server import whole_app, whole_server
 from phases.commands.fetch import fetch_with_progress
 from phases.commands.version import version
 from phases.config import options_from_yaml
-from phases.registry import ROWS, check_options, load_engine, missing_for
+from phases.registry import ROWS, check_options, first_phases, load_engine, missing_for
 from replicas.options import ReplicaOptions
 from serving.alive import CannotStart, EngineProcess
 from serving.app import App
 from serving.http.limits import Limits
-from serving.http.server import listen
 
 KEY = "LADDER_API_KEY"
 
@@ -43,7 +44,7 @@ KEY = "LADDER_API_KEY"
 def run(
     model: str,
     *,
-    phase_name: str = "13",
+    phase: str = "13",
     host: str,
     port: int,
     api_key: str | None,
@@ -57,38 +58,36 @@ def run(
     dtype: str,
     generation_config: str,
     config: Path | None,
-    limits: Mapping[str, Any],
-    replicas: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> int:
     """Serve until a signal; returns the exit code.
 
     traces: where spans go, if anywhere.
     generation_config: where settings come from that a request does not say: model or neutral.
-    limits: fields of `Limits`.
-    replicas: fields of `ReplicaOptions`.
-    options: of the engine; they come before what the file says.
+    options: of the engine, which come before what the file says, of `Limits`, and of `ReplicaOptions`.
     """
-    begun, phase = usage(), phase_named(phase_name)
-    given = {**(options_from_yaml(config) if config else {}), **options}
+    begun, rung = usage(), phase_named(phase)
+    of_engine = list(first_phases())
+    limits, replicas = route(options, [Limits, ReplicaOptions], of_engine)
     checked, copies = Limits(**limits), ReplicaOptions(**replicas)
+    given = options_from_yaml(config) if config else {}
+    given |= {name: value for name, value in options.items() if name in of_engine}
     where = pick_device(device)
     pick_dtype(dtype, where)
-    integer("port", port, low=0, high=65_535)
-    check_options(phase, given, where)
-    missing = missing_for(phase, where)
+    check_options(rung, given, where)
+    missing = missing_for(rung, where)
     if missing:
-        err.print(f"[dim]{phase.name} runs in an interpreter or not at all here: it needs {missing}[/dim]")
+        err.print(f"[dim]{rung.name} runs in an interpreter or not at all here: it needs {missing}[/dim]")
     if traces is not None:
         Traces.to(traces, name or model).close()  # an address that is none is told here
     keys = _keys(api_key)
     make = partial(
         make_app,
-        phase,
+        rung,
         model,
         device,
         dtype,
-        dict(given),
+        given,
         name=name or model,
         limits=checked,
         keys=keys,
@@ -105,10 +104,7 @@ def run(
         if copies.replicas:
             return _serve_replicas(make, copies, given, checked, where.type, host, port)
         app = make(folder=folder)
-        try:
-            return _serve(app, host, port, bool(keys), begun if where.type == "cpu" else None)
-        finally:
-            app.close()
+        return _serve(app, host, port, bool(keys), begun if where.type == "cpu" else None)
     finally:
         if model.startswith(RANDOM):
             shutil.rmtree(folder, ignore_errors=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import libcst as cst
 
@@ -41,11 +41,19 @@ def text_of(node: cst.CSTNode) -> str:
     return cst.Module(body=()).code_for_node(node)
 
 
-class _Replacing(cst.CSTTransformer):
-    """Visits functions by qualified name."""
+class _Editing(cst.CSTTransformer):
+    """Puts `replaced(name, node)` in the place of each function, and adds methods to classes.
 
-    def __init__(self) -> None:
+    Names are qualified: `BlockAllocator.allocate`.
+    """
+
+    def __init__(
+        self,
+        replaced: Callable[[str, cst.FunctionDef], cst.BaseStatement | cst.RemovalSentinel],
+        methods: Mapping[str, list[cst.FunctionDef]] | None = None,
+    ) -> None:
         super().__init__()
+        self.replaced, self.methods = replaced, methods or {}
         self.path: list[str] = []
 
     def visit_ClassDef(self, node: cst.ClassDef) -> bool:
@@ -53,23 +61,18 @@ class _Replacing(cst.CSTTransformer):
         return True
 
     def leave_ClassDef(self, original_node: cst.ClassDef, updated_node: cst.ClassDef) -> cst.BaseStatement:
+        added = self.methods.get(".".join(self.path), ())
         self.path.pop()
-        return updated_node
+        body = updated_node.body
+        return updated_node.with_changes(body=body.with_changes(body=[*body.body, *added]))
 
     def visit_FunctionDef(self, node: cst.FunctionDef) -> bool:
-        self.path.append(node.name.value)
         return False
 
     def leave_FunctionDef(
         self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef
     ) -> cst.BaseStatement | cst.RemovalSentinel:
-        name = ".".join(self.path)
-        self.path.pop()
-        return self.replaced(name, updated_node)
-
-    def replaced(self, name: str, node: cst.FunctionDef) -> cst.BaseStatement | cst.RemovalSentinel:
-        """Return the replacement of a function."""
-        raise NotImplementedError
+        return self.replaced(".".join([*self.path, updated_node.name.value]), updated_node)
 
 
 def blank(source: str, names: Mapping[str, str]) -> str:
@@ -80,23 +83,16 @@ def blank(source: str, names: Mapping[str, str]) -> str:
     Raises:
         NotThere: there is no function of one of these names.
     """
-    blanker = _Blanker(names)
-    blanked = cst.parse_module(source).visit(blanker).code
-    if blanker.missing:
-        raise NotThere(f"there is no {', '.join(sorted(blanker.missing))}")
-    return blanked
+    missing = set(names)
 
+    def blanked(name: str, node: cst.FunctionDef) -> cst.FunctionDef:
+        missing.discard(name)
+        return node.with_changes(body=_blank_body(node, names[name])) if name in names else node
 
-class _Blanker(_Replacing):
-    def __init__(self, names: Mapping[str, str]) -> None:
-        super().__init__()
-        self.names, self.missing = names, set(names)
-
-    def replaced(self, name: str, node: cst.FunctionDef) -> cst.BaseStatement:
-        if name not in self.names:
-            return node
-        self.missing.discard(name)
-        return node.with_changes(body=_blank_body(node, self.names[name]))
+    made = cst.parse_module(source).visit(_Editing(blanked)).code
+    if missing:
+        raise NotThere(f"there is no {', '.join(sorted(missing))}")
+    return made
 
 
 def message_of(exercise: str) -> str:
@@ -174,8 +170,17 @@ def graft(reference: str, student: str, names: Collection[str]) -> str:
                 f"{name} takes other arguments, or has other decorators, than its callers expect: "
                 f"def {ours[name].name.value}({text_of(ours[name].params).strip()})"
             )
-    grafter = _Grafter({name: theirs[name] for name in names}, _new_methods(theirs, ours))
-    module = tree.visit(grafter)
+
+    def taken(name: str, node: cst.FunctionDef) -> cst.FunctionDef:
+        # Decorators and parameters are the reference's: others call it, and a kernel stays one.
+        return node.with_changes(body=theirs[name].body) if name in names else node
+
+    methods: dict[str, list[cst.FunctionDef]] = {}
+    for name, node in theirs.items():
+        owner, _, method = name.rpartition(".")
+        if owner and name not in ours and not method.startswith("__"):
+            methods.setdefault(owner, []).append(node)
+    module = tree.visit(_Editing(taken, methods))
     top = [statement for statement in cst.parse_module(student).body if _is_new(statement, tree)]
     at = next(
         (at for at, node in enumerate(module.body) if isinstance(node, cst.FunctionDef | cst.ClassDef)),
@@ -195,41 +200,6 @@ def _outside(node: cst.FunctionDef) -> tuple[object, ...]:
             each.annotation = None
     decorators = [text_of(each.decorator).strip() for each in node.decorators]
     return node.asynchronous is not None, decorators, ast.dump(given)
-
-
-class _Grafter(_Replacing):
-    def __init__(
-        self, taken: Mapping[str, cst.FunctionDef], methods: Mapping[str, list[cst.FunctionDef]]
-    ) -> None:
-        super().__init__()
-        self.taken, self.methods = taken, methods
-
-    def replaced(self, name: str, node: cst.FunctionDef) -> cst.BaseStatement:
-        if name not in self.taken:
-            return node
-        # Decorators and parameters are the reference's: others call it, and a kernel stays one.
-        return node.with_changes(body=self.taken[name].body)
-
-    def leave_ClassDef(self, original_node: cst.ClassDef, updated_node: cst.ClassDef) -> cst.BaseStatement:
-        added = self.methods.get(".".join(self.path), [])
-        self.path.pop()
-        body = updated_node.body
-        return (
-            updated_node.with_changes(body=body.with_changes(body=[*body.body, *added]))
-            if added
-            else updated_node
-        )
-
-
-def _new_methods(
-    theirs: Mapping[str, cst.FunctionDef], ours: Mapping[str, cst.FunctionDef]
-) -> dict[str, list[cst.FunctionDef]]:
-    found: dict[str, list[cst.FunctionDef]] = {}
-    for name, node in theirs.items():
-        owner, _, method = name.rpartition(".")
-        if owner and name not in ours and not method.startswith("__"):
-            found.setdefault(owner, []).append(node)
-    return found
 
 
 def _is_new(statement: cst.BaseStatement, reference: cst.Module) -> bool:
@@ -261,13 +231,5 @@ def names_of(statement: cst.CSTNode) -> set[str]:
 
 def without(source: str, names: Collection[str]) -> str:
     """Source without some functions at all: hidden tests."""
-    return cst.parse_module(source).visit(_Remover(names)).code
-
-
-class _Remover(_Replacing):
-    def __init__(self, names: Collection[str]) -> None:
-        super().__init__()
-        self.names = names
-
-    def replaced(self, name: str, node: cst.FunctionDef) -> cst.BaseStatement | cst.RemovalSentinel:
-        return cst.RemoveFromParent() if name in self.names else node
+    editing = _Editing(lambda name, node: cst.RemoveFromParent() if name in names else node)
+    return cst.parse_module(source).visit(editing).code

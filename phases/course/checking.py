@@ -8,8 +8,8 @@ import math
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -28,11 +28,6 @@ from phases.course.overlay import overlay
 
 LIMIT = 60.0
 """Seconds of processor time for an exercise; the tests of every exercise need less."""
-WAITING = 4.0
-"""Seconds that may pass for each of them: no waiting forever, but other programs may run beside."""
-LARGEST = 1 << 26
-"""Bytes of a file that it may write, and of what it may print."""
-MODULES = ("torch", "hypothesis")
 OPTIONS = ["-x", "-v", "-p", "no:cacheprovider", "--tb=short", "-m", "not gpu and not weights"]
 FOUND = "with it a test passes that must fail: it changed what tests judge with"
 CANARIES = 9
@@ -68,13 +63,6 @@ class Verdict:
     def right(self) -> bool:
         """True if everything that was run has passed."""
         return self.state == "passes here"
-
-
-@contextmanager
-def room() -> Iterator[Nursery]:
-    """The process that forks one for each exercise. Starting it takes as long as importing PyTorch."""
-    with Nursery(MODULES, WAITING, LARGEST) as nursery:
-        yield nursery
 
 
 def check(
@@ -159,7 +147,7 @@ def _record(
     job = {"word": word, "file": exercise.file, "cases": cases}
     (folder / JOB).write_text(json.dumps(job), encoding="utf-8")
     (folder / RESULT).unlink(missing_ok=True)
-    status, output = nursery.pytest(folder, arguments, limit, "phases.course.inside")
+    status, output = nursery.run(folder, arguments, limit)
     empty = {"tests": {}, "cases": [], "network": [], "changed": [], "ended": ""}
     with suppress(OSError, ValueError, AttributeError):
         record = json.loads((folder / RESULT).read_text(encoding="utf-8"))

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from common.errors import UserError
 from phases import PHASES, ROOT, Phase
@@ -93,9 +93,6 @@ class Question:
         return _phase(self.id)
 
 
-One = TypeVar("One", Exercise, Question)
-
-
 def _phase(name: str) -> Phase:
     return next(phase for phase in PHASES if phase.number == int(name[:2]))
 
@@ -137,21 +134,12 @@ def _node(phase: Phase, name: str) -> str:
     return f"tests/phases/{file or f'test_{phase.name}'}.py::{test}"
 
 
-def find(name: str) -> Exercise:
-    """The exercise of an id. Raises `UserError` with those of its phase."""
-    return _known("exercise", name, exercises())
-
-
 def find_question(name: str) -> Question:
     """The question of an id. Raises `UserError` with those of its phase."""
-    return _known("question", name, questions())
-
-
-def _known(kind: str, name: str, every: Iterable[One]) -> One:
-    known = {one.id: one for one in every}
+    known = {one.id: one for one in questions()}
     if name not in known:
         near = [other for other in known if other[:2] == name[:2].rjust(2, "0")] or list(known)
-        raise UserError(f"{kind} is {name!r}, but it must be one of {', '.join(near)}")
+        raise UserError(f"question is {name!r}, but it must be one of {', '.join(near)}")
     return known[name]
 
 

@@ -185,8 +185,6 @@ class _Names:
 
     data: frozenset[str]
     """Attributes that may be assigned to, of other objects than `self`."""
-    literal: frozenset[str]
-    """Variables that only loops over literal names bind."""
     classes: frozenset[str]
     methods: frozenset[str]
     """Without those that need no object."""
@@ -209,7 +207,6 @@ def _told(tree: ast.Module, data: frozenset[str]) -> Iterator[tuple[str, int]]:
     ]
     names = _Names(
         data,
-        _over_literals(tree),
         frozenset(each.name for each in classes),
         frozenset(each.name for each in methods if not each.decorator_list),
         frozenset(id(each.args.args[0]) for each in methods if each.args.args),
@@ -261,53 +258,19 @@ def _of_shape(node: ast.AST, parent: ast.AST | None, names: _Names) -> Iterator[
         case ast.Call(func=ast.Name(id="getattr"), args=[_, ast.Constant(value=str(name)), *_]):
             if name in REACHING or _special(name):
                 yield f"getattr of {name}"
-        case ast.Call(func=ast.Name(id="getattr"), args=args):
-            if len(args) < 2 or not isinstance(args[1], ast.Name) or args[1].id not in names.literal:
-                yield "getattr of a computed name"
+        case ast.Call(func=ast.Name(id="getattr")):
+            yield f"getattr of a computed name, {ast.unparse(node)[:40]}"
         case ast.Call(func=ast.Name(id="type"), args=[ast.Name(id="self")]):
             pass
         case ast.Call(func=ast.Name(id="type"), args=[_]):
-            if not (
-                isinstance(parent, ast.Compare) or (isinstance(parent, ast.Attribute) and _reads_name(parent))
-            ):
+            named = isinstance(parent, ast.Attribute) and parent.attr == "__name__" and _loads(parent)
+            if not (named or isinstance(parent, ast.Compare)):
                 yield "type(...) for more than its name"
         case ast.Call(func=func, args=args) if (name := _chain(func)[-1]) in MAKERS:
             yield f"{name} called"
         case ast.Call(func=ast.Attribute(value=ast.Name(id=owner), attr=name), args=args):
             if owner in names.classes and name in names.methods and args and ast.unparse(args[0]) != "self":
                 yield f"{owner}.{name} of another object"
-
-
-def _reads_name(node: ast.Attribute) -> bool:
-    return node.attr == "__name__" and _loads(node)
-
-
-def _over_literals(tree: ast.Module) -> frozenset[str]:
-    """Return the names that only loops over literal names bind: `for name in ("first", "last")`."""
-    loops, bound = [], []
-    for node in ast.walk(tree):
-        match node:
-            case (
-                ast.For(target=ast.Name(id=name), iter=over)
-                | ast.comprehension(target=ast.Name(id=name), iter=over)
-            ):
-                items = over.elts if isinstance(over, ast.Tuple | ast.List) else [over]
-                texts = [item.value if isinstance(item, ast.Constant) else None for item in items]
-                if all(
-                    isinstance(text, str) and text not in REACHING and not _special(text) for text in texts
-                ):
-                    loops.append(name)
-            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name) | ast.alias(asname=str(name)):
-                bound.append(name)
-            case (
-                ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)) | ast.MatchMapping(rest=str(name))
-            ):
-                bound.append(name)
-            case ast.ExceptHandler(name=str(name)) | ast.FunctionDef(name=name) | ast.ClassDef(name=name):
-                bound.append(name)
-            case ast.alias(name=name):
-                bound.append(name)
-    return frozenset(name for name in loops if bound.count(name) == loops.count(name))
 
 
 def _special(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""A process that has imported what takes long to import, and forks for every run of pytest.
+"""A process that has imported what takes long to import, and forks for every run of a student's functions.
 
 PyTorch takes longer to import than most bugs take to be found. Started as a script of its own, it holds none
 of this checkout's modules, so that each fork imports them from the copy that it is given.
@@ -13,19 +13,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
-SLOW = ("torch", "torch._dynamo", "hypothesis", "transformers")
-"""What the tests of some phase import; random weights import `torch._dynamo`."""
+MODULES = ("torch", "hypothesis")
+"""What it imports before it forks."""
 
-WAITING = 10.0
-"""How many seconds a run may take for each second of processor time: a busy machine is slow, not hanging."""
+WAITING = 4.0
+"""Seconds that a run may take for each of processor time: other programs may run beside."""
 
-LARGEST = 1 << 30
-"""Bytes of a file that a run may write; what it prints is in files, too."""
+LARGEST = 1 << 26
+"""Bytes of a file that a run may write; what it prints is in a file, too."""
 
 MEMORY = 12 << 30
 """Bytes that a run may take, where there is no GPU. One that takes all would end other programs."""
@@ -39,21 +38,15 @@ OUT_OF_TIME = -signal.SIGXCPU
 class Nursery:
     """The process, from the beginning to the end of a ``with``.
 
-    modules: what it imports before it forks.
-    waiting: seconds that a run may take for each second of its limit.
-    largest: bytes of a file that a run may write.
     seconds: of processor time that all runs took.
     """
 
-    def __init__(
-        self, modules: Sequence[str] = SLOW, waiting: float = WAITING, largest: int = LARGEST
-    ) -> None:
-        self._modules, self._waiting, self._largest = modules, waiting, largest
+    def __init__(self) -> None:
         self.seconds = 0.0
 
     def __enter__(self) -> Nursery:
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(self._waiting), str(self._largest), *self._modules],
+            [sys.executable, __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -82,13 +75,10 @@ class Nursery:
             self._process.stdin.close()
         self._process.wait()
 
-    def pytest(self, folder: Path, arguments: list[str], limit: float, module: str = "") -> tuple[int, str]:
-        """Return status and output of pytest in ``folder``; `OUT_OF_TIME` after ``limit`` seconds of work.
-
-        module: one in ``folder`` whose `main` is run with the arguments in pytest's place.
-        """
+    def run(self, folder: Path, arguments: list[str], limit: float) -> tuple[int, str]:
+        """Return status and output of `inside.main` in a folder; `OUT_OF_TIME` after `limit` seconds."""
         assert self._process.stdin is not None
-        job = {"folder": str(folder), "arguments": arguments, "limit": limit, "module": module}
+        job = {"folder": str(folder), "arguments": arguments, "limit": limit}
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
         status = self._answer()
@@ -100,12 +90,11 @@ class Nursery:
 def main() -> None:
     """Say 0 when ready; then take a job a line on standard input, and answer each with its exit status."""
     sys.path.remove(str(Path(__file__).resolve().parent))
-    waiting, largest, *modules = sys.argv[1:]
     import torch
 
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported, as `conftest.py` does
-    for name in modules:
+    for name in MODULES:
         import_module(name)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     print(0, 0, flush=True)
@@ -114,17 +103,15 @@ def main() -> None:
         child = os.fork()
         if child == 0:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (int(largest), int(largest)))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST, LARGEST))
             if not torch.cuda.is_available():
                 resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
-            os._exit(run(Path(job["folder"]), job["arguments"], job["limit"], job["module"]))
-        print(*wait(child, float(waiting) * job["limit"]), flush=True)
+            os._exit(run(Path(job["folder"]), job["arguments"], job["limit"]))
+        print(*wait(child, WAITING * job["limit"]), flush=True)
 
 
-def run(folder: Path, arguments: list[str], limit: float, module: str) -> int:
-    """Run pytest, or a module's `main`, in a process of no further use; its output goes to a file."""
-    import pytest
-
+def run(folder: Path, arguments: list[str], limit: float) -> int:
+    """Run `inside.main` of the copy in a process of no further use; its output goes to a file."""
     os.setsid()  # a group of its own, so that nothing that a test started stays behind
     resource.setrlimit(resource.RLIMIT_CPU, (int(limit), int(limit) + 1))
     os.chdir(folder)
@@ -137,7 +124,7 @@ def run(folder: Path, arguments: list[str], limit: float, module: str) -> int:
     places = [folder, *sorted((folder / "phases").glob("[0-9]*"))]
     os.environ |= {"PYTHONPATH": os.pathsep.join(map(str, places)), "COLUMNS": "300"}
     sys.path[:0] = map(str, places)
-    status = int(import_module(module).main(arguments) if module else pytest.main(arguments))
+    status = int(import_module("phases.course.inside").main(arguments))
     sys.stdout.flush()
     return status
 

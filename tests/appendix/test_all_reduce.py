@@ -36,52 +36,33 @@ FEW = PROMPTS[:3], [*PARAMS[:2], SamplingParams(max_tokens=3, seed=2, temperatur
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["one-shot", "two-shot"])
-def test_tokens_are_those_of_one_rank(llama: Path, way: str) -> None:
+def test_tokens_are_those_of_one_rank(llama: Path) -> None:
     prompts, params = FEW
     short = [SamplingParams(**{**vars(p), "max_tokens": 4}) for p in params]
     given = SMALL | {"kernels": True, "max_len": 32}
     wanted = tokens_of(serving.load(str(llama), **given), prompts, short)
-    same(in_ranks(str(llama), 2, given | {"all_reduce": way}, prompts, short), wanted, way)
+    same(in_ranks(str(llama), 2, given | {"all_reduce": "one-shot"}, prompts, short), wanted, "one-shot")
 
 
 def _sums(ranks: Any) -> list[str]:
-    """What is wrong with sums of some shapes: each way, some turns one after the other."""
+    """What is wrong with sums of some shapes, one after the other in the same places."""
     from phases.appendix.all_reduce import symmetric as module
 
     module.PROGRAMS = 3  # so that programs have several rows, and some have more than others
     hidden, wrong = 24, []
-    weight = torch.linspace(0.5, 1.5, hidden)
-    ways = {
-        "one": module.SizeLimits(1 << 12, 0),
-        "two": module.SizeLimits(0, 1 << 12),
-        "one or two": module.SizeLimits(2 * 4 * hidden, 1 << 12),  # which take turns in the same places
-    }
-    for way, limits in ways.items():
-        reducer = module.Symmetric(ranks, hidden, torch.float32, limits, ranks.text(f"test-{way}"))
-        for turn, rows in enumerate((1, 7, 2, 5, 60)):  # the last is too large for shared memory
-            parts = [
-                torch.randn(rows, hidden, generator=torch.Generator().manual_seed(9 * turn + r))
-                for r in range(ranks.size)
-            ]
-            residual = torch.full((rows, hidden), 0.25)
-            whole = torch.stack(parts).sum(0)
-            norm = torch.nn.functional.rms_norm(whole + residual, (hidden,), weight, 1e-5)
-            total, normed = reducer.add_norm(
-                ranks, parts[ranks.rank].clone(), residual, (weight, 1e-5, False)
-            )
-            found = {
-                "sum": (reducer.sum(ranks, parts[ranks.rank].clone()), whole),
-                "sum and residual": (
-                    reducer.add(ranks, parts[ranks.rank].clone(), residual),
-                    whole + residual,
-                ),
-                "sum before a norm": (total, whole + residual),
-                "sum and norm": (normed, norm),
-            }
-            for name, (here, right) in found.items():
-                if not torch.allclose(here, right, atol=1e-5):
-                    wrong.append(f"{way} shot, rank {ranks.rank}, {rows} rows: {name} is wrong")
+    reducer = module.Symmetric(ranks, hidden, torch.float32, 1 << 12)
+    for turn, rows in enumerate((1, 7, 2, 5, 60)):  # the last is too large for shared memory
+        parts = [
+            torch.randn(rows, hidden, generator=torch.Generator().manual_seed(9 * turn + r))
+            for r in range(ranks.size)
+        ]
+        whole, residual = torch.stack(parts).sum(0), torch.full((rows, hidden), 0.25)
+        for name, here, right in (
+            ("sum", reducer.sum(ranks, parts[ranks.rank].clone()), whole),
+            ("sum and residual", reducer.add(ranks, parts[ranks.rank].clone(), residual), whole + residual),
+        ):
+            if not torch.allclose(here, right, atol=1e-5):
+                wrong.append(f"rank {ranks.rank}, {rows} rows: {name} is wrong")
     return wrong
 
 
@@ -97,19 +78,17 @@ import re, sys, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from phases.appendix.all_reduce.kernel import all_reduce_kernel as kernel
-for two in (False, True):
-    place = 1 << 16
-    fixed = {"RANK": 1, "RANKS": 4, "RANKS_PAD": 4, "SIZE": 4096, "SIZE_PAD": 4096, "PLACE": place}
-    fixed |= {"HALF": 128 * place, "COUNTERS": 384 * place, "TWO": two, "ADD": True, "NORM": True}
-    fixed |= {"ONE_PLUS": False, "PDL": False}
-    kinds = {"table": "*i64", "meetings": "*i64", "stop": "*i32", "eps": "fp32", "rows": "i32"}
-    names = kernel.arg_names
-    signature = {n: "constexpr" if n in fixed else kinds.get(n, "*bf16") for n in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n][0] == "*"}
-    constants = {(names.index(name),): value for name, value in fixed.items()}
-    source = ASTSource(kernel, signature, constants, aligned)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 16})
-    print(" ".join(sorted(set(re.findall(r"(?:ld|st|atom|red)[.]global[.a-z0-9]+", made.asm["ptx"])))))
+place = 1 << 16
+fixed = {"RANK": 1, "RANKS": 4, "RANKS_PAD": 4, "SIZE": 4096, "SIZE_PAD": 4096, "PLACE": place}
+fixed |= {"HALF": 128 * place, "COUNTERS": 256 * place, "ADD": True, "PDL": False}
+kinds = {"table": "*i64", "meetings": "*i64", "stop": "*i32", "rows": "i32"}
+names = kernel.arg_names
+signature = {n: "constexpr" if n in fixed else kinds.get(n, "*bf16") for n in names}
+aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n][0] == "*"}
+constants = {(names.index(name),): value for name, value in fixed.items()}
+source = ASTSource(kernel, signature, constants, aligned)
+made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 16})
+print(" ".join(sorted(set(re.findall(r"(?:ld|st|atom|red)[.]global[.a-z0-9]+", made.asm["ptx"])))))
 """
 
 
@@ -120,18 +99,17 @@ def test_numbers_go_over_the_wire_sixteen_bytes_at_a_time() -> None:
     command = [sys.executable, "-c", COMPILED]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    for way, line in zip(("one shot", "two shots"), done.stdout.splitlines(), strict=True):
-        found = line.split()
-        narrow = [name for name in found if name.endswith(("b16", "v2.b16"))]
-        assert not narrow, f"{way}: {narrow}: it is not known that peers' places are aligned"
-        assert {"ld.global.v4.b32", "st.global.v4.b32"} <= set(found), f"{way}: {found}"
-        released = [name for name in found if name.startswith(("atom", "red")) and ".release" in name]
-        assert released and all(".sys" in name for name in released), (
-            f"{way}: {found}: other GPUs must see the numbers before the counter"
-        )
-        assert any(".acquire" in name and ".sys" in name for name in found), (
-            f"{way}: {found}: numbers are read that may not be there yet"
-        )
+    found = done.stdout.split()
+    narrow = [name for name in found if name.endswith(("b16", "v2.b16"))]
+    assert not narrow, f"{narrow}: it is not known that peers' places are aligned"
+    assert {"ld.global.v4.b32", "st.global.v4.b32"} <= set(found), found
+    released = [name for name in found if name.startswith(("atom", "red")) and ".release" in name]
+    assert released and all(".sys" in name for name in released), (
+        f"{found}: other GPUs must see the numbers before the counter"
+    )
+    assert any(".acquire" in name and ".sys" in name for name in found), (
+        f"{found}: numbers are read that may not be there yet"
+    )
 
 
 @pytest.mark.slow

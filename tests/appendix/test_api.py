@@ -18,9 +18,8 @@ from phases.appendix.api.answers import WideAnswer
 from phases.appendix.api.endpoints import WideCompletions
 from phases.appendix.api.schema import CompletionRequest
 from phases.appendix.server import whole_app
-from serving.http.errors import ApiError
+from serving.endpoints import Prompts
 from serving.http.limits import Limits
-from serving.prompts import Prompts
 from tests.equivalence.engines import blocks
 from tests.guidance_kit import served as load
 from tests.servers import Client, Loopback, tokenizer_for
@@ -251,9 +250,8 @@ async def test_a_prompt_is_read_with_special_tokens_or_without(model, engine, tm
             "return_token_ids": True,
         }
         assert (await client.post("/tokenize", body))[1]["tokens"] == expected
-        for path in ("/v1/completions", "/generate"):
-            found = (await client.post(path, body))[1]
-            assert found["usage"]["prompt_tokens"] == len(expected), (path, prompt, special)
+        found = (await client.post("/v1/completions", body))[1]
+        assert found["usage"]["prompt_tokens"] == len(expected), (prompt, special)
 
 
 async def test_an_assistants_message_is_continued(make, tokenizer):
@@ -317,11 +315,11 @@ async def test_tokenize_and_back(make):
 
 def test_names_are_those_that_the_client_has_sent(tokenizer):
     endpoint = WideCompletions(Prompts(tokenizer), "tiny", Limits())
-    error = ApiError(400, "prompt_logprobs is set, but must be None", param=None)
-    found = endpoint.named(error, CompletionRequest(prompt="a", echo=True, logprobs=1))
+    words = "prompt_logprobs is set, but must be None"
+    found = endpoint.refusal(words, CompletionRequest(prompt="a", echo=True, logprobs=1))
     assert (found.param, str(found)) == ("echo", "echo with logprobs is set, but must be None")
-    kept = endpoint.named(error, CompletionRequest(prompt="a", prompt_logprobs=1))
-    assert str(kept) == str(error), "the client has sent prompt_logprobs, and is told of another field"
+    kept = endpoint.refusal(words, CompletionRequest(prompt="a", prompt_logprobs=1))
+    assert str(kept) == words, "the client has sent prompt_logprobs, and is told of another field"
 
 
 async def test_nobody_waits_for_a_long_request_of_another(make, tokenizer, monkeypatch):

@@ -26,8 +26,8 @@ from phases.appendix.checkpoint_formats.configs import matches, stored
 from phases.appendix.checkpoint_formats.export import check_source, configuration, export
 from phases.appendix.checkpoint_formats.layouts import (
     AWQ_ORDER,
-    Layout,
     StoredLinear,
+    TensorLayout,
     pack_words,
     unpack_words,
 )
@@ -64,15 +64,31 @@ def test_words() -> None:
 # Files: every layout, written here by hand and read.
 
 
-def gptq_file(
-    numbers: Tensor, scale: Tensor, zero: Tensor, groups: Tensor, less: int, bits: int = 4
+def laid_out(
+    kind: str, numbers: Tensor, scale: Tensor, zero: Tensor, groups: Tensor | None = None, less: int = 0
 ) -> dict[str, Tensor]:
-    """`numbers [N, K]`, `scale` and `zero [N, K / g]` as AutoGPTQ lays them out."""
+    """`numbers [N, K]`, `scale` and `zero [N, K / g]` as the three tools lay them out."""
+    if kind == "gptq":
+        groups = (
+            torch.arange(numbers.shape[1]) * scale.shape[1] // numbers.shape[1] if groups is None else groups
+        )
+        return {
+            "qweight": pack_words(numbers, 4).t().contiguous(),
+            "qzeros": pack_words((zero - less).to(torch.uint8).t().contiguous() & 15, 4),
+            "scales": scale.t().contiguous(),
+            "g_idx": groups.to(torch.int32),
+        }
+    if kind == "awq":
+        return {
+            "qweight": awq_words(numbers.t().contiguous()),
+            "qzeros": awq_words(zero.t().contiguous()),
+            "scales": scale.t().contiguous(),
+        }
     return {
-        "qweight": pack_words(numbers, bits).t().contiguous(),
-        "qzeros": pack_words((zero - less).to(torch.uint8).t().contiguous() & ((1 << bits) - 1), bits),
-        "scales": scale.t().contiguous(),
-        "g_idx": groups.to(torch.int32),
+        "weight_packed": pack_words(numbers, 4),
+        "weight_scale": scale,
+        "weight_shape": torch.tensor(numbers.shape),
+        "weight_zero_point": pack_words(zero.t().contiguous(), 4).t().contiguous(),
     }
 
 
@@ -96,54 +112,39 @@ def by_hand(numbers: Tensor, scale: Tensor, zero: Tensor, groups: Tensor) -> Ten
     return (numbers.float() - zero.float()[:, groups]) * scale.float()[:, groups]
 
 
-@pytest.mark.parametrize("less", [0, 1], ids=["v2", "v1"])
-@pytest.mark.parametrize("order", ["as it lies", "by activation"])
-@pytest.mark.parametrize("zeros", [False, True])
-def test_gptq(less: int, order: str, zeros: bool) -> None:
+LAYOUTS: dict[str, tuple[str, bool, bool, int]] = {  # kind, zero points, act-order, stored less
+    "gptq": ("gptq", False, False, 1),
+    "gptq, zeros": ("gptq", True, False, 1),
+    "gptq v2, zeros": ("gptq", True, False, 0),
+    "gptq, by activation": ("gptq", False, True, 1),
+    "gptq v2, zeros, by activation": ("gptq", True, True, 0),
+    "awq": ("awq", True, False, 0),
+    "packed": ("packed", False, False, 0),
+    "packed, zeros": ("packed", True, False, 0),
+}
+
+
+@pytest.mark.parametrize(("kind", "zeros", "shuffled", "less"), LAYOUTS.values(), ids=LAYOUTS)
+def test_four_bits(kind: Any, zeros: bool, shuffled: bool, less: int) -> None:
+    """Each weight is (number - zero) * scale of its input's group, wherever the file has them."""
     numbers, scale, zero = parts_of(zeros=zeros)
     groups = torch.arange(64) // 32
-    if order == "by activation":
+    if shuffled:
         groups = groups[torch.randperm(64, generator=torch.Generator().manual_seed(1))]
-    scheme = Scheme("gptq", "int4", "group", group=32, zeros=zeros)
-    layout = Layout("gptq", scheme, "scales", one_less=bool(less))
-    found = gptq_file(numbers, scale, zero, groups, less)
+    scheme = Scheme(kind, "int4", "group", group=32, zeros=zeros)
+    layout = TensorLayout(kind, scheme, "weight_scale" if kind == "packed" else "scales", one_less=bool(less))
+    found = laid_out(kind, numbers, scale, zero, groups, less)
+    if not zeros:
+        found.pop("weight_zero_point", None)
     expect(layout, found)
     weight = layout.read(found, (16, 64), "w").check("w")
-    assert (weight.order is None) == (order == "as it lies") and (weight.zero is None) == (not zeros)
-    assert torch.equal(weight.dequantize(), by_hand(numbers, scale, zero, groups)), (
-        f"layer w of a GPTQ file, inputs {order}: not (number - zero) * scale of each input's group"
-    )
-    x = torch.randn(3, 64)
-    layer = QuantLinear(weight)
+    assert (weight.order is not None) == shuffled and (weight.zero is not None) == zeros
+    assert torch.equal(weight.dequantize(), by_hand(numbers, scale, zero, groups))
+    x, layer = torch.randn(3, 64), QuantLinear(weight)
     assert torch.allclose(layer(x), layer.exact(x), atol=1e-4), "the inputs were not put in order"
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("size", [-1, 32])
-@pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize("by_activation", [False, True])
-def test_gptq_of_other_bits_and_groups(bits: int, size: int, zeros: bool, by_activation: bool) -> None:
-    """Eight bits become plain weights; a group of -1 is a whole row of 96 inputs."""
-    random = torch.Generator().manual_seed(bits)
-    many = 1 if size == -1 else 3
-    numbers = torch.randint(0, 1 << bits, (16, 96), generator=random, dtype=torch.uint8)
-    scale = torch.rand(16, many, generator=random).half()
-    zero = torch.randint(0, 1 << bits, (16, many), generator=random, dtype=torch.uint8)
-    zero = zero if zeros else torch.full_like(zero, 1 << (bits - 1))
-    groups = torch.arange(96) // (96 // many)
-    groups = groups[torch.randperm(96, generator=random)] if by_activation else groups
-    raw = {**GPTQ, "bits": bits, "group_size": size, "sym": not zeros}
-    layout = stored(raw).layout("layers.0.mlp.up_proj")
-    assert layout is not None
-    found = gptq_file(numbers, scale, zero, groups, 1, bits)
-    expect(layout, found, k=96)
-    weight = layout.read(found, (16, 96), "w")
-    assert isinstance(weight, Tensor) == (bits == 8)
-    plain = weight if isinstance(weight, Tensor) else weight.check("w").dequantize()
-    assert torch.equal(plain, by_hand(numbers, scale, zero, groups))
-
-
-def expect(layout: Layout, found: Mapping[str, Tensor], n: int = 16, k: int = 64) -> None:
+def expect(layout: TensorLayout, found: Mapping[str, Tensor], n: int = 16, k: int = 64) -> None:
     """The layout asks for just the tensors that there are; any float may stand for float32."""
     wanted = layout.tensors(n, k, "w")
     assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {
@@ -153,75 +154,34 @@ def expect(layout: Layout, found: Mapping[str, Tensor], n: int = 16, k: int = 64
         assert found[name].dtype == dtype or dtype == torch.float32, name
 
 
-def test_awq() -> None:
-    numbers, scale, zero = parts_of()
-    layout = Layout("awq", Scheme("awq", "int4", "group", group=32, zeros=True), "scales")
-    found = {
-        "qweight": awq_words(numbers.t().contiguous()),
-        "qzeros": awq_words(zero.t().contiguous()),
-        "scales": scale.t().contiguous(),
-    }
-    expect(layout, found)
-    weight = layout.read(found, (16, 64), "w").check("w")
-    assert torch.equal(weight.dequantize(), by_hand(numbers, scale, zero, torch.arange(64) // 32)), (
-        "layer w of an AWQ file: columns or zero points are not where its words have them"
-    )
-
-
 @pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize("by_activation", [False, True])
-def test_pack_quantized(zeros: bool, by_activation: bool) -> None:
-    numbers, scale, zero = parts_of(zeros=zeros)
-    groups = (torch.arange(64) // 32).flip(0) if by_activation else torch.arange(64) // 32
-    scheme = Scheme("packed", "int4", "group", group=32, zeros=zeros)
-    layout = Layout("packed", scheme, by_activation=by_activation)
-    found = {
-        "weight_packed": pack_words(numbers, 4),
-        "weight_scale": scale,
-        "weight_shape": torch.tensor([16, 64]),
-    }
-    if zeros:
-        found["weight_zero_point"] = pack_words(zero.t().contiguous(), 4).t().contiguous()
-    if by_activation:
-        found["weight_g_idx"] = groups.to(torch.int32)
-    expect(layout, found)
-    weight = layout.read(found, (16, 64), "w").check("w")
-    assert torch.equal(weight.dequantize(), by_hand(numbers, scale, zero, groups))
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("zeros", [False, True])
-def test_pack_quantized_as_compressed_tensors_reads_it(bits: int, zeros: bool) -> None:
-    """Four bits by channel and eight bits by group, packed and unpacked by the library itself."""
+def test_pack_quantized_as_compressed_tensors_reads_it(zeros: bool) -> None:
+    """Packed and unpacked by the library itself."""
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
-    many = 1 if bits == 4 else 2
-    half = 1 << (bits - 1)
     random = torch.Generator().manual_seed(0)
-    numbers = torch.randint(-half, half, (16, 64), generator=random, dtype=torch.int8)
-    zero = torch.randint(-half, half, (16, many), generator=random, dtype=torch.int8) * zeros
-    scale = torch.rand(16, many, generator=random)
-    weights = {"num_bits": bits, "symmetric": not zeros, "strategy": "channel" if bits == 4 else "group"}
-    raw = compressed(weights={**weights, "group_size": None if bits == 4 else 32})
+    numbers = torch.randint(-8, 8, (16, 64), generator=random, dtype=torch.int8)
+    zero = torch.randint(-8, 8, (16, 2), generator=random, dtype=torch.int8) * zeros
+    scale = torch.rand(16, 2, generator=random)
+    raw = compressed(weights={"symmetric": not zeros, "group_size": 32})
     layout = stored(raw).layout("layers.0.mlp.up_proj")
     assert layout is not None
     found = {
-        "weight_packed": pack_to_int32(numbers, bits),
+        "weight_packed": pack_to_int32(numbers, 4),
         "weight_scale": scale,
         "weight_shape": torch.tensor([16, 64]),
     }
     if zeros:
-        found["weight_zero_point"] = pack_to_int32(zero, bits, packed_dim=0).contiguous()
+        found["weight_zero_point"] = pack_to_int32(zero, 4, packed_dim=0).contiguous()
     expect(layout, found)
-    weight = layout.read(found, (16, 64), "w")
-    plain = weight if isinstance(weight, Tensor) else weight.check("w").dequantize()
-    assert torch.equal(plain, by_hand(numbers, scale, zero, torch.arange(64) // (64 // many)))
+    weight = layout.read(found, (16, 64), "w").check("w")
+    assert torch.equal(weight.dequantize(), by_hand(numbers, scale, zero, torch.arange(64) // 32))
 
 
 def test_pack_quantized_of_eight_bits() -> None:
     data = torch.randint(-128, 128, (16, 64), dtype=torch.int8)
     scale = torch.rand(16, 1)
-    layout = Layout("packed", INT8)
+    layout = TensorLayout("packed", INT8)
     words = (data.int() + 128).to(torch.uint8)
     found = {
         "weight_packed": pack_words(words, 8),
@@ -247,22 +207,8 @@ DAMAGE: dict[str, tuple[str, str, Any, str]] = {
 def test_damage_is_refused_by_the_tensors_name(kind: Any, name: str, value: Any, says: str) -> None:
     numbers, scale, zero = parts_of()
     scheme = Scheme(kind, "int4", "group", group=32, zeros=True)
-    layout = Layout(kind, scheme, "weight_scale" if kind == "packed" else "scales")
-    if kind == "gptq":
-        found = gptq_file(numbers, scale, zero, torch.arange(64) // 32, 0)
-    elif kind == "awq":
-        found = {
-            "qweight": awq_words(numbers.t().contiguous()),
-            "qzeros": awq_words(zero.t().contiguous()),
-            "scales": scale.t().contiguous(),
-        }
-    else:
-        found = {
-            "weight_packed": pack_words(numbers, 4),
-            "weight_scale": scale,
-            "weight_shape": torch.tensor([16, 64]),
-            "weight_zero_point": pack_words(zero.t().contiguous(), 4).t().contiguous(),
-        }
+    layout = TensorLayout(kind, scheme, "weight_scale" if kind == "packed" else "scales")
+    found = laid_out(kind, numbers, scale, zero)
     layout.read(found, (16, 64), "w")  # or the refusal would say nothing
     found[name].view(-1)[40 if name == "g_idx" else 0] = value
     with pytest.raises(UserError, match=says):
@@ -271,8 +217,8 @@ def test_damage_is_refused_by_the_tensors_name(kind: Any, name: str, value: Any,
 
 def test_zero_points_that_the_configuration_denies() -> None:
     numbers, scale, zero = parts_of()
-    layout = Layout("gptq", Scheme("gptq", "int4", "group", group=32), "scales")
-    found = gptq_file(numbers, scale, zero, torch.arange(64) // 32, 0)
+    layout = TensorLayout("gptq", Scheme("gptq", "int4", "group", group=32), "scales")
+    found = laid_out("gptq", numbers, scale, zero)
     with pytest.raises(UserError, match=r"w\.qzeros holds zero points, but the configuration says"):
         layout.read(found, (16, 64), "w")
 
@@ -281,11 +227,11 @@ def test_nan_among_fp8_numbers() -> None:
     data = torch.zeros(4, 16).to(torch.float8_e4m3fn)
     data.view(torch.uint8)[1, 2] = 0x7F
     with pytest.raises(UserError, match=r"w\.weight holds NaN"):
-        Layout("plain", FP8).read({"weight": data, "weight_scale": torch.ones(4, 1)}, (4, 16), "w")
+        TensorLayout("plain", FP8).read({"weight": data, "weight_scale": torch.ones(4, 1)}, (4, 16), "w")
 
 
 def test_a_group_that_does_not_divide_a_row() -> None:
-    layout = Layout("awq", Scheme("awq", "int4", "group", group=128, zeros=True), "scales")
+    layout = TensorLayout("awq", Scheme("awq", "int4", "group", group=128, zeros=True), "scales")
     with pytest.raises(UserError, match="w has rows of 576 weights, which groups of 128 do not divide"):
         layout.tensors(8, 576, "w")
     assert INT4.fitted(576, "w").group == 64, "rows of 576 take groups of 64: 128 does not divide them"
@@ -362,19 +308,21 @@ UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
     "gptq_v2 by its other name": ({**GPTQ, "format": "marlin"}, "format 'marlin' is not supported"),
     "rotated": ({**GPTQ, "rotation": "hadamard"}, "rotation is 'hadamard', but is not supported"),
     "marlin's own": ({**GPTQ, "is_marlin_format": True}, "is_marlin_format is True, but is not supported"),
-    "an order": (compressed(weights={"actorder": "foo"}), "actorder is 'foo', but must be group, weight"),
+    "an order": (compressed(weights={"actorder": "foo"}), "actorder is 'foo', but must be weight"),
+    "inputs by activation": (compressed(weights={"actorder": "group"}), "actorder is 'group', but must be"),
     "scales of powers": (compressed(weights={"scale_dtype": "float8_e8m0fnu"}), "scale_dtype 'float8_e8m0"),
     "a field of weights": (compressed(weights={"num_bitz": 3}), "weights.'num_bitz' is not known, only num"),
     "a field of a group": (compressed(more={"hadamard": True}), "'hadamard' is not known, only targets"),
     "a field of inputs": (compressed("int-quantized", {**W8}, {"input_activations": {**TOKENS, "clip": 3}}),
         "input_activations.'clip' is not known"),
-    "gptq of 3 bits": ({**GPTQ, "bits": 3}, "gptq: bits is 3, but only 4 and 8"),
+    "gptq of 3 bits": ({**GPTQ, "bits": 3}, "gptq: bits is 3, but only 4 are supported"),
     "awq of 8 bits": ({**AWQ, "bits": 8}, "awq: bits is 8, but only 4"),
-    "another group": ({**GPTQ, "group_size": 100}, "group_size is 100, but must be -1, for a whole row, or"),
+    "another group": ({**GPTQ, "group_size": 100}, "group_size is 100, but must be one of 16"),
+    "a group a row": ({**GPTQ, "group_size": -1}, "group_size is -1, but must be one of 16"),
     "two groups": ({**GPTQ, "q_group_size": 64}, "group_size is 128, but q_group_size 64 means the same"),
-    "dynamic bits": ({**GPTQ, "dynamic": {"+:.*q_proj": {"bits": 3}}}, "bits is 3, but only 4 and 8"),
-    "a slow rule": ({**GPTQ, "dynamic": {"-:(a+)+": {}}}, "dynamic .* is too involved"),
-    "a rule of nothing": ({**GPTQ, "dynamic": {".*": 3}}, "dynamic '.*' is 3, but must be an object"),
+    "rules": ({**GPTQ, "dynamic": {"-:.*q_proj": {}}}, "dynamic is .*, but is not supported"),
+    "named layers": ({**GPTQ, "modules_in_block_to_quantize": [["mlp.up_proj"]]},
+        "modules_in_block_to_quantize is .*, but is not supported"),
     "marlin": ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not supported"),
     "awq gemv": ({**AWQ, "version": "gemv"}, "version is 'gemv', but only 'gemm'"),
     "awq without zeros": ({**AWQ, "zero_point": False}, "zero_point is False, but only True"),
@@ -386,8 +334,9 @@ UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
     "4-bit floats": (compressed(weights={"type": "float"}), "weights of 4 bits and type float"),
     "4 bits by tensor": (compressed(weights={"strategy": "tensor"}),
         "int4 weights with a scale for each tensor"),
-    "8 bits by group, not packed": (compressed("int-quantized", weights={"num_bits": 8}),
-        "int8 weights with a scale for each group"),
+    "8 bits by group": (compressed(weights={"num_bits": 8}), "int8 weights with a scale for each group"),
+    "4 bits by channel": (compressed(weights={"strategy": "channel"}),
+        "int4 weights with a scale for each channel"),
     "int8 zeros": (compressed("int-quantized", {**W8, "symmetric": False}),
         "zero points are supported for int4 only, not int8"),
     "static activations": (compressed("int-quantized", W8,
@@ -435,43 +384,16 @@ def test_names() -> None:
     assert stored(apart).layout("layers.0.self_attn.q_proj") is not None
 
 
-@pytest.mark.parametrize("part", ["self_attn", "model.layers.0.", "layers.0.self_attn", "q_proj"])
-def test_awq_leaves_out_layers_whose_names_have_a_part(part: str) -> None:
-    found = stored({**AWQ, "modules_to_not_convert": [part]})
+@pytest.mark.parametrize(
+    ("raw", "part"),
+    [(AWQ, part) for part in ("self_attn", "model.layers.0.", "layers.0.self_attn", "q_proj")]
+    + [(QWEN, part) for part in ("model.layers.0", "model.layers.0.self_attn.q_proj", "self_attn.q_proj")],
+)
+def test_layers_are_left_out_by_a_part_of_their_names(raw: dict[str, Any], part: str) -> None:
+    """AWQ: any part; FP8: the beginning or the end."""
+    found = stored({**raw, "modules_to_not_convert": [part]})
     assert found.layout("layers.0.self_attn.q_proj") is None
     assert found.layout("layers.10.mlp.up_proj") is not None
-
-
-@pytest.mark.parametrize("part", ["model.layers.0", "model.layers.0.mlp.gate_proj", "mlp.gate_proj"])
-def test_fp8_leaves_out_layers_whose_names_begin_or_end_so(part: str) -> None:
-    found = stored({**QWEN, "modules_to_not_convert": [part]})
-    assert found.layout("layers.0.mlp.gate_proj") is None
-    assert found.layout("layers.10.mlp.up_proj") is not None
-
-
-def test_the_first_rule_of_gptq_that_matches_decides() -> None:
-    """As GPTQModel applies them: `-:` leaves a layer plain, anything else changes fields for it."""
-    rules = {
-        r"-:.*\.1\.mlp\.up_proj": {},
-        r"+:model\.layers\.1\..*mlp": {"bits": 8, "group_size": 32},
-        r".*\.(?:q|k)_proj": {"group_size": -1, "sym": False},
-        r"-:.*mlp": {},
-    }
-    found = stored({**GPTQ, "dynamic": rules})
-    assert found.layout("layers.1.mlp.up_proj") is None and found.layout("layers.2.mlp.up_proj") is None
-    down, query, value = (
-        found.layout(f"layers.1.{name}") for name in ("mlp.down_proj", "self_attn.q_proj", "self_attn.v_proj")
-    )
-    assert down is not None and query is not None and value is not None
-    assert down.eight and down.scheme.group == 32 and not down.scheme.zeros
-    assert query.row and query.scheme.zeros and not query.eight
-    assert not value.row and value.scheme.group == 128 and not value.eight
-
-
-def test_gptq_may_name_the_layers_that_are_quantized() -> None:
-    found = stored({**GPTQ, "modules_in_block_to_quantize": [["self_attn.q_proj"], ["mlp.up_proj"]]})
-    assert found.layout("layers.0.mlp.up_proj") is not None
-    assert found.layout("layers.0.mlp.down_proj") is None
 
 
 def test_named_layers_come_before_all_layers() -> None:
@@ -488,8 +410,6 @@ def test_named_layers_come_before_all_layers() -> None:
     ]
     assert groups == [32, 128], f"q_proj is named with groups of 32, k_proj is not, but they have {groups}"
 
-
-# Whole checkpoints.
 
 # Checkpoints.
 
@@ -655,8 +575,6 @@ WRITTEN: dict[str, dict[str, Any]] = {
     "W4A16": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32},
     "W4A16_ASYM": {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32},
     "W8A16": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"},
-    "W4A16_CHANNEL": {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "channel"},
-    "W8A16_GROUP": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32},
     "FP8": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"},
     "FP8_TENSOR": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"},
 }
@@ -707,40 +625,24 @@ def test_what_compressed_tensors_writes_is_read(folders: dict[str, Path], tmp_pa
     assert worst < 1e-3, f"{name}: logits differ by {worst:.1e} of the largest"
 
 
-def gptq_layer(weight: Tensor, bits: int, size: int) -> tuple[dict[str, Tensor], Tensor]:
-    """A layer as AutoGPTQ writes it, its bias of zeros too, and the weight that it stands for."""
-    n, k = weight.shape
-    half, size = 1 << (bits - 1), k if size == -1 else size
-    groups = weight.view(n, -1, size)
-    scale = groups.abs().amax(-1, keepdim=True) / (half - 1)
-    numbers = (groups / scale).round().clamp(-half, half - 1)
-    middle = torch.full((k // size, n), half - 1, dtype=torch.uint8)  # stored less one
-    words = pack_words((numbers + half).to(torch.uint8).view(n, k), bits)
-    tensors = {
-        "qweight": words.t().contiguous(),
-        "qzeros": pack_words(middle, bits),
-        "scales": scale[..., 0].t().contiguous(),
-        "g_idx": (torch.arange(k) // size).to(torch.int32),
-        "bias": torch.zeros(n),
-    }
-    return tensors, (numbers * scale).view(n, k)
-
-
-def mixed_gptq(source: Path, plain: Path, packed: Path, rows: int = -1) -> None:
-    """Write a GPTQ checkpoint of layers of 4 and 8 bits and plain ones, and the plain one it stands for."""
-    rules = {r"-:.*\.1\..*o_proj": {}, r"+:.*down_proj": {"bits": 8}, r".*q_proj": {"group_size": rows}}
+def gptq_checkpoint(source: Path, plain: Path, packed: Path) -> None:
+    """Write a GPTQ checkpoint in groups of 32, biases of zeros too, and the plain one that it stands for."""
     found = load_file(source / "model.safetensors")
     same, tensors = dict(found), dict(found)
     for name, weight in found.items():
         owner, _, leaf = name.rpartition(".")
-        if not owner.endswith("_proj") or leaf != "weight" or owner.endswith("1.self_attn.o_proj"):
-            continue
-        size = rows if owner.endswith("q_proj") else 32
-        parts, same[name] = gptq_layer(weight, 8 if owner.endswith("down_proj") else 4, size)
-        del tensors[name]
-        tensors |= {f"{owner}.{part}": tensor for part, tensor in parts.items()}
+        if owner.endswith("_proj") and leaf == "weight":
+            n, k = weight.shape
+            groups = weight.view(n, -1, 32)
+            scale = groups.abs().amax(-1) / 7
+            numbers = (groups / scale[..., None]).round().clamp(-8, 7)
+            same[name] = (numbers * scale[..., None]).view(n, k)
+            words, zero = (numbers + 8).to(torch.uint8).view(n, k), torch.full_like(scale, 8)
+            del tensors[name]
+            parts = laid_out("gptq", words, scale, zero, less=1) | {"bias": torch.zeros(n)}
+            tensors |= {f"{owner}.{part}": tensor for part, tensor in parts.items()}
     raw = json.loads((source / "config.json").read_text())
-    method = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "dynamic": rules}
+    method = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
     for folder, kept, config in (
         (plain, same, raw),
         (packed, tensors, {**raw, "quantization_config": method}),
@@ -750,10 +652,10 @@ def mixed_gptq(source: Path, plain: Path, packed: Path, rows: int = -1) -> None:
         (folder / "config.json").write_text(json.dumps(config))
 
 
-def test_a_gptq_checkpoint_of_mixed_layers(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_gptq_checkpoint(folders: dict[str, Path], tmp_path: Path) -> None:
     import transformers as hf
 
-    mixed_gptq(folders["llama"], tmp_path / "plain", tmp_path / "packed")
+    gptq_checkpoint(folders["llama"], tmp_path / "plain", tmp_path / "packed")
     reference = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
     with torch.no_grad():
         want = reference(IDS[None]).logits[0]
@@ -920,15 +822,13 @@ def test_a_draft_model_may_be_a_quantized_checkpoint(
 
 def test_a_rank_counts_groups_from_its_own_first() -> None:
     scheme = Scheme("gptq", "int4", "group", group=32, zeros=True)
-    layer = StoredLinear(nn.Linear(64, 16, device="meta"), Layout("gptq", scheme, "scales"), "w")
+    layer = StoredLinear(nn.Linear(64, 16, device="meta"), TensorLayout("gptq", scheme, "scales"), "w")
     groups = torch.arange(128) // 32  # of two ranks
     assert layer.part("g_idx", groups[64:], 1).tolist() == [0] * 32 + [1] * 32
     assert layer.part("g_idx", groups[64:], None).tolist() == groups[64:].tolist()
     assert layer.part("weight_shape", torch.tensor([16, 128]), 1).tolist() == [16, 64]
     with pytest.raises(UserError, match="in the order of activations: they cannot be cut"):
         layer.part("g_idx", groups.flip(0)[64:], 1)
-    row = StoredLinear(nn.Linear(64, 16, device="meta"), Layout("gptq", scheme, "scales", row=True), "w")
-    assert row.part("g_idx", torch.zeros(64), 1).tolist() == [0] * 64
 
 
 @pytest.mark.slow
@@ -936,7 +836,7 @@ def test_a_rank_counts_groups_from_its_own_first() -> None:
 def test_ranks_read_their_parts_of_a_checkpoint(folders: dict[str, Path], tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "packed"
     if kind == "gptq":
-        mixed_gptq(folders["llama"], tmp_path / "plain", folder, rows=32)
+        gptq_checkpoint(folders["llama"], tmp_path / "plain", folder)
     else:
         model = load_model(str(folders["llama"]), device="cpu", dtype="float32")
         quantize_model(model, INT4.with_group(32))

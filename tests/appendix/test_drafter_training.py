@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from typing import Any
@@ -18,8 +17,7 @@ import forward
 from common.sampling.params import SamplingParams
 from forward.attention import LayerSpec, RecomputeAttention
 from forward.model import Model
-from phases.appendix.drafter_training import questions, text, unroll
-from phases.appendix.drafter_training.run import main as train_drafters
+from phases.appendix.drafter_training import run, text, unroll
 from phases.appendix.drafter_training.text import Talk
 from speculative import head
 from speculative.head import Head, ReducedHead
@@ -115,7 +113,6 @@ def test_the_model_asks_and_answers(model: Model) -> None:
     assert (before, between) == ([250, 251], [2, 252])
     engine = continuous.load(model, max_rows=4, max_len=300)
     eos = model.config.eos_token_ids[0]
-    told: list[int] = []
     talks = text.write(
         engine,
         before,
@@ -124,46 +121,40 @@ def test_the_model_asks_and_answers(model: Model) -> None:
         most=3,
         answer_tokens=8,
         begun=lambda rng: [40, 41],
-        told=lambda count: told.append(count),
     )
     assert engine.idle
     for talk in talks:
         assert talk.tokens[:4] == [*before, 40, 41], "a question does not begin as it was begun"
         assert talk.tokens[talk.answer - 2 : talk.answer] == [eos, 252]
         assert eos not in talk.tokens[2 : talk.answer - 2], "a question has an end inside"
-    assert told == list(range(1, len(talks) + 1))
     groups = list(text.batches(talks, 64, random.Random(0))) if talks else []
     assert sum(map(len, groups)) == len(talks)
 
 
 @pytest.mark.slow
-def test_training_makes_drafters_in_its_time(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    started = time.monotonic()
-    report = train_drafters(["--toy", "--minutes", "0.1", "--out", str(tmp_path)])
-    took = time.monotonic() - started
-    assert took < 30, f"asked for 6 seconds, it took {took:.0f}"
-    line = json.loads(capsys.readouterr().out.splitlines()[-1])
-    large = forward.load_model("random:tiny", device="cpu", dtype="float32")
-    path = tmp_path / "tiny-head.safetensors"
-    head.load(path, large)
-    assert path.stat().st_size == report["head"]["bytes"]
-    assert line["head"]["tokens_per_step"] == pytest.approx(1 + sum(line["head"]["accepted"]), abs=1e-3)
-    assert len(report["head"]["history"]) >= 2 and report["head"]["tokens"] > 0
+def test_training_makes_a_drafter_in_its_time(model: Model, tmp_path: Any) -> None:
+    engine = continuous.load(model, max_rows=16, max_len=64)
+    prompts = [[(7 * n + k) % 250 + 1 for k in range(4)] for n in range(80)]
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    talks = [Talk(one.prompt_ids + one.token_ids, 4, True) for one in engine.generate(prompts, params)]
+    path, started = tmp_path / "tiny-head.safetensors", time.monotonic()
+    about = {"model": "tiny", "device": "cpu", "minutes": 0.1}
+    facts = run.train_head(model, talks, path, about, skip=2, seconds=4.0, vocab=128)  # type: ignore[arg-type]
+    assert time.monotonic() - started < 25, "asked for 4 seconds"
+    assert len(head.load(path, model).lm_head.ids) == 128
+    assert facts["tokens_per_step"] == 1 + sum(facts["accepted"]) and facts["conversations"] == 76
     card = (tmp_path / "README.md").read_text(encoding="utf-8")
-    assert "`head`" in card and "--minutes 0.1" in card
+    assert "`tiny-head.safetensors`" in card and "--minutes 0.1" in card
 
 
 def test_questions_begin_in_many_ways() -> None:
     rng = random.Random(0)
     words = [f"qx{chr(97 + n // 26)}{chr(97 + n % 26)}" for n in range(300)]
-    begun = [questions.beginning(rng, words) for _ in range(3_000)]
+    begun = [text.beginning(rng, words) for _ in range(3_000)]
     assert 0.12 < begun.count("") / len(begun) < 0.18, "the model begins about one of seven"
-    assert len(set(begun)) > 1_200 and not any("{" in one or "|" in one for one in begun)
+    assert len(set(begun)) > 900 and not any("{" in one or "|" in one for one in begun)
     found = {word for word in words if any(word in one for one in begun)}
     assert len(found) > 270, f"of 300 words of the vocabulary {len(found)} are topics"
-    assert any("photosynthesis" in one for one in begun), "topics that people chose are gone"
-    assert "qx" not in "".join(questions.beginning(rng) for _ in range(300)), "words that nobody gave"
-    assert not set(begun) & set(questions.PEOPLE), "what people ask is kept for the evaluation"
 
 
 def test_words_of_a_vocabulary_stand_alone_and_are_whole() -> None:
@@ -178,7 +169,7 @@ def test_words_of_a_vocabulary_stand_alone_and_are_whole() -> None:
         " naïve",
         " under score",
     ]
-    assert questions.words_of(texts) == ["harbour", "piano"]
+    assert text.words_of(texts) == ["harbour", "piano"]
 
 
 @pytest.mark.slow

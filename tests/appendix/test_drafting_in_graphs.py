@@ -27,8 +27,8 @@ from forward.surgery import clone
 from paged_cache import PagedEngine
 from phases import find_phase
 from phases.appendix.drafting_in_graphs.loop import InGraph
-from phases.appendix.latency import surgery
 from phases.appendix.latency.attention import LatencyAttention
+from phases.appendix.latency.block import LatencyBlock
 from phases.registry import load_engine
 from speculative import head
 from speculative.head import HeadSource
@@ -86,7 +86,7 @@ def test_a_lone_request_is_verified_by_the_kernels_for_few(
     model: Model, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All its tokens in one kernel of attention a layer, padding included, behind its lone tokens."""
-    monkeypatch.setattr(surgery, "few_pays", lambda *_: True)  # the interpreter knows float32
+    monkeypatch.setattr(LatencyBlock, "few", True)  # as where there are columns
     monkeypatch.setattr(Capturer, "capture", lambda self, function: function)
     few, seen = LatencyAttention.attend_few, []
 
@@ -159,7 +159,7 @@ def test_drafting_inside_the_graph_changes_no_token(
 
     def counted(work: Work, accepted: int) -> None:
         nonlocal blank
-        if kind == "ngram" and ahead.landing is not None and id(work) in ahead.landing.lines:
+        if kind == "ngram" and ahead.landing is not None and id(work) in ahead.landing.made:
             index = NGramIndex()
             index.extend(work.request.tokens[: work.start + 1])
             found = bool(index.propose(1))
@@ -365,35 +365,6 @@ def test_lengths_that_have_graphs() -> None:
     from phases.appendix.drafting_in_graphs.steps import draft_lengths
 
     assert [draft_lengths(most) for most in (0, 1, 2, 4)] == [[], [1], [1, 2], [1, 2, 4]]
-
-
-@pytest.mark.long
-def test_a_head_with_graphs_of_several_steps_changes_no_token(model: Model, tmp_path: Any) -> None:
-    """Head and model both replay; the head reads the hidden states that graphs leave behind."""
-    path = tmp_path / "head.safetensors"
-    head.save(head_of(model), path, {})
-    prompts = [[5, 6, 7], [9] * 12]
-    params = [
-        SamplingParams(max_tokens=7, ignore_eos=True),
-        SamplingParams(max_tokens=7, temperature=0.8, seed=1, ignore_eos=True),
-    ]
-    right = continuous.load(model, max_rows=2, max_len=32).generate(prompts, params)
-    given = {
-        "drafter": "head",
-        "draft_model": str(path),
-        "draft_adaptive": False,
-        "max_rows": 2,
-        "max_len": 32,
-    }
-    eager = load(model, **given)
-    engine = load(model, **{**AHEAD, **given, "draft_length": 3, "overlap": False})
-    for made in (eager, engine):
-        assert plain(made.generate(prompts, params)) == plain(right)
-    source = engine.scheduler.drafter.source
-    assert source.runner.replays > 0 and source.several is not None, "the head's steps are no graphs"
-    first, second = (made.scheduler.drafter.stats.acceptance for made in (eager, engine))
-    assert first == pytest.approx(second, abs=0.15), "with graphs the head says something else"
-    clean(engine)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Phase 11's kernel in CUDA C++, on a GPU that can run it, against those in Triton, alone and in a model."""
+"""The kernel in CUDA C++, on a GPU that can run it, against PyTorch, alone and in a model."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 pytest.importorskip("triton")
@@ -19,18 +20,16 @@ from phases.appendix.drafting_in_graphs import columns
 from phases.appendix.drafting_in_graphs.graph import several
 from phases.appendix.latency import linear as linears
 from phases.appendix.latency.attention import LatencyAttention
-from phases.appendix.latency.few import few
-from phases.appendix.latency.heads import project_few_heads
 from phases.appendix.latency.linear import add_way
 from phases.appendix.latency.lone_few import FewParts
 from phases.appendix.latency.surgery import install as latency
-from phases.appendix.latency.tables import FewHeadsConfig, LoneFewConfig
+from phases.appendix.latency.tables import LoneFewConfig
 from tests.cuda_kit import ON_A_GPU, random, replayed
-from tests.paged_batches import DEVICE, assert_near, walled
+from tests.paged_batches import DEVICE, assert_near, combined, walled
 from triton_paged_attention.decode import Workspace
-from triton_paged_attention.kernels.norms import NormWeights
+from triton_paged_attention.kernels.norms import NormWeights, rms_norm
+from triton_paged_attention.layers import FusedBlock, optimize
 from triton_paged_attention.linear import FusedLinear
-from triton_paged_attention.surgery import optimize
 
 CLOSE = 4e-3
 """Of the output's norm: both round to bfloat16, and sum up in another order."""
@@ -66,14 +65,19 @@ class TestOnAGPU:
         x, residual = 3 * random(tokens, size), random(tokens, outputs) if adds else None
         around = {"norm": norm, "gate": gate, "residual": None if residual is None else walled(residual)}
         got = columns.columns(walled(x), walled(weight), shape, **around)
-        wanted = few(x, weight, **around)
+        normed_x = x if norm is None else rms_norm(x, *norm)
+        wanted = normed_x.float() @ weight.float().t()
+        if gate is not None:
+            wanted = F.silu(wanted[:, :outputs]) * wanted[:, outputs:]
+        if residual is not None:
+            wanted = wanted + residual.float()
         assert_near(got, wanted, CLOSE, f"{tokens} tokens, {rows} x {size}, gate {gate}, norm {normed}")
 
     @pytest.mark.parametrize("count", [0, 1, 3, 5])
     @pytest.mark.parametrize("context", [5, 64, 65, 129, 400, 1500])
     @pytest.mark.parametrize("window", [None, 100])
     def test_splits_are_combined(self, context: int, count: int, window: int | None) -> None:
-        """As by the kernel in Triton; what no split has written, and padding, is poison."""
+        """What no split has written, and padding, is poison."""
         tokens, heads, d, config = 5, 9, 64, LoneFewConfig(splits=8, min_tiles=1 + context % 2)
         layer = LayerSpec(1, heads, 3, d, 0.1, sliding_window=window)
         cached = max(0, context - count)
@@ -93,8 +97,12 @@ class TestOnAGPU:
         weight, residual = random(576, heads * d) / 24, random(tokens, 576)
         shape = columns.shape_of(576, heads * d, False, weight.device)
         assert shape is not None
-        got = columns.project_few_heads(residual, weight, parts, shape)
-        wanted = project_few_heads(residual, weight, None, parts, shape=FewHeadsConfig(8))
+        plain = nn.Linear(heads * d, 576, bias=False, device="meta")
+        plain.weight = nn.Parameter(weight)
+        got = columns.project_few_heads(plain, shape, parts, residual)
+        attended = torch.zeros(tokens, heads * d, device=DEVICE)
+        attended[:count] = combined(partial[:, :count], logs[:, :count], used).flatten(1)
+        wanted = residual.float() + attended @ weight.float().t()
         assert_near(got, wanted, CLOSE, f"{count} tokens of {context} keys in {used} splits")
 
     @pytest.mark.parametrize("context", [3, 130, 700])
@@ -134,14 +142,14 @@ class TestOnAGPU:
         assert_near(hidden[1], hidden[0], 10 * CLOSE, f"12 layers, {tokens} tokens behind {context}")
 
 
-def layer(weight: Tensor, bias: Tensor | None = None, *, few: bool = True, ahead: bool = True) -> FusedLinear:
-    """A linear layer with phase 09's way."""
+def layer(weight: Tensor, bias: Tensor | None = None, *, ahead: bool = True) -> FusedLinear:
+    """A linear layer with a way for one token."""
     plain = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     plain.weight = nn.Parameter(weight)
     if bias is not None:
         plain.bias = nn.Parameter(bias)
     fused = FusedLinear(plain)
-    add_way(fused, few=few, run_ahead=ahead)
+    add_way(fused, run_ahead=ahead)
     return fused
 
 
@@ -155,22 +163,40 @@ def test_which_layers_change(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(way, columns.Columns)
     assert way.linear is made.linear, "the weight is copied"
     assert (way.run_ahead, way.fewest) == (False, 1), "how it starts is lost"
-    slow = layer(random(64, 576), few=False)
-    assert len(columns.by_columns(slow).ways) == 1, "a few tokens of it have no kernel"
+    assert len(columns.by_columns(FusedLinear(made.linear)).ways) == 0, "a layer without a way for one token"
     half = layer(random(64, 576).half())
     assert len(columns.by_columns(half).ways) == 1, "it is not of bfloat16"
 
 
+@pytest.mark.parametrize(("hidden", "columned"), [(576, True), (2048, False)])
+def test_which_blocks_change(monkeypatch: pytest.MonkeyPatch, hidden: int, columned: bool) -> None:
+    """All matrices of a block or none; the head of a model, whose result is float32, never."""
+    monkeypatch.setattr(columns, "available", lambda device: True)
+    config = replace(
+        SHAPES["qwen3-0.6b"], num_layers=1, hidden_size=hidden, num_heads=9, num_kv_heads=3, head_dim=64,
+        intermediate_size=1536, vocab_size=512, sliding_windows=(None,),
+    )  # fmt: skip
+    model = latency(optimize(random_model(config, device="cpu", dtype=torch.bfloat16)))
+    columns.install(model, fewest=1)
+    (block,) = (part for part in model.modules() if isinstance(part, FusedBlock))
+    assert block.ways[0].few == columned and (block.ways[0].few_heads is not None) == columned
+    ways = [
+        isinstance(part.ways[0], columns.Columns) for part in block.modules() if isinstance(part, FusedLinear)
+    ]
+    assert ways == [columned] * 4
+    assert not isinstance(model.lm_head.ways[0], columns.Columns)
+
+
 def test_who_is_a_column(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the number of tokens, and by the layer: one with a bias keeps phase 09's ways, for one token too."""
+    """By the number of tokens, and by the layer: one with a bias keeps its way for one token."""
     taken: list[str] = []
-    for module, name in ((columns, "columns"), (linears, "gemv"), (linears, "few")):
+    for module, name in ((columns, "columns"), (linears, "gemv")):
         monkeypatch.setattr(module, name, lambda x, *_, name=name, **around: taken.append(name) or x)
     monkeypatch.setattr(columns, "available", lambda device: True)
     for fewest, bias, wanted in [
         (1, None, ["columns", "columns", "columns"]),
         (2, None, ["gemv", "columns", "columns"]),
-        (1, random(64), ["gemv", "few", "few"]),
+        (1, random(64), ["gemv"]),
     ]:
         made = columns.by_columns(layer(random(64, 576), bias), fewest=fewest)
         taken.clear()

@@ -20,18 +20,17 @@ from forward.attention import LayerSpec
 from forward.loading import load_model, random_model
 from forward.model import Model
 from forward.shapes import SHAPES
-from paged_cache import LayerCache, PagedEngine
+from paged_cache import LayerBlocks, PagedEngine
 from phases import find_phase, registry
 from phases.appendix.latency import surgery
 from phases.appendix.latency.attention import LatencyAttention
 from phases.appendix.latency.block import LatencyBlock
-from phases.appendix.latency.few import few
 from phases.appendix.latency.gemv import gemv
-from phases.appendix.latency.heads import project_few_heads, project_heads
+from phases.appendix.latency.heads import project_heads
 from phases.appendix.latency.linear import add_way
 from phases.appendix.latency.lone import attend_lone
 from phases.appendix.latency.lone_few import attend_few
-from phases.appendix.latency.tables import FewHeadsConfig, HeadsConfig, LoneConfig, LoneFewConfig
+from phases.appendix.latency.tables import HeadsConfig, LoneConfig, LoneFewConfig
 from tests.compiling import spilled
 from tests.paged_batches import (
     DEVICE,
@@ -39,16 +38,15 @@ from tests.paged_batches import (
     GARBAGE,
     assert_attention,
     assert_near,
-    expected,
+    combined,
     make,
     walled,
 )
 from triton_paged_attention.decode import Workspace, paged_decode
 from triton_paged_attention.kernels.norms import NormWeights
 from triton_paged_attention.kernels.rope import HeadNorms, norm_rope
-from triton_paged_attention.layers import FusedBlock
+from triton_paged_attention.layers import FusedBlock, optimize
 from triton_paged_attention.linear import FusedLinear
-from triton_paged_attention.surgery import optimize
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -87,7 +85,7 @@ def test_attention_of_a_lone_token(context: int, heads: tuple[int, int], feature
     slots = torch.tensor([slot], device=DEVICE)
     weight, residual = torch.randn(size, heads[0] * d, device=DEVICE), torch.randn(1, size, device=DEVICE)
     bias = torch.randn(size, device=DEVICE)
-    cache = LayerCache(batch.cache.k.clone(), batch.cache.v.clone())
+    cache = LayerBlocks(batch.cache.k.clone(), batch.cache.v.clone())
     q, _, _ = norm_rope(qkv, cos, sin, layer, norms=norms, cache=batch.cache, slots=slots)
     attended = paged_decode(q, *batch.arguments[1:], scale=0.2, **FEATURES[feature])
     wanted = attended.flatten(1) @ weight.t() + bias + residual
@@ -132,9 +130,6 @@ def test_attention_of_a_few_tokens_of_a_lone_request(
 ) -> None:
     """Against the kernels apart: behind nothing, one key, and keys of several splits, the last one full."""
     d = 32
-    # Natively the projection's tensor cores want numbers of half precision.
-    kind = torch.float16 if DEVICE == "cuda" and not meet else torch.float32
-    limit = 1e-5 if kind == torch.float32 else 1e-2
     batch = make([max(context, 1)], [tokens], heads=heads, d=d)
     if context == 0:  # a graph's padding: no keys, slots below 0, a table of garbage
         batch.context_lens[0] = 0
@@ -142,7 +137,7 @@ def test_attention_of_a_few_tokens_of_a_lone_request(
     window, cap = FEATURES[feature].get("sliding_window"), FEATURES[feature].get("soft_cap")
     layer = LayerSpec(0, *heads, d, 0.2, window, cap)  # type: ignore[arg-type]
     every = tokens + padding
-    qkv = torch.randn(every, (heads[0] + 2 * heads[1]) * d, device=DEVICE).to(kind)
+    qkv = torch.randn(every, (heads[0] + 2 * heads[1]) * d, device=DEVICE)
     angles = torch.randn(every, d // 2, device=DEVICE)
     cos = torch.cat([angles.cos()] * 2, -1)
     sin = torch.cat([-angles.sin(), angles.sin()], -1)
@@ -155,8 +150,8 @@ def test_attention_of_a_few_tokens_of_a_lone_request(
     caches = [part.clone() for part in batch.cache[:2]]
     for part in caches:  # nobody has written there yet
         part.flatten(0, 1)[slots[:tokens]] = float("nan")
-    cache = LayerCache(*caches)
-    q, _, _ = norm_rope(qkv.float(), cos, sin, layer, norms=norms, cache=batch.cache, slots=slots)
+    cache = LayerBlocks(*caches)
+    q, _, _ = norm_rope(qkv, cos, sin, layer, norms=norms, cache=batch.cache, slots=slots)
     batch.q = q[:tokens]
     workspace = Workspace(400, d, DEVICE)
     workspace.partial.fill_(float("nan"))
@@ -168,23 +163,16 @@ def test_attention_of_a_few_tokens_of_a_lone_request(
     )  # fmt: skip
     what = f"{tokens} tokens of {context} keys, {heads} heads, {feature}"
     assert (workspace.arrived == 0).all(), f"{what}: counters are left at {workspace.arrived[:8].tolist()}"
-    if meet and tokens:
-        assert_attention(batch, parts.out[:tokens].view_as(batch.q), limit, what, **FEATURES[feature])
-    elif not meet:
-        weight = (torch.randn(40, heads[0] * d, device=DEVICE) / (heads[0] * d) ** 0.5).to(kind)
-        bias, residual = (
-            torch.randn(40, device=DEVICE).to(kind),
-            torch.randn(every, 40, device=DEVICE).to(kind),
-        )
-        attended = torch.zeros(every, heads[0] * d, device=DEVICE)
-        if tokens:
-            attended[:tokens] = expected(batch, **FEATURES[feature]).flatten(1)
-        shape = FewHeadsConfig(2, part=128, chunk=3)
-        got = project_few_heads(walled(residual), walled(weight), walled(bias), parts, shape=shape)
-        wanted = residual.float() + bias.float() + attended @ weight.float().t()
-        assert_near(got, wanted, limit, f"{what}: output [token, number], padding its residual and the bias")
+    if tokens:
+        out = parts.out[:tokens].view_as(batch.q)
+        if not meet:
+            room = 1 << (every - 1).bit_length()
+            partial = workspace.partial[: 4 * room * heads[0] * d].view(4, room, heads[0], d)
+            logs = workspace.lse[: 4 * room * heads[0]].view(4, room, heads[0])
+            out = combined(partial, logs, int((~logs[:, 0, 0].isnan()).sum()))[:tokens]
+        assert_attention(batch, out, 1e-5, what, **FEATURES[feature])
     for name, mine, theirs in zip(("keys", "values"), cache[:2], batch.cache[:2], strict=True):
-        wrong = ~torch.isclose(mine, theirs, equal_nan=True, atol=limit, rtol=limit)
+        wrong = ~torch.isclose(mine, theirs, equal_nan=True, atol=1e-5, rtol=1e-5)
         places = wrong.flatten(0, 1).flatten(1).any(1).nonzero().flatten().tolist()
         assert not places, f"{what}: {name} in slots {places} are wrong; new ones belong in {slots.tolist()}"
 
@@ -222,26 +210,6 @@ def test_gemv_with_norm_bias_residual_and_gate(size: int, gate: str | None) -> N
         assert_near(got, F.silu(product[:, :20]) * product[:, 20:], 1e-5, f"{size} inputs: act(gate) * up")
 
 
-@pytest.mark.parametrize("size", [48, 512, 1536, 2560])
-@pytest.mark.parametrize("tokens", [2, 5, 8])
-@pytest.mark.slow
-def test_few_tokens_with_norm_bias_residual_and_gate(size: int, tokens: int) -> None:
-    kind = torch.float16 if DEVICE == "cuda" else torch.float32  # natively for tensor cores only
-    x, norm = torch.randn(tokens, size, device=DEVICE), torch.randn(size, device=DEVICE)
-    weight = torch.randn(2 * 20, size, device=DEVICE) / size**0.5
-    bias, residual = torch.randn(40, device=DEVICE), torch.randn(tokens, 40, device=DEVICE)
-    x, norm, weight, bias, residual = (part.to(kind) for part in (x, norm, weight, bias, residual))
-    normed = F.rms_norm(x.float(), (size,), norm.float() + 1, 1e-5).to(kind).float()
-    product, limit = normed @ weight.float().t(), 1e-5 if kind == torch.float32 else 2e-3
-    x, weight, weights = walled(x), walled(weight), NormWeights(walled(norm), 1e-5, True)
-    what = f"{tokens} tokens of {size} inputs: "
-    got = few(x, weight, norm=weights, bias=walled(bias), residual=walled(residual))
-    assert_near(got, product + bias + residual, limit, what + "norm, product, bias and residual")
-    assert_near(few(x, weight), x.float() @ weight.float().t(), limit, what + "the product alone")
-    got = few(x, weight, norm=weights, gate="silu")
-    assert_near(got, F.silu(product[:, :20]) * product[:, 20:], limit, what + "act(gate) * up")
-
-
 @torch.inference_mode()
 def test_a_gate_with_biases_is_applied_behind_them() -> None:
     """The kernels add a bias last, so a gated layer that has one takes the way of many tokens."""
@@ -255,12 +223,11 @@ def test_a_gate_with_biases_is_applied_behind_them() -> None:
     assert_near(got, F.silu(out[:, :20]) * out[:, 20:], 1e-5, "act(gate + its bias) * (up + its bias)")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_which_layers_of_a_block_have_ways(dtype: torch.dtype) -> None:
-    """Tensor cores have no float32; and before its wait, attention reads what came before its projection. In
-    all layers but the first that is over when it starts.
+def test_which_layers_of_a_block_have_ways() -> None:
+    """Before its wait, attention reads what came before its projection. In all layers but the first that is
+    over when it starts.
     """
-    model = surgery.install(optimize(random_model(SHAPES["tiny"], device="cpu", dtype=dtype)))
+    model = surgery.install(optimize(random_model(SHAPES["tiny"], device="cpu", dtype=torch.float32)))
     blocks = [module for module in model.modules() if isinstance(module, FusedBlock)]
     assert len(blocks) == model.config.num_layers
     for block in blocks:
@@ -272,8 +239,7 @@ def test_which_layers_of_a_block_have_ways(dtype: torch.dtype) -> None:
             for way in (part.ways if isinstance(part, FusedLinear) else ())
         }
         assert len(ways) == 4, f"layers with a direct way: {list(ways)}"
-        for way in (direct, *ways.values()):
-            assert way.few == (dtype == torch.float16), f"kernels for a few tokens of {dtype}: {way.few}"
+        assert not direct.few, "a few tokens have ways in another entry only"
         waits = [name for name, way in ways.items() if not way.run_ahead]
         index = block.self_attn.spec.index
         expected = ["self_attn.qkv_proj"] if index == 0 else []
@@ -283,8 +249,7 @@ def test_which_layers_of_a_block_have_ways(dtype: torch.dtype) -> None:
 @pytest.mark.slow
 def test_a_step_of_a_few_tokens_runs_the_kernels_for_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three requests, one of which ends first: their tokens are phase 05's."""
-    if DEVICE == "cpu":  # the interpreter knows float32, in which tokens can be compared
-        monkeypatch.setattr(surgery, "few_pays", lambda *_: True)
+    monkeypatch.setattr(LatencyBlock, "few", True)
     model = load_model("random:tiny", device=DEVICE, dtype="float32" if DEVICE == "cpu" else "float16")
     prompts, params = (
         [[5, 6, 7], [8], [9, 3]],
@@ -345,8 +310,8 @@ def test_drafts_of_a_lone_request_are_verified_by_the_kernels_for_few(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All its tokens in one kernel of attention a layer, behind its lone tokens."""
-    if DEVICE == "cpu":  # the interpreter knows float32
-        monkeypatch.setattr(surgery, "few_pays", lambda *_: True)
+    monkeypatch.setattr(LatencyBlock, "few", True)
+    if DEVICE == "cpu":
         monkeypatch.setattr(Capturer, "capture", lambda self, function: function)
     model = load_model("random:tiny", device=DEVICE, dtype="float32" if DEVICE == "cpu" else "float16")
     few, seen = LatencyAttention.attend_few, []
@@ -377,4 +342,4 @@ def test_drafts_of_a_lone_request_are_verified_by_the_kernels_for_few(
 def test_kernels_for_few_tokens_compile_for_a_gpu(capability: int) -> None:
     """And keep what they hold in registers, but for a few bytes: versions of the compiler differ by these."""
     found = spilled(capability)
-    assert len(found) == 7 and max(found) <= 16, f"bytes that do not fit into registers: {found}"
+    assert len(found) == 4 and max(found) <= 16, f"bytes that do not fit into registers: {found}"

@@ -1,8 +1,6 @@
-"""Kernels for one token and for a few over all sizes of a head, in memory full of NaN."""
+"""Kernels for one token over all sizes of a head, in memory full of NaN."""
 
 from __future__ import annotations
-
-from functools import partial
 
 import pytest
 import torch
@@ -11,14 +9,13 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 from forward.attention import LayerSpec
-from paged_cache import LayerCache
-from phases.appendix.latency.few import few
+from paged_cache import LayerBlocks
 from phases.appendix.latency.gemv import gemv
 from phases.appendix.latency.heads import project_heads
 from phases.appendix.latency.lone import attend_lone
 from phases.appendix.latency.tables import GemvConfig, HeadsConfig, LoneConfig
 from tests.head_sizes import HEADS, KV_HEADS, angles, by_torch, each_size
-from tests.paged_batches import CUDA, DEVICE, TOLERANCE, assert_near, expected, make, walled
+from tests.paged_batches import DEVICE, TOLERANCE, assert_near, expected, make, walled
 from triton_paged_attention.decode import Workspace
 from triton_paged_attention.kernels.norms import NormWeights
 from triton_paged_attention.kernels.rope import HeadNorms
@@ -42,7 +39,7 @@ def test_a_lone_token(meet: bool, d: int, dtype: torch.dtype) -> None:
     slots = batch.tables[0, [(context - 1) // 16]].long() * 16 + (context - 1) % 16
 
     workspace = Workspace(4 * HEADS * 2, max(16, 1 << (d - 1).bit_length()), DEVICE)
-    cache = LayerCache(batch.cache.k.clone(), batch.cache.v.clone())
+    cache = LayerBlocks(batch.cache.k.clone(), batch.cache.v.clone())
     inside = HeadNorms(walled(norms.q_weight), walled(norms.k_weight), norms.eps, norms.one_plus)
     parts = attend_lone(
         walled(qkv), (walled(cos), walled(sin)), inside, layer, cache,
@@ -71,17 +68,12 @@ def test_a_lone_token(meet: bool, d: int, dtype: torch.dtype) -> None:
 
 @each_size
 @pytest.mark.parametrize("gate", [None, "silu"])
-@pytest.mark.parametrize("tokens", [1, 3])
-def test_projections_of_one_token_and_of_few(
-    tokens: int, gate: str | None, d: int, dtype: torch.dtype
-) -> None:
-    """Matrices of as many columns as six heads have numbers; the kernel for few is for half precision."""
-    if tokens > 1 and CUDA and dtype == torch.float32:
-        pytest.skip("natively there are no tensor cores for float32")
+def test_projections(gate: str | None, d: int, dtype: torch.dtype) -> None:
+    """Matrices of as many columns as six heads have numbers."""
     size, rows = HEADS * d, 20
-    x, norm = torch.randn(tokens, size, device=DEVICE).to(dtype), torch.randn(size, device=DEVICE).to(dtype)
+    x, norm = torch.randn(1, size, device=DEVICE).to(dtype), torch.randn(size, device=DEVICE).to(dtype)
     weight = (torch.randn(2 * rows, size, device=DEVICE) / size**0.5).to(dtype)
-    residual = torch.randn(tokens, 2 * rows, device=DEVICE).to(dtype)
+    residual = torch.randn(1, 2 * rows, device=DEVICE).to(dtype)
     normed = F.rms_norm(x.float(), (size,), norm.float() + 1, 1e-5).to(dtype).float()
     wanted = normed @ weight.float().t()
     given = {"norm": NormWeights(walled(norm), 1e-5, True), "gate": gate}
@@ -91,7 +83,6 @@ def test_projections_of_one_token_and_of_few(
         wanted = F.silu(wanted[:, :rows]) * wanted[:, rows:]
     # Few programs, since each takes the interpreter a millisecond; and more than one sweep where it can be.
     shape = GemvConfig(32, min(256, 1 << (size - 1).bit_length()))
-    kernel = partial(gemv, config=shape) if tokens == 1 else few
     limit = 1e-5 if dtype == torch.float32 else 3e-2
-    what = f"{tokens} tokens of {size} inputs, {gate or 'no'} gate: output [token, number]"
-    assert_near(kernel(walled(x), walled(weight), **given), wanted, limit, what)
+    what = f"{size} inputs, {gate or 'no'} gate: output [token, number]"
+    assert_near(gemv(walled(x), walled(weight), config=shape, **given), wanted, limit, what)

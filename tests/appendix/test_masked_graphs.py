@@ -86,8 +86,8 @@ def test_the_kernel_masks_what_torch_masks() -> None:
 def test_reading_under_masks_chooses_what_is_chosen_behind_them(vocab: int, settings: dict[str, Any]) -> None:
     """Masks of many tokens, of one, of none (whose token nobody reads), and no mask; padding of a graph."""
     pytest.importorskip("triton")
+    from cuda_graphs.sampling import TritonChooser
     from phases.appendix.masked_graphs.kernel import with_kernel
-    from triton_paged_attention.sampler import TritonChooser
 
     device = kernels_run_on()
     made, size = torch.Generator().manual_seed(vocab), 7
@@ -118,8 +118,8 @@ def test_reading_under_masks_chooses_what_is_chosen_behind_them(vocab: int, sett
 
 def test_more_masks_than_are_looked_through_at_once() -> None:
     pytest.importorskip("triton")
+    from cuda_graphs.sampling import TritonChooser
     from phases.appendix.masked_graphs.kernel import MASKS, rehearse, with_kernel
-    from triton_paged_attention.sampler import TritonChooser
 
     device = kernels_run_on()
     count = MASKS.value + 4

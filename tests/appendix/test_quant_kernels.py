@@ -21,21 +21,20 @@ from phases.appendix.quant_kernels import gemv, gemv4
 from phases.appendix.quant_kernels.configs import LoopConfig
 from phases.appendix.quant_kernels.inputs import gated_rows, norm_rows
 from phases.appendix.quant_kernels.surgery import install
-from phases.appendix.quant_kernels.ways import EightBitBlock, EightBitHeads, QuantWay
-from quant.activations import rounded
+from phases.appendix.quant_kernels.ways import EightBitBlock, QuantWay, heads_of
 from quant.formats import FP8, INT8, W8A8, Scheme
 from quant.kernel_layers import KernelLinear
 from quant.kernel_layers import install as kernels
-from quant.kernels.products import Unscaled
 from quant.linear import QuantLinear
 from quant.loading import Quantize
+from quant.products import Unscaled
+from quant.rtn import rounded
 from tests.compiling import spilled
 from tests.quant_layers import CLOSE, DEVICE, DTYPE, assert_close, layer_of, named
 from triton_paged_attention.decode import Workspace
 from triton_paged_attention.kernels.norms import NormWeights
-from triton_paged_attention.layers import FusedAttention
+from triton_paged_attention.layers import FusedAttention, optimize
 from triton_paged_attention.linear import FusedLinear
-from triton_paged_attention.surgery import optimize
 
 pytestmark = [pytest.mark.usefixtures("poison"), pytest.mark.slow]  # a minute in the interpreter
 
@@ -151,7 +150,9 @@ def test_the_output_projection_combines_splits(scheme: Scheme, d: int, rng: torc
     residual = torch.randn(1, size, device=DEVICE, generator=rng).to(DTYPE)
     contexts = torch.tensor([64], dtype=torch.int32, device=DEVICE)
     given = LoneParts(residual, spec, contexts, workspace, LoneConfig(16, splits=splits))
-    found = EightBitHeads(layer).combine(given, residual)
+    combine = heads_of(layer)
+    assert combine is not None
+    found = combine(given, residual)
     weights = torch.softmax(logs * 0.6931471805599453, dim=0)[..., None]
     mixed = (parts.float() * weights).sum(0).to(DTYPE).view(1, -1)
     wanted = layered(layer_of_kept(layer))(mixed, residual=residual)

@@ -268,7 +268,6 @@ def asked(**fields: Any) -> ChatRequest:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
-    "functions": ({"functions": []}, "functions", "use tools"),
     "no function": ({"tools": [{"type": "function"}]}, "tools", "tools[0]"),
     "another type": ({"tools": [{"type": "custom", "function": {"name": "x"}}]}, "tools", "type function"),
     "no name": ({"tools": [{"type": "function", "function": {}}]}, "tools", "name"),

@@ -62,7 +62,7 @@ def test_a_benchmark_leaves_the_checkout_alone(
     ]
     shown = capsys.readouterr()
     assert "recorded run took 5 min" in shown.err, "how long it takes is said before it starts"
-    row = next(line for line in shown.out.splitlines() if "a-work" in line and "│" in line)
+    row = next(line for line in shown.out.splitlines() if "a-work" in line and "20.0" in line)
     for number in ("20.0", "10.0", "2.00"):
         assert number in row, f"the result stands beside the recorded one, with {number}: {row}"
 
@@ -99,17 +99,11 @@ def test_a_quick_look_prints_what_it_compares(
     assert bench(quick=True) == 0
     title, head, *rows = capsys.readouterr().out.splitlines()
     assert " ".join(title.split()) == "02_kv_cache: output tokens per second, workload a-work, model m"
-    assert head.split() == ["variant", "batch", "median", "to", "the", "first"]
+    assert head.split() == ["variant", "work", "median", "to", "the", "first"]
     assert [row.split() for row in rows[:4]] == [
-        ["01_forward", "1", "10"],
-        ["02_kv_cache", "1", "73", "7.30×"],
-        ["01_forward", "4", "40"],
-        ["02_kv_cache", "4", "292", "7.30×"],
+        ["01_forward", "batch", "1", "10"],
+        ["02_kv_cache", "batch", "1", "73", "7.30×"],
+        ["01_forward", "batch", "4", "40"],
+        ["02_kv_cache", "batch", "4", "292", "7.30×"],
     ]
     assert "02_kv_cache against 01_forward: 7.3× output tokens per second (a-work, m)" in rows[4]
-
-
-def test_many_options_share_a_column() -> None:
-    assert benches._words(
-        {"what": "seconds", "workload": "w", "batch": "4"}, ["what", "workload", "batch"]
-    ) == ("seconds, w, batch 4")

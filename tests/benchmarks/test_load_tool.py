@@ -91,14 +91,13 @@ def test_what_goes_wrong_is_an_outcome(server):
 
 @pytest.mark.slow
 def test_the_command(server, tmp_path: Path, capsys):
-    numbers, figure = tmp_path / "l.json", tmp_path / "l.svg"
-    settings = {"name": "paged_attention-small", "requests": 6, "vocab": 200, "processes": 2, "key": ""}
-    settings |= {"first_ms": 9e3, "gap_ms": 9e3, "json_path": numbers, "plot_path": figure}
+    numbers = tmp_path / "l.json"
+    settings = {"workload": "paged_attention-small", "requests": 6, "vocab": 200, "processes": 2}
+    settings |= {"api_key": "", "first_ms": 9e3, "gap_ms": 9e3, "json": numbers}
     assert load.run(server.url, users="1,3", rate=None, **settings) == 0
     runs = json.loads(numbers.read_text())["runs"]
     assert [one["load"] for one in runs] == ["1 user", "3 users"]
     assert all(one["failed"] == 0 and one["goodput_requests_per_s"] > 0 for one in runs)
-    assert figure.stat().st_size > 1000
     assert re.search(r"3 users", capsys.readouterr().out)
     with pytest.raises(UserError, match="only one of them"):
         load.run(server.url, users="1", rate=1.0, **settings)
@@ -106,17 +105,16 @@ def test_the_command(server, tmp_path: Path, capsys):
         load.run(server.url, users="many", rate=None, **settings)
 
 
-def test_progress_is_shown_from_the_first_second_on():
-    plan, goal = Plan([], 12, users=4), Goal()
-    watch = load.Watch([], "4 users", plan, goal)
-    assert watch._shown() == "4 users: 0 of 12 answered"
-    with watch:
-        watch(outcome(0.0, [0.1, 0.2]))
+def test_a_load_is_shown_as_it_goes_and_in_80_columns(capsys):
+    with load.err.status("") as status:
+        progress = load.Progress(status, "4 users", 12)
+        assert status.status == "4 users: 0 of 12 answered"
+        progress(outcome(0.0, [0.1, 0.2]))
+        assert status.status == "4 users: 1 of 12 answered"
     screen = Console(width=80, file=io.StringIO())
-    screen.print(watch._shown())
+    screen.print(load.shown([{"load": "4 users", **summarize([outcome(0.0, [0.1, 0.2])])}]))
     lines = screen.file.getvalue().splitlines()
     assert max(map(len, lines)) <= 80 and "…" not in "".join(lines), "headers fit"
-    assert lines[-1] == "4 users: 1 of 12 answered"
 
 
 @pytest.mark.parametrize(

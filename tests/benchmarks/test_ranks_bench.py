@@ -130,7 +130,7 @@ def test_a_part_that_fails_does_not_stop_the_next(
     assert (2, "same") in {(run.options["ranks"], run.options["part"]) for run in runs}
 
 
-@pytest.mark.parametrize("wrong", ["reduce two-shot", "startup", "offline", "same"])
+@pytest.mark.parametrize("wrong", ["reduce one-shot", "startup", "offline", "same"])
 def test_engines_whose_own_sums_fail_add_up_by_nccl(
     bench: ModuleType, monkeypatch: pytest.MonkeyPatch, wrong: str
 ) -> None:

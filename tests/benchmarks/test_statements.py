@@ -18,12 +18,17 @@ PRINTED = json.loads((ROOT / "benchmarks/other_engines/printed.json").read_text(
 LESSONS = [phase.folder / "README.md" for phase in PHASES]
 
 
+def said(path: Path) -> str:
+    """The text of a page in one line, without the marks around generated numbers."""
+    return " ".join(re.sub(r"<!--.*?-->", "", path.read_text(encoding="utf-8")).split())
+
+
 def rate(evidence: Evidence, variant: str, workload: str, **facts: object) -> float:
     return evidence.one(variant, workload, **facts).median("output_tokens_per_s")
 
 
 def test_the_front_page_says_what_a_gain_costs() -> None:
-    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    text = said(ROOT / "README.md")
     found = re.search(
         r"that of (\d+) tokens a step, and costs (\d+) % of throughput; "
         r"(\d+) tokens bring ([\d.]+)× and cost (\d+) %",
@@ -108,20 +113,20 @@ def test_what_others_published_has_its_source(lesson: Path) -> None:
 
 
 def test_a_kernels_price_is_the_steps_over_their_number() -> None:
-    text = " ".join((find_phase("09").folder / "README.md").read_text(encoding="utf-8").split())
+    text = said(find_phase("09").folder / "README.md")
     kernels, step, busy = re.search(
         r"steps, ([\d.]+) kernels and .*? a step, ([\d.]+) ms a step \(profiled\), GPU busy ([\d.]+)%", text
     ).groups()
     host = 1e3 * float(step) / float(kernels)
     device = host * float(busy) / 100
-    said = re.search(r"takes (\d+) µs to prepare and launch each of them, the GPU (\d+) µs to run it", text)
-    assert said.groups() == (f"{host:.0f}", f"{device:.0f}")
+    prices = re.search(r"takes (\d+) µs to prepare and launch each of them, the GPU (\d+) µs to run it", text)
+    assert prices.groups() == (f"{host:.0f}", f"{device:.0f}")
 
 
 def test_what_a_wider_step_takes() -> None:
     """Lesson 03: sixteen columns take three times as long as one on the CPU, and hardly longer on a GPU."""
     lesson = find_phase("03").folder / "README.md"
-    text = " ".join(lesson.read_text(encoding="utf-8").split())
+    text = said(lesson)
     assert "On two CPU cores it takes some three times as long" in text and "hardly longer" in text
     cpu, gpu = (results()[device]["03_batching"] for device in ("cpu", "h200"))
     alone = cpu.one("02_kv_cache", "batch-64+64").median("itl_ms_p50")

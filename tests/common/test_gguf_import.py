@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 import gguf
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -15,8 +14,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from common.errors import UserError
-from common.models.gguf_import import Metadata, import_gguf, model_config, unpermute
-from common.models.gguf_tokenizer import _merges
+from common.models.gguf_import import Metadata, import_gguf, model_config
 from tests.common import tiny_gguf
 
 
@@ -59,12 +57,6 @@ def test_quantized_projections_are_dequantized_before_the_permutation_is_undone(
         assert error <= 1.1 * weight.abs().max() / 2 ** (bits - 1), name
 
 
-def test_unpermute_turns_neighbours_into_halves():
-    rows = np.arange(8).reshape(8, 1)
-    assert unpermute(rows, heads=1).ravel().tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
-    assert unpermute(rows, heads=2).ravel().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
-
-
 def test_configuration_holds_what_gguf_leaves_out(tmp_path):
     _, folder = imported(tmp_path, "gemma3")
     config = json.loads((folder / "config.json").read_text())
@@ -90,12 +82,6 @@ def test_progress_ends_at_the_size_of_the_weights(tmp_path):
         == seen[-1][1]
         == sum(w.nbytes for w in load_file(tmp_path / "model/model.safetensors").values())
     )
-
-
-def test_sentencepiece_merges_rank_by_the_score_of_the_union():
-    merges = _merges(["abc", "ab", "bc", "a", "b", "c", "<s>"], [-9, -1, -2, -3, -4, -5, 0], [1] * 6 + [3])
-    assert merges == [("a", "b"), ("b", "c"), ("ab", "c"), ("a", "bc")]
-    assert _merges(["<b>", "<b>a", "a"], [0, -1, -2], [4, 1, 1]) == []  # the text is cut behind <b> before
 
 
 def test_sentencepiece_text_round_trips_with_spaces_bytes_and_symbols(tmp_path):
@@ -133,33 +119,14 @@ def test_other_architectures_and_damaged_files_are_refused(tmp_path):
 
 
 TEXTS = [
-    "The capital of France is",
-    "  two  spaces   three",
-    "tabs\t\tand\nnew\n\n\nlines\r\n",
-    "def f(x):\n    return x**2  # 123456",
-    "Ünïcödé ñandú",
-    "中文字符测试，你好世界。",
-    "日本語のテキスト",
-    "한국어 텍스트",
-    "Привет, мир!",
-    "مرحبا بالعالم",
-    "🎉🚀👩‍👩‍👧‍👦 emoji 🇫🇷",
-    "e\u0301 combining n\u0303",
-    "I'm you've they'll DON'T",
-    "3.14159 2024-01-01 1,000,000",
-    "<html><body><table></table></body></html>",
-    " leading",
+    "  two  spaces   three\ttabs\n\n\nlines\r\n",
+    "def f(x):\n    return x**2  # 123456, 3.14159 I'm they'll DON'T",
+    "Ünïcödé ñandú 中文字符测试，你好世界。日本語 한국어 Привет مرحبا ꙮ \x00\x07",
+    "🎉🚀👩‍👩‍👧‍👦 emoji 🇫🇷 e\u0301 combining n\u0303 \u00a0nbsp\u200bzero 𝔘𝔫𝔦 𐍈",
+    "<html><body>https://example.com/?q=a%20b&c=d#e\\frac{a}{b} $x^2$ ſtraße ﬁ ﬃ",
     " ",
     "",
-    "a" * 50,
-    " " * 40 + "x",
-    "\n" * 40,
-    "\u00a0nbsp\u200bzero",
-    "𝔘𝔫𝔦 𐍈",
-    "ꙮ \x00\x07",
-    "https://example.com/?q=a%20b&c=d#e",
-    "\\frac{a}{b} $x^2$",
-    "ſtraße ﬁ ﬃ",
+    "a" * 50 + " " * 40 + "\n" * 40,
 ]
 
 
@@ -197,11 +164,3 @@ def test_gemma_merges_say_what_the_scores_say(gemma3_folder):
             _, at = min(unions)
             pieces[at : at + 2] = [pieces[at] + pieces[at + 1]]
         assert ours.encode(text, add_special_tokens=False).tokens == pieces
-
-
-def test_real_model_answers(smollm2_folder):
-    model = transformers.AutoModelForCausalLM.from_pretrained(smollm2_folder)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2_folder)
-    ids = tokenizer("The capital of France is", return_tensors="pt")
-    output = model.generate(**ids, max_new_tokens=2, do_sample=False)
-    assert tokenizer.decode(output[0]).startswith("The capital of France is Paris")

@@ -20,7 +20,7 @@ from common.errors import UserError
 from common.sampling import ops
 from common.sampling.ops import NAN_TOKEN
 from common.sampling.params import MAX_BIASED_TOKENS, MAX_STOP_TOKEN_IDS, SamplingParams
-from common.sampling.sampler import Allowed, Feature, Plan, Sampled, Sampler
+from common.sampling.sampler import Allowed, Needs, Plan, Sampled, Sampler
 from tests.dispatch import Operations
 
 Floats = NDArray[np.float64]
@@ -185,13 +185,6 @@ def test_splitmix64_is_the_published_one() -> None:
     assert ops.splitmix64(1234567) == known[0]
 
 
-def test_random_words_are_the_halves_of_the_stream_of_the_key() -> None:
-    for key in (0, 1, 1234567, (1 << 63) - 1, -1, -(1 << 63)):
-        expected = splitmix64_stream(key % 2**64, 50)
-        words = ops.random_words(torch.full((50,), key), torch.arange(50))
-        assert [(upper << 32) + lower for lower, upper in (words.long() % 2**32).tolist()] == expected
-
-
 def test_noise_is_the_defined_one() -> None:
     for seed, step in ((0, 0), (1, 0), (5, 1000), ((1 << 64) - 1, 7)):
         keys, steps = torch.tensor([ops.stream_key(seed)]), torch.tensor([step])
@@ -201,33 +194,6 @@ def test_noise_is_the_defined_one() -> None:
         exponential = np.exp(-expected)
         limit = 1e-6 + 2**-24 * np.exp(exponential) / exponential
         assert (np.abs(found.double().numpy() - expected) < limit).all()
-
-
-def words_of(count: int) -> tuple[Tensor, Tensor]:
-    words = ops.random_words(torch.arange(count) * 7919, torch.arange(count) % 13)
-    return words[:, :1], words[:, 1:]
-
-
-def test_every_bit_of_the_noise_turns_with_every_bit_of_the_token_id_and_of_the_words() -> None:
-    """Avalanche: flipping one bit that goes in flips each bit that comes out half of the time."""
-    rows = 400
-    lower, upper = words_of(rows)
-    ids = torch.arange(0, 1 << 18, 4099, dtype=torch.int32)  # [64]
-    bits = torch.arange(31, dtype=torch.int32)
-
-    def flips(other: Tensor) -> float:
-        changed = ops.noise_bits(upper, lower, ids) ^ other
-        share = (changed.flatten().unsqueeze(1) >> bits & 1).double().mean(0)  # [31], of 25,600
-        return float((share - 0.5).abs().max())
-
-    for bit in range(18):
-        assert flips(ops.noise_bits(upper, lower, ids ^ (1 << bit))) < 0.03, f"bit {bit} of the id"
-    for bit in range(31):
-        assert flips(ops.noise_bits(upper ^ (1 << bit), lower, ids)) < 0.06, f"bit {bit} of the upper word"
-    for bit in range(31):
-        # The lower word comes late: over all words its highest bits turn few bits. No more is needed, since
-        # no two rows differ in one bit of it.
-        assert (ops.noise_bits(upper, lower ^ (1 << bit), ids) != ops.noise_bits(upper, lower, ids)).all()
 
 
 def correlated(one: Tensor, other: Tensor) -> None:
@@ -345,35 +311,6 @@ def test_rare_tokens_are_drawn_as_often_as_they_should_be() -> None:
         assert abs(counts[1:].sum() - expected) < 4 * math.sqrt(expected), probability
 
 
-@pytest.mark.parametrize("probability", [1e-7, 1e-9, 1e-11])
-def test_the_noise_has_no_grid_that_a_rare_token_could_fall_through(probability: float) -> None:
-    """The smallest of the 31 bits is as likely as any, and its numbers are spread by the words' fraction.
-
-    So P(E < t) = t even for t far below 2**-31: here the bits are put at 0 and the fractions counted.
-    """
-    fraction = ops.dither(words_of(100_000)[1])[:, 0].double()
-    assert float(fraction.min()) > 0 and float(fraction.max()) < 1
-    below = min(1.0, probability * 2**31)
-    expected = 100_000 * below
-    assert abs(float((fraction < below).sum()) - expected) <= 4 * math.sqrt(expected) + 1
-
-
-def test_two_similar_distributions_mostly_agree() -> None:
-    """What a drafter needs: with the same noise tokens agree nearly as often as any coupling allows."""
-    rng, vocab_size, steps = np.random.default_rng(12), 300, 1500
-    sampler = sampler_for([{"params": SamplingParams(temperature=0.9, seed=4)}], vocab_size)
-    rows, at = [0] * steps, list(range(steps))
-    target = torch.tensor(rng.normal(size=(steps, vocab_size)) * 2, dtype=torch.float32)
-    draft = target + torch.tensor(rng.normal(size=(steps, vocab_size)) * 0.4, dtype=torch.float32)
-    agreed = float(
-        (choose(sampler, target, rows, at).tokens == choose(sampler, draft, rows, at).tokens).double().mean()
-    )
-    p, q = ((logits / 0.9).softmax(1) for logits in (target, draft))
-    best = float(torch.minimum(p, q).sum(1).mean())  # 1 - total variation distance: no coupling is better
-    assert best < 0.9, "the distributions are too alike to tell"
-    assert best - 0.15 < agreed < best + 0.03
-
-
 # Truncation.
 
 
@@ -407,23 +344,6 @@ def test_top_k_one_is_greedy_even_where_float32_sees_a_tie() -> None:
     high = float(np.nextafter(np.float32(low), np.float32(21)))
     counts = histogram(SamplingParams(temperature=100.0, top_k=1, seed=0), [low, high], 200)
     assert counts.tolist() == [0, 200]
-
-
-def test_truncation_of_more_tokens_than_are_handled_at_once() -> None:
-    vocab_size, rows = 60_000, 5  # several parts of a batch
-    logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(0))
-    requests = [
-        {"params": SamplingParams(temperature=1.0, top_k=3 + row, top_p=0.99, seed=row)}
-        for row in range(rows)
-    ]
-    drawn: list[set[int]] = [set() for _ in range(rows)]
-    sampler = sampler_for(requests, vocab_size)
-    for step in range(60):
-        for row, token in enumerate(choose(sampler, logits, range(rows), step).tokens.tolist()):
-            drawn[row].add(token)
-    for row in range(rows):
-        assert drawn[row] <= set(logits[row].topk(3 + row).indices.tolist())
-        assert len(drawn[row]) > 1
 
 
 # Masks, and rows that stand at several places.
@@ -716,12 +636,6 @@ def test_nan_is_told_where_it_may_be_chosen(settings: dict[str, Any], temperatur
         assert second == NAN_TOKEN and 0 <= first < 64 and 0 <= third < 32
 
 
-def test_minus_infinity_is_never_drawn() -> None:
-    logits = [-math.inf, 0.0, -math.inf, 1.0]
-    params = SamplingParams(temperature=50.0, seed=0)
-    assert_drawn_from(histogram(params, logits, 2_000), reference(logits, params))
-
-
 # What it costs, and that it does not wait.
 
 
@@ -787,7 +701,7 @@ def operations(params: Sequence[SamplingParams], vocab_size: int = 64) -> tuple[
 def test_a_greedy_batch_costs_one_argmax() -> None:
     names, plan = operations([SamplingParams()] * 5)
     assert names == ["argmax", *REPORT]
-    assert plan == Plan(Feature(0), (), None)
+    assert plan == Plan(Needs(0), (), None)
 
 
 @pytest.mark.parametrize("others", [[], [SamplingParams()], [EVERYTHING]])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, combinations
 from pathlib import Path
@@ -17,7 +16,6 @@ import continuous
 import paged_cache
 import prefix_cache
 from common.errors import UserError
-from common.options import option
 from common.sampling.params import SamplingParams
 from forward.model import Model
 from paged_cache import Feature, PagedSizes, Parts, build
@@ -66,13 +64,13 @@ def test_every_set_of_features_gives_the_same_tokens(
         options |= {"graph_rows": 2, "graph_tokens": 0}
         if "kernels" not in on:
             with pytest.raises(UserError, match="graphs is True, but must be False without the kernels'"):
-                EngineConfig.of(phase("09"), options, CPU).build(model)
+                registry.load_engine(phase("09"), model, **options)
             return
     if on == ("latency",):
         with pytest.raises(UserError, match="latency is True, but must be False without the kernels'"):
-            EngineConfig.of(phase("09"), options, CPU).build(model)
+            registry.load_engine(phase("09"), model, **options)
         return
-    engine = EngineConfig.of(phase("09"), options, CPU).build(model)
+    engine = registry.load_engine(phase("09"), model, **options)
     found = [completion.token_ids for completion in engine.generate(PROMPTS, PARAMS)]
     assert found == expected, f"with {on or 'no features'}"
     engine.check_integrity()
@@ -94,7 +92,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "a share": ("05", {"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5"),
     "a policy": ("05", {"policy": "fcsf"}, r"policy is 'fcsf', but must be one of .*did you mean 'fcfs'"),
     "an index": ("08", {"index": "radixx"}, r"index is 'radixx', .*did you mean 'radix'"),
-    "a backend": ("06", {"norms": "cuda"}, "norms is 'cuda', but must be 'torch' or 'triton'"),
+    "a backend": ("06", {"norms": "cuda"}, "norms is 'cuda', but must be one of torch, triton"),
 }  # fmt: skip
 
 
@@ -232,49 +230,3 @@ def test_flags_come_from_the_options(capsys: pytest.CaptureFixture[str], monkeyp
         main(["config", "09", "--no-prefix-cache", "--max-rows", "5", "--device", "cpu"])
     written = capsys.readouterr().out
     assert "prefix_cache: false" in written and "max_rows: 5 " in written and "overlap: true" in written
-
-
-# A feature that no phase knows.
-
-
-class LastFirst(PagedScheduler):
-    """Serves running requests from the last to the first."""
-
-    def order(self, running: list[Any]) -> list[Any]:
-        return running[::-1]
-
-
-@dataclass(frozen=True)
-class Toy(Feature):
-    """The fourteenth feature: it turns the order around and leaves memory free."""
-
-    name: ClassVar[str] = "toy"
-    phase: ClassVar[int] = 9
-    toy_bytes: int = option(1000, "bytes to leave free")
-
-    def install(self, parts: Parts) -> None:
-        parts.bring(self, scheduler=LastFirst)
-        parts.reserve.append(lambda whole: self.toy_bytes)
-
-
-@pytest.fixture
-def toy() -> Iterator[None]:
-    registry.add_feature(Toy)
-    yield
-    registry.remove_feature("toy")
-
-
-@pytest.mark.usefixtures("toy")
-def test_a_feature_from_outside(model: Model, expected: list[list[int]], capsys: Any, tmp_path: Path) -> None:
-    options = {"toy": True, "toy_bytes": 5, "chunked_prefill": False, **SMALL}
-    engine = EngineConfig.of(phase("09"), options, CPU).build(model)
-    assert type(engine.scheduler) is LastFirst and engine.ledger.reserved == 5
-    assert [c.token_ids for c in engine.generate(PROMPTS, PARAMS)] == expected
-    assert EngineConfig.of(phase("09"), {}, CPU).features["toy"] is None
-    with pytest.raises(SystemExit):
-        main(["config", "09", "--toy", "--toy-bytes", "7", "--device", "cpu"])
-    path = tmp_path / "engine.yaml"
-    path.write_text(capsys.readouterr().out, encoding="utf-8")
-    assert options_from_yaml(path)["toy_bytes"] == 7
-    with pytest.raises(UserError, match="toy and chunked_prefill cannot both be on"):
-        EngineConfig.of(phase("09"), {"toy": True}, CPU).build(model)

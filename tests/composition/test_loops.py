@@ -25,6 +25,7 @@ from phases.appendix.drafting_in_graphs.loop import InGraph
 from phases.appendix.guidance.loop import EarlyHalves
 from phases.config import EngineConfig
 from speculative.loops import Waiting
+from tests.ranks_kit import agree
 from tests.structured_kit import tokenizer
 
 pytest.importorskip("llguidance")
@@ -133,6 +134,6 @@ def test_every_set_of_loops_in_two_ranks(on: tuple[bool, ...], expected: list[li
     try:
         assert kinds(engine.loop) == [Leader, *kinds_of(*on)]
         must_be_served(engine, expected, structured=on[2])
-        engine.loop.agree()
+        agree(engine.loop)
     finally:
         engine.loop.close()

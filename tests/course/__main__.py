@@ -1,4 +1,4 @@
-"""Prove the exercises of phases, and write docs/exercises.md: `python -m tests.course 05`.
+"""Prove the exercises of phases, and write the README beside this: `python -m tests.course 05`.
 
 For each exercise the reference must pass within 60 seconds, the blank must fail, and so must every one of at
 least five planted mistakes. The exit status is 1 when one of these is not so.
@@ -10,8 +10,8 @@ import argparse
 import sys
 
 from phases import PHASES
-from phases.course.checking import room
 from phases.course.exercises import exercises
+from phases.course.nursery import Nursery
 from tests.course.proof import PAGE, list_them, prove, slip_fails, written
 from tests.course.slips import slips_of
 
@@ -31,7 +31,7 @@ def main() -> int:
                 list_them(phase)
         return 0
     bad = 0
-    with room() as nursery:
+    with Nursery() as nursery:
         for which in arguments.which:
             chosen = [one for one in exercises() if which in (one.id, one.id[:2])]
             if not chosen:

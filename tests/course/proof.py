@@ -13,7 +13,7 @@ from phases.course.exercises import Exercise, exercises, questions
 from phases.course.nursery import Nursery
 from tests.course.slips import Slip, slips_of
 
-PAGE = ROOT / "docs" / "exercises.md"
+PAGE = ROOT / "tests" / "course" / "README.md"
 SECTION = re.compile(r"<!-- exercises: (\d\d) -->\n(.*?)<!-- /exercises -->\n*", re.DOTALL)
 SUMMARY = re.compile(r"(<!-- exercises: summary -->\n).*?(<!-- /exercises -->)", re.DOTALL)
 ROW = re.compile(r"^\| (\d\d\.\d+) \| [^|]* \| [^|]* \| \d+ \| \d+ s \| (.*?) \|$", re.M)

@@ -14,9 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phases import ROOT
-from phases.course.exercises import Exercise
+from phases.course.exercises import Exercise, exercises
 
 HEAD = re.compile(r"(\d\d\.\d+) (\S+): (.+)")
+
+
+def find(name: str) -> Exercise:
+    """Return the exercise of an id, such as `05.3`."""
+    return next(one for one in exercises() if one.id == name)
 
 
 class DoesNotApply(Exception):

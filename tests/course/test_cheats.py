@@ -7,14 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from phases.course import checking
 from phases.course.blanks import blank
 from phases.course.checking import Verdict, check, run
-from phases.course.exercises import find
 from phases.course.grading import EARNED
 from phases.course.guard import refusal
 from phases.course.nursery import Nursery
-from tests.course.slips import slips_of
+from tests.course.slips import find, slips_of
 
 EASY = "05.1"
 """An exercise whose tests take no time."""
@@ -22,7 +20,7 @@ EASY = "05.1"
 
 @pytest.fixture(scope="module")
 def nursery() -> Iterator[Nursery]:
-    with checking.room() as started:
+    with Nursery() as started:
         yield started
 
 
@@ -125,8 +123,8 @@ FINE = {
     "    return copy.copy([]), heapq.nlargest(1, [1]), itertools.chain([1]), math.inf, deque()",
     "a class": "from dataclasses import dataclass\n@dataclass\nclass Box:\n    x: int\n"
     "    def __lt__(self, other):\n        return self.x < other.x",
-    "attributes": "def helper(x):\n    for name in ('free', 'refs'):\n        if getattr(x, name) is None:\n"
-    "            return type(x).__name__\n    x.refs[0] = 1\n    return getattr(x, 'free')",
+    "attributes": "def helper(x):\n    if getattr(x, 'free', 0) is None:\n"
+    "        return type(x).__name__\n    x.refs[0] = 1\n    return getattr(x, 'free')",
     "names of modules": "import math\ndef helper(input):\n    load = math.ceil(input)\n    return load",
 }
 
@@ -137,7 +135,7 @@ def test_honest_work_is_not_refused(before: str) -> None:
     assert refusal(reference, solved("return []", before), ["BlockAllocator.allocate"]) == ""
 
 
-@pytest.mark.parametrize("name", ["05.1", "06.1", "08.1", "13.6"])
+@pytest.mark.parametrize("name", ["05.1", "06.1", "08.1", "13.5"])
 def test_what_the_reference_uses_is_allowed(name: str) -> None:
     exercise = find(name)
     reference = exercise.path.read_text(encoding="utf-8")

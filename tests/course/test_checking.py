@@ -13,11 +13,11 @@ from phases.cli import main
 from phases.commands.course import told
 from phases.course import answers, checking, grading, hints, making
 from phases.course.checking import Failure, check
-from phases.course.exercises import find, of_phases
+from phases.course.exercises import of_phases
 from phases.course.inside import raised
 from phases.course.nursery import Nursery
 from tests.course.proof import blank_fails, reference_passes, slip_fails
-from tests.course.slips import slips_of
+from tests.course.slips import find, slips_of
 from tests.course.test_cheats import EASY, message_of, nursery
 
 __all__ = ["nursery"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
+import re
 from collections import Counter
 
 import pytest
@@ -87,6 +88,18 @@ def test_lessons_list_their_exercises(phase: Phase) -> None:
     told = listed(phase)
     assert told is not None or phase.number > 9, f"{phase.name} has no list of exercises"
     assert told in (None, block(phase)), f"run python -m tests.course --list {phase.number:02d}"
+
+
+def test_a_milestones_points_are_those_of_its_exercises() -> None:
+    page = (ROOT / "docs" / "coursework.md").read_text(encoding="utf-8")
+    points = {exercise.id: exercise.points for exercise in exercises()}
+    rows = re.findall(r"^\|[^|]*\|[^|]*\| (\d\d\.\d[^|]*) \| (\d+) \|", page, re.M)
+    assert len(rows) >= 10
+    for said, total in rows:
+        ids = []
+        for first, last in re.findall(r"(\d\d\.\d)(?: to (\d\d\.\d))?", said):
+            ids += [one for one in points if first <= one <= (last or first)]
+        assert sum(points[one] for one in ids) == int(total), f"{said}: {total}"
 
 
 def test_the_page_tells_of_every_exercise() -> None:

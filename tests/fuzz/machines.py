@@ -6,15 +6,13 @@ import random
 from collections.abc import Callable
 
 from chunked_prefill import ChunkedScheduler
-from continuous.cache import RowCache
 from continuous.engine import Engine
 from continuous.policies import POLICIES
 from continuous.rows import Rows
-from continuous.scheduler import Scheduler
 from paged_cache import PagedCache, PagedScheduler
 from prefix_cache import HashIndex, PrefixCache, RadixIndex
 from tests.fakes import FakeRunner
-from tests.schedules import MAX_LEN, fake_engine
+from tests.schedules import MAX_LEN, fake_engine, machine_of_rows
 
 INDEXES: dict[str, Callable[[], RadixIndex | HashIndex]] = {
     "08 radix": RadixIndex,
@@ -27,14 +25,10 @@ MACHINES = ("04", "05", "07", *INDEXES)
 
 def machine(kind: str, rng: random.Random) -> tuple[Engine, FakeRunner]:
     """An engine that just holds the longest request, or a little more; half of them run ahead."""
+    if kind == "04":
+        return machine_of_rows(rng)
     policy, overlap = POLICIES[rng.choice(list(POLICIES))], rng.random() < 0.5
     rows = rng.randrange(3, 7)  # at most three samples run together
-    if kind == "04":
-
-        def make(table: Rows) -> Scheduler:
-            return Scheduler(table, RowCache(MAX_LEN), step_tokens=MAX_LEN, policy=policy)
-
-        return fake_engine(make, rng.randrange(1, 7), overlap=overlap)
     block_size = rng.choice([1, 2, 3, 4, 8])
     blocks = -(-MAX_LEN // block_size) + rng.randrange(21)
     cache: PagedCache

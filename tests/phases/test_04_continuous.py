@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from common.errors import UserError
 from common.events import generate
 from common.request import Request
 from common.sampling.params import SamplingParams
-from common.sampling.sampler import Feature, Sampler
+from common.sampling.sampler import Needs, Sampler
 from continuous.attention import group
 from continuous.batch import HostBatch, upload
 from continuous.cache import RowCache, RowStore
@@ -30,7 +29,6 @@ from continuous.scheduler import Scheduler
 from continuous.work import Work
 from forward.model import Model
 from tests.fakes import expected_tokens
-from tests.fuzz.machines import machine
 from tests.schedules import (
     MAX_LEN,
     SCHEDULES,
@@ -38,6 +36,7 @@ from tests.schedules import (
     fake_engine,
     finish,
     greedy,
+    machine_of_rows,
     operations,
     play,
     play_seeds,
@@ -73,7 +72,7 @@ def test_any_schedule(script: list[Any], rows: int, policy: str, overlap: bool) 
 
 @pytest.mark.timeout(120)
 def test_many_schedules() -> None:
-    for _, runner in play_seeds(range(150), partial(machine, "04")):
+    for _, runner in play_seeds(range(150), machine_of_rows):
         assert runner.most_in_step <= MAX_LEN, f"{runner.most_in_step} tokens in one step of {MAX_LEN}"
 
 
@@ -88,6 +87,7 @@ def test_requests_join_and_leave_at_every_step() -> None:
         seen.append(runner.computed - before)
     # 5 + 3 together; the first is done and the third's prompt runs beside a decode; two decodes; one alone.
     assert seen == [8, 1 + 4, 2, 1, 1, 1]
+    assert (engine.stats.steps, engine.stats.decode_steps) == (6, 4)
 
 
 def test_waiting_prompts_are_prefilled_together(model: Model) -> None:
@@ -128,6 +128,7 @@ def test_first_come_first_served() -> None:
     first, second, third = (engine.add([1] * n, greedy(3))[0] for n in (35, 30, 2))
     engine.step()
     assert (first.row, second.row, third.row) == (0, -1, -1)
+    assert engine.scheduler.waiting == [second, third]
     engine.step()
     assert second.row >= 0 and third.row >= 0
 
@@ -152,7 +153,9 @@ def test_a_request_is_not_readmitted_while_a_token_is_in_flight() -> None:
     engine.take_in()
     pending = engine.launch(engine.scheduler.schedule())
     assert pending is not None
-    engine.scheduler.preempt(request)
+    engine.scheduler.leave(request)  # preempted, as a later phase does
+    request.num_computed_tokens = 0
+    engine.scheduler.add([request])
     assert engine.scheduler.schedule() == []
     engine.collect(pending)
     assert request.output_ids == expected_tokens([1, 2, 3], request.params, 0, MAX_LEN)[:1]
@@ -214,11 +217,11 @@ def test_a_plan_is_of_its_rows_and_of_their_settings() -> None:
     sampler = Sampler(2, 10, torch.device("cpu"))
     sampler.set_row(0, SamplingParams(temperature=0.0))
     sampler.set_row(1, SamplingParams(temperature=1.0, seed=1))
-    for rows, features in (([0], Feature(0)), ([1], Feature.RANDOM), ([1], Feature.RANDOM)):
+    for rows, features in (([0], Needs(0)), ([1], Needs.RANDOM), ([1], Needs.RANDOM)):
         assert sampler.plan(rows).features == features, f"the plan of row {rows[0]}, after another's"
     assert sampler.plan([1]) is sampler.plan(np.array([1])), "made anew for the same rows"
     sampler.set_row(1, SamplingParams(temperature=0.0))
-    assert sampler.plan([1]).features == Feature(0), "row 1 has a new request, which is greedy"
+    assert sampler.plan([1]).features == Needs(0), "row 1 has a new request, which is greedy"
 
 
 # What callers do.

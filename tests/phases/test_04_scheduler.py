@@ -261,23 +261,6 @@ def test_who_has_left_commits_nothing() -> None:
     assert cache.calls[-1] == ("release", 0) and request.in_flight == request.placeholders == 0
 
 
-def test_preemption_is_counted_and_gives_everything_back() -> None:
-    steps, scheduler, cache = setup(found=1)
-    first, second = ask(scheduler, 0, 4, 5), ask(scheduler, 1, 4, 5)
-    steps.step()
-    works = steps.schedule()
-    scheduler.preempt(first)
-    assert first.preemptions == 1 and scheduler.preemptions == 1, "a preemption is not counted"
-    assert first.row < 0 and first.num_computed_tokens == 0 and first not in cache.held
-    assert scheduler.running == [second] and scheduler.waiting == [first]
-    later = ask(scheduler, 2, 2, 2)
-    assert parts(steps.schedule()) == [(1, 5, 1)], "its token is in flight, and nobody overtakes it"
-    steps.land(works)
-    # Back before whoever came after it, with both tokens that it had got; one of all is found again.
-    assert parts(steps.schedule()) == [(1, 6, 1), (0, 1, 5), (2, 1, 1)]
-    assert first.cached_tokens == 1 and later.row >= 0
-
-
 def test_what_the_policies_rank() -> None:
     short = Request(7, [1] * 2, 2, 40, SamplingParams(), priority=3)
     long = Request(8, [1] * 30, 30, 35, SamplingParams(), priority=2)
@@ -381,12 +364,19 @@ def test_any_refusals(late: bool) -> None:
             raise AssertionError(f"seed {seed}: {error}") from error
 
 
+def send_back(scheduler: Scheduler, request: Request) -> None:
+    """Preempt as a later phase does."""
+    scheduler.leave(request)
+    request.num_computed_tokens = 0
+    scheduler.add([request])
+
+
 def refusals(rng: random.Random, late: bool) -> None:
     """Random requests, and a cache that refuses now and then."""
     steps, scheduler, cache = setup(rows=rng.randrange(1, 4), step_tokens=12, found=rng.randrange(3))
     requests = [ask(scheduler, n, rng.randrange(1, 10), rng.randrange(1, 6)) for n in range(6)]
     flying: list[Work] = []
-    computed = 0
+    computed, sent = 0, False
     for turn in range(400):
         cache.refuses = {request for request in requests if turn < 300 and rng.random() < 0.2}
         works = steps.schedule()
@@ -394,13 +384,14 @@ def refusals(rng: random.Random, late: bool) -> None:
         steps.land(flying if late else works)
         flying = works if late else []
         if rng.random() < 0.05 and scheduler.running:
-            scheduler.preempt(rng.choice(scheduler.running))
+            send_back(scheduler, rng.choice(scheduler.running))
+            sent = True
         if scheduler.idle and not flying:
             break
     for request in requests:
         assert request.finish_reason == "length", f"{name_of(request)} does not come to an end"
     assert not cache.held, f"requests {[request.id for request in cache.held]} give nothing back"
     assert scheduler.rows.free == scheduler.rows.count, "a row is lost"
-    if scheduler.preemptions == 0:
+    if not sent:
         needed = sum(r.limit - 1 - min(cache.found, r.prompt_len - 1) for r in requests)
         assert computed == needed, f"{computed} tokens were computed, but {needed} are needed"

@@ -39,6 +39,7 @@ from paged_cache.memory import plan_cache, weight_bytes
 from paged_cache.reference import paged_attention
 from paged_cache.runner import PagedRunner
 from tests.dispatch import Operations
+from tests.fakes import expected_tokens
 from tests.fuzz.machines import machine
 from tests.schedules import (
     MAX_LEN,
@@ -211,6 +212,31 @@ def test_preemption_takes_the_youngest_and_loses_no_token() -> None:
     # All tokens but the last of each, and what the young one had computed before it was preempted.
     again = runner.computed - 2 * 39
     assert 20 < again < 40
+
+
+def test_preemption_is_counted_and_gives_everything_back() -> None:
+    engine, _ = fake(4, 24)
+    first, second = (engine.add([n + 1] * 4, greedy(6, seed=n))[0] for n in range(2))
+    engine.step()
+    scheduler = engine.scheduler
+    pending = engine.launch(scheduler.schedule())
+    held = scheduler.cache.free
+    scheduler.preempt(first)
+    assert first.preemptions == 1 and scheduler.preemptions == 1, "a preemption is not counted"
+    assert first.row < 0 and first.num_computed_tokens == 0 and scheduler.cache.free == held + 2
+    assert scheduler.running == [second] and scheduler.waiting == [first]
+    (later,) = engine.add([3] * 2, greedy(2))
+    engine.take_in()
+    works = scheduler.schedule()
+    assert [work.request for work in works] == [second], "its token is in flight, and nobody overtakes it"
+    engine.collect(pending)
+    engine.collect(engine.launch(works))
+    # Back before the request that came after it, with both tokens that it had got.
+    works = scheduler.schedule()
+    assert [(w.request, w.start, w.count) for w in works] == [(second, 6, 1), (first, 0, 6), (later, 0, 2)]
+    engine.collect(engine.launch(works))
+    finish(engine)
+    assert first.output_ids == expected_tokens([1] * 4, first.params, 0, MAX_LEN)
 
 
 def test_a_preempted_request_keeps_its_place_in_line() -> None:

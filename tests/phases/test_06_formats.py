@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from continuous.batch import HostBatch
 from forward.attention import LayerSpec
 from forward.shapes import SHAPES
-from paged_cache import BlockPool, KVFormat, LayerCache, TorchPagedAttention
+from paged_cache import BlockPool, KVFormat, LayerBlocks, TorchPagedAttention
 from paged_cache.attention import PagedAttention, PagedBatch
 from paged_cache.pool import encode
 from paged_cache.reference import paged_attention
@@ -43,7 +43,7 @@ def in_format(batch: Batch, name: str) -> Batch:
     stored = (
         encode(x.nan_to_num(nan=1e4), scale, dtype) for x, scale in zip(batch.cache[:2], scales, strict=True)
     )
-    return replace(batch, cache=LayerCache(*stored, *scales))
+    return replace(batch, cache=LayerBlocks(*stored, *scales))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -79,7 +79,7 @@ def test_both_stores_write_the_same_numbers(name: str) -> None:
     k[0, 0, 0], v[1, 1, 3] = 1e4, -1e4
     slots = torch.tensor([5, 0, -1, 23], device=DEVICE)
     scales = SCALES.to(DEVICE).unbind() if scaled else (None, None)
-    cache = LayerCache(*torch.zeros(2, 6, 4, KV_HEADS, D, device=DEVICE, dtype=dtype), *scales)
+    cache = LayerBlocks(*torch.zeros(2, 6, 4, KV_HEADS, D, device=DEVICE, dtype=dtype), *scales)
     kv_store(k, v, cache, slots)
     for stored, new, scale in zip(cache[:2], (k, v), scales, strict=True):
         wanted = torch.zeros(24, KV_HEADS, D, device=DEVICE, dtype=dtype)

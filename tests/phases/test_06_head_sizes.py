@@ -16,7 +16,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from forward.attention import LayerSpec
-from paged_cache import LayerCache
+from paged_cache import LayerBlocks
 from tests.head_sizes import HEADS, KV_HEADS, QUICK, angles, by_torch, each_size
 from tests.paged_batches import (
     CUDA,
@@ -29,13 +29,13 @@ from tests.paged_batches import (
     walled,
 )
 from triton_paged_attention.decode import paged_decode
+from triton_paged_attention.decode_v1 import paged_decode_v1
+from triton_paged_attention.decode_v2 import paged_decode_v2
+from triton_paged_attention.decode_v3 import paged_decode_v3
 from triton_paged_attention.kernels.kv_store import kv_store
 from triton_paged_attention.kernels.rope import HeadNorms, norm_rope
 from triton_paged_attention.prefill import paged_prefill, query_tiles
 from triton_paged_attention.tables import DecodeConfig, PrefillConfig
-from triton_paged_attention.versions.decode_v1 import paged_decode_v1
-from triton_paged_attention.versions.decode_v2 import paged_decode_v2
-from triton_paged_attention.versions.decode_v3 import paged_decode_v3
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -83,7 +83,7 @@ def test_norm_rope_and_both_stores(d: int, dtype: torch.dtype) -> None:
         assert_near(mine, theirs, TOLERANCE[dtype], f"heads of {d}: {name} [token, head, number]")
     slots = torch.tensor([5, -1, 23], device=DEVICE)
     fused, apart = (
-        LayerCache(*torch.full((2, 6, 4, KV_HEADS, d), 7.0, device=DEVICE, dtype=dtype)) for _ in range(2)
+        LayerBlocks(*torch.full((2, 6, 4, KV_HEADS, d), 7.0, device=DEVICE, dtype=dtype)) for _ in range(2)
     )
     norm_rope(walled(qkv), walled(cos), walled(sin), layer, norms=inside, cache=fused, slots=slots)
     kv_store(walled(got[1]), walled(got[2]), apart, slots)

@@ -22,18 +22,14 @@ import triton_paged_attention  # noqa: E402
 from common.errors import UserError  # noqa: E402
 from common.events import generate  # noqa: E402
 from common.models.config import RopeConfig  # noqa: E402
-from common.sampling.ops import NAN_TOKEN  # noqa: E402
 from common.sampling.params import SamplingParams  # noqa: E402
-from common.sampling.rows import KEY, TEMPERATURE  # noqa: E402
-from common.sampling.sampler import TORCH, Sampler  # noqa: E402
 from forward.attention import LayerSpec  # noqa: E402
 from forward.loading import load_model, random_model  # noqa: E402
 from forward.rope import Rope  # noqa: E402
 from forward.shapes import SHAPES  # noqa: E402
 from forward.surgery import clone  # noqa: E402
-from paged_cache import LayerCache  # noqa: E402
+from paged_cache import LayerBlocks  # noqa: E402
 from paged_cache.reference import gather  # noqa: E402
-from tests.equivalence.compare import perturbed  # noqa: E402
 from tests.paged_batches import (  # noqa: E402
     CUDA,
     DEVICE,
@@ -48,16 +44,21 @@ from tests.paged_batches import (  # noqa: E402
     make,
 )
 from triton_paged_attention.decode import Workspace, paged_decode  # noqa: E402
+from triton_paged_attention.decode_v1 import paged_decode_v1  # noqa: E402
+from triton_paged_attention.decode_v2 import paged_decode_v2  # noqa: E402
+from triton_paged_attention.decode_v3 import paged_decode_v3  # noqa: E402
 from triton_paged_attention.feature import KINDS  # noqa: E402
-from triton_paged_attention.kernels.activation import gated  # noqa: E402
 from triton_paged_attention.kernels.kv_store import kv_store  # noqa: E402
 from triton_paged_attention.kernels.norms import NormWeights, add_rms_norm, rms_norm  # noqa: E402
 from triton_paged_attention.kernels.rope import FusedRope, HeadNorms, norm_rope  # noqa: E402
-from triton_paged_attention.kernels.sampling import argmax_rows, draw_rows, reported_rows  # noqa: E402
-from triton_paged_attention.linear import FusedLinear, SideBySide, join  # noqa: E402
+from triton_paged_attention.layers import optimize  # noqa: E402
+from triton_paged_attention.linear import (  # noqa: E402
+    FusedLinear,
+    SideBySide,
+    gated,
+    join,
+)
 from triton_paged_attention.prefill import paged_prefill, query_tiles  # noqa: E402
-from triton_paged_attention.sampler import TritonChooser  # noqa: E402
-from triton_paged_attention.surgery import optimize  # noqa: E402
 from triton_paged_attention.tables import (  # noqa: E402
     DECODE,
     PREFILL,
@@ -66,9 +67,6 @@ from triton_paged_attention.tables import (  # noqa: E402
     PrefillConfig,
     PrefillKey,
 )
-from triton_paged_attention.versions.decode_v1 import paged_decode_v1  # noqa: E402
-from triton_paged_attention.versions.decode_v2 import paged_decode_v2  # noqa: E402
-from triton_paged_attention.versions.decode_v3 import paged_decode_v3  # noqa: E402
 
 GPU = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 pytestmark = pytest.mark.usefixtures("poison")
@@ -304,7 +302,7 @@ def test_kv_store_scatters_by_slot_and_skips_padding() -> None:
     pool = torch.zeros(2, 6, 4, 3, 16, device=DEVICE)
     k, v = torch.randn(2, 4, 3, 16, device=DEVICE)
     slots = torch.tensor([5, 0, -1, 23], device=DEVICE)
-    kv_store(k, v, LayerCache(*pool), slots)
+    kv_store(k, v, LayerBlocks(*pool), slots)
     for cache, new in zip(pool, (k, v), strict=True):
         stored = cache.view(24, 3, 16)
         assert torch.equal(stored[[5, 0, 23]], new[[0, 1, 3]]), (
@@ -335,7 +333,7 @@ def test_norm_rope_and_store(heads: int, kv_heads: int, d: int, norm: str) -> No
         assert_near(mine, want, 1e-6, f"{name} [token, head, number], {norm}")
     pool = torch.zeros(2, 6, 4, kv_heads, d, device=DEVICE)
     slots = torch.tensor([5, 0, -1, 23, 7], device=DEVICE)
-    got = norm_rope(qkv, cos, sin, spec, norms=norms, cache=LayerCache(*pool), slots=slots)[0]
+    got = norm_rope(qkv, cos, sin, spec, norms=norms, cache=LayerBlocks(*pool), slots=slots)[0]
     assert_near(got, q, 1e-6, "q when keys and values are stored")
     real = [0, 1, 3, 4]
     for cache, want in zip(pool, (k, v), strict=True):
@@ -350,114 +348,6 @@ def test_angles_are_those_of_phase_01() -> None:
     positions = torch.tensor([0, 1, 700, 40_000], device=DEVICE)
     for got, want in zip(FusedRope(rope)(positions), rope(positions), strict=True):
         assert got.shape == want.shape and (got - want).abs().max() < 1e-6
-
-
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NaN in the interpreter's numpy
-@pytest.mark.parametrize("vocab", [16, 300, 9000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.slow
-def test_drawn_tokens_are_the_samplers(vocab: int, dtype: torch.dtype) -> None:
-    """Greedy, hot and cold rows, in another order than the table's, with ties, NaN and infinities."""
-    sampler = Sampler(9, vocab, DEVICE, seed=0)
-    for row, heat in enumerate((0.0, 0.7, 1.0, 1.3, 1e-5, 0.9, 2.0, 1.0)):
-        sampler.set_row(row, SamplingParams(temperature=heat, seed=row))
-    order = [0, 3, 2, 7, 4, 6, 1, 5]
-    rows, steps = torch.tensor(order, device=DEVICE), torch.arange(8, device=DEVICE) * 5
-    wide = torch.randn(8, 2 * vocab, generator=torch.Generator().manual_seed(vocab)) * 3
-    logits = wide.to(DEVICE, dtype)[:, :vocab]  # rows that do not follow one another
-    logits[0, 3] = logits[0, 7] = logits[0].max() + 1
-    logits[5, 2], logits[4, 5] = float("nan"), float("inf")
-    logits[7, : vocab - 3] = float("-inf")  # whole chunks
-    logits[3, ::2] = float("-inf")
-    for step in range(20 if CUDA else 3):
-        want = sampler.sample(logits.float(), rows, order, steps + step).tokens
-        got = draw_rows(logits, rows, steps + step, sampler.floats, sampler.ints)
-        assert_same_draw(logits, sampler, order, steps + step, want, got)
-    best = logits.argmax(1).tolist()
-    assert argmax_rows(logits).tolist() == best, "not the first of the largest logits"
-    assert argmax_rows(logits.t().contiguous().t()).tolist() == best, (
-        "columns apart: not the first of the largest"
-    )
-    told = [NAN_TOKEN if row == 5 else token for row, token in enumerate(best)]
-    for same in (logits, logits.t().contiguous().t()):
-        assert reported_rows(same, logits.argmax(1)).tolist() == told, "NaN is not told"
-    assert reported_rows(logits[:0], logits[:0].argmax(1)).tolist() == []
-
-
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-@pytest.mark.parametrize("alone", [False, True])
-def test_the_kernels_sampler_is_torchs_with_every_setting(alone: bool) -> None:
-    """Truncation by torch, the draw by the kernel; rows of bad logits get their argmax all the same."""
-    settings: list[dict[str, Any]] = [
-        {"top_k": 5},
-        {"top_p": 0.7},
-        {"min_p": 0.1},
-        {"top_k": 30, "top_p": 0.9, "min_p": 0.01, "presence_penalty": 1.0, "logit_bias": {4: 2.0}},
-        {"temperature": 0.0},
-        {},
-    ]
-    logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(3)).to(DEVICE) * 3
-    logits[1, 7] = float("nan")
-    tokens = []
-    for chooser in (TORCH, TritonChooser()):
-        sampler = Sampler(6, 300, DEVICE, seed=0, chooser=chooser)
-        for row, one in enumerate(settings):
-            sampler.set_row(row, SamplingParams(**{"temperature": 0.9, "seed": row, **one}), prompt_ids=[1])
-        for part in [[row] for row in range(6)] if alone else [list(range(6))]:
-            rows = torch.tensor(part, device=DEVICE)
-            for step in range(4):
-                steps = torch.full_like(rows, step)
-                tokens.append(sampler.sample(logits[rows], rows, part, steps).tokens.tolist())
-    assert tokens[: len(tokens) // 2] == tokens[len(tokens) // 2 :]
-
-
-@pytest.mark.parametrize("count", [1, 5])
-def test_a_drawn_token_depends_on_nothing_but_its_row(count: int) -> None:
-    """Few rows are cut into smaller chunks than many, and the tokens stay."""
-    vocab = 2500
-    sampler = Sampler(8, vocab, DEVICE, seed=0)
-    for row in range(8):
-        sampler.set_row(row, SamplingParams(temperature=1.0, seed=row))
-    sampler.plan(range(8))
-    logits = torch.randn(8, vocab, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    rows, steps = torch.arange(8, device=DEVICE), torch.arange(8, device=DEVICE) * 3
-    together = draw_rows(logits, rows, steps, sampler.floats, sampler.ints)
-    some = slice(2, 2 + count)
-    assert torch.equal(
-        draw_rows(logits[some], rows[some], steps[some], sampler.floats, sampler.ints), together[some]
-    )
-
-
-@pytest.mark.gpu
-@GPU
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_draws_of_a_real_vocabulary_on_a_gpu(dtype: torch.dtype) -> None:
-    """256 rows of 151,936: the same tokens as torch's but for near ties."""
-    count, vocab = 256, 151_936
-    sampler = Sampler(count, vocab, DEVICE, seed=0)
-    for row in range(count):
-        sampler.set_row(row, SamplingParams(temperature=0.3 + row / 100, seed=row))
-    order = list(range(count))
-    rows = torch.arange(count, device=DEVICE)
-    logits = (torch.randn(count, vocab, device=DEVICE) * 3).to(dtype)
-    for step in range(4):
-        steps = torch.full_like(rows, step)
-        want = sampler.sample(logits.float(), rows, order, steps).tokens
-        got = draw_rows(logits, rows, steps, sampler.floats, sampler.ints)
-        assert_same_draw(logits, sampler, order, steps, want, got)
-
-
-def assert_same_draw(
-    logits: Tensor, sampler: Sampler, order: list[int], steps: Tensor, want: Tensor, got: Tensor
-) -> None:
-    """Where two draws differ, the two tokens' perturbed logits have to be a near tie."""
-    for place in (want != got).nonzero().flatten().tolist():
-        temperature = float(sampler.floats[order[place], TEMPERATURE])
-        key = sampler.ints[order[place], KEY]
-        assert temperature > 0, "greedy tokens are exact"
-        values = perturbed(logits[place], temperature, int(key), int(steps[place]))
-        gap = float((values[want[place]] - values[got[place]]).abs())
-        assert gap < 1e-5, f"place {place}: {int(got[place])}, not {int(want[place])}; {gap:.1e} apart"
 
 
 # Natively on a GPU: half precision, real sizes, random shapes.
@@ -664,5 +554,5 @@ def test_a_linear_asks_its_ways_and_the_library_last() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_unknown_backend_is_refused(kind: str) -> None:
-    with pytest.raises(UserError, match=f"{kind} is 'cuda', but must be 'torch' or 'triton'"):
+    with pytest.raises(UserError, match=f"{kind} is 'cuda', but must be one of torch, triton"):
         triton_paged_attention.load("random:tiny", device=DEVICE, dtype="float32", **{kind: "cuda"})

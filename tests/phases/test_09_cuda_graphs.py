@@ -410,7 +410,7 @@ def test_a_chunk_of_one_token_is_no_decode(model: Model, few: int, monkeypatch: 
 
     few: requests with which the smaller graph copes; with 1, the two samples need the larger.
     """
-    monkeypatch.setattr(cuda_graphs.plans, "FEW", few)
+    monkeypatch.setattr(cuda_graphs.plans, "SMALL_BATCH", few)
     prompts = [[5, 6, 7], [8, 9, 10, 11]][: 1 if few == 1 else 2]
     params = [SamplingParams(max_tokens=3, n=2, temperature=1.0, seed=n, ignore_eos=True) for n in range(2)]
     params = params[: len(prompts)]

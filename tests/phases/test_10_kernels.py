@@ -9,15 +9,13 @@ from torch import Tensor, nn
 import quant
 from forward.attention import LayerSpec
 from forward.loading import load_model
-from paged_cache.pool import LayerCache
-from quant.activations import quantize_tokens
+from paged_cache.pool import LayerBlocks
 from quant.formats import FP8, Scheme
 from quant.kernel_layers import KernelLinear
-from quant.kernels.pairs import PAIRS
-from quant.kernels.products import Unscaled
-from quant.kernels.rounding import round_rows
-from quant.kernels.words import from_words, to_words
 from quant.linear import QuantLinear
+from quant.pairs import PAIRS
+from quant.products import Unscaled, from_words, round_rows, to_words
+from quant.rtn import quantize_tokens
 from quant.weights import QuantizedWeight
 from tests.quant_layers import DEVICE, DTYPE, INT4_32, assert_close, layer_of, named
 from triton_paged_attention.decode import paged_decode
@@ -85,7 +83,7 @@ def test_a_joined_layer_becomes_one_of_kernels(rng: torch.Generator) -> None:
 
 def caches(
     lens: list[int], size: int, kv_heads: int, d: int, rng: torch.Generator
-) -> tuple[LayerCache, LayerCache, Tensor]:
+) -> tuple[LayerBlocks, LayerBlocks, Tensor]:
     """The same keys and values one by one and in pairs, and the block tables that both have."""
     per = [-(-n // size) for n in lens]
     tables = torch.full((len(lens), max(per) + 1), 10**6, dtype=torch.int32)
@@ -99,7 +97,7 @@ def caches(
         data = torch.full((2, *shape), float("nan"), device=DEVICE).to(torch.float8_e4m3fn)
         if paired:  # the other half of a pair is multiplied by 0: it may be anything that `kv_store` stores
             data[1] = 448.0
-        made.append(LayerCache(data[0], data[1], *scales, PAIRS if paired else None))
+        made.append(LayerBlocks(data[0], data[1], *scales, PAIRS if paired else None))
     for row, n in enumerate(lens):
         k, v = torch.randn(2, n, kv_heads, d, device=DEVICE, generator=rng).to(DTYPE)
         places = torch.arange(n)
@@ -159,7 +157,7 @@ def test_rope_stores_in_the_caches_format(paired: bool, rng: torch.Generator) ->
     made = []
     for _ in range(2):
         data = torch.zeros(2, 3, size, kv_heads, d, device=DEVICE).to(torch.float8_e4m3fn)
-        made.append(LayerCache(data[0], data[1], *scales, PAIRS if paired else None))
+        made.append(LayerBlocks(data[0], data[1], *scales, PAIRS if paired else None))
     pending = ProductScales(rows, each, DTYPE)
     q, _, _ = norm_rope(values, cos, sin, spec, norms=norms, cache=made[0], slots=slots, pending=pending)
     product = Unscaled(values, rows, each).finished(DTYPE)

@@ -28,7 +28,7 @@ from common.models.hub import model_folder
 from common.request import Request
 from common.sampling import ops
 from common.sampling.params import SamplingParams
-from common.sampling.sampler import Feature, Sampler
+from common.sampling.sampler import Needs, Sampler
 from common.text.tokenizer import Tokenizer
 from continuous.engine import Engine
 from continuous.seams import NO_DRAFTS
@@ -37,7 +37,6 @@ from cuda_graphs.runner import GraphRunner
 from forward.model import Model
 from forward.surgery import clone
 from paged_cache import PagedEngine, PagedSizes, Parts, Recipe
-from phases.appendix.guidance.drafter import GrammarDrafter
 from phases.cli import main
 from phases.commands.run import Tint
 from prefix_cache import PrefixCache, RadixIndex
@@ -510,13 +509,6 @@ def test_synthetic_numbers_are_marked_where_they_are_printed(capsys: pytest.Capt
     assert json.loads(capsys.readouterr().out)["speculation"] == "synthetic acceptance of 3 drafts a step"
 
 
-def test_stats_and_tints_reach_through_grammars(model: Model) -> None:
-    """`--stats` and `Tint` ask the scheduler's drafter, and phase 12 puts another one around ours."""
-    speculator = Speculator(ngram.NGrams(), Control(4))
-    assert GrammarDrafter(speculator).stats is speculator.stats
-    assert GrammarDrafter().stats.lines() == ["speculation: nothing was drafted"]
-
-
 def test_stats_are_for_phases_that_guess(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["run", "09", "--stats", "--device", "cpu"])
@@ -529,6 +521,7 @@ def test_stats_are_for_phases_that_guess(capsys: pytest.CaptureFixture[str]) -> 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a typo": ({"drafter": "ngrams"}, "drafter is 'ngrams', .*did you mean 'ngram'"),
     "length": ({"draft_length": 0}, "draft_length is 0, but must be between 1 and 32"),
+    "no switch": ({"draft_adaptive": "no"}, "draft_adaptive is 'no', but must be True or False"),
     "no model": ({"drafter": "model"}, "draft_model must name a model"),
     "another vocabulary": (
         {"drafter": "model", "draft_model": "random:gpt2"},
@@ -662,14 +655,11 @@ def test_nobody_drafts_beyond_the_end_of_a_row(model: Model) -> None:
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     right = continuous.load(model, max_rows=4, max_len=96).generate(prompts, params)
     engine, source = with_draft_model(model, small_model(model, 0.0))
-    chains = list[tuple[int, int]]()
-
-    def chain(works: list[Work], steps: int) -> None:
-        chains.extend((work.start, steps) for work in works)
-
-    source._chain = chain  # type: ignore[method-assign]
+    starts = list[int]()
+    forward = source.runner.forward
+    source.runner.forward = lambda works: starts.extend(w.start + w.count for w in works) or forward(works)  # type: ignore[method-assign, func-returns-value, assignment]
     assert plain(engine.generate(prompts, params)) == plain(right)
-    assert chains and all(start + steps < 96 for start, steps in chains), "a graph would write beyond a row"
+    assert starts and max(starts) <= 96, "a draft is written beyond the end of a row"
     clean(engine)
     clean_drafts(source)
 
@@ -869,12 +859,6 @@ def test_the_reduced_head_never_names_other_tokens(model: Model) -> None:
     assert torch.isinf(logits[:, 1::2]).all() and torch.isfinite(logits[:, ::2]).all()
 
 
-@pytest.mark.parametrize("name", ["draft_adaptive"])
-def test_switches_are_true_or_false(name: str) -> None:
-    with pytest.raises(UserError, match=f"{name} is 'no', but must be True or False"):
-        speculative.Speculate(**{name: "no"})
-
-
 QUESTIONS = (
     "Why is the sky blue?",
     "Could you write four lines about the harbour at dawn?",
@@ -1034,12 +1018,12 @@ def test_verify_graphs_give_the_same_tokens(model: Model, script: str, overlap: 
     options = {"drafter": "ngram", "draft_length": 6, "max_rows": 2, **GRAPHS}
     engine = scripted(model, right, script, overlap=overlap, **options)
     assert isinstance(engine.runner, GraphRunner)
-    used: list[tuple[int, int, Feature]] = []
+    used: list[tuple[int, int, Needs]] = []
     for key, graph in engine.runner.plan(VerifyPlan).graphs.items():
         replay = graph.replay
         graph.replay = lambda key=key, replay=replay: (used.append(key), replay())[1]  # type: ignore
     assert plain(engine.generate(prompts, params)) == plain(right)
-    assert Feature.RANDOM in {features for *_, features in used}, "no step that verifies was replayed"
+    assert Needs.RANDOM in {features for *_, features in used}, "no step that verifies was replayed"
     clean(engine)
 
 

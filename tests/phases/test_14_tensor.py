@@ -26,7 +26,6 @@ from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
 from cuda_graphs.capture import Capturer
 from forward.loading import load_model
-from forward.models.llama import Llama
 from forward.shapes import SHAPES
 from paged_cache.memory import weight_bytes
 from parallel import crew as crews
@@ -34,17 +33,18 @@ from parallel.crew import RanksLost
 from parallel.launch import part
 from parallel.ranks import ENVIRONMENT, Ranks, device_of
 from parallel.shard import Shard, Slice
-from speculative import head as drafters
+from phases import phase_named
+from phases.registry import load_engine
 from tests import structured_kit
 from tests.guidance_kit import served
 from tests.ranks_kit import (
-    KERNELS,
     PARAMS,
     PLACE,
     PROMPTS,
     SIZES,
     SMALL,
     TIGHT,
+    agree,
     end_crews,
     in_ranks,
     same,
@@ -85,6 +85,10 @@ def test_heads_and_sizes_that_do_not_divide_are_refused_before_anything_starts()
         parallel.load(load_model("random:tiny", **PLACE), tensor_parallel=3, **SIZES)
     with pytest.raises(UserError, match="tensor_parallel is 0, but must be"):
         parallel.load("random:tiny", tensor_parallel=0, **SMALL)
+    with pytest.raises(UserError, match="tensor_parallel is 2, but gpt2 is not cut"):
+        parallel.load("random:gpt2", tensor_parallel=2, **SMALL)
+    with pytest.raises(UserError, match="tensor_parallel is 3, but drafter 'head' reads a whole vocabulary"):
+        parallel.load("random:tiny", tensor_parallel=3, speculate=True, drafter="head", **SMALL)
 
 
 def test_a_shard_is_cut_where_its_shape_says() -> None:
@@ -169,55 +173,6 @@ def test_every_feature_in_two_ranks(llama: Path, options: dict[str, Any]) -> Non
     same(in_ranks(model, 2, options), tokens_of(serving.load(model, **options)), "two ranks")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [pytest.param({}, id="torch"), pytest.param(KERNELS, id="kernels")],
-)
-def test_a_head_in_two_ranks(llama: Path, tmp_path: Path, options: dict[str, Any]) -> None:
-    """An untrained one, in fact, whose guesses are wrong, but the same as with one rank."""
-    model = load_model(str(llama), **PLACE)
-    assert isinstance(model, Llama)
-    torch.manual_seed(1)
-    drafter = drafters.Head(model, 1, 32, torch.arange(0, 259, 2)).eval()
-    drafters.save(drafter, tmp_path / "drafter.safetensors", {})
-    given = SMALL | options | {"speculate": True, "drafter": "head", "draft_adaptive": False}
-    given |= {"draft_model": str(tmp_path / "drafter.safetensors")}
-    prompts = PROMPTS[:3] if options else PROMPTS
-    most = 5 if options else 12
-    params = [SamplingParams(**{**vars(p), "max_tokens": most}) for p in PARAMS[: len(prompts)]]
-    one = serving.load(str(llama), **given)
-    expected = guesses_of(one)
-    wanted = tokens_of(one, prompts, params)
-    engine: Any = parallel.load(str(llama), tensor_parallel=2, rank_check=1, **given)
-    try:
-        found = guesses_of(engine)
-        same(tokens_of(engine, prompts, params), wanted, "two ranks, drafter head")
-        engine.loop.agree()
-    finally:
-        engine.loop.close()
-    assert any(drafts for _, drafts in expected), "nothing was drafted"
-    for (request, drafts), (_, right) in zip(found, expected, strict=True):
-        assert drafts == right, (
-            f"request {request}: the head guesses {drafts} in two ranks and {right} in one: a rank's drafter "
-            "must read what one rank's reads"
-        )
-
-
-def guesses_of(engine: Any) -> list[tuple[int, tuple[int, ...]]]:
-    """From now on: whose index, and what was guessed for it."""
-    seen: list[tuple[int, tuple[int, ...]]] = []
-    drafter, propose = engine.scheduler.drafter, engine.scheduler.drafter.propose
-
-    def noted(request: Any, most: int) -> Any:
-        drafts = propose(request, most)
-        seen.append((request.index, tuple(drafts)))
-        return drafts
-
-    drafter.propose = noted
-    return seen
-
-
 FEW = PROMPTS[:3], [*PARAMS[:2], SamplingParams(max_tokens=3, seed=2, temperature=1.0, ignore_eos=True)]
 
 
@@ -253,7 +208,7 @@ def test_prompts_have_the_log_probabilities_of_one_rank(llama: Path) -> None:
     asks = SamplingParams(max_tokens=2, ignore_eos=True, prompt_logprobs=2)
     found: list[list[Any]] = []
     for size in (1, 2):
-        engine: Any = parallel.load(str(llama), tensor_parallel=size, **SMALL)
+        engine: Any = load_engine(phase_named("14"), str(llama), tensor_parallel=size, **SMALL)
         (request,) = engine.add(PROMPTS[1], asks)
         while not engine.idle:
             engine.step()
@@ -294,7 +249,7 @@ def test_aborts_reach_every_rank(llama: Path) -> None:
             engine.abort(some[step % len(some)])
     while not engine.idle:
         engine.step()
-    engine.loop.agree()
+    agree(engine.loop)
     assert [request.finish_reason for request in some].count("abort") == 3
     assert engine.cache.free == engine.cache.allocator.count
     engine.loop.close()
@@ -309,7 +264,7 @@ def test_a_closed_engine_leaves_the_next_one_alone(llama: Path, expected: list[l
     with pytest.raises(RanksLost, match="the engine is closed"):
         tokens_of(first)
     same(tokens_of(second), expected, "beside a closed engine")
-    second.loop.agree()
+    agree(second.loop)
     second.loop.close()
 
 
@@ -342,7 +297,7 @@ def test_ranks_that_do_not_agree_end_the_engine(llama: Path) -> None:
         for _ in range(40):
             engine.step()
             time.sleep(0.01)
-        engine.loop.agree()
+        agree(engine.loop)
     engine.loop.close()
 
 

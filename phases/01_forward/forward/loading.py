@@ -67,14 +67,11 @@ def load_model(
         return linears.finish(clone(name)) if linears is not None and linears.changes(name) else name
     where = pick_device(device)
     kind = pick_dtype(dtype, where)
+    config = config_of(name)
     if str(name).startswith(RANDOM):
-        shape = str(name).removeprefix(RANDOM)
-        if shape not in SHAPES:
-            raise UserError(f"model {str(name)!r}: the random shapes are {', '.join(SHAPES)}")
-        model = random_model(SHAPES[shape], device=where, dtype=kind, seed=seed)
+        model = random_model(config, device=where, dtype=kind, seed=seed)
         return model if linears is None else linears.finish(model)
-    folder = model_folder(name)
-    model = skeleton(checkpoint_config(folder))
+    folder, model = model_folder(name), skeleton(config)
     if linears is not None:
         linears.expect(model)
     else:
@@ -92,6 +89,16 @@ def load_model(
     return finish(model if linears is None else linears.finish(model), where)
 
 
+def config_of(name: str | Path) -> ModelConfig:
+    """Return the configuration of a model by its name. Raises `UserError` if there is no such model."""
+    shape = str(name).removeprefix(RANDOM)
+    if shape == str(name):
+        return checkpoint_config(model_folder(name))
+    if shape not in SHAPES:
+        raise UserError(f"model {str(name)!r}: the random shapes are {', '.join(SHAPES)}")
+    return SHAPES[shape]
+
+
 def checkpoint_config(folder: Path) -> ModelConfig:
     """Read a checkpoint's configuration; its head is tied if one matrix is stored, whatever the flag says.
 
@@ -104,7 +111,7 @@ def checkpoint_config(folder: Path) -> ModelConfig:
 
 
 def refuse_quantized(config: ModelConfig, folder: Path) -> None:
-    """Raise `UserError` for a checkpoint of few bits, where nobody knows how to read these."""
+    """Raise `UserError` for a checkpoint of few bits, where no feature reads these."""
     if config.quantization is not None:
         method = shown(config.quantization["quant_method"])
         raise UserError(

@@ -50,7 +50,7 @@ class KVCache:
     """The caches of all layers for a batch of ``B`` sequences of at most ``max_len`` columns.
 
     ``length`` is how many columns are filled. The loop advances it after a step, never a layer: within a
-    step every layer must see the same value.
+    step every layer must see the same value. ``bytes_needed`` says beforehand what they take.
     """
 
     def __init__(

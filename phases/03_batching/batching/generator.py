@@ -29,7 +29,7 @@ class Waste:
     """The token positions that a static batch computes for nothing.
 
     ``computed`` counts every position that went through the model; ``padding`` those that were padding;
-    ``finished`` those of requests that had already ended.
+    ``finished`` those of requests that had already ended; ``fraction`` is the share of both.
     """
 
     computed: int = 0
@@ -38,7 +38,7 @@ class Waste:
 
     @property
     def fraction(self) -> float:
-        """The share of computed positions that served nobody."""
+        """The share of computed positions that served no request."""
         return (self.padding + self.finished) / self.computed if self.computed else 0.0
 
 
@@ -123,11 +123,11 @@ class BatchGenerator:
             [[0] * pad + row.prompt for pad, row in zip(padding, rows, strict=True)], device=self.model.device
         )  # [B, S]
         self.waste.padding += sum(padding)
-        active, places = rows, list(range(len(rows)))  # the sampler's row of each row of the batch
+        active, indices = rows, list(range(len(rows)))  # the sampler's row of each row of the batch
         step = 0
         while True:
             self.waste.computed += ids.numel()
-            sampled = self._step(ids, attention, places, step)
+            sampled = self._step(ids, attention, indices, step)
             tokens, now, step = sampled.tokens.tolist(), time.perf_counter(), step + 1  # the only wait
             for place, (row, token) in enumerate(zip(active, tokens, strict=True)):
                 if row.reason is None:
@@ -141,7 +141,7 @@ class BatchGenerator:
             if self.compact and len(live) < len(active):
                 kept = torch.tensor(live, device=self.model.device)
                 attention.keep(kept)
-                active, places = [active[i] for i in live], [places[i] for i in live]
+                active, indices = [active[i] for i in live], [indices[i] for i in live]
                 ids = ids[kept]
             self.waste.finished += len(active) - len(live)
 
@@ -157,7 +157,7 @@ class BatchGenerator:
         return piece
 
     @torch.inference_mode()  # not around the loop: a generator would leave it switched on for its consumer
-    def _step(self, ids: Tensor, attention: PaddedAttention, places: list[int], step: int) -> Sampled:
+    def _step(self, ids: Tensor, attention: PaddedAttention, indices: list[int], step: int) -> Sampled:
         """Run ``ids [B, S]`` as the next S columns and sample a token for every row from the last one."""
         count = ids.shape[1]
         attention.begin(count)
@@ -166,5 +166,5 @@ class BatchGenerator:
         positions = (attention.columns - attention.padding.unsqueeze(-1)).clamp(0, self.model.max_len - 1)
         hidden: Tensor = self.model(ids, positions, attention)  # [B, S, hidden]
         attention.cache.advance(count)
-        at = torch.tensor(places, device=ids.device)
-        return self.sampler.sample(self.model.logits(hidden[:, -1]), at, places, torch.full_like(at, step))
+        at = torch.tensor(indices, device=ids.device)
+        return self.sampler.sample(self.model.logits(hidden[:, -1]), at, indices, torch.full_like(at, step))

@@ -9,8 +9,8 @@ from typing import Any
 from common.device import free_memory
 from common.errors import UserError, shown
 from common.options import route
+from common.text import llm
 from common.text.tokenizer import Tokenizer
-from continuous import llm
 from continuous.attention import RowAttention
 from continuous.cache import RowCache, RowStore
 from continuous.engine import Engine, Stats
@@ -84,4 +84,4 @@ def _rows(sizes: Sizes, row_bytes: int, length: int, free: int) -> int:
 
 
 LLM = partial(llm.LLM, load=load)
-"""Text in, text out; see `continuous.llm.LLM`. Options are those of this phase's `load`."""
+"""Text in, text out; see `common.text.llm.LLM`. Options are those of this phase's `load`."""

@@ -55,6 +55,7 @@ class Engine:
     cache: the scheduler's, of the class that has been brought.
     loop: what a step is. journal: hears what happens.
     ledger: how `build` of phase 05 divides the memory.
+    reads_prompts: True if requests may ask for the log-probabilities of their prompts.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Engine:
         self.loop: Loop = InTurn()
         self.journal = Journal()
         self.ledger: Any = None
+        self.reads_prompts = False
         self.config = runner.model.config
         self.max_len = scheduler.rows.max_len
         self.stats = Stats()
@@ -127,7 +129,10 @@ class Engine:
     ) -> list[Request]:
         """The `n` requests of one prompt, checked. Raises `UserError` if they can never be served."""
         known_text, size = self.tokenizer is not None, self.config.vocab_size
-        ids = check_prompt(prompt, size, self.max_len, params, has_tokenizer=known_text, continuous=True)
+        ids = check_prompt(
+            prompt, size, self.max_len, params,
+            has_tokenizer=known_text, continuous=True, reads_prompts=self.reads_prompts,
+        )  # fmt: skip
         least = 0 if params.prompt_logprobs is None else 1  # or the prompt would not be computed
         limit = len(prompt) + max(least, output_limit(len(prompt), params, self.max_len))
         requests = [Request(0, list(prompt), len(ids), limit, params, numbers=ids) for _ in range(params.n)]
@@ -191,15 +196,15 @@ class Engine:
     # Steps.
 
     def step(self) -> list[Output]:
-        """Run one step for everybody who can take part, and tell what came of it.
+        """Run one step for all requests that can take part, and return what came of it.
 
-        Ctrl-C is raised at its end, when the books balance: what has come out is told by the next step.
+        Ctrl-C is raised at its end, when the books balance: what has come out is returned by the next step.
         """
         with self._whole, self._marks:
             self.take_in()
             self.loop.advance(self)
             if self._held and self.scheduler.idle and not self.outputs:
-                time.sleep(WAIT)  # nobody else has anything to do either
+                time.sleep(WAIT)  # no other request has anything to compute
         return self.drain()
 
     def schedule(self) -> list[Work]:
@@ -246,7 +251,6 @@ class Engine:
         try:
             allowed = self.masks.fill(step.works) if self.masks.wants(step.works) else None
             pending = self.runner.sample(step, allowed)
-            pending.prompts = self.runner.read_prompts(step)
             for request, error in self.masks.take_failed():  # as if they were aborted now
                 if request.finish_reason is None:
                     self.end(request, "error", error)
@@ -268,8 +272,6 @@ class Engine:
         """Wait for the tokens of a step; None if it failed."""
         try:
             results = pending.get()
-            for part in pending.prompts:
-                part.land()
         except BaseException as error:
             self.fail(pending.works, error)
             if not isinstance(error, Exception):
@@ -326,11 +328,11 @@ class Engine:
             if request.text is not None:
                 try:
                     reason, text = request.text.advance(token, reason)
-                except BaseException as error:  # nobody else's tokens may be lost for it
+                except BaseException as error:  # no other request's tokens may be lost for it
                     log.error("the text of request %d cannot be made", request.id, exc_info=error)
                     request.error, reason = error, "error"
                     if not isinstance(error, Exception):
-                        self._interrupt = error  # raised when everybody has theirs
+                        self._interrupt = error  # raised when all requests have theirs
             self.outputs.append(Output(request, token, reason, now, logprob, text))
             if reason is not None:
                 request.finish_reason, request.finished = reason, now

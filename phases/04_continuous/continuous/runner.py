@@ -12,9 +12,8 @@ from torch import Tensor
 
 from common.events import Logprob
 from common.request import Request
-from common.sampling.sampler import TORCH, Allowed, Chooser, Feature, Plan, Sampled, Sampler
+from common.sampling.sampler import TORCH, Allowed, Chooser, Needs, Plan, Sampled, Sampler
 from continuous.batch import Batch, HostBatch
-from continuous.prompt_logprobs import PromptPart, PromptReader
 from continuous.rows import Rows
 from continuous.work import Work
 from forward.attention import LayerSpec
@@ -29,7 +28,7 @@ Results = Sequence[Sequence[Token]]
 
 
 class BatchAttention(Protocol):
-    """The seam's object, told once a step what the batch is."""
+    """The seam's object, which is given the batch once a step."""
 
     def begin(self, batch: Batch) -> None:
         """Plan the step."""
@@ -75,12 +74,10 @@ class Pending:
 
     works: those of the step that the results belong to, in order.
     started: `time.perf_counter()` when the engine began the step.
-    prompts: what it tells of prompts, for those who asked.
     """
 
     def __init__(self, works: Sequence[Work], sampled: Sampled | None, extra: OneToken = ONE_TOKEN) -> None:
         self.works, self.started, self.extra = works, 0.0, extra
-        self.prompts: Sequence[PromptPart] = ()
         self._arriving = None if sampled is None else sampled.to_host()  # starts the copy, does not wait
 
     def get(self) -> Results:
@@ -142,7 +139,6 @@ class Runner:
         self.model, self.attention, self.rows = model, attention, rows
         self.sampler = Sampler(rows.count, model.config.vocab_size, model.device, chooser=chooser)
         self.extra = ONE_TOKEN
-        self.prompts = PromptReader()
 
     def run(self, works: Sequence[Work]) -> Pending:
         """Start one step. It returns when everything is handed to the device, not when it is done."""
@@ -185,10 +181,9 @@ class Runner:
         if not rows_host:
             return Pending(step.works, None)
         plan = self.sampler.plan(rows_host)
-        logits = step.logits
-        if logits is None:
-            logits = self.logits(step.hidden[batch.sample_at], plan)  # [S, V], not [T, V]
-        drafts = self.extra.before(step.works) if Feature.PENALTIES in plan.features else None
+        # A plan may have computed the logits already; else of the sampled rows only: [S, V], not [T, V].
+        logits = self.logits(step.hidden[batch.sample_at], plan) if step.logits is None else step.logits
+        drafts = self.extra.before(step.works) if Needs.PENALTIES in plan.features else None
         sampled = self.sampler.sample(
             logits, batch.sample_rows, rows_host, batch.sample_steps, plan, allowed=allowed, drafts=drafts
         )
@@ -198,10 +193,6 @@ class Runner:
     def logits(self, hidden: Tensor, plan: Plan) -> Tensor:
         """Logits of the hidden states `[S, hidden]` that are sampled: `[S, V]` float32."""
         return self.model.logits(hidden)
-
-    def read_prompts(self, step: Forwarded) -> list[PromptPart]:
-        """Read the prompt log-probabilities that a step has computed; before the next `forward`."""
-        return self.prompts.read(step.works, step.hidden, self.model.logits, self.rows.count)
 
     def refresh(self, works: Sequence[Work]) -> None:
         """Before a step: hand over what the device does not know of its requests yet.
@@ -216,8 +207,7 @@ class Runner:
         self.extra.write(works)
 
     def set_row(self, request: Request) -> None:
-        """Tell the sampler how the request in a row wants its tokens chosen, and see what else it wants."""
-        self.prompts.watch(request)
+        """Tell the sampler how the request in a row wants its tokens chosen."""
         self.sampler.set_row(
             request.row,
             request.params,

@@ -39,8 +39,8 @@ class Scheduler:
         self.drafter: Drafter = NO_DRAFTS
         self.step_tokens = integer("step_tokens", step_tokens, low=1)
         self.running: list[Request] = []  # by rank
+        self.preemptions = 0  # a later phase sends requests back in line
         self._waiting: list[tuple[tuple[float, ...], Request]] = []  # a heap by rank
-        self.preemptions = 0
 
     def check(self, requests: list[Request]) -> None:
         """Raise `UserError` if the samples of one prompt would wait for ever.
@@ -125,7 +125,7 @@ class Scheduler:
     def _admit(self, works: list[Work], budget: int, before: tuple[float, ...] | None = None) -> int:
         """Let requests in from the head of the line while there is room; returns what is left of the budget.
 
-        Nobody overtakes the head. With `before`, only those of a smaller rank get in.
+        No request overtakes the head. With `before`, only those of a smaller rank get in.
         """
         while budget > 0:
             request = self._head()
@@ -189,7 +189,7 @@ class Scheduler:
         return running.copy()
 
     def kept(self, later: int) -> int:
-        """Tokens of the budget that are nobody's to guess with: one for each request that is still to be
+        """Tokens of the budget that drafts may not use: one for each request that is still to be
         served in this step.
         """
         return later
@@ -214,7 +214,7 @@ class Scheduler:
     def make_room(self, request: Request, upto: int, queue: list[Request], at: int) -> bool:
         """Reserve by taking room from the requests `queue[at:]`, which this step does not serve yet.
 
-        Whoever loses its room leaves the queue. False if `request` gets none; it may have lost its own.
+        A request that loses its room leaves the queue. False if `request` gets none; it may lose its own.
         """
         return False
 
@@ -271,17 +271,6 @@ class Scheduler:
             self.running.remove(request)
             self.cache.release(request)
             self.rows.release(request)
-
-    def preempt(self, request: Request) -> None:
-        """Send a running request back in line; all its tokens will be computed again, the output included.
-
-        It keeps its tokens and its rank. The preemption counts for the request and for the scheduler.
-        """
-        self.leave(request)
-        request.num_computed_tokens = 0
-        request.preemptions += 1
-        self.preemptions += 1
-        self._push(request)
 
     def _push(self, request: Request) -> None:
         heapq.heappush(self._waiting, (request.rank, request))

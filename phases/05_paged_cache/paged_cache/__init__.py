@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from continuous import llm
+from common.text import llm
 from forward.model import Model
 from paged_cache.allocator import BlockAllocator
 from paged_cache.attention import PagedAttention, PagedBatch, TorchPagedAttention
@@ -14,7 +14,7 @@ from paged_cache.build import build
 from paged_cache.cache import PagedCache
 from paged_cache.memory import Ledger
 from paged_cache.parts import Feature, PagedEngine, PagedSizes, Parts, Recipe
-from paged_cache.pool import BlockPool, KVFormat, LayerCache
+from paged_cache.pool import BlockPool, KVFormat, LayerBlocks
 from paged_cache.preset import Preset
 from paged_cache.runner import PagedRunner
 from paged_cache.scheduler import PagedScheduler
@@ -26,7 +26,7 @@ __all__ = [
     "BlockPool",
     "Feature",
     "KVFormat",
-    "LayerCache",
+    "LayerBlocks",
     "Ledger",
     "PagedAttention",
     "PagedBatch",
@@ -65,4 +65,4 @@ def load(model: str | Path | Model, **options: Any) -> PagedEngine:
 
 
 LLM = partial(llm.LLM, load=load)
-"""Text in, text out; see `continuous.llm.LLM`. Options are those of this phase's `load`."""
+"""Text in, text out; see `common.text.llm.LLM`. Options are those of this phase's `load`."""

@@ -20,7 +20,7 @@ from continuous.attention import (
 )
 from continuous.batch import Batch
 from forward.attention import LayerSpec, causal_mask
-from paged_cache.pool import BlockPool, LayerCache, encode
+from paged_cache.pool import BlockPool, LayerBlocks, encode
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class PagedAttention(ABC):
         self.store(cache, k, v)
         return self.attend(layer, q, k, v, cache)
 
-    def store(self, cache: LayerCache, k: Tensor, v: Tensor) -> None:
+    def store(self, cache: LayerBlocks, k: Tensor, v: Tensor) -> None:
         """Write every token's key and value to its slot, all tokens at once."""
         cache.k.flatten(0, 1)[self.batch.slots] = encode(k, cache.k_scale, cache.k.dtype)
         cache.v.flatten(0, 1)[self.batch.slots] = encode(v, cache.v_scale, cache.v.dtype)
@@ -71,7 +71,7 @@ class PagedAttention(ABC):
         """Prepare for `self.batch`, once a step."""
 
     @abstractmethod
-    def attend(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache) -> Tensor:
+    def attend(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, cache: LayerBlocks) -> Tensor:
         """`q [T, H, D]` -> `[T, H, D]`; this step's `k` and `v [T, KH, D]` are in the cache already."""
 
 
@@ -113,7 +113,7 @@ class TorchPagedAttention(PagedAttention):
             tables = tables.where(used.to(tables.device), tables[:, :1])
         return tables.flatten()
 
-    def attend(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache) -> Tensor:
+    def attend(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, cache: LayerBlocks) -> Tensor:
         """See `PagedAttention.attend`."""
         assert self._readable, "values in another layout are read by kernels only"
         out = torch.empty_like(q)

@@ -83,7 +83,7 @@ class PagedCache:
         """
         row = request.row
         owned = self._owned[row]
-        # The block to be written next has to be copied if somebody else uses it too.
+        # The block to be written next has to be copied if it has another user.
         shared = self._writable[row] // self.block_size
         copy = shared < owned and self.allocator.refs[int(self.tables[row, shared])] > 1
         new = max(0, self.blocks_for(upto) - owned)

@@ -104,7 +104,7 @@ def plan_cache(
         kv: how keys and values are stored.
         cache_bytes: what the caller grants the cache, if that much is free.
         gpu_memory_utilization: share of the device's memory that everything together may fill.
-        reserved: bytes that somebody else will need (graphs).
+        reserved: bytes that are set aside for others (graphs).
 
     Raises:
         UserError: not even one block fits, or more is asked for than is free.

@@ -88,8 +88,8 @@ class Parts:
     usual: sizes that features suggest instead of None.
     brought: the features whose parts are in the place of the default, by part, the innermost first.
 
-    Stages fill in the rest. model (`load`): owned by the builder, unless `borrowed` from the caller. features
-    (`install`): those installed so far, by name. ledger (`plan`), engine (`make`).
+    Stages fill in the rest. model (`load`): owned by the builder, unless `borrowed` from the caller; see
+    `own_model`. features (`install`): those installed so far, by name. ledger (`plan`), engine (`make`).
     """
 
     recipe: Recipe

@@ -11,7 +11,7 @@ from torch import Tensor
 from common.models.config import ModelConfig
 
 
-class LayerCache(NamedTuple):
+class LayerBlocks(NamedTuple):
     """A layer's keys and values, `[N, P, KH, D]` each, and what they have to be multiplied by.
 
     k_scale, v_scale: `[KH]` float32, or None where the stored numbers are the keys and values themselves.
@@ -76,7 +76,7 @@ def largest(dtype: torch.dtype) -> float:
 
 
 class BlockPool:
-    """One allocation `[L, 2, N, P, KH, D]`, and of it each layer's `LayerCache`.
+    """One allocation `[L, 2, N, P, KH, D]`, and of it each layer's `LayerBlocks`.
 
     stained: some block may hold NaN.
     """
@@ -100,13 +100,13 @@ class BlockPool:
         self.data = torch.zeros(shape, device=device, dtype=kv.dtype_for(dtype))
         self.exact = kv.exact(dtype)
         if kv.scales is None:
-            self.layers = [LayerCache(k, v, layout=kv.layout) for k, v in self.data]
+            self.layers = [LayerBlocks(k, v, layout=kv.layout) for k, v in self.data]
         else:
             wanted = (config.num_layers, 2, config.num_kv_heads)
             assert kv.scales.shape == wanted, f"scales are {tuple(kv.scales.shape)}, but must be {wanted}"
             scales = kv.scales.to(device, torch.float32)
             layers = zip(self.data, scales, strict=True)
-            self.layers = [LayerCache(k, v, s[0], s[1], kv.layout) for (k, v), s in layers]
+            self.layers = [LayerBlocks(k, v, s[0], s[1], kv.layout) for (k, v), s in layers]
 
     @staticmethod
     def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:

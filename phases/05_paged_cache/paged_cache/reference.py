@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paged_cache.pool import LayerCache
+from paged_cache.pool import LayerBlocks
 
 
 def gather(cache: Tensor, block_table: Tensor, length: int) -> Tensor:
@@ -21,7 +21,7 @@ def gather(cache: Tensor, block_table: Tensor, length: int) -> Tensor:
 
 def paged_attention(
     q: Tensor,  # [T, H, D]
-    cache: LayerCache,  # [N, P, KH, D]
+    cache: LayerBlocks,  # [N, P, KH, D]
     block_tables: Tensor,  # [B, max_blocks] int32
     query_starts: Tensor,  # [B + 1] int32
     context_lens: Tensor,  # [B] int32, every key of a request, those of this step included

@@ -40,7 +40,7 @@ class PagedScheduler(Scheduler):
             self._push(first)
 
     def make_room(self, request: Request, upto: int, queue: list[Request], at: int) -> bool:
-        """Preempt whoever is last by rank until `request` has room; that may be `request` itself.
+        """Preempt the last request by rank until `request` has room; it may be `request` itself.
 
         Only requests that this step does not serve yet can lose their blocks: `queue[at:]`, which is not
         always in the order of ranks, gets shorter.
@@ -53,6 +53,17 @@ class PagedScheduler(Scheduler):
             queue.remove(victim)
             if self.cache.reserve(request, upto):
                 return True
+
+    def preempt(self, request: Request) -> None:
+        """Send a running request back in line; all its tokens will be computed again, the output included.
+
+        It keeps its tokens and its rank. The preemption counts for the request and for the scheduler.
+        """
+        self.leave(request)
+        request.num_computed_tokens = 0
+        request.preemptions += 1
+        self.preemptions += 1
+        self._push(request)
 
     def admits(self, request: Request) -> bool:
         """Also: there is a row for every sibling. They get theirs at once, or a fork might find none."""

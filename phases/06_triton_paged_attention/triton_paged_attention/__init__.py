@@ -16,13 +16,12 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from continuous import llm
+from common.text import llm
 from forward.model import Model
 from paged_cache import PagedEngine, Preset
-from triton_paged_attention.backends import Backend, Backends
-from triton_paged_attention.feature import Kernels
+from triton_paged_attention.feature import Backend, Kernels
 
-__all__ = ["LLM", "PRESET", "Backend", "Backends", "Kernels", "load"]
+__all__ = ["LLM", "PRESET", "Backend", "Kernels", "load"]
 
 PRESET = Preset(on=[Kernels])
 
@@ -42,4 +41,4 @@ def load(model: str | Path | Model, **options: Any) -> PagedEngine:
 
 
 LLM = partial(llm.LLM, load=load)
-"""Text in, text out; see `continuous.llm.LLM`. Options are those of this phase's `load`."""
+"""Text in, text out; see `common.text.llm.LLM`. Options are those of this phase's `load`."""

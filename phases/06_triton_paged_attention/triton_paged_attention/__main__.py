@@ -1,4 +1,4 @@
-"""`python -m triton_paged_attention` is `ladder run 06`, with the same options (`--autotune` among them)."""
+"""`python -m triton_paged_attention` is `ladder run 06`, with the same options."""
 
 import sys
 

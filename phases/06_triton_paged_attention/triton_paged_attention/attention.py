@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 import triton
@@ -10,13 +12,15 @@ from torch import Tensor
 
 from continuous.batch import HostBatch, upload
 from forward.attention import LayerSpec
-from paged_cache import BlockPool, LayerCache, PagedAttention, PagedBatch, TorchPagedAttention
-from triton_paged_attention.backends import Backend, check_backend
+from paged_cache import BlockPool, LayerBlocks, PagedAttention, PagedBatch, TorchPagedAttention
 from triton_paged_attention.decode import Workspace, paged_decode
 from triton_paged_attention.hardware import multiprocessors
 from triton_paged_attention.kernels.kv_store import kv_store
 from triton_paged_attention.prefill import paged_prefill, query_tiles
 from triton_paged_attention.tables import PREFILL, PrefillKey, for_keys
+
+if TYPE_CHECKING:
+    from triton_paged_attention.feature import Backend
 
 TILE_ROWS = 16
 """Rows of the decode kernel's tile. A request with at most `16 / GROUP` new tokens goes through it, rounded
@@ -34,13 +38,12 @@ class TritonPagedAttention(PagedAttention):
             computes all of it in torch first; such mixtures are for comparisons, not for speed.
 
     A step of decodes alone allocates nothing and uploads nothing in `begin`, so that it can be captured.
+    Graphs of other steps begin by `begin_sorted`.
     """
 
     def __init__(
         self, pool: BlockPool, num_heads: int, *, prefill: Backend = "triton", decode: Backend = "triton"
     ) -> None:
-        check_backend("attention_prefill", prefill)
-        check_backend("attention_decode", decode)
         super().__init__(pool)
         self.prefill, self.decode = prefill, decode
         self._torch = TorchPagedAttention(pool)
@@ -91,34 +94,28 @@ class TritonPagedAttention(PagedAttention):
             return NO_TILES
         return query_tiles(host.query_lens, host.context_lens, self.tile_tokens, longer)
 
-    def most_tiles(self, tokens: int, requests: int) -> int:
-        """The most tiles that a batch can have: full ones, and one more of each request that is cut."""
-        return tokens // self.tile_tokens + min(requests, tokens // (self.most_queries + 1))
-
     @property
     def tile_tokens(self) -> int:
         """Query tokens in a tile, at most."""
         return self._prefill_config.block_m // self._group
 
-    def begin_tiled(self, batch: PagedBatch, tiles: Tensor) -> None:
-        """Start a step all of whose requests are cut into `tiles [n, 4]`: a graph, which refills them."""
-        self.batch, self._needs_torch, self._prefill_keys = batch, False, 0
-        self._max_queries, self._only, self._tiles = 0, None, tiles
+    def begin_sorted(self, batch: PagedBatch, members: Tensor | None, tiles: Tensor) -> None:
+        """Start a step whose requests the caller has sorted, in the place of `begin`.
 
-    def begin_sorted(self, batch: PagedBatch, members: Tensor, tiles: Tensor) -> None:
-        """Start a step whose requests the caller has sorted: a graph, which refills both before each replay.
+        This is a seam: graphs refill both before each replay.
 
-        members: int32, padded with requests that have no tokens and no context. tiles: `[n, 4]` int32,
-        padded with tiles of no tokens.
+        members: int32, padded with requests that have no tokens and no context; None: all are cut into tiles.
+        tiles: `[n, 4]` int32, padded with tiles of no tokens.
         """
         self.batch, self._needs_torch, self._prefill_keys = batch, False, 0
-        self._max_queries, self._only, self._tiles = self.most_queries, members, tiles
+        self._max_queries = 0 if members is None else self.most_queries
+        self._only, self._tiles = members, tiles
 
-    def store(self, cache: LayerCache, k: Tensor, v: Tensor) -> None:
+    def store(self, cache: LayerBlocks, k: Tensor, v: Tensor) -> None:
         """See `PagedAttention.store`."""
         kv_store(k, v, cache, self.batch.slots)
 
-    def attend(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache) -> Tensor:
+    def attend(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, cache: LayerBlocks) -> Tensor:
         """See `PagedAttention.attend`. Unless a backend is torch, `k` and `v` are not read."""
         batch, q = self.batch, q.contiguous()
         out = self._torch.attend(layer, q, k, v, cache) if self._needs_torch else torch.empty_like(q)

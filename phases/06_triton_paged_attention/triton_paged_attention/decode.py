@@ -21,11 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paged_cache.pool import LayerCache
-from triton_paged_attention.layout import layout_of
+from paged_cache.pool import LayerBlocks
+from triton_paged_attention.kernels.kv_store import describe, layout_of
 from triton_paged_attention.tables import DECODE, DecodeConfig, DecodeKey
 from triton_paged_attention.tiles import combine
-from triton_paged_attention.tma import describe
 
 MOST_SPLITS, LEAST_KEYS = 8, 128
 """Of a context, and keys of a split, where requests bring several tokens. On an H200 five tokens of 9 heads
@@ -150,7 +149,7 @@ class Workspace:
 
 def paged_decode(
     q: Tensor,  # [T, H, D]
-    cache: LayerCache,  # [N, P, KH, D]
+    cache: LayerBlocks,  # [N, P, KH, D]
     block_tables: Tensor,  # [B, max_blocks] int32
     context_lens: Tensor,  # [B] int32
     *,

@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 import torch
 
-from common.errors import UserError
+from common.errors import UserError, choice
 from common.options import option
 from forward.model import Model
 from paged_cache import Feature, PagedAttention, Parts
-from triton_paged_attention.backends import Backend, Backends, check_backend
 
 if TYPE_CHECKING:
     from triton_paged_attention.attention import TritonPagedAttention
 
+Backend = Literal["torch", "triton"]
+"""Who computes a kind of operator: plain torch as in phase 01, or the kernels of this phase."""
+LAYERS = ("norms", "rope", "activation", "projections")
+"""Kinds of operators in a model's layers."""
 CUDA_BLOCK_SIZE = 64
 """One tile of keys then lies in one block, and a step of the kernel looks up one block id instead of 64."""
 
@@ -35,12 +38,11 @@ class Kernels(Feature):
     rope: Backend = option("triton", "query and key norm, RoPE and KV store in one kernel")
     activation: Backend = option("triton", "SwiGLU and GeGLU")
     projections: Backend = option("triton", "one matrix product for q, k and v, and one for gate and up")
-    sampling: Backend = option("triton", "the choice of tokens")
 
     def __post_init__(self) -> None:
         """Check the options."""
         for name in KINDS:
-            check_backend(name, getattr(self, name))
+            choice(name, getattr(self, name), get_args(Backend))
 
     @classmethod
     def pays(cls, device: torch.device, others: Mapping[str, Feature | None]) -> bool:
@@ -48,17 +50,14 @@ class Kernels(Feature):
         return device.type == "cuda"
 
     def install(self, parts: Parts) -> None:
-        """Fused layers, kernels for attention, and a sampler whose choice is a kernel."""
+        """Fused layers, and kernels for attention."""
         device = parts.model.device.type
         check_triton(device)
         from triton_paged_attention.attention import TritonPagedAttention
-        from triton_paged_attention.sampler import TritonChooser
-        from triton_paged_attention.surgery import optimize
+        from triton_paged_attention.layers import optimize
 
-        optimize(parts.own_model(), Backends(self.norms, self.rope, self.activation, self.projections))
+        optimize(parts.own_model(), [name for name in LAYERS if getattr(self, name) == "torch"])
         parts.bring(self, attention=self.attention_of(TritonPagedAttention, parts.model))
-        if self.sampling == "triton":
-            parts.bring(self, chooser=TritonChooser())
         if device == "cuda":
             parts.usual["block_size"] = CUDA_BLOCK_SIZE
 

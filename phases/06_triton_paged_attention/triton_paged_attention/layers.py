@@ -1,25 +1,29 @@
-"""Phase 01's layers, fused: built from the ones they replace, with whose weights they work."""
+"""Phase 01's layers, fused: built from the ones they replace, with whose weights they work.
+
+`optimize` puts them into a loaded model. The model's own code stays as phase 01 wrote it.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 from forward.attention import Attention
 from forward.layers import GatedMLP, RMSNorm
+from forward.model import Model
 from forward.models.gemma3 import Gemma3RMSNorm
 from forward.models.llama import LlamaAttention, LlamaBlock
-from forward.rope import apply_rope
+from forward.rope import Rope, apply_rope
 from triton_paged_attention.attention import TritonPagedAttention
-from triton_paged_attention.backends import Backends
 from triton_paged_attention.kernels.norms import NormWeights, add_rms_norm, rms_norm
-from triton_paged_attention.kernels.rope import HeadNorms, ProductScales, norm_rope
-from triton_paged_attention.linear import FusedLinear, SideBySide, join
+from triton_paged_attention.kernels.rope import FusedRope, HeadNorms, ProductScales, norm_rope
+from triton_paged_attention.linear import KINDS, FusedLinear, Joins, SideBySide, join
 
 
 class Stream(NamedTuple):
-    """The residual stream between two blocks, its last addition still to be done by whoever normalizes it."""
+    """The residual stream between two blocks, its last addition still to be done by the norm behind it."""
 
     total: Tensor
     delta: Tensor
@@ -48,22 +52,22 @@ class FusedRMSNorm(nn.Module):
 
 
 def _projections(
-    parts: tuple[nn.Module, ...], out: nn.Module, backends: Backends
+    parts: tuple[nn.Module, ...], out: nn.Module, by_torch: Collection[str]
 ) -> tuple[FusedLinear, FusedLinear]:
     """The projections into a layer, of one input, as one; and the projection out of it."""
-    if backends.projections == "triton":
-        return join(*parts), join(out)
-    return FusedLinear(SideBySide(*parts)), FusedLinear(SideBySide(out))
+    if "projections" in by_torch:
+        return FusedLinear(SideBySide(*parts)), FusedLinear(SideBySide(out))
+    return join(*parts), join(out)
 
 
 class FusedAttention(nn.Module):
     """`LlamaAttention` and its descendants with one projection, and one kernel from it to the seam."""
 
-    def __init__(self, old: LlamaAttention, backends: Backends) -> None:
+    def __init__(self, old: LlamaAttention, by_torch: Collection[str]) -> None:
         super().__init__()
         self.spec = old.spec
-        self.qkv_proj, self.o_proj = _projections((old.q_proj, old.k_proj, old.v_proj), old.o_proj, backends)
-        self.fused = backends.rope == "triton"
+        self.qkv_proj, self.o_proj = _projections((old.q_proj, old.k_proj, old.v_proj), old.o_proj, by_torch)
+        self.fused = "rope" not in by_torch
         self.q_norm, self.k_norm = (getattr(old, name, None) for name in ("q_norm", "k_norm"))
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
@@ -130,13 +134,13 @@ class FusedAttention(nn.Module):
 class FusedMLP(nn.Module):
     """`GatedMLP` with gate and up in one matrix product, and the activation in one kernel."""
 
-    def __init__(self, old: GatedMLP, kind: str, backends: Backends) -> None:
+    def __init__(self, old: GatedMLP, kind: str, by_torch: Collection[str]) -> None:
         super().__init__()
         self.gate_up_proj, self.down_proj = _projections(
-            (old.gate_proj, old.up_proj), old.down_proj, backends
+            (old.gate_proj, old.up_proj), old.down_proj, by_torch
         )
         self.act, self.kind = old.act, kind
-        self.fused = backends.activation == "triton"
+        self.fused = "activation" not in by_torch
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., hidden]` -> `[..., hidden]`."""
@@ -190,3 +194,46 @@ class FusedBlock(nn.Module):
             total, normed = x, self.input_layernorm(x)
         total, normed = self.post_attention_layernorm.add(total, self.self_attn(normed, cos_sin, attention))
         return Stream(total, self.mlp(normed))
+
+
+def optimize(model: Model, by_torch: Collection[str] = ()) -> Model:
+    """Put this phase's layers in the places of phase 01's, and return the model, which is the same object.
+
+    Projections are joined layer by layer, and the old ones of a layer are let go of before the next is
+    joined. Who still needs the model as it was gives a `clone`, and so keeps both alive.
+
+    GPT-2 has LayerNorm, no RoPE and no gate: it keeps its layers, and gains by attention alone.
+
+    by_torch: those of `LAYERS` that stay as in phase 01.
+    """
+    kind = model.config.activation
+    if "rope" not in by_torch or "projections" not in by_torch:
+        replace(model, LlamaAttention, lambda old: FusedAttention(old, by_torch))
+    if "rope" not in by_torch:
+        replace(model, Rope, FusedRope)
+    if kind in KINDS and ("activation" not in by_torch or "projections" not in by_torch):
+        replace(model, GatedMLP, lambda old: FusedMLP(old, kind, by_torch))
+    if "norms" not in by_torch:
+        # The kernel of "rope" takes care of the heads' norms.
+        skip = None if "rope" in by_torch else FusedAttention
+        replace(model, (RMSNorm, Gemma3RMSNorm), FusedRMSNorm, skip=skip)
+        replace(model, LlamaBlock, FusedBlock)
+    if "projections" not in by_torch and isinstance(model.lm_head, (nn.Linear, Joins)):
+        model.lm_head = join(model.lm_head)
+    return model
+
+
+def replace(
+    model: nn.Module,
+    kind: type[nn.Module] | tuple[type[nn.Module], ...],
+    make: Callable[[Any], nn.Module],
+    skip: type[nn.Module] | None = None,
+) -> None:
+    """Put `make(module)` in the place of every module of a kind, except those whose owner is a `skip`."""
+    # Names, not modules: a list of these would keep all the old weights alive until the last is replaced.
+    found = [name for name, module in model.named_modules() if isinstance(module, kind)]
+    for name in found:
+        owner, _, last = name.rpartition(".")
+        holder = model.get_submodule(owner)
+        if skip is None or not isinstance(holder, skip):
+            setattr(holder, last, make(getattr(holder, last)))

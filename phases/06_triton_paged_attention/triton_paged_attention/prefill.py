@@ -20,10 +20,9 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paged_cache.pool import LayerCache
-from triton_paged_attention.layout import layout_of
+from paged_cache.pool import LayerBlocks
+from triton_paged_attention.kernels.kv_store import describe, layout_of
 from triton_paged_attention.tables import PREFILL, PrefillConfig, PrefillKey
-from triton_paged_attention.tma import describe
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -118,7 +117,7 @@ def query_tiles(
 
 def paged_prefill(
     q: Tensor,  # [T, H, D]
-    cache: LayerCache,  # [N, P, KH, D]
+    cache: LayerBlocks,  # [N, P, KH, D]
     block_tables: Tensor,  # [B, max_blocks] int32
     tiles: Tensor,  # [n, 4] int32, from query_tiles with the same config's block_m // (H / KH)
     *,

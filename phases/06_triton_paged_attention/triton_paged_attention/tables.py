@@ -1,6 +1,6 @@
 """Tables of block sizes: in which configuration a kernel runs, by the shape of its work.
 
-The numbers come from `benchmarks/kernels/` on an H200 (compute capability 9.0; `docs/kernels.md` has the
+The numbers come from `benchmarks/kernels/` on an H200 (compute capability 9.0; `docs/log/kernels.md` has the
 sweeps). On other GPUs the same choices are made to fit: tiles and stages shrink until they fit the shared
 memory. A configuration says how large tiles are and how many programs share the work, never what is computed.
 """
@@ -24,16 +24,14 @@ class Table(Generic[Key, Config]):
     """Configurations by key, a NamedTuple of what decides about them.
 
     default: the configuration for a key on a device.
-    tuned: a seam: it is asked first, and answers None where it knows nothing better than the default.
     """
 
     def __init__(self, default: Callable[[Key, torch.device], Config]) -> None:
         self.default = cache(default)
-        self.tuned: Callable[[Key, torch.device], Config | None] = lambda key, device: None
 
     def lookup(self, key: Key, device: torch.device) -> Config:
         """Return the configuration for a key. Kernels ask for it at every launch."""
-        return self.tuned(key, device) or self.default(key, device)
+        return self.default(key, device)
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def attend(
     query,  # [M, D]
     position,  # [M]
     m, total, acc,
-    k_cache, v_cache,  # pointers to [N, P, KH, D], or TMA descriptors of the same memory, see tma.py
+    k_cache, v_cache,  # pointers to [N, P, KH, D], or TMA descriptors of the same memory, see `describe`
     table, kv_head, low, high, whole, scale, soft_cap, block_stride, slot_stride, head_stride,
     D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
     MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, TMA: tl.constexpr,

@@ -1,4 +1,4 @@
-"""Phase 07: chunked prefill. A long prompt no longer makes everybody else wait."""
+"""Phase 07: chunked prefill. A long prompt no longer makes all other requests wait."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from chunked_prefill.feature import Chunked
 from chunked_prefill.scheduler import ChunkedScheduler
-from continuous import llm
+from common.text import llm
 from forward.model import Model
 from paged_cache import PagedEngine, Preset
 
@@ -32,4 +32,4 @@ def load(model: str | Path | Model, **options: Any) -> PagedEngine:
 
 
 LLM = partial(llm.LLM, load=load)
-"""Text in, text out; see `continuous.llm.LLM`. Options are those of this phase's `load`."""
+"""Text in, text out; see `common.text.llm.LLM`. Options are those of this phase's `load`."""

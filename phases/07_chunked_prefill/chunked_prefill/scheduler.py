@@ -1,8 +1,8 @@
 """One token budget a step, shared by decodes and pieces of prompts.
 
 Agrawal et al., "Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve", OSDI 2024
-(arXiv 2403.02310). A whole prompt in one step makes everybody else wait for it; a chunk of it makes them wait
-for the chunk.
+(arXiv 2403.02310). A whole prompt in one step makes all other requests wait for it; a chunk of it makes them
+wait for the chunk.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from chunked_prefill import Chunked
-from continuous import llm
+from common.text import llm
 from forward.model import Model
 from paged_cache import PagedEngine, Preset
 from prefix_cache.cache import PrefixCache, PrefixStats
@@ -46,4 +46,4 @@ def load(model: str | Path | Model, **options: Any) -> PagedEngine:
 
 
 LLM = partial(llm.LLM, load=load)
-"""Text in, text out; see `continuous.llm.LLM`. Options are those of this phase's `load`."""
+"""Text in, text out; see `common.text.llm.LLM`. Options are those of this phase's `load`."""

@@ -1,4 +1,4 @@
-"""The paged cache that remembers: blocks outlive their requests until somebody needs the room."""
+"""The paged cache that remembers: blocks outlive their requests until their room is needed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PrefixCache(PagedCache):
     """A `PagedCache` whose full blocks are kept in an index and shared by content.
 
     The index is one user of every block in it, each request that shares it another. Blocks that only the
-    index uses count as free: they are evicted when somebody needs them.
+    index uses count as free: they are evicted when they are needed.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class PrefixCache(PagedCache):
         return self.allocator.free + self.index.evictable
 
     def fits(self, request: Request) -> bool:
-        """Blocks that are found need no room, but what they are pinned for nobody can evict."""
+        """Blocks that are found need no room, but once they are pinned they cannot be evicted."""
         alone = self.free == self.allocator.count
         room = self.free - (0 if alone else self.reserve_blocks)
         if room < 1:
@@ -103,7 +103,7 @@ class PrefixCache(PagedCache):
         return super().grow(request, upto)
 
     def take_blocks(self, count: int) -> list[int]:
-        """Free blocks; if there are too few, blocks that nobody has used for the longest time."""
+        """Free blocks; if there are too few, those that were used least recently."""
         missing = count - self.allocator.free
         if missing > 0:
             evicted = self.index.evict(missing)
@@ -112,7 +112,7 @@ class PrefixCache(PagedCache):
         return super().take_blocks(count)
 
     def fork(self, parent: Request, child: Request, tokens: int) -> None:
-        """The child pins what its parent shares: whoever uses a block of the index also pins it."""
+        """The child pins what its parent shares: each user of a block of the index also pins it."""
         super().fork(parent, child, tokens)
         self._cursors[child.row] = self.index.fork(self._cursors[parent.row])
         self._committed[child.row] = self._committed[parent.row]

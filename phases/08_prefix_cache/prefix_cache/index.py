@@ -20,7 +20,7 @@ def block_keys(tokens: Sequence[int] | NDArray[np.int64], block_size: int) -> li
 
 
 class Match(NamedTuple):
-    """The blocks that hold the beginning of a sequence, and how many of them nobody uses at the moment."""
+    """The blocks that hold the beginning of a sequence, and how many of them have no user at the moment."""
 
     blocks: list[int]
     unpinned: int
@@ -31,7 +31,7 @@ class PrefixIndex(Protocol):
 
     A *cursor* is a place in the index: the end of what one request shares. Everything on the way to it is
     pinned, that is, not evicted. Requests see only what was inserted under the same salt. The index counts no
-    users: whoever inserts a block keeps it until `evict` returns it.
+    users: the cache that inserts a block keeps it until `evict` returns it.
     """
 
     @property
@@ -58,7 +58,7 @@ class PrefixIndex(Protocol):
 
         Returns:
             The new cursor, which pins them; for every place the block that the index holds, another than in
-            `blocks` where somebody else was first; and those of `blocks` that were inserted. A block that
+            `blocks` where another request was first; and those of `blocks` that were inserted. A block that
             could not be inserted stays its owner's: it is held, but not new.
         """
         ...
@@ -72,7 +72,7 @@ class PrefixIndex(Protocol):
         ...
 
     def evict(self, count: int) -> list[int]:
-        """Forget at most `count` blocks that nobody uses, least recently used first, and return them."""
+        """Forget at most `count` blocks without a user, least recently used first, and return them."""
         ...
 
     def blocks(self) -> list[int]:

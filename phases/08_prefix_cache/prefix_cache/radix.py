@@ -76,7 +76,7 @@ class RadixIndex:
         new = blocks[at:]
         if new:
             if node.parent is not None and node.pins == 1 and not node.children:
-                node.keys += keys[at:]  # nobody else stands here
+                node.keys += keys[at:]  # no other node or request stands here
                 node.blocks += new
             else:
                 node = self._grow(node, keys[at:], new)
@@ -90,7 +90,7 @@ class RadixIndex:
         return cursor
 
     def detach(self, cursor: object) -> None:
-        """Unpin a path; what nobody pins any more can be evicted from now on."""
+        """Unpin a path; what has no pin left can be evicted from now on."""
         now = next(self._clock)
         node: Node | None = cursor if isinstance(cursor, Node) else None
         while node is not None:
@@ -130,7 +130,7 @@ class RadixIndex:
 
     @property
     def roots(self) -> list[Node]:
-        """One for each salt, to look at: whoever draws the tree begins here."""
+        """One for each salt, to look at: a drawing of the tree begins here."""
         return list(self._roots.values())
 
     def _walk(self, keys: list[Key], salt: str) -> list[tuple[Node, int]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from chunked_prefill import Chunked
-from continuous import llm
+from common.text import llm
 from cuda_graphs.feature import Graphs, Overlap
 from cuda_graphs.overlap import Overlapped
 from forward.model import Model
@@ -41,4 +41,4 @@ def load(model: str | Path | Model, **options: Any) -> PagedEngine:
 
 
 LLM = partial(llm.LLM, load=load)
-"""Text in, text out; see `continuous.llm.LLM`. Options are those of this phase's `load`."""
+"""Text in, text out; see `common.text.llm.LLM`. Options are those of this phase's `load`."""

@@ -18,7 +18,7 @@ def fixed_batch(size: int, max_blocks: int, device: torch.device) -> PagedBatch:
         rows=count,
         query_lens=ones,
         query_starts=np.arange(size + 1),
-        context_lens=ones,  # nobody may read the real ones: they differ from replay to replay
+        context_lens=ones,  # the real ones may not be read: they differ from replay to replay
         token_rows=count,
         positions=count,
         sample_at=count,

@@ -33,7 +33,7 @@ def chunk_sizes(most: int) -> list[int]:
 def full_step(model: Model, step_tokens: int, most: int) -> int:
     """The tokens of a step that computes prompts as fast as it may, if it has a graph by itself; else 0.
 
-    Beyond the `most` tokens of a chunk graph padding would be dear, and the device takes longer than the
+    Beyond the `most` tokens of a chunk graph padding would cost much, and the device takes longer than the
     launches of an eager step do. Not so with a small model on a large GPU: there one more graph, for steps
     that are full, pays. A large model has long steps, and would give memory for nothing.
     """

@@ -20,9 +20,10 @@ from torch import Tensor
 from continuous.batch import HostBatch, Ints
 from cuda_graphs.batch import fixed_batch
 from cuda_graphs.capture import Capturer
-from cuda_graphs.decode_graph import Machine
+from cuda_graphs.decode_graph import GraphContext
 from cuda_graphs.step_kernels import gather_inputs
 from paged_cache.attention import PagedBatch
+from triton_paged_attention.attention import TritonPagedAttention
 
 GIVEN = (
     "token_rows",
@@ -39,6 +40,11 @@ GIVEN = (
 NARROW = ("query_starts", "context_lens", "members", "tiles")
 """Inputs that kernels read as int32; they come last."""
 NOTHING: Ints = np.zeros(0, np.int64)
+
+
+def most_tiles(attention: TritonPagedAttention, tokens: int, requests: int) -> int:
+    """Return the most tiles that a batch can have: full ones, and one more of each request that is cut."""
+    return tokens // attention.tile_tokens + min(requests, tokens // (attention.most_queries + 1))
 
 
 class Layout:
@@ -115,7 +121,13 @@ class ChunkGraph:
     hidden: Tensor
 
     def __init__(
-        self, machine: Machine, tokens: int, requests: int, layout: Layout, inputs: Tensor, capturer: Capturer
+        self,
+        machine: GraphContext,
+        tokens: int,
+        requests: int,
+        layout: Layout,
+        inputs: Tensor,
+        capturer: Capturer,
     ) -> None:
         self.machine, self.tokens, self.requests, self.layout = machine, tokens, requests, layout
         self.batch = fixed_batch(tokens, 1, inputs.device)

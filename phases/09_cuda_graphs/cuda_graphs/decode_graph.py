@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from common.sampling.sampler import Feature, Plan, Sampler
+from common.sampling.sampler import Needs, Plan, Sampler
 from continuous.batch import Ints
 from continuous.rows import Rows
 from cuda_graphs.batch import fixed_batch
@@ -18,7 +18,7 @@ from forward.model import Model
 from paged_cache.attention import PagedBatch
 from triton_paged_attention.attention import TritonPagedAttention
 
-CAPTURED = (Feature(0), Feature.RANDOM)
+CAPTURED = (Needs(0), Needs.RANDOM)
 """Kinds of sampling inside graphs: greedy, and by temperature."""
 KINDS = (*CAPTURED, None)
 """`None`: none; the hidden states of a batch that needs anything else are sampled eagerly."""
@@ -30,7 +30,7 @@ def captured(plan: Plan) -> bool:
 
 
 @dataclass(frozen=True)
-class Machine:
+class GraphContext:
     """The objects that a step works with; all of them stay where they are as long as the engine lives."""
 
     model: Model
@@ -73,7 +73,12 @@ class DecodeGraph:
     hidden: Tensor
 
     def __init__(
-        self, machine: Machine, size: int, inputs: Tensor, features: Feature | None, capturer: Capturer
+        self,
+        machine: GraphContext,
+        size: int,
+        inputs: Tensor,
+        features: Needs | None,
+        capturer: Capturer,
     ) -> None:
         self.machine, self.size = machine, size
         self.inputs = inputs
@@ -84,7 +89,7 @@ class DecodeGraph:
         self.replay = capturer.capture(self.compute)
 
     def pad(self) -> None:
-        """Before a capture: all is padding, which harms nobody. Graphs of other sizes share this memory."""
+        """Before a capture: all is padding, which writes nowhere. Graphs of other sizes share this memory."""
         self.rows[:], self.at[:], self.steps[:] = 0, -1, 0
 
     def compute(self) -> None:

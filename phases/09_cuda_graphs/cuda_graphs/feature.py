@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 import torch
 
-from common.errors import UserError, integer
+from common.errors import UserError, choice, integer
 from common.options import option
 from cuda_graphs.overlap import Overlapped
 from paged_cache import Feature, Parts
+from triton_paged_attention import Backend
 
 
 @dataclass(frozen=True)
@@ -21,14 +22,17 @@ class Graphs(Feature):
 
     name: ClassVar[str] = "graphs"
     phase: ClassVar[int] = 9
+    without: ClassVar[Mapping[str, str]] = {"sampling": "torch"}
 
     graph_rows: int = option(256, "requests in the largest decode step that has a graph")
     graph_tokens: int = option(1024, "tokens in the largest mixed step that has a graph; 0: none has")
+    sampling: Backend = option("triton", "the choice of tokens: by a kernel, or by torch")
 
     def __post_init__(self) -> None:
         """Check the options."""
         integer("graph_rows", self.graph_rows, low=1)
         integer("graph_tokens", self.graph_tokens, low=0)
+        choice("sampling", self.sampling, get_args(Backend))
 
     @classmethod
     def pays(cls, device: torch.device, others: Mapping[str, Feature | None]) -> bool:
@@ -36,7 +40,7 @@ class Graphs(Feature):
         return device.type == "cuda" and _attends(others)
 
     def install(self, parts: Parts) -> None:
-        """A runner with plans, two of these, and memory for what they capture."""
+        """A runner with plans, two of these, memory for what they capture, and kernels that choose tokens."""
         if not _attends(parts.features):
             raise UserError(
                 "graphs is True, but must be False without the kernels' attention: torch's attention chooses "
@@ -45,8 +49,11 @@ class Graphs(Feature):
         from cuda_graphs.memory import graph_bytes
         from cuda_graphs.plans import ChunkPlan, DecodePlan
         from cuda_graphs.runner import GraphRunner
+        from cuda_graphs.sampling import TritonChooser
 
         parts.bring(self, runner=partial(GraphRunner, plans=parts.plans))
+        if self.sampling == "triton":
+            parts.bring(self, chooser=TritonChooser())
         steps = partial(parts.size, "step_tokens")  # a later feature may have its own
         parts.plans["chunks"] = partial(ChunkPlan, most_tokens=self.graph_tokens, step_tokens=steps)
         parts.plans["decodes"] = partial(DecodePlan, most_rows=self.graph_rows)

@@ -15,7 +15,7 @@ class Overlapped:
     """A `Loop` that launches a step before it reads the results of the last one.
 
     What changes for a request: nothing but time. It is scheduled on a *placeholder* for the token that is on
-    its way. If that token ends it, the step that was scheduled meanwhile computes one token in vain, which
+    its way. If that token ends it, the step that was scheduled meanwhile computes one token too many, which
     `collect` drops; its row and blocks may have a new owner by then, whose first write comes later in the
     device's queue than that last stray one.
 

@@ -9,19 +9,19 @@ from operator import attrgetter
 import numpy as np
 from torch import Tensor
 
-from common.sampling.sampler import Feature
+from common.sampling.sampler import Needs
 from continuous.batch import HostBatch, Ints
 from continuous.runner import Forwarded
 from continuous.work import Work
 from cuda_graphs.buckets import chunk_sizes, decode_sizes, fills, full_step, smallest
 from cuda_graphs.capture import Capturer
-from cuda_graphs.chunk_graph import ChunkGraph, Layout
+from cuda_graphs.chunk_graph import ChunkGraph, Layout, most_tiles
 from cuda_graphs.decode_graph import KINDS, DecodeGraph, captured
 from cuda_graphs.runner import GraphRunner
 from cuda_graphs.staging import Staging
 from triton_paged_attention.tables import LONG
 
-FEW = 16
+SMALL_BATCH = 16
 """Requests for which each size of chunk has a second graph. With few requests the decode kernel splits
 contexts over programs, and how often is fixed at capture."""
 _by_row = attrgetter("row")
@@ -37,7 +37,7 @@ class DecodePlan:
     def __init__(self, runner: GraphRunner, *, most_rows: int) -> None:
         self.runner = runner
         self.sizes = decode_sizes(min(most_rows, runner.rows.count))
-        self.graphs: dict[tuple[int, Feature | None], DecodeGraph] = {}
+        self.graphs: dict[tuple[int, Needs | None], DecodeGraph] = {}
         self.count = len(self.sizes) * len(KINDS)
         self._staging = Staging(3 * self.sizes[-1], runner.model.device)
 
@@ -82,13 +82,11 @@ def decode_inputs(staging: Staging, size: int) -> Tensor:
     return staging.device[: 3 * size].view(3, size)
 
 
-def stage_decodes(
-    runner: GraphRunner, staging: Staging, works: Sequence[Work], size: int, steps: int = 1
-) -> Ints:
-    """Send rows, positions and tables to the device, for so many steps in a row; returns the rows."""
+def stage_decodes(runner: GraphRunner, staging: Staging, works: Sequence[Work], size: int) -> Ints:
+    """Send rows, positions and tables to the device; returns the rows."""
     count, starts = len(works), [work.start for work in works]
     rows: Ints = np.array([work.row for work in works], np.int64)
-    runner.tables.update(rows, (max(starts) + steps - 1) // runner.cache.block_size + 1)
+    runner.tables.update(rows, max(starts) // runner.cache.block_size + 1)
     with staging.fill(3 * size) as flat:
         inputs = flat.reshape(3, size)
         inputs[:, count:] = _PADDING
@@ -109,9 +107,9 @@ class ChunkPlan:
         self._full = full_step(runner.model, step_tokens(), most_tokens)
         self._sizes = chunk_sizes(most_tokens) if most_tokens else []
         self._sizes += [self._full] * bool(self._full)
-        self._requests = sorted({min(FEW, count), count})
+        self._requests = sorted({min(SMALL_BATCH, count), count})
         self._layouts = {
-            (tokens, requests): Layout(tokens, requests, runner.attention.most_tiles(tokens, requests))
+            (tokens, requests): Layout(tokens, requests, most_tiles(runner.attention, tokens, requests))
             for tokens in self._sizes
             for requests in self._requests
         }

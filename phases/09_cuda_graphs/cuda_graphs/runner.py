@@ -16,7 +16,7 @@ from continuous.rows import Rows
 from continuous.runner import Forwarded, Pending, StepPlan
 from continuous.work import Work
 from cuda_graphs.capture import Capturer
-from cuda_graphs.decode_graph import Machine, captured, narrow_logits
+from cuda_graphs.decode_graph import GraphContext, captured, narrow_logits
 from cuda_graphs.memory import Startup, free_bytes
 from cuda_graphs.tables import DeviceTables
 from forward.model import Model
@@ -34,7 +34,7 @@ class GraphPlan(StepPlan, Protocol):
     count: int
 
     def capture(self, capturer: Capturer, part: Callable[[str], object]) -> None:
-        """Capture all graphs, the largest first; `part` is told which comes next."""
+        """Capture all graphs, the largest first; `part` is called with the next one's name."""
         ...
 
 
@@ -69,7 +69,7 @@ class GraphRunner(PagedRunner):
         super().__init__(model, attention, rows, cache, **options)
         self.replays = 0
         self.tables = DeviceTables(cache.tables, model.device)
-        self.machine = Machine(model, attention, self.sampler, rows, self.tables, cache.block_size)
+        self.machine = GraphContext(model, attention, self.sampler, rows, self.tables, cache.block_size)
         self.capturer = Capturer(model.device)
         self.let_go = self.capturer.let_go
         self.plans: list[GraphPlan] = []
@@ -96,5 +96,5 @@ class GraphRunner(PagedRunner):
         return Forwarded(works, batch, hidden, rest=lambda allowed: Pending(works, done, self.extra))
 
     def logits(self, hidden: Tensor, plan: Plan) -> Tensor:
-        """In the model's own precision where graphs have them so, and nobody wants log-probabilities."""
+        """In the model's own precision where graphs have them so, and no request wants log-probabilities."""
         return narrow_logits(self.model, hidden) if captured(plan) else super().logits(hidden, plan)

@@ -42,6 +42,6 @@ class DeviceTables:
         line, column = np.divmod(found, blocks)
         values = now[line, column]
         self._sent[rows[line], column] = values
-        places = rows[line] * self.data.shape[1] + column
-        moved = upload(self.data.device, {"places": places}, {"values": values})
-        self.data.view(-1)[moved["places"]] = moved["values"]
+        entries = rows[line] * self.data.shape[1] + column
+        moved = upload(self.data.device, {"entries": entries}, {"values": values})
+        self.data.view(-1)[moved["entries"]] = moved["values"]

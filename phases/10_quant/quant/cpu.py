@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quant.activations import quantize_tokens
 from quant.formats import Scheme
+from quant.rtn import quantize_tokens
 from quant.weights import MIDDLE, pack_nibbles, unpack_nibbles
 
 FEW = 8

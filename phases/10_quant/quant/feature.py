@@ -83,7 +83,7 @@ class Quant(Feature):
         if kind is not None and kind != PLAIN:
             kv = kv_format(parts.model, kind)
             if _pairs(parts, kind):
-                from quant.kernels.pairs import in_pairs  # Triton comes with it
+                from quant.pairs import in_pairs  # Triton comes with it
 
                 kv = in_pairs(kv, parts.size("block_size"))
             parts.bring(self, kv=kv)

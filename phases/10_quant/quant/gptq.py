@@ -11,7 +11,7 @@ from quant.rtn import group_scales, to_eight_bits, to_nibbles
 from quant.weights import MIDDLE, QuantizedWeight, pack_nibbles
 
 DAMPING = 0.01
-"""Of the mean diagonal, added to it: inputs that were never seen apart cannot be told apart."""
+"""Of the mean diagonal, added to it: inputs that were never seen apart cannot be separated."""
 COLUMNS = 128
 """Inputs rounded before their errors are passed on to all the others in one product."""
 SHRINKS = tuple(1 - step / 40 for step in range(13))
@@ -47,7 +47,7 @@ def quantize(
         scale, zero = rtn.quantize(weight, scheme).scale[:, None], None  # one group
     order = diagonal.argsort(descending=True)
     groups = order // (scheme.group or len(order))
-    inverse = _inverse(hessian[order][:, order])
+    inverse = inverse_factor(hessian[order][:, order])
     columns = weight[:, order].contiguous()
     numbers = torch.empty_like(columns, dtype=DTYPES[scheme.weights])
     for begin in range(0, len(order), COLUMNS):
@@ -61,8 +61,7 @@ def quantize(
             chosen = to_nibbles(column, step, middle) if four else to_eight_bits(column / step, kind)
             numbers[:, begin + at] = chosen
             rounded = (chosen.float() - offset(middle, four)) * step
-            errors[:, at] = (column - rounded) / own[at, at]
-            block[:, at:].addr_(errors[:, at], own[at, at:], alpha=-1)
+            errors[:, at] = pass_on(block, at, rounded, own)
         columns[:, end:].addmm_(errors, inverse[begin:end, end:], alpha=-1)
     found = numbers[:, order.argsort()]
     if four:
@@ -77,8 +76,28 @@ def offset(middle: Tensor | None, four: bool) -> Tensor | float:
     return float(MIDDLE) if four else 0.0
 
 
-def _inverse(hessian: Tensor) -> Tensor:
-    """The upper Cholesky factor of the inverse: row `i` passes input `i`'s error on to those after it."""
+def pass_on(block: Tensor, at: int, rounded: Tensor, factor: Tensor) -> Tensor:
+    """Let the columns behind column `at` make up for what rounding has changed in it; return its error.
+
+    The error is what rounding took off the column, over the factor's diagonal. Column `at` and each column
+    behind it lose the error times their entry in row `at` of the factor; columns before it stay as they are.
+
+    Args:
+        block: `[N, C]`, the weights of N outputs for C inputs, changed in place.
+        at: the column that was rounded.
+        rounded: `[N]`, what it was rounded to.
+        factor: `[C, C]`, upper triangular, see `inverse_factor`.
+    """
+    error = (block[:, at] - rounded) / factor[at, at]
+    block[:, at:].addr_(error, factor[at, at:], alpha=-1)
+    return error
+
+
+def inverse_factor(hessian: Tensor) -> Tensor:
+    """Return U, upper triangular, of the inverse H^-1 = U^T U; `hessian` stays as it is.
+
+    `DAMPING` of the mean diagonal is added to the diagonal first. Computed in float64, returned in float32.
+    """
     hessian = hessian.double()
     hessian.diagonal().add_(DAMPING * hessian.diagonal().mean())
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))

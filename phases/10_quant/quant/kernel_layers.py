@@ -8,10 +8,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forward.model import Model
-from quant.kernels.products import eight_by_eight_whole, eight_pays, unpack
-from quant.kernels.rounding import round_rows
-from quant.kernels.words import from_words, to_words, words_fit
 from quant.linear import QuantLinear
+from quant.products import (
+    eight_by_eight_whole,
+    eight_pays,
+    from_words,
+    round_rows,
+    to_words,
+    unpack,
+    words_fit,
+)
 from quant.weights import QuantizedWeight
 from triton_paged_attention.linear import FusedLinear
 

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quant import cpu
-from quant.activations import rounded
 from quant.formats import Scheme
-from quant.rtn import quantize
+from quant.rtn import quantize, rounded
 from quant.weights import QuantizedWeight
 
 
@@ -89,10 +88,6 @@ class QuantLinear(nn.Module):
     def joined(*parts: nn.Module) -> nn.Module | None:
         """Join layers of one input, of which some are quantized; see phase 06's `join`."""
         return end_to_end(parts) if joinable(parts) else None
-
-    def extra_repr(self) -> str:
-        """Shape and scheme."""
-        return f"{self.shape[1]} -> {self.shape[0]}, {self.scheme.name}"
 
 
 def quantized(weight: Tensor, scheme: Scheme, name: str) -> QuantizedWeight:

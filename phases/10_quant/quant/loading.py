@@ -16,17 +16,6 @@ from quant.linear import QuantLinear, quantized
 HEAD = "lm_head"
 
 
-class StoredLayer(nn.Module):
-    """A seam: the tensors of a layer as another tool's checkpoint has them, until all of them are there."""
-
-    def part(self, leaf: str, value: Tensor, place: int | None) -> Tensor:
-        """Return what a rank's part of the tensor `leaf` means to this rank's layer.
-
-        place: the rank, where the layer is cut along its inputs.
-        """
-        return value
-
-
 class Quantize:
     """Phase 01's `Linears`: plain layers become quantized ones.
 

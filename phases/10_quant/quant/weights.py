@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,11 +41,6 @@ class QuantizedWeight:
         """`(N, K)`."""
         rows, columns = self.data.shape
         return rows, columns * 8 // self.scheme.bits
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of everything."""
-        return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are there, by their names here."""
@@ -101,11 +95,6 @@ class QuantizedWeight:
             scale=torch.cat([part.scale for part in parts]),
             zero=torch.cat(zeros) if zeros else None,
         )
-
-    def to(self, device: torch.device | str) -> QuantizedWeight:
-        """The same on another device."""
-        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.tensors().items()}
-        return replace(self, **moved)
 
     def check(self, name: str) -> QuantizedWeight:
         """Itself. Raises `UserError` naming the tensor of layer `name` that cannot be what it says it is."""

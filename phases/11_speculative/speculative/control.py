@@ -31,6 +31,32 @@ FORGET = 0.01
 """Step toward what was believed at first, in each step without drafts: what did not pay is tried again."""
 
 
+def expected_tokens(rate: float, drafts: int) -> float:
+    """Return how many tokens a step with so many drafts gives on average: 1 + rate + ... + rate^drafts.
+
+    One token is there in any case, and the k-th draft counts if it and all before it are right.
+
+    rate: the chance that a draft is right, below 1.
+    """
+    return (1 - rate ** (drafts + 1)) / (1 - rate)
+
+
+def worthwhile(rate: float, having: float, each: float, most: int) -> int:
+    """Return how many drafts of a request pay, or 0 if none do.
+
+    The k-th draft is right with chance rate^k. It is made while that is at least `each`, and never if a draft
+    costs a token or more. All of them together have to gain more tokens than they cost; else there are none.
+
+    Args:
+        rate: the chance that a draft is right, between 0 and 1.
+        having: what having any drafts costs, in tokens.
+        each: what each draft costs besides, in tokens, above 0.
+        most: drafts that are allowed.
+    """
+    count = min(most, math.floor(math.log(min(1.0, each)) / math.log(rate)))
+    return count if expected_tokens(rate, count) - 1 > having + each * count else 0
+
+
 @dataclass
 class Cost:
     """Seconds that steps take at one batch size.
@@ -124,19 +150,13 @@ class Control:
         return self.adaptive and due
 
     def lengths(self, requests: Sequence[Request], rows: int) -> list[int]:
-        """Return how many drafts of each request pay in a step of so many.
-
-        The k-th draft is right with chance rate^k. It is made while that is more than it costs, in tokens.
-        """
+        """Return how many drafts of each request pay in a step of so many."""
         if not self.adaptive:
             return [self.most] * len(requests)
         cost, found = self.cost(rows), list[int]()
-        price = math.log(min(1.0, cost.each))
         for request in requests:
             rate = min(0.99, max(0.01, self.rates[request]))
-            count = min(self.most, cost.most, math.floor(price / math.log(rate)))
-            gain = rate * (1 - rate**count) / (1 - rate)
-            found.append(count if gain > cost.having + cost.each * count else 0)
+            found.append(worthwhile(rate, cost.having, cost.each, min(self.most, cost.most)))
             if not found[-1]:
                 self.rates[request] += FORGET * (FIRST_RATE - rate)
         if not any(found):

@@ -7,22 +7,17 @@ both add the same noise to their logits, and a sampled draft is right nearly as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from common.request import Request
-from common.sampling.sampler import HostSampled
 from continuous.batch import upload
 from continuous.runner import Forwarded, Pending
 from continuous.work import Work
 from paged_cache import PagedEngine
 from speculative.speculation import Source
-
-Several = Callable[[Sequence[Work], int], HostSampled | None]
-"""Runs so many decode steps of all works at once: `[len(works) * steps]` tokens, request by request, or None
-where it cannot. This phase has none: it is a place for graphs of several steps."""
 
 
 @dataclass(eq=False, slots=True)
@@ -40,12 +35,7 @@ class Shadow:
 
 
 class DraftModel(Source):
-    """A `Source`: a model that generates as many tokens as are asked for, for all requests at once.
-
-    several: all steps behind the first at once, if something has brought that.
-    """
-
-    several: Several | None = None
+    """A `Source`: a model that generates as many tokens as are asked for, for all requests at once."""
 
     def __init__(self, engine: PagedEngine) -> None:
         self.engine, self.runner, self.cache = engine, engine.runner, engine.cache
@@ -89,7 +79,7 @@ class DraftModel(Source):
 
         Rolls back: what was computed behind the first wrong draft counts for nothing. The last draft never
         was computed, and the newest token counts as not computed in any case. The drafts are forgotten. A
-        request without a shadow enters (`_enter`), if there is a row and its tokens fit; one without `_room`
+        request without a shadow enters (`_enter`), if there is a row and its tokens fit; one without room
         for its tokens (`_tokens`) and `length` more leaves.
         """
         shadow = self.shadows.get(request)
@@ -107,14 +97,11 @@ class DraftModel(Source):
             right += 1
         own.num_computed_tokens = min(own.num_computed_tokens + right, len(own.tokens) - 1)
         shadow.drafts = ()
-        if not self._room(own, len(own.tokens) + length):
+        end = len(own.tokens) + length
+        if end > self.rows.max_len or not self.cache.reserve(own, end):
             self.leave(request)
             return None
         return shadow
-
-    def _room(self, own: Request, end: int) -> bool:
-        """Reserve room for so many tokens; False if there is none."""
-        return end <= self.rows.max_len and self.cache.reserve(own, end)
 
     def _tokens(self, request: Request, own: Request) -> list[int]:
         """The tokens of a request as its shadow has them."""
@@ -137,13 +124,9 @@ class DraftModel(Source):
         self._send([shadow.request for shadow, _ in some])
         first = self._catch_up([shadow for shadow, _ in some])
         owns = [shadow.request for shadow, _ in some]
-        ahead = max(length for _, length in some) - 1
         works = [Work(own, own.row, len(own.tokens), 1, (), (own,)) for own in owns]
-        # A chain goes as far for everybody as for who goes farthest; near the end of a row nobody may.
-        chains = ahead and all([self._room(own, len(own.tokens) + ahead + 1) for own in owns])
-        chained = self._chain(works, ahead) if chains else None
         rest = []
-        for step in range(ahead if chained is None else 0):
+        for step in range(max(length for _, length in some) - 1):
             places = [place for place, (_, length) in enumerate(some) if length > step + 1]
             rest.append(
                 (places, self._step([works[at]._replace(start=works[at].start + step) for at in places]))
@@ -152,10 +135,6 @@ class DraftModel(Source):
         for places, pending in rest:
             for place, tokens in zip(places, pending.get(), strict=True):
                 made[place].append(tokens[0][0])
-        if chained is not None:
-            found = [token for token, _ in chained.get()]
-            for place, drafts in enumerate(made):
-                drafts += found[place * ahead : (place + 1) * ahead]
         for (shadow, length), drafts in zip(some, made, strict=True):
             shadow.drafts = tuple(max(token, 0) for token in drafts[:length])  # any guess will do for NaN
             shadow.request.num_computed_tokens = len(shadow.request.tokens)
@@ -192,10 +171,6 @@ class DraftModel(Source):
             pending = self._step(works)
             if last:
                 return pending
-
-    def _chain(self, works: list[Work], steps: int) -> HostSampled | None:
-        """Run all steps at once, where that can be."""
-        return None if self.several is None else self.several(works, steps)
 
     def _step(self, works: list[Work]) -> Pending:
         return self.runner.sample(self._forward(works))

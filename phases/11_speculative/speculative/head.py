@@ -26,7 +26,6 @@ from common.errors import UserError
 from common.models.config import ModelConfig
 from common.models.fields import Field
 from common.request import Request
-from common.sampling.sampler import HostSampled
 from continuous.batch import upload
 from continuous.engine import Engine
 from continuous.runner import Forwarded
@@ -77,7 +76,7 @@ class ReducedHead(nn.Module):
 class Head(Model):
     """One layer on hidden states of the large model, between its embedding and a reduced output head.
 
-    At place p it is given the token p + 1 and the hidden states from which that token was sampled, and tells
+    At place p it is given the token p + 1 and the hidden states from which that token was sampled, and says
     what token p + 2 will be. So its sequence is the request's without the first token.
 
     taps: the layers of the large model behind which hidden states are taken, beside the last ones.
@@ -334,10 +333,6 @@ class HeadSource(DraftModel):
             if work.takers:
                 self._waiting[work.request] = out[place : place + 1]
         return step
-
-    def _chain(self, works: list[Work], steps: int) -> HostSampled | None:
-        self.head.feed(torch.cat([self._waiting[work.request] for work in works]))
-        return super()._chain(works, steps)
 
     def leave(self, request: Request) -> None:
         """Also forget its hidden states."""

@@ -12,14 +12,14 @@ from itertools import product
 import numpy as np
 from torch import Tensor
 
-from common.sampling.sampler import Feature, Plan
+from common.sampling.sampler import Needs, Plan
 from continuous.batch import HostBatch, Ints
 from continuous.runner import Forwarded
 from continuous.work import Work
 from cuda_graphs.buckets import decode_sizes, smallest
 from cuda_graphs.capture import Capturer
-from cuda_graphs.chunk_graph import ChunkGraph, Layout
-from cuda_graphs.decode_graph import CAPTURED, Machine, captured, narrow_logits
+from cuda_graphs.chunk_graph import ChunkGraph, Layout, most_tiles
+from cuda_graphs.decode_graph import CAPTURED, GraphContext, captured, narrow_logits
 from cuda_graphs.memory import PER_GRAPH
 from cuda_graphs.plans import replay_chunk
 from cuda_graphs.runner import GraphRunner
@@ -41,12 +41,12 @@ class VerifyGraph(ChunkGraph):
 
     def __init__(
         self,
-        machine: Machine,
+        machine: GraphContext,
         tokens: int,
         requests: int,
         layout: Layout,
         inputs: Tensor,
-        features: Feature,
+        features: Needs,
         capturer: Capturer,
     ) -> None:
         self.plan = Plan(features, (), None).for_any_rows()
@@ -88,12 +88,12 @@ class VerifyPlan:
         self._requests = list(self._sizes)
         self._layouts = {
             (tokens, requests): Layout(
-                tokens, requests, runner.attention.most_tiles(tokens, requests), tokens
+                tokens, requests, most_tiles(runner.attention, tokens, requests), tokens
             )
             for requests, counts in self._sizes.items()
             for tokens in counts
         }
-        self.graphs: dict[tuple[int, int, Feature], VerifyGraph] = {}
+        self.graphs: dict[tuple[int, int, Needs], VerifyGraph] = {}
         self.count = len(self._layouts) * len(CAPTURED)
         self._staging = Staging(max(layout.size for layout in self._layouts.values()), runner.model.device)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from common.sampling.grammar import Grammar
-from continuous import llm
+from common.text import llm
 from forward.model import Model
 from paged_cache import PagedEngine
 from speculative import PRESET as BELOW
@@ -33,4 +33,4 @@ def load(model: str | Path | Model, **options: Any) -> PagedEngine:
 
 
 LLM = partial(llm.LLM, load=load)
-"""Text in, text out; see `continuous.llm.LLM`. Options are those of this phase's `load`."""
+"""Text in, text out; see `common.text.llm.LLM`. Options are those of this phase's `load`."""

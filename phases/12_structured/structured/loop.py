@@ -50,7 +50,9 @@ class TwoHalves:
     def advance(self, engine: Engine) -> None:
         """Launch the first half of the next step, collect the step before, launch the second half.
 
-        The device computes the first half while the host reads tokens and makes masks of them.
+        The device computes the first half while the host reads tokens and makes masks of them. A step without
+        masks need not wait: both halves are launched, and then the step before is collected. If collecting
+        raises, the second half of a masked step is launched all the same.
         """
         step = engine.forward(engine.schedule())
         masked = step is not None and self.masks.wants(step.works)

@@ -71,8 +71,7 @@ class Member:
 
     def kill(self) -> None:
         """End it now."""
-        if self.process.poll() is None:
-            self.process.kill()
+        self.process.kill()
         self.connection.close()
 
 
@@ -123,12 +122,17 @@ class Crew:
 
     def check(self, *, patient: bool = False) -> None:
         """Raise `RanksLost` if a rank is lost; `patient`: something has failed, so perhaps one is."""
-        end = time.monotonic() + NOTICE
-        while patient and not self.reason and time.monotonic() < end:
-            time.sleep(0.01)
+        if patient:
+            self.notice()
         if self.reason:
             self._done.set()
             raise RanksLost(self.reason)
+
+    def notice(self) -> None:
+        """Wait until a rank is lost, for as long as it may take to hear of one that has ended."""
+        end = time.monotonic() + NOTICE
+        while not self.reason and time.monotonic() < end:
+            time.sleep(0.01)
 
     @contextmanager
     def awaited(self) -> Iterator[None]:

@@ -8,7 +8,6 @@ grammar is ready, whether guessing pays) it decides, and they are told.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +17,6 @@ from continuous.messages import Abort, Add
 from continuous.runner import RequestError, Results
 from continuous.seams import Journal, Loop
 from continuous.work import Work
-from parallel import crew as crews
 from parallel.crew import Crew, RanksLost
 from parallel.line import Line
 from parallel.messages import Enter, EnteredRequest, Leave, Rehearsed, Sum, Turn
@@ -35,8 +33,18 @@ class InRanks(Journal):
     checksum: of all steps up to it: works and tokens.
     """
 
+    inner: Loop
     turn = 0
     checksum = 0
+
+    @property
+    def idle(self) -> bool:
+        """True if nothing is under way."""
+        return self.inner.idle
+
+    def land(self, engine: Engine) -> None:
+        """Collect what is under way."""
+        self.inner.land(engine)
 
     def scheduled(self, works: Sequence[Work]) -> None:
         """Add up a step's works."""
@@ -55,8 +63,8 @@ class InRanks(Journal):
             self.broken(error)
 
     def broken(self, error: BaseException) -> None:
-        """This rank cannot go on."""
-        raise NotImplementedError
+        """End: this rank cannot go on, and rank 0 notices."""
+        raise error
 
 
 class Leader(InRanks):
@@ -102,7 +110,7 @@ class Leader(InRanks):
     @property
     def idle(self) -> bool:
         """True if nothing is under way. One that is broken has something to tell."""
-        return self.inner.idle and not self.crew.reason
+        return super().idle and not self.crew.reason
 
     def advance(self, engine: Engine) -> None:
         """Advance on all ranks.
@@ -132,11 +140,7 @@ class Leader(InRanks):
         self._drop_late_tokens(engine)
         if self.turn % self.every == 0:
             self._sums[self.turn] = self.checksum
-            self._compare()
-
-    def land(self, engine: Engine) -> None:
-        """Collect what is under way."""
-        self.inner.land(engine)
+            self.compare()
 
     def scheduled(self, works: Sequence[Work]) -> None:
         """Also tell the others what was drafted, for they wait for it."""
@@ -161,12 +165,11 @@ class Leader(InRanks):
 
     def broken(self, error: BaseException) -> None:
         """A step has failed: perhaps since another rank has ended."""
-        end = time.monotonic() + crews.NOTICE
-        while not self.crew.reason and time.monotonic() < end:
-            time.sleep(0.01)
+        self.crew.notice()
         self.crew.lose(f"a step failed on rank 0 ({type(error).__name__}: {error})")
 
-    def _compare(self, *, wait: float = 0.0) -> None:
+    def compare(self, *, wait: float = 0.0) -> None:
+        """Compare the checksums that have come; wait for the first of each rank so many seconds."""
         for rank, message in self.crew.answers(wait=wait):
             if isinstance(message, Sum):
                 if self._sums.get(message.number) != message.value:
@@ -175,20 +178,6 @@ class Leader(InRanks):
         oldest = self.turn - KEPT * self.every
         while self._sums and next(iter(self._sums)) < oldest:
             del self._sums[next(iter(self._sums))]
-
-    def agree(self, seconds: float = 10.0) -> None:
-        """Wait until all ranks' checksums of all steps so far have been compared.
-
-        Raises:
-            RanksLost: they differ, or do not come.
-        """
-        end = time.monotonic() + seconds
-        while self.compared < self.turn // self.every * (self.crew.size - 1):
-            self.crew.check()
-            if time.monotonic() > end:
-                self.crew.lose(f"checksums have not come for {seconds:.0f} s")
-            self._compare(wait=0.05)
-        self.crew.check()
 
     def close(self) -> None:
         """Let the other ranks go, who otherwise stay as long as this engine does."""
@@ -206,18 +195,9 @@ class Follower(InRanks):
         self.inner, self.line, self.every = inner, line, every
         self._known: dict[int, Request] = {}
 
-    @property
-    def idle(self) -> bool:
-        """True if nothing is under way."""
-        return self.inner.idle
-
     def advance(self, engine: Engine) -> None:
         """Advance as rank 0 does."""
         self.inner.advance(engine)
-
-    def land(self, engine: Engine) -> None:
-        """Collect what is under way."""
-        self.inner.land(engine)
 
     def follow(self, engine: Engine, turn: Turn) -> None:
         """One step."""
@@ -247,10 +227,6 @@ class Follower(InRanks):
         engine.take_in()  # what came before that
         if request.finish_reason is None:
             engine.end(request, "error")
-
-    def broken(self, error: BaseException) -> None:
-        """No rank can follow any more: end, so that rank 0 notices."""
-        raise error
 
     def rehearse(self, engine: Engine) -> None:
         """Take part in a rehearsal: whatever rank 0 plays."""

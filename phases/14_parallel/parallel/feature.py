@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -13,6 +13,7 @@ from common.device import pick_device
 from common.errors import UserError, integer
 from common.options import option
 from continuous.seams import NO_DRAFTS, NO_MASKS
+from forward.loading import config_of
 from forward.model import Model
 from paged_cache import Feature, PagedEngine, Parts, Recipe, build
 from parallel import crew as crews
@@ -21,10 +22,10 @@ from parallel.crew import Crew
 from parallel.drafts import SplitSpeculate
 from parallel.launch import meet, part
 from parallel.line import Line
-from parallel.loading import config_of, load_part
+from parallel.loading import load_part
 from parallel.messages import Build, Rehearsed
 from parallel.ranks import Ranks, graphs_of
-from parallel.sampler import RanksChooser, RanksPrompts
+from parallel.sampler import RanksChooser
 from parallel.shard import Shard
 from parallel.told import FirstMasks, OtherMasks, Teller, Told
 from speculative import Speculate
@@ -58,7 +59,7 @@ class Parallel(Feature):
         crew = crews.take(self.tensor_parallel)
         try:
             with crew.awaited():
-                parts.engine = lead(self, parts.recipe, device, crew)
+                parts.engine = lead(parts.recipe, device, crew)
         except BaseException:
             crew.kill()
             raise
@@ -68,7 +69,14 @@ class Parallel(Feature):
         size = self.tensor_parallel
         if isinstance(recipe.model, Model):
             raise UserError(f"tensor_parallel is {size}, so model must be a name: every rank loads its part")
-        Shard(0, size).config(config_of(str(recipe.model)))
+        config = config_of(str(recipe.model))
+        if config.family == "gpt2":
+            raise UserError(f"tensor_parallel is {size}, but gpt2 is not cut: q, k and v are one matrix")
+        if any(isinstance(one, Speculate) and one.drafter == "head" for one in recipe.features):
+            raise UserError(
+                f"tensor_parallel is {size}, but drafter 'head' reads a whole vocabulary: take another"
+            )
+        Shard(0, size).config(config)
         device = pick_device(recipe.device)
         if device.type == "mps":
             raise UserError(f"tensor_parallel is {size}, but device 'mps' is one GPU: take 'cpu' or 'cuda'")
@@ -83,20 +91,13 @@ class Parallel(Feature):
         """One rank is an engine as it was."""
 
 
-def lead(options: Parallel, recipe: Recipe, device: torch.device, crew: Crew) -> PagedEngine:
+def lead(recipe: Recipe, device: torch.device, crew: Crew) -> PagedEngine:
     """Rank 0's engine; the others make theirs meanwhile."""
     ranks = meet(crew, device)
     tokenizer = None if recipe.tokenizer is None else str(recipe.tokenizer.folder)
     crew.tell(Build(replace(recipe, tokenizer=None, device=str(device)), tokenizer))
     try:
-        engine = build(
-            recipe.model,
-            recipe.sizes,
-            split(recipe, ranks, crew=crew),
-            device=str(device),
-            dtype=recipe.dtype,
-            tokenizer=recipe.tokenizer,
-        )
+        engine = own_engine(recipe, ranks, recipe.tokenizer, crew=crew)
     except RuntimeError:
         crew.check(patient=True)
         raise
@@ -106,17 +107,20 @@ def lead(options: Parallel, recipe: Recipe, device: torch.device, crew: Crew) ->
     return engine
 
 
-def split(recipe: Recipe, ranks: Ranks, crew: Crew | None = None, line: Line | None = None) -> list[Feature]:
-    """The features of a rank's own engine."""
-    found: list[Feature] = []
+def own_engine(
+    recipe: Recipe, ranks: Ranks, tokenizer: Any, crew: Crew | None = None, line: Line | None = None
+) -> PagedEngine:
+    """Make a rank's own engine. crew: on rank 0; line: on all others."""
+    own: list[Feature] = []
     for feature in recipe.features:
         if isinstance(feature, Parallel):
-            found.append(Split(feature, ranks, crew, line))
+            own.append(Split(feature, ranks, crew, line))
         elif isinstance(feature, Speculate):
-            found.append(SplitSpeculate.of(feature, ranks, config_of(str(recipe.model))))
+            own.append(SplitSpeculate.of(feature, ranks.rank))
         else:
-            found.append(feature)
-    return found
+            own.append(feature)
+    device, dtype = str(ranks.device), recipe.dtype
+    return build(recipe.model, recipe.sizes, own, device=device, dtype=dtype, tokenizer=tokenizer)
 
 
 @dataclass(frozen=True)
@@ -141,7 +145,6 @@ class Split(Feature):
 
     def _load(self, parts: Parts) -> None:
         asked = parts.recipe
-        assert not isinstance(asked.model, Model)
         parts.model = load_part(
             asked.model, device=asked.device, dtype=asked.dtype, linears=parts.linears, ranks=self.ranks
         )
@@ -149,40 +152,28 @@ class Split(Feature):
     def install(self, parts: Parts) -> None:
         """Layers that add up, tokens chosen over ranks, and a loop that leads or follows."""
         ranks, model = self.ranks, parts.model
-        if "kernels" in parts.features:
-            from parallel.fused import install
-
-            install(parts.own_model(), ranks)
-        kernels = getattr(parts.features.get("kernels"), "sampling", "") == "triton"
-        if kernels:
+        kind: type[RanksChooser] = RanksChooser
+        if getattr(parts.features.get("graphs"), "sampling", "") == "triton":
             from parallel.winners import KernelRanksChooser  # Triton comes with it
 
-            parts.wrap(self, chooser=lambda inner: KernelRanksChooser(ranks, inner, model.config.vocab_size))
-        else:
-            parts.wrap(self, chooser=lambda inner: RanksChooser(ranks, inner, model.config.vocab_size))
+            kind = KernelRanksChooser
+        parts.wrap(self, chooser=lambda inner: kind(ranks, inner, model.config.vocab_size))
         if "graphs" in parts.features:  # where a step is masked, rank 0 tells the others what it has chosen
             parts.plans.pop("masked", None)
             # Graphs of full steps have not been tried in ranks: NCCL's sums would be in them.
             parts.plans["chunks"] = partial(parts.plans["chunks"], step_tokens=lambda: 0)
-        about = model.config.vocab_size, model.device
+        about, crew, line = (model.config.vocab_size, model.device), self.crew, self.line
         parts.loops["ranks"] = self._loop
-        if self.crew is not None:
-            crew = self.crew
-            if parts.drafter is not NO_DRAFTS:
-                parts.wrap(self, drafter=Teller)
-            if parts.masks is not NO_MASKS:
-                parts.wrap(self, masks=lambda first: FirstMasks(first, *about))
-            if parts.stages["rehearse"]:
-                parts.stages["rehearse"].append(lambda whole: crew.tell(Rehearsed()))
-        else:
-            assert self.line is not None
-            line = self.line
-            if parts.drafter is not NO_DRAFTS:
-                parts.wrap(self, drafter=lambda own: Told(line))
-            if parts.masks is not NO_MASKS:
-                parts.wrap(self, masks=lambda own: OtherMasks(*about))
-            if parts.stages["rehearse"]:
-                parts.stages["rehearse"] = [follow_rehearsal]
+        if parts.drafter is not NO_DRAFTS:
+            parts.wrap(self, drafter=lambda own: Teller(own) if line is None else Told(line))
+        if parts.masks is not NO_MASKS:
+            parts.wrap(
+                self, masks=lambda own: FirstMasks(own, *about) if line is None else OtherMasks(*about)
+            )
+        if parts.stages["rehearse"] and crew is not None:
+            parts.stages["rehearse"].append(lambda whole: crew.tell(Rehearsed()))
+        elif parts.stages["rehearse"]:
+            parts.stages["rehearse"] = [follow_rehearsal]
 
     def _loop(self, engine: PagedEngine) -> engines.Leader | engines.Follower:
         """Rank 0's loop, or another's, around what it has without ranks."""
@@ -197,7 +188,6 @@ class Split(Feature):
             assert self.line is not None
             made = engines.Follower(engine.loop, self.line, self.options.rank_check)
         engine.journal = made
-        engine.runner.prompts = RanksPrompts(self.ranks, engine.config.vocab_size)
         return made
 
     def _agree(self, parts: Parts) -> None:

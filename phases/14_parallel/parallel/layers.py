@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -39,21 +41,10 @@ class RowLinear(nn.Module):
         from triton_paged_attention.linear import join  # Triton comes with it
 
         fused = join(self.linear)
-        fused.total = RankSum(self.ranks)
+        fused.total = partial(add_up, self.ranks)
         return fused
 
 
-class RankSum:
-    """Adds up the parts of a product over ranks, and a residual once, to the sum.
-
-    deferred: the norm behind it adds up what it returns. With a residual it always adds up by itself.
-    """
-
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks, self.deferred = ranks, False
-
-    def __call__(self, part: Tensor, residual: Tensor | None) -> Tensor:
-        """`[..., out]` of this rank -> `[..., out]` of all."""
-        if residual is not None:
-            return self.ranks.reduce_add(part, residual)
-        return part if self.deferred else self.ranks.all_reduce(part)
+def add_up(ranks: Ranks, part: Tensor, residual: Tensor | None) -> Tensor:
+    """Return the sum of all ranks' parts of a product, and of a residual once: `[..., out]`."""
+    return ranks.all_reduce(part) if residual is None else ranks.reduce_add(part, residual)

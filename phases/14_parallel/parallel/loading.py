@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -17,32 +17,32 @@ from common.models.hub import model_folder
 from forward.loading import (
     RANDOM,
     Linears,
-    checkpoint_config,
+    config_of,
     finish,
     random_tensors,
     refuse_quantized,
     skeleton,
 )
 from forward.model import Model
-from forward.models.gpt2 import GPT2Attention
-from forward.shapes import SHAPES
 from parallel.layers import RowLinear, VocabularyEmbedding
 from parallel.ranks import Ranks
-from parallel.shard import JOINED, ROWS, VOCABULARY, Shard, Slice
+from parallel.shard import ROWS, VOCABULARY, Shard, Slice
 from quant.formats import BLOCK
 from quant.linear import QuantLinear, quantized
-from quant.loading import Quantize, StoredLayer
+from quant.loading import Quantize
 from quant.weights import QuantizedWeight
 
 
-def config_of(name: str) -> ModelConfig:
-    """The configuration of a model by its name. Raises `UserError` if there is no such model."""
-    if not name.startswith(RANDOM):
-        return checkpoint_config(model_folder(name))
-    shape = name.removeprefix(RANDOM)
-    if shape not in SHAPES:
-        raise UserError(f"model {name!r}: the random shapes are {', '.join(SHAPES)}")
-    return SHAPES[shape]
+@runtime_checkable
+class KnowsParts(Protocol):
+    """A layer with the tensors of another tool's checkpoint, which knows what a rank's part of them means."""
+
+    def part(self, leaf: str, value: Tensor, place: int | None) -> Tensor:
+        """Return what a rank's part of the tensor `leaf` means to this rank's layer.
+
+        place: the rank, where the layer is cut along its inputs.
+        """
+        ...
 
 
 def load_part(
@@ -52,7 +52,6 @@ def load_part(
     dtype: str,
     linears: Linears | None,
     ranks: Ranks,
-    seed: int = 0,
 ) -> Model:
     """This rank's part of a model, whose layers add up over `ranks`; see `forward.load_model`.
 
@@ -63,7 +62,7 @@ def load_part(
     config = config_of(str(name))
     part = Part(config, ranks, linears)
     if str(name).startswith(RANDOM):
-        for tensor, value in random_tensors(part.whole, where, kind, seed):
+        for tensor, value in random_tensors(part.whole, where, kind, 0):
             part.place(tensor, part.cut(tensor, value))
     else:
         folder = model_folder(str(name))
@@ -102,24 +101,16 @@ class Part:
     def __init__(self, config: ModelConfig, ranks: Ranks, linears: Linears | None) -> None:
         self.shard, self.config, self.linears = Shard(ranks.rank, ranks.size), config, linears
         self.whole, self.own = skeleton(config), skeleton(self.shard.config(config))
-        self._fit(ranks)
+        # The one size that its configuration does not hold is the vocabulary's.
+        hidden, (first, count, room) = config.hidden_size, self.shard.vocabulary(config.vocab_size)
+        with torch.device("meta"):
+            self.own.embed_tokens = VocabularyEmbedding(room, hidden, first, count, ranks)
+            self.own.lm_head = nn.Linear(hidden, room, bias=False)
+        self.own.tie_weights()
         if linears is not None:
             linears.expect(self.whole)
             linears.expect(self.own)
         self.whole_shapes, self.shapes = _shapes(self.whole), _shapes(self.own)
-
-    def _fit(self, ranks: Ranks) -> None:
-        """Set the sizes of a part that its configuration does not hold: vocabulary and, for GPT-2, heads."""
-        hidden, (first, count, room) = self.config.hidden_size, self.shard.vocabulary(self.config.vocab_size)
-        with torch.device("meta"):
-            (embedding,) = (name.rpartition(".")[0] for name in self.own.TIED.values())
-            setattr(self.own, embedding, VocabularyEmbedding(room, hidden, first, count, ranks))
-            self.own.lm_head = nn.Linear(hidden, room, bias=False)
-            for layer in self.own.modules():
-                if isinstance(layer, GPT2Attention):
-                    inner = layer.spec.num_heads * layer.spec.head_dim
-                    layer.c_attn, layer.c_proj = nn.Linear(hidden, 3 * inner), nn.Linear(inner, hidden)
-        self.own.tie_weights()
 
     def whole_first(self, name: str) -> bool:
         """Return True if a weight is quantized before it is cut: its scales are over all inputs."""
@@ -135,8 +126,6 @@ class Part:
 
     def read(self, name: str, file: Any, stored: str) -> Tensor:
         """This rank's part of a tensor of an open checkpoint: no more than that is read."""
-        if type(self.own).transform is not Model.transform:  # the file has it another way around
-            return self.cut(name, self.own.transform(name, file.get_tensor(stored)))
         found = self.slice(name)
         if found is None:
             return self.cut(name, file.get_tensor(stored))
@@ -147,10 +136,6 @@ class Part:
     def cut(self, name: str, value: Tensor) -> Tensor:
         """This rank's part of a whole tensor."""
         found = self.slice(name)
-        if found is not None and name.rpartition(".")[0].endswith(JOINED):
-            each = found.length // 3
-            parts = [third.narrow(0, self.shard.rank * each, each) for third in value.chunk(3)]
-            return torch.cat(parts)
         if found is not None:
             length = min(found.length, value.shape[found.dim] - found.start)
             value = value.narrow(found.dim, found.start, length)
@@ -165,7 +150,7 @@ class Part:
             padding = value.new_zeros(self.shapes[name][0] - len(value), *value.shape[1:])
             return torch.cat([value, padding])
         layer = self.own.get_submodule(owner)
-        if isinstance(layer, StoredLayer):
+        if isinstance(layer, KnowsParts):
             try:
                 return layer.part(leaf, value, self.shard.rank if owner.endswith(ROWS) else None)
             except UserError as error:

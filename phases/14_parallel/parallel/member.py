@@ -17,8 +17,7 @@ import torch
 
 from common.errors import UserError
 from common.text.tokenizer import Tokenizer
-from paged_cache import build
-from parallel.feature import split
+from parallel.feature import own_engine
 from parallel.line import Line
 from parallel.messages import Build, Closed, Here, Join, RunFunction, Turn
 from parallel.ranks import Ranks, device_of, graphs_of, meeting
@@ -46,7 +45,9 @@ def obey(line: Line, rank: int) -> NoReturn:
         message = line.receive()
         if isinstance(message, Join):
             line.send(Here())
-            ranks = join(message, rank)
+            torch.set_num_threads(message.threads)
+            _, store = meeting(message.port, message.prefix, first=False)
+            ranks = Ranks(rank, message.size, device_of(message.device, rank), store)
         elif isinstance(message, Build):
             assert ranks is not None
             live(message, ranks, line)
@@ -57,24 +58,10 @@ def obey(line: Line, rank: int) -> NoReturn:
             ranks.close()
 
 
-def join(order: Join, rank: int) -> Ranks:
-    """Meet the others."""
-    torch.set_num_threads(order.threads)
-    _, store = meeting(order.port, order.prefix, first=False)
-    return Ranks(rank, order.size, device_of(order.device, rank), store)
-
-
 def live(order: Build, ranks: Ranks, line: Line) -> None:
     """One engine's life."""
-    recipe = order.recipe
-    engine: Any = build(
-        recipe.model,
-        recipe.sizes,
-        split(recipe, ranks, line=line),
-        device=str(ranks.device),
-        dtype=recipe.dtype,
-        tokenizer=Tokenizer(order.tokenizer) if order.tokenizer is not None else None,
-    )
+    tokenizer = Tokenizer(order.tokenizer) if order.tokenizer is not None else None
+    engine: Any = own_engine(order.recipe, ranks, tokenizer, line=line)
     while not isinstance(message := line.receive(), Closed):
         assert isinstance(message, Turn), f"rank {ranks.rank} was told {message!r}"
         engine.loop.follow(engine, message)

@@ -27,19 +27,7 @@ class EnteredRequest(NamedTuple):
     @classmethod
     def of(cls, request: Request) -> EnteredRequest:
         """Of a request that has just been put in line."""
-        r = request
-        return cls(
-            r.id,
-            r.tokens,
-            r.prompt_len,
-            r.limit,
-            r.params,
-            r.seed,
-            r.index,
-            r.sample,
-            r.priority,
-            r.salt,
-        )
+        return cls(*(getattr(request, name) for name in cls._fields))
 
     def request(self, tokenizer: Tokenizer | None) -> Request:
         """The same request on another rank."""

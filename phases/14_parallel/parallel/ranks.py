@@ -129,10 +129,6 @@ class Ranks:
         """`residual` plus the sum of all ranks' `part`; all ranks have the same `residual`."""
         return self.reducer.add(self, part.contiguous(), residual)
 
-    def reduce_add_norm(self, part: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
-        """`reduce_add`, and that normalized by `norm`, which is `NormWeights`."""
-        return self.reducer.add_norm(self, part.contiguous(), residual, norm)
-
     # Plain operations of the library.
 
     def plain_sum(self, part: Tensor) -> Tensor:
@@ -160,13 +156,6 @@ class Ranks:
         else:
             self._gloo.broadcast(tensor, 0).wait()
         return tensor
-
-    def text(self, text: str) -> str:
-        """Rank 0's text of at most 64 characters."""
-        code = torch.zeros(64, dtype=torch.int64, device=self.device)
-        given = torch.tensor(list(text.encode()), dtype=torch.int64)
-        code[: len(given)] = given.to(self.device)
-        return bytes(number for number in self.first(code).tolist() if number).decode()
 
     def smallest(self, number: int) -> int:
         """The smallest of all ranks' numbers."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -20,12 +20,6 @@ class Reducer:
     def add(self, ranks: Ranks, part: Tensor, residual: Tensor) -> Tensor:
         """See `Ranks.reduce_add`."""
         return residual + self.sum(ranks, part)
-
-    def add_norm(self, ranks: Ranks, part: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
-        """See `Ranks.reduce_add_norm`."""
-        from triton_paged_attention.kernels.norms import add_rms_norm
-
-        return add_rms_norm(residual, self.sum(ranks, part), *norm)
 
     def stop(self) -> None:
         """Let nobody wait any more: a rank is gone."""

@@ -10,32 +10,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from common.request import Request
 from common.sampling import ops
-from common.sampling.rows import KEY, TRUNCATION, Feature
+from common.sampling.rows import KEY, TRUNCATION, Needs
 from common.sampling.sampler import Allowed, Chooser, Masks, Plan, Sampler
-from continuous.prompt_logprobs import PromptPart, PromptReader
 from parallel.ranks import Ranks
 from parallel.shard import Shard
 
-WHOLE_ROW = Feature.EDITS | Feature.PENALTIES | TRUNCATION
+WHOLE_ROW = Needs.EDITS | Needs.PENALTIES | TRUNCATION
 
 
 def gathered(ranks: Ranks, logits: Tensor, vocab_size: int) -> Tensor:
     """All ranks' `logits [B, V / ranks]` as `[B, V]` float32."""
     whole = ranks.gather(logits).transpose(0, 1).flatten(1)  # [B, ranks * room]
     return whole[:, :vocab_size].float().contiguous()
-
-
-class RanksPrompts(PromptReader):
-    """A `PromptReader` of logits in parts."""
-
-    def __init__(self, ranks: Ranks, vocab_size: int) -> None:
-        super().__init__()
-        self.ranks, self.vocab_size = ranks, vocab_size
-
-    def _part(self, request: Request, first: int, logits: Tensor) -> PromptPart:
-        return super()._part(request, first, gathered(self.ranks, logits, self.vocab_size))
 
 
 class RanksChooser(Chooser):
@@ -88,10 +75,10 @@ class RanksChooser(Chooser):
         if not own.shape[1]:  # more ranks than this vocabulary fills
             own = logits[:, :1].float().fill_(float("-inf"))
         values, at = own.max(1)  # of equals the first, and NaN is the largest
-        if Feature.RANDOM in plan.features:
+        if Needs.RANDOM in plan.features:
             largest = self.ranks.gather(values).amax(0)  # [B]
             for places, features in plan.draws:
-                if Feature.RANDOM in features:
+                if Needs.RANDOM in features:
                     best = self._race(sampler, own[places], rows[places], steps[places], largest[places])
                     values[places], at[places] = best
         return self._best(values, at + self.first_token)

@@ -13,12 +13,10 @@ from typing import NamedTuple
 from common.errors import UserError
 from common.models.config import ModelConfig
 
-ROWS = ("self_attn.o_proj", "mlp.down_proj", "attn.c_proj", "mlp.c_proj")
+ROWS = ("self_attn.o_proj", "mlp.down_proj")
 """Layers that are cut along their inputs: each rank's product is a part of a sum."""
 KEYS = ("self_attn.k_proj", "self_attn.v_proj")
-VOCABULARY = ("embed_tokens", "wte", "lm_head")
-JOINED = "attn.c_attn"
-"""GPT-2's queries, keys and values in one matrix: each third is cut."""
+VOCABULARY = ("embed_tokens", "lm_head")
 
 
 class Slice(NamedTuple):

@@ -10,6 +10,7 @@ from torch import Tensor
 from common.request import Request
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import Allowed
+from continuous.seams import NoMasks
 from continuous.work import Work
 from parallel.line import Line
 from parallel.messages import Drafts
@@ -128,21 +129,14 @@ class FirstMasks(EarlyMasks):
         return []
 
 
-class OtherMasks(EarlyMasks):
+class OtherMasks(NoMasks):
     """Any other rank's masks: it knows which steps are masked, and no more."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._nothing = nothing(vocab_size, device)
 
     def check(self, params: SamplingParams) -> None:
-        """Rank 0 has done it; so for the others."""
-
-    def ready(self, request: Request) -> bool:
-        """Rank 0 has waited for it."""
-        return True
-
-    def settle(self, params: SamplingParams) -> None:
-        """Rank 0's business."""
+        """Rank 0 has done it, as it has waited, and tells which grammars have failed."""
 
     def begin(self, works: Sequence[Work], landed: Landed = NOBODYS) -> bool:
         """Begin like rank 0."""
@@ -152,13 +146,9 @@ class OtherMasks(EarlyMasks):
         """Return True if any taker has a grammar."""
         return any(taker.params.grammar is not None for work in works for taker in work.takers)
 
-    def fill(self, works: Sequence[Work]) -> Allowed:
+    def fill(self, works: Sequence[Work]) -> Allowed:  # type: ignore[override]
         """None for nobody."""
         return self._nothing
-
-    def take_failed(self) -> list[tuple[Request, Exception]]:
-        """Rank 0 tells."""
-        return []
 
 
 def nothing(vocab_size: int, device: torch.device) -> Allowed:

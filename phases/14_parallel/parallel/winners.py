@@ -1,14 +1,14 @@
-"""`RanksChooser` by phase 06's kernels: the ranks' chunks of a row are as the chunks of one GPU's."""
+"""`RanksChooser` by phase 09's kernels: the ranks' chunks of a row are as the chunks of one GPU's."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from common.sampling.rows import Feature
+from common.sampling.rows import Needs
 from common.sampling.sampler import Plan, Sampler
+from cuda_graphs.sampling import Winners, best_of_chunks, drawn, race_of_chunks, winner
 from parallel.sampler import RanksChooser
-from triton_paged_attention.kernels.sampling import Winners, best_of_chunks, drawn, race_of_chunks, winner
 
 
 class KernelRanksChooser(RanksChooser):
@@ -19,7 +19,7 @@ class KernelRanksChooser(RanksChooser):
         if self.own_tokens < self.room:  # as many chunks on every rank
             logits = logits.clone()
             logits[:, self.own_tokens :] = float("-inf")
-        if Feature.RANDOM not in plan.features:
+        if Needs.RANDOM not in plan.features:
             return winner(self._all(best_of_chunks(logits)))
         found = race_of_chunks(logits, rows, steps, sampler.floats, sampler.ints, self.first_token)
         return drawn(self._all(found), rows, sampler.floats)

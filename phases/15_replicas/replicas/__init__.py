@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from continuous import llm
+from common.text import llm
 from forward.model import Model
 from paged_cache import PagedEngine
 from parallel import PRESET as BELOW
@@ -31,4 +31,4 @@ def load(model: str | Path | Model, **options: Any) -> PagedEngine:
 
 
 LLM = partial(llm.LLM, load=load)
-"""Text in, text out; see `continuous.llm.LLM`. Options are those of this phase's `load`."""
+"""Text in, text out; see `common.text.llm.LLM`. Options are those of this phase's `load`."""

@@ -19,13 +19,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from common.errors import UserError
+from common.sockets import listen
 from replicas.gate import LIMITS
 from replicas.options import ReplicaOptions
 from replicas.replica import Replica
 from serving.alive import CannotStart
 from serving.app import App
 from serving.http.limits import Limits
-from serving.http.server import TERMINATED, listen
+from serving.http.server import TERMINATED
 
 APPLICATION = "ladder"
 OBJECT_STORE_BYTES = 100 << 20
@@ -66,7 +67,7 @@ def require_ray() -> None:
 class Cluster:
     """Ray, its proxy, and the replicas, as a context.
 
-    told: set by the first SIGTERM or SIGINT.
+    signalled: set by the first SIGTERM or SIGINT.
 
     Args:
         make_app: makes phase 13's application in a replica; any callable that can be pickled.
@@ -86,7 +87,7 @@ class Cluster:
     ) -> None:
         require_ray()
         self.make_app, self.options, self.share, self.limits = make_app, options, share, limits
-        self.host, self.told = host, threading.Event()
+        self.host, self.signalled = host, threading.Event()
         with listen(host, port) as found:  # the port may be taken: better said now than in Ray's log
             self.port = int(found.getsockname()[1])
 
@@ -159,9 +160,9 @@ class Cluster:
             raise CannotStart(f"Ray Serve's proxy: {error}", wrong_input=False) from error
 
     def _hear(self, number: int, frame: object) -> None:
-        if self.told.is_set():
+        if self.signalled.is_set():
             os._exit(TERMINATED)
-        self.told.set()
+        self.signalled.set()
 
     def _environment(self) -> dict[str, str]:
         """Of Ray's processes, which this one starts. On other machines `ray start` needs the same."""
@@ -212,7 +213,7 @@ class Cluster:
 
         made: list[Replica] = []  # in the replica's process: Ray asks for the application in two steps
 
-        class Server:
+        class Actor:
             async def __init__(self) -> None:  # type: ignore[misc]
                 made.append(Replica(make_app(), serve.get_replica_context().replica_id.unique_id))
                 await made[0].start()
@@ -237,7 +238,7 @@ class Cluster:
                 )
             }
         deployment = serve.deployment(
-            serve.ingress(application)(Server),
+            serve.ingress(application)(Actor),
             max_ongoing_requests=self.limits.max_connections,  # the server in it has limits of its own
             ray_actor_options={"num_cpus": self.share.cpus, "num_gpus": self.share.gpus},
             request_router_config=RequestRouterConfig(
@@ -263,7 +264,7 @@ class Cluster:
         """Until then, or for so long. A signal ends it as well."""
         end = time.monotonic() + seconds
         while not condition() and time.monotonic() < end:
-            if self.told.wait(0.2):
+            if self.signalled.wait(0.2):
                 raise SystemExit(TERMINATED)
 
 
@@ -273,7 +274,7 @@ def serve_until_signal(cluster: Cluster, on_ready: Callable[[], object]) -> int:
     try:
         with cluster:
             on_ready()
-            while not cluster.told.wait(0.5):
+            while not cluster.signalled.wait(0.5):
                 pass
     finally:
         for number, handler in before.items():

@@ -67,7 +67,7 @@ class Replica:
 
         Raises:
             CannotStart: it cannot be made.
-            UserError: the same, and somebody can correct it.
+            UserError: the same, and a user can correct it.
         """
         running = asyncio.ensure_future(self.app.engine.run())
         while self.app.engine.state != "ready" and not running.done():
@@ -86,7 +86,6 @@ class Replica:
         for task in reversed(self._tasks):
             task.cancel()
         await self.app.engine.stop()
-        self.app.close()
 
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()

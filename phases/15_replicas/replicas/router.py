@@ -15,10 +15,10 @@ from replicas.routing import InFlight, Policy, make_policy
 
 
 class Router(RequestRouter):  # type: ignore[misc]
-    """Lives in the proxy's process, and in that of everybody else who calls replicas.
+    """Lives in the proxy's process, and in every other process that calls replicas.
 
     Several proxies share replicas and know nothing of each other. So a load is what went through here, or
-    what the replica has told of itself with its last answer, whichever is more.
+    what the replica has reported of itself with its last answer, whichever is more.
     """
 
     policy: Policy
@@ -48,8 +48,8 @@ class Router(RequestRouter):  # type: ignore[misc]
 
     def load(self, name: str, replica: RunningReplica) -> int:
         """Requests that the replica has, as far as is known here."""
-        told = self.replica_queue_len_cache.get(replica.replica_id) or 0
-        return max(told, self.in_flight.of(name))
+        reported = self.replica_queue_len_cache.get(replica.replica_id) or 0
+        return max(reported, self.in_flight.of(name))
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """It has been taken, and perhaps not by the first that was asked."""

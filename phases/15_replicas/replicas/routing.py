@@ -45,7 +45,7 @@ class RoundRobin(Policy):
 
 
 class LeastLoaded(Policy):
-    """The one with the fewest requests; among equals in turn, or the first would get every lone request."""
+    """The one with the fewest requests; among equals in turn, or the first would get every single request."""
 
     def __init__(self) -> None:
         self._turns = RoundRobin()
@@ -87,7 +87,7 @@ class Memory:
 class PrefixAware(Policy):
     """The replica that has the longest beginning of the request in its cache, within a bound.
 
-    The bound keeps a prefix that everybody uses from making one replica do everybody's work: no request goes
+    The bound keeps a prefix that all requests share from making one replica do all the work: no request goes
     to a replica that has more than `imbalance` requests over the least loaded one. Beyond it the request
     goes elsewhere, and from then on two replicas know the prefix.
 

@@ -16,7 +16,7 @@ from parallel.feature import Split
 from parallel.ranks import Ranks
 from parallel.reduce import PLAIN, Reducer
 
-Way = Literal["auto", "nccl", "one-shot", "two-shot"]
+Way = Literal["auto", "nccl", "one-shot"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class OwnSums(Feature):
     phase: ClassVar[int] = 14
     without: ClassVar[Mapping[str, str]] = {"all_reduce": "nccl"}
 
-    all_reduce: Way = option("auto", "how ranks add up: auto (by size), nccl, one-shot or two-shot")
+    all_reduce: Way = option("auto", "how ranks add up: auto (by device), nccl, or one-shot up to 512 KiB")
 
     def __post_init__(self) -> None:
         """Check the option."""
@@ -51,10 +51,11 @@ class OwnSums(Feature):
             return PLAIN
         if "kernels" not in parts.features:
             raise UserError(f"all_reduce is {way!r}, but must be 'nccl' or 'auto' without kernels")
-        from phases.appendix.all_reduce.symmetric import OtherRanks, symmetric  # Triton comes with it
+        from phases.appendix.all_reduce.symmetric import MOST, OtherRanks, Symmetric  # Triton comes with it
 
         try:
-            return symmetric(ranks, parts.model, way)
+            model = parts.model  # the interpreter needs long for large sums
+            return Symmetric(ranks, model.config.hidden_size, model.dtype, MOST if cuda else 1 << 16)
         except OtherRanks as error:
             if way != "auto":
                 raise

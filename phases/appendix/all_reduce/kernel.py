@@ -1,7 +1,6 @@
-"""All-reduce over peers' memory, with the residual addition and the norm behind it in the same kernel.
+"""All-reduce over peers' memory, with the residual addition behind it in the same kernel.
 
-One shot: every rank reads all parts and adds them up by itself. Two shots: each row has an owner, who adds it
-up and writes the sum to everybody; less is read, but the ranks wait for each other twice.
+In one shot: every rank reads all parts and adds them up by itself.
 
 Program `b` of every rank works with program `b` of all others and with nobody else: it has a place of its own
 in the memory, and a counter of its own, to which each peer adds one when it comes to a meeting. The n-th
@@ -66,39 +65,18 @@ def meet(
 
 
 @triton.jit
-def finish(
-    out, total, row, value, residual, weight, eps, i, inside,
-    SIZE: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr,
-):  # fmt: skip
-    """A row's sum, float32, with what comes behind it; rounded as if each were a kernel of its own."""
-    at = row.to(tl.int64) * SIZE + i
-    kind = out.dtype.element_ty
-    if ADD:
-        value += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-    if NORM:
-        value = value.to(kind)
-        tl.store(total + at, value, mask=inside)
-        value = value.to(tl.float32)
-        factor = tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
-        if ONE_PLUS:
-            factor += 1.0
-        value = value * tl.rsqrt(tl.sum(value * value, axis=0) / SIZE + eps) * factor
-    tl.store(out + at, value.to(kind), mask=inside)
-
-
-@triton.jit
 def all_reduce_kernel(
-    out, total, part, residual, weight, eps, table, meetings, stop, rows,
+    out, part, residual, table, meetings, stop, rows,
     RANK: tl.constexpr, RANKS: tl.constexpr, RANKS_PAD: tl.constexpr,
     SIZE: tl.constexpr, SIZE_PAD: tl.constexpr,
     PLACE: tl.constexpr, HALF: tl.constexpr, COUNTERS: tl.constexpr,
-    TWO: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr, PDL: tl.constexpr,
+    ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program `b` has rows `b`, `b + programs`, ...
 
-    A rank's memory: two halves of HALF bytes for parts, with a place of PLACE bytes for each program; as many
-    bytes for sums (TWO); and from COUNTERS on the counters. table: `[RANKS]` int64, where each rank's memory
-    begins. meetings: `[programs]` int64, how many there were, this rank's own.
+    A rank's memory: two halves of HALF bytes for parts, with a place of PLACE bytes for each program, and
+    from COUNTERS on the counters. table: `[RANKS]` int64, where each rank's memory begins. meetings:
+    `[programs]` int64, how many there were, this rank's own.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     if PDL:
@@ -107,9 +85,7 @@ def all_reduce_kernel(
     i = tl.arange(0, SIZE_PAD)
     inside = i < SIZE
     meeting = tl.load(meetings + program) + 1
-    place = program.to(tl.int64) * PLACE
-    parts = (meeting % 2) * HALF + place
-    counter = COUNTERS + program.to(tl.int64) * ALIGN
+    parts = (meeting % 2) * HALF + program.to(tl.int64) * PLACE
     kind: tl.constexpr = tl.pointer_type(part.dtype.element_ty)
     mine = place_of(table, RANK, parts, kind)
     count = tl.cdiv(rows - program, programs)
@@ -117,34 +93,14 @@ def all_reduce_kernel(
         row = program + number * programs
         value = tl.load(part + row.to(tl.int64) * SIZE + i, mask=inside, other=0.0)
         tl.store(mine + number * SIZE + i, value, mask=inside)
-    meet(counter, table, meeting, stop, RANK, RANKS, RANKS_PAD)
-    if TWO:
-        sums = 2 * HALF + place
-        for number in range((RANK + program) % RANKS, count, RANKS):  # its own rows; others' begin elsewhere
-            value = tl.zeros([SIZE_PAD], tl.float32)
-            for peer in tl.static_range(0, RANKS):
-                theirs = place_of(table, peer, parts, kind)
-                value += tl.load(theirs + number * SIZE + i, mask=inside, other=0.0).to(tl.float32)
-            for peer in tl.static_range(0, RANKS):
-                theirs = place_of(table, peer, sums, kind)
-                tl.store(theirs + number * SIZE + i, value.to(part.dtype.element_ty), mask=inside)
-        meeting += 1
-        meet(counter, table, meeting, stop, RANK, RANKS, RANKS_PAD)
-        mine = place_of(table, RANK, sums, kind)
-        for number in range(count):
-            value = tl.load(mine + number * SIZE + i, mask=inside, other=0.0).to(tl.float32)
-            finish(
-                out, total, program + number * programs, value, residual, weight, eps, i, inside,
-                SIZE, ADD, NORM, ONE_PLUS,
-            )  # fmt: skip
-    else:
-        for number in range(count):
-            value = tl.zeros([SIZE_PAD], tl.float32)
-            for peer in tl.static_range(0, RANKS):  # in the same order on every rank: the same bits
-                theirs = place_of(table, peer, parts, kind)
-                value += tl.load(theirs + number * SIZE + i, mask=inside, other=0.0).to(tl.float32)
-            finish(
-                out, total, program + number * programs, value, residual, weight, eps, i, inside,
-                SIZE, ADD, NORM, ONE_PLUS,
-            )  # fmt: skip
+    meet(COUNTERS + program.to(tl.int64) * ALIGN, table, meeting, stop, RANK, RANKS, RANKS_PAD)
+    for number in range(count):
+        value = tl.zeros([SIZE_PAD], tl.float32)
+        for peer in tl.static_range(0, RANKS):  # in the same order on every rank: the same bits
+            theirs = place_of(table, peer, parts, kind)
+            value += tl.load(theirs + number * SIZE + i, mask=inside, other=0.0).to(tl.float32)
+        at = (program + number * programs).to(tl.int64) * SIZE + i
+        if ADD:
+            value += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
     tl.store(meetings + program, meeting)

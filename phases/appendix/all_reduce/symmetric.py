@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import uuid
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,6 @@ import triton
 from torch import Tensor
 
 from common.errors import UserError
-from forward.model import Model
 from parallel.reduce import Reducer
 from phases.appendix.all_reduce.kernel import ALIGN, PROGRAMS, all_reduce_kernel
 from triton_paged_attention.hardware import dependent_launch
@@ -47,7 +45,7 @@ class Shared:
     stop: one int32 that the host can set while a kernel waits: a rank is gone.
     """
 
-    def __init__(self, ranks: Ranks, size: int, name: str) -> None:
+    def __init__(self, ranks: Ranks, size: int) -> None:
         self.size = size
         if ranks.device.type == "cuda":
             import torch.distributed._symmetric_memory as symmetric
@@ -67,7 +65,8 @@ class Shared:
             addresses = [begin + offset for begin in begins]
             self.stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         else:
-            paths = [Path("/dev/shm") / f"ladder-{name}-{rank}" for rank in range(ranks.size)]
+            name = int(ranks.first(torch.tensor([uuid.uuid4().int >> 66])))
+            paths = [Path("/dev/shm") / f"ladder-{name:x}-{rank}" for rank in range(ranks.size)]
             with paths[ranks.rank].open("wb") as file:
                 file.truncate(size)
             ranks.smallest(0)  # until everybody's is there
@@ -82,88 +81,54 @@ class Shared:
         ranks.smallest(0)
 
 
-@dataclass(frozen=True)
-class SizeLimits:
-    """Up to how many bytes each way is taken; above both it is torch.distributed's."""
-
-    one: int
-    two: int
-
-
-MOST = 8 << 20
-"""Bytes of the largest sum over shared memory."""
-USUAL = {2: SizeLimits(256 << 10, MOST), 4: SizeLimits(128 << 10, MOST)}
-"""By the number of ranks: where PyTorch's own kernels of the two kinds cross on H200s."""
+MOST = 512 << 10
+"""Bytes of the largest sum over shared memory; above, NCCL takes less."""
 
 
 class Symmetric(Reducer):
-    """Adds up over shared memory, by one shot or two."""
+    """Adds up over shared memory, up to so many bytes."""
 
-    def __init__(self, ranks: Ranks, hidden: int, dtype: torch.dtype, limits: SizeLimits, name: str) -> None:
-        self.limits, self.hidden, self.dtype = limits, hidden, dtype
+    def __init__(self, ranks: Ranks, hidden: int, dtype: torch.dtype, most: int = MOST) -> None:
+        self.hidden, self.dtype = hidden, dtype
         row = hidden * dtype.itemsize
-        self.most_rows = max(limits.one, limits.two) // row
+        self.most_rows = most // row
         each = -(-self.most_rows // PROGRAMS)
         self.place = -(-each * row // ALIGN.value) * ALIGN.value
         self.half = self.place * PROGRAMS
-        self.counters = 3 * self.half  # two halves for parts, and the sums
-        self.shared = Shared(ranks, self.counters + PROGRAMS * ALIGN.value, name)
+        self.shared = Shared(ranks, 2 * self.half + PROGRAMS * ALIGN.value)
         self.meetings = torch.zeros(PROGRAMS, dtype=torch.int64, device=ranks.device)
 
     def sum(self, ranks: Ranks, part: Tensor) -> Tensor:
         """See `Reducer.sum`."""
         if not self._fits(part):
             return super().sum(ranks, part)
-        return self._launch(ranks, part, None, None)[1]
+        return self._launch(ranks, part, None)
 
     def add(self, ranks: Ranks, part: Tensor, residual: Tensor) -> Tensor:
         """See `Reducer.add`."""
         if not self._fits(part):
             return super().add(ranks, part, residual)
-        return self._launch(ranks, part, residual.contiguous(), None)[1]
-
-    def add_norm(self, ranks: Ranks, part: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
-        """See `Reducer.add_norm`."""
-        if not self._fits(part):
-            return super().add_norm(ranks, part, residual, norm)
-        return self._launch(ranks, part, residual.contiguous(), norm)
+        return self._launch(ranks, part, residual.contiguous())
 
     def _fits(self, part: Tensor) -> bool:
         rows = part.numel() // self.hidden
         return part.shape[-1] == self.hidden and part.dtype == self.dtype and 0 < rows <= self.most_rows
 
-    def _launch(
-        self, ranks: Ranks, part: Tensor, residual: Tensor | None, norm: Any
-    ) -> tuple[Tensor, Tensor]:
-        """The sum with the residual, and what comes behind that."""
+    def _launch(self, ranks: Ranks, part: Tensor, residual: Tensor | None) -> Tensor:
         rows, size = part.numel() // self.hidden, self.hidden
         out = torch.empty_like(part)
-        total = out if norm is None else torch.empty_like(part)
-        weight, eps, one_plus = (part, 0.0, False) if norm is None else norm
         padded = triton.next_power_of_2(size)
         early = rows <= DEPENDENT_ROWS and dependent_launch(part.device)
         all_reduce_kernel[(min(rows, PROGRAMS),)](
-            out, total, part, part if residual is None else residual, weight, eps,
+            out, part, part if residual is None else residual,
             self.shared.table, self.meetings, self.shared.stop, rows,
             RANK=ranks.rank, RANKS=ranks.size, RANKS_PAD=triton.next_power_of_2(ranks.size),
-            SIZE=size, SIZE_PAD=padded, PLACE=self.place, HALF=self.half, COUNTERS=self.counters,
-            TWO=part.nbytes > self.limits.one, ADD=residual is not None, NORM=norm is not None,
-            ONE_PLUS=one_plus, PDL=early,
+            SIZE=size, SIZE_PAD=padded, PLACE=self.place, HALF=self.half, COUNTERS=2 * self.half,
+            ADD=residual is not None, PDL=early,
             num_warps=min(16, max(1, padded // 256)), **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
-        return total, out
+        return out
 
     def stop(self) -> None:
         """Let no kernel wait any more."""
         self.shared.stop.fill_(1)
-
-
-def symmetric(ranks: Ranks, model: Model, way: str) -> Symmetric:
-    """Sums of a model's hidden states over shared memory: by one way, or by `auto` as their size has it."""
-    most = MOST if ranks.device.type == "cuda" else 1 << 16  # the interpreter needs long for more
-    chosen = {"one-shot": SizeLimits(most, 0), "two-shot": SizeLimits(0, most)}
-    limits = chosen.get(way) or USUAL.get(ranks.size, USUAL[4])
-    limits = SizeLimits(min(limits.one, most), min(limits.two, most))
-    name = uuid.uuid4().hex if ranks.rank == 0 else ""
-    name = ranks.text(name)
-    return Symmetric(ranks, model.config.hidden_size, model.dtype, limits, name)

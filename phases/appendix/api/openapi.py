@@ -8,23 +8,15 @@ from typing import Any
 
 import msgspec
 
-from phases.appendix.api.schema import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerateRequest,
-    TokenizeRequest,
-)
+from phases.appendix.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 POSTS: dict[str, type] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
-    "/generate": GenerateRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
 GETS = ("/v1/models", "/health", "/ready", "/version", "/metrics", "/openapi.json")
-ERRORS = (400, 401, 403, 404, 405, 408, 413, 415, 429, 500, 503, 504)
 
 
 @lru_cache(1)
@@ -38,26 +30,20 @@ def openapi(version: str) -> dict[str, Any]:
         "required": ["error"],
         "properties": {"error": {"type": "object", "required": ["message", "type", "param", "code"]}},
     }
-    failed = {
-        str(status): {
-            "description": "an error",
-            "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
-        }
-        for status in ERRORS
-    }
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     kinds: dict[str, Any] = {"application/json": {}, "text/event-stream": {}, "text/plain": {}}
-    done = {"200": {"description": "the answer", "content": kinds}}
-    unready = {"503": {"description": "not ready", "content": {"application/json": {}}}}
-    paths: dict[str, Any] = {
-        path: {
+    answers = {
+        "200": {"description": "the answer", "content": kinds},
+        "default": {"description": "an error, or that the server is not ready", "content": error},
+    }
+    paths: dict[str, Any] = {path: {"get": {"responses": answers}} for path in GETS}
+    for (path, kind), body in zip(POSTS.items(), bodies, strict=True):
+        paths[path] = {
             "post": {
                 "summary": (inspect.getdoc(kind) or "").split("\n")[0],
                 "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
-                "responses": done | failed,
+                "responses": answers,
             }
         }
-        for (path, kind), body in zip(POSTS.items(), bodies, strict=True)
-    }
-    paths |= {path: {"get": {"responses": done | failed | unready}} for path in GETS}
     info = {"title": "Inference Ladder", "version": version}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": components}}

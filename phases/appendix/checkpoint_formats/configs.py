@@ -18,12 +18,13 @@ from typing import Any
 
 from common.errors import UserError
 from common.models.fields import Field, shown
-from phases.appendix.checkpoint_formats.layouts import Layout
-from quant.formats import BLOCK, FP8_BLOCK, GROUPS, Scheme
+from phases.appendix.checkpoint_formats.layouts import TensorLayout
+from quant.formats import BLOCK, FP8_BLOCK, Scheme
 
 _BITS = Field("bits num_bits", int, 1, 32)
 _GROUP = Field("group_size q_group_size", int, -1, 1 << 20)
-_NAMES = Field("ignore", list, default=[])
+_BY_LAYER = ("dynamic", "modules_in_block_to_quantize")
+"""Fields of GPTQModel's files that give layers a format of their own."""
 _PATTERN = 200
 """The longest pattern for names, in characters."""
 _GROUP_FIELDS = ("targets", "weights", "input_activations", "output_activations", "format")
@@ -41,7 +42,7 @@ class Rule:
     """Layers that `targets` name are laid out in a way, or are plain."""
 
     targets: tuple[str, ...]
-    layout: Layout | None
+    layout: TensorLayout | None
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Stored:
     plain: tuple[str, ...]
     kv: str | None = None
 
-    def layout(self, name: str) -> Layout | None:
+    def layout(self, name: str) -> TensorLayout | None:
         """Return the layout of our layer `name`, or None where it is plain."""
         if any(matches(each, name) for each in self.plain):
             return None
@@ -120,9 +121,9 @@ def _fp8(raw: Mapping[str, Any]) -> Stored:
     _only(raw, "fmt", "e4m3", missing=True)
     block = raw.get("weight_block_size")
     if block is None:
-        layout = Layout("plain", Scheme("fp8-tensor", "fp8", "tensor", activations="fp8"))
+        layout = TensorLayout("plain", Scheme("fp8-tensor", "fp8", "tensor", activations="fp8"))
     elif block == [BLOCK, BLOCK]:
-        layout = Layout("plain", FP8_BLOCK, "weight_scale_inv")
+        layout = TensorLayout("plain", FP8_BLOCK, "weight_scale_inv")
     else:
         raise UserError(f"weight_block_size is {shown(block)}, but only [{BLOCK}, {BLOCK}] is supported")
     skipped: list[str] = []
@@ -134,29 +135,17 @@ def _fp8(raw: Mapping[str, Any]) -> Stored:
 
 def _gptq(raw: Mapping[str, Any]) -> Stored:
     """GPTQ's own layout, in which act-order shows as a group for each input."""
-    for name in ("meta_quantizer", "rotation", "is_marlin_format", "adapter"):
+    for name in ("meta_quantizer", "rotation", "is_marlin_format", "adapter", *_BY_LAYER):
         if raw.get(name):
             raise UserError(f"{name} is {shown(raw[name])}, but is not supported")
+    if (bits := _BITS.read(raw)) != 4:
+        raise UserError(f"bits is {bits}, but only 4 are supported")
     head = () if Field("lm_head", bool, default=False).read(raw) else ("lm_head",)
-    rules = []
-    for key, changes in Field("dynamic", dict, default={}).read(raw).items():
-        targets = _patterns([f"re:{key.removeprefix('-:').removeprefix('+:')}"], "dynamic")
-        given = {**raw, **Field(f"dynamic {key}", dict).check(changes, f"dynamic {shown(key)}")}
-        rules.append(Rule(targets, None if key.startswith("-:") else _gptq_layout(given)))
-    inside = Field("modules_in_block_to_quantize", list, default=[]).read(raw)
-    named = [name for part in inside for name in (part if isinstance(part, list) else [part])]
-    targets = _parts(named, "modules_in_block_to_quantize", r".*\.", "$") if named else ("Linear",)
-    return Stored((*rules, Rule(targets, _gptq_layout(raw))), head)
-
-
-def _gptq_layout(raw: Mapping[str, Any]) -> Layout:
-    if (bits := _BITS.read(raw)) not in (4, 8):
-        raise UserError(f"bits is {bits}, but only 4 and 8 are supported")
     version = Field("checkpoint_format format", str, default="gptq", choices=("gptq", "gptq_v2")).read(raw)
     zeros = not Field("sym", bool, default=True).read(raw)
-    group, row = _group(raw)
-    scheme = Scheme("gptq", "int4", "group", group=group, zeros=zeros)
-    return Layout("gptq", scheme, "scales", one_less=version == "gptq", row=row, eight=bits == 8)
+    scheme = Scheme("gptq", "int4", "group", group=_GROUP.read(raw), zeros=zeros)
+    layout = TensorLayout("gptq", scheme, "scales", one_less=version == "gptq")
+    return Stored((Rule(("Linear",), layout),), head)
 
 
 def _awq(raw: Mapping[str, Any]) -> Stored:
@@ -165,10 +154,9 @@ def _awq(raw: Mapping[str, Any]) -> Stored:
         raise UserError(f"bits is {bits}, but only 4 are supported")
     _only(raw, "version", "gemm", missing=True)
     _only(raw, "zero_point", True, missing=True)
-    group, row = _group(raw)
-    scheme = Scheme("awq", "int4", "group", group=group, zeros=True)
+    scheme = Scheme("awq", "int4", "group", group=_GROUP.read(raw), zeros=True)
     skipped = _parts(raw.get("modules_to_not_convert"), "modules_to_not_convert")
-    return Stored((Rule(("Linear",), Layout("awq", scheme, "scales", row=row)),), ("lm_head", *skipped))
+    return Stored((Rule(("Linear",), TensorLayout("awq", scheme, "scales")),), ("lm_head", *skipped))
 
 
 def _compressed(raw: Mapping[str, Any]) -> Stored:
@@ -200,7 +188,7 @@ _FORMATS = {
 }
 
 
-def _compressed_layout(group: Mapping[str, Any], form: Any) -> Layout:
+def _compressed_layout(group: Mapping[str, Any], form: Any) -> TensorLayout:
     form = Field("format", str, choices=tuple(_FORMATS)).check(form, "format")
     if group.get("output_activations"):
         raise UserError("output_activations are not supported")
@@ -221,21 +209,17 @@ def _compressed_layout(group: Mapping[str, Any], form: Any) -> Layout:
         raise UserError(f"block_structure is {found}, but only [{BLOCK}, {BLOCK}] is supported")
     numbers = {(8, "float"): "fp8", (8, "int"): "int8", (4, "int"): "int4"}[bits, kind]
     order = weights.get("actorder")
-    if order not in (None, False, True, "group", "dynamic", "weight", "static"):
-        raise UserError(f"actorder is {shown(order)}, but must be group, weight, dynamic or static")
-    eight = (numbers, layout, strategy) == ("int8", "packed", "group")
-    row = (numbers, strategy) == ("int4", "channel")
-    size, row = _group(weights) if strategy == "group" else (GROUPS[0] * row, row)
+    if order not in (None, False, "weight", "static"):
+        raise UserError(f"actorder is {shown(order)}, but must be weight or static")
     scheme = Scheme(
         name=f"{form}-{numbers}",
-        weights="int4" if eight else numbers,  # type: ignore[arg-type]
-        scales="group" if row else strategy,
-        group=size,
+        weights=numbers,  # type: ignore[arg-type]
+        scales=strategy,
+        group=_GROUP.read(weights) if strategy == "group" else 0,
         zeros=not Field("symmetric", bool, default=True).read(weights),
         activations=_activations(group.get("input_activations"), numbers),  # type: ignore[arg-type]
     )
-    by_activation = order in ("group", "dynamic", True)
-    return Layout(layout, scheme, by_activation=by_activation, row=row, eight=eight)  # type: ignore[arg-type]
+    return TensorLayout(layout, scheme)  # type: ignore[arg-type]
 
 
 def _activations(raw: Any, numbers: str) -> str | None:
@@ -270,17 +254,6 @@ def _kv(raw: Any) -> str | None:
             f"kv_cache_scheme is {shown(given)}, but only 8 static bits for each tensor are supported"
         )
     return "fp8" if kind == "float" else "int8"
-
-
-def _group(raw: Mapping[str, Any]) -> tuple[int, bool]:
-    """Inputs in a group, and whether the file has one scale for a whole row, which is the group -1."""
-    size: int = _GROUP.read(raw)
-    if size == -1:
-        return GROUPS[0], True
-    if size not in GROUPS:
-        sizes = ", ".join(map(str, sorted(GROUPS)))
-        raise UserError(f"group_size is {size}, but must be -1, for a whole row, or one of {sizes}")
-    return size, False
 
 
 def _known(raw: Mapping[str, Any], fields: tuple[str, ...], where: str = "") -> None:

@@ -28,7 +28,6 @@ from quant.weights import QuantizedWeight, unpack_nibbles
 
 PARTIAL = ".partial"
 """The folder in which a checkpoint is written, until all of it is."""
-SHARD_BYTES = 4 << 30
 _KEPT = (
     "generation_config.json",
     "tokenizer.json",
@@ -104,7 +103,8 @@ def export(model: Model, source: Path, folder: Path, kv: tuple[str, Tensor] | No
             config["quantization_config"]["kv_cache_scheme"] = _kv_scheme(kv[0])
             found |= kv_tensors(kv[1])
         (work / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        _write(found, work)
+        found = {name: tensor.cpu().contiguous() for name, tensor in found.items()}
+        save_file(found, work / "model.safetensors", {"format": "pt"})
         if work.parent == folder:
             for path in list(work.iterdir()):
                 path.rename(folder / path.name)
@@ -115,28 +115,6 @@ def export(model: Model, source: Path, folder: Path, kv: tuple[str, Tensor] | No
         raise UserError(f"{folder} cannot be written: {said}") from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
-
-
-def _write(found: dict[str, Tensor], folder: Path) -> None:
-    shards: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for name, tensor in found.items():
-        if size and size + tensor.nbytes > SHARD_BYTES:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor.cpu().contiguous()
-        size += tensor.nbytes
-    if len(shards) == 1:
-        save_file(shards[0], folder / "model.safetensors", {"format": "pt"})
-        return
-    where: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        save_file(shard, folder / file, {"format": "pt"})
-        where |= dict.fromkeys(shard, file)
-    total = sum(tensor.nbytes for tensor in found.values())
-    index = {"metadata": {"total_size": total}, "weight_map": where}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
 def tensors(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -50,7 +50,7 @@ class ReadFormats(Quantize):
         for name in [name for name, layer in model.named_modules() if isinstance(layer, StoredLinear)]:
             layer = model.get_submodule(name)
             assert isinstance(layer, StoredLinear)
-            replace_layer(model, name, layer.understood(name, model.dtype))
+            replace_layer(model, name, layer.understood(name))
         model = super().finish(model)
         if self.kv is not None:
             model.add_module("stored_kv", StoredKV(self.kv, _take_kv_scales(model)))

@@ -173,14 +173,9 @@ def accepted(model: Model, drafter: Head, talks: Sequence[Talk], steps: int = 4)
     chain = counts.clone()
     right: list[float] = []
     for step, out in enumerate(outputs(drafter, ids, hidden, steps)):
-        said = most_likely(drafter, out[:, :width].to(model.dtype))  # [B, S']
+        logits = drafter.lm_head.few(out[:, :width].to(drafter.lm_head.weight.dtype))
+        said = drafter.lm_head.ids[logits.argmax(-1)]  # [B, S']
         match = F.pad(said == ids[:, AHEAD : AHEAD + width], (0, step))[:, step : step + width]
         chain = chain & match
         right.append(float(chain.sum() / counts.sum().clamp(min=1)))
     return right
-
-
-def most_likely(drafter: Head, hidden: Tensor) -> Tensor:
-    """The token that the drafter finds most likely: `[..., hidden]` -> `[...]`."""
-    reduced = drafter.lm_head
-    return reduced.ids[reduced.few(hidden.to(reduced.weight.dtype)).argmax(-1)]

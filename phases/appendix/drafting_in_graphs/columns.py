@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from forward.attention import LayerSpec
 from forward.model import Model
 from phases.appendix.drafting_in_graphs.launch import CudaKernel, available
 from phases.appendix.latency.block import LatencyBlock
-from phases.appendix.latency.few import FEW_TOKENS
-from phases.appendix.latency.linear import CombinesFewHeads, LatencyWay
-from phases.appendix.latency.lone_few import FewParts
+from phases.appendix.latency.linear import LatencyWay
+from phases.appendix.latency.lone_few import FEW_TOKENS, FewParts
 from triton_paged_attention.hardware import multiprocessors
 from triton_paged_attention.kernels.norms import NormWeights
-from triton_paged_attention.layers import FusedAttention, FusedBlock
+from triton_paged_attention.layers import FusedAttention, FusedBlock, FusedMLP
 from triton_paged_attention.linear import FusedLinear
 
 PARTS = (64, 96, 128, 192, 256)
@@ -89,7 +87,7 @@ def columns(
     residual: Tensor | None = None,  # [T, N]
     run_ahead: bool = True,
 ) -> Tensor:
-    """`phases.appendix.latency.few.few` of a matrix that has a shape: `[T, N]`."""
+    """`residual + act(weight @ norm(x))` of a matrix that has a shape, each part if it is given: `[T, N]`."""
     tokens, size = x.shape
     assert tokens <= FEW_TOKENS, f"x has {tokens} tokens, but may have {FEW_TOKENS}"
     outputs = weight.shape[0] // (1 if gate is None else 2)
@@ -105,14 +103,19 @@ def columns(
 
 
 def project_few_heads(
-    residual: Tensor,  # [T, N] bfloat16
-    weight: Tensor,  # [N, H D]
-    parts: FewParts,
+    linear: nn.Linear,  # weight [N, H D]
     shape: ColumnShape,
+    parts: FewParts,
+    residual: Tensor,  # [T, N] bfloat16
 ) -> Tensor:
-    """`phases.appendix.latency.heads.project_few_heads`: `[T, N]`; padding gets its residual."""
+    """`residual + weight @ attention's output`, the output in the workspace as `parts`: `[T, N]`.
+
+    Padding gets its residual.
+    """
     layer, space, config = parts.layer, parts.workspace, parts.config
-    tokens, (outputs, size) = len(residual), weight.shape
+    weight, tokens = linear.weight, len(residual)
+    outputs, size = weight.shape
+    assert config.splits <= MOST_SPLITS
     splits = Splits(
         config.splits, layer.head_dim, layer.num_heads, 1 << (tokens - 1).bit_length(),
         config.block_n, config.min_tiles, layer.sliding_window or 0,
@@ -132,6 +135,13 @@ def _grid(weight: Tensor, shape: ColumnShape) -> tuple[int, int]:
     return -(-rows // (TILE * shape.tiles)), size // shape.part * 32
 
 
+def shape_for(linear: nn.Module, gate: str | None) -> ColumnShape | None:
+    """Return how a layer's matrix is shared out, if it can be with such a gate."""
+    if not isinstance(linear, nn.Linear) or linear.bias is not None or gate not in (None, "silu"):
+        return None
+    return shape_of(*linear.weight.shape, gate is not None, linear.weight.device)
+
+
 class Columns:
     """A layer's way for a few tokens as columns of a tensor core, where its matrix has a shape.
 
@@ -141,53 +151,28 @@ class Columns:
     def __init__(self, linear: nn.Linear, *, fewest: int, run_ahead: bool) -> None:
         self.linear, self.fewest, self.run_ahead = linear, fewest, run_ahead
 
-    def shape(self, gate: str | None) -> ColumnShape | None:
-        """Return how its matrix is shared out, if it can be with such a gate."""
-        weight = self.linear.weight
-        fits = self.linear.bias is None and gate in (None, "silu")
-        return shape_of(*weight.shape, gate is not None, weight.device) if fits else None
-
     def takes(self, tokens: int, gate: str | None) -> bool:
         """See `Way.takes`."""
-        return self.fewest <= tokens <= FEW_TOKENS and self.shape(gate) is not None
+        return self.fewest <= tokens <= FEW_TOKENS and shape_for(self.linear, gate) is not None
 
     def __call__(
         self, x: Tensor, *, norm: NormWeights | None, gate: str | None, residual: Tensor | None
     ) -> Tensor:
         """See `FusedLinear.forward`."""
-        shape = self.shape(gate)
+        shape = shape_for(self.linear, gate)
         assert shape is not None
         return columns(
             x, self.linear.weight, shape, norm=norm, gate=gate, residual=residual, run_ahead=self.run_ahead
         )
 
 
-class ColumnHeads:
-    """`CombinesFewHeads` by this kernel, where the matrix has a shape; others have `inner`."""
-
-    def __init__(self, linear: nn.Linear, inner: CombinesFewHeads) -> None:
-        self.linear, self.inner = linear, inner
-
-    def takes(self, layer: LayerSpec) -> bool:
-        """See `CombinesFewHeads.takes`."""
-        return self.inner.takes(layer)
-
-    def combine(self, parts: FewParts, residual: Tensor) -> Tensor:
-        """See `CombinesFewHeads.combine`."""
-        weight = self.linear.weight
-        shape = None if self.linear.bias is not None else shape_of(*weight.shape, False, weight.device)
-        if shape is None or parts.layer.head_dim % shape.part or parts.config.splits > MOST_SPLITS:
-            return self.inner.combine(parts, residual)
-        return project_few_heads(residual, weight, parts, shape)
-
-
 def by_columns(fused: FusedLinear, *, fewest: int = 2) -> FusedLinear:
     """Give a layer this way for so many tokens or more, and return it.
 
-    Others stay as they are: of other dtypes, on other devices, and where a few tokens have no kernel at all.
+    Others stay as they are: of other dtypes, on other devices, and without a way for one token.
     """
     for way in fused.ways:
-        if isinstance(way, LatencyWay) and way.few and _can(way.linear):
+        if isinstance(way, LatencyWay) and _can(way.linear):
             fused.ways.insert(0, Columns(way.linear, fewest=fewest, run_ahead=way.run_ahead))
             break
     return fused
@@ -198,13 +183,20 @@ def _can(linear: nn.Linear) -> bool:
 
 
 def install(model: Model, *, fewest: int = 2) -> None:
-    """`by_columns` for all layers of a model, and for the splits of attention."""
-    for module in model.modules():
-        if isinstance(module, FusedLinear):
-            by_columns(module, fewest=fewest)
-        elif isinstance(module, FusedBlock) and isinstance(module.self_attn, FusedAttention):
-            linear = module.self_attn.o_proj.linear
-            for way in module.ways:
-                inner = way.few_heads if isinstance(way, LatencyBlock) and way.few else None
-                if isinstance(way, LatencyBlock) and inner and isinstance(linear, nn.Linear) and _can(linear):
-                    way.few_heads = ColumnHeads(linear, inner)
+    """Take a few tokens through blocks as columns, attention's splits too, where all matrices have shapes."""
+    for block in model.modules():
+        direct = block.ways[0] if isinstance(block, FusedBlock) and block.ways else None
+        if isinstance(block, FusedBlock) and isinstance(direct, LatencyBlock):
+            attend, mlp = block.self_attn, block.mlp
+            assert isinstance(attend, FusedAttention) and isinstance(mlp, FusedMLP)
+            layers = (attend.qkv_proj, attend.o_proj, mlp.gate_up_proj, mlp.down_proj)
+            gates = (None, None, mlp.kind, None)
+            shapes = [shape_for(fused.linear, gate) for fused, gate in zip(layers, gates, strict=True)]
+            linear, shape = attend.o_proj.linear, shapes[1]
+            if None in shapes or not isinstance(linear, nn.Linear) or not _can(linear):
+                continue
+            for fused in layers:
+                by_columns(fused, fewest=fewest)
+            direct.few = True
+            if attend.o_proj.total is None and shape and attend.spec.head_dim % shape.part == 0:
+                direct.few_heads = partial(project_few_heads, linear, shape)

@@ -11,13 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from common.sampling.sampler import Feature, Plan
-from cuda_graphs.decode_graph import Machine, narrow_logits
+from common.sampling.sampler import Needs, Plan
+from cuda_graphs.decode_graph import GraphContext, narrow_logits
 from forward.attention import Attention
 from phases.appendix.drafting_in_graphs.columns import by_columns
 from phases.appendix.drafting_in_graphs.kernels import side_by_side
 from phases.appendix.latency.linear import add_way
-from phases.appendix.latency.tables import few_pays
 from speculative.head import Head, ReducedHead
 from triton_paged_attention.linear import FusedLinear
 
@@ -30,7 +29,7 @@ class ModelDrafts:
 
     names: Tensor | None = None
 
-    def __init__(self, on: Machine) -> None:
+    def __init__(self, on: GraphContext) -> None:
         self.on = on
 
     def catch_up(self, ids: Tensor, hidden: Tensor, positions: Tensor, attention: Attention) -> Tensor:
@@ -58,18 +57,17 @@ class HeadDrafts(ModelDrafts):
     plan: how all drafts are sampled.
     """
 
-    def __init__(self, on: Machine, kept: Tensor, plan: Plan) -> None:
+    def __init__(self, on: GraphContext, kept: Tensor, plan: Plan) -> None:
         super().__init__(on)
         head = on.model
         assert isinstance(head, Head) and isinstance(head.lm_head, ReducedHead)
         self.head, self.kept = head, kept
-        few = few_pays(head.config.hidden_size, head.dtype.itemsize, head.device)
         self._mix, self._fuse, self._logits = (
-            _quick(weight, few) for weight in (head.mix_states.weight, head.fuse.weight, head.lm_head.weight)
+            _quick(weight) for weight in (head.mix_states.weight, head.fuse.weight, head.lm_head.weight)
         )
         self._state_norms = _stacked(*head.state_norms, head.norm)  # the last is not used
         self._input_norms = _stacked(head.token_norm, head.feature_norm)
-        if plan.features == Feature(0):  # noise belongs to token ids, the largest logit to nobody
+        if plan.features == Needs(0):  # noise belongs to token ids, the largest logit to nobody
             self.names = head.lm_head.ids
 
     def catch_up(self, ids: Tensor, hidden: Tensor, positions: Tensor, attention: Attention) -> Tensor:
@@ -101,12 +99,12 @@ class HeadDrafts(ModelDrafts):
         return self.head.through(self._fuse(given), cos_sin, attention)
 
 
-def _quick(weight: Tensor, few: bool) -> FusedLinear:
-    """A projection with kernels for one token and, with `few`, for a few; the weight is shared."""
+def _quick(weight: Tensor) -> FusedLinear:
+    """A projection with kernels for one token and for a few; the weight is shared."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
     fused = FusedLinear(linear)
-    add_way(fused, few=few)
+    add_way(fused)
     return by_columns(fused, fewest=1)
 
 

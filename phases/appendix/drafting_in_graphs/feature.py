@@ -12,7 +12,6 @@ import torch
 from paged_cache import Feature, PagedEngine, Parts
 from speculative import Speculate, Speculator
 from speculative.draft_model import DraftModel
-from speculative.head import HeadSource
 from speculative.loops import Watcher
 from speculative.ngram import NGrams
 
@@ -34,7 +33,7 @@ class DraftAhead(Feature):
         return others.get("graphs") is not None and others.get("speculate") is not None
 
     def install(self, parts: Parts) -> None:
-        """Layers for a few tokens; graphs of several drafts, and of whole steps. Nothing without graphs."""
+        """Layers for a few tokens, and graphs of whole steps. Nothing without graphs."""
         speculate, speculator = parts.features.get("speculate"), parts.drafter
         if "graphs" not in parts.features or not isinstance(speculator, Speculator):
             return
@@ -47,13 +46,6 @@ class DraftAhead(Feature):
             install(parts.own_model())
             if small is not None:
                 install(small.runner.model, fewest=1)
-        if isinstance(source, DraftModel) and speculate.length > 1:
-            from cuda_graphs.runner import GraphRunner
-            from phases.appendix.drafting_in_graphs.chain_graph import Chains
-
-            assert isinstance(source.runner, GraphRunner)
-            feed = source.head.feed if isinstance(source, HeadSource) else None
-            source.several = Chains(source.runner, speculate.length - 1, feed).run
         if isinstance(source, (DraftModel, NGrams)) and "overlap" in parts.features and speculate.whole:
             self._whole_steps(parts, speculator, speculate.length)
 

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.sampling.sampler import Feature, Plan
+from common.sampling.sampler import Needs, Plan
 from cuda_graphs.batch import fixed_batch
 from cuda_graphs.capture import Capturer
-from cuda_graphs.decode_graph import Machine, narrow_logits
+from cuda_graphs.decode_graph import GraphContext, narrow_logits
 from cuda_graphs.step_kernels import gather_inputs
 from paged_cache.attention import PagedBatch
 from phases.appendix.drafting_in_graphs.drafts import HeadDrafts, ModelDrafts
@@ -36,8 +36,8 @@ class Pair:
     kept: `[T, taps * hidden]`, hidden states between the layers in the newest step, for a head.
     """
 
-    large: Machine
-    small: Machine | None
+    large: GraphContext
+    small: GraphContext | None
     next_at: Tensor
     kept: Tensor | None = None
 
@@ -55,7 +55,7 @@ class AheadGraph:
     told: Tensor
 
     def __init__(
-        self, pair: Pair, size: int, drafts: int, given: Tensor, kind: Feature, capturer: Capturer
+        self, pair: Pair, size: int, drafts: int, given: Tensor, kind: Needs, capturer: Capturer
     ) -> None:
         self.pair, self.size, self.drafts, self.given = pair, size, drafts, given
         self.plan = Plan(kind, (), None).for_any_rows()
@@ -170,7 +170,9 @@ class AheadGraph:
         )
 
     @staticmethod
-    def _find(on: Machine, rows: Tensor, at: Tensor, ids: Tensor, positions: Tensor, slots: Tensor) -> None:
+    def _find(
+        on: GraphContext, rows: Tensor, at: Tensor, ids: Tensor, positions: Tensor, slots: Tensor
+    ) -> None:
         """Find which tokens stand in these places, and where their keys go."""
         gather_inputs(
             rows, at, on.rows.tokens, on.tables.data, on.block_size, ids=ids, positions=positions, slots=slots
@@ -198,7 +200,7 @@ class Beginning:
             self.attention.begin(batch)
         else:
             self._tiles[:, 3] = batch.positions[self._first]
-            self.attention.begin_tiled(batch, self._tiles)
+            self.attention.begin_sorted(batch, None, self._tiles)
 
 
 def drafter_of(pair: Pair, plan: Plan) -> ModelDrafts | None:

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from common.request import Request
-from common.sampling.sampler import Feature, HostSampled, Sampled
+from common.sampling.sampler import HostSampled, Needs, Sampled
 from continuous.batch import upload
 from continuous.runner import Pending, Token
 from continuous.work import Work
@@ -20,7 +19,7 @@ from cuda_graphs.buckets import decode_sizes, smallest
 from cuda_graphs.capture import Capturer
 from cuda_graphs.decode_graph import CAPTURED
 from cuda_graphs.memory import PER_GRAPH
-from cuda_graphs.plans import FEW
+from cuda_graphs.plans import SMALL_BATCH
 from cuda_graphs.runner import GraphRunner
 from cuda_graphs.staging import Staging
 from forward.model import Model
@@ -37,25 +36,17 @@ FEW_LOOKED_UP = 4
 at its start, and few have texts that repeat themselves."""
 
 
-class LineResult(NamedTuple):
-    """Result for one request. A draft of -1 is filler, not a guess."""
-
-    right: int
-    sampled: list[int]
-    drafts: list[int]
-
-
 class Flight(Pending):
     """A step whose beginning the host does not know while it is on its way.
 
     drafts: of each request. blank: rows in which nobody has guessed; known when the step before has landed.
-    lines: for each work, once it has landed.
+    made: for each work, once it has landed, the drafts behind it; -1: filler, which is no guess.
     """
 
     def __init__(self, works: Sequence[Work], drafts: int, told: HostSampled, blank: set[int]) -> None:
         super().__init__(works, None)
         self.drafts, self._told, self.blank = drafts, told, blank
-        self.lines: dict[int, LineResult] = {}
+        self.made: dict[int, list[int]] = {}
 
     def get(self) -> list[list[Token]]:
         """See `Pending.get`. All tokens before this step are known now, and so is where it began."""
@@ -70,7 +61,7 @@ class Flight(Pending):
                 if work.request.row == work.row:  # a step without drafts counts its token in advance
                     work.request.num_computed_tokens = work.start + 1
             works.append(work)
-            self.lines[id(work)] = LineResult(right, rest[: k + 1], rest[k + 1 :])
+            self.made[id(work)] = rest[k + 1 :]
             found.append([(token, None) for token in rest[: right + 1]])
         self.works = works
         return found
@@ -110,7 +101,7 @@ class Ahead:
         large, *small = (runner.machine for runner in self.runners)
         pair = Pair(large, small[0] if small else None, self.next_at, kept)
         capturer = Capturer(device)
-        self._graphs: dict[tuple[int, int, Feature], AheadGraph] = {}
+        self._graphs: dict[tuple[int, int, Needs], AheadGraph] = {}
         with torch.inference_mode():
             for size, k, kind in product(reversed(self.sizes), reversed(self.lengths), CAPTURED):
                 given = self._staging.device[: 4 * size].view(4, size)
@@ -156,7 +147,7 @@ class Ahead:
                 raise
             return None
 
-    def _kind(self, running: Sequence[Request], before: Flight | None) -> Feature | None:
+    def _kind(self, running: Sequence[Request], before: Flight | None) -> Needs | None:
         """Return how the running requests are sampled in a graph; None if they cannot all take part."""
         scheduler = self.engine.scheduler
         if not running or len(running) > self.sizes[-1]:
@@ -246,13 +237,12 @@ class Ahead:
 
     def landed(self, work: Work) -> bool:
         """Bring the drafter's books up to what the device has done; False: it was an ordinary step."""
-        line = None if self.landing is None else self.landing.lines.pop(id(work), None)
-        if line is None:
+        drafts = None if self.landing is None else self.landing.made.pop(id(work), None)
+        if drafts is None:
             return False
-        guessed = line.drafts[0] >= 0
-        (self.blank.discard if guessed else self.blank.add)(work.row)
+        (self.blank.discard if drafts[0] >= 0 else self.blank.add)(work.row)
         if self.source is not None and work.request.row >= 0 and work.request in self.source.shadows:
-            self.source.carried(work.request, line.drafts)
+            self.source.carried(work.request, drafts)
         return True
 
 
@@ -263,7 +253,7 @@ def draft_lengths(most: int) -> list[int]:
 
 def request_sizes(rows: int, *, models: int) -> list[int]:
     """Requests for which there are graphs, of engines with so many rows."""
-    most = min(FEW if models > 1 else FEW_LOOKED_UP, rows)
+    most = min(SMALL_BATCH if models > 1 else FEW_LOOKED_UP, rows)
     return [size for size in decode_sizes(most) if size <= most]
 
 

@@ -43,15 +43,10 @@ class LatencyAttention(TritonPagedAttention):
         self._requests = len(self.batch.context_lens)
         self._lone_config = LONE.lookup(self._lone_key, self.pool.data.device)
 
-    def begin_tiled(self, batch: PagedBatch, tiles: Tensor) -> None:
-        """See `TritonPagedAttention.begin_tiled`."""
-        super().begin_tiled(batch, tiles)
-        self._requests = len(batch.context_lens)
-
-    def begin_sorted(self, batch: PagedBatch, members: Tensor, tiles: Tensor) -> None:
-        """See `TritonPagedAttention.begin_sorted`; the last request is padding."""
+    def begin_sorted(self, batch: PagedBatch, members: Tensor | None, tiles: Tensor) -> None:
+        """See `TritonPagedAttention.begin_sorted`; the last of the requests that are listed is padding."""
         super().begin_sorted(batch, members, tiles)
-        self._requests = len(batch.context_lens) - 1
+        self._requests = len(batch.context_lens) - (members is not None)
 
     def attend_lone(
         self,

@@ -6,22 +6,23 @@ from torch import Tensor
 
 from forward.attention import Attention
 from phases.appendix.latency.attention import LatencyAttention
-from phases.appendix.latency.few import FEW_TOKENS
 from phases.appendix.latency.linear import CombinesFewHeads, CombinesHeads
+from phases.appendix.latency.lone_few import FEW_TOKENS
 from triton_paged_attention.layers import FusedAttention, FusedBlock, FusedMLP, FusedRMSNorm, Stream
 
 
 class LatencyBlock:
     """A direct way: norms and residual additions go along with the projections.
 
-    few: whether it is worth it for two to eight tokens, too; one token always takes it.
     heads, few_heads: combine attention's splits in the output projection; None: attention does it.
+    few: whether it takes two to eight tokens, too. It pays where the layers have ways for these.
     """
 
-    def __init__(
-        self, *, few: bool, heads: CombinesHeads | None = None, few_heads: CombinesFewHeads | None = None
-    ) -> None:
-        self.few, self.heads, self.few_heads = few, heads, few_heads
+    few = False
+    few_heads: CombinesFewHeads | None = None
+
+    def __init__(self, heads: CombinesHeads | None = None) -> None:
+        self.heads = heads
 
     def takes(self, x: Tensor | Stream, attention: Attention) -> bool:
         """See `BlockWay.takes`."""
@@ -53,9 +54,9 @@ class LatencyBlock:
     ) -> Tensor:
         """One token, `[1, hidden]` -> `[1, hidden]`: three kernels, two of which read a matrix each."""
         qkv = attend.qkv_proj(x, norm=norm.weights)
-        if self.heads is not None and self.heads.takes():
+        if self.heads is not None:
             parts = attention.attend_lone(attend.spec, qkv, cos_sin, attend.norms, meet=False)
-            return self.heads.combine(parts, x)
+            return self.heads(parts, x)
         parts = attention.attend_lone(attend.spec, qkv, cos_sin, attend.norms, meet=True)
         return attend.o_proj(parts.out, residual=x)
 
@@ -71,8 +72,8 @@ class LatencyBlock:
         qkv = attend.qkv_proj(x, norm=norm.weights)
         if not attention.takes_few(attend.spec, len(x)):
             return attend.o_proj(attend.attend(qkv, cos_sin, attention), residual=x)
-        if self.few_heads is not None and self.few_heads.takes(attend.spec):
+        if self.few_heads is not None:
             few = attention.attend_few(attend.spec, qkv, cos_sin, attend.norms, meet=False)
-            return self.few_heads.combine(few, x)
+            return self.few_heads(few, x)
         few = attention.attend_few(attend.spec, qkv, cos_sin, attend.norms, meet=True)
         return attend.o_proj(few.out, residual=x)

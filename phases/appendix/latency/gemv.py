@@ -14,6 +14,9 @@ the kernel before is complete, which it cannot be before its own wait has return
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, TypedDict, Unpack
+
 import torch
 import triton
 import triton.language as tl
@@ -22,8 +25,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from phases.appendix.latency.tables import GEMV, GemvConfig, GemvKey
 from triton_paged_attention.hardware import dependent_launch
-from triton_paged_attention.kernels.activation import KINDS, activate
 from triton_paged_attention.kernels.norms import NormWeights
+from triton_paged_attention.linear import KINDS, activate
 
 
 @triton.jit
@@ -89,40 +92,55 @@ def gemv_kernel(
     tl.store(out + row, (total + added).to(out.dtype.element_ty), mask=row < N)
 
 
-def gemv(
-    x: Tensor,  # [..., K], one row
-    weight: Tensor,  # [N, K], or [2 N, K] when gated
-    *,
-    norm: NormWeights | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    gate: str | None = None,
-    out_dtype: torch.dtype | None = None,
-    run_ahead: bool = True,
-    config: GemvConfig | None = None,
-) -> Tensor:
-    """`residual + bias + weight @ norm(x)`, or `act(gate rows @ norm(x)) * (up rows @ norm(x))`: `[..., N]`.
+class Around(TypedDict, total=False):
+    """The operators around a product of one token, each if it is given.
 
-    Args:
-        norm: of `x`, its weight `[K]`.
-        gate: name of the activation (a key of `activation.KINDS`); then `weight` is gate rows over up rows.
-        out_dtype: by default that of `x`.
-        run_ahead: the next kernel may start while the one before this still runs. False if, before its own
-            wait, it reads anything that the kernels before have written.
+    norm: of the input. gate: a key of `linear.KINDS`; then the matrix is gate rows over up rows.
+    out_dtype: by default that of the input.
+    run_ahead: the next kernel may start while the one before this still runs. False if, before its own wait,
+        it reads anything that the kernels before have written.
     """
-    size = weight.shape[1]
-    rows = weight.shape[0] // (1 if gate is None else 2)
-    shape = config or GEMV.lookup(GemvKey(rows, size, gate is not None), x.device)
-    out = torch.empty(*x.shape[:-1], rows, dtype=out_dtype or x.dtype, device=x.device)
-    norm_weight, eps, one_plus = norm if norm is not None else (x, 0.0, False)
+
+    norm: NormWeights | None
+    bias: Tensor | None
+    residual: Tensor | None
+    gate: str | None
+    out_dtype: torch.dtype | None
+    run_ahead: bool
+
+
+def launch(
+    kernel: Any, programs: int, x: Tensor, weights: Sequence[Tensor], rows: int, around: Around, **more: Any
+) -> Tensor:
+    """Launch a kernel with what stands around its product: `[..., rows]`.
+
+    weights: the arguments between `x` and the norm's weight. more: the others.
+    """
+    norm, bias, residual = around.get("norm"), around.get("bias"), around.get("residual")
+    gate, dtype = around.get("gate"), around.get("out_dtype") or x.dtype
+    out = torch.empty(*x.shape[:-1], rows, dtype=dtype, device=x.device)
+    norm_weight, eps, one_plus = norm or (x, 0.0, False)
     early = dependent_launch(x.device)
-    gemv_kernel[(triton.cdiv(rows, shape.rows),)](
-        out, x, weight, norm_weight, x if bias is None else bias, x if residual is None else residual,
+    kernel[(programs,)](
+        out, x, *weights, norm_weight, x if bias is None else bias, x if residual is None else residual,
         eps, rows,
-        K=size, ROWS=shape.rows, BLOCK_K=shape.block_k, NORM=norm is not None, ONE_PLUS=one_plus,
-        BIAS=bias is not None, ADD=residual is not None, GATED=gate is not None,
-        KIND=0 if gate is None else KINDS[gate], PDL=early,
-        TRIGGER=2 if shape.late else (0 if run_ahead else 1),
-        num_warps=shape.num_warps, **({"launch_pdl": True} if early else {}),
+        NORM=norm is not None, ONE_PLUS=one_plus, BIAS=bias is not None, ADD=residual is not None,
+        GATED=gate is not None, KIND=0 if gate is None else KINDS[gate], PDL=early, **more,
+        **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out
+
+
+def gemv(x: Tensor, weight: Tensor, *, config: GemvConfig | None = None, **around: Unpack[Around]) -> Tensor:
+    """`residual + bias + weight @ norm(x)`, or `act(gate rows @ norm(x)) * (up rows @ norm(x))`.
+
+    `x [..., K]`, one row, and weight `[N, K]`, or `[2 N, K]` when gated -> `[..., N]`.
+    """
+    gated = around.get("gate") is not None
+    size, rows = weight.shape[1], weight.shape[0] // (1 + gated)
+    shape = config or GEMV.lookup(GemvKey(rows, size, gated), x.device)
+    trigger = 2 if shape.late else int(not around.get("run_ahead", True))
+    return launch(
+        gemv_kernel, triton.cdiv(rows, shape.rows), x, [weight], rows, around,
+        K=size, ROWS=shape.rows, BLOCK_K=shape.block_k, TRIGGER=trigger, num_warps=shape.num_warps,
+    )  # fmt: skip

@@ -1,53 +1,42 @@
-"""Ways of a linear layer for one token, and for a few, and of the projection behind attention."""
+"""The way of a linear layer for one token, and of the projection behind attention."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from forward.attention import LayerSpec
-from phases.appendix.latency.few import FEW_TOKENS, few
 from phases.appendix.latency.gemv import gemv
-from phases.appendix.latency.heads import project_few_heads, project_heads
+from phases.appendix.latency.heads import project_heads
 from phases.appendix.latency.lone import LoneParts
 from phases.appendix.latency.lone_few import FewParts
-from phases.appendix.latency.tables import few_heads_config, heads_config
+from phases.appendix.latency.tables import HeadsConfig, heads_config
 from triton_paged_attention.linear import FusedLinear
 
 
 class LatencyWay:
-    """One token or a few in one kernel, norm, gate and residual included.
+    """One token in one kernel, norm, gate and residual included.
 
-    few: whether two to eight tokens have such a kernel.
     run_ahead: see `gemv`.
-    out_dtype: of the result for one token; by default that of the input.
+    out_dtype: of the result; by default that of the input.
     """
 
     def __init__(
-        self,
-        linear: nn.Linear,
-        *,
-        few: bool = False,
-        run_ahead: bool = True,
-        out_dtype: torch.dtype | None = None,
+        self, linear: nn.Linear, *, run_ahead: bool = True, out_dtype: torch.dtype | None = None
     ) -> None:
-        self.linear, self.few, self.run_ahead, self.out_dtype = linear, few, run_ahead, out_dtype
+        self.linear, self.run_ahead, self.out_dtype = linear, run_ahead, out_dtype
 
     def takes(self, tokens: int, gate: str | None) -> bool:
-        """See `Way.takes`; the kernels have no gate for biased outputs."""
-        return (tokens == 1 or (self.few and tokens <= FEW_TOKENS)) and (
-            gate is None or self.linear.bias is None
-        )
+        """See `Way.takes`; the kernel has no gate for biased outputs."""
+        return tokens == 1 and (gate is None or self.linear.bias is None)
 
     def __call__(self, x: Tensor, **around: Any) -> Tensor:
         """See `FusedLinear.forward`."""
-        linear = self.linear
-        if x.numel() == linear.weight.shape[1]:
-            around["out_dtype"] = self.out_dtype
-            return gemv(x, linear.weight, bias=linear.bias, run_ahead=self.run_ahead, **around)
-        return few(x, linear.weight, bias=linear.bias, run_ahead=self.run_ahead, **around)
+        how = {**around, "bias": self.linear.bias, "run_ahead": self.run_ahead, "out_dtype": self.out_dtype}
+        return gemv(x, self.linear.weight, **how)
 
 
 def add_way(fused: FusedLinear, **options: Any) -> LatencyWay | None:
@@ -59,61 +48,19 @@ def add_way(fused: FusedLinear, **options: Any) -> LatencyWay | None:
     return way
 
 
-class CombinesHeads(Protocol):
-    """A projection behind attention that combines a lone token's splits on its way."""
-
-    def takes(self) -> bool:
-        """Return whether it does; if not, attention has to."""
-        ...
-
-    def combine(self, parts: LoneParts, residual: Tensor) -> Tensor:
-        """Return `residual` plus the product with attention's output, which is in `parts`: `[1, hidden]`."""
-        ...
+CombinesHeads = Callable[[LoneParts, Tensor], Tensor]
+"""From a lone token's splits and a residual `[1, hidden]` to its sum with the projection behind attention."""
+CombinesFewHeads = Callable[[FewParts, Tensor], Tensor]
+"""The same for two to eight tokens, `[T, hidden]`; no kernel of this entry does it."""
 
 
-class CombinesFewHeads(Protocol):
-    """`CombinesHeads` for a few tokens."""
-
-    def takes(self, layer: LayerSpec) -> bool:
-        """See `CombinesHeads.takes`."""
-        ...
-
-    def combine(self, parts: FewParts, residual: Tensor) -> Tensor:
-        """See `CombinesHeads.combine`: `[T, hidden]`."""
-        ...
+def heads_of(linear: nn.Module) -> CombinesHeads | None:
+    """Return what combines splits in a projection of plain weights; None: attention had better do it."""
+    if not isinstance(linear, nn.Linear):
+        return None
+    config = heads_config(*linear.weight.shape)
+    return None if config is None else partial(_combine, linear, config)
 
 
-class Heads:
-    """`CombinesHeads` with plain weights."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        self.linear = linear
-
-    def takes(self) -> bool:
-        """See `CombinesHeads.takes`."""
-        return heads_config(*self.linear.weight.shape) is not None
-
-    def combine(self, parts: LoneParts, residual: Tensor) -> Tensor:
-        """See `CombinesHeads.combine`."""
-        weight = self.linear.weight
-        config = heads_config(*weight.shape)
-        assert config is not None
-        return project_heads(residual, weight, self.linear.bias, parts, shape=config)
-
-
-class FewHeads:
-    """`CombinesFewHeads` with plain weights."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        self.linear = linear
-
-    def takes(self, layer: LayerSpec) -> bool:
-        """See `CombinesFewHeads.takes`."""
-        return few_heads_config(*self.linear.weight.shape) is not None and layer.head_dim % 8 == 0
-
-    def combine(self, parts: FewParts, residual: Tensor) -> Tensor:
-        """See `CombinesFewHeads.combine`."""
-        weight = self.linear.weight
-        config = few_heads_config(*weight.shape)
-        assert config is not None
-        return project_few_heads(residual, weight, self.linear.bias, parts, shape=config)
+def _combine(linear: nn.Linear, config: HeadsConfig, parts: LoneParts, residual: Tensor) -> Tensor:
+    return project_heads(residual, linear.weight, linear.bias, parts, shape=config)

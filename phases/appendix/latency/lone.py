@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from forward.attention import LayerSpec
-from paged_cache.pool import LayerCache
+from paged_cache.pool import LayerBlocks
 from phases.appendix.latency.tables import LoneConfig
 from triton_paged_attention.decode import Workspace
 from triton_paged_attention.hardware import dependent_launch
@@ -212,7 +212,7 @@ def attend_lone(
     cos_sin: tuple[Tensor, Tensor],  # D numbers each, float32
     norms: HeadNorms | None,
     layer: LayerSpec,
-    cache: LayerCache,  # the new key and value are stored here
+    cache: LayerBlocks,  # the new key and value are stored here
     block_tables: Tensor,  # [1, max_blocks] int32
     context_lens: Tensor,  # [1] int32
     slots: Tensor,  # [1] int64; negative: not stored

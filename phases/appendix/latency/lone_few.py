@@ -3,7 +3,7 @@
 `lone.py` for two to eight tokens, where a step is as much a chain of kernels as with one. The keys of the
 new tokens are a tile of their own, which comes from registers; what is in the cache does not depend on them
 and is being loaded before the wait. Its splits are combined as a lone token's are: by every program of the
-output projection (`project_few_heads`), or by the last of them to arrive.
+output projection (a `CombinesFewHeads`), or by the last of them to arrive.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from forward.attention import LayerSpec
-from paged_cache.pool import LayerCache
-from phases.appendix.latency.few import FEW_TOKENS
+from paged_cache.pool import LayerBlocks
 from phases.appendix.latency.lone import norm_and_turn
 from phases.appendix.latency.tables import LoneFewConfig
 from triton_paged_attention.decode import Workspace, combine_rows
@@ -26,6 +25,8 @@ from triton_paged_attention.hardware import dependent_launch
 from triton_paged_attention.kernels.rope import HeadNorms
 from triton_paged_attention.tiles import attend, fold, hide, load_tile, lookup, raw_scores, unit
 
+FEW_TOKENS = 8
+"""Tokens of a step, at most."""
 MOST_ROWS, WIDEST = 64, 128
 """Rows of a tile: new tokens times the query heads of a key/value head. Wider heads do not fit into registers
 with all that is loaded before the wait."""
@@ -194,7 +195,7 @@ def attend_few(
     cos_sin: tuple[Tensor, Tensor],  # T D numbers each, float32
     norms: HeadNorms | None,
     layer: LayerSpec,
-    cache: LayerCache,  # new keys and values are stored here
+    cache: LayerBlocks,  # new keys and values are stored here
     block_tables: Tensor,  # [1, max_blocks] int32; other rows are not read
     context_lens: Tensor,  # [1] int32, the new tokens included
     query_starts: Tensor,  # [2] int32: tokens from the second number on are padding
@@ -206,7 +207,7 @@ def attend_few(
 ) -> FewParts:
     """Attention's output for the tokens of one request; rows of padding are left as they are.
 
-    With `meet` false, its splits stay apart in the workspace for `project_few_heads`.
+    With `meet` false, its splits stay apart in the workspace for a `CombinesFewHeads`.
 
     Launch it behind a projection with `run_ahead=False` where it does not start early: see `starts_early`.
     """

@@ -1,15 +1,13 @@
-"""Give phase 06's layers a direct way for one token, and for a few."""
+"""Give phase 06's layers a direct way for one token."""
 
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from forward.model import Model
 from phases.appendix.latency.block import LatencyBlock
-from phases.appendix.latency.linear import FewHeads, Heads, add_way
+from phases.appendix.latency.linear import add_way, heads_of
 from phases.appendix.latency.lone import starts_early
-from phases.appendix.latency.tables import few_pays
 from triton_paged_attention.layers import FusedAttention, FusedBlock, FusedMLP
 from triton_paged_attention.linear import FusedLinear, SideBySide
 
@@ -19,18 +17,15 @@ def install(model: Model) -> Model:
 
     Blocks whose layers were left to torch stay as they are. The way is taken with a `LatencyAttention` only.
     """
-    few = few_pays(model.config.hidden_size, model.dtype.itemsize, model.device)
     for block in model.modules():
         if isinstance(block, FusedBlock) and whole(block):
             attend, mlp = block.self_attn, block.mlp
             assert isinstance(attend, FusedAttention) and isinstance(mlp, FusedMLP)
-            add_way(attend.qkv_proj, few=few, run_ahead=starts_early(attend.spec))
+            add_way(attend.qkv_proj, run_ahead=starts_early(attend.spec))
             for linear in (attend.o_proj, mlp.gate_up_proj, mlp.down_proj):
-                add_way(linear, few=few)
-            way, out = LatencyBlock(few=few), attend.o_proj
-            if isinstance(out.linear, nn.Linear) and out.total is None:
-                way.heads, way.few_heads = Heads(out.linear), FewHeads(out.linear)
-            block.ways.insert(0, way)
+                add_way(linear)
+            out = attend.o_proj
+            block.ways.insert(0, LatencyBlock(heads_of(out.linear) if out.total is None else None))
     if isinstance(model.lm_head, FusedLinear):
         # What is sampled is float32: one row comes so, and no one has to convert it afterwards.
         add_way(model.lm_head, out_dtype=torch.float32)

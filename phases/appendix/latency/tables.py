@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from triton_paged_attention.decode import MOST_SPLITS
-from triton_paged_attention.hardware import AMPERE, at_least, multiprocessors
+from triton_paged_attention.hardware import multiprocessors
 from triton_paged_attention.tables import Table
 
 
@@ -51,21 +51,6 @@ def gemv_default(key: GemvKey, device: torch.device) -> GemvConfig:
 
 
 GEMV = Table(gemv_default)
-
-
-def few_pays(hidden: int, itemsize: int, device: torch.device) -> bool:
-    """Return True if a model of this hidden size has kernels for a few tokens.
-
-    Every program repeats the norm before the product, so there may not be many programs nor long rows. And
-    for float32, and before Ampere, the compiler has no tensor cores for their products.
-    """
-    return hidden <= 2048 and itemsize == 2 and (device.type != "cuda" or at_least(device, AMPERE))
-
-
-def few_config(size: int) -> GemvConfig:
-    """Defaults for matrices of `size` inputs times a few tokens: 256 inputs a warp and sweep."""
-    block_k = min(2048, 1 << (size - 1).bit_length())
-    return GemvConfig(16, block_k, num_warps=max(1, block_k // 256))
 
 
 @dataclass(frozen=True)
@@ -143,21 +128,3 @@ def heads_config(rows: int, size: int) -> HeadsConfig | None:
     Every program reads all parts, so there may not be many programs nor large parts.
     """
     return HeadsConfig() if size <= 2048 and rows <= 2048 else None
-
-
-@dataclass(frozen=True)
-class FewHeadsConfig:
-    """`HeadsConfig` for a few tokens; each warp has `part` inputs of every row."""
-
-    num_warps: int
-    part: int = 128
-    rows: int = 16
-    chunk: int = 4
-
-
-@cache
-def few_heads_config(rows: int, size: int) -> FewHeadsConfig | None:
-    """Like `heads_config`. A few tokens have a few times the parts, which are to fit into registers."""
-    if rows > 1024 or size > 1024:
-        return None
-    return FewHeadsConfig(max(1, (1 << (size - 1).bit_length()) // FewHeadsConfig.part))

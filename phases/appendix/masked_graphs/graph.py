@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from common.sampling.sampler import Allowed, Feature, Plan
+from common.sampling.sampler import Allowed, Needs, Plan
 from cuda_graphs.capture import Capturer
 from cuda_graphs.decode_graph import DecodeGraph, logits_dtype, narrow_logits
 from cuda_graphs.step_kernels import scatter_tokens
@@ -80,7 +80,7 @@ class MaskedGraph:
 
     for_host: Tensor
 
-    def __init__(self, first: LogitsGraph, features: Feature, capturer: Capturer) -> None:
+    def __init__(self, first: LogitsGraph, features: Needs, capturer: Capturer) -> None:
         self.first = first
         self.plan = Plan(features, (), None).for_any_rows()
         masks, size = first.masks, first.half.size

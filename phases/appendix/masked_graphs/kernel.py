@@ -11,11 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from common.sampling.rows import KEY, TEMPERATURE, Feature
+from common.sampling.rows import KEY, TEMPERATURE, Needs
 from common.sampling.sampler import Allowed, Chooser, Masks, Plan, Sampler
-from triton_paged_attention.kernels import sampling
-from triton_paged_attention.kernels.sampling import chunk_race, first_best
-from triton_paged_attention.sampler import TritonChooser
+from cuda_graphs import sampling
+from cuda_graphs.sampling import TritonChooser, chunk_race, first_best
 
 BLOCK = 4096
 MASKS = tl.constexpr(256)
@@ -119,7 +118,7 @@ class ReadingChooser(TritonChooser):
 
     def reads(self, plan: Plan) -> bool:
         """See `Chooser.reads`."""
-        return not plan.features & ~Feature.RANDOM
+        return not plan.features & ~Needs.RANDOM
 
     def forbid(self, sampler: Sampler, logits: Tensor, allowed: Allowed) -> None:
         """See `Chooser.forbid`."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common.sampling.sampler import Allowed, Feature, Sampled
+from common.sampling.sampler import Allowed, Needs, Sampled
 from continuous.batch import Ints
 from continuous.runner import Forwarded, Pending
 from continuous.work import Work
@@ -51,7 +51,7 @@ class MaskedPlan:
 
     def __init__(self, runner: GraphRunner) -> None:
         self.runner, self.decodes = runner, runner.plan(DecodePlan)
-        self.graphs: dict[tuple[int, Feature], MaskedGraph] = {}
+        self.graphs: dict[tuple[int, Needs], MaskedGraph] = {}
         self.count = len(self.decodes.sizes) * (1 + len(CAPTURED))
         self._staged: tuple[Sequence[Work], Ints] | None = None
 

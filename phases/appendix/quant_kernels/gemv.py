@@ -10,19 +10,20 @@ gains nothing by it: a request gets the same tokens alone and among others.
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from phases.appendix.latency.gemv import Around, launch
 from phases.appendix.quant_kernels.configs import LoopConfig, loop_config
 from quant.formats import BLOCK, LARGEST
-from quant.kernels.rounding import hardware_rounds, rounded, token_scale
+from quant.products import hardware_rounds, rounded, token_scale
 from quant.weights import QuantizedWeight
-from triton_paged_attention.hardware import dependent_launch
-from triton_paged_attention.kernels.activation import KINDS, activate
-from triton_paged_attention.kernels.norms import NormWeights
+from triton_paged_attention.linear import activate
 
 
 @triton.jit
@@ -260,38 +261,21 @@ def gemv8_kernel(
 
 
 def gemv8(
-    x: Tensor,  # [..., K], one row
-    weight: QuantizedWeight,  # [N, K], or [2 N, K] when gated; fp8 or int8
-    *,
-    norm: NormWeights | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    gate: str | None = None,
-    out_dtype: torch.dtype | None = None,
-    run_ahead: bool = True,
-    config: LoopConfig | None = None,
+    x: Tensor, weight: QuantizedWeight, *, config: LoopConfig | None = None, **around: Unpack[Around]
 ) -> Tensor:
     """`latency.gemv` with a weight of eight bits, its scales by channel or block: `[..., N]`."""
     scheme = weight.scheme
     assert scheme.scales in ("channel", "block") and weight.order is None, "not a form that this kernel reads"
-    whole, size = weight.shape
-    rows = whole // (1 if gate is None else 2)
-    shape = config or loop_config(rows, size, whole // rows, 8, x.device)
-    out = torch.empty(*x.shape[:-1], rows, dtype=out_dtype or x.dtype, device=x.device)
-    norm_weight, eps, one_plus = norm if norm is not None else (x, 0.0, False)
-    early = dependent_launch(x.device)
-    blocks = scheme.scales == "block"
-    known = x.is_cuda and size % 16 == 0 and (scheme.weights == "int8" or hardware_rounds(x.device))
-    gemv8_kernel[(shape.programs(rows, x.device),)](
-        out, x, weight.data.view(torch.int32) if known else weight.data, weight.scale, norm_weight,
-        x if bias is None else bias, x if residual is None else residual, eps, rows, weight.scale.stride(0),
-        K=size, ROWS=shape.rows, BLOCK_K=shape.block_k,
-        SIDE=BLOCK if blocks else 0, NORM=norm is not None, ONE_PLUS=one_plus, BIAS=bias is not None,
-        ADD=residual is not None, GATED=gate is not None,
-        KIND=0 if gate is None else KINDS[gate], ROUND=scheme.activations is not None,
-        LARGEST=LARGEST[scheme.activations or "fp8"], WHOLE=scheme.activations == "int8",
-        HARDWARE=hardware_rounds(x.device), WORDS=scheme.weights if known else "", PDL=early,
-        AHEAD=run_ahead,
-        num_warps=shape.num_warps, **({"launch_pdl": True} if early else {}),
+    matrices = 1 if around.get("gate") is None else 2
+    rows, size = weight.shape[0] // matrices, weight.shape[1]
+    shape = config or loop_config(rows, size, matrices, 8, x.device)
+    hardware = hardware_rounds(x.device)
+    known = x.is_cuda and size % 16 == 0 and (scheme.weights == "int8" or hardware)
+    data = weight.data.view(torch.int32) if known else weight.data
+    return launch(
+        gemv8_kernel, shape.programs(rows, x.device), x, [data, weight.scale], rows, around,
+        scale_stride=weight.scale.stride(0), K=size, ROWS=shape.rows, BLOCK_K=shape.block_k,
+        SIDE=BLOCK if scheme.scales == "block" else 0, ROUND=scheme.activations is not None,
+        LARGEST=LARGEST[scheme.activations or "fp8"], WHOLE=scheme.activations == "int8", HARDWARE=hardware,
+        WORDS=scheme.weights if known else "", AHEAD=around.get("run_ahead", True), num_warps=shape.num_warps,
     )  # fmt: skip
-    return out

@@ -11,12 +11,14 @@ in float32.
 
 from __future__ import annotations
 
-import torch
+from typing import Unpack
+
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from phases.appendix.latency.gemv import Around, launch
 from phases.appendix.quant_kernels.configs import LoopConfig, loop_config
 from phases.appendix.quant_kernels.gemv import (
     four,
@@ -26,11 +28,9 @@ from phases.appendix.quant_kernels.gemv import (
     place_of,
     power_scale,
 )
-from quant.kernels.words import SPAN
+from quant.products import SPAN
 from quant.weights import QuantizedWeight
-from triton_paged_attention.hardware import dependent_launch
-from triton_paged_attention.kernels.activation import KINDS, activate
-from triton_paged_attention.kernels.norms import NormWeights
+from triton_paged_attention.linear import activate
 
 
 def _products(word: int, total: str) -> str:
@@ -224,28 +224,16 @@ def gemv4(
     weight: QuantizedWeight,  # [N, K], or [2 N, K] when gated; its `data` is that of `to_words`
     size: int,
     *,
-    norm: NormWeights | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    gate: str | None = None,
-    out_dtype: torch.dtype | None = None,
-    run_ahead: bool = True,
     config: LoopConfig | None = None,
+    **around: Unpack[Around],
 ) -> Tensor:
     """`latency.gemv` with a weight of four bits, of `size` inputs: `[..., N]`."""
-    rows = len(weight.data) // (1 if gate is None else 2)
-    shape = config or loop_config(rows, size, len(weight.data) // rows, 4, x.device)
-    out = torch.empty(*x.shape[:-1], rows, dtype=out_dtype or x.dtype, device=x.device)
-    norm_weight, eps, one_plus = norm if norm is not None else (x, 0.0, False)
-    early, group = dependent_launch(x.device), weight.scheme.group
-    gemv4_kernel[(shape.programs(rows, x.device),)](
-        out, x, weight.data, weight.scale, weight.scale if weight.zero is None else weight.zero,
-        norm_weight, x if bias is None else bias, x if residual is None else residual, eps, rows,
-        K=size, GROUP=group, ROWS=shape.rows, BLOCK_K=shape.block_k,
-        ZEROS=weight.zero is not None, NORM=norm is not None, ONE_PLUS=one_plus, BIAS=bias is not None,
-        ADD=residual is not None, GATED=gate is not None, KIND=0 if gate is None else KINDS[gate],
-        ASM=x.is_cuda and group % SPAN == 0, PDL=early,
-        AHEAD=run_ahead,
-        num_warps=shape.num_warps, **({"launch_pdl": True} if early else {}),
+    matrices, group = 1 if around.get("gate") is None else 2, weight.scheme.group
+    rows = len(weight.data) // matrices
+    shape = config or loop_config(rows, size, matrices, 4, x.device)
+    zero = weight.scale if weight.zero is None else weight.zero
+    return launch(
+        gemv4_kernel, shape.programs(rows, x.device), x, [weight.data, weight.scale, zero], rows, around,
+        K=size, GROUP=group, ROWS=shape.rows, BLOCK_K=shape.block_k, ZEROS=weight.zero is not None,
+        ASM=x.is_cuda and group % SPAN == 0, AHEAD=around.get("run_ahead", True), num_warps=shape.num_warps,
     )  # fmt: skip
-    return out

@@ -14,10 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from quant.formats import DTYPES, LARGEST, Activations
-from quant.kernels.products import TYPES, Unscaled
-from quant.kernels.rounding import Rounded, hardware_rounds, rounded, token_scale
-from triton_paged_attention.kernels.activation import KINDS, activate
+from quant.products import TYPES, Rounded, Unscaled, hardware_rounds, rounded, token_scale
 from triton_paged_attention.kernels.norms import NormWeights
+from triton_paged_attention.linear import KINDS, activate
 
 
 @triton.jit
@@ -40,6 +39,13 @@ def store_row(
         tl.store(out_scale + token, scale)
         y = rounded(y * inverse, LARGEST, WHOLE, HARDWARE)
     tl.store(out + at, y.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def round_vector(vector, inside, LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr):
+    """`latency.heads.as_it_is` in eight bits. Padding of heads may hold anything that is finite."""
+    scale, inverse = token_scale(tl.max(tl.where(inside, tl.abs(vector), 0.0), axis=0), LARGEST)
+    return rounded(vector * inverse, LARGEST, WHOLE, HARDWARE), scale
 
 
 @triton.jit
@@ -143,7 +149,7 @@ def norm_rows(
 
 
 def gated_rows(gate_up: Unscaled | Tensor, gate: str, kind: Activations, dtype: torch.dtype) -> Rounded:
-    """`act(gates) * ups` of `gate_up [T, 2 I]` in eight bits; `gate` is a key of `activation.KINDS`.
+    """`act(gates) * ups` of `gate_up [T, 2 I]` in eight bits; `gate` is a key of `linear.KINDS`.
 
     dtype: the model's, to which every intermediate result is rounded.
     """

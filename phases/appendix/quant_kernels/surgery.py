@@ -7,7 +7,7 @@ import torch
 from forward.model import Model
 from phases.appendix.latency.block import LatencyBlock
 from phases.appendix.latency.lone import starts_early
-from phases.appendix.quant_kernels.ways import EightBitBlock, EightBitHeads, QuantWay, UnscaledNorm
+from phases.appendix.quant_kernels.ways import EightBitBlock, QuantWay, UnscaledNorm, heads_of
 from quant.formats import Activations
 from quant.kernel_layers import KernelLinear
 from triton_paged_attention.layers import FusedAttention, FusedBlock, FusedMLP, FusedRMSNorm
@@ -46,7 +46,7 @@ def add_ways(block: FusedBlock) -> None:
     out = attend.o_proj
     for direct in block.ways:
         if isinstance(direct, LatencyBlock) and isinstance(out.linear, KernelLinear) and out.total is None:
-            direct.heads = EightBitHeads(out.linear)
+            direct.heads = heads_of(out.linear)
 
 
 def eight_bits(block: FusedBlock) -> Activations | None:

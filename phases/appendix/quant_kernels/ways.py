@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from forward.attention import Attention
+from phases.appendix.latency.heads import Rounding, project_heads
+from phases.appendix.latency.linear import CombinesHeads
 from phases.appendix.latency.lone import LoneParts
 from phases.appendix.latency.tables import HeadsConfig, heads_config
 from phases.appendix.quant_kernels.gemv import gemv8
 from phases.appendix.quant_kernels.gemv4 import gemv4
-from phases.appendix.quant_kernels.heads import project_heads8
-from phases.appendix.quant_kernels.inputs import gated_rows, norm_rows
-from quant.formats import Activations
+from phases.appendix.quant_kernels.inputs import gated_rows, norm_rows, round_vector
+from quant.formats import LARGEST, Activations
 from quant.kernel_layers import KernelLinear
-from quant.kernels.products import Unscaled, eight_by_eight_whole, scales_inside, unscaled
-from quant.kernels.rounding import Rounded, round_rows
+from quant.products import (
+    Rounded,
+    Unscaled,
+    eight_by_eight_whole,
+    hardware_rounds,
+    round_rows,
+    scales_inside,
+    unscaled,
+)
 from quant.weights import QuantizedWeight
 from triton_paged_attention.kernels.rope import ProductScales
 from triton_paged_attention.layers import FusedAttention, FusedBlock, FusedMLP, FusedRMSNorm, Stream
@@ -53,28 +62,22 @@ class QuantWay:
         return gemv8(x, linear.stored, **how)
 
 
-class EightBitHeads:
-    """`CombinesHeads` with a weight of eight bits and scales by channel."""
+def heads_of(linear: KernelLinear) -> CombinesHeads | None:
+    """See `latency.linear.heads_of`: of a weight of eight bits with scales by channel."""
+    plain = linear.scheme.scales == "channel" and linear.order is None
+    config = heads_config(*linear.shape) if plain else None
+    if config is None:
+        return None
+    return partial(_combine, linear, replace(config, rows=2 * config.rows))  # of half the bytes
 
-    def __init__(self, linear: KernelLinear) -> None:
-        self.linear = linear
 
-    @property
-    def config(self) -> HeadsConfig | None:
-        """The kernel's configuration; None: it does not take this weight."""
-        plain = self.linear.scheme.scales == "channel" and self.linear.order is None
-        found = heads_config(*self.linear.shape) if plain else None
-        return found and replace(found, rows=2 * found.rows)  # of half the bytes
-
-    def takes(self) -> bool:
-        """See `CombinesHeads.takes`."""
-        return self.config is not None
-
-    def combine(self, parts: LoneParts, residual: Tensor) -> Tensor:
-        """See `CombinesHeads.combine`."""
-        config = self.config
-        assert config is not None
-        return project_heads8(residual, self.linear.stored, self.linear.bias, parts, shape=config)
+def _combine(linear: KernelLinear, config: HeadsConfig, parts: LoneParts, residual: Tensor) -> Tensor:
+    stored, kind, hardware = linear.stored, linear.scheme.activations, hardware_rounds(residual.device)
+    rounding = Rounding(round_vector, LARGEST[kind], kind == "int8", hardware) if kind else None
+    scale = stored.scale
+    return project_heads(
+        residual, stored.data, linear.bias, parts, shape=config, scale=scale, rounding=rounding
+    )
 
 
 class EightBitBlock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import string
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from phases.appendix.tools.formats import CallFormat
 
@@ -19,6 +19,11 @@ class Called:
     id: str
     name: str
     arguments: str = ""
+
+    def shape(self, arguments: str) -> dict[str, Any]:
+        """Return the call as answers have it, with these arguments."""
+        function = {"name": self.name, "arguments": arguments}
+        return {"id": self.id, "type": "function", "function": function}
 
 
 @dataclass

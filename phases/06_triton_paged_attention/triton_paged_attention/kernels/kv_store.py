@@ -1,13 +1,61 @@
-"""Scatter new keys and values into the paged pool by slot: slot = block * P + offset."""
+"""The paged pool as kernels see it: where a token's keys and values lie, and how new ones get there.
+
+A slot is `block * P + offset`. On Hopper tiles are copied by the tensor memory accelerator (TMA): one thread
+asks for a whole tile, and the addresses of its rows are worked out in hardware instead of in registers by
+every thread. It copies a box out of a dense array, so the tile must lie inside one block.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from paged_cache.pool import LayerCache, largest
-from triton_paged_attention.layout import layout_of
+from paged_cache.pool import LayerBlocks, largest
+from triton_paged_attention.tiles import attend
+
+
+@triton.jit
+def value_place(slot, block_stride, slot_stride, P: tl.constexpr):
+    """Return the place of a token's first value, and how far apart its values are."""
+    return (slot // P) * block_stride + (slot % P) * slot_stride, 1
+
+
+class ValueLayout(NamedTuple):
+    """The layout of values in a block, a seam: functions of kernels, and what a launch does for them.
+
+    attend, place: as `tiles.attend` and `value_place`.
+    fit: return a configuration (of `tables`) in which they can run, for a block size.
+    words: return values in the type that `attend` loads.
+    """
+
+    attend: Any = attend
+    place: Any = value_place
+    fit: Callable[[Any, int], Any] = lambda config, block_size: config
+    words: Callable[[Tensor], Tensor] = lambda values: values
+
+
+PLAIN = ValueLayout()
+
+
+def layout_of(cache: LayerBlocks | None) -> ValueLayout:
+    """Return the layout of a layer's values."""
+    return PLAIN if cache is None or cache.layout is None else cache.layout
+
+
+def describe(cache: Tensor, block_n: int) -> TensorDescriptor:
+    """Describe a layer's cache to the TMA: `[N, P, KH * D]` in tiles of `block_n` tokens of a block and head.
+
+    With the block as an axis of its own, a tile that begins before its block reads zeros, not the block that
+    lies before it in memory.
+    """
+    blocks, block_size, kv_heads, d = cache.shape
+    row = kv_heads * d
+    return TensorDescriptor(cache, [blocks, block_size, row], [block_size * row, row, 1], [1, block_n, d])
 
 
 @triton.jit
@@ -44,7 +92,7 @@ def kv_store_kernel(
 def kv_store(
     k: Tensor,  # [T, KH, D], heads of a token contiguous
     v: Tensor,
-    cache: LayerCache,
+    cache: LayerBlocks,
     slots: Tensor,  # [T] int64; negative: this token is padding and is not stored
 ) -> None:
     """Write every token's key and value heads to its slot of the layer's cache, in the cache's format."""

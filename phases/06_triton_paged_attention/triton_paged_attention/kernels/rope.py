@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from forward.attention import LayerSpec
 from forward.rope import Rope
-from paged_cache.pool import LayerCache, largest
-from triton_paged_attention.kernels.kv_store import encode
-from triton_paged_attention.layout import layout_of
+from paged_cache.pool import LayerBlocks, largest
+from triton_paged_attention.kernels.kv_store import encode, layout_of
 
 HEADS_PER_PROGRAM = 8
 
@@ -149,7 +148,7 @@ def norm_rope(
     spec: LayerSpec,
     *,
     norms: HeadNorms | None = None,
-    cache: LayerCache | None = None,
+    cache: LayerBlocks | None = None,
     slots: Tensor | None = None,  # [T] int64
     pending: ProductScales | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,154 @@
+"""Fill in the numbers that sentences name from the evidence, so that none of them is typed by hand.
+
+A number stands between two comments, which nobody sees in the rendered text and which must not begin a line:
+
+    one request makes <!--n:09.single-->1,804<!--/n--> tokens a second
+
+Its name leads to an entry of `numbers.toml`: the entry `single` of the table `09`. An entry says where the
+number comes from, and how it is written:
+
+    single = "h200/09_cuda_graphs output_tokens_per_s variant=09_cuda_graphs workload=single-512 model=..."
+    gain = { of = "h200/09_cuda_graphs output_tokens_per_s ...", over = "variant=...", as = "times" }
+
+The first word is an evidence file, the second a metric (or `roofline`, `roofline_seconds`, or a ceiling of
+the machine, `ceilings.read_bytes_per_s`), and words with `=` choose the one run. `over` divides by another
+run: what it leaves out is as in `of`, and an empty setting (`budget=`) is one that the run has not. `divides`
+is a constant that is divided by the value, `scale` a factor, and `as` one of `WAYS`.
+
+A number that a sentence works out before the reader's eyes, by hand, is marked too: inside a line by
+`<!--w-->3.5 ms<!--/w-->`, and a paragraph by lines with `<!--worked-->` and `<!--/worked-->`, each alone.
+`unmarked` finds the numbers with a unit that are neither.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from benchmarks.evidence import RESULTS, ROOT, Evidence, Run
+from common.errors import UserError
+
+NUMBER = re.compile(r"(<!--n:([\w.-]+)-->)([\d.,]+)(<!--/n-->)")
+WORKED = re.compile(r"<!--w-->.*?<!--/w-->|^<!--worked-->$.*?^<!--/worked-->$", re.DOTALL | re.MULTILINE)
+GENERATED = re.compile(r"^<!-- (?:table|code):.*?^<!-- /(?:table|code) -->$", re.DOTALL | re.MULTILINE)
+QUOTED = re.compile(r"^```.*?^```$|`[^`\n]+`|\]\([^)]*\)", re.DOTALL | re.MULTILINE)
+UNIT = re.compile(
+    r"(?<![\w.])\d[\d.,]*\s?"
+    r"(?:×(?!\s?\d)|%|(?:tokens\s(?:a|per)\ssecond|tokens/s|times|percent|ms|µs|us|(?<=\s)s|seconds?|minutes?|hours?"
+    r"|[KMGT]i?B(?:/s)?|[GT]FLOP/s)\b)"
+)
+"""A number with the unit of something that is measured."""
+SECTIONS = ("1", "2", "6", "9")
+"""The sections of a lesson in which every such number is marked."""
+
+
+def _digits(places: int) -> Callable[[float], str]:
+    return lambda value: f"{value:,.{places}f}"
+
+
+def _short(value: float) -> str:
+    size = abs(value)
+    places = 0 if size >= 100 or value == int(value) else 1 if size >= 10 else 2 if size >= 0.1 else 4
+    return f"{value:,.{places}f}"
+
+
+WAYS: Mapping[str, Callable[[float], str]] = {
+    "number": _short,
+    "times": lambda value: f"{value:.1f}" if value < 10 else f"{value:.0f}",
+    "percent": lambda value: f"{100 * value:.0f}",
+    "more": lambda value: f"{100 * (value - 1):.0f}",
+    "less": lambda value: f"{100 * (1 - value):.0f}",
+    "0": _digits(0),
+    "1": _digits(1),
+    "2": _digits(2),
+    "4": _digits(4),
+}
+"""Ways to write a value: three digits, a factor, a share, what it is over or under 1, so many decimals."""
+
+
+def fill(text: str) -> str:
+    """Return `text` with every marked number read again. Raises `UserError` if one has no entry or no run."""
+    return NUMBER.sub(lambda found: found[1] + value(found[2]) + found[4], text)
+
+
+def value(name: str) -> str:
+    """Return the number of this name as it is written."""
+    table, _, key = name.partition(".")
+    entry = _entries().get(table, {}).get(key)
+    if entry is None:
+        raise UserError(f"a text names the number {name}, which benchmarks/numbers.toml does not have")
+    entry = {"of": entry} if isinstance(entry, str) else entry
+    found = _read(name, shlex.split(entry["of"]))
+    if "over" in entry:
+        found /= _read(name, _completed(shlex.split(entry["over"]), shlex.split(entry["of"])))
+    if "divides" in entry:
+        found = entry["divides"] / found
+    return WAYS[entry.get("as", "number")](found * entry.get("scale", 1.0))
+
+
+def names() -> set[str]:
+    """Return the names of all entries."""
+    return {f"{table}.{key}" for table, entries in _entries().items() for key in entries}
+
+
+def evidence_of(name: str) -> str:
+    """Return the evidence file of an entry, such as `h200/09_cuda_graphs`."""
+    table, _, key = name.partition(".")
+    entry = _entries()[table][key]
+    return shlex.split(entry if isinstance(entry, str) else entry["of"])[0]
+
+
+def unmarked(lesson: str) -> Iterator[str]:
+    """Find the numbers with a unit in sections 1, 2, 6 and 9 that are typed by hand."""
+    for part in re.split(r"^## ", lesson, flags=re.MULTILINE):
+        if part.startswith(SECTIONS):
+            bare = part
+            for pattern in (GENERATED, WORKED, NUMBER, QUOTED):
+                bare = pattern.sub("~", bare)
+            for found in UNIT.finditer(bare):
+                yield f"{part[0]}: {' '.join(bare[max(0, found.start() - 40) : found.end() + 10].split())}"
+
+
+@cache
+def _entries() -> dict[str, dict[str, Any]]:
+    return tomllib.loads((ROOT / "benchmarks" / "numbers.toml").read_text(encoding="utf-8"))
+
+
+@cache
+def _evidence(name: str) -> Evidence:
+    return Evidence.load(RESULTS / f"{name}.json")
+
+
+def _completed(over: list[str], of: list[str]) -> list[str]:
+    """Return `over` with what it leaves out taken from `of`."""
+    plain = [word for word in over if "=" not in word]
+    settings = {word.split("=", 1)[0]: word for word in [*of, *over] if "=" in word}
+    whole = plain if len(plain) == 2 else [*plain, *of[1:2]] if plain and "/" in plain[0] else [of[0], *plain]
+    return [*(whole if len(whole) == 2 else of[:2]), *settings.values()]
+
+
+def _fact(run: Run, name: str) -> str:
+    """Return what a run says of itself under this name, or nothing."""
+    facts = {"variant": run.variant, "workload": run.workload, "model": run.model, "dtype": run.dtype}
+    return str(facts.get(name, run.options.get(name, "")))
+
+
+def _read(name: str, words: list[str]) -> float:
+    file, metric, *chosen = words
+    evidence = _evidence(file)
+    if metric.startswith("ceilings."):
+        return float(evidence.machine["ceilings"][metric.removeprefix("ceilings.")])
+    settings = dict(word.split("=", 1) for word in chosen)
+    runs = [run for run in evidence.runs if all(_fact(run, key) == settings[key] for key in settings)]
+    if len(runs) != 1:
+        raise UserError(f"the number {name} is of {len(runs)} runs of {file}, and must be of 1: {settings}")
+    (run,) = runs
+    if metric.startswith("roofline"):
+        if run.roofline is None:
+            raise UserError(f"the number {name} asks for the roofline of a run that has none")
+        return run.roofline.fraction if metric == "roofline" else run.roofline.seconds
+    return run.median(metric)

@@ -1,0 +1,113 @@
+"""Text in, text out: an engine behind a tokenizer, with a progress bar."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from common.errors import UserError, shown
+from common.events import Completion, Params, Streams, TokenEvent, generate, params_per_prompt
+from common.models.hub import model_folder
+from common.progress import bar
+from common.sampling.params import SamplingParams
+from common.text.tokenizer import Tokenizer
+
+Message = Mapping[str, str]
+Prompt = str | Sequence[Message]
+
+
+class LLM:
+    """A model that completes texts: `LLM("smollm2").generate(["The sea is"], SamplingParams(max_tokens=20))`.
+
+    Args:
+        model: a bundled model, a folder, or a hub id.
+        load: of the phase whose engine it is; each phase exports an `LLM` with its own.
+        show_ledger: print where the memory goes, if the engine knows.
+        options: those of `load`.
+    """
+
+    def __init__(
+        self, model: str | Path, *, load: Callable[..., Any], show_ledger: bool = True, **options: Any
+    ) -> None:
+        if str(model).startswith("random:"):
+            raise UserError(f"model is {str(model)!r}, but texts need a model with a tokenizer")
+        self.tokenizer = Tokenizer(model_folder(str(model)))
+        self.engine = load(model, tokenizer=self.tokenizer, **options)
+        if show_ledger and self.engine.ledger is not None:
+            print(self.engine.ledger)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Return the token ids of a text, or of a conversation that awaits its answer.
+
+        A message is `{"role": ..., "content": ...}`.
+        """
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if not _conversation(prompt):
+            raise UserError(f"a prompt is {shown(prompt)}, but must be a text or a list of messages")
+        return self.tokenizer.chat([dict(message) for message in prompt], add_generation_prompt=True)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[Completion]:
+        """Complete texts or conversations.
+
+        Args:
+            prompts: a text or a conversation, or a list of them.
+            params: one for all, or one for each.
+            progress: show a bar of completions.
+
+        Returns:
+            Completions with their texts, in (prompt, sample) order.
+
+        Raises:
+            UserError: there is no prompt, or something that is none.
+        """
+        ids = [self.encode(prompt) for prompt in _several(prompts)]
+        each = params_per_prompt(ids, SamplingParams() if params is None else params)
+        if not progress:
+            return generate(self.engine, ids, each, tokenizer=self.tokenizer)
+        watched = _Watched(self.engine, sum(settings.n for settings in each))
+        return generate(watched, ids, each, tokenizer=self.tokenizer)
+
+
+def _several(prompts: object) -> list[Prompt]:
+    """Return the prompts, one by one; a text or a conversation stands for itself."""
+    if isinstance(prompts, str) or _conversation(prompts):
+        return [cast(Prompt, prompts)]
+    if isinstance(prompts, Mapping):
+        raise UserError(f"prompts is a message, {prompts!r}, but must be a list of messages: put it into one")
+    if not isinstance(prompts, Iterable):
+        raise UserError(
+            f"prompts is {shown(prompts)}, but must be a text, a list of messages, or a list of these"
+        )
+    found = list(prompts)
+    if not found:
+        raise UserError("prompts is empty, but must hold at least 1 prompt")
+    return found
+
+
+def _conversation(prompt: object) -> bool:
+    """Return True for a list of messages."""
+    several = isinstance(prompt, Sequence) and len(prompt) > 0
+    return several and all(isinstance(message, Mapping) for message in cast(Sequence[object], prompt))
+
+
+class _Watched:
+    """An engine's stream that moves a progress bar."""
+
+    def __init__(self, engine: Streams, total: int) -> None:
+        self.engine, self.total = engine, total
+
+    def stream(self, prompts: list[list[int]], params: Params) -> Iterator[TokenEvent]:
+        with bar("generate", self.total) as part:
+            part("")
+            for event in self.engine.stream(prompts, params):
+                if event.finish_reason is not None:
+                    part("")
+                yield event

@@ -1,0 +1,83 @@
+"""Paged decode attention, version 2: the query heads of one key/value head share a tile, and tiles span
+blocks.
+
+Two changes to version 1. A program now owns a *key/value head* and all the query heads that read it, so
+each key is loaded once instead of `H / KH` times; the tile of queries is padded to 16 rows, the smallest a
+tensor core takes. And a step handles `BLOCK_N` tokens whatever the block size is: each token of the tile
+looks up its own block. With several tiles in flight (`num_stages`) the loop no longer waits for memory at
+every step.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paged_cache.pool import LayerBlocks
+from triton_paged_attention.tiles import fold, raw_scores, unit
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def decode_v2_kernel(
+    out, q, k_cache, v_cache, block_tables, context_lens, scale, soft_cap,
+    table_stride, block_stride, slot_stride, head_stride,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program per request and key/value head."""
+    request, kv_head = tl.program_id(0), tl.program_id(1)
+    context = tl.load(context_lens + request)
+    row = tl.arange(0, BLOCK_M)  # row r of the tile is query head kv_head * GROUP + r
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, D_PAD)
+    at_q = (request * H + kv_head * GROUP + row)[:, None] * D + d[None, :]
+    row_is_real = (row < GROUP)[:, None] & (d < D)[None, :]
+    query = tl.load(q + at_q, mask=row_is_real, other=0.0)
+
+    m = tl.full([BLOCK_M], -1.0e30, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+    first_key = tl.maximum(context - WINDOW, 0) if WINDOW > 0 else 0
+    for start in range(first_key // BLOCK_N * BLOCK_N, context, BLOCK_N):
+        key = start + n
+        visible = (key < context) & (key >= first_key)
+        block = tl.load(block_tables + request * table_stride + key // P, mask=visible, other=0).to(tl.int64)
+        at = (block * block_stride + (key % P) * slot_stride)[:, None] + kv_head * head_stride + d[None, :]
+        mask = visible[:, None] & (d < D)[None, :]
+        keys = tl.load(k_cache + at, mask=mask, other=0.0)
+        values = tl.load(v_cache + at, mask=mask, other=0.0)
+        s = raw_scores(query, keys, scale, soft_cap, SOFT_CAP)
+        s = tl.where(visible[None, :], s, float("-inf"))
+        m, total, acc = fold(s, values, m, total, acc, unit(scale, soft_cap, SOFT_CAP))
+    tl.store(out + at_q, (acc / total[:, None]).to(out.dtype.element_ty), mask=row_is_real)
+
+
+def paged_decode_v2(
+    q: Tensor,  # [B, H, D]
+    cache: LayerBlocks,  # [N, P, KH, D]; numbers of the model's dtype, without scales
+    block_tables: Tensor,  # [B, max_blocks] int32
+    context_lens: Tensor,  # [B] int32
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    block_n: int = 64,
+    num_warps: int = 4,
+    num_stages: int = 3,
+) -> Tensor:
+    """Attention of one new token per request: `[B, H, D]`."""
+    batch, heads, d = q.shape
+    _, block_size, kv_heads, _ = cache.k.shape
+    group = heads // kv_heads
+    out = torch.empty_like(q)
+    decode_v2_kernel[(batch, kv_heads)](
+        out, q, cache.k, cache.v, block_tables, context_lens, scale, soft_cap or 1.0,
+        block_tables.stride(0), *cache.k.stride()[:3],
+        H=heads, GROUP=group, D=d, D_PAD=max(16, triton.next_power_of_2(d)), P=block_size,
+        WINDOW=sliding_window or 0, SOFT_CAP=soft_cap is not None,
+        BLOCK_M=max(16, triton.next_power_of_2(group)), BLOCK_N=block_n,
+        num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
+    return out

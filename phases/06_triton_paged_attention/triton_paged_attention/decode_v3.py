@@ -1,0 +1,131 @@
+"""Paged decode attention, version 3: split the keys of one request over several programs (flash-decoding).
+
+With 8 key/value heads, a batch of one gives version 2 eight programs for 132 multiprocessors. Here `splits`
+programs share the keys of one request and head. Each writes its own softmax, normalized, and the base-2
+logarithm of its sum; a second kernel combines them (Dao et al. 2023, "Flash-Decoding for long-context
+inference"):
+
+    out = sum_s 2**lse_s out_s / sum_s 2**lse_s
+
+The number of splits is part of the launch; how many keys that makes per split is worked out on the device
+from the context length, so that a captured graph stays right while contexts grow.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paged_cache.pool import LayerBlocks
+from triton_paged_attention.tiles import fold, raw_scores, unit
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def decode_v3_kernel(
+    partial,  # [B, H, SPLITS, D] float32
+    lse,  # [B, H, SPLITS] float32
+    q, k_cache, v_cache, block_tables, context_lens, scale, soft_cap,
+    table_stride, block_stride, slot_stride, head_stride,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+):  # fmt: skip
+    """One program per request, key/value head and split."""
+    request, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    context = tl.load(context_lens + request)
+    row = tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, D_PAD)
+    head = request * H + kv_head * GROUP + row
+    row_is_real = (row < GROUP)[:, None] & (d < D)[None, :]
+    query = tl.load(q + head[:, None] * D + d[None, :], mask=row_is_real, other=0.0)
+
+    first_key = tl.maximum(context - WINDOW, 0) if WINDOW > 0 else 0
+    begin = first_key // BLOCK_N * BLOCK_N
+    keys_per_split = tl.cdiv(tl.cdiv(context - begin, BLOCK_N), SPLITS) * BLOCK_N  # in whole tiles
+    low = begin + split * keys_per_split
+    high = tl.minimum(low + keys_per_split, context)
+
+    m = tl.full([BLOCK_M], -1.0e30, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+    for start in range(low, high, BLOCK_N):
+        key = start + n
+        visible = (key < high) & (key >= first_key)
+        block = tl.load(block_tables + request * table_stride + key // P, mask=visible, other=0).to(tl.int64)
+        at = (block * block_stride + (key % P) * slot_stride)[:, None] + kv_head * head_stride + d[None, :]
+        mask = visible[:, None] & (d < D)[None, :]
+        keys = tl.load(k_cache + at, mask=mask, other=0.0)
+        values = tl.load(v_cache + at, mask=mask, other=0.0)
+        s = raw_scores(query, keys, scale, soft_cap, SOFT_CAP)
+        s = tl.where(visible[None, :], s, float("-inf"))
+        m, total, acc = fold(s, values, m, total, acc, unit(scale, soft_cap, SOFT_CAP))
+
+    # An empty split has total = 0 and m = -1e30: in the mix its weight is 2**-1e30 = 0.
+    weight_sum = tl.where(total > 0, total, 1.0)
+    acc = acc / weight_sum[:, None]
+    at_split = head * SPLITS + split
+    tl.store(partial + at_split[:, None] * D + d[None, :], acc, mask=row_is_real)
+    tl.store(lse + at_split, m + tl.log2(weight_sum), mask=row < GROUP)
+
+
+@triton.jit
+def combine_kernel(
+    out,  # [B, H, D]
+    partial, lse,
+    D: tl.constexpr, D_PAD: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr,
+):  # fmt: skip
+    """One program per request and query head."""
+    head = tl.program_id(0)  # request * H + query head
+    s = tl.arange(0, SPLITS_PAD)
+    d = tl.arange(0, D_PAD)
+    logs = tl.load(lse + head * SPLITS + s, mask=s < SPLITS, other=-1.0e30)
+    weight = tl.exp2(logs - tl.max(logs, axis=0))
+    mask = (s < SPLITS)[:, None] & (d < D)[None, :]
+    parts = tl.load(partial + (head * SPLITS + s)[:, None] * D + d[None, :], mask=mask, other=0.0)
+    mixed = tl.sum(parts * weight[:, None], axis=0) / tl.sum(weight, axis=0)
+    tl.store(out + head * D + d, mixed.to(out.dtype.element_ty), mask=d < D)
+
+
+def paged_decode_v3(
+    q: Tensor,  # [B, H, D]
+    cache: LayerBlocks,  # [N, P, KH, D]; numbers of the model's dtype, without scales
+    block_tables: Tensor,  # [B, max_blocks] int32
+    context_lens: Tensor,  # [B] int32
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    splits: int = 8,
+    block_n: int = 64,
+    num_warps: int = 4,
+    num_stages: int = 3,
+) -> Tensor:
+    """Attention of one new token per request: `[B, H, D]`."""
+    batch, heads, d = q.shape
+    _, block_size, kv_heads, _ = cache.k.shape
+    group, d_pad = heads // kv_heads, max(16, triton.next_power_of_2(d))
+    out = torch.empty_like(q)
+    partial = torch.empty(batch, heads, splits, d, dtype=torch.float32, device=q.device)
+    lse = torch.empty(batch, heads, splits, dtype=torch.float32, device=q.device)
+    decode_v3_kernel[(batch, kv_heads, splits)](
+        partial, lse, q, cache.k, cache.v, block_tables, context_lens, scale, soft_cap or 1.0,
+        block_tables.stride(0), *cache.k.stride()[:3],
+        H=heads, GROUP=group, D=d, D_PAD=d_pad, P=block_size,
+        WINDOW=sliding_window or 0, SOFT_CAP=soft_cap is not None,
+        BLOCK_M=max(16, triton.next_power_of_2(group)), BLOCK_N=block_n, SPLITS=splits,
+        num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
+    combine_kernel[(batch * heads,)](
+        out,
+        partial,
+        lse,
+        D=d,
+        D_PAD=d_pad,
+        SPLITS=splits,
+        SPLITS_PAD=triton.next_power_of_2(splits),
+        num_warps=4,
+    )
+    return out

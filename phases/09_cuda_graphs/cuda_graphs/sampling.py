@@ -1,0 +1,294 @@
+"""The sampler's choice in one read of the logits: the tokens of `common.sampling`, without its tensors.
+
+In torch every step of the draw (hash, logarithm, subtract, scale, exponentiate, divide) reads and writes
+`[B, V]`. Here one kernel reads the logits once: each program takes a chunk of a row's vocabulary, makes the
+noise of its tokens in registers, and leaves the chunk's largest logit and its winner. A second, small kernel
+compares the winners of a row.
+
+The noise's bits are those of torch, exactly. Its logarithm and the weights agree to some 1e-6, so the tokens
+are the same but where two of them are closer than that.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+from common.sampling.ops import HASH_1, HASH_2, NAN_TOKEN, NOISE_UNIT
+from common.sampling.rows import KEY, TEMPERATURE, TRUNCATION, Needs
+from common.sampling.sampler import Chooser, Masks, Plan, Sampler
+
+CHUNK = 4096
+_INF = tl.constexpr(float("inf"))
+_LOG2_E = tl.constexpr(math.log2(math.e))
+_LN_2 = tl.constexpr(math.log(2))
+_LAST = tl.constexpr((1 << 31) - 1)
+_ONE = tl.constexpr(1)
+_TEMPERATURE, _KEY = (tl.constexpr(column) for column in (TEMPERATURE, KEY))
+# The constants of `common.sampling.ops`; SplitMix64's as int64.
+_GAMMA = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
+_MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
+_MIX_2 = tl.constexpr(0x94D049BB133111EB - (1 << 64))
+_HASH_1, _HASH_2, _UNIT = tl.constexpr(HASH_1), tl.constexpr(HASH_2), tl.constexpr(NOISE_UNIT)
+
+
+@triton.jit
+def shift_right(z, BITS: tl.constexpr):
+    """A shift of an int64 that brings zeros in."""
+    return (z >> BITS) & ((_ONE << (64 - BITS)) - 1)
+
+
+@triton.jit
+def random_words(key, step):
+    """`common.sampling.ops.random_words` of one pair: lower and upper half."""
+    z = key + (step + 1) * _GAMMA
+    z = (z ^ shift_right(z, 30)) * _MIX_1
+    z = (z ^ shift_right(z, 27)) * _MIX_2
+    z = z ^ shift_right(z, 31)
+    return z.to(tl.int32), (z >> 32).to(tl.int32)
+
+
+@triton.jit
+def negative_exponentials(lower, upper, ids, NATIVE: tl.constexpr):
+    """`common.sampling.ops.negative_exponentials` of one row: -E for each of the int32 `ids`.
+
+    Below 1/8 log(1 - v) is its power series, of which what is left out is less than 1e-7 of it: there the
+    GPU's logarithm, and 1 - v itself, have lost digits. Above, the GPU's fast logarithm is good to 2e-6.
+    """
+    x = upper ^ ids
+    x = (x ^ (x >> 16)) * _HASH_1
+    x = (x ^ (x >> 15) ^ lower) * _HASH_2
+    x = x ^ (x >> 16)
+    dither = (((upper >> 9) & 0x7FFFFF).to(tl.float32) + 0.5) * (1 / (1 << 23))
+    v = (x.to(tl.float32) + dither) * _UNIT
+    series = 1 / 2 + v * (1 / 3 + v * (1 / 4 + v * (1 / 5 + v * (1 / 6 + v * (1 / 7)))))
+    logarithm = libdevice.fast_log2f(1 - v) * _LN_2 if NATIVE else tl.log(1 - v)
+    return tl.where(v < 1 / 8, -v * (1 + v * series), logarithm)
+
+
+@triton.jit
+def first_best(x, ids):
+    """The largest of `x`, and the smallest of the ids that have it. NaN is larger than all, as in torch."""
+    nan = x != x
+    any_nan = tl.max(nan.to(tl.int32)) > 0
+    largest = tl.max(tl.where(nan, -_INF, x))
+    at = tl.min(tl.where(tl.where(any_nan, nan, x == largest), ids, _LAST))
+    return tl.where(any_nan, float("nan"), largest), at
+
+
+@triton.jit
+def chunk_race(x, column, hot, key, step, first, NATIVE: tl.constexpr):
+    """Of a chunk's logits `x` the largest, and the winner's -E / weight and column.
+
+    A weight is exp((logit - largest of the chunk) / temperature), so it never overflows and needs no other
+    chunk. In a greedy row, or where the chunk's largest is not finite, the winner is the largest itself.
+    """
+    largest = tl.max(tl.where(x == x, x, _INF))  # NaN must not get lost
+    best = -float("inf")
+    if (hot > 0) & (tl.abs(largest) < _INF):
+        lower, upper = random_words(key, step)
+        noise = negative_exponentials(lower, upper, first + column, NATIVE)
+        races = noise * tl.exp2((largest - x) * (_LOG2_E / hot))  # no NaN: a logit is finite or -inf
+        best = tl.max(races)
+        at = tl.min(tl.where(races == best, column, _LAST))
+    else:
+        largest, at = first_best(x, column)
+    return largest, best, at
+
+
+@triton.jit
+def best_kernel(best, ids, logits, row_stride, V: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr):
+    """One program per row and chunk: its largest logit, and where it stands first."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = chunk * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row * row_stride + column, mask=column < V, other=-float("inf")).to(tl.float32)
+    largest, at = first_best(x, column)
+    tl.store(best + row * CHUNKS + chunk, largest)
+    tl.store(ids + row * CHUNKS + chunk, at)
+
+
+@triton.jit
+def winner_kernel(tokens, best, ids, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr):
+    """One program per row: the first of its chunks' best."""
+    row, i = tl.program_id(0), tl.arange(0, CHUNKS_PAD)
+    x = tl.load(best + row * CHUNKS + i, mask=i < CHUNKS, other=-float("inf"))
+    _, at = first_best(x, tl.load(ids + row * CHUNKS + i, mask=i < CHUNKS, other=_LAST))
+    tl.store(tokens + row, at.to(tl.int64))
+
+
+@triton.jit
+def race_kernel(
+    best, races, ids, logits, rows, steps, floats, ints, row_stride, float_stride, int_stride, first,
+    V: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """One program per row and chunk: its largest logit, its winner, and the winner's -E / weight.
+
+    first: the token id of the first column; the ids of the winners are columns.
+    """
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = chunk * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row * row_stride + column, mask=column < V, other=-float("inf")).to(tl.float32)
+    settings = tl.load(rows + row)
+    hot = tl.load(floats + settings * float_stride + _TEMPERATURE)
+    key = tl.load(ints + settings * int_stride + _KEY)
+    largest, won, at = chunk_race(x, column, hot, key, tl.load(steps + row), first, NATIVE)
+    place = row * CHUNKS + chunk
+    tl.store(best + place, largest)
+    tl.store(races + place, won)
+    tl.store(ids + place, at)
+
+
+@triton.jit
+def finish_kernel(
+    tokens, best, races, ids, rows, floats, float_stride, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr
+):  # fmt: skip
+    """One program per row: of its chunks' winners the one that wins with weights of the row's largest."""
+    row, i = tl.program_id(0), tl.arange(0, CHUNKS_PAD)
+    hot = tl.load(floats + tl.load(rows + row) * float_stride + _TEMPERATURE)
+    x = tl.load(best + row * CHUNKS + i, mask=i < CHUNKS, other=-float("inf"))
+    at = tl.load(ids + row * CHUNKS + i, mask=i < CHUNKS, other=_LAST)
+    largest, token = first_best(x, at)
+    if (hot > 0) & (tl.abs(largest) < _INF):  # NaN fails, too
+        race = tl.load(races + row * CHUNKS + i, mask=i < CHUNKS, other=-float("inf"))
+        _, token = first_best(race * tl.exp2((largest - x) * (_LOG2_E / hot)), at)
+    tl.store(tokens + row, token.to(tl.int64))
+
+
+@triton.jit
+def report_kernel(reported, tokens, logits, row_stride, token_stride, NAN_TOKEN: tl.constexpr):
+    """One program per row: its token, unless that one's logit is NaN."""
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(tokens + row)
+    x = tl.load(logits + row * row_stride + token * token_stride).to(tl.float32)
+    tl.store(reported + row, tl.where(x == x, token, NAN_TOKEN))
+
+
+def reported_rows(logits: Tensor, tokens: Tensor) -> Tensor:
+    """`common.sampling.ops.reported` in one kernel instead of three."""
+    reported = torch.empty_like(tokens)
+    if len(tokens):
+        strides = logits.stride(0), logits.stride(1)
+        report_kernel[(len(tokens),)](reported, tokens, logits, *strides, NAN_TOKEN=NAN_TOKEN, num_warps=1)
+    return reported
+
+
+class Winners(NamedTuple):
+    """Each row's chunks' best, `[B, CHUNKS]`: largest logit, its winner's -E / weight, the winner's column.
+
+    races: None where nothing is drawn.
+    """
+
+    best: Tensor
+    races: Tensor | None
+    ids: Tensor
+
+
+def by_chunks(logits: Tensor, *, races: bool) -> tuple[Tensor, Winners, dict[str, int]]:
+    """`[B, V]` logits cut into chunks, as their kernels want them.
+
+    Returns them with columns side by side (some matrix products on CPUs leave them apart), room for what a
+    program for each row and chunk finds, and the constants of those.
+    """
+    batch, vocab = logits.shape
+    # Few rows take more programs, to fill the multiprocessors. A word of a mask has 32 tokens (phase 12).
+    block = min(CHUNK if batch > 4 else CHUNK // 4, max(32, triton.next_power_of_2(vocab)))
+    chunks = triton.cdiv(vocab, block)
+
+    def room(dtype: torch.dtype) -> Tensor:
+        return torch.empty(batch, chunks, dtype=dtype, device=logits.device)
+
+    found = Winners(room(torch.float32), room(torch.float32) if races else None, room(torch.int32))
+    dense = logits if logits.stride(1) == 1 else logits.contiguous()
+    return dense, found, {"V": vocab, "BLOCK": block, "CHUNKS": chunks}
+
+
+def argmax_rows(logits: Tensor) -> Tensor:
+    """`[B, V]` -> `[B]` int64, as `logits.argmax(1)`: of equals the first, and NaN counts as the largest."""
+    return winner(best_of_chunks(logits))
+
+
+def draw_rows(
+    logits: Tensor,  # [B, V], after edits and penalties
+    rows: Tensor,  # [B] int64
+    steps: Tensor,  # [B] int64, output tokens before this one
+    floats: Tensor,  # [rows, 5] float32 and
+    ints: Tensor,  # [rows, 3] int64: the settings in `common.sampling.rows.SamplerRows`
+) -> Tensor:
+    """One token per row, `[B]` int64: the sampler's, drawn from all tokens whose logit is above -inf.
+
+    A row whose temperature is 0, or whose largest logit is not finite, gets its argmax.
+    """
+    return drawn(race_of_chunks(logits, rows, steps, floats, ints), rows, floats)
+
+
+def best_of_chunks(logits: Tensor) -> Winners:
+    """The first half of `argmax_rows`."""
+    logits, found, cut = by_chunks(logits, races=False)
+    if len(logits):
+        best_kernel[found.ids.shape](found.best, found.ids, logits, logits.stride(0), **cut)
+    return found
+
+
+def winner(found: Winners) -> Tensor:
+    """The second half of `argmax_rows`."""
+    batch, chunks = found.ids.shape
+    tokens = torch.empty(batch, dtype=torch.int64, device=found.ids.device)
+    if batch:
+        pad = triton.next_power_of_2(chunks)
+        winner_kernel[(batch,)](tokens, found.best, found.ids, CHUNKS=chunks, CHUNKS_PAD=pad, num_warps=1)
+    return tokens
+
+
+def race_of_chunks(
+    logits: Tensor, rows: Tensor, steps: Tensor, floats: Tensor, ints: Tensor, first: int = 0
+) -> Winners:
+    """The first half of `draw_rows`. first: the token id of the first column."""
+    logits, found, cut = by_chunks(logits, races=True)
+    if len(logits):
+        race_kernel[found.ids.shape](
+            *found, logits, rows, steps, floats, ints,
+            logits.stride(0), floats.stride(0), ints.stride(0), first, NATIVE=logits.is_cuda, **cut,
+        )  # fmt: skip
+    return found
+
+
+def drawn(found: Winners, rows: Tensor, floats: Tensor) -> Tensor:
+    """The second half of `draw_rows`."""
+    batch, chunks = found.ids.shape
+    tokens = torch.empty(batch, dtype=torch.int64, device=found.ids.device)
+    if batch:
+        finish_kernel[(batch,)](
+            tokens, found.best, found.races, found.ids, rows, floats, floats.stride(0),
+            CHUNKS=chunks, CHUNKS_PAD=triton.next_power_of_2(chunks), num_warps=1,
+        )  # fmt: skip
+    return tokens
+
+
+class TritonChooser(Chooser):
+    """The tokens of `Chooser`. What top-k, top-p and min-p keep is found by torch."""
+
+    def choose(
+        self, sampler: Sampler, logits: Tensor, rows: Tensor, steps: Tensor, plan: Plan, allowed: Masks
+    ) -> Tensor:
+        """See `Chooser.choose`; without truncation `logits` may have the model's own dtype."""
+        if not plan.draws:
+            return argmax_rows(logits)
+        if plan.features & TRUNCATION:
+            return super().choose(sampler, logits, rows, steps, plan, allowed)
+        return draw_rows(logits, rows, steps, sampler.floats, sampler.ints)
+
+    def report(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """See `Chooser.report`."""
+        return reported_rows(logits, tokens)
+
+    def draw(self, sampler: Sampler, logits: Tensor, rows: Tensor, steps: Tensor, features: Needs) -> Tensor:
+        """See `Chooser.draw`: no noise `[B, V]`, only logits at minus infinity where tokens are excluded."""
+        if features & TRUNCATION:
+            logits = logits.masked_fill(sampler.weigh(logits, rows, features) == 0, float("-inf"))
+        return draw_rows(logits, rows, steps, sampler.floats, sampler.ints)

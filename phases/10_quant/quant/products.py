@@ -1,0 +1,256 @@
+"""Products of many tokens: eight bits by eight bits where both are so, otherwise unpacked and multiplied.
+
+A kernel rounds an input to eight bits. Four bits lie in words, in the order in which kernels read them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quant.formats import BLOCK, DTYPES, LARGEST, Activations
+from quant.weights import QuantizedWeight, unpack_nibbles
+from triton_paged_attention.hardware import ADA, TURING, at_least
+
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+LEAST_ROWS = 32
+"""What the library's product of whole numbers wants at least (it asks for more than 16)."""
+
+
+class Rounded(NamedTuple):
+    """An input in eight bits: `values [T, K]`, each token to be multiplied by its `scale [T]` (float32)."""
+
+    values: Tensor
+    scale: Tensor
+
+
+@triton.jit
+def token_scale(top, LARGEST: tl.constexpr):
+    """The scale of a token whose largest magnitude is `top`, and 1 over it; a token of zeros stays one."""
+    scale = tl.maximum(top * (1.0 / LARGEST), 1.1754943508222875e-38)
+    return scale, tl.div_rn(1.0, scale)
+
+
+@triton.jit
+def to_even(y):
+    """The nearest whole number; of two that are as near, the even one."""
+    down = tl.floor(y)
+    rest = y - down
+    odd = down - 2.0 * tl.floor(down * 0.5) > 0.5
+    return tl.where((rest > 0.5) | ((rest == 0.5) & odd), down + 1.0, down)
+
+
+@triton.jit
+def rounded(y, LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr):
+    """Numbers as eight bits can hold them, in float32: whole ones, or e4m3.
+
+    HARDWARE: it converts to e4m3 by itself. Not every GPU does, and the interpreter's conversion loses a
+    carry. A number of e4m3 has three bits behind its first; below 2^-6 it is a multiple of 2^-9.
+    """
+    if WHOLE:
+        y = to_even(tl.minimum(tl.maximum(y, -LARGEST), LARGEST))
+    elif HARDWARE:
+        y = y.to(tl.float8e4nv).to(tl.float32)  # nothing beyond the largest becomes more than that
+    else:
+        y = tl.minimum(tl.maximum(y, -LARGEST), LARGEST)
+        bits = y.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+        y = tl.where(
+            tl.abs(y) < 0.015625, to_even(y * 512.0) * 0.001953125, bits.to(tl.float32, bitcast=True)
+        )
+    return y
+
+
+@triton.jit
+def round_rows_kernel(
+    out, out_scale, x,
+    SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, LARGEST: tl.constexpr, WHOLE: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """One program per token: its largest magnitude, then its numbers by the scale that follows from it."""
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, SIZE_PAD)
+    mask = i < SIZE
+    at = token * SIZE + i
+    y = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    scale, inverse = token_scale(tl.max(tl.abs(y), axis=0), LARGEST)
+    tl.store(out_scale + token, scale)
+    y = rounded(y * inverse, LARGEST, WHOLE, HARDWARE)
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=mask)
+
+
+def hardware_rounds(device: torch.device) -> bool:
+    """Return whether a device converts to e4m3 by itself."""
+    return device.type == "cuda" and at_least(device, ADA)
+
+
+def round_rows(x: Tensor, kind: Activations) -> Rounded:
+    """`x [..., K]` in eight bits, as `quant.rtn.quantize_tokens` does it."""
+    x = x.contiguous()
+    size = x.shape[-1]
+    tokens = x.numel() // size
+    out = torch.empty(tokens, size, dtype=DTYPES[kind], device=x.device)
+    scale = torch.empty(tokens, dtype=torch.float32, device=x.device)
+    padded = triton.next_power_of_2(size)
+    if tokens:
+        round_rows_kernel[(tokens,)](
+            out, scale, x, SIZE=size, SIZE_PAD=padded, LARGEST=LARGEST[kind], WHOLE=kind == "int8",
+            HARDWARE=hardware_rounds(x.device), num_warps=min(16, max(1, padded // 512)),
+        )  # fmt: skip
+    return Rounded(out, scale)
+
+
+SPAN = 128
+"""Inputs that 16 words hold: bits 4 i and 16 + 4 i of word j are inputs 32 i + 2 j and 32 i + 2 j + 1."""
+
+
+def words_fit(weight: QuantizedWeight) -> bool:
+    """Return True if a weight can lie in words: its groups are no smaller than a part of a span."""
+    return weight.scheme.group % 32 == 0
+
+
+def to_words(weight: QuantizedWeight) -> Tensor:
+    """The nibbles of a weight `[N, K]` in the order of `SPAN`: `[N, 16 ceil(K / 128)]` int32."""
+    numbers = unpack_nibbles(weight.data)  # [N, K]
+    numbers = F.pad(numbers, (0, -numbers.shape[1] % SPAN), value=8)
+    parts = numbers.view(len(numbers), -1, 4, 16, 2)  # spans, i, j, even and odd
+    words = torch.zeros(parts.shape[0], parts.shape[1], 16, dtype=torch.int32, device=numbers.device)
+    for i in range(4):
+        for odd in range(2):
+            words |= parts[:, :, i, :, odd].to(torch.int32) << (4 * i + 16 * odd)
+    return words.flatten(1)
+
+
+def from_words(words: Tensor, size: int) -> Tensor:
+    """Undo `to_words`: `[N, K]` uint8 of 0 to 15, for `size` inputs."""
+    shifts = torch.tensor([[0, 16], [4, 20], [8, 24], [12, 28]], dtype=torch.int32, device=words.device)
+    parts = (words.view(len(words), -1, 1, 16, 1) >> shifts[:, None, :]) & 15  # [N, spans, 4, 16, 2]
+    return parts.flatten(1).to(torch.uint8)[:, :size]
+
+
+class Unscaled(NamedTuple):
+    """A product that still has to be multiplied: `values [T, N]` by `rows [T]` and `columns [N]`, float32."""
+
+    values: Tensor
+    rows: Tensor
+    columns: Tensor
+
+    def finished(self, dtype: torch.dtype) -> Tensor:
+        """Return the product itself: `[T, N]`."""
+        return (self.values.float() * self.rows[:, None] * self.columns).to(dtype)
+
+
+def scales_inside(x: Rounded, weight: QuantizedWeight, dtype: torch.dtype) -> bool:
+    """Return whether the library multiplies by the scales itself."""
+    return x.values.is_cuda and weight.data.dtype == torch.float8_e4m3fn and dtype == torch.bfloat16
+
+
+def unscaled(x: Rounded, weight: QuantizedWeight) -> Unscaled:
+    """`x` times an eight-bit weight with scales by channel, still to be multiplied by both scales."""
+    values, data = x.values, weight.data
+    if values.is_cuda and data.dtype == torch.float8_e4m3fn:
+        one = _one(values.device)
+        # Sums of such products overflow float16.
+        out = torch._scaled_mm(
+            values, data.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+    elif values.is_cuda:
+        short = max(0, LEAST_ROWS - len(values))
+        out = torch._int_mm(F.pad(values, (0, 0, 0, short)) if short else values, data.t())[: len(values)]
+    else:
+        out = F.linear(values.float(), data.float())
+    return Unscaled(out, x.scale, weight.scale)
+
+
+def eight_by_eight_whole(x: Rounded, weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """`x` times an eight-bit weight with scales by channel: `[T, N]`."""
+    if scales_inside(x, weight, dtype):
+        return torch._scaled_mm(
+            x.values, weight.data.t(), scale_a=x.scale[:, None], scale_b=weight.scale[None],
+            out_dtype=dtype, use_fast_accum=True,
+        )  # fmt: skip
+    return unscaled(x, weight).finished(dtype)
+
+
+_ones: dict[torch.device, Tensor] = {}
+
+
+def _one(device: torch.device) -> Tensor:
+    if device not in _ones:
+        _ones[device] = torch.ones((), device=device)
+    return _ones[device]
+
+
+def eight_pays(weight: QuantizedWeight, device: torch.device) -> bool:
+    """Return True if eight by eight is a product that the device has, for this weight."""
+    n, k = weight.shape
+    if weight.scheme.activations is None or weight.scheme.scales != "channel" or weight.order is not None:
+        return False
+    if device.type != "cuda":
+        return True
+    return at_least(device, ADA if weight.scheme.weights == "fp8" else TURING) and n % 16 == k % 16 == 0
+
+
+@triton.jit
+def unpack8_kernel(
+    out, data, scale, scale_stride,
+    K: tl.constexpr, SIDE: tl.constexpr, BLOCK_K: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """One program per row and part of it."""
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    w = tl.load(data + row * K + k, mask=k < K, other=0.0).to(tl.float32)
+    if SIDE == 0:
+        s = tl.load(scale + row)
+    else:
+        s = tl.load(scale + row // SIDE * scale_stride + k // SIDE, mask=k < K, other=0.0)
+    tl.store(out + row * K + k, (w * s).to(HALF), mask=k < K)
+
+
+@triton.jit
+def unpack4_kernel(
+    out, words, scale, zero, K: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, WORDS: tl.constexpr,
+    HALF: tl.constexpr,
+):  # fmt: skip
+    """One program per row and `WORDS` of its words; see `SPAN`."""
+    row = tl.program_id(0).to(tl.int64)
+    SPANS: tl.constexpr = (K + 127) // 128
+    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    w = tl.load(words + row * SPANS * 16 + word, mask=word < SPANS * 16, other=0)
+    for part in tl.static_range(4):
+        k = word // 16 * 128 + part * 32 + word % 16 * 2
+        at = row * (K // GROUP) + k // GROUP
+        s = tl.load(scale + at, mask=k < K, other=0.0).to(tl.float32)
+        z = tl.load(zero + at, mask=k < K, other=0).to(tl.float32) if ZEROS else 8.0
+        first = (((w >> (4 * part)) & 15).to(tl.float32) - z) * s
+        second = (((w >> (16 + 4 * part)) & 15).to(tl.float32) - z) * s
+        both = tl.join(first, second).to(HALF)  # [WORDS, 2]
+        where = row * K + k[:, None] + tl.arange(0, 2)[None, :]
+        tl.store(out + where, both, mask=(k < K)[:, None] & (word < SPANS * 16)[:, None])
+
+
+def unpack(weight: QuantizedWeight, size: int, dtype: torch.dtype) -> Tensor:
+    """The weight `[N, K]` in a type that can be multiplied; four bits lie as `to_words` leaves them."""
+    n = len(weight.data)
+    out = torch.empty(n, size, dtype=dtype, device=weight.data.device)
+    scheme = weight.scheme
+    if scheme.weights == "int4":
+        words = weight.data.shape[1]
+        unpack4_kernel[(n, triton.cdiv(words, 256))](
+            out, weight.data, weight.scale, weight.scale if weight.zero is None else weight.zero,
+            K=size, GROUP=scheme.group, ZEROS=weight.zero is not None, WORDS=256, HALF=TYPES[dtype],
+            num_warps=4,
+        )  # fmt: skip
+    else:
+        block = min(4096, triton.next_power_of_2(size))
+        unpack8_kernel[(n, triton.cdiv(size, block))](
+            out, weight.data, weight.scale, weight.scale.stride(0),
+            K=size, SIDE=BLOCK if scheme.scales == "block" else 0, BLOCK_K=block, HALF=TYPES[dtype],
+            num_warps=4,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,110 @@
+"""A rehearsal leaves nothing behind but compiled kernels, and leaves none out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import prefix_cache
+from common.events import generate
+from common.sampling.params import SamplingParams
+from continuous.engine import Stats
+from forward.model import Model
+from phases import phase_named
+from phases.appendix.rehearsal.rehearsal import play, rehearse, scenes
+from phases.registry import load_engine
+from triton_paged_attention import tables
+
+
+@pytest.mark.parametrize("options", [{}, {"step_tokens": 7}, {"max_rows": 1}, {"max_len": 8}], ids=str)
+@pytest.mark.slow
+def test_an_engine_forgets_its_rehearsal(model: Model, options: dict[str, Any]) -> None:
+    given = {"max_rows": 4, "max_len": 200, "step_tokens": 64, "cache_bytes": 1 << 20} | options
+    plain, rehearsed = (prefix_cache.load(model, **given) for _ in range(2))
+    assert rehearse(rehearsed) > 0
+    assert rehearsed.stats == Stats() and rehearsed.idle
+    assert rehearsed.cache.free == rehearsed.cache.allocator.count
+    assert rehearsed.cache.allocator.free == rehearsed.cache.allocator.count, "the index remembers blocks"
+    rehearsed.check_integrity()
+    params = SamplingParams(max_tokens=5, temperature=0.9, seed=4, ignore_eos=True)
+    prompts = [[1, 2, 3], [4]]
+    found = [[c.token_ids for c in generate(engine, prompts, params)] for engine in (plain, rehearsed)]
+    assert found[0] == found[1]
+    assert rehearsed.cache.stats.hit_tokens == 0, "a rehearsed prompt is shared with a real one"
+
+
+def test_scenes_have_steps_of_all_kinds(model: Model) -> None:
+    engine = prefix_cache.load(model, max_rows=4, max_len=200, step_tokens=64, cache_bytes=1 << 20)
+    played = scenes(engine)
+    assert any(len(scene.lengths) == 1 for scene in played) and any(
+        len(scene.lengths) > 4 for scene in played
+    )
+    totals = {sum(scene.lengths) % 16 == 0 for scene in played}
+    assert totals == {True, False}, "kernels are compiled apart for numbers that 16 divides"
+    for feature in ("temperature", "top_k", "repetition_penalty", "logprobs"):
+        assert len({getattr(scene.params, feature) for scene in played}) > 1, feature
+
+
+def test_scenes_are_played_as_they_are_written(model: Model) -> None:
+    """A prompt that another scene's blocks hold in part is a short one, and its step one of another kind."""
+    engine = prefix_cache.load(model, max_rows=4, max_len=200, step_tokens=64, cache_bytes=1 << 20)
+    for scene in scenes(engine):
+        engine.stats = Stats()
+        play(engine, scene)
+        assert engine.cache.stats.hit_tokens == 0, f"{scene.title}: its prompts are known from another scene"
+        if scene.running:
+            lengths = [min(length, 200 - scene.tokens - 1) for length in scene.lengths]
+            expected = scene.running * (16 + 5) + sum(lengths) + len(lengths) * (scene.tokens - 1)
+            assert engine.stats.computed_tokens == expected, scene.title
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("processors", [40, 132])
+def test_every_number_of_splits_is_rehearsed(
+    model: Model, kv_heads: int, processors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decodes beside a long prompt, 1 to as many as there are rows: none meets a kernel of its own."""
+    monkeypatch.setattr(tables, "multiprocessors", lambda _: processors)
+    monkeypatch.setattr(tables, "shared_memory", lambda _: 232_448)
+    engine = prefix_cache.load(model, max_rows=256, max_len=200, cache_bytes=1 << 20)
+
+    def kernel(requests: int) -> tuple[int, int]:
+        found = tables.decode_default(tables.DecodeKey(requests * kv_heads, 128, 2), torch.device("cpu"))
+        return 1 << (found.splits - 1).bit_length(), found.num_warps
+
+    played = {kernel(scene.running) for scene in scenes(engine) if scene.running}
+    missing = [(count, *kernel(count)) for count in range(1, 257) if kernel(count) not in played]
+    assert not missing, (
+        f"decodes beside a prompt: the kernel of (requests, splits, warps) {missing[0]} is new"
+    )
+
+
+@pytest.mark.gpu
+def test_nothing_is_compiled_after_the_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    engine = load_engine(
+        phase_named("09"),
+        "random:qwen3-0.6b",
+        device="cuda",
+        max_len=4096,
+        graph_rows=16,
+        graph_tokens=256,
+        cache_bytes=8 << 30,
+    )
+    compiled: list[str] = []
+
+    def note(*given: Any, **facts: Any) -> None:
+        compiled.append(str(facts.get("repr") or given))
+
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", note)
+    generator = torch.Generator().manual_seed(0)
+    for count, most in ((1, 50), (3, 900), (40, 300), (64, 1500), (90, 128), (80, 1024)):
+        lengths = torch.randint(1, most, (count,), generator=generator).tolist()
+        prompts = [torch.randint(1, 5000, (n,), generator=generator).tolist() for n in lengths]
+        params = SamplingParams(max_tokens=6, temperature=0.6, seed=1, ignore_eos=True)
+        generate(engine, prompts, params)
+        generate(engine, prompts[:1], SamplingParams(max_tokens=3, ignore_eos=True))
+    assert compiled == [], f"{len(compiled)} kernels were compiled while requests waited"

@@ -1,0 +1,161 @@
+"""Lessons have one anatomy, and the numbers in their sentences are generated or worked out."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+import pytest
+
+from benchmarks import numbers
+from benchmarks.tables import BRANCHES, GPU, TRUNK, markdown_files, phase_map
+from common.errors import UserError
+from phases import PHASES, ROOT, Phase
+
+SECTIONS = (
+    "The problem", "The idea", "The code", "Run it", "Traps", "Measure it", "Exercises", "Sources",
+    "What is now the bottleneck",
+)  # fmt: skip
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PINNED = re.compile(r"https://github\.com/[\w.-]+/[\w.-]+/blob/[0-9a-f]{40}/\S+?(?=\))")
+every_lesson = pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.name)
+
+
+def lesson(phase: Phase) -> str:
+    return (phase.folder / "README.md").read_text(encoding="utf-8")
+
+
+def sections(phase: Phase) -> dict[int, str]:
+    """A lesson's sections by their numbers."""
+    found = re.split(r"^## (?=\d\. )", lesson(phase), flags=re.MULTILINE)[1:]
+    return {int(text[0]): text for text in found}
+
+
+@cache
+def known_tests() -> set[str]:
+    files = [*ROOT.glob("tests/**/*.py")]
+    return {
+        name for path in files for name in re.findall(r"def (test_\w+)", path.read_text(encoding="utf-8"))
+    }
+
+
+@every_lesson
+def test_a_lesson_has_nine_sections_and_the_map(phase: Phase) -> None:
+    titles = re.findall(r"^## (.*)$", lesson(phase), re.MULTILINE)
+    assert titles == [f"{number}. {title}" for number, title in enumerate(SECTIONS, 1)]
+    assert phase_map(phase.name) in lesson(phase)
+    assert f"[{phase.number:02d}]" in phase_map(phase.name)
+
+
+def test_the_map_has_every_phase_once() -> None:
+    shown = [*TRUNK, *GPU, *(number for row in BRANCHES.values() for number in row)]
+    assert sorted(shown) == [f"{phase.number:02d}" for phase in PHASES]
+
+
+@pytest.mark.parametrize("phase", PHASES[1:], ids=lambda phase: phase.name)
+def test_a_problem_has_a_number_that_was_measured_before(phase: Phase) -> None:
+    named = re.findall(r"<!--n:([\w.]+)-->", sections(phase)[1])
+    assert named, "section 1 names no measured number"
+
+
+@every_lesson
+def test_an_idea_has_a_picture_and_an_example_by_hand(phase: Phase) -> None:
+    idea = sections(phase)[2]
+    assert "![" in idea or FENCE.search(idea), "no picture"
+    assert "**By hand.**" in idea, "no example by hand"
+
+
+@every_lesson
+def test_the_code_is_shown_from_the_source(phase: Phase) -> None:
+    code = sections(phase)[3]
+    assert "<!-- must read -->" in code
+    shown = re.findall(r"<!-- code: .*?<!-- /code -->", code, re.DOTALL)
+    assert sum(len(block.splitlines()) - 4 for block in shown) >= 8, "too few lines carry the idea"
+
+
+@every_lesson
+def test_a_command_is_followed_by_what_it_prints(phase: Phase) -> None:
+    blocks = [text for language, text in FENCE.findall(sections(phase)[4]) if not language]
+    commands = [text for text in blocks if re.match(r"(\.venv/bin/)?ladder ", text)]
+    assert commands, "section 4 has no command"
+    assert set(blocks) > set(commands), "nothing shows what a command prints"
+
+
+@every_lesson
+def test_every_trap_names_a_test_that_exists(phase: Phase) -> None:
+    traps = sections(phase)[5]
+    named = set(re.findall(r"`(test_\w+)(?:\[[^\]`]*\])?`", traps))
+    assert len(named) >= 5
+    assert named <= known_tests(), sorted(named - known_tests())
+
+
+@every_lesson
+def test_measuring_has_command_figure_table_and_where_it_loses(phase: Phase) -> None:
+    measure = sections(phase)[6]
+    assert re.search(r"^(\.venv/bin/)?ladder bench ", measure, re.MULTILINE)
+    assert "](../../figures/" in measure and "<!-- table: " in measure
+    assert "**Where it loses" in measure
+
+
+@every_lesson
+def test_sources_say_what_to_read_next_at_a_commit(phase: Phase) -> None:
+    sources = sections(phase)[8]
+    assert "**Read next**" in sources and PINNED.search(sources)
+    assert "[phase" in sections(phase)[9].lower() or "](../" in sections(phase)[9] or phase is PHASES[-1]
+
+
+@every_lesson
+def test_numbers_of_measurements_are_generated(phase: Phase) -> None:
+    assert list(numbers.unmarked(lesson(phase))) == [], "see benchmarks/numbers.py"
+
+
+def test_marks_are_whole_and_do_not_begin_a_line() -> None:
+    """A line that begins with a comment is raw HTML to Markdown; an open mark hides numbers."""
+    for path in markdown_files():
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"^\s*<!--(?:n:|w-->)", text, re.MULTILINE), (
+            f"a marked number begins a line of {path}"
+        )
+        for begin, end in (
+            ("<!--n:", "<!--/n-->"),
+            ("<!--w-->", "<!--/w-->"),
+            ("<!--worked-->", "<!--/worked-->"),
+        ):
+            assert text.count(begin) == text.count(end), f"{path}: {begin} and {end} do not pair"
+
+
+def test_every_entry_is_used() -> None:
+    texts = [path.read_text(encoding="utf-8") for path in markdown_files()]
+    used = {name for text in texts for name in re.findall(r"<!--n:([\w.-]+)-->", text)}
+    assert used == numbers.names()
+
+
+def test_a_number_is_read_from_the_evidence() -> None:
+    assert numbers.value("08.computed") == "859"
+    filled = numbers.fill("it computed <!--n:08.computed-->0<!--/n--> tokens")
+    assert filled == "it computed <!--n:08.computed-->859<!--/n--> tokens"
+    with pytest.raises(UserError, match=r"09\.nothing"):
+        numbers.fill("<!--n:09.nothing-->0<!--/n-->")
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        ("It makes 1,804 tokens a second.", 1),
+        ("It takes 3 ms, and 2.5 times as long; 92 % of it.", 3),
+        ("It reads 4.2 TB/s for 0.3 s.", 2),
+        ("It makes <!--n:09.single-->1<!--/n--> tokens a second in <!--w-->3 ms<!--/w-->.", 0),
+        ("By hand: 2 × 3 = 6 positions of 256 tokens in `5 ms`.", 0),
+        ("<!--worked-->\n\nThat is 6.9 ms.\n\n<!--/worked-->", 0),
+        ("```\n57.9 tokens/s\n```", 0),
+    ],
+)
+def test_a_typed_number_is_seen(said: str, found: int) -> None:
+    assert len(list(numbers.unmarked(f"## 6. Measure it\n\n{said}\n"))) == found
+    assert list(numbers.unmarked(f"## 4. Run it\n\n{said}\n")) == []
+
+
+def test_logs_are_dated() -> None:
+    for path in sorted((ROOT / "docs" / "log").glob("[0-9][0-9].md")):
+        headings = re.findall(r"^## (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+        assert headings and all(re.search(r"2026-\d\d-\d\d", heading) for heading in headings), path.name
