@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from ctypes import CDLL, Structure, c_double, c_int64, c_void_p
 from itertools import accumulate
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ NORM, ADD, SILU, GELU, TURN, ATTEND = range(3, 9)
 PRODUCTS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 ACTIVATIONS = {"silu": SILU, "gelu_new": GELU, "gelu_pytorch_tanh": GELU}
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
-ARGUMENTS = [c_void_p, *[c_int64] * 2, c_void_p, c_int64, *[c_void_p] * 2, *[c_int64] * 3]
+ARGUMENTS: list[Any] = [c_void_p, *[c_int64] * 2, c_void_p, c_int64, *[c_void_p] * 2, *[c_int64] * 3]
 
 
 class Operator(Structure):
@@ -54,7 +54,7 @@ class OneCall:
     def __init__(self, library: CDLL, runner: PagedRunner) -> None:
         self.runner, self.pool, self.call = runner, runner.attention.pool, library.run
         self.call.argtypes = ARGUMENTS
-        self.model: Any = runner.model
+        self.model = cast(Any, runner.model)
         self.kept: list[Tensor] = []
         self.config = config = runner.model.config
         named = config.family in FAMILIES and config.activation in ACTIVATIONS
@@ -119,7 +119,7 @@ class OneCall:
             (outputs, inputs), code = weight.shape, PRODUCTS.get(weight.dtype)
             if code is None or inputs % WIDTH or outputs % SIDE or not weight.is_contiguous():
                 raise Unsupported
-            about = {"outputs": outputs, "inputs": inputs, "weight": weight, "scale": scale}
+            about: dict[str, Any] = {"outputs": outputs, "inputs": inputs, "weight": weight, "scale": scale}
             if layer.bias is not None:
                 about["bias"] = layer.bias.float()
             made.append(self.operator(code, x, y, -(-outputs // ROWS), **about))
@@ -128,7 +128,7 @@ class OneCall:
 
     def norm(self, norm: nn.Module, x: int, y: int) -> Operator:
         """A norm over a whole vector."""
-        about = {"inputs": self.config.hidden_size, "factor": self.config.norm_eps}
+        about: dict[str, Any] = {"inputs": self.config.hidden_size, "factor": self.config.norm_eps}
         return self.operator(NORM, x, y, weight=self.factors(norm), **about)
 
     def factors(self, norm: Any) -> Tensor | None:
