@@ -30,6 +30,7 @@ async def test_keys(make):
         ("/v1/models", "GET"),
         ("/metrics", "GET"),
         ("/events", "GET"),
+        ("/openapi.json", "GET"),
         ("/nothing", "GET"),
         ("/v1/completions", "POST"),
     ]:
@@ -51,7 +52,7 @@ async def test_keys(make):
     assert (
         await Client(app).request("/version", b"", "GET", {"authorization": f"Basic {basic}"}).run()
     ).status == 200
-    for path in ("/health", "/ready", "/"):
+    for path in ("/health", "/ready", "/ping", "/", "/docs", "/favicon.ico"):
         assert (await Client(app).get(path)).status == 200
 
 

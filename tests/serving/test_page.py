@@ -375,6 +375,11 @@ def test_the_key_has_a_field(browser):
             page.evaluate("document.getElementById('seed').value = 1")
             say(page, "hello", 2)
             assert "secret" not in page.evaluate("JSON.stringify(localStorage)")
+            page.goto(f"{closed.url}/docs")
+            expect(page.locator("#routes")).to_contain_text("the key is missing")
+            page.fill("#key", "secret")
+            page.press("#key", "Enter")
+            expect(page.locator("#routes")).to_contain_text("/v1/chat/completions")
         finally:
             page.close()
 

@@ -9,8 +9,8 @@ from serving.app import Extension
 from serving.http.errors import ApiError
 from serving.http.exchange import Exchange
 
-OPEN = ("/health", "/ready", "/")
-"""Routes that need no key. The page at `/` is the same file for everybody; what it asks for needs one."""
+OPEN = ("/health", "/ready", "/ping", "/", "/docs", "/favicon.ico")
+"""Routes that need no key. Pages are the same files for everybody; what they ask for needs one."""
 
 
 class Keys(Extension):
@@ -23,7 +23,10 @@ class Keys(Extension):
         """See `Extension`."""
         if not self.keys or exchange.path in OPEN:
             return False
-        scheme, _, value = exchange.headers.get(b"authorization", b"").partition(b" ")
+        given = exchange.headers.get(b"authorization", b"")
+        if not given and b"x-api-key" in exchange.headers:  # as Anthropic's clients send it
+            given = b"bearer " + exchange.headers[b"x-api-key"]
+        scheme, _, value = given.partition(b" ")
         if scheme.lower() == b"basic":  # `curl --user :KEY`, and proxies that ask for a password
             try:
                 value = base64.b64decode(value.strip(), validate=True).partition(b":")[2]

@@ -149,6 +149,4 @@ class Exchange:
         """Close the connection of a slow reader at once, and forget what it has not read."""
         if self.group is not None:
             self.group.give_up("slow", "the reader is too slow")
-        abort = self.scope.get("state", {}).get("abort")
-        if abort is not None:
-            abort()
+        self.scope.get("state", {}).get("abort", lambda: None)()

@@ -6,6 +6,7 @@ const ITEM = /^\s*([-*+]|\d{1,9}[.)])\s+/, COLUMNS = /^[\s|:-]*-[\s|:-]*$/;
 const INLINE = new RegExp([/\\([\\`*_{}[\]()#+.!|-])/, /(`+)(.+?)\2/, /\*\*(?=\S)(.+?)\*\*/, /\*(?=\S)(.+?)\*/,
   /(?<!\w)_(?=\S)(.+?)_(?!\w)/, /\[([^\]]+)\]\((https?:\/\/[^)\s]+)\)/].map((kind) => kind.source).join("|"));
 const TAGS = [[3, "code"], [4, "strong"], [5, "em"], [6, "em"], [7, "a"]];  // by their group of INLINE
+const DEEPEST = 10;  // lists and quotes in each other
 const cut = ({ text, at }, count) => ({ text: text.slice(count), at: at + count });
 const indent = (text) => text.search(/\S|$/);
 
@@ -24,7 +25,7 @@ function inline(into, line, leaf) {
   into.append(...leaf(line.text, line.at));
 }
 
-function markdown(lines, leaf) {
+function markdown(lines, leaf, depth = 0) {
   const made = document.createDocumentFragment();
   let at = 0;
   const take = (test) => {
@@ -32,7 +33,10 @@ function markdown(lines, leaf) {
     while (at < lines.length && test(lines[at].text)) at += 1;
     return lines.slice(first, at);
   };
-  const next = (from) => lines.slice(from).find(({ text }) => text.trim())?.text ?? "";  // that is not empty
+  const next = (from) => {  // line that is not empty
+    while (from < lines.length && !lines[from].text.trim()) from += 1;
+    return lines[from]?.text ?? "";
+  };
   while (at < lines.length) {
     const { text } = lines[at];
     let found, element;
@@ -53,11 +57,11 @@ function markdown(lines, leaf) {
     } else if (RULE.test(text)) {
       element = make("hr");
       at += 1;
-    } else if (QUOTE.test(text)) {
+    } else if (QUOTE.test(text) && depth < DEEPEST) {
       element = make("blockquote");
       const inside = take((other) => QUOTE.test(other));
-      element.append(markdown(inside.map((line) => cut(line, QUOTE.exec(line.text)[0].length)), leaf));
-    } else if ((found = ITEM.exec(text))) {
+      element.append(markdown(inside.map((line) => cut(line, QUOTE.exec(line.text)[0].length)), leaf, depth + 1));
+    } else if ((found = ITEM.exec(text)) && depth < DEEPEST) {
       const ordered = /\d/.test(found[1]), edge = indent(text);
       const sibling = (other) => indent(other) <= edge && /\d/.test(ITEM.exec(other)?.[1] ?? "") === ordered && ITEM.test(other);
       element = make(ordered ? "ol" : "ul");
@@ -67,7 +71,7 @@ function markdown(lines, leaf) {
         const item = make("li"), width = ITEM.exec(lines[at].text)[0].length;
         inline(item, cut(lines[at++], width), leaf);
         const inside = take(() => indent(next(at)) > edge);
-        item.append(markdown(inside.map((line) => cut(line, Math.min(width, indent(line.text)))), leaf));
+        item.append(markdown(inside.map((line) => cut(line, Math.min(width, indent(line.text)))), leaf, depth + 1));
         element.append(item);
       }
     } else if (text.includes("|") && lines[at + 1]?.text.includes("|") && COLUMNS.test(lines[at + 1].text)) {
