@@ -27,7 +27,7 @@ class Keys(Extension):
         if not given and b"x-api-key" in exchange.headers:  # as Anthropic's clients send it
             given = b"bearer " + exchange.headers[b"x-api-key"]
         scheme, _, value = given.partition(b" ")
-        if scheme.lower() == b"basic":  # `curl --user :KEY`, and proxies that ask for a password
+        if scheme.lower() == b"basic":  # `curl -u :KEY`, and proxies that ask for a password
             try:
                 value = base64.b64decode(value.strip(), validate=True).partition(b":")[2]
             except ValueError:
