@@ -48,8 +48,7 @@ class Api(Extension):
     async def read(self, exchange: Exchange, kind: type, body: bytes) -> None:
         """Find the fields of a body that its kind has not; what is no object is refused later."""
         with suppress(ValueError, RecursionError):
-            known = {field.name for field in msgspec.structs.fields(kind)}
-            unknown = sorted(_fields.decode(body).keys() - known)
+            unknown = sorted(_fields.decode(body).keys() - set(kind.__struct_fields__))
             ignore(exchange, unknown, self.strict)
 
     async def models(self, exchange: Exchange) -> None:
