@@ -1,8 +1,9 @@
 """A connection of the server: uvicorn's protocol with one clock, one request at a time, and a bound on bytes.
 
 A connection waits for a request, receives one, owes an answer, or closes, when its client has to read what is
-left. One clock runs in all states but the third, and no byte that arrives moves it. What arrives while an answer is owed is kept aside unread, up to the limit of a
-request's headers: so reading goes on, and a client that leaves is noticed.
+left. One clock runs in all states but the third, and no byte that arrives moves it. What arrives while an
+answer is owed is kept aside unread, up to the limit of a request's headers: so reading goes on, and a client
+that leaves is noticed.
 """
 
 from __future__ import annotations
