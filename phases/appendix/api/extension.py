@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 
@@ -45,7 +46,7 @@ class Api(Extension):
             "/openapi.json": {"GET": lambda exchange: exchange.json(openapi(self.version))},
         }
 
-    async def read(self, exchange: Exchange, kind: type, body: bytes) -> None:
+    async def read(self, exchange: Exchange, kind: Any, body: bytes) -> None:
         """Find the fields of a body that its kind has not; what is no object is refused later."""
         with suppress(ValueError, RecursionError):
             unknown = sorted(_fields.decode(body).keys() - set(kind.__struct_fields__))
