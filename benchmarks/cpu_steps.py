@@ -1,7 +1,7 @@
 """Phase 09 on a CPU: a step in one call (the appendix's `cpu_step`) against phase 08's operators from Python.
 
 One request and four, alone and beside a busy program; bfloat16 and the dtype that was asked for, and
-int8 weights. `ladder bench 09` runs it where the device is a CPU.
+int8 weights. `ladder bench 09` is this where the device is a CPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TOGETHER, BESIDE = 4, 1
 METRIC = "output_tokens_per_s"
 
 
-def run(options: BenchOptions) -> Evidence:
+def measured(options: BenchOptions) -> Evidence:
     """Each model in each format: one request, several, and one beside a busy program."""
     runs: list[Run] = []
     for target in targets(options):

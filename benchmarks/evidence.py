@@ -23,6 +23,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.provenance import git_state
 from common.device_names import device_folder
 from common.errors import UserError
 from common.files import whole
@@ -216,7 +217,7 @@ def collect(
     return Evidence(
         phase=phase,
         when=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        git=git_state(),
+        git=git_state(ROOT),
         machine=machine_facts(device, ceilings),
         versions=versions(),
         runs=tuple(runs),
@@ -240,19 +241,33 @@ def results(folder: Path = RESULTS) -> dict[str, dict[str, Evidence]]:
 
 
 def machine_facts(device: torch.device, ceilings: Mapping[str, float] | None = None) -> dict[str, Any]:
-    """Device kind, its name, the cores this process may use, torch's threads, and the measured ceilings."""
+    """Device and host by name, its GPUs and their driver, cores, torch's threads, measured ceilings."""
     import torch
 
     from common.device import device_name
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cuda = device.type == "cuda"
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] if cuda else []
     return {
         "device": device.type,
         "name": device_name(device),
+        "host": device_name(torch.device("cpu")),
+        **({"gpus": gpus, "driver": _driver()} if cuda else {}),
         "cores": cores,
         "threads": torch.get_num_threads(),
         "ceilings": dict(ceilings or {}),
     }
+
+
+def _driver() -> str:
+    """Version of NVIDIA's driver, or an empty string where its tool is absent."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return said.split("\n", 1)[0].strip()
 
 
 def versions() -> dict[str, str]:
@@ -268,26 +283,6 @@ def versions() -> dict[str, str]:
     if torch.version.cuda:
         found["cuda"] = str(torch.version.cuda)
     return found
-
-
-def git_state(root: Path = ROOT) -> dict[str, Any]:
-    """Commit of the checkout, and whether code in it differs from that commit.
-
-    Evidence and figures are left out of the comparison: writing one must not make the next one dirty.
-    """
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(root), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        commit = git("rev-parse", "HEAD")
-        changes = git("status", "--porcelain", "--", ".", ":!benchmarks/results", ":!figures")
-    except (OSError, subprocess.CalledProcessError):
-        # A copy without its history is told by whoever made the copy.
-        dirty = {"0": False, "1": True}.get(os.environ.get("LADDER_GIT_DIRTY", ""))
-        return {"commit": os.environ.get("LADDER_GIT_COMMIT", ""), "dirty": dirty}
-    return {"commit": commit, "dirty": bool(changes)}
 
 
 def _run_to_json(run: Run) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from benchmarks.made_up import write_tokenizer
 from common.text.tokenizer import Tokenizer
 from continuous.engine import Engine
 from phases import ROOT
-from phases.appendix.observability.observer import EngineObserver
+from phases.appendix.embeddings.pooling import PoolingObserver
 from serving import messages
 from serving.app import App
 from serving.client import EngineClient
@@ -170,7 +170,7 @@ class Loopback(EngineClient):
     def __init__(self, engine: Engine) -> None:
         super().__init__()
         self.engine = engine
-        self.worker = Worker(engine, self, EngineObserver(engine))
+        self.worker = Worker(engine, self, PoolingObserver(engine))
         self.busy = True
         self._arrived: list[Command] = []
         self._pumping: asyncio.Task[None] | None = None
@@ -202,7 +202,7 @@ class Loopback(EngineClient):
     def die(self) -> None:
         """What happens when the process ends."""
         self._lose()
-        self.worker = Worker(self.engine, self, EngineObserver(self.engine))
+        self.worker = Worker(self.engine, self, PoolingObserver(self.engine))
         self._arrived = []
         for request in [*self.engine.scheduler.running, *self.engine.scheduler.waiting]:
             self.engine.abort(request)

@@ -29,8 +29,9 @@ class Peer:
     """The process that runs llama.cpp. about: its versions and flags."""
 
     def __init__(self, python: str, gguf: str, threads: int) -> None:
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
         command = [python, __file__, "--worker", "--gguf", gguf, "--threads", str(threads)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(command, **pipes)
         self.about: dict[str, str] = self._read()
 
     def _read(self) -> Any:

@@ -57,13 +57,13 @@ class Bench:
         self.top = ceilings(options.device, options.dtype)
 
     def main(self, naive: bool = True) -> list[Run]:
-        """256 generated tokens. The naive loop takes minutes on a CPU: one sample of it is enough there."""
+        """256 generated tokens, which the naive loop takes minutes for on a CPU."""
         work = uniform("generate-256", 1, 64, 32 if self.options.quick else 256)
-        device, once = self.options.device, self.options.device.type == "cpu"
+        device = self.options.device
         short = uniform(work.name, 1, 64, 4)
         slow = alternate(
             {BEFORE: lambda _: time_generation(self.engines[BEFORE], work, device)} if naive else {},
-            repeats=1 if once else self.options.repeats,
+            repeats=self.options.repeats,
             warm={BEFORE: lambda: time_generation(self.engines[BEFORE], short, device)},
         )
         contenders = {PHASE: timer(self.engines[PHASE], work, device)}

@@ -45,7 +45,7 @@ class Bench:
         alone = kv_cache.load(self.model)
         before = alternate(
             {BEFORE: timer(alone, works[shared], device)},
-            repeats=self.options.repeats if on_cpu else 1,
+            repeats=self.options.repeats,
             warm={BEFORE: lambda: time_generation(alone, warm_up, device)},
         )
         engines = {str(size): batching.load(self.model, batch_size=size) for size in sizes}

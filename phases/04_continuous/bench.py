@@ -86,8 +86,7 @@ class Bench:
 
         samples = alternate(
             {variant: measure(variant) for variant in engines},
-            # The plain batches take most of this file's time.
-            repeats=max(1, self.options.repeats - 1),
+            repeats=self.options.repeats,
             warm={variant: lambda: None for variant in engines},
         )
         # The phase before comes first, so that a table's gains are over it.

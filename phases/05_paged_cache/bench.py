@@ -303,7 +303,7 @@ class Bench:
 
         return alternate(
             {variant: measure(engine) for variant, engine in engines.items()},
-            repeats=self.options.repeats if self.on_cpu else max(1, self.options.repeats // 2),
+            repeats=self.options.repeats,
             warm={variant: lambda: None for variant in engines},
         )
 

@@ -67,7 +67,7 @@ prompts distinct, on 2026-11-21. They are not measured again here, so they hold 
 def run(options: BenchOptions) -> Evidence:
     """Throughput, latency, startup, what overlap hides, and serving by the clock."""
     if options.device.type == "cpu":
-        return cpu_steps.run(options)
+        return cpu_steps.measured(options)
     if options.device.type != "cuda":
         raise UserError(
             f"device is {options.device.type!r}, but phase 09 is measured on 'cuda' and 'cpu' only"

@@ -159,11 +159,9 @@ class Bench:
         self, contenders: Mapping[str, Contender], work: Workload, facts: Mapping[str, Any]
     ) -> list[Run]:
         """All contenders on one workload, in turn."""
-        most = 3 if self.options.device.type == "cuda" else 2  # one sample may be slow by chance
-        repeats = 1 if self.options.quick else min(most, self.options.repeats)
         kept = alternate(
             {name: partial(self.sample, who, work) for name, who in contenders.items()},
-            repeats,
+            self.options.repeats,
             warm={name: partial(self.warm, who, _short(work)) for name, who in contenders.items()},
             log=print,
         )

@@ -102,7 +102,7 @@ def on_cpu(options: BenchOptions) -> list[Run]:
             work = closed(max(4, users), QUESTION, 8 if options.quick else ANSWER)
             ask(PHASE, server, work, 1 if users == 1 else options.repeats, users=users)
             if users == many:
-                ask(ALONE, alone, work, 1, users=users)
+                ask(ALONE, alone, work, options.repeats, users=users)
         for length in PROMPTS[:1] if options.quick else PROMPTS:
             ask(LENGTHS, server, closed(8, length, SHORT), min(2, options.repeats), users=8, prompt=length)
     return runs
@@ -206,7 +206,7 @@ class OnCuda:
         self, work: Workload, variants: Mapping[str, Callable[[int], Sample]], facts: Mapping[str, Any]
     ) -> list[Run]:
         """Evidence of each variant."""
-        kept = taken(variants, min(2, self.options.repeats))
+        kept = taken(variants, self.options.repeats)
         return [one(name, work, self.options, samples, facts) for name, samples in kept.items()]
 
 

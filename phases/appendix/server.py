@@ -8,16 +8,19 @@ from collections.abc import Callable
 from typing import Any
 
 from common.text.tokenizer import Tokenizer
+from phases.appendix.access.forms import Forms
 from phases.appendix.access.hosts import ANY, Hosts
 from phases.appendix.access.keys import Keys
 from phases.appendix.access.origins import Origins
 from phases.appendix.api.extension import Api
 from phases.appendix.connections.connection import NEVER, Connection
 from phases.appendix.connections.parts import BodyParts
+from phases.appendix.embeddings.endpoint import EmbeddingRoute
 from phases.appendix.observability.live import Live
 from phases.appendix.observability.log import AccessLog
 from phases.appendix.observability.metrics import Metrics
 from phases.appendix.observability.traces import Traces
+from phases.appendix.protocols.extension import Protocols
 from serving.app import App, Extension
 from serving.client import EngineClient
 from serving.http.limits import Limits
@@ -37,6 +40,7 @@ def whole_app(
     strict: bool = False,
     version: str = "0",
     traces: Traces | None = None,
+    describe_tools: bool = True,
     **server: Any,
 ) -> App:
     """Make the application that `ladder serve` runs.
@@ -50,13 +54,15 @@ def whole_app(
         limits: on what a client may send.
         strict: refuse unknown fields.
         version: of the server.
+        describe_tools: tools, to models whose chat template shows them none.
         server: what `App` takes besides.
     """
     metrics, checked = Metrics(), limits or Limits()
     extensions: list[Extension] = [metrics, Hosts(hosts)]
     extensions += [Origins(allowed_origins)] if allowed_origins else []
     extensions += [Keys(keys), *([traces] if traces is not None else []), AccessLog(access_log, metrics)]
-    extensions += [BodyParts(checked), Api(version, strict), Live()]
+    extensions += [BodyParts(checked), Api(version, strict, describe_tools)]
+    extensions += [Protocols(strict, describe_tools), EmbeddingRoute(strict), Live(), Forms()]
     return App(engine, tokenizer, model, limits=checked, extensions=extensions, **server)
 
 

@@ -13,6 +13,7 @@ from types import ModuleType
 from benchmarks.evidence import FIGURES, RESULTS, BenchOptions, Evidence, results
 from benchmarks.gains import factor_text, gain, gain_words
 from benchmarks.labels import axis_label
+from benchmarks.provenance import clean
 from common.console import err, out, table
 from common.device_names import device_folder
 from common.errors import UserError, integer
@@ -44,6 +45,8 @@ def bench(
         integer("--repeats", repeats, low=1, high=MOST_REPEATS)
     if quick and record:
         raise UserError("--record keeps what was measured with care: leave --quick out")
+    if record:
+        clean(ROOT)
     name = _named(phase)
     from common.device import device_name, pick_device, pick_dtype
 

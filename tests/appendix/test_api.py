@@ -375,3 +375,19 @@ async def test_a_template_of_a_client_is_text_like_any_other(make, tokenizer):
     body = {"messages": [{"role": "user", "content": "{{ 7 * 7 }}{% raw %}"}]}
     ids = (await Client(make()).post("/tokenize", body))[1]["tokens"]
     assert "{{ 7 * 7 }}" in tokenizer.decode(ids)
+
+
+async def test_pages_of_the_api_ask_nobody_else(make):
+    app = make(keys=("secret",))
+    key = {"authorization": "Bearer secret"}
+    page = await Client(app).request("/docs", b"", "GET", key).run()
+    text = b"".join(page.chunks).decode()
+    assert page.status == 200 and "default-src 'none'" in page.headers["content-security-policy"]
+    assert "/openapi.json" in text and "http:" not in text and "https:" not in text
+    document = (await Client(app).request("/openapi.json", b"", "GET", key).run()).json()
+    assert set(app.routes) == set(document["paths"]), "a route is not in the document"
+    fields = document["components"]["schemas"]
+    assert {"ChatRequest", "ResponsesRequest", "MessagesRequest", "EmbeddingRequest"} <= set(fields)
+    icon = await Client(app).request("/favicon.ico", b"", "GET", key).run()
+    assert (icon.status, icon.headers["content-type"]) == (200, "image/svg+xml")
+    assert (await Client(app).request("/ping", b"", "GET").run()).status == 200, "a watcher needs a key"

@@ -29,7 +29,7 @@ CONFIGS = {
     "llama": TINY,
     "qwen2": replace(TINY, family="qwen2", tie_word_embeddings=True),
     "qwen3": replace(TINY, family="qwen3"),
-    "gemma3": replace(SHAPES["tiny-window"], vocab_size=256),
+    "gemma3": replace(SHAPES["tiny-window"], vocab_size=256, attention_soft_cap=None, final_soft_cap=None),
 }
 PROMPTS = [[3 + 7 * i + j % 200 for j in range(4 + 9 * i)] for i in range(6)]
 SIZES: dict[str, Any] = {"max_rows": 5, "max_len": 128, "block_size": 4, "step_tokens": 128}
@@ -123,6 +123,7 @@ def test_logits_in_bfloat16_are_those_of_torch_rounded(name: str, quantization: 
     [
         (replace(TINY, vocab_size=257), {}),
         (replace(TINY, activation="relu"), {}),
+        (replace(TINY, final_soft_cap=30.0), {}),
         (replace(SHAPES["gpt2"], num_layers=1, vocab_size=256, sliding_windows=()), {}),
         (TINY, {"quantization": "w8a8"}),
         (TINY, {"kv_cache": "int8"}),

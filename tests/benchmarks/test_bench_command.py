@@ -30,6 +30,7 @@ def evidence(rate: float) -> Evidence:
 def homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     """A checkout and a cache folder, and a benchmark that measures 20 where 10 is recorded."""
     checkout, cache = tmp_path / "checkout", tmp_path / "cache"
+    monkeypatch.setenv("LADDER_GIT_COMMIT", "f" * 40)
     monkeypatch.setattr(benches, "ROOT", checkout)
     monkeypatch.setattr(benches, "RESULTS", checkout / "benchmarks" / "results")
     monkeypatch.setattr(benches, "FIGURES", checkout / "figures")
@@ -77,6 +78,18 @@ def test_only_record_replaces_evidence(homes: tuple[Path, Path]) -> None:
     assert written(cache) == [], "--record writes to the checkout, not to the cache"
     kept = Evidence.load(checkout / "benchmarks" / "results" / HERE / "01_forward.json")
     assert kept.seconds is not None, "evidence says how long it took to measure"
+
+
+def test_what_belongs_to_no_commit_is_no_evidence(
+    homes: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LADDER_GIT_COMMIT", f"{'f' * 40}:{'0' * 16}")
+    with pytest.raises(UserError, match="no copy of that commit"):
+        bench(record=True)
+    monkeypatch.delenv("LADDER_GIT_COMMIT")
+    with pytest.raises(UserError, match="LADDER_GIT_COMMIT is not set"):
+        bench(record=True)
+    assert bench() == 0, "only what is recorded needs a commit"
 
 
 def test_a_quick_look_is_no_evidence(homes: tuple[Path, Path]) -> None:

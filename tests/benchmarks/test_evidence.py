@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from benchmarks.evidence import (
     Roofline,
     Run,
     collect,
-    git_state,
     results,
 )
 from common.device_names import device_folder
@@ -35,7 +33,9 @@ def test_file_has_the_agreed_shape(tmp_path):
     path = collect("02_kv_cache", [a_run(batch=4)], CPU, ceilings).write(tmp_path / "x" / "e.json")
     raw = json.loads(path.read_text(encoding="utf-8"))
     assert list(raw) == ["phase", "when", "git", "machine", "versions", "runs"]
-    assert set(raw["git"]) == {"commit", "dirty"}
+    assert set(raw["git"]) == {"commit", "dirty", "sources"}
+    assert set(raw["machine"]) == {"device", "name", "host", "cores", "threads", "ceilings"}
+    assert raw["machine"]["host"] == raw["machine"]["name"], "on a CPU the host is the device"
     assert raw["machine"]["device"] == "cpu"
     assert raw["machine"]["ceilings"] == ceilings
     assert raw["machine"]["cores"] >= 1
@@ -86,27 +86,3 @@ def test_another_file_is_named_in_the_error(tmp_path, content):
 )
 def test_device_folder(device, name, folder):
     assert device_folder(device, name) == folder
-
-
-def test_git_state_sees_changed_code_but_not_new_evidence(tmp_path):
-    def git(*arguments: str) -> None:
-        identity = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
-        subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True)
-
-    git("init")
-    (tmp_path / "code.py").write_text("1")
-    git("add", ".")
-    git("commit", "-m", "x")
-    assert git_state(tmp_path)["dirty"] is False
-    assert len(git_state(tmp_path)["commit"]) == 40
-    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
-    (tmp_path / "benchmarks" / "results" / "e.json").write_text("1")
-    assert git_state(tmp_path)["dirty"] is False
-    (tmp_path / "code.py").write_text("2")
-    assert git_state(tmp_path)["dirty"] is True
-
-
-def test_git_state_without_a_checkout(tmp_path, monkeypatch):
-    monkeypatch.setenv("LADDER_GIT_COMMIT", "f" * 40)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert git_state(tmp_path) == {"commit": "f" * 40, "dirty": None}

@@ -29,7 +29,7 @@ UNIT = re.search(r"```ini\n(.*?)```", PAGE, re.DOTALL)[1]
 
 def options_of(command: str) -> set[str]:
     found = typer.main.get_command(app).commands[command].params
-    return {name for param in found for name in param.opts}
+    return {name for param in found for name in (*param.opts, *param.secondary_opts)}
 
 
 def engine_options() -> set[str]:

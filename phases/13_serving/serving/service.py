@@ -11,7 +11,7 @@ from serving.completion import ChoiceGroup, Order
 from serving.endpoints import Endpoint
 from serving.http.answers import Answer
 from serving.http.errors import STATUS, ApiError, wrong
-from serving.http.exchange import EVENTS, Exchange, Gone
+from serving.http.exchange import Exchange, Gone
 from serving.http.limits import Limits
 from serving.http.schema import Generation
 from serving.messages import Ready
@@ -87,7 +87,7 @@ class Service:
                 events.append(answer.end(group))
             data = b"".join(events)
             if data and not exchange.status:
-                await exchange.start(200, EVENTS)
+                await exchange.start(200, answer.headers)
             if data:
                 await exchange.write(data, more=bool(waiting))
 

@@ -15,7 +15,7 @@ from serving.http.errors import ApiError
 from serving.http.exchange import Exchange, Header
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@,]+")
-EXPOSED = b"x-request-id, x-ladder-ignored, retry-after"
+EXPOSED = b"x-request-id, x-ladder-ignored, x-ladder-warning, retry-after"
 SECONDS = b"600"
 """That a browser may remember an answer of ours to its question."""
 

@@ -11,8 +11,9 @@ import msgspec
 from common.events import Logprob, PromptLogprob
 from common.text.tokenizer import Tokenizer
 from phases.appendix.api.offsets import Offsets
+from phases.appendix.api.reasoning import ReasoningReader
 from phases.appendix.tools.formats import CallFormat
-from phases.appendix.tools.reader import CallReader
+from phases.appendix.tools.reader import CallReader, News
 from serving.completion import Choice, ChoiceGroup, Order, Piece
 from serving.http.answers import Answer
 from serving.messages import PROMPT
@@ -28,11 +29,13 @@ class WideOrder(Order):
 
     asked: the field that constrains the output, if one does.
     calls: how the model writes calls, if it may make any.
+    reasons: whether its output begins within reasoning; None: none is split off. See `reasoning.opened`.
     loosened: keywords that the output need not follow.
     """
 
     asked: str = ""
     calls: CallFormat | None = None
+    reasons: bool | None = None
     loosened: list[str] = field(default_factory=list)
 
     @property
@@ -150,21 +153,23 @@ class WideChatAnswer(WideAnswer):
 
     def __init__(self, id: str, model: str, tokenizer: Tokenizer, request: Any) -> None:
         super().__init__(id, model, tokenizer, request)
-        self._readers: dict[int, CallReader] = {}
+        self._readers: dict[int, tuple[ReasoningReader | None, CallReader | None]] = {}
 
-    def reader(self, choice: Choice) -> CallReader | None:
-        """Return what finds calls in the text of a completion, if there may be any."""
-        format = order_of(choice).calls
-        if format is None:
-            return None
+    def readers(self, choice: Choice) -> tuple[ReasoningReader | None, CallReader | None]:
+        """Return what finds reasoning and calls in the text of a completion, if there may be any."""
         if choice.index not in self._readers:
-            self._readers[choice.index] = CallReader(format)
+            order = order_of(choice)
+            trigger = "" if order.calls is None else order.calls.trigger
+            self._readers[choice.index] = (
+                None if order.reasons is None else ReasoningReader(order.reasons, trigger),
+                None if order.calls is None else CallReader(order.calls),
+            )
         return self._readers[choice.index]
 
     def reason(self, choice: Choice) -> str | None:
         """Return why a completion has ended."""
-        reader = self.reader(choice)
-        called = reader is not None and reader.complete and choice.reason == "stop"
+        _, calls = self.readers(choice)
+        called = calls is not None and calls.complete and choice.reason == "stop"
         return "tool_calls" if called else choice.reason
 
     def whole(self, group: ChoiceGroup, keep: list[Choice]) -> dict[str, Any]:
@@ -188,29 +193,33 @@ class WideChatAnswer(WideAnswer):
         return self.event(choice, {"delta": delta, **self.details(choice, piece)}, reason)
 
     def deltas(self, choice: Choice, piece: Piece, last: bool) -> list[dict[str, Any]]:
-        """Return what a piece adds to the message: text, calls, parts of them."""
-        reader = self.reader(choice)
-        if reader is None and piece.text:
-            return [{"content": piece.text}]
-        empty = piece.start == piece.stop or not (choice.logprobs or self.request.return_token_ids)
-        if reader is None:
-            return [] if empty else [{"content": ""}]
-        news = reader.read(piece.text, last)
-        deltas: list[dict[str, Any]] = [{"content": news.content}] if news.content else []
-        for index, text, first in news.calls:
-            call: dict[str, Any] = {"index": index, "function": {"arguments": text}}
-            deltas.append({"tool_calls": [call | reader.calls[index].shape("") if first else call]})
-        return deltas or ([] if empty else [{}])
+        """Return what a piece adds to the message: reasoning, text, calls, parts of them."""
+        (reasoning, calls), text, deltas = self.readers(choice), piece.text, list[dict[str, Any]]()
+        if reasoning is None and calls is None and text:
+            return [{"content": text}]
+        if reasoning is not None:
+            thought, text = reasoning.read(text, last)
+            deltas += [{"reasoning_content": thought}] if thought else []
+        news = News(text) if calls is None else calls.read(text, last)
+        deltas += [{"content": news.content}] if news.content else []
+        for index, arguments, first in news.calls:
+            call: dict[str, Any] = {"index": index, "function": {"arguments": arguments}}
+            if first and calls is not None:
+                call |= calls.calls[index].shape("")
+            deltas.append({"tool_calls": [call]})
+        if deltas or piece.start == piece.stop or not (choice.logprobs or self.request.return_token_ids):
+            return deltas
+        return [{"content": ""} if calls is None and reasoning is None else {}]  # its tokens are told
 
     def shape(self, choice: Choice) -> dict[str, Any]:
         """See `Answer`."""
-        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
-        reader = self.reader(choice)
-        if reader is not None:
-            message["content"] = reader.read(choice.text, True).content  # neither, if cut before its name
-            if reader.calls:
-                message["content"] = message["content"] or None
-                message["tool_calls"] = [call.shape(call.arguments) for call in reader.calls]
+        message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
+        for delta in self.deltas(choice, Piece(choice.text, 0, 0), True):
+            message |= {field: text for field, text in delta.items() if field != "tool_calls"}
+        _, calls = self.readers(choice)
+        if calls is not None and calls.calls:  # one that was cut before its name is none
+            message["content"] = message["content"] or None
+            message["tool_calls"] = [call.shape(call.arguments) for call in calls.calls]
         details = self.details(choice, Piece("", 0, len(choice.tokens)))
         if self.request.return_token_ids:
             details["prompt_token_ids"] = choice.order.prompt

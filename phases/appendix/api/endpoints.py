@@ -11,7 +11,10 @@ from common.sampling.params import MAX_N
 from common.text.ids import LONG
 from phases.appendix.api.answers import WideAnswer, WideChatAnswer, WideOrder
 from phases.appendix.api.grammars import grammar_of
+from phases.appendix.api.reasoning import marks, opened
 from phases.appendix.api.schema import ChatRequest, CompletionRequest, TokenizeRequest, Wide
+from phases.appendix.tools.described import WARNING, described
+from phases.appendix.tools.formats import shows_tools
 from phases.appendix.tools.request import Tools, conversation, refusal, tools_of
 from serving.completion import Order
 from serving.endpoints import USUAL_TOKENS, Endpoint, Prompts, prompts_of
@@ -104,28 +107,48 @@ class WideCompletions(Endpoint):
 
 
 class WideChat(WideCompletions):
-    """`/v1/chat/completions`: a conversation."""
+    """`/v1/chat/completions`: a conversation.
+
+    describe: tools in words, to models whose template shows them none.
+    """
 
     body, answers = ChatRequest, WideChatAnswer
     prefix, source = "chatcmpl", "messages"
+    describe = True
 
-    async def orders(self, exchange: Exchange, request: Any, ready: Ready) -> list[Order]:
-        """See `Endpoint`."""
-        not_streamed(request)
+    async def prompt(
+        self, exchange: Exchange, request: ChatRequest, ready: Ready
+    ) -> tuple[list[int], Tools | None]:
+        """Return the token ids of a conversation, and the tools that it shows. Raises `ApiError`."""
+        tokenizer = self.prompts.tokenizer
         self.prompts.fits(characters(request.messages), ready, "messages")
         ignore(exchange, ignored(self.prompts, request), self.strict)
-        tools = tools_of(request, self.prompts.tokenizer, self.limits)
+        tools = tools_of(request, tokenizer, self.limits, describe=self.describe)
         variables = request.chat_template_kwargs or {}
         if _RESERVED & variables.keys():
             name = min(_RESERVED & variables.keys())
             raise wrong("chat_template_kwargs", f"chat_template_kwargs may not hold {name!r}")
+        shown = [] if tools is None else tools.shown
+        if shown and not shows_tools(tokenizer):
+            exchange.extra.append((b"x-ladder-warning", WARNING))
+        return await chat_ids(self.prompts, request, variables, shown, describe=self.describe), tools
+
+    async def orders(self, exchange: Exchange, request: Any, ready: Ready) -> list[Order]:
+        """See `Endpoint`."""
+        not_streamed(request)
         if request.top_logprobs and not request.logprobs:
             raise wrong("top_logprobs", "top_logprobs needs logprobs to be true")
-        ids = await chat_ids(self.prompts, request, variables | ({"tools": tools.shown} if tools else {}))
+        ids, tools = await self.prompt(exchange, request, ready)
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         more = {"prompt_logprobs": request.prompt_logprobs, "logprobs": logprobs}
         more["max_tokens"] = request.max_completion_tokens
         order = self.order(request, ids, ready, None, tools=tools, **more)
+        free = order.asked in ("", "tools") and request.tool_choice in (None, "none", "auto")
+        free = free and (request.response_format or {}).get("type", "text") == "text"
+        if free and not request.continue_final_message and request.separate_reasoning is not False:
+            order.reasons = opened(self.prompts.tokenizer, ids)
+        if order.reasons is not None:
+            order.shown |= marks(self.prompts.tokenizer)
         if order.loosened:
             exchange.extra.append((b"x-ladder-loosened", listed(order.loosened)))
         return self.checked([order])
@@ -166,22 +189,39 @@ def characters(messages: list[dict[str, Any]]) -> int:
 
 
 async def chat_ids(
-    prompts: Prompts, request: ChatRequest | TokenizeRequest, variables: dict[str, Any]
+    prompts: Prompts,
+    request: ChatRequest | TokenizeRequest,
+    variables: dict[str, Any],
+    tools: list[dict[str, Any]],
+    *,
+    describe: bool,
 ) -> list[int]:
-    """Return the token ids of a conversation. Raises `ApiError`."""
+    """Return the token ids of a conversation that shows tools. Raises `ApiError`.
+
+    describe: them and their calls in words, to models whose template shows none.
+    """
+
+    def make() -> list[int]:
+        made = conversation(messages)
+        if describe and not shows_tools(prompts.tokenizer):
+            made = described(made, tools)
+        return prompts.tokenizer.chat(made, **settings)
+
     messages, goes_on = request.messages or [], bool(request.continue_final_message)
     if goes_on and request.add_generation_prompt:
         words = "continue_final_message and add_generation_prompt are both true, but only one may be"
         raise wrong("continue_final_message", words)
-    settings = variables | {
-        "add_generation_prompt": request.add_generation_prompt is not False,
-        "continue_final_message": goes_on,
-        "add_special_tokens": bool(request.add_special_tokens),
-    }
-    long = len(messages) > MANY or sum(len(str(part)) for part in (*messages, settings)) > LONG
-    return await prompts.make(
-        long, lambda: prompts.tokenizer.chat(conversation(messages), **settings), "messages"
+    settings = (
+        variables
+        | ({"tools": tools} if tools else {})
+        | {
+            "add_generation_prompt": request.add_generation_prompt is not False,
+            "continue_final_message": goes_on,
+            "add_special_tokens": bool(request.add_special_tokens),
+        }
     )
+    long = len(messages) > MANY or sum(len(str(part)) for part in (*messages, settings)) > LONG
+    return await prompts.make(long, make, "messages")
 
 
 async def decode(prompts: Prompts, ids: list[int], ready: Ready, param: str = "tokens") -> str:

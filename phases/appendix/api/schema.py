@@ -67,6 +67,7 @@ class ChatRequest(Wide, kw_only=True):
     continue_final_message: bool | None = False
     chat_template: None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    separate_reasoning: bool | None = True
 
     # taken, and without a meaning here
     reasoning_effort: Any = None

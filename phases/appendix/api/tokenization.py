@@ -18,10 +18,10 @@ SLICE = 10_000
 
 
 class Tokenization:
-    """Both routes of one application. strict: refuse what would be ignored."""
+    """Both routes of one application. strict: refuse what would be ignored. describe: see `chat_ids`."""
 
-    def __init__(self, app: App, strict: bool) -> None:
-        self.app, self.prompts, self.strict = app, app.prompts, strict
+    def __init__(self, app: App, strict: bool, describe: bool) -> None:
+        self.app, self.prompts, self.strict, self.describe = app, app.prompts, strict, describe
 
     async def tokenize(self, exchange: Exchange) -> None:
         """Answer with token ids."""
@@ -46,7 +46,7 @@ class Tokenization:
         if (request.prompt is None) == (request.messages is None):
             raise wrong("prompt", "exactly one of prompt and messages must be given")
         if request.prompt is None:
-            return await chat_ids(self.prompts, request, {"tools": request.tools} if request.tools else {})
+            return await chat_ids(self.prompts, request, {}, request.tools or [], describe=self.describe)
         if len(request.prompt) > self.app.limits.max_text:
             raise too_many("prompt", len(request.prompt), self.app.limits.max_text, "characters")
         return await self.prompts.encode(request.prompt, request.add_special_tokens is not False)

@@ -18,7 +18,7 @@ import torch
 from common.console import err
 from common.errors import UserError
 from common.paths import cache_home
-from paged_cache import Feature, Parts
+from paged_cache import Feature, PagedRunner, Parts
 from paged_cache.attention import TorchPagedAttention
 
 SOURCE = Path(__file__).with_name("step.cpp")
@@ -50,6 +50,7 @@ def connect(parts: Parts) -> None:
     from phases.appendix.cpu_step.plan import OneCall, Unsupported
 
     runner, compiled = parts.engine.runner, library()
+    assert isinstance(runner, PagedRunner)
     if compiled is not None and type(runner.attention) is TorchPagedAttention:
         with suppress(Unsupported):
             runner.plans = [OneCall(compiled, runner), *runner.plans]

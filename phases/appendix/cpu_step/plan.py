@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from ctypes import CDLL, Structure, c_double, c_int64, c_void_p
 from itertools import accumulate
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,12 @@ from quant.linear import QuantLinear
 MOST = 16
 """Requests in such a step; PyTorch's products of matrices are the faster ones for more."""
 WIDTH, SIDE, ROWS = 16, 4, 32
-"""What divides the inputs and the outputs of a product; outputs in a task."""
+"""Inputs and outputs of a product are multiples of the first two; outputs in a task."""
 NORM, ADD, SILU, GELU, TURN, ATTEND = range(3, 9)
 PRODUCTS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 ACTIVATIONS = {"silu": SILU, "gelu_new": GELU, "gelu_pytorch_tanh": GELU}
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
-ARGUMENTS = [c_void_p, *[c_int64] * 2, c_void_p, c_int64, *[c_void_p] * 2, *[c_int64] * 3]
+ARGUMENTS: list[Any] = [c_void_p, *[c_int64] * 2, c_void_p, c_int64, *[c_void_p] * 2, *[c_int64] * 3]
 
 
 class Operator(Structure):
@@ -36,7 +36,7 @@ class Operator(Structure):
         [(name, c_int64) for name in ("code", "x", "y", "outputs", "inputs")]
         + [(name, c_int64) for name in ("tasks", "heads", "kv_heads", "window", "block_size", "rope")]
         + [(name, c_void_p) for name in ("weight", "scale", "bias", "q_norm", "k_norm", "keys", "values")]
-        + [(name, c_double) for name in ("factor", "soft_cap")]
+        + [("factor", c_double)]
     )
 
 
@@ -54,13 +54,12 @@ class OneCall:
     def __init__(self, library: CDLL, runner: PagedRunner) -> None:
         self.runner, self.pool, self.call = runner, runner.attention.pool, library.run
         self.call.argtypes = ARGUMENTS
-        self.model: Any = runner.model
+        self.model = cast(Any, runner.model)
         self.kept: list[Tensor] = []
         self.config = config = runner.model.config
-        known = (
-            config.family in FAMILIES and config.activation in ACTIVATIONS and self.model.dtype in PRODUCTS
-        )
-        if not known or not self.pool.exact or config.head_dim % WIDTH:
+        named = config.family in FAMILIES and config.activation in ACTIVATIONS
+        exact = self.model.dtype in PRODUCTS and self.pool.exact and config.head_dim % WIDTH == 0
+        if not (named and exact) or config.attention_soft_cap or config.final_soft_cap:
             raise Unsupported
         self.gemma = config.family == "gemma3"
         self.ropes = [self.model.rope_global, self.model.rope_local] if self.gemma else [self.model.rope]
@@ -77,10 +76,8 @@ class OneCall:
     def operator(self, code: int, x: int, y: int, tasks: int = 1, **fields: Any) -> Operator:
         """An operator from columns at `x` to columns at `y`; the tensors that it points to are kept."""
         self.kept += [value for value in fields.values() if isinstance(value, Tensor)]
-        plain = {
-            name: value.data_ptr() if isinstance(value, Tensor) else value for name, value in fields.items()
-        }
-        return Operator(code=code, x=x, y=y, tasks=tasks, **plain)
+        places = {name: value.data_ptr() for name, value in fields.items() if isinstance(value, Tensor)}
+        return Operator(code=code, x=x, y=y, tasks=tasks, **fields | places)
 
     def block(self, block: Any) -> list[Operator]:
         """Attention, then the MLP; Gemma normalizes what they return."""
@@ -90,31 +87,28 @@ class OneCall:
         heads = {"inputs": spec.head_dim, "heads": spec.num_heads, "kv_heads": spec.num_kv_heads}
         heads |= {"keys": cache.k, "values": cache.v, "block_size": self.pool.data.shape[3]}
         norms = {name: self.factors(children.get(name)) for name in ("q_norm", "k_norm")}
+        turns, gate = spec.num_heads + spec.num_kv_heads, ACTIVATIONS[config.activation]
         turned = {"rope": self.rope + 2 * spec.head_dim * local, "factor": config.norm_eps}
-        scores = {"factor": spec.scale, "soft_cap": spec.soft_cap or 0.0, "window": spec.sliding_window or 0}
+        scores = {"factor": spec.scale, "window": spec.sliding_window or 0}
         before = block.pre_feedforward_layernorm if self.gemma else block.post_attention_layernorm
         return [
             self.norm(block.input_layernorm, self.x, self.h),
             *self.products(attention, self.h, self.wide, "qkv_proj", "q_proj", "k_proj", "v_proj"),
-            self.operator(
-                TURN, self.wide, self.wide, spec.num_heads + spec.num_kv_heads, **heads, **norms, **turned
-            ),
+            self.operator(TURN, self.wide, self.wide, turns, **heads, **norms, **turned),
             self.operator(ATTEND, self.wide, self.mixed, spec.num_heads, **heads, **scores),
             *self.products(attention, self.mixed, self.y, "o_proj"),
             *([self.norm(block.post_attention_layernorm, self.y, self.y)] if self.gemma else []),
             self.operator(ADD, self.y, self.x, inputs=config.hidden_size),
             self.norm(before, self.x, self.h),
             *self.products(block.mlp, self.h, self.wide, "gate_up_proj", "gate_proj", "up_proj"),
-            self.operator(
-                ACTIVATIONS[config.activation], self.wide, self.wide, inputs=config.intermediate_size
-            ),
+            self.operator(gate, self.wide, self.wide, inputs=config.intermediate_size),
             *self.products(block.mlp, self.wide, self.y, "down_proj"),
             *([self.norm(block.post_feedforward_layernorm, self.y, self.y)] if self.gemma else []),
             self.operator(ADD, self.y, self.x, inputs=config.hidden_size),
         ]
 
     def products(self, owner: nn.Module, x: int, y: int, *names: str) -> list[Operator]:
-        """Those of these linear layers that there are; their outputs lie one behind the other."""
+        """Linear layers of one input, those of the names that there are; outputs lie one behind the other."""
         made, children = [], dict[str, Any](owner.named_children())
         for layer in (children[name] for name in names if name in children):
             quantized = isinstance(layer, QuantLinear)
@@ -125,22 +119,20 @@ class OneCall:
             (outputs, inputs), code = weight.shape, PRODUCTS.get(weight.dtype)
             if code is None or inputs % WIDTH or outputs % SIDE or not weight.is_contiguous():
                 raise Unsupported
-            tensors = {"weight": weight, "scale": scale}
+            about: dict[str, Any] = {"outputs": outputs, "inputs": inputs, "weight": weight, "scale": scale}
             if layer.bias is not None:
-                tensors["bias"] = layer.bias.float()
-            made.append(
-                self.operator(code, x, y, -(-outputs // ROWS), outputs=outputs, inputs=inputs, **tensors)
-            )
+                about["bias"] = layer.bias.float()
+            made.append(self.operator(code, x, y, -(-outputs // ROWS), **about))
             y += outputs
         return made
 
     def norm(self, norm: nn.Module, x: int, y: int) -> Operator:
         """A norm over a whole vector."""
-        about = {"inputs": self.config.hidden_size, "factor": self.config.norm_eps}
+        about: dict[str, Any] = {"inputs": self.config.hidden_size, "factor": self.config.norm_eps}
         return self.operator(NORM, x, y, weight=self.factors(norm), **about)
 
     def factors(self, norm: Any) -> Tensor | None:
-        """What a norm multiplies by, in float32; None for no norm."""
+        """Return the factors of a norm in float32; None for no norm."""
         return None if norm is None else norm.weight.float() + (1 if self.gemma else 0)
 
     def takes(self, works: Sequence[Work], masked: bool) -> bool | None:
@@ -155,9 +147,9 @@ class OneCall:
         batch = self.runner.prepare(works)
         assert isinstance(batch, PagedBatch)
         count, tables = len(works), batch.block_tables.contiguous()
-        space = torch.zeros(
-            1 if count == 1 else -(-count // SIDE) * SIDE, self.width
-        )  # products read whole tiles
+        padded = 1 if count == 1 else -(-count // SIDE) * SIDE  # products read whole tiles
+        space = torch.empty(padded, self.width)
+        space[count:] = 0
         x = self.model.embed_tokens(batch.input_ids)
         space[:count, : self.h] = x * torch.tensor(x.shape[1] ** 0.5 if self.gemma else 1.0, dtype=x.dtype)
         turns = [turn for rope in self.ropes for turn in rope(batch.positions)]
@@ -165,6 +157,5 @@ class OneCall:
         places = space.data_ptr(), self.width, batch.positions.data_ptr(), tables.data_ptr(), tables.shape[1]
         how = x.dtype == torch.bfloat16, torch.get_num_threads()
         self.call(self.operators, len(self.operators), count, *places, *how)
-        logits, cap = space[:count, self.logits :], self.config.final_soft_cap
-        logits = logits if cap is None else cap * torch.tanh(logits / cap)
-        return Forwarded(works, batch, space[:count, self.h : self.y].to(x.dtype), logits=logits)
+        hidden = space[:count, self.h : self.y].to(x.dtype)
+        return Forwarded(works, batch, hidden, logits=space[:count, self.logits :])

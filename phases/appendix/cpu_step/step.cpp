@@ -21,7 +21,7 @@ struct Operator {
   const void *weight;
   const float *scale, *bias, *q_norm, *k_norm;
   void *keys, *values;  // [N, P, KH, D], in bfloat16 if results are
-  double factor, soft_cap;
+  double factor;  // eps, or what scores are multiplied by
 };
 
 static V load(const float *from) { return _mm512_loadu_ps(from); }
@@ -121,7 +121,6 @@ struct Step {
       V sum = {};
       for (Int j = 0; j < n; j += WIDTH) sum += load((A *)o.keys + place(o, t, i, kv) + j) * load(q + j);
       scores[i] = _mm512_reduce_add_ps(sum) * float(o.factor);
-      if (o.soft_cap) scores[i] = o.soft_cap * std::tanh(scores[i] / float(o.soft_cap));
       most = std::max(most, scores[i]);
     }
     float *weights = scores.data();

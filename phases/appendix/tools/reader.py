@@ -12,6 +12,16 @@ from phases.appendix.tools.formats import CallFormat
 _LETTERS = string.ascii_letters + string.digits
 
 
+def settled(text: str, *marks: str) -> int:
+    """Return how much of a text can be no beginning of a mark, nor spaces before one."""
+    sizes = (range(min(len(mark) - 1, len(text)), 0, -1) for mark in marks)
+    held = (
+        next((size for size in each if text.endswith(mark[:size])), 0)
+        for mark, each in zip(marks, sizes, strict=True)
+    )
+    return len(text[: len(text) - max(held)].rstrip())
+
+
 @dataclass
 class Called:
     """A call as far as it is known: `arguments` is JSON, or the beginning of it."""
@@ -90,11 +100,7 @@ class CallReader:
             news.content += rest[:at].rstrip()
             self._rest, self._state = rest[at + len(trigger) :], "name"
             return
-        known = len(rest)
-        if trigger and not last:
-            sizes = range(min(len(trigger) - 1, known), 0, -1)
-            known -= next((size for size in sizes if rest.endswith(trigger[:size])), 0)
-            known = len(rest[:known].rstrip())
+        known = len(rest) if last or not trigger else settled(rest, trigger)
         news.content += rest[:known]
         self._rest = rest[known:]
 

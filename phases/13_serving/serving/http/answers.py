@@ -12,6 +12,7 @@ import msgspec
 
 from common.text.tokenizer import Tokenizer
 from serving.completion import Choice, ChoiceGroup, Piece
+from serving.http.exchange import EVENTS
 from serving.http.schema import Generation
 from serving.messages import CACHED
 
@@ -34,10 +35,12 @@ def usage(group: ChoiceGroup) -> dict[str, Any]:
 class Answer:
     """The answer to one request of `/v1/completions`; subclasses know the shapes of other routes.
 
+    headers: of a stream.
     usage, continuous: whether the last chunk, or each, tells how many tokens were taken.
     """
 
     object = chunk_object = "text_completion"
+    headers = EVENTS
 
     def __init__(self, id: str, model: str, tokenizer: Tokenizer, request: Generation) -> None:
         self.id, self.model, self.tokenizer = id, model, tokenizer
