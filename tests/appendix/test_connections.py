@@ -57,7 +57,7 @@ class Wire:
     """A transport that keeps what is written."""
 
     def __init__(self) -> None:
-        self.written, self.closed, self.reading = b"", False, True
+        self.written, self.closed, self.aborted, self.reading = b"", False, False, True
 
     def write(self, data: bytes) -> None:
         assert not self.closed, f"{data!r} is written to a connection that is closed"
@@ -66,7 +66,8 @@ class Wire:
     def close(self) -> None:
         self.closed = True
 
-    abort = close
+    def abort(self) -> None:
+        self.closed = self.aborted = True
 
     def is_closing(self) -> bool:
         return self.closed
@@ -138,6 +139,20 @@ def test_no_byte_moves_the_clock(first: str, data: bytes, seconds: float) -> Non
     assert wire.written.startswith(b"HTTP/1.1 408") == late, (
         "408 is for a request that began, or the first one"
     )
+
+
+@pytest.mark.parametrize("first", [b"", GET, POST, b"no HTTP\r\n\r\n"])
+def test_a_connection_that_closes_is_not_held_by_a_client_that_does_not_read(first: bytes) -> None:
+    place = Place()
+    connection, wire = place.connect()
+    if first:
+        connection.data_received(first)
+    if connection.owed:
+        answer(connection)
+    place.clock.wait(KEEP_ALIVE_SECONDS if first == GET else 0.0 if first else LIMITS.body_seconds)
+    assert wire.closed and not wire.aborted, "what is written may be read"
+    place.clock.wait(LIMITS.slow_seconds)
+    assert wire.aborted, "the system keeps what was not read, and the connection, for ever"
 
 
 def test_a_body_that_nobody_read_ends_the_connection() -> None:

@@ -17,8 +17,6 @@ from tests.mutants.making import Mutant
 
 MORE = 20.0
 """Seconds of processor time that tests may take beyond what they take without a mutant."""
-PATIENCE = 4.0
-"""Seconds of real time for each of those: a mutant may wait for something that never comes."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,7 @@ class Bench:
 @contextmanager
 def bench(aim: Target) -> Iterator[Bench]:
     """Copy the checkout for the time of a `with`. Raises `RuntimeError` where tests fail without mutants."""
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder, Nursery(waiting=PATIENCE) as nursery:
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder, Nursery() as nursery:
         copy_reference(Path(folder))
         yield Bench(nursery, Path(folder), aim)
 

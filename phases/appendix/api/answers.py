@@ -67,13 +67,14 @@ class WideAnswer(Answer):
 
     def details(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         """See `Answer`."""
-        part = slice(piece.start, piece.stop)
+        start, stop = piece.start, piece.stop
         made: dict[str, Any] = {"logprobs": self.logprobs(choice, piece)}
         if self.request.return_token_ids:
-            made["token_ids"] = choice.tokens[part]
+            made["token_ids"] = choice.tokens[start:stop]
         if self.request.stream and self.request.return_token_marks:
-            marks = [*choice.marks[part], ""]  # behind the last token there may be a text more
-            made["token_marks"] = [pair for pair in zip(choice.texts[part], marks, strict=False) if pair[0]]
+            marks = [*choice.marks[start:stop], ""]  # behind the last token there may be a text more
+            pairs = zip(choice.texts[start:stop], marks, strict=False)
+            made["token_marks"] = [pair for pair in pairs if pair[0]]
         return made
 
     def shape(self, choice: Choice) -> dict[str, Any]:
@@ -177,22 +178,25 @@ class WideChatAnswer(WideAnswer):
 
     def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
         """See `Answer`. The first chunk of a choice says who speaks, the last one why it ended."""
-        parts: list[tuple[dict[str, Any], Piece, str | None]] = []
+        events = []
         if not piece.start:
-            parts.append(({"role": "assistant", "content": ""}, NOTHING, None))
+            events.append(self.delta(choice, {"role": "assistant", "content": ""}, NOTHING))
         for delta in self.deltas(choice, piece, last):
-            parts.append((delta, piece, None))
+            events.append(self.delta(choice, delta, piece))
             piece = NOTHING  # the first event has its tokens
         if last:
-            parts.append(({}, NOTHING, self.reason(choice)))
-        return b"".join(
-            self.event(choice, {"delta": delta} | self.details(choice, part), reason)
-            for delta, part, reason in parts
-        )
+            events.append(self.delta(choice, {}, NOTHING, self.reason(choice)))
+        return b"".join(events)
+
+    def delta(self, choice: Choice, delta: dict[str, Any], piece: Piece, reason: str | None = None) -> bytes:
+        """Return one event: what it adds to the message, and the tokens of a piece."""
+        return self.event(choice, {"delta": delta, **self.details(choice, piece)}, reason)
 
     def deltas(self, choice: Choice, piece: Piece, last: bool) -> list[dict[str, Any]]:
         """Return what a piece adds to the message: reasoning, text, calls, parts of them."""
         (reasoning, calls), text, deltas = self.readers(choice), piece.text, list[dict[str, Any]]()
+        if reasoning is None and calls is None and text:
+            return [{"content": text}]
         if reasoning is not None:
             thought, text = reasoning.read(text, last)
             deltas += [{"reasoning_content": thought}] if thought else []
@@ -223,6 +227,8 @@ class WideChatAnswer(WideAnswer):
 
     def logprobs(self, choice: Choice, piece: Piece) -> dict[str, Any] | None:
         """Return an object for each token."""
+        if not choice.logprobs:
+            return None
         content, offsets = list[dict[str, Any]](), self.offsets(choice)
         for token, logprob in told(choice, piece):
             top = [self._one(other, value, offsets) for other, value in logprob.top]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -70,11 +71,10 @@ class Api(Documented):
         }
         self.bodies |= {"/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest}
 
-    async def read(self, exchange: Exchange, kind: type, body: bytes) -> None:
+    async def read(self, exchange: Exchange, kind: Any, body: bytes) -> None:
         """Find the fields of a body that its kind has not; what is no object is refused later."""
         with suppress(ValueError, RecursionError):
-            known = {field.name for field in msgspec.structs.fields(kind)}
-            unknown = sorted(_fields.decode(body).keys() - known)
+            unknown = sorted(_fields.decode(body).keys() - set(kind.__struct_fields__))
             ignore(exchange, unknown, self.strict)
 
     async def models(self, exchange: Exchange) -> None:

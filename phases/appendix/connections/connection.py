@@ -1,8 +1,9 @@
 """A connection of the server: uvicorn's protocol with one clock, one request at a time, and a bound on bytes.
 
-A connection waits for a request, receives one, or owes an answer. One clock runs in the first two states, and
-no byte that arrives moves it. What arrives while an answer is owed is kept aside unread, up to the limit of a
-request's headers: so reading goes on, and a client that leaves is noticed.
+A connection waits for a request, receives one, owes an answer, or closes, when its client has to read what is
+left. One clock runs in all states but the third, and no byte that arrives moves it. What arrives while an
+answer is owed is kept aside unread, up to the limit of a request's headers: so reading goes on, and a client
+that leaves is noticed.
 """
 
 from __future__ import annotations
@@ -112,6 +113,8 @@ class Connection(HttpToolsProtocol):
         if answered.more_body:
             self.transport.close()
         super().on_response_complete()
+        if self.transport.is_closing():
+            self._hurry()
         if self.transport.is_closing() or self.owed:
             return
         self.since = self.loop.time()
@@ -128,6 +131,7 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
         else:
             super().send_400_response(msg)
+        self._hurry()
 
     def _count(self, size: int) -> None:
         self._bytes += size
@@ -145,6 +149,12 @@ class Connection(HttpToolsProtocol):
             if not self.owed:  # or it would stand in the middle of another answer
                 self.transport.write(answer)
             self.transport.close()
+            self._hurry()
+
+    def _hurry(self) -> None:
+        """Give a client that does not read as long for what is left as for any other write."""
+        self._stop_clock()
+        self._clock = self.loop.call_later(self.limits.slow_seconds, self.transport.abort)
 
     def _stop_clock(self) -> None:
         if self._clock is not None:

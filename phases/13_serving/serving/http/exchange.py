@@ -41,6 +41,7 @@ class Exchange:
     status: of the answer, 0 before it.
     told_bytes: the content-length, as it came.
     unread: there may be a body that has not been read.
+    sending: when the write that the client has not taken yet began (`time.monotonic()`); 0 if none.
     group: what is answered, if that is a request for tokens.
     """
 
@@ -53,7 +54,7 @@ class Exchange:
         self.started = time.perf_counter()
         self.told_bytes = self.headers.get(b"content-length", b"0")
         self.unread = b"transfer-encoding" in self.headers or self.told_bytes.strip(b"0") != b""
-        self.status, self.sent_bytes = 0, 0
+        self.status, self.sent_bytes, self.sending = 0, 0, 0.0
         self.group: ChoiceGroup | None = None
         self.extra: list[Header] = []
 
@@ -121,13 +122,10 @@ class Exchange:
         await self._send({"type": "http.response.start", "status": status, "headers": every})
 
     async def write(self, data: bytes, more: bool = True) -> None:
-        """Send a part of the body. It waits for a client that is slow to read, but not for ever."""
-        late = asyncio.get_running_loop().call_later(self.limits.slow_seconds, self.hang_up)
-        try:
-            await self._send({"type": "http.response.body", "body": data, "more_body": more})
-            self.sent_bytes += len(data)
-        finally:
-            late.cancel()
+        """Send a part of the body. It waits for a client that is slow to read; see `sending`."""
+        self.sending = time.monotonic()
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        self.sending, self.sent_bytes = 0.0, self.sent_bytes + len(data)
 
     async def answer(self, status: int, body: bytes, headers: Iterable[Header] = (JSON,)) -> None:
         """Send a whole answer."""
