@@ -72,26 +72,6 @@ def test_a_table_is_made_from_the_evidence(tmp_path):
         fill(marks.format("nonsense", ""), tmp_path)
 
 
-def test_other_engines_are_compared_by_the_rate_that_a_workload_is_about(tmp_path):
-    def of(variant: str, workload: str, **rates: float) -> Run:
-        metrics = {name: Metric((rate,)) for name, rate in rates.items()}
-        return Run(variant, workload, "hash", "m", "random", "float32", metrics)
-
-    runs = [
-        of("02_kv_cache", "single", output_tokens_per_s=30.0, prompt_tokens_per_s=7.0),
-        of("02_kv_cache, slowly", "single", output_tokens_per_s=1.0),
-        of("02_kv_cache", "prefill", output_tokens_per_s=1.0, prompt_tokens_per_s=80.0),
-        of("one 1.0", "single", output_tokens_per_s=20.0),
-        of("two 2.0", "single", output_tokens_per_s=10.0),
-        of("two 2.0", "prefill", prompt_tokens_per_s=100.0),
-    ]
-    evidence(*runs).write(tmp_path / "benchmarks" / "results" / "h200" / "02_kv_cache.json")
-    text = fill("<!-- table: peers h200/02_kv_cache -->\n<!-- /table -->", tmp_path)
-    assert "| workload | model | one 1.0 | two 2.0 | 02_kv_cache | over the best |" in text
-    assert "| single | m | 20 | 10 | 30 | 1.50× |" in text
-    assert "| prefill | m |  | 100 | 80 | 0.80× |" in text
-
-
 def test_the_ladder_table_links_every_lesson(tmp_path):
     text = fill("<!-- table: ladder -->\n<!-- /table -->", tmp_path, tmp_path / "docs" / "page.md")
     assert all(f"| {phase.name} |" in text for phase in PHASES)  # no lesson in this folder: named, not linked
