@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import tokenizers
@@ -18,10 +18,12 @@ from common.sampling.grammar import Grammar
 from common.text.detokenizer import _BYTE_OF
 from forward.model import Model
 from phases.appendix.guidance.feature import backend_named
-from phases.appendix.guidance.matcher import FastBackend, FastMatcher, Job
 from phases.appendix.guidance.spelling import Spelling
 from structured.matcher import Matcher, Words
 from structured.vocabulary import Vocabulary
+
+if TYPE_CHECKING:  # it may not be installed
+    from phases.appendix.guidance.backend import GuidanceBackend
 
 PERSON = {
     "type": "object",
@@ -173,16 +175,15 @@ def along(make: Callable[[], Matcher], vocabulary: Vocabulary, outputs: int) -> 
 
 def fills(vocabulary: Spelling, rows: int, steps: int) -> Iterator[tuple[str, dict[str, float]]]:
     """Measure a step's masks by the library, and moving all matchers, in milliseconds, without a model."""
-    backend = cast(FastBackend, backend_named("llguidance")(vocabulary))
+    backend = cast("GuidanceBackend", backend_named("llguidance")(vocabulary))
     for name, grammar in (("orders", ORDERS), ("records", RECORDS), ("short strings", STRINGS)):
         compiled = backend.compile(grammar)
-        made = (cast(FastMatcher, compiled.matcher()) for _ in range(rows))
-        matchers = sorted(made, key=lambda matcher: matcher.group)
+        matchers = sorted([compiled.matcher() for _ in range(rows)], key=lambda matcher: matcher.lexer)
         words = np.zeros((rows, vocabulary.words), np.int32)
         rng, times, moves = random.Random(1), list[float](), list[float]()
         for _ in range(steps):
             begun = time.perf_counter()
-            backend.fill([Job(matcher, row, ()) for row, matcher in enumerate(matchers)], words)
+            backend.fill([(matcher, row, ()) for row, matcher in enumerate(matchers)], words)
             times.append(1e3 * (time.perf_counter() - begun))
             chosen = [(matcher, [_pick(row, rng)]) for matcher, row in zip(matchers, words, strict=True)]
             begun = time.perf_counter()

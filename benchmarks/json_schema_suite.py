@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import itertools
 import json
 import multiprocessing
 import resource
@@ -59,8 +58,6 @@ SHA256 = "e4a9655ce0da0c0b67a085847e00a3a51449e1157f4f75e9fb5aa545e122eb85"
 TESTS = "jsonschema-4.25.1/json/tests/draft2020-12"
 NAME = "json_schema_suite"
 FOLDER_NAME, FOLDER_WORK = "json_schema_bench", "JSONSchemaBench, MaskBench"
-MOST_KEYS = 5
-"""Of an object whose keys are tried in every order."""
 MOST_TRIES = 5000
 """Beginnings of a value's text that are tried."""
 MOST_BACK = 64
@@ -161,25 +158,18 @@ def folder_cases(folder: Path) -> list[Case]:
     return found
 
 
-def spellings(value: Any, zeros: bool = True) -> Iterator[str]:
-    """A value as text, the keys of the outermost object in every order, with and without zeros."""
-    orders: Iterator[Any] = iter([value])
-    if isinstance(value, Mapping) and len(value) <= MOST_KEYS:
-        orders = ({key: value[key] for key in keys} for keys in itertools.permutations(value))
-    for ordered in orders:
-        yield json.dumps(ordered, ensure_ascii=False)
-        if zeros and json.dumps(plain := _without_zeros(ordered)) != json.dumps(ordered):
-            yield json.dumps(plain, ensure_ascii=False)
+class GivenUp(Exception):
+    """A matcher has hit a limit, and says so."""
 
 
 class Search:
-    """Looks for a spelling that a grammar takes: keys of inner objects in other orders, numbers in full.
+    """Looks for a spelling that a grammar takes: keys in other orders, numbers with and without zeros.
 
     A grammar that fixes the order of keys leaves one way to go on, so it is soon found, or soon missed.
     """
 
-    def __init__(self, make: Callable[[], Matcher]) -> None:
-        self.make, self.tries = make, MOST_TRIES
+    def __init__(self, make: Callable[[], Matcher], zeros: bool) -> None:
+        self.make, self.zeros, self.tries = make, zeros, MOST_TRIES
         self._matcher, self._taken = make(), list[int]()
 
     def takes(self, value: Any) -> bool:
@@ -191,7 +181,7 @@ class Search:
         self.tries -= 1
         if self.tries <= 0:
             return False
-        tokens = _tokens(text)
+        tokens = [byte + 1 for byte in text.encode()]
         pairs = enumerate(zip(tokens, self._taken, strict=False))
         same = next((at for at, (new, old) in pairs if new != old), min(len(tokens), len(self._taken)))
         if self._matcher.problem or len(self._taken) - same > MOST_BACK:
@@ -200,6 +190,9 @@ class Search:
             self._matcher.rollback(len(self._taken) - same)
         count = same + self._matcher.advance(tokens[same:])
         self._taken = tokens[:count]
+        problem = self._matcher.problem
+        if "limit" in problem or "too" in problem:
+            raise GivenUp(problem)
         return count == len(tokens)
 
     def _after(self, text: str, value: Any) -> Iterator[str]:
@@ -209,13 +202,13 @@ class Search:
         elif isinstance(value, list) and value:
             yield from self._items(text + "[", value)
         else:
-            for spelled in dict.fromkeys(_scalar(value)):
+            for spelled in dict.fromkeys(self._scalar(value)):
                 if self._goes(text + spelled):
                     yield text + spelled
 
     def _members(self, text: str, left: dict[str, Any]) -> Iterator[str]:
         for key in left:
-            begun = f"{text}{json.dumps(key, ensure_ascii=False)}: "
+            begun = f"{text}{_spelled(key)}: "
             if self._goes(begun):
                 others = {name: part for name, part in left.items() if name != key}
                 for more in self._after(begun, left[key]):
@@ -231,30 +224,21 @@ class Search:
             elif self._goes(more + "]"):
                 yield more + "]"
 
-
-def _scalar(value: Any) -> Iterator[str]:
-    yield json.dumps(value, ensure_ascii=False)
-    if isinstance(value, float):
-        yield format(Decimal(repr(value)), "f")
-
-
-def _tokens(text: str) -> list[int]:
-    return [byte + 1 for byte in text.encode("utf-8", "surrogatepass")]
+    def _scalar(self, value: Any) -> Iterator[str]:
+        yield _spelled(value)
+        if isinstance(value, float):
+            yield format(Decimal(repr(value)), "f")
+            if self.zeros and value.is_integer():
+                yield str(int(value))
 
 
-def _without_zeros(value: Any) -> Any:
-    """The same value with whole numbers as integers."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, list):
-        return [_without_zeros(part) for part in value]
-    if isinstance(value, Mapping):
-        return {key: _without_zeros(part) for key, part in value.items()}
-    return value
-
-
-class GivenUp(Exception):
-    """A matcher has hit a limit, and says so."""
+def _spelled(value: Any) -> str:
+    """A value as text; half of a surrogate pair, which no text can hold, as JSON escapes it."""
+    text = json.dumps(value, ensure_ascii=False)
+    with suppress(UnicodeEncodeError):
+        text.encode()
+        return text
+    return json.dumps(value)
 
 
 def takes(make: Callable[[], Matcher], value: Any, schema: Any, *, valid: bool = True) -> bool:
@@ -264,18 +248,8 @@ def takes(make: Callable[[], Matcher], value: Any, schema: Any, *, valid: bool =
         GivenUp: the matcher has, or of a `valid` value not all spellings can be tried.
     """
     # To draft 4 a number with zeros behind the point is no integer.
-    zeros = not (isinstance(schema, Mapping) and "draft-04" in str(schema.get("$schema")))
-    for text in spellings(value, zeros):
-        try:
-            tokens = [byte + 1 for byte in text.encode()]
-        except UnicodeEncodeError:  # half of a surrogate pair, which no text can hold
-            tokens = [byte + 1 for byte in json.dumps(value).encode()]
-        matcher = make()
-        if matcher.advance(tokens) == len(tokens) and matcher.accepting:
-            return True
-        if "limit" in matcher.problem or "too" in matcher.problem:
-            raise GivenUp(matcher.problem)
-    search = Search(make)
+    draft_4 = isinstance(schema, Mapping) and "draft-04" in str(schema.get("$schema"))
+    search = Search(make, zeros=not draft_4)
     found = search.takes(value)
     if not found and valid and search.tries <= 0:
         raise GivenUp("there are too many spellings")

@@ -43,7 +43,7 @@ WITHIN = 0.05
 
 
 class Paced:
-    """A `serving.seams.ServedEngine` that computes nothing: each step lasts `seconds`, for everybody."""
+    """An engine for `serving.worker.Worker` that computes nothing: each step lasts `seconds`."""
 
     max_len = 4096
 
@@ -104,9 +104,9 @@ def serve(folder: str, seconds: float, port: Any) -> None:
     """A server in front of it, until it is ended; `port` takes where."""
     import uvloop
 
+    from common.sockets import listen
     from phases.appendix.server import whole_app, whole_server
     from serving.alive import EngineProcess
-    from serving.http.server import listen
 
     app = whole_app(EngineProcess(partial(paced, folder, seconds)), Tokenizer(folder), MODEL)
     listening = listen("127.0.0.1", 0)

@@ -19,7 +19,7 @@ from continuous.messages import Output
 
 
 class OneAtATime:
-    """A `serving.seams.ServedEngine` around the `stream` of phases 01 to 04."""
+    """An engine for `serving.worker.Worker` around the `stream` of phases 01 to 04."""
 
     def __init__(self, engine: Any) -> None:
         self.engine: Streams = engine

@@ -113,9 +113,10 @@ def record() -> list[Note]:
     import uvloop
 
     from benchmarks.made_up import write_tokenizer
+    from common.sockets import listen
     from serving.alive import EngineProcess
     from serving.app import App
-    from serving.http.server import Server, listen
+    from serving.http.server import HttpServer
 
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder), 257, (0,))
@@ -124,7 +125,7 @@ def record() -> list[Note]:
         app = App(engine, Tokenizer(folder), "tiny")
         recorder, listening = Recorder(app), listen("127.0.0.1", 0)
         port = listening.getsockname()[1]
-        server = Server(
+        server = HttpServer(
             app, on_ready=lambda: tasks.append(asyncio.ensure_future(life(recorder, server, port)))
         )
         server.config.app = recorder

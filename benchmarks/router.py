@@ -21,12 +21,12 @@ import msgspec
 import uvloop
 
 from common.errors import UserError
+from common.sockets import listen
 from replicas.options import ROUTES
 from replicas.prefixes import chain_of
 from replicas.routing import InFlight, Policy, make_policy
 from serving.http.errors import ApiError
 from serving.http.limits import Limits
-from serving.http.server import listen
 
 PROBE_SECONDS = 1.0
 """A server that cannot be reached is tried again after so long."""

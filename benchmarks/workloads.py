@@ -343,7 +343,6 @@ def _serving(small: bool) -> dict[str, Callable[[str, int], Workload]]:
 
 _WORKLOADS: dict[str, Callable[[str, int], Workload]] = {
     "offline-256": lambda n, v: _offline(n, v, 256, 100, 1024),
-    "offline-64": lambda n, v: _offline(n, v, 64, 32, 256),
     "single-512": lambda n, v: _single(n, v, 512),
     "prefill-64x1024": lambda n, v: _prefill(n, v, 64, 1024),
     "skewed-outputs": lambda n, v: _skewed(n, v, 256, 64, 1024),

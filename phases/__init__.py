@@ -115,7 +115,7 @@ LADDER: tuple[Phase, ...] = (
         "cuda_graphs",
         "CUDA graphs and overlap",
         "a step is one launch, and the next is scheduled meanwhile",
-        headline_before=("08_prefix_cache, kernels of 06",),
+        headline_before=("08_prefix_cache, kernels of 06", "08_prefix_cache"),
         hours=5,
     ),
     Phase(

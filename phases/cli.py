@@ -66,7 +66,7 @@ def whole(
 
 # What `phases.commands.benches.extras` finds, written down because the help must not wait for it.
 EXTRAS_HELP = (
-    "attacks, decode_step, gpu_tests, json_schema_suite, neighbours, paged_attention, quality, replicas or "
+    "attacks, decode_step, gpu_tests, json_schema_suite, ladder, neighbours, paged_attention, quality, replicas or "
     "sampling"
 )
 # And what `quant.formats` and `quant.methods` have.
@@ -235,6 +235,7 @@ def serve(
     api_key: a.ApiKeys = None,
     name: a.ServedName = None,
     strict: a.Strict = False,
+    describe_tools: a.DescribeTools = True,
     allowed_origins: a.Origins = None,
     allowed_hosts: a.Hosts = None,
     access_log: a.AccessLog = "-",

@@ -48,8 +48,8 @@ def served(model: str | Path | Model, phase: str = "13", **options: Any) -> Engi
 
 
 def loaded(model: str | Path | Model, **options: Any) -> Engine:
-    """One of phase 12, with the tokenizer of the tiny models."""
-    return served(model, "12", **{"tokenizer": tokenizer(), **SMALL, **options})
+    """One of phase 12, with the tokenizer of the tiny models, which other tests may slow down."""
+    return served(model, "12", **{"tokenizer": tokenizer(), "grammar_seconds": 60.0, **SMALL, **options})
 
 
 def engine_of(model: Model, **options: Any) -> Engine:

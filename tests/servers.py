@@ -28,7 +28,7 @@ from benchmarks.made_up import write_tokenizer
 from common.text.tokenizer import Tokenizer
 from continuous.engine import Engine
 from phases import ROOT
-from phases.appendix.observability.observer import EngineObserver
+from phases.appendix.embeddings.pooling import PoolingObserver
 from serving import messages
 from serving.app import App
 from serving.client import EngineClient
@@ -170,11 +170,11 @@ class Loopback(EngineClient):
     def __init__(self, engine: Engine) -> None:
         super().__init__()
         self.engine = engine
-        self.worker = Worker(engine, self, EngineObserver(engine))
+        self.worker = Worker(engine, self, PoolingObserver(engine))
         self.busy = True
         self._arrived: list[Command] = []
         self._pumping: asyncio.Task[None] | None = None
-        self.ready = ready(engine, engine.config.vocab_size, 0.0)
+        self.ready = ready(engine, engine.config.vocab_size)
         self.stats = messages.StepStats(free_blocks=self.ready.blocks)
         self.state = "ready"
 
@@ -202,13 +202,28 @@ class Loopback(EngineClient):
     def die(self) -> None:
         """What happens when the process ends."""
         self._lose()
-        self.worker = Worker(self.engine, self, EngineObserver(self.engine))
+        self.worker = Worker(self.engine, self, PoolingObserver(self.engine))
         self._arrived = []
         for request in [*self.engine.scheduler.running, *self.engine.scheduler.waiting]:
             self.engine.abort(request)
         while not self.engine.idle:
             self.engine.step()
         self.state = "ready"
+
+
+class Lists:
+    """A channel of two lists: commands to be read, and the steps that were sent."""
+
+    def __init__(self) -> None:
+        self.commands: list[Any] = []
+        self.steps: list[Any] = []
+
+    def receive(self, seconds: float) -> list[Any]:
+        commands, self.commands = self.commands, []
+        return commands
+
+    def send(self, report: Any) -> None:
+        self.steps.append(report)
 
 
 class Client:
@@ -227,6 +242,12 @@ class Client:
         asked = self.request(path, body, headers={k.replace("_", "-"): v for k, v in headers.items()})
         await asked.run()
         return asked.status, asked.json()
+
+    async def get(self, path: str, method: str = "GET", **headers: str) -> Asked:
+        """A request without a body, when it has its answer."""
+        return await self.request(
+            path, b"", method, {k.replace("_", "-"): v for k, v in headers.items()}
+        ).run()
 
 
 class Asked:
@@ -286,6 +307,12 @@ class Asked:
 
     def events(self) -> list[Any]:
         return events(b"".join(self.chunks))
+
+    def text(self) -> str:
+        """The text of the first choice, streamed or not."""
+        whole = self.headers["content-type"].startswith("application/json")
+        parts = [self.json()] if whole else self.events()[:-1]
+        return "".join(part["choices"][0]["text"] for part in parts if part["choices"])
 
 
 def events(data: bytes) -> list[Any]:

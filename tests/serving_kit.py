@@ -14,6 +14,7 @@ from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from forward.model import Model
 from paged_cache import PagedEngine
+from phases.appendix.observability.metrics import Metrics
 from phases.appendix.server import whole_app
 from serving.app import App, Extension
 from tests.equivalence.engines import blocks
@@ -43,6 +44,11 @@ def extension(app: App, kind: type[E]) -> E:
     """The extension of this kind."""
     (found,) = (one for one in app.extensions if isinstance(one, kind))
     return found
+
+
+def metrics(app: App) -> Metrics:
+    """What the application counts."""
+    return extension(app, Metrics)
 
 
 def leaks(engine: PagedEngine) -> str:

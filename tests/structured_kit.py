@@ -18,6 +18,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+import cuda_graphs
 from common.errors import UserError
 from common.events import Completion
 from common.request import Request
@@ -25,6 +26,7 @@ from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
 from common.text.detokenizer import _BYTE_OF
 from common.text.tokenizer import Tokenizer
+from continuous.engine import Engine
 from forward.model import Model
 from paged_cache import BlockPool, PagedEngine
 from speculative.loops import Watcher
@@ -38,25 +40,8 @@ SIZE = 257
 """Of the tiny model's vocabulary."""
 EOS = 0
 WORDS = ['{"', '":', '",', '": "', '", "', "true", "false", "null", "name", "age", "12", "00", "ab", "abc"]
-WORDS += [
-    "[[",
-    "]]",
-    "}}",
-    '"}',
-    "},",
-    "[{",
-    "}]",
-    "é",
-    "éé",
-    "  ",
-    "the",
-    "in",
-    "an",
-    "er",
-    "ing",
-    "-1",
-    "1.",
-]
+WORDS += ["[[", "]]", "}}", '"}', "},", "[{", "}]"]
+WORDS += ["é", "éé", "  ", "the", "in", "an", "er", "ing", "-1", "1."]
 
 
 @cache
@@ -264,17 +249,38 @@ def must_refuse(engine: PagedEngine, grammar: Grammar, says: str) -> None:
     check(engine)
 
 
-def must_lose_no_place(roomy: PagedEngine, tight: PagedEngine, grammars: Mapping[str, Grammar]) -> None:
-    """Fail unless outputs under grammars are the same where requests are preempted."""
+def must_match(engine: PagedEngine, grammar: Grammar, pattern: str) -> None:
+    """Fail unless every output of a grammar that ends matches a pattern, and some end."""
+    params = [SamplingParams(max_tokens=80, temperature=1.0, seed=s, grammar=grammar) for s in range(6)]
+    done = [one for one in engine.generate([PROMPT] * 6, params) if one.finish_reason == "stop"]
+    assert done, f"{grammar}: no output ends"
+    for completion in done:
+        text = text_of(completion)
+        assert re.fullmatch(pattern, text), f"{grammar}: {text!r}"
+
+
+def must_cut_guesses(plain: PagedEngine, guessing: PagedEngine) -> None:
+    """Fail unless an engine with guesses writes what one without them does."""
     params = [
-        SamplingParams(max_tokens=40, temperature=1.0, seed=s, grammar=grammars[name])
-        for s, name in enumerate([*grammars] * 2)
+        SamplingParams(max_tokens=30, temperature=1.0, seed=s, grammar=Grammar.regex("(ab|c){4,9}d"))
+        for s in range(5)
     ]
-    prompts = [[s + 1, 2, 3] for s in range(len(params))]
-    left, right = roomy.generate(prompts, params), tight.generate(prompts, params)
-    assert tight.scheduler.preemptions > 0, "nobody was preempted: the test shows nothing"
-    assert [c.token_ids for c in left] == [c.token_ids for c in right]
-    check(tight)
+    expected, found = (engine.generate([PROMPT] * 5, params) for engine in (plain, guessing))
+    assert [c.token_ids for c in found] == [c.token_ids for c in expected], "drafts change the text"
+    (alone,) = guessing.generate([PROMPT], params[:1])
+    assert alone.token_ids == expected[0].token_ids, "drafts change the text of a request that is alone"
+    check(guessing)
+
+
+def must_mask_every_step(model: Model, masks: Any, loop: Callable[[Any], Any]) -> None:
+    """Fail unless every step of a loop is masked: by these masks, odd tokens alone are sampled."""
+    made = cuda_graphs.load(model, **SMALL)
+    engine = Engine(made.scheduler, made.runner, masks=masks)
+    engine.loop = loop(masks)
+    for completion in engine.generate([PROMPT, [3, 1]], SamplingParams(max_tokens=5, ignore_eos=True)):
+        assert all(token % 2 for token in completion.token_ids), completion.token_ids
+    assert masks.filled == engine.stats.steps, "a step was sampled without a mask"
+    check(engine)
 
 
 def must_end_its_own_step(engine: PagedEngine, patch: pytest.MonkeyPatch, method: str) -> None:

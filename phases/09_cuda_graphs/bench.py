@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import prefix_cache
+from benchmarks import cpu_steps
 from benchmarks.compiled import Compiled
 from benchmarks.engines import engine_of
 from benchmarks.evidence import BenchOptions, Evidence, Metric, Run, collect
@@ -50,8 +51,12 @@ CACHE_TOKENS = 300_000
 
 def run(options: BenchOptions) -> Evidence:
     """Throughput, latency, startup, what overlap hides, and serving by the clock."""
+    if options.device.type == "cpu":
+        return cpu_steps.measured(options)
     if options.device.type != "cuda":
-        raise UserError(f"device is {options.device.type!r}, but phase 09 is measured on 'cuda' only")
+        raise UserError(
+            f"device is {options.device.type!r}, but phase 09 is measured on 'cuda' and 'cpu' only"
+        )
     runs: list[Run] = []
     for name in [options.model] if options.model else MODELS:
         bench = Bench(replace(options, model=name))
@@ -289,6 +294,8 @@ class Bench:
 
 def draw(evidence: Evidence, out: Path) -> None:
     """The three workloads of every model: this phase, its variants, and other engines."""
+    if evidence.machine["device"] == "cpu":
+        return cpu_steps.draw(evidence, out)
     models = list(dict.fromkeys(run.model for run in evidence.runs))
     names = ("single-512", "offline-256", "prefill-64x1024")
     shown = [(model, name) for model in models for name in names if evidence.find(model=model, workload=name)]

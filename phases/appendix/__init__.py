@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 FEATURES: tuple[str, ...] = (
     "phases.appendix.rehearsal.feature:Rehearsal",
     "phases.appendix.latency.feature:Latency",
+    "phases.appendix.cpu_step.feature:CpuStep",
     "phases.appendix.checkpoint_formats.feature:CheckpointFormats",
     "phases.appendix.quant_kernels.feature:QuantKernels",
     "phases.appendix.all_reduce.feature:OwnSums",

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
 from collections.abc import Callable
 from typing import Any
 
 from common.text.tokenizer import Tokenizer
+from phases.appendix.access.forms import Forms
 from phases.appendix.access.hosts import ANY, Hosts
 from phases.appendix.access.keys import Keys
 from phases.appendix.access.origins import Origins
 from phases.appendix.api.extension import Api
 from phases.appendix.connections.connection import NEVER, Connection
+from phases.appendix.connections.parts import BodyParts
+from phases.appendix.embeddings.endpoint import EmbeddingRoute
 from phases.appendix.observability.live import Live
 from phases.appendix.observability.log import AccessLog
-from phases.appendix.observability.metrics import WholeMetrics
+from phases.appendix.observability.metrics import Metrics
 from phases.appendix.observability.traces import Traces
+from phases.appendix.protocols.extension import Protocols
 from serving.app import App, Extension
 from serving.client import EngineClient
-from serving.http.server import Server
+from serving.http.limits import Limits
+from serving.http.server import HttpServer
 
 
 def whole_app(
@@ -29,7 +36,11 @@ def whole_app(
     allowed_origins: tuple[str, ...] = (),
     keys: tuple[str, ...] = (),
     access_log: str = "none",
+    limits: Limits | None = None,
+    strict: bool = False,
+    version: str = "0",
     traces: Traces | None = None,
+    describe_tools: bool = True,
     **server: Any,
 ) -> App:
     """Make the application that `ladder serve` runs.
@@ -40,19 +51,25 @@ def whole_app(
         keys: of which a client needs one; none: everybody may come in.
         access_log: a path, "-" for standard error, or "none".
         traces: where spans go, if anywhere.
+        limits: on what a client may send.
+        strict: refuse unknown fields.
+        version: of the server.
+        describe_tools: tools, to models whose chat template shows them none.
         server: what `App` takes besides.
     """
-    extensions: list[Extension] = [Hosts(hosts)]
-    if allowed_origins:
-        extensions.append(Origins(allowed_origins))
-    extensions.append(Keys(keys))
-    if traces is not None:
-        extensions.append(traces)
-    metrics = WholeMetrics(model)
-    extensions += [AccessLog(access_log, metrics), Api(), Live()]
-    return App(engine, tokenizer, model, metrics=metrics, extensions=extensions, **server)
+    metrics, checked = Metrics(), limits or Limits()
+    extensions: list[Extension] = [metrics, Hosts(hosts)]
+    extensions += [Origins(allowed_origins)] if allowed_origins else []
+    extensions += [Keys(keys), *([traces] if traces is not None else []), AccessLog(access_log, metrics)]
+    extensions += [BodyParts(checked), Api(version, strict, describe_tools)]
+    extensions += [Protocols(strict, describe_tools), EmbeddingRoute(strict), Live(), Forms()]
+    return App(engine, tokenizer, model, limits=checked, extensions=extensions, **server)
 
 
-def whole_server(app: App, on_ready: Callable[[], None] = lambda: None) -> Server:
-    """Make the server that `ladder serve` runs."""
-    return Server(app, on_ready, connection=Connection, keep_alive=NEVER)
+def whole_server(app: App, on_ready: Callable[[], None] = lambda: None) -> HttpServer:
+    """Make the server that `ladder serve` runs; it takes as many connections as the system lets it have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return HttpServer(app, on_ready, http=Connection, timeout_keep_alive=NEVER)

@@ -21,11 +21,12 @@ from common.errors import UserError
 from common.neighbours import Usage, usage, warn
 from common.options import route
 from common.sampling.defaults import MODEL, sampling_defaults
+from common.sockets import listen
 from common.text.tokenizer import Tokenizer
 from phases import Phase, phase_named
 from phases.appendix.access.hosts import hosts, names_of
 from phases.appendix.access.origins import origins
-from phases.appendix.observability.observer import EngineObserver
+from phases.appendix.embeddings.pooling import PoolingObserver
 from phases.appendix.observability.traces import Traces
 from phases.appendix.server import whole_app, whole_server
 from phases.commands.fetch import fetch_with_progress
@@ -36,7 +37,6 @@ from replicas.options import ReplicaOptions
 from serving.alive import CannotStart, EngineProcess
 from serving.app import App
 from serving.http.limits import Limits
-from serving.http.server import listen
 
 KEY = "LADDER_API_KEY"
 
@@ -50,6 +50,7 @@ def run(
     api_key: str | None,
     name: str | None,
     strict: bool,
+    describe_tools: bool,
     allowed_origins: str | None,
     allowed_hosts: str | None,
     access_log: str,
@@ -92,6 +93,7 @@ def run(
         limits=checked,
         keys=keys,
         strict=strict,
+        describe_tools=describe_tools,
         allowed_origins=origins(allowed_origins),
         hosts=names_of(host, hosts(allowed_hosts), keys=bool(keys)),
         access_log=access_log,
@@ -104,10 +106,7 @@ def run(
         if copies.replicas:
             return _serve_replicas(make, copies, given, checked, where.type, host, port)
         app = make(folder=folder)
-        try:
-            return _serve(app, host, port, bool(keys), begun if where.type == "cpu" else None)
-        finally:
-            app.close()
+        return _serve(app, host, port, bool(keys), begun if where.type == "cpu" else None)
     finally:
         if model.startswith(RANDOM):
             shutil.rmtree(folder, ignore_errors=True)
@@ -145,7 +144,7 @@ def make_app(
     source = model if model.startswith(RANDOM) else str(folder)
     make = partial(make_engine, phase, source, str(folder), device, dtype, options)
     telling = None if traces is None else Traces.to(traces, name)
-    engine = EngineProcess(make, observer=EngineObserver)
+    engine = EngineProcess(make, observer=PoolingObserver)
     defaults = sampling_defaults(folder, generation_config)
     return whole_app(engine, Tokenizer(folder), name, traces=telling, defaults=defaults, **server)
 

@@ -51,8 +51,8 @@ async def test_keys(make):
     assert (
         await Client(app).request("/", b"", "GET", {"authorization": f"Basic {basic}"}).run()
     ).status == 200
-    assert (await Client(app).request("/health", b"", "GET").run()).status == 200
-    assert (await Client(app).request("/ready", b"", "GET").run()).status == 200
+    assert (await Client(app).get("/health")).status == 200
+    assert (await Client(app).get("/ready")).status == 200
 
 
 async def test_pages_of_allowed_origins_may_ask(make):

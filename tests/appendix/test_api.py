@@ -18,9 +18,8 @@ from phases.appendix.api.answers import WideAnswer
 from phases.appendix.api.endpoints import WideCompletions
 from phases.appendix.api.schema import CompletionRequest
 from phases.appendix.server import whole_app
-from serving.http.errors import ApiError
+from serving.endpoints import Prompts
 from serving.http.limits import Limits
-from serving.prompts import Prompts
 from tests.equivalence.engines import blocks
 from tests.guidance_kit import served as load
 from tests.servers import Client, Loopback, tokenizer_for
@@ -251,9 +250,8 @@ async def test_a_prompt_is_read_with_special_tokens_or_without(model, engine, tm
             "return_token_ids": True,
         }
         assert (await client.post("/tokenize", body))[1]["tokens"] == expected
-        for path in ("/v1/completions", "/generate"):
-            found = (await client.post(path, body))[1]
-            assert found["usage"]["prompt_tokens"] == len(expected), (path, prompt, special)
+        found = (await client.post("/v1/completions", body))[1]
+        assert found["usage"]["prompt_tokens"] == len(expected), (prompt, special)
 
 
 async def test_an_assistants_message_is_continued(make, tokenizer):
@@ -317,11 +315,11 @@ async def test_tokenize_and_back(make):
 
 def test_names_are_those_that_the_client_has_sent(tokenizer):
     endpoint = WideCompletions(Prompts(tokenizer), "tiny", Limits())
-    error = ApiError(400, "prompt_logprobs is set, but must be None", param=None)
-    found = endpoint.named(error, CompletionRequest(prompt="a", echo=True, logprobs=1))
+    words = "prompt_logprobs is set, but must be None"
+    found = endpoint.refusal(words, CompletionRequest(prompt="a", echo=True, logprobs=1))
     assert (found.param, str(found)) == ("echo", "echo with logprobs is set, but must be None")
-    kept = endpoint.named(error, CompletionRequest(prompt="a", prompt_logprobs=1))
-    assert str(kept) == str(error), "the client has sent prompt_logprobs, and is told of another field"
+    kept = endpoint.refusal(words, CompletionRequest(prompt="a", prompt_logprobs=1))
+    assert str(kept) == words, "the client has sent prompt_logprobs, and is told of another field"
 
 
 async def test_nobody_waits_for_a_long_request_of_another(make, tokenizer, monkeypatch):
@@ -377,3 +375,19 @@ async def test_a_template_of_a_client_is_text_like_any_other(make, tokenizer):
     body = {"messages": [{"role": "user", "content": "{{ 7 * 7 }}{% raw %}"}]}
     ids = (await Client(make()).post("/tokenize", body))[1]["tokens"]
     assert "{{ 7 * 7 }}" in tokenizer.decode(ids)
+
+
+async def test_pages_of_the_api_ask_nobody_else(make):
+    app = make(keys=("secret",))
+    key = {"authorization": "Bearer secret"}
+    page = await Client(app).request("/docs", b"", "GET", key).run()
+    text = b"".join(page.chunks).decode()
+    assert page.status == 200 and "default-src 'none'" in page.headers["content-security-policy"]
+    assert "/openapi.json" in text and "http:" not in text and "https:" not in text
+    document = (await Client(app).request("/openapi.json", b"", "GET", key).run()).json()
+    assert set(app.routes) == set(document["paths"]), "a route is not in the document"
+    fields = document["components"]["schemas"]
+    assert {"ChatRequest", "ResponsesRequest", "MessagesRequest", "EmbeddingRequest"} <= set(fields)
+    icon = await Client(app).request("/favicon.ico", b"", "GET", key).run()
+    assert (icon.status, icon.headers["content-type"]) == (200, "image/svg+xml")
+    assert (await Client(app).request("/ping", b"", "GET").run()).status == 200, "a watcher needs a key"

@@ -21,7 +21,7 @@ from serving.http.server import KEEP_ALIVE_SECONDS
 
 LIMITS = Limits(body_seconds=10.0, max_connections=3, max_header_bytes=1000)
 GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
-POST = b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000000\r\n\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000000\r\n\r\n"
 
 
 class Clock:
@@ -86,7 +86,8 @@ class Place:
 
     def __init__(self) -> None:
         self.clock, self.state, self.refusals = Clock(), ServerState(), list[tuple[int, str]]()
-        app = SimpleNamespace(limits=LIMITS, refused=lambda status, client, why: self.refused(status, why))
+        told = SimpleNamespace(refused=lambda status, client, why: self.refused(status, why))
+        app = SimpleNamespace(limits=LIMITS, extensions=[told])
         self.config = uvicorn.Config(app, ws="none", log_config=None, timeout_keep_alive=NEVER)  # type: ignore[arg-type]
         self.config.load()
 

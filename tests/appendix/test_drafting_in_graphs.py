@@ -159,7 +159,7 @@ def test_drafting_inside_the_graph_changes_no_token(
 
     def counted(work: Work, accepted: int) -> None:
         nonlocal blank
-        if kind == "ngram" and ahead.landing is not None and id(work) in ahead.landing.lines:
+        if kind == "ngram" and ahead.landing is not None and id(work) in ahead.landing.made:
             index = NGramIndex()
             index.extend(work.request.tokens[: work.start + 1])
             found = bool(index.propose(1))

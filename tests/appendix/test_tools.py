@@ -268,7 +268,6 @@ def asked(**fields: Any) -> ChatRequest:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
-    "functions": ({"functions": []}, "functions", "use tools"),
     "no function": ({"tools": [{"type": "function"}]}, "tools", "tools[0]"),
     "another type": ({"tools": [{"type": "custom", "function": {"name": "x"}}]}, "tools", "type function"),
     "no name": ({"tools": [{"type": "function", "function": {}}]}, "tools", "name"),
@@ -481,7 +480,8 @@ async def test_free_text_beside_tools_is_free(make):
 
 async def test_tools_are_refused_where_there_are_none(model, tmp_path):
     plain = templated(tmp_path, "{{ messages[0].content }}")
-    app = whole_app(Loopback(load(model, max_rows=2, tokenizer=plain)), plain, "tiny")
+    engine = Loopback(load(model, max_rows=2, tokenizer=plain))
+    app = whole_app(engine, plain, "tiny", describe_tools=False)
     body = {"messages": [{"role": "user", "content": "x"}], "tools": [NOW], "max_tokens": 2}
     status, found = await Client(app).post("/v1/chat/completions", body)
     assert (status, found["error"]["param"]) == (400, "tools") and "shows it none" in found["error"][

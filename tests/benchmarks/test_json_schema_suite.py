@@ -81,8 +81,7 @@ def test_keys_that_a_grammar_puts_in_its_own_order_are_found() -> None:
     ):
         assert suite.takes(compiled.matcher, {"x": 0, "b": items, "y": 0}, schema) == valid, items
     old = {"$schema": "http://json-schema.org/draft-04/schema#", "enum": [2]}
-    assert list(suite.spellings(2.0)) == ["2.0", "2"] and list(suite.spellings(2.0, False)) == ["2.0"]
-    assert not suite.takes(Limitless, 2.0, old)
+    assert suite.takes(Limitless, 2.0, {}) and not suite.takes(Limitless, 2.0, old)
 
 
 class Limitless(Matcher):
@@ -99,7 +98,8 @@ class Limitless(Matcher):
         self.seen += tokens
         return len(tokens)
 
-    def rollback(self, count: int) -> None: ...
+    def rollback(self, count: int) -> None:
+        self.seen = self.seen[: len(self.seen) - count]
 
 
 class Fatal(Backend):

@@ -20,7 +20,7 @@ import torch
 import batching
 import continuous
 from benchmarks.made_up import TEMPLATE
-from common.events import generate
+from common.events import Logprob, generate
 from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
 from common.text.detokenizer import Detokenizer
@@ -29,14 +29,14 @@ from forward.generator import Generator
 from forward.loading import random_model
 from forward.model import Model
 from forward.shapes import SHAPES
-from phases.appendix.api.answers import WideCompletionAnswer, WideOrder
+from phases.appendix.api.answers import WideAnswer, WideOrder
 from phases.appendix.api.offsets import Offsets
+from phases.appendix.api.schema import CompletionRequest
 from phases.appendix.guidance.spelling import Spelling
 from phases.appendix.server import whole_app
 from phases.commands.engines import serve
 from serving.app import App
 from serving.completion import Choice
-from serving.messages import Token
 from tests.coroutines import asynchronously
 from tests.equivalence.engines import blocks
 from tests.guidance_kit import served
@@ -235,14 +235,13 @@ def test_a_prompt_without_text_lets_the_output_begin_one(kit: Kit) -> None:
 def test_tokens_that_look_alike_do_not_merge(kit: Kit) -> None:
     spaced, bare = kit.token(b" a"), kit.token(b"a")
     for begins in (False, True):
-        found = [Token(bare, -1.0, [(spaced, -0.5), (bare, -1.0)])]
+        found = [Logprob(-1.0, ((spaced, -0.5), (bare, -1.0)))]
         choice = SimpleNamespace(
-            order=WideOrder([BOS], SamplingParams()), logprobs=found, text="a", reason="length",
-            begins=begins, started=False, index=0,
+            order=WideOrder([BOS], SamplingParams()), tokens=[bare], logprobs=found, text="a",
+            reason="length", begins=begins, index=0,
         )  # fmt: skip
-        told = WideCompletionAnswer("", "", kit.tokenizer, logprobs=2).shape(cast("Choice", choice))[
-            "logprobs"
-        ]
+        answer = WideAnswer("", "", kit.tokenizer, CompletionRequest(prompt="", logprobs=2))
+        told = answer.shape(cast("Choice", choice))["logprobs"]
         (top,) = told["top_logprobs"]
         assert sorted(top.values()) == [-1.0, -0.5] and top[told["tokens"][0]] == -1.0
 

@@ -87,6 +87,7 @@ def test_requests_join_and_leave_at_every_step() -> None:
         seen.append(runner.computed - before)
     # 5 + 3 together; the first is done and the third's prompt runs beside a decode; two decodes; one alone.
     assert seen == [8, 1 + 4, 2, 1, 1, 1]
+    assert (engine.stats.steps, engine.stats.decode_steps) == (6, 4)
 
 
 def test_waiting_prompts_are_prefilled_together(model: Model) -> None:
@@ -127,6 +128,7 @@ def test_first_come_first_served() -> None:
     first, second, third = (engine.add([1] * n, greedy(3))[0] for n in (35, 30, 2))
     engine.step()
     assert (first.row, second.row, third.row) == (0, -1, -1)
+    assert engine.scheduler.waiting == [second, third]
     engine.step()
     assert second.row >= 0 and third.row >= 0
 

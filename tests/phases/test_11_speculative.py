@@ -521,6 +521,7 @@ def test_stats_are_for_phases_that_guess(capsys: pytest.CaptureFixture[str]) -> 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a typo": ({"drafter": "ngrams"}, "drafter is 'ngrams', .*did you mean 'ngram'"),
     "length": ({"draft_length": 0}, "draft_length is 0, but must be between 1 and 32"),
+    "no switch": ({"draft_adaptive": "no"}, "draft_adaptive is 'no', but must be True or False"),
     "no model": ({"drafter": "model"}, "draft_model must name a model"),
     "another vocabulary": (
         {"drafter": "model", "draft_model": "random:gpt2"},
@@ -856,12 +857,6 @@ def test_the_reduced_head_never_names_other_tokens(model: Model) -> None:
     made = head_of(model)
     logits = made.logits(torch.randn(3, model.config.hidden_size))
     assert torch.isinf(logits[:, 1::2]).all() and torch.isfinite(logits[:, ::2]).all()
-
-
-@pytest.mark.parametrize("name", ["draft_adaptive"])
-def test_switches_are_true_or_false(name: str) -> None:
-    with pytest.raises(UserError, match=f"{name} is 'no', but must be True or False"):
-        speculative.Speculate(**{name: "no"})
 
 
 QUESTIONS = (

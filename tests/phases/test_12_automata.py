@@ -13,20 +13,17 @@ import jsonschema
 import numpy as np
 import pytest
 
-import forward
-import structured
 from common.errors import UserError
 from common.sampling.grammar import Grammar
-from common.sampling.params import SamplingParams
-from structured.automata.backend import AutomataBackend, rules_for
+from structured.automata.backend import AutomataBackend
 from structured.automata.dfa import Dfa, compile, determinize
 from structured.automata.json_schema import rules_of
 from structured.automata.nfa import Nfa, utf8
-from structured.automata.nodes import Alt, Call, Cat, Node, literal
+from structured.automata.nodes import Alt, Call, Cat, literal
 from structured.automata.pushdown import Machine
 from structured.automata.regex import parse, parse_search
 from structured.automata.trie import Trie
-from tests.structured_kit import EOS, SCHEMAS, SIZE, mask, must_validate, tokenizer, vocabulary
+from tests.structured_kit import EOS, SCHEMAS, mask, must_validate, tokenizer, vocabulary
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -41,16 +38,7 @@ PATTERNS = [
     r"\d+(\.\d+)?",
     "[^a]b",
 ]
-PATTERNS += [
-    "(|a)b",
-    "(a*)*",
-    "a{0}b",
-    "(?:ab)?c",
-    r"\.\d",
-    "(a|ab)(c|bc)",
-    "[\\]x]",
-    "a|",
-]
+PATTERNS += ["(|a)b", "(a*)*", "a{0}b", "(?:ab)?c", r"\.\d", "(a|ab)(c|bc)", "[\\]x]", "a|"]
 
 
 def state_after(dfa: Dfa, text: bytes) -> int:
@@ -413,34 +401,3 @@ def test_hostile_grammars_end_soon(name: str, backend: AutomataBackend) -> None:
         mask(compiled.matcher())
         assert compiled.bytes < 200 << 20
     assert time.process_time() - started < 6, "two seconds on an idle machine"
-
-
-def test_lark_is_for_others(backend: AutomataBackend) -> None:
-    with pytest.raises(UserError, match="know no Lark"):
-        backend.compile(Grammar.lark('start: "a"'))
-    assert isinstance(rules_for(Grammar.choice(["a"]))["start"], Node.__args__)  # type: ignore[attr-defined]
-
-
-# In an engine.
-
-
-def test_the_engine_runs_on_automata() -> None:
-    model = forward.load_model("random:tiny", device="cpu", dtype="float32")
-    engine = structured.load(
-        model, tokenizer=tokenizer(), max_rows=8, max_len=96, step_tokens=96, block_size=4
-    )
-    names = [*SCHEMAS] * 3
-    params = [
-        SamplingParams(max_tokens=70, temperature=1.0, seed=n, grammar=Grammar.json_schema(SCHEMAS[name]))
-        for n, name in enumerate(names)
-    ]
-    stopped = 0
-    for completion, name in zip(engine.generate([[1, 2]] * len(names), params), names, strict=True):
-        text = tokenizer().decode([token for token in completion.token_ids if token != EOS])
-        assert completion.finish_reason in ("stop", "length"), (
-            f"request {completion.index}, {name}: {completion.finish_reason} behind {text!r}"
-        )
-        if completion.finish_reason == "stop":
-            stopped += 1
-            must_validate(text, SCHEMAS[name], f"{name}, request {completion.index}")
-    assert stopped > len(names) / 2 and model.config.vocab_size == SIZE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -14,12 +14,13 @@ import torch
 import cuda_graphs
 import forward
 import structured
+from benchmarks.hostile_grammars import hostile
 from common.errors import UserError
 from common.request import Request
 from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import Allowed, Sampler
-from continuous.engine import MOST_LOOKS, Engine
+from continuous.engine import MOST_LOOKS
 from continuous.work import Work
 from forward.model import Model
 from paged_cache import PagedEngine
@@ -39,9 +40,11 @@ from tests.structured_kit import (
     blocks,
     computed_after_their_end,
     crowd,
+    must_cut_guesses,
     must_end_its_own_step,
     must_harm_nobody,
-    must_lose_no_place,
+    must_mask_every_step,
+    must_match,
     must_obey,
     must_refuse,
     run,
@@ -53,8 +56,8 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def engine_of(model: Model, **options: Any) -> PagedEngine:
-    """An engine with masks by the automata."""
-    return structured.load(model, tokenizer=tokenizer(), **{**SMALL, **options})
+    """An engine with masks by the automata, which other tests may slow down."""
+    return structured.load(model, tokenizer=tokenizer(), **{**SMALL, "grammar_seconds": 60.0, **options})
 
 
 @pytest.fixture
@@ -67,16 +70,21 @@ def engine(model: Model) -> PagedEngine:
     return engine_of(model)
 
 
+@pytest.fixture
+def schemas() -> Mapping[str, Any]:
+    return SCHEMAS
+
+
 @pytest.mark.parametrize("name", SCHEMAS)
 @pytest.mark.parametrize("overlap", [True, False], ids=["ahead", "in turn"])
-def test_greedy_and_sampled_outputs_obey(model: Model, make: Make, name: str, overlap: bool) -> None:
-    engine = make(model, overlap=overlap)
-    params = [SamplingParams(max_tokens=60, grammar=GRAMMARS[name])]
-    params += [
-        SamplingParams(max_tokens=60, temperature=1.0, seed=s, grammar=GRAMMARS[name]) for s in range(4)
-    ]
+def test_greedy_and_sampled_outputs_obey(
+    model: Model, make: Make, schemas: Mapping[str, Any], name: str, overlap: bool
+) -> None:
+    engine, grammar = make(model, overlap=overlap), Grammar.json_schema(schemas[name])
+    params = [SamplingParams(max_tokens=60, grammar=grammar)]
+    params += [SamplingParams(max_tokens=60, temperature=1.0, seed=s, grammar=grammar) for s in range(4)]
     for completion in engine.generate([PROMPT] * len(params), params):
-        must_obey(completion, name)
+        must_obey(completion, name, schemas)
     check(engine)
 
 
@@ -89,13 +97,7 @@ def test_greedy_and_sampled_outputs_obey(model: Model, make: Make, name: str, ov
     ids=["regex", "choice"],
 )
 def test_other_kinds(engine: PagedEngine, grammar: Grammar, pattern: str) -> None:
-    params = [SamplingParams(max_tokens=80, temperature=1.0, seed=s, grammar=grammar) for s in range(6)]
-    done = engine.generate([PROMPT] * 6, params)
-    assert any(completion.finish_reason == "stop" for completion in done)
-    for completion in done:
-        if completion.finish_reason == "stop":
-            text = text_of(completion)
-            assert re.fullmatch(pattern, text), f"{grammar}: {text!r}"
+    must_match(engine, grammar, pattern)
 
 
 def test_rows_without_a_grammar_are_as_ever(model: Model, engine: PagedEngine) -> None:
@@ -206,9 +208,19 @@ def test_samples_have_places_of_their_own(engine: PagedEngine) -> None:
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["ahead", "in turn"])
-def test_preemption_loses_no_place(model: Model, overlap: bool) -> None:
-    tight = engine_of(model, overlap=overlap, cache_bytes=blocks(model, 18))
-    must_lose_no_place(engine_of(model, overlap=overlap), tight, GRAMMARS)
+def test_preemption_loses_no_place(
+    model: Model, make: Make, schemas: Mapping[str, Any], overlap: bool
+) -> None:
+    tight = make(model, overlap=overlap, cache_bytes=blocks(model, 18))
+    params = [
+        SamplingParams(max_tokens=40, temperature=1.0, seed=seed, grammar=Grammar.json_schema(schema))
+        for seed, schema in enumerate([*schemas.values()] * 2)
+    ]
+    prompts = [[seed + 1, 2, 3] for seed in range(len(params))]
+    left, right = (engine.generate(prompts, params) for engine in (make(model, overlap=overlap), tight))
+    assert tight.scheduler.preemptions > 0, "nobody was preempted: the test shows nothing"
+    assert [c.token_ids for c in left] == [c.token_ids for c in right]
+    check(tight)
 
 
 def test_an_abort_leaves_the_others_alone(engine: PagedEngine) -> None:
@@ -348,14 +360,15 @@ def test_engines_that_take_none(model: Model) -> None:
     with pytest.raises(UserError, match="must be None for an engine that has no tokenizer"):
         without.add(PROMPT, grammar)
     with pytest.raises(UserError, match="masks no tokens"):
-        engine_of(model, structured=False).add(PROMPT, grammar)
+        structured.load(model, structured=False, **SMALL).add(PROMPT, grammar)
 
 
-def test_a_grammar_that_fails_midway_ends_its_own_request(model: Model) -> None:
+def test_a_grammar_that_fails_midway_ends_its_own_request(model: Model, make: Make) -> None:
     for overlap in (True, False):
-        engine = engine_of(model, overlap=overlap, speculate=False)
+        engine = make(model, overlap=overlap, speculate=False)
         late = computed_after_their_end(engine)
         (bad,) = engine.add(PROMPT, SamplingParams(max_tokens=20, min_tokens=15, grammar=Grammar.regex("a+")))
+        # As many as it takes for masks to be made by threads, where there are threads.
         letters = Grammar.regex("[bc]{9}")
         params = SamplingParams(max_tokens=20, temperature=1.0, n=5, seed=2, grammar=letters)
         goods = engine.add(PROMPT, params)
@@ -377,7 +390,7 @@ def test_a_grammar_that_fails_midway_ends_its_own_request(model: Model) -> None:
 
 
 def test_masks_that_cannot_be_made_end_their_own_step(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    must_end_its_own_step(engine_of(model, speculate=False), monkeypatch, "_masks")
+    must_end_its_own_step(engine_of(model, speculate=False), monkeypatch, "held")
 
 
 def test_who_has_ended_does_not_fail_as_well(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,24 +438,9 @@ def test_a_pool_without_room_still_serves(model: Model) -> None:
     assert [tokenizer().decode(r.output_ids[:-1]) for r in requests] == list("abcabc")
 
 
-def nested(depth: int) -> Any:
-    schema: Any = {"type": "null"}
-    for _ in range(depth):
-        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
-    return schema
-
-
-HOSTILE: dict[str, Grammar] = {
-    "counts": Grammar.regex("a{1,9999}{1,9999}"),
-    "counts of counts": Grammar.regex("(a{1,999}b?){1,999}"),
-    "catastrophic": Grammar.regex("((a+)+|(a|aa)+b|(.*a){25})c"),
-    "blow-up": Grammar.regex("(a|b)*a(a|b){20}"),
-    "deep": Grammar.json_schema(nested(42)),
-    "wide": Grammar.json_schema({"type": "object", "properties": {f"p{n}": True for n in range(2000)}}),
-    "many strings": Grammar.json_schema({"enum": [f"{'x' * 20}{n}" for n in range(8000)]}),
-    "no base": Grammar.json_schema({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
-    "itself": Grammar.json_schema({"$ref": "#"}),
-}
+NAMES = ("counts", "counts of counts", "catastrophic", "blow-up", "deep", "many strings", "no base", "itself")
+HOSTILE: dict[str, Grammar] = {name: hostile()[name]() for name in NAMES}
+HOSTILE["wide"] = Grammar.json_schema({"type": "object", "properties": {f"p{n}": True for n in range(2000)}})
 
 
 def test_hostile_grammars_harm_nobody(model: Model, make: Make) -> None:
@@ -466,32 +464,16 @@ def test_masks_for_some_places_leave_the_others(wanted: int | None) -> None:
 
 
 def test_masked_steps_overlap(model: Model) -> None:
-    masks = OddOnly(model.config.vocab_size)
-    made = cuda_graphs.load(model, **SMALL)
-    engine = Engine(made.scheduler, made.runner, masks=masks)
-    engine.loop = TwoHalves(masks)
-    for completion in engine.generate([PROMPT, [3, 1]], SamplingParams(max_tokens=5, ignore_eos=True)):
-        assert all(token % 2 for token in completion.token_ids), completion.token_ids
-    assert masks.filled == engine.stats.steps, "a step was sampled without a mask"
-    check(engine)
+    must_mask_every_step(model, OddOnly(model.config.vocab_size), TwoHalves)
 
 
 @pytest.mark.parametrize("text", ["abab", "ccc", "zzz", "abzz", "d"])
 def test_guesses_of_another_drafter_are_cut_where_the_grammar_says(model: Model, text: str) -> None:
-    params = [
-        SamplingParams(max_tokens=30, temperature=1.0, seed=s, grammar=Grammar.regex("(ab|c){4,9}d"))
-        for s in range(5)
-    ]
-    expected = engine_of(model, overlap=False).generate([PROMPT] * 5, params)
     engine = engine_of(model, overlap=False)
     engine.scheduler.drafter = Guess(text)
-    found = engine.generate([PROMPT] * 5, params)
-    assert [c.token_ids for c in found] == [c.token_ids for c in expected], "drafts change the text"
-    (alone,) = engine.generate([PROMPT], params[:1])
-    assert alone.token_ids == expected[0].token_ids, "drafts change the text of a request that is alone"
-    check(engine)
+    must_cut_guesses(engine_of(model, overlap=False), engine)
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["ahead", "speculating"])
-def test_a_crowd_parses(model: Model, overlap: bool) -> None:
-    crowd(engine_of(model, **CROWD, overlap=overlap, cache_bytes=blocks(model, 90)), 60)
+def test_a_crowd_parses(model: Model, make: Make, schemas: Mapping[str, Any], overlap: bool) -> None:
+    crowd(make(model, **CROWD, overlap=overlap, cache_bytes=blocks(model, 90)), 60, schemas)

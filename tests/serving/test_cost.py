@@ -16,8 +16,8 @@ import httpx
 import pytest
 
 from common.temporary import new_folder
+from phases.appendix.connections.parts import check_parts
 from serving.http.errors import ApiError
-from serving.http.schema import check_parts
 from tests.servers import Running
 
 MIB = 1 << 20

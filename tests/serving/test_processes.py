@@ -217,7 +217,7 @@ def test_a_body_of_100_mb_is_refused_before_it_is_sent(server):
         b"\x16\x03\x01 no HTTP at all\r\n\r\n",
         b"GET / HTTP/9.9\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: -5\r\n\r\n",
-        b"POST /generate HTTP/1.1\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\nhello",
+        b"POST /v1/completions HTTP/1.1\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\nhello",
     ],
     ids=[
         "many headers",

@@ -9,11 +9,10 @@ import pytest
 
 from benchmarks.made_up import write_tokenizer
 from common.text.tokenizer import Tokenizer
-from serving.endpoints import Chat, Completions
+from serving.endpoints import Endpoint, Prompts
 from serving.http.limits import Limits
-from serving.http.schema import ChatBody, CompletionBody
+from serving.http.schema import CompletionBody
 from serving.messages import Ready
-from serving.prompts import Prompts
 from tests.servers import Running
 
 READY = Ready(64, 257, 4, 8, 16, "fcfs")
@@ -27,16 +26,15 @@ def tokenizer(tmp_path) -> Tokenizer:
 
 def test_what_a_request_says_comes_first(tokenizer):
     defaults = {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1}
-    for kind, body in ((Completions, CompletionBody(prompt="a")), (Chat, ChatBody(messages=[]))):
-        endpoint = kind(Prompts(tokenizer, defaults), "tiny", Limits())
-        params = endpoint.params(body, [1], READY, 16)
-        assert (params.temperature, params.top_p, params.repetition_penalty) == (0.2, 0.9, 1.1)
-        body.temperature, body.top_p, body.repetition_penalty = 0.0, 1.0, 1.0
-        params = endpoint.params(body, [1], READY, 16)
-        assert (params.temperature, params.top_p, params.repetition_penalty) == (0.0, 1.0, 1.0)
-        neutral = kind(Prompts(tokenizer), "tiny", Limits())
-        body.temperature = body.top_p = None
-        assert (neutral.params(body, [1], READY, 16).temperature, body.top_p) == (1.0, None)
+    body, endpoint = CompletionBody(prompt="a"), Endpoint(Prompts(tokenizer, defaults), "tiny", Limits())
+    params = endpoint.params(body, [1], READY, 16)
+    assert (params.temperature, params.top_p, params.repetition_penalty) == (0.2, 0.9, 1.1)
+    body.temperature, body.top_p, body.repetition_penalty = 0.0, 1.0, 1.0
+    params = endpoint.params(body, [1], READY, 16)
+    assert (params.temperature, params.top_p, params.repetition_penalty) == (0.0, 1.0, 1.0)
+    body.temperature = body.top_p = None
+    neutral = Endpoint(Prompts(tokenizer), "tiny", Limits()).params(body, [1], READY, 16)
+    assert (neutral.temperature, neutral.top_p) == (1.0, 1.0)
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ class Group:
     gather: which tokens of the batch are the group's queries: a slice if they are adjacent and need no
         padding, or `[G, queries]` int64 on the device, where padding repeats a request's last token.
     scatter: for a padded group, the tokens to write and where in the flat `[G * queries]` their results are.
-    masks: by sliding window, filled by whoever computes attention.
+    masks: by sliding window, filled by what computes attention.
     """
 
     members: Ints
@@ -99,7 +99,7 @@ def group(
         queries, contexts: `[B]`.
         padding: see `PADDING_PER_CALL`.
         rows: `[B]`, increasing in this order; if given, one view must cover a group's rows, and rows between
-            them that nobody in the group has are padding too.
+            them that no request of the group has are padding too.
 
     Returns:
         Each group's members.

@@ -15,7 +15,7 @@ class CacheManager(Protocol):
     """The host's side of a cache: who has room. It moves no data and never waits for the device.
 
     The scheduler keeps to an order. Admission: `fits`, `lookup`, then a row and the first `reserve`, which
-    must not refuse what `fits` has just allowed; whoever calls `lookup` sets `num_computed_tokens` to what it
+    must not refuse what `fits` has just allowed; the caller of `lookup` sets `num_computed_tokens` to what it
     says. Then, once a step, `reserve` before any token is scheduled, and `commit` when the step has ended
     well. At last `release`, once, and after it the row is taken away.
     """
@@ -54,7 +54,7 @@ class CacheManager(Protocol):
 
 
 class RowCache:
-    """Room for the longest request in every row, so whoever has a row has room."""
+    """Room for the longest request in every row, so a request that has a row has room."""
 
     def __init__(self, max_len: int) -> None:
         self.max_len = max_len

@@ -196,15 +196,15 @@ class Engine:
     # Steps.
 
     def step(self) -> list[Output]:
-        """Run one step for everybody who can take part, and tell what came of it.
+        """Run one step for all requests that can take part, and return what came of it.
 
-        Ctrl-C is raised at its end, when the books balance: what has come out is told by the next step.
+        Ctrl-C is raised at its end, when the books balance: what has come out is returned by the next step.
         """
         with self._whole, self._marks:
             self.take_in()
             self.loop.advance(self)
             if self._held and self.scheduler.idle and not self.outputs:
-                time.sleep(WAIT)  # nobody else has anything to do either
+                time.sleep(WAIT)  # no other request has anything to compute
         return self.drain()
 
     def schedule(self) -> list[Work]:
@@ -328,11 +328,11 @@ class Engine:
             if request.text is not None:
                 try:
                     reason, text = request.text.advance(token, reason)
-                except BaseException as error:  # nobody else's tokens may be lost for it
+                except BaseException as error:  # no other request's tokens may be lost for it
                     log.error("the text of request %d cannot be made", request.id, exc_info=error)
                     request.error, reason = error, "error"
                     if not isinstance(error, Exception):
-                        self._interrupt = error  # raised when everybody has theirs
+                        self._interrupt = error  # raised when all requests have theirs
             self.outputs.append(Output(request, token, reason, now, logprob, text))
             if reason is not None:
                 request.finish_reason, request.finished = reason, now

@@ -19,7 +19,7 @@ def by_rank(request: Request) -> tuple[float, ...]:
 
 
 def fcfs(request: Request) -> tuple[float, ...]:
-    """First come, first served: nobody waits for ever."""
+    """First come, first served: no request waits for ever."""
     return (request.id,)
 
 

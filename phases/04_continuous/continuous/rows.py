@@ -68,7 +68,7 @@ class Rows:
     def _neighbours(self) -> list[tuple[int, list[Request]]]:
         """Fresh requests in rows side by side, which one copy takes along, and the first one's row.
 
-        It copies a rectangle: a request begins another where half of that would be nobody's.
+        It copies a rectangle: a request begins another where half of that would be unused.
         """
         groups: list[tuple[int, list[Request]]] = []
         total = widest = 0

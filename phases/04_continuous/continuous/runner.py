@@ -28,7 +28,7 @@ Results = Sequence[Sequence[Token]]
 
 
 class BatchAttention(Protocol):
-    """The seam's object, told once a step what the batch is."""
+    """The seam's object, which is given the batch once a step."""
 
     def begin(self, batch: Batch) -> None:
         """Plan the step."""
@@ -93,6 +93,7 @@ class Forwarded:
     hidden: `[T, hidden]`.
     started: `time.perf_counter()` when the engine began the step.
     rest: the second half, where a plan has its own; it takes what `Runner.sample` is given.
+    logits: `[S, V]` float32 of the samples, where a plan has computed them.
     """
 
     works: Sequence[Work]
@@ -100,6 +101,7 @@ class Forwarded:
     hidden: Tensor
     started: float = 0.0
     rest: Callable[[Tensor | Allowed | None], Pending] | None = None
+    logits: Tensor | None = None
 
 
 class StepPlan(Protocol):
@@ -179,7 +181,8 @@ class Runner:
         if not rows_host:
             return Pending(step.works, None)
         plan = self.sampler.plan(rows_host)
-        logits = self.logits(step.hidden[batch.sample_at], plan)  # [S, V], not [T, V]
+        # A plan may have computed the logits already; else of the sampled rows only: [S, V], not [T, V].
+        logits = self.logits(step.hidden[batch.sample_at], plan) if step.logits is None else step.logits
         drafts = self.extra.before(step.works) if Needs.PENALTIES in plan.features else None
         sampled = self.sampler.sample(
             logits, batch.sample_rows, rows_host, batch.sample_steps, plan, allowed=allowed, drafts=drafts

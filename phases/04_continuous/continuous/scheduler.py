@@ -125,7 +125,7 @@ class Scheduler:
     def _admit(self, works: list[Work], budget: int, before: tuple[float, ...] | None = None) -> int:
         """Let requests in from the head of the line while there is room; returns what is left of the budget.
 
-        Nobody overtakes the head. With `before`, only those of a smaller rank get in.
+        No request overtakes the head. With `before`, only those of a smaller rank get in.
         """
         while budget > 0:
             request = self._head()
@@ -189,7 +189,7 @@ class Scheduler:
         return running.copy()
 
     def kept(self, later: int) -> int:
-        """Tokens of the budget that are nobody's to guess with: one for each request that is still to be
+        """Tokens of the budget that drafts may not use: one for each request that is still to be
         served in this step.
         """
         return later
@@ -214,7 +214,7 @@ class Scheduler:
     def make_room(self, request: Request, upto: int, queue: list[Request], at: int) -> bool:
         """Reserve by taking room from the requests `queue[at:]`, which this step does not serve yet.
 
-        Whoever loses its room leaves the queue. False if `request` gets none; it may have lost its own.
+        A request that loses its room leaves the queue. False if `request` gets none; it may lose its own.
         """
         return False
 

@@ -79,7 +79,7 @@ class InTurn:
 
 
 class Journal:
-    """Hears what happens in an engine, in order. This one forgets it; a later phase tells other processes."""
+    """Hears what happens in an engine, in order. This one forgets it; a later phase sends it elsewhere."""
 
     def entered(self, requests: Sequence[Request]) -> None:
         """The samples of a prompt stand in line."""
@@ -100,7 +100,7 @@ class Journal:
 class Masks(Protocol):
     """Says which tokens may be chosen, between the two halves of a step.
 
-    A request whose grammar takes time waits outside of the line, so that nobody waits with it.
+    A request whose grammar takes time waits outside of the line, so that no other request waits with it.
     """
 
     def check(self, params: SamplingParams) -> None:

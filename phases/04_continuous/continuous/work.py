@@ -13,8 +13,8 @@ class Work(NamedTuple):
     start, count: which tokens to compute, `start .. start + count - 1`, in row `row`.
     drafts: guessed tokens among them, at the end; only a work with one taker has any.
     certain: whether these drafts cannot be wrong, so that the next step may be scheduled behind them.
-    takers: who takes what is sampled from the last one's logits: nobody in the middle of a prompt, then the
-        request itself, and after a shared prompt its siblings too.
+    takers: requests that take what is sampled from the last one's logits: none in the middle of a
+        prompt, then the request itself, and after a shared prompt its siblings too.
     """
 
     request: Request

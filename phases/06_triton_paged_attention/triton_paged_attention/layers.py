@@ -23,7 +23,7 @@ from triton_paged_attention.linear import KINDS, FusedLinear, Joins, SideBySide,
 
 
 class Stream(NamedTuple):
-    """The residual stream between two blocks, its last addition still to be done by whoever normalizes it."""
+    """The residual stream between two blocks, its last addition still to be done by the norm behind it."""
 
     total: Tensor
     delta: Tensor

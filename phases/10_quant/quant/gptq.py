@@ -11,7 +11,7 @@ from quant.rtn import group_scales, to_eight_bits, to_nibbles
 from quant.weights import MIDDLE, QuantizedWeight, pack_nibbles
 
 DAMPING = 0.01
-"""Of the mean diagonal, added to it: inputs that were never seen apart cannot be told apart."""
+"""Of the mean diagonal, added to it: inputs that were never seen apart cannot be separated."""
 COLUMNS = 128
 """Inputs rounded before their errors are passed on to all the others in one product."""
 SHRINKS = tuple(1 - step / 40 for step in range(13))

@@ -76,7 +76,7 @@ class ReducedHead(nn.Module):
 class Head(Model):
     """One layer on hidden states of the large model, between its embedding and a reduced output head.
 
-    At place p it is given the token p + 1 and the hidden states from which that token was sampled, and tells
+    At place p it is given the token p + 1 and the hidden states from which that token was sampled, and says
     what token p + 2 will be. So its sequence is the request's without the first token.
 
     taps: the layers of the large model behind which hidden states are taken, beside the last ones.

@@ -20,7 +20,7 @@ def tapped(layers: int) -> tuple[int, int]:
 class Taps:
     """Keeps what some layers of a model put out in the newest step, at an address that a graph may write.
 
-    A hook behind each layer copies; it is captured with the layer. Whoever makes an engine with taps owns
+    A hook behind each layer copies; it is captured with the layer. The maker of an engine with taps owns
     the model, so no other engine pays for them.
 
     kept: `[tokens, len(places) * hidden]`, in the order of the step's tokens.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ from common.sampling.sampler import Allowed
 from continuous.batch import upload
 from continuous.work import Work
 from structured.loop import NOBODYS, Landed
-from structured.matcher import Matcher, Words, allows_one
+from structured.matcher import Matcher, Words
 from structured.pool import Compilation, GrammarPool
 
 
@@ -74,8 +74,6 @@ class GrammarMasks:
         eos: the tokens that end an output.
         device: where masks go.
         refusal: why grammars cannot be had at all, for an engine without a tokenizer; empty if they can.
-
-    single: of requests that somebody put here, the places of the output where one token alone was allowed.
     """
 
     def __init__(
@@ -89,7 +87,6 @@ class GrammarMasks:
     ) -> None:
         self.pool, self.eos, self.refusal = pool, frozenset(eos), refusal
         self.vocab_size, self.device = vocab_size, device
-        self.single: dict[Request, set[int]] = {}
         self._any = False  # whether a grammar was ever asked for
         self._failed: list[tuple[Request, Exception]] = []
 
@@ -140,6 +137,7 @@ class GrammarMasks:
         """Make the masks of those samples of the step that have a grammar; None if none has."""
         found: list[Words] = []
         places: list[int] = []
+        held: list[tuple[int, int]] = []
         place = 0
         for work in works:
             count = len(work.drafts) + 1
@@ -148,7 +146,8 @@ class GrammarMasks:
                 if isinstance(constraint, Constraint) and request.finish_reason is None:
                     problem = constraint.follow(request)
                     if not problem:
-                        found.append(self._masks(request, constraint, work.drafts))
+                        found.append(constraint.masks(work.drafts, -(-self.vocab_size // 32)))
+                        held += self.held(request, len(places), count)
                         places += range(place, place + count)
                         problem = constraint.matcher.problem
                     if problem:
@@ -156,7 +155,9 @@ class GrammarMasks:
                 place += count
         if not places:
             return None
-        moved = upload(self.device, {"places": np.array(places)}, {"words": np.concatenate(found)})
+        words = np.concatenate(found)
+        hold_back(words, held)
+        moved = upload(self.device, {"places": np.array(places)}, {"words": words})
         return Allowed(moved["words"], moved["places"])
 
     def take_failed(self) -> list[tuple[Request, Exception]]:
@@ -164,27 +165,33 @@ class GrammarMasks:
         failed, self._failed = self._failed, []
         return failed
 
-    def _masks(self, request: Request, constraint: Constraint, drafts: Sequence[int]) -> Words:
-        """Make a request's masks, without the ends that its settings hold back."""
+    def held(self, request: Request, row: int, count: int) -> list[tuple[int, int]]:
+        """List the ends that a request's settings hold back, each behind the row of its mask.
+
+        row: of the request's next token. count: masks from there on.
+        """
         params, first = request.params, len(request.tokens) - request.prompt_len
-        words = constraint.masks(drafts, -(-self.vocab_size // 32))
-        for number, row in enumerate(words, start=first):
-            if request in self.single and allows_one(row):
-                self.single[request].add(number)
-            short = number < params.min_tokens
+        found = []
+        for number in range(count) if params.ignore_eos or params.min_tokens else ():
+            short = first + number < params.min_tokens
             if short or params.ignore_eos:
-                hold_back(row, self.eos | set(params.stop_token_ids if short else ()))
-        return words
+                ends = self.eos.union(params.stop_token_ids if short else ())
+                found += [(row + number, token) for token in ends]
+        return found
 
     def _fail(self, request: Request, problem: str) -> None:
         error = UserError(f"grammar ({request.params.grammar}) cannot be followed: {problem}")
         self._failed.append((request, error))
 
 
-def hold_back(row: Words, tokens: Set[int]) -> None:
-    """Take tokens out of a mask `[ceil(V / 32)]`, unless nothing else is left in it."""
-    kept = row.copy()
-    for token in tokens:
-        kept[token >> 5] &= ~np.uint32(1 << (token & 31)).view(np.int32)
-    if kept.any():
-        row[:] = kept
+def hold_back(words: Words, held: Sequence[tuple[int, int]]) -> None:
+    """Take tokens out of their rows of masks `[M, ceil(V / 32)]`, unless nothing else is left there."""
+    if not held:
+        return
+    rows, tokens = np.array(held).T
+    at, bits = tokens >> 5, (1 << (tokens & 31)).astype(np.uint32).view(np.int32)
+    there = words[rows, at] & bits != 0
+    rows, at, bits = rows[there], at[there], bits[there]
+    np.bitwise_and.at(words, (rows, at), ~bits)
+    empty = ~words[rows].any(axis=1)
+    np.bitwise_or.at(words, (rows[empty], at[empty]), bits[empty])

@@ -71,9 +71,3 @@ class Backend(ABC):
     @abstractmethod
     def compile(self, grammar: Grammar) -> Compiled:
         """Make a grammar ready. Raises `UserError` for one that is wrong, too large, or not understood."""
-
-
-def allows_one(words: Words) -> bool:
-    """Tell whether a mask allows one token only."""
-    (used,) = np.nonzero(words)
-    return len(used) == 1 and (int(words[used[0]]) & 0xFFFFFFFF).bit_count() == 1

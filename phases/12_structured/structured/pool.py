@@ -55,10 +55,8 @@ class Compilation:
     def wait(self) -> Compiled:
         """Return the compiled grammar as soon as it is there. Raises `UserError` as `get` does."""
         while (found := self.get()) is None:
-            try:
+            with suppress(TimeoutError):
                 self.future.exception(timeout=0.05)
-            except TimeoutError:
-                continue
         return found
 
 

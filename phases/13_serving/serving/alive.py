@@ -18,7 +18,7 @@ from common.temporary import new_folder
 from serving import process
 from serving.client import EngineClient
 from serving.messages import Failed, Ready, StepReport, StepStats, Stop, report
-from serving.seams import Observer, ServedEngine
+from serving.worker import Observer, Observing
 
 log = logging.getLogger(__name__)
 
@@ -46,11 +46,7 @@ class EngineProcess(EngineClient):
     """
 
     def __init__(
-        self,
-        make: Callable[[], Any],
-        *,
-        silence: float = 300.0,
-        observer: Callable[[ServedEngine], Observer] = Observer,
+        self, make: Callable[[], Any], silence: float = 300.0, observer: Observing = Observer
     ) -> None:
         super().__init__()
         self.make, self.silence, self.observer = make, silence, observer
@@ -83,59 +79,46 @@ class EngineProcess(EngineClient):
                 return
             if self.ready is None:
                 raise failure or CannotStart("the engine process ended while it started", wrong_input=False)
-            self.state, self.restarts = "restarting", self.restarts + 1
+            self.restarts += 1
             pause = min(2 * pause or 0.5, LONGEST_PAUSE) if time.monotonic() - started < QUICK else 0.0
             log.error("the engine has ended; the next one starts in %.1f s", pause)
             await asyncio.sleep(pause)
 
     async def stop(self) -> None:
         """End the engine for good; whoever still waits is told an error."""
-        listens = self.state == "ready"
+        rounds = 50 if self.state == "ready" else 0
         self._stopping, self.state = True, "stopped"
-        self._send(Stop())
-        for _ in range(50 if listens else 0):
-            if self.process is None or not self.process.is_alive():
-                break
+        self.tell(Stop())
+        while rounds and self.process is not None and self.process.is_alive():
+            rounds -= 1
             await asyncio.sleep(0.1)
         if self.process is not None:
             self.process.kill()  # `_live` sees it and tidies up
 
     async def _live(self) -> CannotStart | None:
         """One life of an engine process, from its start to its end, by itself or by our hand."""
-        loop = asyncio.get_running_loop()
         folder = new_folder()
         socket = self._socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
         socket.setsockopt(zmq.SNDHWM, 0)  # what may be in flight has limits of its own
         socket.setsockopt(zmq.LINGER, 0)
         address = f"ipc://{folder}/engine"
         socket.bind(address)
-        context = multiprocessing.get_context("spawn")
-        arguments = self.make, address, self.observer
+        context, arguments = multiprocessing.get_context("spawn"), (self.make, address, self.observer)
         child = self.process = context.Process(target=process.main, args=arguments, name="engine")
         child.start()
-        sentinel = child.sentinel
-        ended = loop.create_future()
-
-        def gone() -> None:
-            if not ended.done():
-                ended.set_result(None)
-
-        loop.add_reader(sentinel, gone)
         reading = asyncio.ensure_future(self._read(socket))
         self._heard = time.monotonic()
         try:
-            while True:
-                await asyncio.wait({reading, ended}, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
-                if reading.done():
-                    return reading.result()
-                if ended.done():
-                    return None
+            alive = True
+            while alive and not reading.done():
+                alive = child.is_alive()  # one more look at what it has said before it ended
+                await asyncio.wait({reading}, timeout=0.05)
                 if self.state == "ready" and self._sinks and time.monotonic() - self._heard > self.silence:
                     log.error("the engine has said nothing for %.0f s, so it is ended", self.silence)
                     return None
+            return reading.result() if reading.done() else None
         finally:
             reading.cancel()
-            loop.remove_reader(sentinel)
             self._socket = None
             self._kill()
             socket.close()
@@ -152,8 +135,6 @@ class EngineProcess(EngineClient):
                 case Ready():
                     self.ready, self.stats = message, StepStats(free_blocks=message.blocks)
                     self.state = "stopped" if self._stopping else "ready"
-                    if self._watch:
-                        self.watch(self._watch)
                 case Failed():
                     log.error("the engine cannot be made: %s", message.reason)
                     return CannotStart(message.reason, message.wrong_input)

@@ -9,23 +9,30 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal, Protocol
 
+from common.events import Logprob
 from common.sampling.params import SamplingParams
-from serving.messages import (
-    AbortCompletions,
-    AddPrompt,
-    Command,
-    Ready,
-    StepReport,
-    StepStats,
-    WatchEngine,
-    encode,
-)
-from serving.seams import Sink
+from serving.messages import AbortCompletions, AddPrompt, Command, Ready, StepReport, StepStats, encode
 
 State = Literal["starting", "ready", "restarting", "stopped"]
 DIED = "the engine has ended and is being restarted; try again"
+
+
+class Sink(Protocol):
+    """A taker of the tokens of one completion."""
+
+    def note(self, kind: str, values: list[Any]) -> None:
+        """Take a note, before the tokens of its step; see `serving.messages`."""
+        ...
+
+    def token(self, token: int, reason: str | None, logprob: Logprob | None) -> None:
+        """Take the next token. reason: why it is the last one, if it is."""
+        ...
+
+    def end(self, reason: str, message: str) -> None:
+        """Take the end that has no further token."""
+        ...
 
 
 class EngineClient:
@@ -34,18 +41,20 @@ class EngineClient:
     state: only "ready" takes completions.
     ready, stats: what the engine has said about itself, and after its last step.
     now: `time.perf_counter()` when the step that is being dealt out has come.
+    wanted: kinds of notes that somebody reads of every completion; see `serving.messages`.
+    on_step: hears of a step when its tokens are dealt out.
     """
 
     def __init__(self) -> None:
         self.state: State = "starting"
         self.ready: Ready | None = None
         self.stats, self.now, self.restarts = StepStats(), 0.0, 0
+        self.wanted: tuple[str, ...] = ()
         self.on_step: Callable[[StepReport], None] = lambda step: None
         self._sinks: dict[int, Sink] = {}
         self._next = 0
         self._outbox: list[Command] = []
         self._heard = 0.0
-        self._watch = 0.0
 
     def transmit(self, data: bytes) -> None:
         """Send a message to the engine; what cannot be sent is lost with the engine."""
@@ -72,8 +81,7 @@ class EngineClient:
         *,
         priority: int = 0,
         salt: str = "",
-        traced: bool = False,
-        marks: bool = False,
+        wanted: Sequence[str] = (),
     ) -> range:
         """Send a prompt of `params.n` completions, one sink each; returns their numbers.
 
@@ -81,25 +89,20 @@ class EngineClient:
         """
         numbers = range(self._next, self._next + params.n)
         self._next += params.n
-        self._sinks.update(zip(numbers, sinks, strict=True))
-        if not self._sinks.keys() - numbers:
+        if not self._sinks:
             self._heard = time.monotonic()  # it had no reason to speak before
-        self._send(AddPrompt(numbers.start, prompt, params, priority, salt, traced, marks))
+        self._sinks.update(zip(numbers, sinks, strict=True))
+        self.tell(AddPrompt(numbers.start, prompt, params, priority, salt, [*self.wanted, *wanted]))
         return numbers
 
     def abort(self, numbers: Iterable[int]) -> None:
         """End these completions: their sinks are not called again."""
         mine = [number for number in numbers if self._sinks.pop(number, None) is not None]
         if mine:
-            self._send(AbortCompletions(mine))
+            self.tell(AbortCompletions(mine))
 
-    def watch(self, seconds: float) -> None:
-        """Ask for a picture of the engine every so many seconds; 0: no more."""
-        self._watch = seconds
-        self._send(WatchEngine(seconds))
-
-    def _send(self, command: Command) -> None:
-        """All that is said in one turn of the event loop travels in one message."""
+    def tell(self, command: Command) -> None:
+        """Send a command. All that is said in one turn of the event loop travels in one message."""
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outbox.append(command)
@@ -114,36 +117,22 @@ class EngineClient:
     def _deal(self, step: StepReport) -> None:
         """Give the sinks what a step has for them. They may abort while this runs, themselves and others.
 
-        A sink hears first what was found, that it has entered, and what was read of its prompt; then its
-        tokens in their order, each behind its mark; an end with a token is told with the token, another
-        afterwards. A sink that ends or leaves is called no more, and is not in flight when it is told its
-        end. `on_step` comes last.
+        A sink takes first what was noted, then its tokens in their order. An end with a token is told with
+        the token, another afterwards. A sink that ends or leaves is called no more, and is not in flight when
+        it is told its end. `on_step` comes last.
         """
         self.stats, sinks = step.stats, self._sinks
-        for number, tokens in step.cached:
+        for number, kind, values in step.notes:
             if number in sinks:
-                sinks[number].found(tokens)
-        for number in step.entered:
-            if number in sinks:
-                sinks[number].entered()
-        for number, prompt in step.prompts:
-            if number in sinks:
-                sinks[number].read(prompt)
-        logprobs = {token.place: token for token in step.logprobs}
-        last = {end.place: end for end in step.ends}
-        marks = dict(step.marks)
+                sinks[number].note(kind, values)
+        logprobs, last = dict(step.logprobs), {end.place: end.reason for end in step.ends}
         for place, (number, token) in enumerate(zip(step.numbers, step.tokens, strict=True)):
-            sink = sinks.get(number)
+            sink, reason = sinks.get(number), last.get(place)
             if sink is None:  # it has left
                 continue
-            if place in marks:
-                sink.marked(marks[place])
-            end = last.get(place)
-            if end is None:
-                sink.token(token, None, logprobs.get(place))
-            else:
+            if reason is not None:
                 del sinks[number]
-                sink.token(token, end.reason, logprobs.get(place))
+            sink.token(token, reason, logprobs.get(place))
         for end in step.ends:
             sink = sinks.pop(end.number, None)
             if sink is not None:

@@ -6,26 +6,27 @@ without their fields' names: a step of 256 tokens is little more than a kilobyte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 from msgspec import Struct, field
 
 from common.errors import NotANumber, UserError
-from common.events import PromptLogprob
+from common.events import Logprob
 from common.sampling.params import SamplingParams
 
 NO_TOKEN = -1
-DRAFT, FORCED = "draft", "forced"
-"""How a token came about, where that is worth a word: a right guess; the only one that a grammar allowed."""
+FAILED = "the step that computed this request failed; the server's log says why"
+CACHED, PROMPT, ENTERED, MARKS = "cached", "prompt", "entered", "marks"
+"""Kinds of notes about a completion. CACHED: how many tokens of its prompt the prefix cache had. PROMPT: the
+log-probabilities of its prompt, a `PromptLogprob` or None a token. ENTERED: `time.perf_counter()` when it got
+a row. MARKS: how each of its tokens of this step came about, or ""."""
 
 
 class AddPrompt(Struct, array_like=True, tag="add"):
     """Put the `params.n` completions of a prompt in line, under the numbers `first .. first + n - 1`.
 
-    traced: tell when the first of them gets a row.
-    marks: whether to say of each token whether it was a draft, or the only one that a grammar allowed.
+    wanted: kinds of notes that the observer writes: ENTERED, MARKS.
     """
 
     first: int
@@ -33,8 +34,7 @@ class AddPrompt(Struct, array_like=True, tag="add"):
     params: SamplingParams
     priority: int = 0
     salt: str = ""
-    traced: bool = False
-    marks: bool = False
+    wanted: list[str] = field(default_factory=list)
 
 
 class AbortCompletions(Struct, array_like=True, tag="abort"):
@@ -43,17 +43,15 @@ class AbortCompletions(Struct, array_like=True, tag="abort"):
     numbers: list[int]
 
 
-class WatchEngine(Struct, array_like=True, tag="watch"):
-    """Send pictures of the engine, at most one in `seconds`; 0: no more."""
-
-    seconds: float
+class DrawEngine(Struct, array_like=True, tag="draw"):
+    """Send a picture of the engine with the next report."""
 
 
 class Stop(Struct, array_like=True, tag="stop"):
     """End the process."""
 
 
-Command = AddPrompt | AbortCompletions | WatchEngine | Stop
+Command = AddPrompt | AbortCompletions | DrawEngine | Stop
 
 
 class Ready(Struct, array_like=True, tag="ready"):
@@ -61,12 +59,11 @@ class Ready(Struct, array_like=True, tag="ready"):
 
     max_len: int
     vocab_size: int
-    max_rows: int
-    blocks: int
-    block_size: int
-    policy: str
+    max_rows: int = 1
+    blocks: int = 0
+    block_size: int = 0
+    policy: str = "fcfs"
     ledger: str = ""
-    seconds: float = 0.0
 
 
 class Failed(Struct, array_like=True, tag="failed"):
@@ -90,22 +87,6 @@ class StepStats(Struct, array_like=True):
     step_seconds: float = 0.0
 
 
-class Token(Struct, array_like=True):
-    """Log-probabilities of one token: its place in the report's `tokens`, its own, the likeliest others."""
-
-    place: int
-    chosen: float
-    top: list[tuple[int, float]]
-
-
-class PromptToken(Struct, array_like=True):
-    """Log-probabilities of a token of a prompt; see `common.events.PromptLogprob`."""
-
-    chosen: float
-    rank: int
-    top: list[tuple[int, float]]
-
-
 class End(Struct, array_like=True):
     """A completion has ended.
 
@@ -119,64 +100,37 @@ class End(Struct, array_like=True):
     place: int = NO_TOKEN
 
 
-def read(found: Sequence[PromptLogprob | None]) -> list[PromptToken | None]:
-    """Return a prompt's log-probabilities as they travel."""
-    return [None if one is None else PromptToken(one.chosen, one.rank, list(one.top)) for one in found]
-
-
-FAILED = "the step that computed this request failed; the server's log says why"
-
-
-def ending(number: int, reason: str, error: BaseException | None, place: int) -> End:
+def ending(number: int, reason: str, error: BaseException | None, place: int = NO_TOKEN) -> End:
     """Return how a completion ended. What is wrong with a request itself is told to its sender."""
     if reason != "error":
         return End(number, reason, "", place)
-    if isinstance(error, UserError):
-        return End(number, "refused", str(error), place)
-    if isinstance(error, NotANumber):
-        return End(number, "nan", str(error), place)
+    for kind, name in ((UserError, "refused"), (NotANumber, "nan")):
+        if isinstance(error, kind):
+            return End(number, name, str(error), place)
     return End(number, reason, FAILED, place)
 
 
 class StepReport(Struct, array_like=True, tag="step"):
     """The outcome of a step: token `tokens[i]` for completion `numbers[i]`, and who has ended.
 
-    cached: completions that have entered, and how many tokens of their prompts were found in the cache.
-    entered: traced completions that have got a row in this step.
-    prompts: completions that have entered, and what their prompts' tokens were like, where that was asked.
-    marks: of tokens by their place, where somebody asked and there is something to say: `DRAFT`, `FORCED`.
-    picture: of the engine, for those who watch.
+    logprobs: of tokens by their place, where that was asked.
+    notes: a completion, the kind of the note, and a list; see `CACHED` and the others.
+    picture: of the engine, where that was asked.
     """
 
     numbers: list[int]
     tokens: list[int]
     ends: list[End]
     stats: StepStats
-    logprobs: list[Token] = field(default_factory=list)
-    cached: list[tuple[int, int]] = field(default_factory=list)
-    entered: list[int] = field(default_factory=list)
-    prompts: list[tuple[int, list[PromptToken | None]]] = field(default_factory=list)
-    marks: list[tuple[int, str]] = field(default_factory=list)
+    logprobs: list[tuple[int, Logprob]] = field(default_factory=list)
+    notes: list[tuple[int, str, list[Any]]] = field(default_factory=list)
     picture: dict[str, Any] | None = None
 
 
 Report = Ready | Failed | StepReport
 
-_encoder = msgspec.msgpack.Encoder()
-_commands = msgspec.msgpack.Decoder(list[Command])
-_report = msgspec.msgpack.Decoder(Report)
-
-
-def encode(message: list[Command] | Report) -> bytes:
-    """The bytes of a message of either side."""
-    return _encoder.encode(message)
-
-
-def commands(data: bytes) -> list[Command]:
-    """Read what the API process has sent."""
-    return _commands.decode(data)
-
-
-def report(data: bytes) -> Report:
-    """Read what the engine process has sent."""
-    return _report.decode(data)
+encode = msgspec.msgpack.Encoder().encode
+commands = msgspec.msgpack.Decoder(list[Command]).decode
+"""Read what the API process has sent."""
+report = msgspec.msgpack.Decoder(Report).decode
+"""Read what the engine process has sent."""

@@ -5,9 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import sys
 import threading
-import time
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
@@ -19,26 +17,17 @@ from common.errors import UserError
 from continuous.engine import Engine
 from paged_cache import PagedCache
 from serving.messages import Command, Failed, Ready, Report, commands, encode
-from serving.seams import Observer, ServedEngine
-from serving.worker import Worker
+from serving.worker import Observer, Observing, Worker
 
 
-def ready(engine: ServedEngine, vocab_size: int, seconds: float) -> Ready:
+def ready(engine: Engine, vocab_size: int) -> Ready:
     """Return what the API process learns about an engine."""
-    if not isinstance(engine, Engine) or not isinstance(engine.cache, PagedCache):
-        return Ready(engine.max_len, vocab_size, 1, 0, 0, "fcfs", "", seconds)
-    policy = getattr(engine.scheduler.policy, "__name__", "")
-    cache = engine.cache
-    return Ready(
-        engine.max_len,
-        vocab_size,
-        engine.scheduler.rows.count,
-        cache.allocator.count,
-        cache.block_size,
-        policy,
-        str(engine.ledger),
-        seconds,
-    )
+    found = Ready(engine.max_len, vocab_size)
+    if isinstance(engine, Engine) and isinstance(engine.cache, PagedCache):
+        found.max_rows, found.ledger = engine.scheduler.rows.count, str(engine.ledger)
+        found.blocks, found.block_size = engine.cache.allocator.count, engine.cache.block_size
+        found.policy = getattr(engine.scheduler.policy, "__name__", "")
+    return found
 
 
 class Pipe:
@@ -51,22 +40,16 @@ class Pipe:
     def receive(self, seconds: float) -> list[Command]:
         """See `Channel`."""
         found: list[Command] = []
-        if seconds and not self._socket.poll(int(seconds * 1e3)):
-            return found
-        while True:
-            try:
-                found += commands(self._socket.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                return found
+        while self._socket.poll(0 if found else int(seconds * 1e3)):
+            found += commands(self._socket.recv())
+        return found
 
     def send(self, report: Report) -> None:
         """See `Channel`."""
         self._socket.send(encode(report))
 
 
-def main(
-    make: Callable[[], Any], address: str, observer: Callable[[ServedEngine], Observer] = Observer
-) -> None:
+def main(make: Callable[[], Any], address: str, observer: Observing = Observer) -> None:
     """The whole life of the engine process.
 
     Args:
@@ -79,7 +62,6 @@ def main(
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_die_with_parent, daemon=True).start()
     pipe = Pipe(address)
-    started = time.perf_counter()
     try:
         engine = make()
     except UserError as error:
@@ -89,11 +71,8 @@ def main(
         pipe.send(Failed(f"{type(error).__name__}: {error}", wrong_input=False))
         raise
     keep_out()  # the model and its modules are here to stay
-    pipe.send(ready(engine, engine.config.vocab_size, time.perf_counter() - started))
-    try:
-        Worker(engine, pipe, observer(engine)).run()
-    finally:
-        sys.stderr.flush()
+    pipe.send(ready(engine, engine.config.vocab_size))
+    Worker(engine, pipe, observer(engine)).run()
 
 
 def _die_with_parent() -> None:

@@ -8,140 +8,110 @@ import time
 from common.text.tokenizer import Tokenizer
 from serving.client import EngineClient
 from serving.completion import ChoiceGroup, Order
-from serving.endpoints import B, Endpoint
+from serving.endpoints import Endpoint
 from serving.http.answers import Answer
-from serving.http.errors import STATUS, ApiError
-from serving.http.exchange import EVENTS, Exchange, Gone
+from serving.http.errors import STATUS, ApiError, wrong
+from serving.http.exchange import Exchange, Gone
 from serving.http.limits import Limits
 from serving.http.schema import Generation
 from serving.messages import Ready
-from serving.metrics import Metrics
 
 RETRY_SECONDS = 1
-
-
-class Refused(Exception):
-    """The engine does not take a request; its endpoint knows the names of the fields."""
 
 
 class Service:
     """Serves requests for tokens.
 
     draining: no new ones are taken; those that run go on.
-    traced: whether somebody wants to know how long requests are in line.
     """
 
-    def __init__(self, engine: EngineClient, tokenizer: Tokenizer, limits: Limits, metrics: Metrics) -> None:
-        self.engine, self.tokenizer, self.limits, self.metrics = engine, tokenizer, limits, metrics
-        self.draining, self.traced = False, False
+    def __init__(self, engine: EngineClient, tokenizer: Tokenizer, limits: Limits) -> None:
+        self.engine, self.tokenizer, self.limits = engine, tokenizer, limits
+        self.draining = False
+
+    @property
+    def state(self) -> str:
+        """Return what the engine is, or "draining"."""
+        return "draining" if self.draining else self.engine.state
 
     def ready(self) -> Ready:
         """Return what the engine is, if it takes requests now. Raises `ApiError` if not."""
-        ready = self.engine.ready
-        if self.draining:
-            raise ApiError(503, "the server is shutting down", retry=RETRY_SECONDS, code="draining")
-        if ready is None or self.engine.state != "ready":
-            raise ApiError(
-                503,
-                f"the engine is {self.engine.state}; try again",
-                retry=RETRY_SECONDS,
-                code=self.engine.state,
-            )
-        return ready
+        if self.engine.ready is None or self.state != "ready":
+            what = "server is shutting down" if self.draining else f"engine is {self.state}; try again"
+            raise ApiError(503, f"the {what}", retry=RETRY_SECONDS, code=self.state)
+        return self.engine.ready
 
-    async def serve(self, exchange: Exchange, endpoint: Endpoint[B], request: B, orders: list[Order]) -> None:
+    async def serve(self, exchange: Exchange, endpoint: Endpoint, request: Generation) -> None:
         """The life of a request for tokens, from its order to its last byte.
 
         However this function is left, the engine has been told to drop what is not finished.
         """
-        answer = endpoint.answer(exchange, request)
-        ready = self.ready()  # it may have changed while the prompt was read
-        group = ChoiceGroup(
-            self.engine,
-            self.metrics,
-            self.tokenizer,
-            orders,
-            streamed=bool(request.stream),
-            most_unsent=self.limits.max_unsent,
-        )
-        self._admit(len(group.choices), request.priority or 0, ready)
+        orders = await endpoint.orders(exchange, request, self.ready())
+        answer, ready = endpoint.answer(exchange, request), self.ready()  # it may have changed meanwhile
+        stream, priority = bool(request.stream), request.priority or 0
+        group = ChoiceGroup(self.engine, self.tokenizer, orders, stream, self.limits.max_unsent)
+        self._admit(len(group.choices), priority, ready)
         seconds = self._deadline(request, exchange.started)
         leaving = asyncio.ensure_future(exchange.gone())
         leaving.add_done_callback(lambda _: group.give_up("left", "the client has left"))
         exchange.group = group
         try:
             salt = request.cache_salt or ""
-            group.send(priority=request.priority or 0, salt=salt, seconds=seconds, traced=self.traced)
-            if request.stream:
+            group.send(priority=priority, salt=salt, seconds=seconds)
+            if stream:
                 await self._stream(exchange, group, answer)
             else:
                 while group.left and group.trouble is None:
                     await group.news()
-                self._raise_trouble(group)
-                await exchange.answer(200, await answer.body(group, request.n or 1))
-        except Refused as error:
-            raise endpoint.refusal(str(error), orders[0], request) from None
+                if group.trouble is None:
+                    await exchange.answer(200, await answer.body(group))
+            if group.trouble is not None:
+                raise self._error(*group.trouble, endpoint, request, orders[0])
         finally:
             leaving.cancel()
             group.close()
-            exchange.group, exchange.done = None, group
-            self.metrics.ended(group)
 
     async def _stream(self, exchange: Exchange, group: ChoiceGroup, answer: Answer) -> None:
         """Send events as they come. Before the first token nothing is sent, so that errors have a status."""
         waiting = group.choices
-        while True:
+        while waiting:
             await group.news()
-            self._raise_trouble(group)
+            if group.trouble is not None:
+                return
             events = []
             for choice in waiting:
-                if choice.fresh or choice.reason is not None:
-                    data = answer.chunk(choice, choice.take(), choice.reason is not None)
-                    if data:
-                        events.append(data)
-                    choice.started = True
-            if any(choice.reason is not None for choice in waiting):
-                waiting = [choice for choice in waiting if choice.reason is None]
-            if not events:
-                continue
-            if not exchange.status:
-                await exchange.start(200, EVENTS)
+                if len(choice.texts) > choice.sent or choice.reason is not None:
+                    events.append(answer.chunk(choice, choice.take(), choice.reason is not None))
+            waiting = [choice for choice in waiting if choice.reason is None]
             if not waiting:
                 events.append(answer.end(group))
-            await exchange.write(b"".join(events), more=bool(waiting))
-            if not waiting:
-                return
+            data = b"".join(events)
+            if data and not exchange.status:
+                await exchange.start(200, answer.headers)
+            if data:
+                await exchange.write(data, more=bool(waiting))
 
-    def _raise_trouble(self, group: ChoiceGroup) -> None:
-        if group.trouble is None:
-            return
-        kind, message = group.trouble
+    def _error(
+        self, kind: str, message: str, endpoint: Endpoint, request: Generation, order: Order
+    ) -> ApiError | Gone:
+        """Return what a request in trouble ends with."""
         if kind in ("left", "slow"):
-            raise Gone
+            return Gone()
         if kind == "refused":
-            raise Refused(message)
-        raise ApiError(STATUS[kind], message, retry=RETRY_SECONDS if kind == "died" else None, code=kind)
+            return endpoint.refusal(message, request, order)
+        return ApiError(STATUS[kind], message, retry=RETRY_SECONDS if kind == "died" else None, code=kind)
 
     def _admit(self, more: int, priority: int, ready: Ready) -> None:
         """Raise `ApiError` where so many more completions are too many."""
         if priority and ready.policy != "priority":
-            raise ApiError(
-                400,
-                f"priority is {priority}, but must be 0: the server's policy is {ready.policy}",
-                param="priority",
-            )
+            words = f"priority is {priority}, but must be 0: the server's policy is {ready.policy}"
+            raise wrong("priority", words)
         most = min(self.limits.max_requests, ready.max_rows + self.limits.max_queue)
         if more > most:  # it would be told to try again for ever
-            raise ApiError(
-                400, f"the request is {more} completions, but the server takes at most {most}", param="n"
-            )
-        if self.engine.in_flight + more > most:
-            raise ApiError(
-                429,
-                f"{self.engine.in_flight} completions are in flight, and the server takes at most {most}",
-                retry=RETRY_SECONDS,
-                code="queue_full",
-            )
+            raise wrong("n", f"the request is {more} completions, but the server takes at most {most}")
+        if (now := self.engine.in_flight) + more > most:
+            words = f"{now} completions are in flight, and the server takes at most {most}"
+            raise ApiError(429, words, retry=RETRY_SECONDS, code="queue_full")
 
     def _deadline(self, request: Generation, started: float) -> float:
         """Seconds that are left: the client's count from the beginning of the request."""

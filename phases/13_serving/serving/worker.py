@@ -7,34 +7,54 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from common.errors import UserError
 from common.request import Request
 from continuous.engine import Engine
 from continuous.messages import Output
 from paged_cache import PagedCache
-from prefix_cache.cache import PrefixCache, PrefixStats
-from serving.messages import (
-    FAILED,
-    NO_TOKEN,
-    AbortCompletions,
-    AddPrompt,
-    Command,
-    End,
-    StepReport,
-    StepStats,
-    Stop,
-    Token,
-    WatchEngine,
-    ending,
-    read,
-)
-from serving.seams import Channel, Observer, ServedEngine
+from prefix_cache.cache import PrefixCache
+from serving import messages
+from serving.messages import AbortCompletions, AddPrompt, Command, DrawEngine, StepReport, StepStats, Stop
 
 log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 1.0
 """How long an idle engine sleeps at most before it looks around."""
+
+
+class Channel(Protocol):
+    """The other process, as the loop sees it."""
+
+    def receive(self, seconds: float) -> list[Command]:
+        """Return all commands that have come; wait for the first at most so long."""
+        ...
+
+    def send(self, report: messages.Report) -> None:
+        """Hand over a report."""
+        ...
+
+
+class Observer:
+    """Reads along in the engine's process; this one does nothing, and the appendix has one that draws."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def hear(self, command: Command, requests: Sequence[Request]) -> None:
+        """Note a command, and the requests that it has added."""
+
+    def due(self) -> bool:
+        """Tell if there is something to report though no step was run."""
+        return False
+
+    def write(self, step: StepReport, now: float) -> None:
+        """Add to the report of a step that began at `now` (`time.perf_counter()`)."""
+
+
+Observing = Callable[[Engine], Observer]
 
 
 class Worker:
@@ -44,11 +64,11 @@ class Worker:
     observer: reads along, if anything does.
     """
 
-    def __init__(self, engine: ServedEngine, channel: Channel, observer: Observer | None = None) -> None:
+    def __init__(self, engine: Engine, channel: Channel, observer: Observer | None = None) -> None:
         self.engine, self.channel, self.observer = engine, channel, observer or Observer(engine)
         self.live: dict[int, Request] = {}
-        self._fresh: set[int] = set()
-        self._ends: list[End] = []
+        self._fresh: set[int] = set()  # the first completions of prompts, before their first output
+        self._ends: list[messages.End] = []
         self._steps = self._computed = 0
         self._stopped = False
 
@@ -67,8 +87,8 @@ class Worker:
         busy = not self.engine.idle
         outputs = self.engine.step() if busy else []
         self._steps += busy
-        if busy or self._ends or self.observer.due(started):
-            self.channel.send(self._report(outputs, time.perf_counter() - started, started))
+        if busy or self._ends or self.observer.due():
+            self.channel.send(self._report(outputs, started))
 
     def obey(self, command: Command) -> None:
         """Carry out one command. What is wrong with a request is told to its sender and harms nobody else."""
@@ -77,73 +97,61 @@ class Worker:
                 self._add(command)
             case AbortCompletions():
                 for number in command.numbers:
-                    request = self.live.get(number)
-                    if request is not None:
-                        self.engine.abort(request)
-            case WatchEngine():
+                    if number in self.live:
+                        self.engine.abort(self.live[number])
+            case DrawEngine():
                 self.observer.hear(command, [])
             case Stop():
                 self._stopped = True
 
     def _add(self, command: AddPrompt) -> None:
-        numbers = range(command.first, command.first + command.params.n)
+        first, params = command.first, command.params
+        numbers = range(first, first + params.n)
         try:
             requests = self.engine.add(
-                command.prompt,
-                command.params,
-                index=command.first,
-                priority=command.priority,
-                salt=command.salt,
+                command.prompt, params, index=first, priority=command.priority, salt=command.salt
             )
-        except UserError as error:
-            self._ends += [End(number, "refused", str(error)) for number in numbers]
         except Exception as error:
-            log.error("request %d cannot be added", command.first, exc_info=error)
-            self._ends += [End(number, "error", FAILED) for number in numbers]
+            if not isinstance(error, UserError):
+                log.error("request %d cannot be added", first, exc_info=error)
+            self._ends += [messages.ending(number, "error", error) for number in numbers]
         else:
             self.live.update(zip(numbers, requests, strict=True))
-            self._fresh.update(numbers)
+            self._fresh.add(first)
             self.observer.hear(command, requests)
 
-    def _report(self, outputs: list[Output], seconds: float, now: float) -> StepReport:
-        step = StepReport([], [], self._ends, self._stats(seconds))
+    def _report(self, outputs: list[Output], started: float) -> StepReport:
+        step = StepReport([], [], self._ends, self._stats(time.perf_counter() - started))
         self._ends = []
         for request, token, reason, _, logprob, _ in outputs:
-            number, place = request.index + request.sample, NO_TOKEN
+            number, place = request.index + request.sample, messages.NO_TOKEN
             if number in self._fresh:
                 self._fresh.discard(number)
                 if request.cached_tokens:
-                    step.cached.append((number, request.cached_tokens))
+                    step.notes.append((number, messages.CACHED, [request.cached_tokens]))
                 found = request.prompt_logprobs
                 if found is not None and (len(found) == 1 or found[-1] is not None):
-                    step.prompts.append((number, read(found)))
+                    step.notes.append((number, messages.PROMPT, found))
             if token is not None:
                 place = len(step.tokens)
                 if logprob is not None:
-                    step.logprobs.append(Token(place, logprob.chosen, list(logprob.top)))
+                    step.logprobs.append((place, logprob))
                 step.numbers.append(number)
                 step.tokens.append(token)
             if reason is not None:
-                step.ends.append(ending(number, reason, request.error, place))
+                step.ends.append(messages.ending(number, reason, request.error, place))
                 self.live.pop(number, None)
-        self.observer.write(step, now)
+        self.observer.write(step, started)
         return step
 
     def _stats(self, seconds: float) -> StepStats:
-        engine = self.engine
-        if not isinstance(engine, Engine) or not isinstance(engine.cache, PagedCache):
-            return StepStats(self._steps, len(self.live), step_seconds=seconds)
-        found = engine.cache.stats if isinstance(engine.cache, PrefixCache) else PrefixStats()
-        computed = engine.stats.computed_tokens
-        step_tokens, self._computed = computed - self._computed, computed
-        return StepStats(
-            self._steps,
-            len(engine.scheduler.running),
-            engine.cache.free,
-            engine.scheduler.preemptions,
-            computed,
-            found.lookup_tokens,
-            found.hit_tokens,
-            step_tokens,
-            seconds,
-        )
+        engine, stats = self.engine, StepStats(self._steps, len(self.live), step_seconds=seconds)
+        if isinstance(engine, Engine) and isinstance(engine.cache, PagedCache):
+            stats.running, stats.preemptions = len(engine.scheduler.running), engine.scheduler.preemptions
+            stats.free_blocks, stats.computed_tokens = engine.cache.free, engine.stats.computed_tokens
+            stats.step_tokens = stats.computed_tokens - self._computed
+            self._computed = stats.computed_tokens
+            if isinstance(engine.cache, PrefixCache):
+                found = engine.cache.stats
+                stats.lookup_tokens, stats.hit_tokens = found.lookup_tokens, found.hit_tokens
+        return stats

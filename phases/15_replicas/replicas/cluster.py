@@ -19,13 +19,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from common.errors import UserError
+from common.sockets import listen
 from replicas.gate import LIMITS
 from replicas.options import ReplicaOptions
 from replicas.replica import Replica
 from serving.alive import CannotStart
 from serving.app import App
 from serving.http.limits import Limits
-from serving.http.server import TERMINATED, listen
+from serving.http.server import TERMINATED
 
 APPLICATION = "ladder"
 OBJECT_STORE_BYTES = 100 << 20
@@ -212,7 +213,7 @@ class Cluster:
 
         made: list[Replica] = []  # in the replica's process: Ray asks for the application in two steps
 
-        class Server:
+        class Actor:
             async def __init__(self) -> None:  # type: ignore[misc]
                 made.append(Replica(make_app(), serve.get_replica_context().replica_id.unique_id))
                 await made[0].start()
@@ -237,7 +238,7 @@ class Cluster:
                 )
             }
         deployment = serve.deployment(
-            serve.ingress(application)(Server),
+            serve.ingress(application)(Actor),
             max_ongoing_requests=self.limits.max_connections,  # the server in it has limits of its own
             ray_actor_options={"num_cpus": self.share.cpus, "num_gpus": self.share.gpus},
             request_router_config=RequestRouterConfig(

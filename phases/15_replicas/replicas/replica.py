@@ -86,7 +86,6 @@ class Replica:
         for task in reversed(self._tasks):
             task.cancel()
         await self.app.engine.stop()
-        self.app.close()
 
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()

@@ -20,11 +20,17 @@ ANY = "*"
 _NAME = re.compile(r"[a-z0-9_]([a-z0-9._-]*[a-z0-9_])?")
 
 
-def hosts(given: str | None) -> tuple[str, ...]:
-    """Read host names with commas between them. Raises `UserError` for what is no name."""
+def listed(flag: str, given: str | None, what: str) -> tuple[str, ...]:
+    """Read the value of a flag with commas in it. Raises `UserError` if it is there, and empty."""
     found = tuple(name.strip().lower() for name in (given or "").split(",") if name.strip())
     if given is not None and not found:
-        raise UserError("--allowed-hosts is empty, but must have at least 1 name")
+        raise UserError(f"{flag} is empty, but must have at least 1 {what}")
+    return found
+
+
+def hosts(given: str | None) -> tuple[str, ...]:
+    """Read host names with commas between them. Raises `UserError` for what is no name."""
+    found = listed("--allowed-hosts", given, "name")
     for name in found:
         if name != ANY and not _NAME.fullmatch(name):
             raise UserError(f"--allowed-hosts has {name!r}, but a host is a name without a port, or {ANY}")

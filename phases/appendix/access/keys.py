@@ -9,7 +9,7 @@ from serving.app import Extension
 from serving.http.errors import ApiError
 from serving.http.exchange import Exchange
 
-OPEN = ("/health", "/ready")
+OPEN = ("/health", "/ready", "/ping")
 """Routes that need no key."""
 
 
@@ -23,7 +23,10 @@ class Keys(Extension):
         """See `Extension`."""
         if not self.keys or exchange.path in OPEN:
             return False
-        scheme, _, value = exchange.headers.get(b"authorization", b"").partition(b" ")
+        given = exchange.headers.get(b"authorization", b"")
+        if not given and b"x-api-key" in exchange.headers:  # as Anthropic's clients send it
+            given = b"bearer " + exchange.headers[b"x-api-key"]
+        scheme, _, value = given.partition(b" ")
         if scheme.lower() == b"basic":  # a browser asks for a password, and sends it so
             try:
                 value = base64.b64decode(value.strip(), validate=True).partition(b":")[2]

@@ -9,28 +9,24 @@ from __future__ import annotations
 import re
 
 from common.errors import UserError
+from phases.appendix.access.hosts import ANY, listed
 from serving.app import App, Extension
 from serving.http.errors import ApiError
 from serving.http.exchange import Exchange, Header
 
-ANY = "*"
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@,]+")
-EXPOSED = b"x-request-id, x-ladder-ignored, retry-after"
+EXPOSED = b"x-request-id, x-ladder-ignored, x-ladder-warning, retry-after"
 SECONDS = b"600"
 """That a browser may remember an answer of ours to its question."""
 
 
 def origins(given: str | None) -> tuple[str, ...]:
     """Origins with commas between them. Raises `UserError` if one is none: a browser would never send it."""
-    found = tuple(origin.strip().lower() for origin in (given or "").split(",") if origin.strip())
-    if given is not None and not found:
-        raise UserError("--allowed-origins is empty, but must have at least 1 origin")
+    found = listed("--allowed-origins", given, "origin")
     for origin in found:
         if origin != ANY and not _ORIGIN.fullmatch(origin):
-            raise UserError(
-                f"--allowed-origins has {origin!r}, but an origin is scheme://host or scheme://host:port, "
-                f"without a path, or {ANY}"
-            )
+            what = f"an origin is scheme://host or scheme://host:port, without a path, or {ANY}"
+            raise UserError(f"--allowed-origins has {origin!r}, but {what}")
     return found
 
 
@@ -49,7 +45,7 @@ class Origins(Extension):
         permit(exchange, self.allowed)
         if not asks(exchange):
             return False
-        await reply(exchange, self.app.takes(exchange.path))
+        await reply(exchange, tuple(self.app.handlers(exchange.path)))
         return True
 
 

@@ -8,15 +8,17 @@ from typing import Any
 
 import msgspec
 
+from common.events import Logprob, PromptLogprob
 from common.text.tokenizer import Tokenizer
 from phases.appendix.api.offsets import Offsets
+from phases.appendix.api.reasoning import ReasoningReader
 from phases.appendix.tools.formats import CallFormat
-from phases.appendix.tools.reader import CallReader
+from phases.appendix.tools.reader import CallReader, News
 from serving.completion import Choice, ChoiceGroup, Order, Piece
-from serving.http.answers import DONE, Answer, usage
-from serving.messages import PromptToken, Token
+from serving.http.answers import Answer
+from serving.messages import PROMPT
 
-_json = msgspec.json.Encoder().encode
+NOTHING = Piece("", 0, 0)
 LONG_ANSWER = 250
 """Tokens with log-probabilities in an answer above which it is long: each takes up to 40 us."""
 
@@ -25,16 +27,21 @@ LONG_ANSWER = 250
 class WideOrder(Order):
     """An order, and what its answer needs to know of it.
 
-    text: what `echo` repeats; empty unless asked for.
     asked: the field that constrains the output, if one does.
     calls: how the model writes calls, if it may make any.
+    reasons: whether its output begins within reasoning; None: none is split off. See `reasoning.opened`.
     loosened: keywords that the output need not follow.
     """
 
-    text: str = ""
     asked: str = ""
     calls: CallFormat | None = None
+    reasons: bool | None = None
     loosened: list[str] = field(default_factory=list)
+
+    @property
+    def read(self) -> list[PromptLogprob | None]:
+        """Return the log-probabilities of the prompt's tokens, if they were asked for and have come."""
+        return [None if one is None else PromptLogprob(*one) for one in self.notes[PROMPT]]
 
 
 def order_of(choice: Choice) -> WideOrder:
@@ -44,119 +51,82 @@ def order_of(choice: Choice) -> WideOrder:
 
 
 class WideAnswer(Answer):
-    """An answer with more in it.
+    """`/v1/completions`. request: with the fields of `Wide`, which say what the answer has."""
 
-    ids, marks: whether to send the tokens too, and how they came about.
-    logprobs: how many of the likeliest tokens were asked for at each place, or None; what a chat gives here
-        does not matter.
-    prompts: whether the log-probabilities of the prompt are told, as vLLM does.
-    """
-
-    def __init__(
-        self,
-        id: str,
-        model: str,
-        tokenizer: Tokenizer,
-        *,
-        usage: bool = False,
-        continuous: bool = False,
-        ids: bool = False,
-        marks: bool = False,
-        logprobs: int | None = 0,
-        prompts: bool = False,
-    ) -> None:
-        super().__init__(id, model, tokenizer, usage=usage, continuous=continuous)
-        self.ids, self.marks, self.logprobs, self.prompts = ids, marks, logprobs, prompts
+    def __init__(self, id: str, model: str, tokenizer: Tokenizer, request: Any) -> None:
+        super().__init__(id, model, tokenizer, request)
+        self.request = request
         self._offsets: dict[int, Offsets] = {}
-        self._readers: dict[int, CallReader] = {}
 
     def offsets(self, choice: Choice) -> Offsets:
         """Return where the tokens of a completion begin in its text."""
         if choice.index not in self._offsets:
-            start = len(order_of(choice).text)
+            start = len(choice.order.text)
             self._offsets[choice.index] = Offsets(self.tokenizer, start=start, begins=choice.begins)
         return self._offsets[choice.index]
 
-    def detailed(self, choice: Choice, body: bytes, piece: Piece, reason: str | None) -> bytes:
-        """Return an event with the tokens of a piece."""
-        if self.ids:
-            body += b',"token_ids":' + _json(piece.tokens)
-        if self.marks:
-            body += b',"token_marks":' + _json(piece.marks)
-        return self._event(choice, body, reason)
+    def details(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        """See `Answer`."""
+        part = slice(piece.start, piece.stop)
+        made: dict[str, Any] = {"logprobs": self.logprobs(choice, piece)}
+        if self.request.return_token_ids:
+            made["token_ids"] = choice.tokens[part]
+        if self.request.stream and self.request.return_token_marks:
+            marks = [*choice.marks[part], ""]  # behind the last token there may be a text more
+            made["token_marks"] = [pair for pair in zip(choice.texts[part], marks, strict=False) if pair[0]]
+        return made
 
-    async def body(self, group: ChoiceGroup, n: int) -> bytes:
-        """See `Answer`; the `n` completions are the likeliest ones.
+    def shape(self, choice: Choice) -> dict[str, Any]:
+        """See `Answer`."""
+        ids = {"prompt_token_ids": choice.order.prompt} if self.request.return_token_ids else {}
+        return super().shape(choice) | ids | self.prompt_logprobs(choice.order)
+
+    async def body(self, group: ChoiceGroup) -> bytes:
+        """See `Answer`; the completions are the likeliest ones.
 
         With log-probabilities of long prompts it takes seconds, and a thread, so that others do not wait.
         """
 
         def make() -> bytes:
-            return _json(self.whole(group, likeliest(group, n)))
+            return msgspec.json.encode(self.whole(group, likeliest(group, self.request.n or 1)))
 
-        told = [order.read for order in group.orders] + [choice.logprobs for choice in group.choices]
-        return await asyncio.to_thread(make) if sum(map(len, told)) > LONG_ANSWER else make()
+        found = [order.notes[PROMPT] for order in group.orders] + [one.logprobs for one in group.choices]
+        return await asyncio.to_thread(make) if sum(map(len, found)) > LONG_ANSWER else make()
 
-    def _prompt(self, order: Order) -> list[dict[str, Any] | None]:
+    def prompt_logprobs(self, order: Order) -> dict[str, Any]:
         """vLLM's shape: for each token of the prompt but the first what was likely there, by token id."""
-        return [self._place(*pair) for pair in zip(order.prompt, order.read, strict=True)]
+        assert isinstance(order, WideOrder)
+        if self.request.prompt_logprobs is None:
+            return {}
+        return {"prompt_logprobs": [self._place(*one) for one in zip(order.prompt, order.read, strict=True)]}
 
-    def _place(self, token: int, read: PromptToken | None) -> dict[str, Any] | None:
+    def _place(self, token: int, read: PromptLogprob | None) -> dict[str, Any] | None:
         if read is None:
             return None
         known = {other: (value, rank) for rank, (other, value) in enumerate(read.top, start=1)}
-        known = {token: (read.chosen, read.rank)} | known
         return {
             str(other): {
                 "logprob": _finite(value),
                 "rank": rank,
-                "decoded_token": self.tokenizer.token_bytes[other].decode("utf-8", "replace"),
+                "decoded_token": _text(self.tokenizer.token_bytes[other]),
             }
-            for other, (value, rank) in known.items()
+            for other, (value, rank) in ({token: (read.chosen, read.rank)} | known).items()
         }
 
-
-class WideCompletionAnswer(WideAnswer):
-    """`/v1/completions`."""
-
-    object = chunk_object = "text_completion"
-
-    def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
-        """See `Answer`."""
-        text = piece.text if choice.started else order_of(choice).text + piece.text
-        logprobs = self._logprobs(choice, piece.logprobs)
-        body = b'"text":' + _json(text) + b',"logprobs":' + (_json(logprobs) if logprobs else b"null")
-        return self.detailed(choice, body, piece, choice.reason if last else None)
-
-    def shape(self, choice: Choice) -> dict[str, Any]:
-        """See `Answer`."""
-        found: dict[str, Any] = {
-            "text": order_of(choice).text + choice.text,
-            "logprobs": None if self.logprobs is None else self._logprobs(choice, choice.logprobs),
-            "finish_reason": choice.reason,
-        }
-        if self.ids:
-            found |= {"token_ids": choice.tokens, "prompt_token_ids": choice.order.prompt}
-        if self.prompts:
-            found["prompt_logprobs"] = self._prompt(choice.order)
-        return found
-
-    def _logprobs(self, choice: Choice, found: list[Token]) -> dict[str, Any] | None:
-        """The shape with four lists; with `echo` the prompt first."""
+    def logprobs(self, choice: Choice, piece: Piece) -> dict[str, Any] | None:
+        """Return the log-probabilities of tokens as four lists; with `echo` the prompt first."""
+        if self.request.logprobs is None:
+            return None
         order, output = order_of(choice), self.offsets(choice)
-        entries: list[tuple[int, PromptToken | Token | None, Offsets]] = []
-        entries += ((one.place, one, output) for one in found)
-        if order.text and not choice.started:
+        entries: list[tuple[int, PromptLogprob | Logprob | None, Offsets]] = []
+        if order.text and not piece.start:
             prompt = Offsets(self.tokenizer, order.text)
-            entries[:0] = [(*pair, prompt) for pair in zip(order.prompt, order.read, strict=False)]
+            entries += [(*one, prompt) for one in zip(order.prompt, order.read, strict=False)]
+        entries += [(*one, output) for one in told(choice, piece)]
         if not entries:
             return None
-        lists: dict[str, list[Any]] = {
-            "tokens": [],
-            "token_logprobs": [],
-            "top_logprobs": [],
-            "text_offset": [],
-        }
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        lists: dict[str, list[Any]] = {name: [] for name in names}
         for token, entry, offsets in entries:
             # Before the prompt's first token there is nothing.
             lists["token_logprobs"].append(None if entry is None else _finite(entry.chosen))
@@ -165,10 +135,10 @@ class WideCompletionAnswer(WideAnswer):
             lists["text_offset"].append(offsets.take(token))
         return lists
 
-    def _top(self, token: int, entry: PromptToken | Token, offsets: Offsets) -> dict[str, float]:
+    def _top(self, token: int, entry: PromptLogprob | Logprob, offsets: Offsets) -> dict[str, float]:
         """Log-probabilities by text; by id (as vLLM spells it) where another token looks the same."""
         own, top = _text(offsets.spelled(token)), dict[str, float]()
-        for other, value in (*entry.top[: self.logprobs], (token, entry.chosen)):
+        for other, value in (*entry.top[: self.request.logprobs], (token, entry.chosen)):
             text = _text(offsets.spelled(other))
             taken = other != token and (text == own or text in top)
             top[f"token_id:{other}" if taken else text] = _finite(value)
@@ -180,94 +150,85 @@ class WideChatAnswer(WideAnswer):
 
     object, chunk_object = "chat.completion", "chat.completion.chunk"
 
-    def reader(self, choice: Choice) -> CallReader | None:
-        """Return what finds calls in the text of a completion, if there may be any."""
-        format = order_of(choice).calls
-        if format is not None and choice.index not in self._readers:
-            self._readers[choice.index] = CallReader(format)
-        return self._readers.get(choice.index)
+    def __init__(self, id: str, model: str, tokenizer: Tokenizer, request: Any) -> None:
+        super().__init__(id, model, tokenizer, request)
+        self._readers: dict[int, tuple[ReasoningReader | None, CallReader | None]] = {}
+
+    def readers(self, choice: Choice) -> tuple[ReasoningReader | None, CallReader | None]:
+        """Return what finds reasoning and calls in the text of a completion, if there may be any."""
+        if choice.index not in self._readers:
+            order = order_of(choice)
+            trigger = "" if order.calls is None else order.calls.trigger
+            self._readers[choice.index] = (
+                None if order.reasons is None else ReasoningReader(order.reasons, trigger),
+                None if order.calls is None else CallReader(order.calls),
+            )
+        return self._readers[choice.index]
+
+    def reason(self, choice: Choice) -> str | None:
+        """Return why a completion has ended."""
+        _, calls = self.readers(choice)
+        called = calls is not None and calls.complete and choice.reason == "stop"
+        return "tool_calls" if called else choice.reason
 
     def whole(self, group: ChoiceGroup, keep: list[Choice]) -> dict[str, Any]:
         """See `Answer`."""
-        found = super().whole(group, keep)
-        return found | ({"prompt_logprobs": self._prompt(group.orders[0])} if self.prompts else {})
+        return super().whole(group, keep) | self.prompt_logprobs(group.orders[0])
 
     def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
         """See `Answer`. The first chunk of a choice says who speaks, the last one why it ended."""
-        events = []
-        nothing = Piece("", [])
-        reason = choice.reason
-        if not choice.started:
-            body = b'"delta":{"role":"assistant","content":""},"logprobs":null'
-            events.append(self.detailed(choice, body, nothing, None))
-        reader = self.reader(choice)
-        if reader is not None:
-            events += self._calls(choice, reader, piece, last)
-            reason = _reason(choice, reader)
-        elif piece.text or piece.logprobs or (self.ids and piece.tokens):
-            logprobs = _json(self._logprobs(choice, piece.logprobs)) if piece.logprobs else b"null"
-            body = b'"delta":{"content":' + _json(piece.text) + b'},"logprobs":' + logprobs
-            events.append(self.detailed(choice, body, piece, None))
+        parts: list[tuple[dict[str, Any], Piece, str | None]] = []
+        if not piece.start:
+            parts.append(({"role": "assistant", "content": ""}, NOTHING, None))
+        for delta in self.deltas(choice, piece, last):
+            parts.append((delta, piece, None))
+            piece = NOTHING  # the first event has its tokens
         if last:
-            events.append(self.detailed(choice, b'"delta":{},"logprobs":null', nothing, reason))
-        return b"".join(events)
+            parts.append(({}, NOTHING, self.reason(choice)))
+        return b"".join(
+            self.event(choice, {"delta": delta} | self.details(choice, part), reason)
+            for delta, part, reason in parts
+        )
 
-    def _calls(self, choice: Choice, reader: CallReader, piece: Piece, last: bool) -> list[bytes]:
-        """Events of a piece that may hold calls, or parts of them."""
-        news = reader.read(piece.text, last)
-        deltas: list[dict[str, Any]] = [{"content": news.content}] if news.content else []
-        for index, text, first in news.calls:
-            call: dict[str, Any] = {"index": index, "function": {"arguments": text}}
-            if first:
-                made = reader.calls[index]
-                call |= {"id": made.id, "type": "function", "function": {"name": made.name, "arguments": ""}}
+    def deltas(self, choice: Choice, piece: Piece, last: bool) -> list[dict[str, Any]]:
+        """Return what a piece adds to the message: reasoning, text, calls, parts of them."""
+        (reasoning, calls), text, deltas = self.readers(choice), piece.text, list[dict[str, Any]]()
+        if reasoning is not None:
+            thought, text = reasoning.read(text, last)
+            deltas += [{"reasoning_content": thought}] if thought else []
+        news = News(text) if calls is None else calls.read(text, last)
+        deltas += [{"content": news.content}] if news.content else []
+        for index, arguments, first in news.calls:
+            call: dict[str, Any] = {"index": index, "function": {"arguments": arguments}}
+            if first and calls is not None:
+                call |= calls.calls[index].shape("")
             deltas.append({"tool_calls": [call]})
-        if not deltas and (piece.logprobs or (self.ids and piece.tokens)):
-            deltas.append({})
-        events = []
-        for delta in deltas:
-            logprobs = _json(self._logprobs(choice, piece.logprobs)) if piece.logprobs else b"null"
-            events.append(
-                self.detailed(choice, b'"delta":' + _json(delta) + b',"logprobs":' + logprobs, piece, None)
-            )
-            piece = Piece("", [])  # the first event has its tokens
-        return events
+        if deltas or piece.start == piece.stop or not (choice.logprobs or self.request.return_token_ids):
+            return deltas
+        return [{"content": ""} if calls is None and reasoning is None else {}]  # its tokens are told
 
     def shape(self, choice: Choice) -> dict[str, Any]:
         """See `Answer`."""
-        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
-        reason = choice.reason
-        reader = self.reader(choice)
-        if reader is not None:
-            news = reader.read(choice.text, True)
-            reason = _reason(choice, reader)
-            message["content"] = news.content  # a call that was cut before its name is neither
-            if reader.calls:
-                message["content"] = news.content or None
-                message["tool_calls"] = [
-                    {
-                        "id": call.id,
-                        "type": "function",
-                        "function": {"name": call.name, "arguments": call.arguments},
-                    }
-                    for call in reader.calls
-                ]
-        found: dict[str, Any] = {
-            "message": message,
-            "logprobs": self._logprobs(choice, choice.logprobs) if choice.logprobs else None,
-            "finish_reason": reason,
-        }
-        if self.ids:
-            found |= {"token_ids": choice.tokens, "prompt_token_ids": choice.order.prompt}
-        return found
+        message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
+        for delta in self.deltas(choice, Piece(choice.text, 0, 0), True):
+            message |= {field: text for field, text in delta.items() if field != "tool_calls"}
+        _, calls = self.readers(choice)
+        if calls is not None and calls.calls:  # one that was cut before its name is none
+            message["content"] = message["content"] or None
+            message["tool_calls"] = [call.shape(call.arguments) for call in calls.calls]
+        details = self.details(choice, Piece("", 0, len(choice.tokens)))
+        if self.request.return_token_ids:
+            details["prompt_token_ids"] = choice.order.prompt
+        return {"message": message} | details | {"finish_reason": self.reason(choice)}
 
-    def _logprobs(self, choice: Choice, found: list[Token]) -> dict[str, Any]:
+    def logprobs(self, choice: Choice, piece: Piece) -> dict[str, Any] | None:
+        """Return an object for each token."""
         content, offsets = list[dict[str, Any]](), self.offsets(choice)
-        for token in found:
-            top = [self._one(other, value, offsets) for other, value in token.top]
-            content.append(self._one(token.place, token.chosen, offsets) | {"top_logprobs": top})
-            offsets.take(token.place)
-        return {"content": content}
+        for token, logprob in told(choice, piece):
+            top = [self._one(other, value, offsets) for other, value in logprob.top]
+            content.append(self._one(token, logprob.chosen, offsets) | {"top_logprobs": top})
+            offsets.take(token)
+        return {"content": content} if content else None
 
     def _one(self, token: int, logprob: float, offsets: Offsets) -> dict[str, Any]:
         """Special tokens have no bytes: those of all tokens together are the content's."""
@@ -276,42 +237,18 @@ class WideChatAnswer(WideAnswer):
         return {"token": _text(data), "logprob": _finite(logprob), "bytes": list(added)}
 
 
-class GenerateAnswer(WideAnswer):
-    """`/generate`: text and nothing else."""
-
-    def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
-        """See `Answer`."""
-        body: dict[str, Any] = {"text": piece.text}
-        if self.ids:
-            body["token_ids"] = piece.tokens
-        if self.marks:
-            body["token_marks"] = piece.marks
-        if last:
-            body["finish_reason"] = choice.reason
-        if self.continuous:
-            body["usage"] = usage(choice.group)
-        return b"data: " + _json(body) + b"\n\n"
-
-    def end(self, group: ChoiceGroup) -> bytes:
-        """See `Answer`."""
-        return (b"data: " + _json({"usage": usage(group)}) + b"\n\n" if self.usage else b"") + DONE
-
-    def whole(self, group: ChoiceGroup, keep: list[Choice]) -> dict[str, Any]:
-        """See `Answer`."""
-        (choice,) = keep[:1]
-        found = {"text": choice.text, "finish_reason": choice.reason, "usage": usage(group)}
-        return found | ({"token_ids": choice.tokens} if self.ids else {})
+def told(choice: Choice, piece: Piece) -> zip[tuple[int, Logprob]]:
+    """Return the tokens of a piece with their log-probabilities, if they were asked for."""
+    part = slice(piece.start, piece.stop)
+    return zip(choice.tokens[part], choice.logprobs[part], strict=False)
 
 
 def likeliest(group: ChoiceGroup, n: int) -> list[Choice]:
     """Of each prompt's completions the `n` whose tokens are the most likely on average, the best first."""
-    keep, at = [], 0
+    keep, rest = [], iter(group.choices)
     for order in group.orders:
-        mine = group.choices[at : at + order.params.n]
-        at += order.params.n
-        if len(mine) > n:
-            mine = sorted(mine, key=_mean, reverse=True)[:n]
-        keep += mine
+        mine = [next(rest) for _ in range(order.params.n)]
+        keep += mine if len(mine) <= n else sorted(mine, key=_mean, reverse=True)[:n]
     return keep
 
 
@@ -319,12 +256,8 @@ def _text(data: bytes) -> str:
     return data.decode("utf-8", "replace")
 
 
-def _reason(choice: Choice, reader: CallReader) -> str | None:
-    return "tool_calls" if choice.reason == "stop" and reader.complete else choice.reason
-
-
 def _mean(choice: Choice) -> float:
-    return sum(token.chosen for token in choice.logprobs) / max(1, len(choice.logprobs))
+    return sum(one.chosen for one in choice.logprobs) / max(1, len(choice.logprobs))
 
 
 def _finite(value: float) -> float:

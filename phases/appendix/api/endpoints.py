@@ -1,184 +1,176 @@
-"""Routes for tokens with all fields: grammars, tools, log-probabilities, `best_of`, `echo`, `/generate`."""
+"""Routes for tokens with all fields: grammars, chats and tools, log-probabilities, `best_of`, `echo`."""
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 from common.errors import UserError
 from common.sampling.params import MAX_N
 from common.text.ids import LONG
-from phases.appendix.api import grammars
-from phases.appendix.api.answers import GenerateAnswer, WideChatAnswer, WideCompletionAnswer, WideOrder
-from phases.appendix.api.schema import ChatRequest, CompletionRequest, GenerateRequest, TokenizeRequest, Wide
-from phases.appendix.tools.loosen import loosen
-from phases.appendix.tools.request import conversation, refusal, tools_of
+from phases.appendix.api.answers import WideAnswer, WideChatAnswer, WideOrder
+from phases.appendix.api.grammars import grammar_of
+from phases.appendix.api.reasoning import marks, opened
+from phases.appendix.api.schema import ChatRequest, CompletionRequest, TokenizeRequest, Wide
+from phases.appendix.tools.described import WARNING, described
+from phases.appendix.tools.formats import shows_tools
+from phases.appendix.tools.request import Tools, conversation, refusal, tools_of
 from serving.completion import Order
-from serving.endpoints import USUAL_TOKENS, Endpoint, prompts_of, renamed
-from serving.http.errors import ApiError
-from serving.http.exchange import Exchange, listed
-from serving.messages import Ready
-from serving.prompts import Prompts
+from serving.endpoints import USUAL_TOKENS, Endpoint, Prompts, prompts_of
+from serving.http.answers import Answer
+from serving.http.errors import ApiError, wrong
+from serving.http.exchange import Exchange
+from serving.http.schema import Generation
+from serving.messages import MARKS, Ready
 
+MANY = 50
+"""Messages above which a conversation is long, whatever stands in them."""
 _RESERVED = {
     *("messages", "add_generation_prompt", "continue_final_message", "add_special_tokens", "tools", "self"),
 }
-W = TypeVar("W", bound=Wide)
 
 
-class WideEndpoint(Endpoint[W]):
-    """A route whose output may be constrained, and whose answer may hold ids and marks."""
+class WideCompletions(Endpoint):
+    """`/v1/completions`. strict: refuse what would be ignored, at the routes of its subclasses too."""
+
+    body: type[Generation] = CompletionRequest
+    answers: type[Answer] = WideAnswer
+    strict = False
+
+    async def orders(self, exchange: Exchange, request: Any, ready: Ready) -> list[Order]:
+        """See `Endpoint`."""
+        logprobs, prompt_logprobs = request.logprobs, request.prompt_logprobs
+        if request.echo and logprobs is not None:
+            prompt_logprobs = max(logprobs, prompt_logprobs or 0)
+        else:
+            not_streamed(request)
+        best = best_of(request)
+        if best is not None:
+            logprobs = logprobs or 0
+        orders: list[Order] = []
+        more = {"n": best, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+        for prompt in prompts_of(request.prompt, ready, self.limits):
+            if isinstance(prompt, str):
+                special, text = request.add_special_tokens is not False, prompt
+                ids = await self.prompts.encode(prompt, special, ready)
+            else:
+                text = await decode(self.prompts, prompt, ready, "prompt") if request.echo else ""
+                ids = prompt
+            text = text if request.echo else ""
+            orders.append(self.order(request, ids, ready, USUAL_TOKENS, text=text, **more))
+        return self.checked(orders)
 
     def order(
         self,
-        request: W,
+        request: Wide,
         ids: list[int],
         ready: Ready,
         usual: int | None,
-        more: dict[str, Any],
+        *,
         text: str = "",
+        tools: Tools | None = None,
+        **more: Any,
     ) -> WideOrder:
         """Make an order; `more` are settings that are not fields of their name. Raises `ApiError`."""
-        found, loosened = grammars.constraint(request, self.limits), list[str]()
-        if found is not None and grammars.is_hint(request, found):
-            definition, loosened = loosen(found[1])
-            found = found[0], definition, found[2]
-        if "grammar" not in more:
-            more = more | grammars.settings(found)
-        elif found is not None and found[2] != "response_format":  # that one is in the tools' grammar
-            raise ApiError(400, f"{found[2]} and tools both constrain the output", param=found[2])
-        params = self.params(request, ids, ready, usual, **more)
+        grammar, asked, loosened = grammar_of(request, self.limits)
+        calls, shown = None, frozenset[int]()
+        if tools is not None:
+            if asked not in ("", "response_format"):  # that one is in the tools' grammar
+                raise wrong(asked, f"{asked} and tools both constrain the output")
+            grammar, asked, loosened, calls = tools.grammar, "tools", tools.loosened, tools.format
+            shown = frozenset() if calls.token is None else frozenset({calls.token})
         return WideOrder(
             ids,
-            params,
-            marks=bool(request.stream and request.return_token_marks),
-            text=text,
-            asked="" if found is None else found[2],
+            self.params(request, ids, ready, usual, grammar=grammar, **more),
+            shown,
+            text,
+            (MARKS,) if request.stream and request.return_token_marks else (),
+            asked=asked,
+            calls=calls,
             loosened=loosened,
         )
 
-    def shape(self, request: W) -> dict[str, Any]:
-        """See `Endpoint`."""
-        marks = bool(request.stream and request.return_token_marks)
-        return super().shape(request) | {"ids": bool(request.return_token_ids), "marks": marks}
+    def names(self, request: Any) -> dict[str, str]:
+        """Return the fields in which settings of other names were given."""
+        names = {} if request.best_of is None else {"n": "best_of"}
+        return names | ({"prompt_logprobs": "echo with logprobs"} if request.prompt_logprobs is None else {})
 
-    def refusal(self, message: str, order: Order, request: W) -> ApiError:
+    def refusal(self, message: str, request: Any, order: Order | None = None) -> ApiError:
         """See `Endpoint`. What is wrong with a grammar is told of the field that asked for it."""
-        if not message.startswith("grammar") or not isinstance(order, WideOrder):
-            return super().refusal(message, order, request)
-        if order.calls is not None and order.params.grammar is not None:
-            message = refusal(message, order.params.grammar)
-        return ApiError(400, message, param=order.asked or None)
+        if message.startswith("grammar") and isinstance(order, WideOrder):
+            if order.calls is not None and order.params.grammar is not None:
+                message = refusal(message, order.params.grammar)
+            return wrong(order.asked or None, message)
+        word = re.split(r"\W", message, maxsplit=1)[0]
+        return super().refusal(self.names(request).get(word, word) + message.removeprefix(word), request)
 
 
-class WideCompletions(WideEndpoint[CompletionRequest]):
-    """`/v1/completions`."""
+class WideChat(WideCompletions):
+    """`/v1/chat/completions`: a conversation.
 
-    body, answers, prefix = CompletionRequest, WideCompletionAnswer, "cmpl"
+    describe: tools in words, to models whose template shows them none.
+    """
 
-    async def orders(self, exchange: Exchange, request: CompletionRequest, ready: Ready) -> list[Order]:
-        """See `Endpoint`."""
-        prompts = prompts_of(request.prompt, ready, self.limits)
-        echo = bool(request.echo)
-        if request.suffix:
-            raise ApiError(400, "suffix is not supported, so it must be empty", param="suffix")
-        more: dict[str, Any] = {"logprobs": request.logprobs}
-        if echo and request.logprobs is not None:
-            more["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
-        else:
-            more |= prompt_logprobs(request)
-        more |= best_of(request)
-        orders: list[Order] = []
-        for prompt in prompts:
-            ids = await ids_of(self.prompts, prompt, request.add_special_tokens, ready)
-            text = ""
-            if echo:
-                text = prompt if isinstance(prompt, str) else await decode(self.prompts, ids, ready, "prompt")
-            orders.append(self.order(request, ids, ready, USUAL_TOKENS, more, text))
-        return self.checked(orders)
+    body, answers = ChatRequest, WideChatAnswer
+    prefix, source = "chatcmpl", "messages"
+    describe = True
 
-    def shape(self, request: CompletionRequest) -> dict[str, Any]:
-        """See `Endpoint`. `best_of` needs log-probabilities for itself."""
-        prompts = request.prompt_logprobs is not None
-        return super().shape(request) | {"logprobs": request.logprobs, "prompts": prompts}
-
-    def named(self, error: ApiError, request: CompletionRequest) -> ApiError:
-        """See `Endpoint`."""
-        error = super().named(error, request)
-        echoed = True if request.prompt_logprobs is None else None  # it is what `echo` makes of `logprobs`
-        error = renamed(error, "n", "best_of", request.best_of)
-        return renamed(error, "prompt_logprobs", "echo with logprobs", echoed)
-
-
-class Generate(WideEndpoint[GenerateRequest]):
-    """`/generate`: one prompt, one text."""
-
-    body, answers, prefix = GenerateRequest, GenerateAnswer, "gen"
-
-    async def orders(self, exchange: Exchange, request: GenerateRequest, ready: Ready) -> list[Order]:
-        """See `Endpoint`."""
-        (prompt,) = prompts_of(request.prompt, ready, self.limits)
-        if request.n not in (None, 1):  # its answer has room for one text
-            raise ApiError(400, f"n is {request.n}, but must be 1 at /generate", param="n")
-        ids = await ids_of(self.prompts, prompt, request.add_special_tokens, ready)
-        return [self.order(request, ids, ready, USUAL_TOKENS, {})]
-
-
-class WideChat(WideEndpoint[ChatRequest]):
-    """`/v1/chat/completions`."""
-
-    body, answers, prefix = ChatRequest, WideChatAnswer, "chatcmpl"
-    source = "messages"
-
-    async def orders(self, exchange: Exchange, request: ChatRequest, ready: Ready) -> list[Order]:
-        """See `Endpoint`."""
-        self.prompts.fits_messages(request.messages, ready)
-        tools = tools_of(request, self.prompts.tokenizer, self.limits)
-        if request.chat_template is not None:
-            raise ApiError(
-                400, "chat_template is not taken from clients: the model's is used", param="chat_template"
-            )
+    async def prompt(
+        self, exchange: Exchange, request: ChatRequest, ready: Ready
+    ) -> tuple[list[int], Tools | None]:
+        """Return the token ids of a conversation, and the tools that it shows. Raises `ApiError`."""
+        tokenizer = self.prompts.tokenizer
+        self.prompts.fits(characters(request.messages), ready, "messages")
+        ignore(exchange, ignored(self.prompts, request), self.strict)
+        tools = tools_of(request, tokenizer, self.limits, describe=self.describe)
         variables = request.chat_template_kwargs or {}
         if _RESERVED & variables.keys():
             name = min(_RESERVED & variables.keys())
-            raise ApiError(400, f"chat_template_kwargs may not hold {name!r}", param="chat_template_kwargs")
-        if tools is not None:
-            variables = {**variables, "tools": tools.shown}
-        ids = await chat_ids(self.prompts, request, variables)
-        more = prompt_logprobs(request)
-        limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-        more["max_tokens"] = limit
-        if request.logprobs:
-            more["logprobs"] = request.top_logprobs or 0
-        elif request.top_logprobs:
-            raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
-        if tools is not None:
-            more["grammar"] = tools.grammar
-        order = self.order(request, ids, ready, None, more)
-        if tools is not None:
-            order.calls, order.asked, order.loosened = tools.format, "tools", tools.loosened
-            order.shown = frozenset() if tools.format.token is None else frozenset({tools.format.token})
+            raise wrong("chat_template_kwargs", f"chat_template_kwargs may not hold {name!r}")
+        shown = [] if tools is None else tools.shown
+        if shown and not shows_tools(tokenizer):
+            exchange.extra.append((b"x-ladder-warning", WARNING))
+        return await chat_ids(self.prompts, request, variables, shown, describe=self.describe), tools
+
+    async def orders(self, exchange: Exchange, request: Any, ready: Ready) -> list[Order]:
+        """See `Endpoint`."""
+        not_streamed(request)
+        if request.top_logprobs and not request.logprobs:
+            raise wrong("top_logprobs", "top_logprobs needs logprobs to be true")
+        ids, tools = await self.prompt(exchange, request, ready)
+        logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        more = {"prompt_logprobs": request.prompt_logprobs, "logprobs": logprobs}
+        more["max_tokens"] = request.max_completion_tokens
+        order = self.order(request, ids, ready, None, tools=tools, **more)
+        free = order.asked in ("", "tools") and request.tool_choice in (None, "none", "auto")
+        free = free and (request.response_format or {}).get("type", "text") == "text"
+        if free and not request.continue_final_message and request.separate_reasoning is not False:
+            order.reasons = opened(self.prompts.tokenizer, ids)
+        if order.reasons is not None:
+            order.shown |= marks(self.prompts.tokenizer)
         if order.loosened:
             exchange.extra.append((b"x-ladder-loosened", listed(order.loosened)))
         return self.checked([order])
 
-    def ignored(self, request: ChatRequest) -> list[str]:
-        """See `Endpoint`."""
-        return ignored(self.prompts, request)
+    def names(self, request: Any) -> dict[str, str]:
+        """See `WideCompletions`."""
+        names = {} if request.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+        return names | ({} if request.top_logprobs is None else {"logprobs": "top_logprobs"})
 
-    def shape(self, request: ChatRequest) -> dict[str, Any]:
-        """See `Endpoint`."""
-        return super().shape(request) | {"prompts": request.prompt_logprobs is not None}
 
-    def named(self, error: ApiError, request: ChatRequest) -> ApiError:
-        """See `Endpoint`."""
-        error = renamed(
-            super().named(error, request),
-            "max_tokens",
-            "max_completion_tokens",
-            request.max_completion_tokens,
-        )
-        return renamed(error, "logprobs", "top_logprobs", request.top_logprobs)
+def listed(names: list[str]) -> bytes:
+    """Return the first names of a list as the value of a header."""
+    text = ", ".join(name[:100] for name in names[:16]).encode("ascii", "replace")
+    return bytes(byte if 32 <= byte < 127 else 63 for byte in text)
+
+
+def ignore(exchange: Exchange, names: list[str], strict: bool) -> None:
+    """Name what a request says in vain in a header. Raises `ApiError` where that is refused."""
+    if names and strict:
+        raise wrong(names[0][:100], f"{names[0][:100]!r} is no field of this request")
+    if names:
+        exchange.extra.append((b"x-ladder-ignored", listed(names)))
 
 
 def ignored(prompts: Prompts, request: ChatRequest | TokenizeRequest) -> list[str]:
@@ -190,28 +182,46 @@ def ignored(prompts: Prompts, request: ChatRequest | TokenizeRequest) -> list[st
     return []
 
 
+def characters(messages: list[dict[str, Any]]) -> int:
+    """Return how many characters the texts of messages have."""
+    texts = (message.get("content") for message in messages)
+    return sum(len(text) for text in texts if isinstance(text, str))
+
+
 async def chat_ids(
-    prompts: Prompts, request: ChatRequest | TokenizeRequest, variables: dict[str, Any]
+    prompts: Prompts,
+    request: ChatRequest | TokenizeRequest,
+    variables: dict[str, Any],
+    tools: list[dict[str, Any]],
+    *,
+    describe: bool,
 ) -> list[int]:
-    """Return the token ids of a conversation. Raises `ApiError`."""
-    goes_on = bool(request.continue_final_message)
+    """Return the token ids of a conversation that shows tools. Raises `ApiError`.
+
+    describe: them and their calls in words, to models whose template shows none.
+    """
+
+    def make() -> list[int]:
+        made = conversation(messages)
+        if describe and not shows_tools(prompts.tokenizer):
+            made = described(made, tools)
+        return prompts.tokenizer.chat(made, **settings)
+
+    messages, goes_on = request.messages or [], bool(request.continue_final_message)
     if goes_on and request.add_generation_prompt:
-        raise ApiError(
-            400,
-            "continue_final_message and add_generation_prompt are both true, but only one may be",
-            param="continue_final_message",
-        )
-    settings = {
-        "add_generation_prompt": request.add_generation_prompt is not False,
-        "continue_final_message": goes_on,
-        "add_special_tokens": bool(request.add_special_tokens),
-    }
-    return await prompts.chat(request.messages or [], {**variables, **settings}, conversation)
-
-
-async def ids_of(prompts: Prompts, prompt: str | list[int], special: bool | None, ready: Ready) -> list[int]:
-    """Return the token ids of a prompt. Raises `ApiError`."""
-    return await prompts.encode(prompt, special is not False, ready) if isinstance(prompt, str) else prompt
+        words = "continue_final_message and add_generation_prompt are both true, but only one may be"
+        raise wrong("continue_final_message", words)
+    settings = (
+        variables
+        | ({"tools": tools} if tools else {})
+        | {
+            "add_generation_prompt": request.add_generation_prompt is not False,
+            "continue_final_message": goes_on,
+            "add_special_tokens": bool(request.add_special_tokens),
+        }
+    )
+    long = len(messages) > MANY or sum(len(str(part)) for part in (*messages, settings)) > LONG
+    return await prompts.make(long, make, "messages")
 
 
 async def decode(prompts: Prompts, ids: list[int], ready: Ready, param: str = "tokens") -> str:
@@ -226,26 +236,19 @@ async def decode(prompts: Prompts, ids: list[int], ready: Ready, param: str = "t
     return await prompts.make(len(ids) > LONG, make, param)
 
 
-def prompt_logprobs(request: CompletionRequest | ChatRequest) -> dict[str, Any]:
-    """Return the setting of vLLM's field, which its server does not stream either."""
-    if request.prompt_logprobs is None:
-        return {}
-    if request.stream:
-        raise ApiError(
-            400, "prompt_logprobs cannot be streamed; echo with logprobs can", param="prompt_logprobs"
-        )
-    return {"prompt_logprobs": request.prompt_logprobs}
+def not_streamed(request: CompletionRequest | ChatRequest) -> None:
+    """Raise `ApiError` where vLLM's field is streamed, which its server does not do either."""
+    if request.stream and request.prompt_logprobs is not None:
+        raise wrong("prompt_logprobs", "prompt_logprobs cannot be streamed; echo with logprobs can")
 
 
-def best_of(request: CompletionRequest) -> dict[str, Any]:
-    """Return the settings of `best_of` completions, of which the `n` most likely ones are the answer."""
+def best_of(request: CompletionRequest) -> int | None:
+    """Return how many completions there are to be, of which the `n` most likely ones are the answer."""
     best, n = request.best_of, request.n or 1
     if best is None or best == n:
-        return {}
-    if best > MAX_N:
-        raise ApiError(400, f"best_of is {best}, but must be at most {MAX_N}", param="best_of")
-    if best < n:
-        raise ApiError(400, f"best_of is {best}, but must be at least n, {n}", param="best_of")
+        return None
+    if not n <= best <= MAX_N:
+        raise wrong("best_of", f"best_of is {best}, but must be at least n, {n}, and at most {MAX_N}")
     if request.stream:
-        raise ApiError(400, "best_of cannot be streamed: which are best is known at the end", param="best_of")
-    return {"n": best, "logprobs": request.logprobs or 0}
+        raise wrong("best_of", "best_of cannot be streamed: which are best is known at the end")
+    return best

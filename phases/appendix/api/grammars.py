@@ -12,100 +12,59 @@ import msgspec
 from common.errors import UserError
 from common.sampling.grammar import Grammar
 from phases.appendix.api.schema import Wide
-from serving.http.errors import ApiError
+from phases.appendix.tools.loosen import loosen
+from serving.http.errors import too_many, wrong
 from serving.http.limits import Limits
 
-GUIDED = {
-    "guided_json": "json_schema",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
+MAKERS = {
+    "json": Grammar.json_schema,
+    "regex": Grammar.regex,
+    "choice": Grammar.choice,
+    "grammar": Grammar.lark,
 }
-STRUCTURED = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+"""Of each kind of constraint: `structured_outputs` names it so, and `guided_` before it is a field."""
 
 
-def constraint(request: Wide, limits: Limits) -> tuple[str, Any, str] | None:
-    """Return the constraint: a kind (`json_object`, `json_schema`, `regex`, `choice`, `grammar`), its
-    definition, and the field that asked; or None.
+def grammar_of(request: Wide, limits: Limits) -> tuple[Grammar | None, str, list[str]]:
+    """Return the grammar, the field that asked for it, and keywords of its schema that it does without.
 
     Raises:
-        ApiError: it is asked for twice, in no known form, or too large.
+        ApiError: it is asked for twice, in no known form, too large, or no grammar.
     """
-    found = [
-        (kind, getattr(request, field), field)
-        for field, kind in GUIDED.items()
-        if getattr(request, field) is not None
-    ]
-    for name, value in (request.structured_outputs or {}).items():
-        if value is None:
-            continue
-        if name not in STRUCTURED:
-            raise ApiError(
-                400,
-                f"structured_outputs has {name[:100]!r}, but may have {', '.join(STRUCTURED)}",
-                param="structured_outputs",
-            )
-        found.append((STRUCTURED[name], value, "structured_outputs"))
-    form = _of_format(request.response_format)
-    if form is not None:
-        found.append((*form, "response_format"))
+    asked = [(f"guided_{kind}", kind, getattr(request, f"guided_{kind}")) for kind in MAKERS]
+    asked += [("structured_outputs", *one) for one in (request.structured_outputs or {}).items()]
+    asked.append(("response_format", "json", schema_of(request)))
+    found = [one for one in asked if one[2] is not None]
     if not found:
-        return None
-    _, definition, field = found[0]
+        return None, "", []
+    field, kind, definition = found[0]
     if len(found) > 1:
-        raise ApiError(
-            400, f"{field} and {found[1][2]} both constrain the output, but only one may", param=field
-        )
-    size = len(msgspec.json.encode(definition))
+        raise wrong(field, f"{field} and {found[1][0]} both constrain the output, but only one may")
+    if kind not in MAKERS:
+        raise wrong(field, f"{field} has {kind[:100]!r}, but may have {', '.join(MAKERS)}")
+    size, loosened = len(msgspec.json.encode(definition)), list[str]()
     if size > limits.max_schema_bytes:
-        raise ApiError(
-            400, f"{field} has {size:,} bytes, but may have {limits.max_schema_bytes:,}", param=field
-        )
-    return found[0]
-
-
-def _of_format(form: dict[str, Any] | None) -> tuple[str, Any] | None:
-    """OpenAI's `response_format`, and the flat one with the schema beside the type."""
-    if form is None:
-        return None
-    kind = form.get("type")
-    if kind == "text":
-        return None
-    nested = form.get("json_schema")
-    schema = (
-        form.get("schema") if nested is None else nested.get("schema") if isinstance(nested, dict) else None
-    )
-    if schema is None and (kind == "json_object" or (kind == "json_schema" and isinstance(nested, dict))):
-        return "json_object", {}
-    if kind in ("json_schema", "json_object") and isinstance(schema, dict):
-        return "json_schema", schema
-    raise ApiError(
-        400,
-        "response_format must be of type text, json_object, or json_schema with a schema",
-        param="response_format",
-    )
-
-
-def is_hint(request: Wide, found: tuple[str, Any, str]) -> bool:
-    """Return True if a schema may be left where it cannot be followed: `response_format`, `strict` false."""
-    nested = (request.response_format or {}).get("json_schema")
-    strict = nested.get("strict") if isinstance(nested, dict) else None
-    return found[2] == "response_format" and found[0] == "json_schema" and strict is False
-
-
-def settings(found: tuple[str, Any, str] | None) -> dict[str, Any]:
-    """Return the grammar for `SamplingParams`. Raises `ApiError` if it is no grammar."""
-    if found is None:
-        return {}
-    kind, definition, field = found
-    make = {
-        "json_object": lambda _: Grammar.json_schema({"type": "object"}),
-        "json_schema": Grammar.json_schema,
-        "regex": Grammar.regex,
-        "choice": Grammar.choice,
-        "grammar": Grammar.lark,
-    }[kind]
+        raise too_many(field, size, limits.max_schema_bytes, "bytes")
+    form = (request.response_format or {}).get("json_schema")
+    if field == "response_format" and isinstance(form, dict) and form.get("strict") is False:
+        definition, loosened = loosen(definition)  # it is a hint, and may be left where it cannot be followed
     try:
-        return {"grammar": make(definition)}
+        return MAKERS[kind](definition), field, loosened
     except UserError as error:
-        raise ApiError(400, f"{field}: {error}", param=field) from None
+        raise wrong(field, f"{field}: {error}") from None
+
+
+def schema_of(request: Wide) -> dict[str, Any] | None:
+    """Return the schema of `response_format`: OpenAI's, or the flat form with the schema beside the type."""
+    form = request.response_format
+    if form is None or form.get("type") == "text":
+        return None
+    kind, nested = form.get("type"), form.get("json_schema")
+    inner = form if nested is None else nested
+    schema = inner.get("schema") if isinstance(inner, dict) else ""
+    if schema is None and (kind == "json_object" or nested is not None):
+        schema = {"type": "object"}
+    if kind not in ("json_schema", "json_object") or not isinstance(schema, dict):
+        words = "response_format must be of type text, json_object, or json_schema with a schema"
+        raise wrong("response_format", words)
+    return schema

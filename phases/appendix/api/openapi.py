@@ -8,56 +8,51 @@ from typing import Any
 
 import msgspec
 
-from phases.appendix.api.schema import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerateRequest,
-    TokenizeRequest,
-)
+from serving.app import App, Extension
+from serving.endpoints import Endpoint
 
-POSTS: dict[str, type] = {
-    "/v1/completions": CompletionRequest,
-    "/v1/chat/completions": ChatRequest,
-    "/generate": GenerateRequest,
-    "/tokenize": TokenizeRequest,
-    "/detokenize": DetokenizeRequest,
-}
-GETS = ("/v1/models", "/health", "/ready", "/version", "/metrics", "/openapi.json")
-ERRORS = (400, 401, 403, 404, 405, 408, 413, 415, 429, 500, 503, 504)
+
+class Documented(Extension):
+    """An extension whose requests are in the document. bodies: their fields, by route."""
+
+    def __init__(self) -> None:
+        self.bodies: dict[str, type] = {}
+
+    def add(self, app: App, path: str, endpoint: Endpoint) -> None:
+        """Serve an endpoint at a path."""
+        app.add(path, endpoint)
+        self.bodies[path] = endpoint.body
 
 
 @lru_cache(1)
-def openapi(version: str) -> dict[str, Any]:
+def openapi(app: App, version: str) -> dict[str, Any]:
     """The document, OpenAPI 3.1 (https://spec.openapis.org/oas/v3.1.0)."""
+    kinds_of: dict[str, type] = {}
+    for extension in app.extensions:
+        kinds_of |= extension.bodies if isinstance(extension, Documented) else {}
     bodies, components = msgspec.json.schema_components(
-        POSTS.values(), ref_template="#/components/schemas/{name}"
+        kinds_of.values(), ref_template="#/components/schemas/{name}"
     )
     components["Error"] = {
         "type": "object",
         "required": ["error"],
         "properties": {"error": {"type": "object", "required": ["message", "type", "param", "code"]}},
     }
-    failed = {
-        str(status): {
-            "description": "an error",
-            "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
-        }
-        for status in ERRORS
-    }
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     kinds: dict[str, Any] = {"application/json": {}, "text/event-stream": {}, "text/plain": {}}
-    done = {"200": {"description": "the answer", "content": kinds}}
-    unready = {"503": {"description": "not ready", "content": {"application/json": {}}}}
-    paths: dict[str, Any] = {
-        path: {
+    answers = {
+        "200": {"description": "the answer", "content": kinds},
+        "default": {"description": "an error, or that the server is not ready", "content": error},
+    }
+    gets = [path for path, handlers in app.routes.items() if "GET" in handlers]
+    paths: dict[str, Any] = {path: {"get": {"responses": answers}} for path in gets}
+    for (path, kind), body in zip(kinds_of.items(), bodies, strict=True):
+        paths[path] = {
             "post": {
                 "summary": (inspect.getdoc(kind) or "").split("\n")[0],
                 "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
-                "responses": done | failed,
+                "responses": answers,
             }
         }
-        for (path, kind), body in zip(POSTS.items(), bodies, strict=True)
-    }
-    paths |= {path: {"get": {"responses": done | failed | unready}} for path in GETS}
     info = {"title": "Inference Ladder", "version": version}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": components}}

@@ -1,18 +1,23 @@
 """All fields of the API: OpenAI's and vLLM's, those of the phase among them.
 
 https://platform.openai.com/docs/api-reference and
-https://docs.vllm.ai/en/latest/serving/openai_compatible_server/.
+https://docs.vllm.ai/en/latest/serving/openai_compatible_server/. What must not be said has the type None.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
-from serving.http.schema import ForModel, Generation
+from msgspec import Struct
+
+from serving.http.schema import Generation
 
 
-class Wide(Generation, kw_only=True):
+class Wide(Generation, kw_only=True, forbid_unknown_fields=False):
     """Fields of all requests for tokens, those of the phase among them."""
+
+    add_special_tokens: bool | None = None  # to a text unless false, to a conversation only if true
+    prompt_logprobs: int | None = None
 
     # vLLM's
     return_token_ids: bool | None = False
@@ -42,17 +47,8 @@ class CompletionRequest(Wide, kw_only=True):
     prompt: str | list[str | int | list[int]]
     echo: bool | None = False
     logprobs: int | None = None
-    prompt_logprobs: int | None = None
     best_of: int | None = None
-    suffix: str | None = None
-    add_special_tokens: bool | None = True
-
-
-class GenerateRequest(Wide, kw_only=True):
-    """`POST /generate`: one prompt, one text."""
-
-    prompt: str | list[int]
-    add_special_tokens: bool | None = True
+    suffix: Literal[""] | None = None
 
 
 class ChatRequest(Wide, kw_only=True):
@@ -62,17 +58,16 @@ class ChatRequest(Wide, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = None
-    prompt_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    functions: Any = None
-    function_call: Any = None
+    functions: None = None
+    function_call: None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = False
-    add_special_tokens: bool | None = False
-    chat_template: str | None = None
+    chat_template: None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    separate_reasoning: bool | None = True
 
     # taken, and without a meaning here
     reasoning_effort: Any = None
@@ -80,19 +75,21 @@ class ChatRequest(Wide, kw_only=True):
     modalities: Any = None
 
 
-class TokenizeRequest(ForModel, kw_only=True):
+class TokenizeRequest(Struct, kw_only=True):
     """`POST /tokenize`: a text or a conversation."""
 
+    model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = False
-    add_special_tokens: bool | None = None  # of a text unless false, of a conversation only if true
+    add_special_tokens: bool | None = None  # to a text unless false, to a conversation only if true
     return_token_strs: bool | None = False
 
 
-class DetokenizeRequest(ForModel, kw_only=True):
+class DetokenizeRequest(Struct, kw_only=True):
     """`POST /detokenize`."""
 
+    model: str | None = None
     tokens: list[int]

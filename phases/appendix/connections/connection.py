@@ -122,7 +122,8 @@ class Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP, and write it down as the answers are."""
-        self.application.refused(400, self.client, msg)
+        for extension in self.application.extensions:
+            extension.refused(400, self.client[0] if self.client else None, msg)
         if any(cycle.response_started for cycle in self.owed):
             self.transport.close()
         else:

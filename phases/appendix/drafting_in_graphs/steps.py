@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,25 +36,17 @@ FEW_LOOKED_UP = 4
 at its start, and few have texts that repeat themselves."""
 
 
-class LineResult(NamedTuple):
-    """Result for one request. A draft of -1 is filler, not a guess."""
-
-    right: int
-    sampled: list[int]
-    drafts: list[int]
-
-
 class Flight(Pending):
     """A step whose beginning the host does not know while it is on its way.
 
     drafts: of each request. blank: rows in which nobody has guessed; known when the step before has landed.
-    lines: for each work, once it has landed.
+    made: for each work, once it has landed, the drafts behind it; -1: filler, which is no guess.
     """
 
     def __init__(self, works: Sequence[Work], drafts: int, told: HostSampled, blank: set[int]) -> None:
         super().__init__(works, None)
         self.drafts, self._told, self.blank = drafts, told, blank
-        self.lines: dict[int, LineResult] = {}
+        self.made: dict[int, list[int]] = {}
 
     def get(self) -> list[list[Token]]:
         """See `Pending.get`. All tokens before this step are known now, and so is where it began."""
@@ -70,7 +61,7 @@ class Flight(Pending):
                 if work.request.row == work.row:  # a step without drafts counts its token in advance
                     work.request.num_computed_tokens = work.start + 1
             works.append(work)
-            self.lines[id(work)] = LineResult(right, rest[: k + 1], rest[k + 1 :])
+            self.made[id(work)] = rest[k + 1 :]
             found.append([(token, None) for token in rest[: right + 1]])
         self.works = works
         return found
@@ -246,13 +237,12 @@ class Ahead:
 
     def landed(self, work: Work) -> bool:
         """Bring the drafter's books up to what the device has done; False: it was an ordinary step."""
-        line = None if self.landing is None else self.landing.lines.pop(id(work), None)
-        if line is None:
+        drafts = None if self.landing is None else self.landing.made.pop(id(work), None)
+        if drafts is None:
             return False
-        guessed = line.drafts[0] >= 0
-        (self.blank.discard if guessed else self.blank.add)(work.row)
+        (self.blank.discard if drafts[0] >= 0 else self.blank.add)(work.row)
         if self.source is not None and work.request.row >= 0 and work.request in self.source.shadows:
-            self.source.carried(work.request, line.drafts)
+            self.source.carried(work.request, drafts)
         return True
 
 

@@ -16,7 +16,6 @@ from common.text.tokenizer import Tokenizer
 from continuous.seams import NO_DRAFTS, Drafter
 from paged_cache import Feature, PagedEngine, Parts
 from phases.appendix.guidance.drafter import GrammarDrafter
-from phases.appendix.guidance.late import let_late_ones_wait
 from phases.appendix.guidance.loop import EarlyHalves
 from phases.appendix.guidance.masks import ThreadedMasks
 from phases.appendix.guidance.spelling import Spelling
@@ -73,8 +72,6 @@ class Guidance(Feature):
         parts.wrap(self, masks=partial(ThreadedMasks, pool=pool, most_forced=most_forced))
         if "overlap" in parts.features:
             parts.loops["overlap"] = early_halves
-        if not on_cpu:  # there a step takes longer than any mask
-            parts.stages["connect"].append(lambda whole: let_late_ones_wait(whole.engine))
         if parts.drafter is not NO_DRAFTS or self.jump_forward:
             parts.loops.setdefault("waiting", watched)
             parts.stages["connect"].append(lambda whole: verify(whole.engine))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence, Set
-from concurrent.futures import Future, wait
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from itertools import chain
-from typing import cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
@@ -15,13 +13,15 @@ from common.request import Request
 from common.rules import finish_reason
 from common.sampling.sampler import Allowed
 from continuous.work import Work
-from phases.appendix.guidance.longer import Longer
-from phases.appendix.guidance.matcher import FastBackend, FastMatcher, Job
 from phases.appendix.guidance.staging import MaskStaging
 from structured.loop import NOBODYS, Landed
-from structured.masks import Constraint, GrammarMasks
-from structured.matcher import Matcher, Words, allows_one
+from structured.masks import Constraint, GrammarMasks, hold_back
+from structured.matcher import Matcher, Words
 from structured.pool import GrammarPool
+
+if TYPE_CHECKING:  # the library is imported when the first grammar comes
+    from phases.appendix.guidance.backend import GuidanceBackend
+    from phases.appendix.guidance.matcher import GuidanceMatcher, Job
 
 
 @dataclass(eq=False)
@@ -29,77 +29,37 @@ class EarlyConstraint(Constraint):
     """A request's place in its grammar, where threads make masks.
 
     forced: tokens that must come next, if somebody has looked.
-    making: a thread that makes the mask behind `known` tokens (see `late`), and has the matcher until then.
     """
 
-    matcher: FastMatcher
+    matcher: GuidanceMatcher
     forced: Sequence[int] = ()
-    making: Future[None] | None = None
-    known: int = 0
-
-    def unseen(self, request: Request) -> list[int]:
-        """Return the tokens that are new since the matcher was last moved."""
-        if self.making is not None:
-            wait((self.making,))
-        return super().unseen(request)
 
 
-Follower = tuple[int, tuple[int, ...], Request, EarlyConstraint, Sequence[int]]
-"""The first place in the batch of a request's samples, its drafts, itself, where it stands, what is new."""
+class MaskedOutput(NamedTuple):
+    """An output of a step, which follows a grammar.
 
-
-class Crowd:
-    """The outputs of a step that have a grammar.
-
-    Nearly every step is of the same requests as the one before, with a token each. What depends on nothing
-    but who they are is kept then: with hundreds of them it takes as long as to move their matchers.
-
-    shape: the takers and drafts of the step's works.
-    owners, constraints, jobs, moves (a matcher, and its new tokens): of each output. places: of each mask.
+    place: of the first of its samples in the batch. drafts: of its work. new: what its matcher has not seen.
     """
 
-    def __init__(self, shape: Sequence[object] = (), found: Sequence[Follower] = ()) -> None:
-        self.shape, self.places = shape, list[int]()
-        lines = list[tuple[Job, Request, EarlyConstraint, Sequence[int]]]()
-        for place, drafts, request, constraint, new in found:
-            lines.append((Job(constraint.matcher, len(self.places), drafts), request, constraint, new))
-            self.places.append(place)
-            if drafts:
-                self.places += range(place + 1, place + len(drafts) + 1)
-        # Threads divide the list. Neighbours should share what only one thread at a time may use.
-        lines.sort(key=lambda line: line[0].matcher.group)
-        self.jobs = [job for job, _, _, _ in lines]
-        self.owners = [request for _, request, _, _ in lines]
-        self.constraints = [constraint for _, _, constraint, _ in lines]
-        self.moves = [(job.matcher, new) for job, _, _, new in lines]
-        self._stops = any([one.params.stop_token_ids for one in self.owners])
-
-    def again(self, shape: Sequence[object], landed: Landed, ends: Set[int]) -> bool:
-        """Tell whether a step is of the same, each has got one token, and all go on; `moves` are its then."""
-        if shape != self.shape or self._stops or len(self.places) != len(self.owners) or not self.owners:
-            return False
-        news = [landed.get(request, ()) for request in self.owners]
-        if (
-            {*map(len, news)} != {1}
-            or not ends.isdisjoint(chain.from_iterable(news))
-            or any([request.finish_reason for request in self.owners])
-            or min([request.limit - len(request.tokens) for request in self.owners]) <= 1
-            or [c.taken for c in self.constraints] != [len(r.tokens) - r.prompt_len for r in self.owners]
-        ):
-            return False
-        self.moves = [(job.matcher, new) for job, new in zip(self.jobs, news, strict=True)]
-        return True
+    place: int
+    drafts: Sequence[int]
+    request: Request
+    constraint: EarlyConstraint
+    new: Sequence[int]
 
 
 @dataclass
 class Filling:
     """Masks of a step that are being made.
 
-    works: of the step. crowd: those with a grammar. words: where masks go. done: when; None: they are made.
+    works: of the step. outputs: those with a grammar. jobs: of each. places: of the masks in the batch.
+    words: where masks go. done: when; None: they are made.
     """
 
     works: Sequence[Work]
-    crowd: Crowd
+    outputs: Sequence[MaskedOutput]
+    jobs: Sequence[Job]
+    places: Sequence[int]
     words: Words
     done: Future[None] | None
 
@@ -117,41 +77,43 @@ class ThreadedMasks(GrammarMasks):
         most_forced: works in a step, at most, for which somebody asks what is forced behind its tokens.
 
     filled: masks made up to now.
+    single: of requests that somebody put here, the places of the output where one token alone was allowed.
     """
 
     def __init__(self, plain: GrammarMasks, pool: GrammarPool, *, most_forced: int) -> None:
-        eos = sorted(plain.eos)
-        super().__init__(pool, plain.vocab_size, eos, plain.device, refusal=plain.refusal)
-        self._ends_at = np.array(eos, np.int64)
+        super().__init__(pool, plain.vocab_size, sorted(plain.eos), plain.device, refusal=plain.refusal)
         self.most_forced = most_forced
         self.filled = 0
+        self.single: dict[Request, set[int]] = {}
         self._staging = MaskStaging(-(-plain.vocab_size // 32), plain.device)
         self._filling: Filling | None = None
-        self._crowd = Crowd()  # of the last step
-        self._sent: Crowd | None = None
+        self._sent: Sequence[MaskedOutput] = ()
 
     @property
-    def backend(self) -> FastBackend:
+    def backend(self) -> GuidanceBackend:
         """The pool's."""
-        return cast(FastBackend, self.pool.backend)
+        return cast("GuidanceBackend", self.pool.backend)
 
     def place(self, matcher: Matcher) -> Constraint:
         """Make the place of a new output."""
-        return EarlyConstraint(cast(FastMatcher, matcher))
+        return EarlyConstraint(cast("GuidanceMatcher", matcher))
 
     def begin(self, works: Sequence[Work], landed: Landed = NOBODYS) -> bool:
         """Move the matchers, and begin to make the masks of those samples of the step that have a grammar."""
-        self._finish()  # of a step that failed in between
-        crowd = self._follow(works, landed)
+        self._wait()  # for a step that failed in between
+        outputs = self._follow(works, landed)
         asked = len(works) <= self.most_forced
-        for constraint in crowd.constraints:
-            constraint.forced = constraint.matcher.forced() if asked else ()
-        jobs, words = crowd.jobs, self._staging.host(len(crowd.places))
+        jobs: list[Job] = []
+        places: list[int] = []
+        for output in outputs:
+            output.constraint.forced = output.constraint.matcher.forced() if asked else ()
+            jobs.append((output.constraint.matcher, len(places), output.drafts))
+            places += range(output.place, output.place + len(output.drafts) + 1)
+        words = self._staging.host(len(places))
         if len(words) > len(jobs):  # behind a draft that ends the output no mask is made
-            for job in jobs:
-                words[job.row + 1 : job.row + 1 + len(job.drafts)] = 0
+            words[:] = 0
         done = self.backend.begin(jobs, words) if jobs else None
-        self._filling = Filling(works, crowd, words, done)
+        self._filling = Filling(works, outputs, jobs, places, words, done)
         return done is None
 
     def fill(self, works: Sequence[Work]) -> Allowed | None:
@@ -159,57 +121,56 @@ class ThreadedMasks(GrammarMasks):
         if self._filling is None or self._filling.works is not works:
             self.begin(works)
         assert self._filling is not None
-        crowd, words = self._filling.crowd, self._filling.words
-        longer = Longer.of(crowd.jobs, crowd.owners)  # while masks are made
-        places = np.array(crowd.places, np.int64)
-        begun = time.perf_counter()
-        if self._finish() is None or not crowd.jobs:
+        made, held = self._filling, list[tuple[int, int]]()
+        for output, (_, row, drafts) in zip(made.outputs, made.jobs, strict=True):  # while masks are made
+            held += self.held(output.request, row, len(drafts) + 1)
+        self._wait()
+        if not made.jobs:
             return None
-        self.backend.waited(crowd.jobs, time.perf_counter() - begun)
-        longer.apply(words, self._ends_at)
-        for job, request in zip(crowd.jobs, crowd.owners, strict=True) if self.single else ():
-            if request in self.single:
-                rows = words[job.row : job.row + len(job.drafts) + 1]
-                numbered = enumerate(rows, start=len(request.tokens) - request.prompt_len)
-                self.single[request].update(place for place, row in numbered if allows_one(row))
-        self.filled += len(places)
-        self._sent = crowd
-        return self._staging.send(places)
+        hold_back(made.words, held)
+        if self.single:
+            self._note(made)
+        self.filled += len(made.places)
+        self._sent = made.outputs
+        return self._staging.send(np.array(made.places, np.int64))
 
     def take_failed(self) -> list[tuple[Request, Exception]]:
         """Requests whose grammar cannot be followed any further; asked when the step is on its way."""
-        sent, self._sent = self._sent, None
-        for job, request in zip(sent.jobs, sent.owners, strict=True) if sent is not None else ():
-            if job.matcher.problem:
-                self._fail(request, job.matcher.problem)
+        sent, self._sent = self._sent, ()
+        for output in sent:
+            if problem := output.constraint.matcher.problem:
+                self._fail(output.request, problem)
         return super().take_failed()
 
-    def _finish(self) -> Filling | None:
+    def _note(self, made: Filling) -> None:
+        """Note where one token alone is allowed."""
+        for output, (_, row, drafts) in zip(made.outputs, made.jobs, strict=True):
+            request, rows = output.request, made.words[row : row + len(drafts) + 1]
+            if request in self.single:
+                numbered = enumerate(rows, start=len(request.tokens) - request.prompt_len)
+                self.single[request].update(number for number, mask in numbered if allows_one(mask))
+
+    def _wait(self) -> None:
         """Wait for the masks that are being made."""
         made, self._filling = self._filling, None
         if made is not None and made.done is not None:
             made.done.result()
-        return made
 
-    def _follow(self, works: Sequence[Work], landed: Landed) -> Crowd:
-        """Move the matchers of all takers to where their outputs are; returns those that could be moved."""
-        shape = [(work.takers, work.drafts) for work in works]
-        if not self._crowd.again(shape, landed, self.eos):
-            self._crowd = Crowd(shape, list(self._followers(works, landed)))
-        crowd = self._crowd
-        counts = self.backend.advance(crowd.moves)
-        moved = zip(crowd.constraints, crowd.moves, counts, strict=True)
-        problems = [seen.moved(new, count) for seen, (_, new), count in moved]
-        if any(problems):
-            wrong = {one: problem for one, problem in zip(crowd.owners, problems, strict=True) if problem}
-            for request, problem in wrong.items():
-                self._fail(request, problem)
-            rest = [one for one in self._followers(works, landed) if one[2] not in wrong]
-            self._crowd = Crowd(shape, rest)
-        return self._crowd
+    def _follow(self, works: Sequence[Work], landed: Landed) -> list[MaskedOutput]:
+        """Move the matchers of all takers to where their outputs are; return those that could be moved."""
+        outputs = list(self._outputs(works, landed))
+        counts = self.backend.advance([(output.constraint.matcher, output.new) for output in outputs])
+        moved = []
+        for output, count in zip(outputs, counts, strict=True):
+            if problem := output.constraint.moved(output.new, count):
+                self._fail(output.request, problem)
+            else:
+                moved.append(output)
+        # Threads divide the list. Neighbours should share what only one thread at a time may use.
+        return sorted(moved, key=lambda output: output.constraint.matcher.lexer)
 
-    def _followers(self, works: Sequence[Work], landed: Landed) -> Iterator[Follower]:
-        """The takers that have a grammar, but not who ends with what has landed: nobody reads his token."""
+    def _outputs(self, works: Sequence[Work], landed: Landed) -> Iterator[MaskedOutput]:
+        """Find the takers that have a grammar, but for those that end with what has landed."""
         place = 0
         for work in works:
             for request in work.takers:
@@ -217,7 +178,8 @@ class ThreadedMasks(GrammarMasks):
                 if isinstance(constraint, EarlyConstraint) and request.finish_reason is None:
                     news = landed.get(request, ())
                     if not self._ends(request, news):
-                        yield place, work.drafts, request, constraint, [*constraint.unseen(request), *news]
+                        new = [*constraint.unseen(request), *news]
+                        yield MaskedOutput(place, work.drafts, request, constraint, new)
                 place += len(work.drafts) + 1
 
     def _ends(self, request: Request, news: Sequence[int]) -> bool:
@@ -231,3 +193,9 @@ class ThreadedMasks(GrammarMasks):
             if finish_reason(token, length, params, self.eos, most) is not None:
                 return True
         return False
+
+
+def allows_one(words: Words) -> bool:
+    """Tell whether a mask allows one token only."""
+    (used,) = np.nonzero(words)
+    return len(used) == 1 and (int(words[used[0]]) & 0xFFFFFFFF).bit_count() == 1

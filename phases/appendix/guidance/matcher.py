@@ -1,34 +1,14 @@
-"""Matchers of a fast library: budgets, forced tokens, masks by threads."""
+"""One output in llguidance's parser, and the budget for following its grammar."""
 
 from __future__ import annotations
 
 import time
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import NamedTuple
 
-from structured.matcher import Backend, Matcher, Words
+import llguidance as ll
 
-LONG_MASK, FIRST, TRIAL = 0.001, 3, 8
-"""Seconds, and masks. The first masks of a grammar with patterns are made one by one and timed. If one takes
-long, all are, until so many in a row were quick."""
-
-
-class Trial:
-    """A trial of whether the masks of a grammar are quick, as far as that is known.
-
-    words: of a mask. left: masks that are still to be timed.
-    """
-
-    def __init__(self, words: int, first: int = FIRST) -> None:
-        self.words, self.left = words, first
-
-    def timed(self, seconds: float) -> None:
-        """A mask took so long."""
-        self.left = TRIAL if seconds > LONG_MASK else max(0, self.left - 1)
-
+from structured.matcher import Matcher, Words
 
 SLOW, DEAREST, MOST_SLOW = 0.005, 0.05, 0.15
 """Seconds of processor time: a token that takes more is slow; no token may take so long; and no output's slow
@@ -61,60 +41,59 @@ class Effort:
                 )
 
 
-class FastMatcher(Matcher):
-    """A `Matcher` of a library.
+class GuidanceMatcher(Matcher):
+    """A `Matcher` of the library.
 
-    group: matchers of the same group share something that one thread at a time may use.
-    trial: of its grammar; while it lasts, nobody else should wait for these masks.
+    lexer: the number of the lexer, which one thread at a time may use, and which some outputs share.
+    eos: the tokens that end an output.
+    effort: the processor time of masks and tokens.
     """
 
-    group: int = 0
-    trial = Trial(0, 0)
+    def __init__(self, inner: ll.LLMatcher, lexer: int, eos: Sequence[int]) -> None:
+        self.inner, self.lexer, self.eos, self.effort = inner, lexer, eos, Effort()
+
+    def fill(self, words: Words) -> None:
+        """See `Matcher`; so are the others."""
+        with self.effort.timed():
+            self.inner.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+
+    def advance(self, tokens: Sequence[int]) -> int:
+        """Tokens that are not allowed leave the matcher as it is."""
+        with self.effort.timed():
+            return self.inner.try_consume_tokens(self._before_end(tokens))
+
+    def rollback(self, count: int) -> None:
+        """The parser keeps its rows."""
+        if count:
+            self.inner.rollback(count)
+
+    @property
+    def accepting(self) -> bool:
+        """Asks the parser."""
+        return self.inner.is_accepting()
+
+    @property
+    def problem(self) -> str:
+        """The first line of what the library says, or the budget that is used up."""
+        return self.inner.get_error().split("\n")[0][:200] if self.inner.is_error() else self.effort.problem
 
     def forced(self) -> Sequence[int]:
-        """Return tokens that must come next, as far as the grammar leaves no choice; changes nothing."""
-        return ()
+        """Return tokens that must come next, as far as the grammar leaves no choice; changes nothing.
 
-    @abstractmethod
-    def prepare(self) -> None:
-        """Make the next mask before anybody asks for it."""
+        The mask in front of each allows it alone.
+        """
+        return self.inner.compute_ff_tokens()
 
     def agrees(self, tokens: Sequence[int]) -> int:
         """Count the tokens that `advance` would take; changes nothing."""
-        count = self.advance(tokens)
-        self.rollback(count)
-        return count
+        return self.inner.validate_tokens(self._before_end(tokens))
+
+    def _before_end(self, tokens: Sequence[int]) -> list[int]:
+        """Cut tokens before one that ends the output, which the library takes in some places only."""
+        end = next((place for place, token in enumerate(tokens) if token in self.eos), len(tokens))
+        return list(tokens[:end])
 
 
-class Job(NamedTuple):
-    """Masks to be made: of a matcher's next token into `row`, and after each draft into the rows behind."""
-
-    matcher: FastMatcher
-    row: int
-    drafts: Sequence[int]
-
-
-class FastBackend(Backend):
-    """A `Backend` that moves many matchers, and makes many masks, at a time."""
-
-    def advance(self, moves: Sequence[tuple[Matcher, Sequence[int]]]) -> list[int]:
-        """Call `Matcher.advance` of many matchers."""
-        return [matcher.advance(tokens) if tokens else 0 for matcher, tokens in moves]
-
-    def begin(self, jobs: Sequence[Job], words: Words) -> Future[None] | None:
-        """Begin to `fill`, in threads; None: it is done. No matcher of these may be used until it is."""
-        self.fill(jobs, words)
-        return None
-
-    def fill(self, jobs: Sequence[Job], words: Words) -> None:
-        """Fill the rows of `words [M, ceil(V / 32)]`; every draft is one that its matcher agrees with."""
-        for matcher, row, drafts in jobs:
-            matcher.fill(words[row])
-            for place, draft in enumerate(drafts, start=1):
-                matcher.advance((draft,))
-                matcher.fill(words[row + place])
-            matcher.rollback(len(drafts))
-
-    def waited(self, jobs: Sequence[Job], seconds: float) -> None:
-        """Hear that a step has waited so long for these masks."""
-        return
+Job = tuple[GuidanceMatcher, int, Sequence[int]]
+"""Masks to be made: of a matcher's next token into a row, and after each draft into the rows behind. Every
+draft is one that the matcher agrees with."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import msgspec
 from serving.app import App, Extension
 from serving.http.errors import ApiError
 from serving.http.exchange import EVENTS, Exchange
-from serving.messages import StepReport
+from serving.messages import DrawEngine, StepReport
 
 PAGE = Path(__file__).parent / "page.html"
 HTML = [
@@ -36,7 +37,7 @@ class Live(Extension):
     """The page at `/`, and its events: the last steps, and the last picture of the engine."""
 
     def __init__(self) -> None:
-        self.watchers = 0
+        self.watchers, self._drawn = 0, 0.0
         self.picture: dict[str, Any] | None = None
         self._steps: deque[tuple[int, float, int, int, int]] = deque(maxlen=512)
 
@@ -51,15 +52,34 @@ class Live(Extension):
         await exchange.answer(200, PAGE.read_bytes(), HTML)
 
     async def events(self, exchange: Exchange) -> None:
-        """Answer with events for as long as the client stays."""
+        """Answer with events for as long as the client stays. Raises `ApiError` if too many watch."""
         if exchange.method == "HEAD":  # nothing follows the headers, and a stream would never end
-            await exchange.start(200, EVENTS)
-            await exchange.write(b"", more=False)
+            await exchange.answer(200, b"", EVENTS)
             return
+        if self.watchers >= MOST_WATCHERS:
+            raise ApiError(429, f"{self.watchers} clients watch, and no more may", retry=10)
+        if not self.watchers:
+            self._steps.clear()
+        self.watchers += 1
         leaving = asyncio.ensure_future(exchange.gone())
         try:
-            await self.show(exchange, leaving)
+            await exchange.start(200, EVENTS)
+            last, quiet, seen = b"", 0.0, 0
+            while not leaving.done() and not self.app.closing:
+                if time.monotonic() - self._drawn > 0.9 * SECONDS:
+                    self._drawn = time.monotonic()
+                    self.engine.tell(DrawEngine())
+                event = self.event(seen)
+                data = msgspec.json.encode(event)
+                if data != last or quiet >= QUIET:
+                    await exchange.write(b"data: " + data + b"\n\n")
+                    last, quiet = data, 0.0
+                    seen = max((step[0] for step in event["steps"]), default=seen)
+                await asyncio.wait({leaving}, timeout=SECONDS)
+                quiet += SECONDS
+            await exchange.write(b"", more=False)
         finally:
+            self.watchers -= 1
             leaving.cancel()
 
     def stepped(self, step: StepReport) -> None:
@@ -87,29 +107,3 @@ class Live(Extension):
             "steps": [list(step) for step in self._steps if step[0] > after],
             "picture": self.picture,
         }
-
-    async def show(self, exchange: Exchange, leaving: asyncio.Future[None]) -> None:
-        """Send events until the client leaves. Raises `ApiError` if too many watch."""
-        if self.watchers >= MOST_WATCHERS:
-            raise ApiError(429, f"{self.watchers} clients watch, and no more may", retry=10)
-        self.watchers += 1
-        if self.watchers == 1:
-            self._steps.clear()
-            self.engine.watch(SECONDS)
-        try:
-            await exchange.start(200, EVENTS)
-            last, quiet, seen = b"", 0.0, 0
-            while not leaving.done() and not self.app.closing:
-                event = self.event(seen)
-                data = msgspec.json.encode(event)
-                if data != last or quiet >= QUIET:
-                    await exchange.write(b"data: " + data + b"\n\n")
-                    last, quiet = data, 0.0
-                    seen = max((step[0] for step in event["steps"]), default=seen)
-                await asyncio.wait({leaving}, timeout=SECONDS)
-                quiet += SECONDS
-            await exchange.write(b"", more=False)
-        finally:
-            self.watchers -= 1
-            if not self.watchers:
-                self.engine.watch(0.0)

@@ -11,7 +11,7 @@ from typing import IO, Any
 import msgspec
 
 from common.errors import UserError
-from phases.appendix.observability.metrics import WholeMetrics
+from phases.appendix.observability.metrics import Metrics
 from serving.app import Extension
 from serving.http.exchange import Exchange
 
@@ -24,7 +24,7 @@ class AccessLog(Extension):
     where: a path, "-" for standard error, or "none".
     """
 
-    def __init__(self, where: str, metrics: WholeMetrics) -> None:
+    def __init__(self, where: str, metrics: Metrics) -> None:
         """Open it. Raises `UserError` if that cannot be done."""
         self.metrics, self._limited = metrics, Counter[str]()
         self._file: IO[str] | None = None
@@ -42,7 +42,7 @@ class AccessLog(Extension):
 
     def ended(self, exchange: Exchange) -> None:
         """Write down a request and its answer."""
-        client, group = exchange.scope.get("client"), exchange.done
+        client, group = exchange.scope.get("client"), exchange.group
         entry: dict[str, Any] = {
             "time": now(),
             "id": exchange.id,

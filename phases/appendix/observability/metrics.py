@@ -1,17 +1,21 @@
-"""Distributions beside the phase's counts: buckets of times and sizes, under vLLM's names.
+"""Metrics in Prometheus' text format, under vLLM's names where vLLM has one and under `ladder:` where not.
 
-A token costs one look-up in a list of twenty buckets.
+Names are those of https://docs.vllm.ai/en/latest/usage/metrics/, so that its dashboards work. The format:
+https://prometheus.io/docs/instrumenting/exposition_formats/. A token costs a look-up in a list of twenty
+buckets.
 """
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from serving.completion import ChoiceGroup
-from serving.messages import StepReport
-from serving.metrics import Metrics, head, number
+from serving.app import App, Extension
+from serving.http.exchange import Exchange
+from serving.messages import Ready, StepReport
 
 FIRST = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
@@ -45,54 +49,135 @@ class Histogram:
     def lines(self, name: str, labels: str) -> Iterator[str]:
         """Its lines: buckets are cumulative."""
         total = 0
-        for bound, count in zip([*map(number, self.bounds), "+Inf"], self.counts, strict=True):
+        for bound, count in zip([*map(_number, self.bounds), "+Inf"], self.counts, strict=True):
             total += count
             yield f'{name}_bucket{{{labels},le="{bound}"}} {total}'
         yield f"{name}_sum{{{labels}}} {self.sum!r}"
         yield f"{name}_count{{{labels}}} {total}"
 
 
-class WholeMetrics(Metrics):
-    """Counts, and histograms of what a request waited for."""
+class Metrics(Extension):
+    """Everything that is counted in the API process, and the page `/metrics`."""
 
-    def __init__(self, model: str) -> None:
-        super().__init__(model)
-        self.first, self.gap = Histogram(FIRST), Histogram(GAP)
-        self.whole, self.prompt, self.output = Histogram(WHOLE), Histogram(TOKENS), Histogram(TOKENS)
+    def __init__(self) -> None:
+        self.generated = self.prompted = self.lost_log_lines = 0
+        self.finished: Counter[str] = Counter()
+        self.troubles: Counter[str] = Counter()
+        self.answers: Counter[tuple[str, int]] = Counter()
+        self.first, self.gap, self.whole = Histogram(FIRST), Histogram(GAP), Histogram(WHOLE)
+        self.prompt, self.output = Histogram(TOKENS), Histogram(TOKENS)
         self.step, self.step_tokens = Histogram(STEP), Histogram(TOKENS)
-        self.lost_log_lines = 0
+        self._last: dict[int, float] = {}  # when a completion's newest token has come
 
-    def token(self, seconds: float, *, first: bool) -> None:
-        """See `Metrics`."""
-        self.generated += 1
-        (self.first if first else self.gap).observe(seconds)
+    def install(self, app: App) -> None:
+        """Add the page."""
+        self.app = app
+        app.routes["/metrics"] = {"GET": self.page}
 
     def stepped(self, step: StepReport) -> None:
-        """See `Metrics`."""
+        """Count a step and its tokens."""
+        now, last = self.app.engine.now, self._last
+        self.generated += len(step.tokens)
+        for number in step.numbers:
+            if number in last:
+                self.gap.observe(now - last[number])
+            last[number] = now
+        for end in step.ends:
+            last.pop(end.number, None)
         self.step.observe(step.stats.step_seconds)
         self.step_tokens.observe(step.stats.step_tokens)
 
-    def ended(self, group: ChoiceGroup) -> None:
-        """See `Metrics`."""
-        super().ended(group)
-        if group.computed:
-            self.prompt.observe(group.prompt_tokens)
-            self.output.observe(group.output_tokens)
-            self.whole.observe(time.perf_counter() - group.arrived)
+    def refused(self, status: int, client: str | None, reason: str) -> None:
+        """Count what never became a request."""
+        self.answers["other", status] += 1
 
-    def histograms(self, label: str) -> list[str]:
-        """See `Metrics`."""
-        name, what = "ladder:lost_log_lines_total", "Lines that the access log could not write."
-        lines = [*head(name, "counter", what), f"{name}{{{label}}} {self.lost_log_lines}"]
-        histograms = {
-            "vllm:time_to_first_token_seconds": (self.first, "From request to first token."),
-            "vllm:inter_token_latency_seconds": (self.gap, "Between two tokens of a completion."),
-            "vllm:e2e_request_latency_seconds": (self.whole, "From request to end."),
-            "vllm:request_prompt_tokens": (self.prompt, "Tokens of a request's prompts."),
-            "vllm:request_generation_tokens": (self.output, "Tokens generated for a request."),
-            "vllm:iteration_tokens_total": (self.step_tokens, "Tokens of a step."),
-            "ladder:step_seconds": (self.step, "Duration of a step."),
+    def ended(self, exchange: Exchange) -> None:
+        """Count a request that is over."""
+        self.answers[exchange.path if exchange.path in self.app.routes else "other", exchange.status] += 1
+        group = exchange.group
+        if group is None:
+            return
+        trouble = group.trouble[0] if group.trouble is not None else None
+        if trouble is not None:
+            self.troubles[trouble] += 1
+        self.finished.update(choice.reason for choice in group.choices if choice.reason is not None)
+        if trouble == "refused":  # it is no request of any length
+            return
+        self.prompted += group.prompt_tokens
+        if group.first_token is not None:
+            self.first.observe(group.first_token - group.arrived)
+        self.prompt.observe(group.prompt_tokens)
+        self.output.observe(group.output_tokens)
+        self.whole.observe(time.perf_counter() - group.arrived)
+
+    async def page(self, exchange: Exchange) -> None:
+        """Answer with the page that Prometheus reads."""
+        kind = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
+        await exchange.answer(200, ("\n".join(self.lines()) + "\n").encode(), [kind])
+
+    def lines(self) -> Iterator[str]:
+        """Return the lines of the page."""
+        engine, ready = self.app.engine, self.app.engine.ready or Ready(0, 0)
+        stats, model = engine.stats, f'model_name="{_escape(self.app.model)}"'
+        used = 1.0 - stats.free_blocks / ready.blocks if ready.blocks else 0.0
+        waiting, takes = max(0, engine.in_flight - stats.running), int(self.app.service.state == "ready")
+        gauges: dict[str, tuple[float, str]] = {
+            "vllm:num_requests_running": (stats.running, "Completions that run."),
+            "vllm:num_requests_waiting": (waiting, "Completions in line."),
+            "vllm:kv_cache_usage_perc": (used, "Share of the cache's blocks in use, 0 to 1."),
+            "ladder:free_blocks": (stats.free_blocks, "Blocks that can be had; cached ones count."),
+            "ladder:blocks": (ready.blocks, "Blocks of the cache."),
+            "ladder:ready": (takes, "Whether requests are taken."),
         }
-        for name, (histogram, what) in histograms.items():
-            lines += [*head(name, "histogram", what), *histogram.lines(name, label)]
-        return lines
+        counters: dict[str, tuple[float, str]] = {
+            "vllm:num_preemptions_total": (stats.preemptions, "Completions sent back in line."),
+            "vllm:prompt_tokens_total": (self.prompted, "Tokens of prompts."),
+            "vllm:generation_tokens_total": (self.generated, "Tokens generated."),
+            "vllm:prefix_cache_queries_total": (stats.lookup_tokens, "Tokens looked up in the prefix cache."),
+            "vllm:prefix_cache_hits_total": (stats.hit_tokens, "Tokens found there."),
+            "ladder:steps_total": (stats.steps, "Steps of the engine."),
+            "ladder:computed_tokens_total": (stats.computed_tokens, "Tokens that steps computed."),
+            "ladder:engine_restarts_total": (engine.restarts, "Times that the engine was started again."),
+            "ladder:lost_log_lines_total": (self.lost_log_lines, "Lines that the access log lost."),
+        }
+        for kind, values in (("gauge", gauges), ("counter", counters)):
+            for name, (value, what) in values.items():
+                yield from (*_head(name, kind, what), f"{name}{{{model}}} {_number(value)}")
+        for name, histogram, what in (
+            ("vllm:time_to_first_token_seconds", self.first, "From request to first token."),
+            ("vllm:inter_token_latency_seconds", self.gap, "Between two tokens of a completion."),
+            ("vllm:e2e_request_latency_seconds", self.whole, "From request to end."),
+            ("vllm:request_prompt_tokens", self.prompt, "Tokens of a request's prompts."),
+            ("vllm:request_generation_tokens", self.output, "Tokens generated for a request."),
+            ("vllm:iteration_tokens_total", self.step_tokens, "Tokens of a step."),
+            ("ladder:step_seconds", self.step, "Duration of a step."),
+        ):
+            yield from (*_head(name, "histogram", what), *histogram.lines(name, model))
+        ended = {("finished_reason", why): self.finished[why] for why in {"stop", "length", *self.finished}}
+        troubles = {("reason", why): count for why, count in self.troubles.items()}
+        answers = {("route", path, "status", code): count for (path, code), count in self.answers.items()}
+        tables: dict[str, tuple[Mapping[Any, int], str]] = {
+            "vllm:request_success_total": (ended, "Completions that ended, by reason."),
+            "ladder:troubles_total": (troubles, "Requests that could not be answered in full, and why."),
+            "ladder:http_responses_total": (answers, "Answers by route and status."),
+        }
+        for name, (table, what) in tables.items():
+            yield from _head(name, "counter", what)
+            for labels, count in sorted(table.items(), key=str):
+                pairs = zip(labels[::2], map(str, labels[1::2]), strict=True)
+                told = ",".join(f'{label}="{_escape(value)}"' for label, value in pairs)
+                yield f"{name}{{{model},{told}}} {count}"
+
+
+def _head(name: str, kind: str, what: str) -> tuple[str, str]:
+    """Return the lines that say what a metric is."""
+    return f"# HELP {name} {what}", f"# TYPE {name} {kind}"
+
+
+def _number(value: float) -> str:
+    """Return a number as Prometheus reads it."""
+    return str(value) if isinstance(value, int) else repr(float(value))
+
+
+def _escape(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -9,50 +9,53 @@ from typing import Any
 
 from common.request import Request
 from continuous.engine import Engine
+from phases.appendix.guidance.masks import ThreadedMasks
 from phases.appendix.observability.picture import picture
-from serving.messages import DRAFT, FORCED, AddPrompt, Command, StepReport, WatchEngine
-from serving.seams import Observer, ServedEngine
-from structured.masks import GrammarMasks
+from serving.messages import ENTERED, MARKS, AddPrompt, Command, DrawEngine, StepReport
+from serving.worker import Observer
 
 log = logging.getLogger(__name__)
+
+DRAFT, FORCED = "draft", "forced"
+"""How a token came about, where that is worth a word: a right guess; the only one that a grammar allowed."""
 
 
 class EngineObserver(Observer):
     """Writes marks, entries and pictures into the reports of those who asked; nothing else costs anything."""
 
-    def __init__(self, engine: ServedEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         log_late_kernels()
         self.marks = Marks(engine)
-        self.seconds, self._drawn = 0.0, 0.0
+        self._draws = False
         self._lined: dict[int, Request] = {}  # traced, and without a row so far
 
     def hear(self, command: Command, requests: Sequence[Request]) -> None:
         """See `Observer`."""
         match command:
-            case WatchEngine():
-                self.seconds, self._drawn = command.seconds, 0.0
+            case DrawEngine():
+                self._draws = True
             case AddPrompt():
-                if command.traced:
+                if ENTERED in command.wanted:
                     self._lined[command.first] = requests[0]
-                if command.marks:
+                if MARKS in command.wanted:
                     self.marks.follow(range(command.first, command.first + len(requests)), requests)
 
-    def due(self, now: float) -> bool:
-        """Tell if a picture is asked for, and the last one is old enough."""
-        return self.seconds > 0.0 and now - self._drawn >= self.seconds
+    def due(self) -> bool:
+        """Tell if a picture is asked for."""
+        return self._draws
 
     def write(self, step: StepReport, now: float) -> None:
         """See `Observer`."""
-        if self._lined:
-            served = {n for n, r in self._lined.items() if r.row >= 0 or len(r.tokens) > r.prompt_len}
-            step.entered = sorted(served)
-            gone = {n for n, r in self._lined.items() if r.finish_reason is not None}
-            self._lined = {n: r for n, r in self._lined.items() if n not in served | gone}
+        for number, request in list(self._lined.items()):
+            served = request.row >= 0 or len(request.tokens) > request.prompt_len
+            if served:
+                step.notes.append((number, ENTERED, [now]))
+            if served or request.finish_reason is not None:
+                del self._lined[number]
         self.marks.write(step)
-        if self.due(now):
-            self._drawn = now
-            step.picture = picture(self.engine)
+        if self._draws:
+            self._draws, step.picture = False, picture(self.engine)
 
 
 def log_late_kernels() -> None:
@@ -75,31 +78,25 @@ class Marks:
 
     def __init__(self, engine: object) -> None:
         masks = engine.masks if isinstance(engine, Engine) else None
-        self._single = masks.single if isinstance(masks, GrammarMasks) else {}
-        self._followed: dict[int, Request] = {}
-        self._told: dict[int, int] = {}
+        self._single = masks.single if isinstance(masks, ThreadedMasks) else {}
+        self._followed: dict[int, tuple[Request, int]] = {}  # and how many tokens have a mark
 
     def follow(self, numbers: Iterable[int], requests: Iterable[Request]) -> None:
         """Mark the tokens of these completions from now on."""
         for number, request in zip(numbers, requests, strict=True):
-            self._followed[number], self._told[number] = request, 0
+            self._followed[number] = request, 0
             self._single[request] = set()
 
     def write(self, step: StepReport) -> None:
         """Add the marks of a step to its report, and forget the completions that have ended."""
-        if not self._followed:
-            return
-        last = {number: place for place, number in enumerate(step.numbers)}
-        for place, number in enumerate(step.numbers):
-            request = self._followed.get(number)
-            if request is None:
-                continue
-            if self._told[number] in self._single[request]:
-                step.marks.append((place, FORCED))
-            elif place < last[number]:
-                step.marks.append((place, DRAFT))
-            self._told[number] += 1
+        for number in self._followed.keys() & step.numbers:
+            (request, told), count = self._followed[number], step.numbers.count(number)
+            marks = [DRAFT] * (count - 1) + [""]
+            for place in range(count):
+                if told + place in self._single[request]:
+                    marks[place] = FORCED
+            step.notes.append((number, MARKS, marks))
+            self._followed[number] = request, told + count
         for end in step.ends:
-            request = self._followed.pop(end.number, None)
-            if request is not None:
-                del self._told[end.number], self._single[request]
+            if end.number in self._followed:
+                del self._single[self._followed.pop(end.number)[0]]

@@ -16,6 +16,7 @@ from common.errors import UserError
 from serving.app import App, Extension
 from serving.completion import ChoiceGroup
 from serving.http.exchange import Exchange
+from serving.messages import CACHED, ENTERED
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -63,11 +64,11 @@ class Traces(Extension):
 
     def install(self, app: App) -> None:
         """Have the engine tell when a request got its row."""
-        app.service.traced = True
+        app.engine.wanted = (ENTERED,)
 
     def ended(self, exchange: Exchange) -> None:
         """Make the span of a request, and below it what it waited for: `queue`, `prefill`, `decode`."""
-        group = exchange.done
+        group = exchange.group
         if group is None:
             return
         now, clock = time.time_ns(), time.perf_counter()
@@ -75,22 +76,17 @@ class Traces(Extension):
         def at(seconds: float) -> int:
             return now - int((clock - seconds) * 1e9)
 
-        carried = {
-            name: exchange.headers[name.encode()].decode("latin-1")
-            for name in _CARRIED
-            if name.encode() in exchange.headers
-        }
-        kind = self._api.SpanKind.SERVER
-        name = f"{exchange.method} {exchange.path}"
+        given = {name: exchange.headers.get(name.encode(), b"").decode("latin-1") for name in _CARRIED}
         span = self._tracer.start_span(
-            name,
-            context=self._propagator.extract(carried),
-            kind=kind,
+            f"{exchange.method} {exchange.path}",
+            context=self._propagator.extract({name: value for name, value in given.items() if value}),
+            kind=self._api.SpanKind.SERVER,
             attributes=self._attributes(exchange, group),
             start_time=at(exchange.started),
         )
         within = self._api.set_span_in_context(span)
-        entered, first = group.entered, group.first_token
+        entered = min((at for order in group.orders for at in order.notes[ENTERED]), default=None)
+        first = group.first_token
         parts = [("queue", group.arrived, entered)]
         if entered is not None:
             parts.append(("prefill", entered, first))
@@ -105,7 +101,7 @@ class Traces(Extension):
         span.end(at(clock))
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send what is left; the provider does so by itself at the end of the process."""
         self._provider.shutdown()
 
     def _attributes(self, exchange: Exchange, group: ChoiceGroup) -> Mapping[str, Any]:
@@ -123,7 +119,7 @@ class Traces(Extension):
             "http.response.status_code": exchange.status,
             "url.path": exchange.path,
             "ladder.request.id": exchange.id,
-            "ladder.cached_tokens": max(choice.cached for choice in group.choices),
+            "ladder.cached_tokens": max(sum(order.notes[CACHED]) for order in group.orders),
         }
         if group.trouble is not None:
             found["error.type"] = group.trouble[0]

@@ -93,18 +93,27 @@ LLAMA = CallFormat("Llama", "", arguments="parameters")
 """Llama 3.1 and later: https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1/."""
 
 
-def format_of(tokenizer: Tokenizer) -> CallFormat:
+def shows_tools(tokenizer: Tokenizer) -> bool:
+    """Return True if the model's chat template shows it tools."""
+    return "tools" in tokenizer.tool_template.variables
+
+
+def format_of(tokenizer: Tokenizer, *, describe: bool = False) -> CallFormat:
     """Return the format in which the tokenizer's model writes calls, by its chat template.
+
+    describe: a model whose template shows no tools has them described in Hermes' form.
 
     Raises:
         UserError: the model has no template, one that shows no tools, or one whose calls are not known here.
     """
     template = tokenizer.tool_template
-    if "tools" not in template.variables:
+    if not (shows_tools(tokenizer) or describe):
         raise UserError("tools cannot be had from this model: its chat template shows it none")
     source = template.source
     known: CallFormat | None = None
-    if "<tool_call>" in source and "<function=" not in source and "<arg_key>" not in source:
+    if not shows_tools(tokenizer) or (
+        "<tool_call>" in source and "<function=" not in source and "<arg_key>" not in source
+    ):
         known = HERMES
     elif "[TOOL_CALLS]" in source and "[ARGS]" not in source:
         known = MISTRAL

@@ -5,11 +5,21 @@ from __future__ import annotations
 import secrets
 import string
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from phases.appendix.tools.formats import CallFormat
 
 _LETTERS = string.ascii_letters + string.digits
+
+
+def settled(text: str, *marks: str) -> int:
+    """Return how much of a text can be no beginning of a mark, nor spaces before one."""
+    sizes = (range(min(len(mark) - 1, len(text)), 0, -1) for mark in marks)
+    held = (
+        next((size for size in each if text.endswith(mark[:size])), 0)
+        for mark, each in zip(marks, sizes, strict=True)
+    )
+    return len(text[: len(text) - max(held)].rstrip())
 
 
 @dataclass
@@ -19,6 +29,11 @@ class Called:
     id: str
     name: str
     arguments: str = ""
+
+    def shape(self, arguments: str) -> dict[str, Any]:
+        """Return the call as answers have it, with these arguments."""
+        function = {"name": self.name, "arguments": arguments}
+        return {"id": self.id, "type": "function", "function": function}
 
 
 @dataclass
@@ -85,11 +100,7 @@ class CallReader:
             news.content += rest[:at].rstrip()
             self._rest, self._state = rest[at + len(trigger) :], "name"
             return
-        known = len(rest)
-        if trigger and not last:
-            sizes = range(min(len(trigger) - 1, known), 0, -1)
-            known -= next((size for size in sizes if rest.endswith(trigger[:size])), 0)
-            known = len(rest[:known].rstrip())
+        known = len(rest) if last or not trigger else settled(rest, trigger)
         news.content += rest[:known]
         self._rest = rest[known:]
 

@@ -12,10 +12,11 @@ import msgspec
 from common.errors import UserError
 from common.sampling.grammar import Grammar
 from common.text.tokenizer import Tokenizer
+from phases.appendix.api.grammars import schema_of
 from phases.appendix.api.schema import ChatRequest
 from phases.appendix.tools.formats import CallFormat, Schema, format_of
 from phases.appendix.tools.loosen import loosen
-from serving.http.errors import ApiError
+from serving.http.errors import too_many, wrong
 from serving.http.limits import Limits
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -35,38 +36,39 @@ class Tools:
     loosened: list[str]
 
 
-def tools_of(request: ChatRequest, tokenizer: Tokenizer, limits: Limits) -> Tools | None:
+def tools_of(
+    request: ChatRequest, tokenizer: Tokenizer, limits: Limits, *, describe: bool = False
+) -> Tools | None:
     """A request's tools, unless it has none or `tool_choice` says "none".
+
+    describe: see `format_of`.
 
     Raises:
         ApiError: they are not of OpenAI's form, too many or too large, the model has no form for calls, or
             the request constrains its output in another way, too.
     """
-    for field in ("functions", "function_call"):
-        if getattr(request, field) is not None:
-            raise ApiError(400, f"{field} is no longer part of the API: use tools", param=field)
     tools, chosen = request.tools, request.tool_choice
     if not tools:
         if chosen not in (None, "none", "auto"):
-            raise _wrong("tool_choice", "tool_choice needs tools")
+            raise wrong("tool_choice", "tool_choice needs tools")
         return None
     if len(tools) > limits.max_tools:
-        raise _wrong("tools", f"tools has {len(tools)} entries, but may have at most {limits.max_tools}")
+        raise too_many("tools", len(tools), limits.max_tools, "entries")
     size = len(msgspec.json.encode(tools))
     if size > limits.max_schema_bytes:
-        raise _wrong("tools", f"tools has {size:,} bytes, but may have {limits.max_schema_bytes:,}")
+        raise too_many("tools", size, limits.max_schema_bytes, "bytes")
     functions, loosened = dict[str, Schema](), list[str]()
     for place, tool in enumerate(tools):
         name, schema, left = _function(f"tools[{place}]", tool)
         if name in functions:
-            raise _wrong("tools", f"tools has two functions of the name {name!r}")
+            raise wrong("tools", f"tools has two functions of the name {name!r}")
         functions[name] = schema
         loosened += [f"{name}.{keyword}" for keyword in left]
     must, names = _choice(chosen, functions)
     if chosen == "none":
         return None
     try:
-        format = format_of(tokenizer)
+        format = format_of(tokenizer, describe=describe)
         grammar = format.grammar(
             [(name, functions[name]) for name in names],
             must=must,
@@ -74,7 +76,7 @@ def tools_of(request: ChatRequest, tokenizer: Tokenizer, limits: Limits) -> Tool
             content=_content(request, format, must),
         )
     except UserError as error:
-        raise ApiError(400, str(error), param="tools") from None
+        raise wrong("tools", str(error)) from None
     return Tools(format, tools, grammar, loosened)
 
 
@@ -105,7 +107,7 @@ def _message(where: str, message: dict[str, Any]) -> dict[str, Any]:
     if not calls:
         return message
     if not isinstance(calls, list):
-        raise _wrong("messages", f"{where}.tool_calls must be a list")
+        raise wrong("messages", f"{where}.tool_calls must be a list")
     made = [_call(f"{where}.tool_calls[{place}]", call) for place, call in enumerate(calls)]
     return {**message, "content": message.get("content") or "", "tool_calls": made}
 
@@ -113,7 +115,7 @@ def _message(where: str, message: dict[str, Any]) -> dict[str, Any]:
 def _call(where: str, call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise _wrong("messages", f"{where} must be an object with a function that has a name")
+        raise wrong("messages", f"{where} must be an object with a function that has a name")
     arguments = function.get("arguments", "{}")
     if isinstance(arguments, str):
         try:
@@ -121,7 +123,7 @@ def _call(where: str, call: Any) -> dict[str, Any]:
         except (msgspec.DecodeError, RecursionError):
             arguments = None
     if not isinstance(arguments, dict):
-        raise _wrong("messages", f"{where}.function.arguments must be an object as JSON")
+        raise wrong("messages", f"{where}.function.arguments must be an object as JSON")
     found = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     return found | ({"id": call["id"]} if isinstance(call.get("id"), str) else {})
 
@@ -131,19 +133,19 @@ def _function(where: str, tool: Any) -> tuple[str, Schema, list[str]]:
     kind = tool.get("type")
     function = tool.get("function")
     if kind != "function" or not isinstance(function, Mapping):
-        raise _wrong("tools", f"{where} must be of type function and have a function")
+        raise wrong("tools", f"{where} must be of type function and have a function")
     name, schema = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise _wrong("tools", f"{where}.function.name must be 1 to 64 of a-z, A-Z, 0-9, _ and -")
+        raise wrong("tools", f"{where}.function.name must be 1 to 64 of a-z, A-Z, 0-9, _ and -")
     if schema is None:  # OpenAI: a function without parameters
         return name, {"type": "object", "properties": {}, "additionalProperties": False}, []
     left: list[str] = []
     if not isinstance(schema, dict) or "object" not in _types(schema):
-        raise _wrong("tools", f"{where}.function.parameters must be the schema of an object")
+        raise wrong("tools", f"{where}.function.parameters must be the schema of an object")
     try:
         Grammar.json_schema(schema)
     except UserError as error:
-        raise ApiError(400, f"{where}.function.parameters: {error}", param="tools") from None
+        raise wrong("tools", f"{where}.function.parameters: {error}") from None
     if function.get("strict") is not True:
         schema, left = loosen(schema)
     return name, {**schema, "type": "object"}, left
@@ -162,28 +164,16 @@ def _choice(chosen: Any, functions: Mapping[str, Schema]) -> tuple[bool, list[st
     function = chosen.get("function") if isinstance(chosen, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or chosen.get("type") != "function":
-        raise _wrong("tool_choice", "tool_choice must be none, auto, required, or a function with its name")
+        raise wrong("tool_choice", "tool_choice must be none, auto, required, or a function with its name")
     if name not in functions:
-        raise _wrong("tool_choice", f"tool_choice names {name[:64]!r}, which is none of the tools")
+        raise wrong("tool_choice", f"tool_choice names {name[:64]!r}, which is none of the tools")
     return True, [name]
 
 
 def _content(request: ChatRequest, format: CallFormat, must: bool) -> Schema | None:
     """The schema of an output that is no call, if `response_format` has one."""
-    form = request.response_format
-    if form is None or form.get("type") == "text":
-        return None
-    if must or not format.trigger:
+    schema = schema_of(request)
+    if schema is not None and (must or not format.trigger):
         what = "response_format constrains the output, and so do tools: only one of them may here"
-        raise _wrong("response_format", what)
-    nested = form.get("json_schema")
-    schema = nested.get("schema") if isinstance(nested, dict) else form.get("schema")
-    if schema is None:
-        return {"type": "object"}
-    if not isinstance(schema, dict):
-        raise _wrong("response_format", "response_format must have a schema that is an object")
+        raise wrong("response_format", what)
     return schema
-
-
-def _wrong(param: str, message: str) -> ApiError:
-    return ApiError(400, message, param=param)

@@ -174,7 +174,8 @@ class _SchemaReader:
             members.append((_member(constant(key), value), key in required))
         unnamed = [key for key in dict.fromkeys(required) if key not in properties]
         members += [(_member(constant(key), other), True) for key in unnamed]
-        more = None if others is False else _member(_string_but([*properties, *unnamed]), other)
+        others_key = Cat((QUOTE, _text_but({*properties, *unnamed}), QUOTE))
+        more = None if others is False else _member(others_key, other)
         return Cat((literal("{"), Members(tuple(members), COMMA, more), literal("}")))
 
     def target(self, reference: Any, pointer: str) -> Node:
@@ -223,11 +224,6 @@ def _member(key: Node, value: Node) -> Node:
 def _several(part: Node, low: int, high: int | None) -> Node:
     """Repeat a part; nothing at all if that cannot be."""
     return Alt(()) if high is not None and high < low else Repeat(part, low, high)
-
-
-def _string_but(names: list[str]) -> Node:
-    """Spell any string but these."""
-    return Cat((QUOTE, _text_but(set(names)), QUOTE))
 
 
 def _text_but(names: set[str]) -> Node:

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    408: "timeout_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
-    429: "rate_limit_error",
-    431: "invalid_request_error",
-    500: "server_error",
-    503: "service_unavailable_error",
-    504: "timeout_error",
+    **{401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error"},
+    **{429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error"},
 }
+"""Of a status; of others "invalid_request_error" below 500, and "server_error"."""
 STATUS = {"refused": 400, "error": 500, "nan": 500, "died": 503, "deadline": 504, "slow": 408, "left": 499}
 """Of the trouble of a group of choices."""
 
@@ -49,30 +38,21 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """The object that is sent."""
-        return {
-            "error": {
-                "message": str(self),
-                "type": TYPES.get(self.status, "server_error"),
-                "param": self.param,
-                "code": self.code,
-            }
-        }
+        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Headers that belong to it."""
-        found: list[tuple[bytes, bytes]] = []
-        if self.retry is not None:
-            found.append((b"retry-after", str(self.retry).encode()))
-        if self.close:
-            found.append((b"connection", b"close"))
-        return found
+        retry = [] if self.retry is None else [(b"retry-after", b"%d" % self.retry)]
+        return retry + ([(b"connection", b"close")] if self.close else [])
 
 
-def of_user_error(error: Exception, fields: frozenset[str] | tuple[str, ...]) -> ApiError:
-    """Status 400 for a `UserError`, whose message begins with the field's name."""
-    message = str(error)
-    word = re.match(r"\w+", message)
-    param = word[0] if word and word[0] in fields else None
-    long = "must have at most" in message and message.startswith("the prompt has")
-    return ApiError(400, message, param=param, code="context_length_exceeded" if long else None)
+def wrong(param: str | None, message: str) -> ApiError:
+    """Return the error of a request with a wrong field."""
+    return ApiError(400, message, param=param)
+
+
+def too_many(field: str, count: int, limit: int, what: str) -> ApiError:
+    """Return the error of a field that has too many of something."""
+    return wrong(field, f"{field} has {count:,} {what}, but may have at most {limit:,}")

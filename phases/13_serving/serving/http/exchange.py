@@ -22,6 +22,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Header = tuple[bytes, bytes]
 
 JSON = (b"content-type", b"application/json")
+CLOSE = (b"connection", b"close")
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 EVENTS += [(b"x-accel-buffering", b"no")]  # or nginx would hold the tokens back
 DRAINED_BYTES, DRAIN_SECONDS = 64 << 10, 1.0
@@ -40,8 +41,7 @@ class Exchange:
     status: of the answer, 0 before it.
     told_bytes: the content-length, as it came.
     unread: there may be a body that has not been read.
-    group: what is being answered, if that is a request for tokens; done: afterwards.
-    sending: when the write that the client has not taken yet began (`time.monotonic()`), or None.
+    group: what is answered, if that is a request for tokens.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits) -> None:
@@ -55,8 +55,6 @@ class Exchange:
         self.unread = b"transfer-encoding" in self.headers or self.told_bytes.strip(b"0") != b""
         self.status, self.sent_bytes = 0, 0
         self.group: ChoiceGroup | None = None
-        self.done: ChoiceGroup | None = None
-        self.sending: float | None = None
         self.extra: list[Header] = []
 
     async def body(self) -> bytes:
@@ -118,17 +116,18 @@ class Exchange:
         """Send the status and headers."""
         self.status = status
         every = [*headers, *self.extra, (b"x-request-id", self.id.encode())]
-        if (
-            self.unread and (b"connection", b"close") not in every
-        ):  # the rest of a body is not worth a connection
-            every.append((b"connection", b"close"))
+        if self.unread and CLOSE not in every:  # the rest of a body is not worth a connection
+            every.append(CLOSE)
         await self._send({"type": "http.response.start", "status": status, "headers": every})
 
     async def write(self, data: bytes, more: bool = True) -> None:
-        """Send a part of the body. It waits for a client that is slow to read; see `sending`."""
-        self.sending = time.monotonic()
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
-        self.sending, self.sent_bytes = None, self.sent_bytes + len(data)
+        """Send a part of the body. It waits for a client that is slow to read, but not for ever."""
+        late = asyncio.get_running_loop().call_later(self.limits.slow_seconds, self.hang_up)
+        try:
+            await self._send({"type": "http.response.body", "body": data, "more_body": more})
+            self.sent_bytes += len(data)
+        finally:
+            late.cancel()
 
     async def answer(self, status: int, body: bytes, headers: Iterable[Header] = (JSON,)) -> None:
         """Send a whole answer."""
@@ -147,13 +146,7 @@ class Exchange:
             await self.write(b"data: " + msgspec.json.encode(error.body) + b"\n\n", more=False)
 
     def hang_up(self) -> None:
-        """Close the connection at once and forget what the client has not read."""
-        abort = self.scope.get("state", {}).get("abort")
-        if abort is not None:
-            abort()
-
-
-def listed(names: list[str]) -> bytes:
-    """Return the first names of a list as the value of a header."""
-    text = ", ".join(name[:100] for name in names[:16]).encode("ascii", "replace")
-    return bytes(byte if 32 <= byte < 127 else 63 for byte in text)
+        """Close the connection of a slow reader at once, and forget what it has not read."""
+        if self.group is not None:
+            self.group.give_up("slow", "the reader is too slow")
+        self.scope.get("state", {}).get("abort", lambda: None)()

@@ -1,0 +1,95 @@
+"""`/v1/embeddings`: https://platform.openai.com/docs/api-reference/embeddings."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from phases.appendix.api.answers import WideAnswer
+from phases.appendix.api.endpoints import ignore
+from phases.appendix.api.openapi import Documented
+from phases.appendix.embeddings.pooling import MEAN
+from phases.appendix.protocols.translation import renamed
+from serving.app import App
+from serving.completion import Choice, ChoiceGroup, Order
+from serving.endpoints import COPIED, Endpoint, prompts_of
+from serving.http.answers import Answer
+from serving.http.errors import ApiError
+from serving.http.exchange import Exchange
+from serving.http.schema import Generation
+from serving.messages import Ready
+
+WARNING = (
+    b"means of the last hidden states of a generative model, which was not trained to compare texts: "
+    b"for a search take an embedding model"
+)
+
+
+class EmbeddingRequest(Generation, kw_only=True, forbid_unknown_fields=False):
+    """`POST /v1/embeddings`."""
+
+    input: str | list[str | int | list[int]]
+    encoding_format: Literal["float", "base64"] | None = "float"
+    dimensions: None = None
+    stream: Literal[False] | None = False
+    user: Any = None
+
+
+class EmbeddingAnswer(WideAnswer):
+    """The vectors of all inputs, each of length 1."""
+
+    def shape(self, choice: Choice) -> dict[str, Any]:
+        """See `Answer`."""
+        if not choice.order.notes[MEAN]:
+            raise ApiError(400, "this engine gives no embeddings: it must be of phase 04 or later")
+        (vector,) = choice.order.notes[MEAN]
+        values: Any = np.frombuffer(vector, np.float32).tolist()
+        if self.request.encoding_format == "base64":
+            values = base64.b64encode(vector).decode()
+        return {"object": "embedding", "embedding": values, "index": choice.index}
+
+    async def body(self, group: ChoiceGroup) -> bytes:
+        """See `Answer`."""
+        used = {"prompt_tokens": group.prompt_tokens, "total_tokens": group.prompt_tokens}
+        found = {"object": "list", "data": list(map(self.shape, group.choices))}
+        return msgspec.json.encode(found | {"model": self.model, "usage": used})
+
+
+class Embeddings(Endpoint):
+    """`/v1/embeddings`: a prompt an input, and no token of any. strict: refuse what would be ignored."""
+
+    body: type[Generation] = EmbeddingRequest
+    answers: type[Answer] = EmbeddingAnswer
+    prefix, source = "embd", "input"
+    strict = False
+
+    async def orders(self, exchange: Exchange, request: Any, ready: Ready) -> list[Order]:
+        """See `Endpoint`. Nothing is sampled, so settings of the sampler say nothing."""
+        ignore(exchange, [name for name in COPIED if getattr(request, name) is not None], self.strict)
+        exchange.extra.append((b"x-ladder-warning", WARNING))
+        plain, orders = EmbeddingRequest(input=""), list[Order]()
+        try:
+            for prompt in prompts_of(request.input, ready, self.limits):
+                ids = await self.prompts.encode(prompt, ready=ready) if isinstance(prompt, str) else prompt
+                more = {"max_tokens": 0, "prompt_logprobs": 0, "temperature": 0.0}
+                orders.append(Order(ids, self.params(plain, ids, ready, 0, **more), wanted=(MEAN,)))
+            return self.checked(orders)
+        except ApiError as error:
+            raise renamed(error, {"prompt": "input", "n": "input"}) from None
+
+
+class EmbeddingRoute(Documented):
+    """Adds the route. strict: refuse what would be ignored."""
+
+    def __init__(self, strict: bool = False) -> None:
+        super().__init__()
+        self.strict = strict
+
+    def install(self, app: App) -> None:
+        """See `Extension`."""
+        endpoint = Embeddings(app.prompts, app.model, app.limits)
+        endpoint.strict = self.strict
+        self.add(app, "/v1/embeddings", endpoint)

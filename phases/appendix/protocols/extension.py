@@ -1,0 +1,46 @@
+"""The extension that installs what other clients speak."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from phases.appendix.api.extension import chat_of
+from phases.appendix.api.openapi import Documented
+from phases.appendix.protocols import ollama
+from phases.appendix.protocols.anthropic import AnthropicErrors, Messages, MessagesRequest
+from phases.appendix.protocols.responses import Responses
+from phases.appendix.protocols.translation import ErrorForm
+from serving.app import App
+
+FORMS = {"/v1/responses": ErrorForm(), "/v1/messages": AnthropicErrors(), "/api/": ollama.OllamaErrors()}
+"""Forms of errors, by the beginnings of paths."""
+
+
+class Protocols(Documented):
+    """Adds OpenAI's newer route, Anthropic's and Ollama's.
+
+    strict: refuse what would be ignored.
+    describe: tools, to models whose chat template shows them none.
+    """
+
+    def __init__(self, strict: bool = False, describe: bool = True) -> None:
+        super().__init__()
+        self.strict, self.describe = strict, describe
+
+    def install(self, app: App) -> None:
+        """See `Extension`."""
+        chat = chat_of(app, self.strict, self.describe)
+        messages = Messages(chat)
+        self.add(app, "/v1/responses", Responses(chat))
+        self.add(app, "/v1/messages", messages)
+        self.add(app, "/api/chat", ollama.Ollama(chat, talks=True))
+        self.add(app, "/api/generate", ollama.Ollama(chat, talks=False))
+        posts = {path: app.routes[path]["POST"] for path in self.bodies}
+        posts["/v1/messages/count_tokens"] = partial(messages.count, app)
+        posts["/api/show"] = partial(ollama.show, app)
+        for path, handle in posts.items():
+            form = next(form for start, form in FORMS.items() if path.startswith(start))
+            app.routes[path] = {"POST": partial(form.told, handle)}
+        app.routes["/api/tags"] = {"GET": partial(ollama.tags, app)}
+        app.routes["/api/version"] = {"GET": lambda exchange: exchange.json({"version": ollama.VERSION})}
+        self.bodies |= {"/v1/messages/count_tokens": MessagesRequest, "/api/show": ollama.OllamaRequest}

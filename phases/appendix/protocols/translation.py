@@ -1,0 +1,177 @@
+"""The seam of this entry: a request becomes a chat's, and the chunks of the chat become events.
+
+A protocol says three things: `translate`, from its request to the fields of a chat; an `EventBuilder`, from
+what is new in the chat to its own events; and an `ErrorForm`. Everything between them is the chat's path:
+limits, queue, deadlines, metrics, leavers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from common.errors import UserError
+from phases.appendix.api.answers import WideChatAnswer
+from phases.appendix.api.endpoints import WideChat
+from phases.appendix.api.schema import ChatRequest
+from serving.app import Handler
+from serving.completion import Choice, ChoiceGroup, Order, Piece
+from serving.endpoints import Endpoint
+from serving.http.answers import Answer, usage
+from serving.http.errors import ApiError, wrong
+from serving.http.exchange import EVENTS, Exchange, Header
+from serving.http.schema import Generation
+from serving.messages import Ready
+
+_json = msgspec.json.Encoder().encode
+
+
+def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """Return an error under the name that its field has in another protocol."""
+    if error.param is None or error.param not in names:
+        return error
+    field, words = names[error.param], str(error)
+    if words.startswith(error.param):
+        words = field + words.removeprefix(error.param)
+    return ApiError(error.status, words, param=field, code=error.code, retry=error.retry)
+
+
+class ErrorForm:
+    """The form in which a protocol tells errors; this one is OpenAI's."""
+
+    def body(self, error: ApiError) -> dict[str, Any]:
+        """Return the object that is sent."""
+        return error.body
+
+    def event(self, body: bytes) -> bytes:
+        """Return an error that ends a stream."""
+        return b"event: error\ndata: " + body + b"\n\n"
+
+    async def told(self, handle: Handler, exchange: Exchange) -> None:
+        """Answer a request by a route's own handler, and with its errors in this form."""
+        try:
+            await handle(exchange)
+        except ApiError as error:
+            if exchange.status:
+                await exchange.write(self.event(_json(self.body(error))), more=False)
+                return
+            if not error.close:
+                await exchange.drain()
+            await exchange.json(self.body(error), error.status, error.headers)
+
+
+class EventBuilder:
+    """Builds the events of a stream, and from the same news the answer that is not streamed.
+
+    headers: of a stream.
+    value: the whole answer, as far as it is known.
+    """
+
+    headers: Sequence[Header] = EVENTS
+
+    def __init__(self, value: dict[str, Any]) -> None:
+        self.value = value
+        self._said: list[bytes] = []
+
+    def begin(self, usage: dict[str, Any]) -> None:
+        """Say that an answer begins; `usage` is a chat's."""
+
+    def take(self, delta: dict[str, Any]) -> None:
+        """Take in a chat's delta: `reasoning_content`, `content` or `tool_calls`."""
+        raise NotImplementedError
+
+    def finish(self, choice: Choice, reason: str, usage: dict[str, Any]) -> None:
+        """Say why it has ended: `stop`, `length` or `tool_calls`."""
+        raise NotImplementedError
+
+    def encode(self, kind: str, event: dict[str, Any]) -> bytes:
+        """Return an event as it is sent."""
+        return b"event: %s\ndata: " % kind.encode() + _json({"type": kind, **event}) + b"\n\n"
+
+    def say(self, kind: str, **event: Any) -> None:
+        """Add an event, as its parts are now: they change later."""
+        self._said.append(self.encode(kind, event))
+
+    def said(self) -> bytes:
+        """Return the events since the last call."""
+        said, self._said = self._said, []
+        return b"".join(said)
+
+
+class TranslatedAnswer(Answer):
+    """The answer to a chat, told by a builder."""
+
+    def __init__(self, chat: WideChatAnswer, builder: EventBuilder) -> None:
+        super().__init__(chat.id, chat.model, chat.tokenizer, chat.request)
+        self.chat, self.builder, self.headers = chat, builder, list(builder.headers)
+
+    def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
+        """See `Answer`."""
+        if not piece.start:
+            self.builder.begin(usage(choice.group))
+        for delta in self.chat.deltas(choice, piece, last):
+            self.builder.take(delta)
+        if last:
+            self.builder.finish(choice, self.chat.reason(choice) or "stop", usage(choice.group))
+        return self.builder.said()
+
+    async def body(self, group: ChoiceGroup) -> bytes:
+        """See `Answer`."""
+        (choice,) = group.choices
+        self.chunk(choice, Piece(choice.text, 0, len(choice.tokens)), True)
+        return _json(self.builder.value)
+
+    def end(self, group: ChoiceGroup) -> bytes:
+        """See `Answer`. The builder has said all."""
+        return b""
+
+
+class Translation(Endpoint):
+    """A route of another protocol.
+
+    chat: the path that its requests take.
+    names: what the protocol calls the fields of a chat, for errors.
+    """
+
+    names: Mapping[str, str] = {}
+
+    def __init__(self, chat: WideChat) -> None:
+        super().__init__(chat.prompts, chat.model, chat.limits)
+        self.chat = chat
+
+    def translate(self, request: Any) -> dict[str, Any]:
+        """Return the fields of a chat that a request means. Raises `ApiError`."""
+        raise NotImplementedError
+
+    def builder(self, request: Any) -> EventBuilder:
+        """Make what builds the answer. Raises `ApiError`."""
+        raise NotImplementedError
+
+    def chat_request(self, request: Any) -> ChatRequest:
+        """Return a request as a chat's. Raises `ApiError`."""
+        if request.n not in (None, 1):
+            raise wrong("n", f"n is {request.n}, but must be 1 here")
+        same = {name: getattr(request, name) for name in Generation.__struct_fields__}
+        try:
+            return ChatRequest(**(same | {"stream_options": None} | self.translate(request)))
+        except UserError as error:
+            raise wrong(self.names.get("messages", "messages"), str(error)) from None
+
+    async def orders(self, exchange: Exchange, request: Any, ready: Ready) -> list[Order]:
+        """See `Endpoint`."""
+        try:
+            return await self.chat.orders(exchange, self.chat_request(request), ready)
+        except ApiError as error:
+            raise renamed(error, self.names) from None
+
+    def answer(self, exchange: Exchange, request: Any) -> Answer:
+        """See `Endpoint`."""
+        made = self.chat_request(request)
+        chat = WideChatAnswer(self.prefix, self.model, self.prompts.tokenizer, made)
+        return TranslatedAnswer(chat, self.builder(request))
+
+    def refusal(self, message: str, request: Any, order: Order | None = None) -> ApiError:
+        """See `Endpoint`."""
+        return renamed(self.chat.refusal(message, self.chat_request(request), order), self.names)

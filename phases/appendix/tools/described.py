@@ -1,0 +1,83 @@
+"""Tools for models whose chat template shows none: the system message describes them in Hermes' form.
+
+Calls and their answers in the conversation are text as well then, as Hermes and Qwen write them:
+https://github.com/NousResearch/Hermes-Function-Calling.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from common.errors import UserError
+
+Message = dict[str, Any]
+WARNING = b"the model's chat template shows it no tools: they are described in the system message"
+_TEXT = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> \
+XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+
+
+def described(messages: Sequence[Message], tools: Sequence[Any]) -> list[Message]:
+    """Return a conversation in which tools, calls and their answers are text.
+
+    messages: as `request.conversation` makes them.
+    """
+    made, answered = list[Message](), False
+    for message in messages:
+        answers = message.get("role") == "tool"
+        if calls := message.get("tool_calls"):
+            said = text_of(message.get("content"))
+            written = "\n".join([said] * bool(said) + [_call(call) for call in calls])
+            message = {field: value for field, value in message.items() if field != "tool_calls"}
+            made.append(message | {"content": written})
+        elif answers:
+            answer = f"<tool_response>\n{text_of(message.get('content'))}\n</tool_response>"
+            if answered:  # answers to several calls are one turn
+                answer = made.pop()["content"] + "\n" + answer
+            made.append({"role": "user", "content": answer})
+        else:
+            made.append(message)
+        answered = answers
+    if not tools:
+        return made
+    return with_system(made, _TEXT.format(tools="\n".join(map(json.dumps, tools))))
+
+
+def with_system(messages: Sequence[Message], text: str) -> list[Message]:
+    """Return a conversation whose system message ends with a text: templates take one such message only."""
+    first, *others = messages or [{}]
+    if first.get("role") not in ("system", "developer"):
+        return [{"role": "system", "content": text}, *messages]
+    said = text_of(first.get("content"))
+    return [{**first, "content": f"{said}\n\n{text}" if said else text}, *others]
+
+
+def text_of(content: Any) -> str:
+    """Return the text of a content, which may be a list of texts. Raises `UserError` for other parts."""
+    if not isinstance(content, list):
+        return content if isinstance(content, str) else ""
+    texts = [part.get("text") if isinstance(part, dict) else None for part in content]
+    if not all(isinstance(text, str) for text in texts):
+        raise UserError(
+            "messages have a content with parts that are no texts, and this model takes texts alone"
+        )
+    return "\n".join(map(str, texts))
+
+
+def _call(call: Message) -> str:
+    function = call["function"]
+    written = json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
+    return f"<tool_call>\n{written}\n</tool_call>"

@@ -1,0 +1,118 @@
+"""Embeddings: means of hidden states as the model has them, read off the engine's own steps."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+from forward.attention import RecomputeAttention
+from phases.appendix.embeddings.endpoint import WARNING
+from phases.appendix.server import whole_app
+from tests.equivalence.engines import blocks
+from tests.guidance_kit import served as load
+from tests.servers import Client, Loopback
+from tests.serving_kit import engine as engine
+from tests.serving_kit import make as make
+from tests.serving_kit import metrics, settle
+from tests.serving_kit import tokenizer as tokenizer
+
+TEXTS = ["hello", "a longer prompt, of some twenty tokens", "x " * 300, "hello"]
+
+
+def vectors(answer: dict) -> np.ndarray:
+    assert [one["index"] for one in answer["data"]] == list(range(len(answer["data"])))
+    return np.array([one["embedding"] for one in answer["data"]], np.float32)
+
+
+def means(model, tokenizer, texts) -> np.ndarray:
+    """By the model of phase 01, one text at a time."""
+    found = []
+    with torch.inference_mode():
+        for text in texts:
+            ids = torch.tensor(tokenizer.encode(text))
+            hidden = model(ids, torch.arange(len(ids)), RecomputeAttention())
+            found.append(normalize(hidden.float().mean(0), dim=0))
+    return torch.stack(found).numpy()
+
+
+async def test_they_are_the_means_of_the_hidden_states(make, model, tokenizer):
+    """One text is longer than a step, so its sum grows over several; two are equal, and neither is cached."""
+    app = make()
+    asked = await Client(app).request("/v1/embeddings", {"input": TEXTS}).run()
+    assert asked.status == 200 and asked.headers["x-ladder-warning"] == WARNING.decode()
+    found = vectors(asked.json())
+    assert np.abs(found - means(model, tokenizer, TEXTS)).max() < 1e-4
+    assert asked.json()["usage"]["prompt_tokens"] == sum(len(tokenizer.encode(text)) for text in TEXTS)
+    again = (await Client(app).post("/v1/embeddings", {"input": TEXTS, "encoding_format": "base64"}))[1]
+    coded = [np.frombuffer(base64.b64decode(one["embedding"]), np.float32) for one in again["data"]]
+    assert np.abs(found - coded).max() < 1e-5, "a prefix that was cached has changed a mean"
+    ids = (await Client(app).post("/v1/embeddings", {"input": tokenizer.encode("hello")}))[1]
+    assert np.abs(vectors(ids) - found[:1]).max() < 1e-5
+    await settle(app)
+
+
+async def test_inputs_share_steps_with_each_other_and_with_completions(make):
+    app = make()
+    said = {"prompt": "abc", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    alone = (await Client(app).post("/v1/completions", said))[1]["choices"][0]["text"]
+    before = app.engine.engine.stats.steps
+    many = Client(app).post("/v1/embeddings", {"input": TEXTS[:2] * 3})
+    (_, beside), _ = await asyncio.gather(Client(app).post("/v1/completions", said), many)
+    assert beside["choices"][0]["text"] == alone
+    assert app.engine.engine.stats.steps - before < 60
+    await settle(app)
+
+
+async def test_a_mean_survives_preemption(model, tokenizer):
+    engine = load(model, max_rows=4, cache_bytes=blocks(model, 42), step_tokens=64, speculate=False)
+    app = whole_app(Loopback(engine), tokenizer, "tiny")
+    texts = ["y " * 100, "z " * 100, "w " * 100]
+    said = {"prompt": "abc", "max_tokens": 120, "temperature": 0, "ignore_eos": True, "n": 2}
+    _, (status, found) = await asyncio.gather(
+        Client(app).post("/v1/completions", said), Client(app).post("/v1/embeddings", {"input": texts})
+    )
+    assert status == 200 and np.abs(vectors(found) - means(model, tokenizer, texts)).max() < 1e-4
+    await settle(app)
+
+
+WRONG = {
+    "input": [{"input": []}, {"input": [1, "a"]}, {"input": "a" * 100_000}, {"input": ["a"] * 300}, {}],
+    "dimensions": [{"input": "a", "dimensions": 8}],
+    "stream": [{"input": "a", "stream": True}],
+    "encoding_format": [{"input": "a", "encoding_format": "hex"}],
+}
+
+
+@pytest.mark.parametrize("field", WRONG)
+async def test_what_is_wrong_is_named(make, field):
+    app = make()
+    for body in WRONG[field]:
+        status, found = await Client(app).post("/v1/embeddings", body)
+        assert (status, found["error"]["param"]) == (400, field), found
+    await settle(app)
+
+
+async def test_who_leaves_is_let_go_and_keys_are_asked(make):
+    app = make(keys=("secret",))
+    assert (await Client(app).post("/v1/embeddings", {"input": "a"}))[0] == 401
+    key = {"authorization": "Bearer secret"}
+    app.engine.busy = False
+    asked = Client(app).request("/v1/embeddings", {"input": TEXTS}, headers=key)
+    task = asyncio.ensure_future(asked.run())
+    while not app.engine.in_flight:
+        await asyncio.sleep(0)
+    asked.leave()
+    await task
+    app.engine.busy = True
+    await settle(app)
+    assert metrics(app).troubles["left"] == 1 and ("/v1/embeddings", 401) in metrics(app).answers
+
+
+async def test_settings_of_a_sampler_say_nothing_here(make):
+    asked = await Client(make()).request("/v1/embeddings", {"input": "a", "temperature": 3.0}).run()
+    assert asked.status == 200 and asked.headers["x-ladder-ignored"] == "temperature"

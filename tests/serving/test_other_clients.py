@@ -1,0 +1,237 @@
+"""Packages that speak other protocols, or OpenAI's in their own way, against a live server.
+
+They are the extra `clients`; without one its test is skipped by its name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.servers import Running
+
+pytestmark = pytest.mark.slow  # real processes
+
+openai = pytest.importorskip("openai")
+
+NAME = "random:tiny"
+HELLO = [{"role": "user", "content": "Say hello."}]
+READ = {
+    "type": "object",
+    "properties": {"path": {"enum": ["numbers.txt"]}},
+    "required": ["path"],
+    "additionalProperties": False,
+}
+NUMBER = {"type": "integer", "minimum": 0, "maximum": 99}
+ADD = {
+    "type": "object",
+    "properties": {"a": NUMBER, "b": NUMBER},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "name": "read_file", "description": "Read a file", "parameters": READ},
+    {"type": "function", "name": "add", "description": "Add two numbers", "parameters": ADD},
+]
+CHAT_TOOLS = [
+    {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+    for tool in TOOLS
+]
+THEIRS = [
+    {"name": tool["name"], "description": tool["description"], "input_schema": tool["parameters"]}
+    for tool in TOOLS
+]
+TASK = "Read numbers.txt, add its two numbers, and say the sum."
+ORDER = ("read_file", "add", None)
+"""The tool that each turn of the loop has to call; None: it has to answer."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with Running("--max-rows", "8", "--access-log", "none") as running:
+        yield running
+        running.settle()
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Running]:
+    with Running("--access-log", "none", model="smollm2") as running:
+        yield running
+        running.settle()
+
+
+def call(folder: Path, name: str, arguments: dict[str, Any]) -> str:
+    """What a tool answers."""
+    if name == "read_file":
+        return (folder / arguments["path"]).read_text()
+    return str(arguments["a"] + arguments["b"])
+
+
+def chat_loop(url: str, model: str, folder: Path) -> list[str]:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
+    said: list[Any] = [{"role": "user", "content": TASK}]
+    answers = []
+    for name in ORDER:
+        choice = {"type": "function", "function": {"name": name}} if name else "none"
+        done = client.chat.completions.create(
+            model=model,
+            messages=said,
+            tools=CHAT_TOOLS,
+            tool_choice=choice,
+            parallel_tool_calls=False,
+            max_tokens=300,
+        )
+        said.append(done.choices[0].message)
+        for made in done.choices[0].message.tool_calls or []:
+            answers.append(call(folder, made.function.name, json.loads(made.function.arguments)))
+            said.append({"role": "tool", "tool_call_id": made.id, "content": answers[-1]})
+    assert said[-1].content is not None and not said[-1].tool_calls
+    return answers
+
+
+def responses_loop(url: str, model: str, folder: Path) -> list[str]:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
+    said: Any = TASK
+    before, answers = None, []
+    for name in ORDER:
+        with client.responses.stream(
+            model=model,
+            input=said,
+            previous_response_id=before,
+            tools=TOOLS,
+            tool_choice={"type": "function", "name": name} if name else "none",
+            parallel_tool_calls=False,
+            max_output_tokens=300,
+        ) as stream:
+            events = list(stream)
+            kinds, done = {event.type for event in events}, events[-1].response  # it may have been cut
+        before, said = done.id, []
+        for item in done.output:
+            if item.type == "function_call":
+                answers.append(call(folder, item.name, json.loads(item.arguments)))
+                said.append({"type": "function_call_output", "call_id": item.call_id, "output": answers[-1]})
+        assert ("response.function_call_arguments.delta" in kinds) == bool(name)
+    assert done.output_text and done.usage.output_tokens > 0
+    return answers
+
+
+def messages_loop(url: str, model: str, folder: Path) -> list[str]:
+    anthropic = pytest.importorskip("anthropic")
+    client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=120)
+    said: list[Any] = [{"role": "user", "content": TASK}]
+    assert client.messages.count_tokens(model=model, messages=said, tools=THEIRS).input_tokens > 20
+    answers = []
+    for name in ORDER:
+        choice = (
+            {"type": "tool", "name": name, "disable_parallel_tool_use": True} if name else {"type": "none"}
+        )
+        with client.messages.stream(
+            model=model, max_tokens=300, messages=said, tools=THEIRS, tool_choice=choice
+        ) as stream:
+            done = stream.get_final_message()
+        said.append({"role": "assistant", "content": done.content})
+        results = []
+        for block in done.content:
+            if block.type == "tool_use":
+                answers.append(call(folder, block.name, block.input))
+                results.append({"type": "tool_result", "tool_use_id": block.id, "content": answers[-1]})
+        said += [{"role": "user", "content": results}] if results else []
+        assert done.stop_reason == "tool_use" if name else done.stop_reason in ("end_turn", "max_tokens")
+    assert done.content[0].type == "text"
+    return answers
+
+
+LOOPS = {"chat": chat_loop, "responses": responses_loop, "messages": messages_loop}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_an_agent_comes_to_its_end(server, tmp_path, loop):
+    """Random weights: grammars alone make the calls."""
+    (tmp_path / "numbers.txt").write_text("17 25")
+    read, total = LOOPS[loop](server.url, NAME, tmp_path)
+    assert read == "17 25" and total.isdigit()
+
+
+@pytest.mark.weights
+@pytest.mark.parametrize("loop", LOOPS)
+def test_an_agent_comes_to_its_end_with_a_small_model(small, tmp_path, loop):
+    """Its template shows no tools: they are described to it."""
+    (tmp_path / "numbers.txt").write_text("17 25")
+    read, total = LOOPS[loop](small.url, "smollm2", tmp_path)
+    assert read == "17 25" and total.isdigit()
+
+
+def test_embeddings_of_the_official_client(server):
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    found = client.embeddings.create(model=NAME, input=["a", "b"])  # it asks for base64
+    assert [one.index for one in found.data] == [0, 1]
+    assert abs(sum(value * value for value in found.data[0].embedding) - 1) < 1e-4
+
+
+def test_the_errors_of_others(server):
+    anthropic = pytest.importorskip("anthropic")
+    client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    with pytest.raises(anthropic.BadRequestError, match="messages"):
+        client.messages.create(model=NAME, max_tokens=5, messages=[])
+    with pytest.raises(anthropic.NotFoundError, match="model is"):
+        client.messages.create(model="claude", max_tokens=5, messages=HELLO)
+
+
+def test_ollama(server):
+    ollama = pytest.importorskip("ollama")
+    client = ollama.Client(host=server.url)
+    (model,) = (one.model for one in client.list().models)
+    assert model == f"{NAME}:latest" and "tools" in client.show(model).capabilities
+    few = {"num_predict": 6, "temperature": 0}
+    whole = client.chat(model=model, messages=HELLO, options=few)
+    pieces = list(client.chat(model=model, messages=HELLO, options=few, stream=True))
+    assert "".join(one.message.content for one in pieces) == whole.message.content
+    assert pieces[-1].done and pieces[-1].eval_count == whole.eval_count > 0
+    formed = client.chat(model=model, messages=HELLO, format=ADD, options={"num_predict": 300})
+    assert set(json.loads(formed.message.content)) == {"a", "b"}
+    assert client.generate(model=model, prompt="abc", options=few).response
+    with pytest.raises(ollama.ResponseError, match=r"options\.top_p") as error:
+        client.chat(model=model, messages=HELLO, options={"top_p": 7})
+    assert error.value.status_code == 400
+
+
+def test_langchain(server):
+    langchain = pytest.importorskip("langchain_openai")
+    for newer in (False, True):
+        model = langchain.ChatOpenAI(
+            base_url=f"{server.url}/v1", api_key="none", model=NAME, max_tokens=300, use_responses_api=newer
+        )
+        assert len(list(model.stream("Say hello."))) > 1
+        bound = model.bind_tools(CHAT_TOOLS, tool_choice="add", parallel_tool_calls=False)
+        (made,) = bound.invoke("17 and 25?").tool_calls
+        assert made["name"] == "add" and set(made["args"]) == {"a", "b"}
+
+
+def test_llama_index(server):
+    like = pytest.importorskip("llama_index.llms.openai_like")
+    model = like.OpenAILike(
+        api_base=f"{server.url}/v1", api_key="none", model=NAME, is_chat_model=True, max_tokens=6
+    )
+    assert model.complete("Say hello.").text is not None
+    assert list(model.stream_complete("Say hello."))
+
+
+def test_the_llm_tool(server, tmp_path):
+    pytest.importorskip("llm")
+    models = f"- model_id: ladder\n  model_name: '{NAME}'\n  api_base: {server.url}/v1\n"
+    (tmp_path / "extra-openai-models.yaml").write_text(models)
+    done = subprocess.run(
+        [sys.executable, "-m", "llm", "-m", "ladder", "-o", "max_tokens", "6", "Say hello."],
+        env=os.environ | {"LLM_USER_PATH": str(tmp_path), "OPENAI_API_KEY": "none"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
