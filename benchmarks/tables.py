@@ -28,12 +28,13 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import excerpts, numbers, records
 from benchmarks.evidence import FIGURES, RESULTS, ROOT, Evidence, Run, results
-from benchmarks.gains import gain_text
+from benchmarks.gains import Gain, factor_text, gain, gain_words
 from benchmarks.labels import axis_label
 from benchmarks.plotting import number
 from benchmarks.recorded_peers import beside, versus
@@ -43,6 +44,8 @@ from phases import PHASES
 
 TABLE = re.compile(r"(<!-- table: (.*?) -->\n).*?(<!-- /table -->)", re.DOTALL)
 MAP = re.compile(r"^(<!-- map -->\n).*?^(<!-- /map -->)$", re.DOTALL | re.MULTILINE)
+USUAL = "output tokens per second"
+"""What a gain is of unless its note says otherwise."""
 FENCE = re.compile(r"(^```.*?^```)", re.DOTALL | re.MULTILINE)
 
 
@@ -143,18 +146,45 @@ def _evidence(name: str, root: Path) -> Evidence:
 
 
 def _ladder(root: Path, file: Path | None) -> str:
+    """The phases with their gains as bare factors, and below them what each factor is of."""
     evidence = results(root / RESULTS.relative_to(ROOT))
-    lines = [["phase", "what it adds", "runs on", "hours", *(f"gain ({device})" for device in evidence)]]
+    lines = [["phase", "what it adds", *evidence]]
+    notes = []
+    usual = {device: _usual_model(files) for device, files in evidence.items()}
     for phase in PHASES:
         lesson = f"phases/{phase.name}/README.md"
         target = lesson
         if file is not None and file.parent != root:
             target = "../" * len(file.parent.relative_to(root).parts) + target
-        gains = [gain_text(phase, found.get(phase.name)) for found in evidence.values()]
-        name = f"[{phase.name}]({target})" if (root / lesson).exists() else phase.name
-        where = "CUDA; its tests anywhere" if phase.needs == "cuda" else "anything"
-        lines.append([name, phase.summary, where, f"{phase.hours:g}", *gains])
-    return _markdown(lines, text_columns=3)
+        found = {device: gain(phase, files.get(phase.name)) for device, files in evidence.items()}
+        short = f"{phase.number:02d} {phase.title}"
+        name = f"[{short}]({target})" if (root / lesson).exists() else short
+        lines.append([name, phase.summary, *(factor_text(one) for one in found.values())])
+        notes += [f"{phase.number:02d} {said}" for said in _gains_of(found, usual)]
+    models = ", ".join(f"{model} on {device}" for device, model in usual.items() if model)
+    said = f"Of output tokens a second, with {models}, unless said: {'; '.join(notes)}."
+    return f"{_markdown(lines, text_columns=2)}\n<sub>{said}</sub>\n"
+
+
+def _usual_model(files: Mapping[str, Evidence]) -> str:
+    """The model of most gains on a device."""
+    found = [gain(phase, files.get(phase.name)) for phase in PHASES]
+    return (
+        Counter(one.after.model for one in found if one is not None).most_common(1)[0][0]
+        if any(found)
+        else ""
+    )
+
+
+def _gains_of(found: Mapping[str, Gain | None], usual: Mapping[str, str]) -> list[str]:
+    """What a phase's factors are of: its metric unless that is the usual one, its work on each device."""
+    made = {device: one for device, one in found.items() if one is not None}
+    works = []
+    for device, one in made.items():
+        model = "" if one.after.model == usual[device] else f" with {one.after.model}"
+        works.append(f"{one.after.workload}{model} ({device})")
+    words = {gain_words(one.metric) for one in made.values()} - {USUAL}
+    return [": ".join([*words, ", ".join(works)])] if works else []
 
 
 def _peers(evidence: Evidence, root: Path) -> str:
