@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 FIGURES = ROOT / "figures"
+PEERS_FILE = "peers.json"
+"""Other engines, beside the evidence of a device (`benchmarks.recorded_peers`)."""
+ENGINES = ("vLLM ", "nano-vLLM ")
+"""How runs of other engines begin that evidence of before 2026-11-27 has: `load` leaves them out."""
 
 PERCENTILES = ("p50", "p95", "p99")
 METRICS = frozenset(
@@ -194,7 +198,7 @@ class Evidence:
         """Read a file that `write` made. Raises `UserError` naming the file when it is not one."""
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
-            runs = tuple(_run_from_json(run) for run in raw["runs"])
+            runs = tuple(_run_from_json(run) for run in raw["runs"] if not run["variant"].startswith(ENGINES))
             return cls(
                 raw["phase"],
                 raw["when"],
@@ -235,7 +239,8 @@ def sample_metrics(samples: Sequence[Mapping[str, float]]) -> dict[str, Metric]:
 def results(folder: Path = RESULTS) -> dict[str, dict[str, Evidence]]:
     """All evidence in the checkout: device folder -> phase -> evidence; the CPU first."""
     found: dict[str, dict[str, Evidence]] = {}
-    for path in sorted(folder.glob("*/[!.]*.json"), key=lambda path: (path.parent.name != "cpu", path)):
+    files = (path for path in folder.glob("*/[!.]*.json") if path.name != PEERS_FILE)
+    for path in sorted(files, key=lambda path: (path.parent.name != "cpu", path)):
         found.setdefault(path.parent.name, {})[path.stem] = Evidence.load(path)
     return found
 

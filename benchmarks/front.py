@@ -1,75 +1,113 @@
-"""The pictures of the front page: three bars, and a terminal in which `ladder demo` ran.
+"""The pictures of the front page: bars, a terminal in which `ladder demo` ran, the live page of a server.
 
 python -m benchmarks.front bars
 python -m benchmarks.front demo      # runs it: some minutes
+python -m benchmarks.front page      # the live page, moving: a server, and a Chromium on PATH (playwright)
 """
 
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import urllib.request
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from benchmarks.evidence import FIGURES, RESULTS, ROOT, Evidence
-from benchmarks.plotting import colours, measured_once, number, times
+from benchmarks.evidence import FIGURES, RESULTS, ROOT, Evidence, Run
+from benchmarks.plotting import colours, number
+from benchmarks.recorded_peers import beside, load, versus
 from common.files import whole
 
 NINE = RESULTS / "h200" / "09_cuda_graphs.json"
-WORKLOADS = (("offline-256", "256 requests"), ("single-512", "one request"))
+MODEL = "qwen3-0.6b"
+WORKLOADS = (
+    ("single-512", "one request", "output_tokens_per_s"),
+    ("offline-256", "256 requests", "output_tokens_per_s"),
+    ("prefill-64x1024", "64 prompts", "prompt_tokens_per_s"),
+)
 WIDTH = 96
 """Characters of the terminal."""
-SHOWN = 44
-"""Its last lines, at most."""
+RUNGS = 4
+"""How many phases' answers are shown before the table."""
 
 
 def bars(out: Path = FIGURES / "front.svg") -> None:
-    """Output tokens per second of three engines on one GPU, a panel for each workload."""
+    """Tokens per second on one GPU, beside the best of each other engine: a panel for each workload."""
     from matplotlib import pyplot
 
     evidence = Evidence.load(NINE)
-    ours = evidence.phase
-    peers = [v for v in dict.fromkeys(run.variant for run in evidence.runs) if "vLLM" in v]
-    names = [*peers, ours]
-    shown = colours(names)
-    figure, axes = pyplot.subplots(1, len(WORKLOADS), figsize=(9.0, 2.1), layout="constrained")
-    for axis, (workload, words) in zip(axes, WORKLOADS, strict=True):
-        runs = [evidence.one(name, workload, model="qwen3-0.6b") for name in names]
-        rates = [run.median("output_tokens_per_s") for run in runs]
-        labels = [f"{run.variant}\n(measured once)" if measured_once(run) else "this engine" for run in runs]
-        drawn = axis.barh(labels, rates, color=[shown[name] for name in names], height=0.7)
-        axis.bar_label(drawn, labels=[number(rate) for rate in rates], padding=3)
-        axis.invert_yaxis()
-        best = max(peers, key=lambda name: rates[names.index(name)])
-        factor = times(rates[-1] / rates[names.index(best)])
-        axis.set_title(
-            f"{words}: {factor} {best.rsplit(' ', 1)[0]}'s tokens a second", fontsize=9, loc="left"
+    figure, axes = pyplot.subplots(1, len(WORKLOADS), figsize=(9.0, 2.3), layout="constrained")
+    named: list[str] = []
+    for axis, (workload, words, metric) in zip(axes, WORKLOADS, strict=True):
+        others = beside(evidence, model=MODEL, workload=workload)
+        runs = [*others, evidence.one(evidence.phase, workload, model=MODEL)]
+        named += [run.variant for run in others]
+        shown = colours([run.variant for run in runs])
+        rates = [run.median(metric) for run in runs]
+        drawn = axis.barh(
+            [*(run.variant for run in others), "this engine"],
+            rates,
+            color=[shown[run.variant] for run in runs],
+            height=0.7,
         )
-        axis.set_xlim(0, 1.2 * max(rates))
+        axis.bar_label(drawn, labels=[number(rate) for rate in rates], padding=3, fontsize=8)
+        axis.tick_params(labelsize=8)
+        axis.invert_yaxis()
+        axis.set_title(f"{words}: {_against(others, rates, metric)}", fontsize=8.5, loc="left", x=-0.42)
+        axis.set_xlim(0, 1.35 * max(rates))
         axis.xaxis.set_visible(False)
         axis.grid(False)
         axis.spines[["top", "right", "bottom"]].set_visible(False)
+    figure.supxlabel(_small_print(evidence, dict.fromkeys(named)), fontsize=7, color="#606060")
     with whole(out) as scratch:
         figure.savefig(scratch, format="svg", metadata={"Date": None})
     pyplot.close(figure)
 
 
-def demo(out: Path = FIGURES / "demo.svg") -> None:
-    """Run `ladder demo` and keep what it printed as a picture."""
-    from rich.console import Console
-    from rich.text import Text
+def _against(others: Sequence[Run], rates: Sequence[float], metric: str) -> str:
+    best = max(others, key=lambda run: run.median(metric))
+    factor = versus(rates[-1], best.median(metric))
+    return f"level with {best.variant}" if factor == "level" else f"{factor} {best.variant}"
 
+
+def _small_print(evidence: Evidence, named: Iterable[str]) -> str:
+    """Machine, model, and what was measured when: ours with its commit, others with their dates."""
+    dates = {peer.name: peer.when for peer in load(evidence.folder)}
+    said = ", ".join(f"{name} of {dates[name]}" for name in named)
+    return (
+        f"tokens a second on one {evidence.machine['name']}: {MODEL}'s shape, random weights, bfloat16.\n"
+        f"This engine: {evidence.phase} of {evidence.when[:10]}, {evidence.git['commit'][:8]}, torch "
+        f"{evidence.versions['torch']}; the best version of each other: {said}"
+    )
+
+
+def demo(out: Path = FIGURES / "demo.svg") -> None:
+    """Run `ladder demo` and keep what it printed as a picture: the first phases' answers, and the table."""
     told = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": str(WIDTH), "TERM": "xterm-256color"}
     command = [sys.executable, "-m", "phases", "demo"]
     done = subprocess.run(command, cwd=ROOT, env=told, stdout=subprocess.PIPE, check=True)
-    lines = done.stdout.decode().rstrip().splitlines()
+    draw_terminal(done.stdout.decode(), out)
+
+
+def draw_terminal(printed: str, out: Path) -> None:
+    """Draw what the demo printed: its beginning up to some whole rungs, then its end from its table on."""
+    from rich.console import Console
+    from rich.text import Text
+
+    lines = printed.rstrip().splitlines()
+    plain = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in lines]
+    rules = [at for at, line in enumerate(plain) if "──" in line and at + 1 < len(lines)]
+    summary = next(at for at in rules if set(plain[at].strip()) == {"─"})
+    ends = next((at for at in rules if at > summary and "over HTTP" in plain[at]), len(lines))
     console = Console(record=True, width=WIDTH, file=io.StringIO())
     console.print("$ make demo", style="bold")
-    told_first, tail = lines[:2], lines[-SHOWN:]  # the question, and as many whole rungs as there is room for
-    begins = next((at for at, line in enumerate(tail) if "──" in line), 0)
-    for line in [*told_first, "...", *tail[begins:], ""]:
+    for line in [*lines[: rules[RUNGS]], "...", *lines[summary:ends]]:
         console.print(Text.from_ansi(line))
     svg = console.export_svg(title="Inference Ladder")
     svg = re.sub(r"@font-face \{.*?\}", "", svg, flags=re.S)  # fonts from elsewhere: the reader's will do
@@ -77,5 +115,59 @@ def demo(out: Path = FIGURES / "demo.svg") -> None:
         scratch.write_text(svg, encoding="utf-8")
 
 
+QUESTION = "Give me three reasons to visit Paris."
+OTHERS = (
+    "Why is the sky blue?",
+    "Write a poem about the sea.",
+    "Name five rivers.",
+    "What do bees make?",
+    "Explain what a lighthouse is for.",
+    "Why is the sea salty?",
+)
+CACHE = 1 << 26
+"""Bytes: few enough blocks for a picture."""
+FRAMES, APART, SIZE, COLOURS = 30, 0.6, (1180, 800), 48
+"""Of the moving picture: frames, seconds between two (shown in half of that), window in pixels, colours."""
+
+
+def page(out: Path = FIGURES / "page.gif") -> None:
+    """Ask a question on the page of a server that answers others meanwhile, and keep what it shows."""
+    from PIL import Image
+    from playwright.sync_api import sync_playwright
+
+    from benchmarks.server import Server
+
+    path = next(found for name in ("chromium", "google-chrome") if (found := shutil.which(name)))
+    with Server("smollm2", drafter="ngram", cache_bytes=CACHE) as server, sync_playwright() as started:
+        url = f"http://{server.target.host}:{server.target.port}"
+        browser = started.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+        window = browser.new_page(viewport={"width": SIZE[0], "height": SIZE[1]})
+        window.goto(url)
+        window.evaluate("document.getElementById('temperature').value = 0")
+        window.keyboard.type(QUESTION)
+        frames = [window.screenshot()]
+        window.keyboard.press("Enter")
+        with ThreadPoolExecutor(len(OTHERS)) as pool:
+            for at in range(FRAMES):
+                if at % 3 == 1 and at // 3 < len(OTHERS):
+                    pool.submit(_ask, url, OTHERS[at // 3])
+                window.wait_for_timeout(1000 * APART)
+                frames.append(window.screenshot())
+        browser.close()
+    shots = [Image.open(io.BytesIO(frame)).convert("RGB") for frame in frames]
+    images = [shot.quantize(COLOURS, dither=Image.Dither.NONE) for shot in shots]
+    with whole(out) as scratch:
+        images[0].save(scratch, save_all=True, append_images=images[1:], duration=int(500 * APART), loop=0)
+
+
+def _ask(url: str, question: str) -> None:
+    """Send one question, as another client would."""
+    body = {"messages": [{"role": "user", "content": question}], "max_tokens": 80, "temperature": 0}
+    headers = {"Content-Type": "application/json"}
+    asked = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(asked, timeout=120) as answer:
+        answer.read()
+
+
 if __name__ == "__main__":
-    {"bars": bars, "demo": demo}[sys.argv[1]]()
+    {"bars": bars, "demo": demo, "page": page}[sys.argv[1]]()

@@ -9,13 +9,15 @@ A table stands between two comments in a Markdown file:
     <!-- /table -->
 
 `ladder` is the list of phases with their gains on every device; `peers NAME` compares an evidence file's
-phase with the other engines in it. Any other name is an evidence file; words with `=` choose its runs
-(variant, workload, model, dtype or an option) and `columns` its metrics, to which `gain` (over the first
-row), `roofline` and `microseconds` (of the metric `seconds`) can be added. `rows` names options to show
+phase with other engines. They have a file of their own (`benchmarks.recorded_peers`), and the best of each
+follows our rows in a table that chooses no variant. Any other name is an evidence file; words with `=` choose
+its runs (variant, workload, model, dtype or an option) and `columns` its metrics, to which `gain` (over the
+first row), `roofline` and `microseconds` (of the metric `seconds`) can be added. `rows` names options to show
 (`rows=batch`), and `sort` one to sort by. A word with spaces is quoted (`"workload=a name (burst)"`).
 `python -m benchmarks.tables` fills all tables in; with `--check` it only says whether any is out of date. A
 table whose file does not exist yet says so, or with `when=recorded` is empty. `figure NAME "what it shows"`
-is a figure, once it is drawn.
+is a figure, once it is drawn. `evidence` lists the files with commit, age, host and samples, and `others` the
+peers with their dates, versions and flags.
 
 `<!-- map -->` and `<!-- /map -->` hold the tree of the phases, in a lesson with its own phase marked. Numbers
 in sentences are `benchmarks.numbers`, code is `benchmarks.excerpts`.
@@ -26,31 +28,40 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import excerpts, numbers
+from benchmarks import excerpts, numbers, records
 from benchmarks.evidence import FIGURES, RESULTS, ROOT, Evidence, Run, results
-from benchmarks.gains import gain_text
+from benchmarks.gains import Gain, factor_text, gain, gain_words
 from benchmarks.labels import axis_label
-from benchmarks.plotting import number, times
+from benchmarks.plotting import number
+from benchmarks.recorded_peers import beside, versus
 from common.errors import UserError
 from common.files import whole
 from phases import PHASES
 
 TABLE = re.compile(r"(<!-- table: (.*?) -->\n).*?(<!-- /table -->)", re.DOTALL)
 MAP = re.compile(r"^(<!-- map -->\n).*?^(<!-- /map -->)$", re.DOTALL | re.MULTILINE)
+USUAL = "output tokens per second"
+"""What a gain is of unless its note says otherwise."""
 FENCE = re.compile(r"(^```.*?^```)", re.DOTALL | re.MULTILINE)
 
 
 def fill(text: str, root: Path = ROOT, file: Path | None = None) -> str:
     """`text` with every table in it made again. `file` says from where links to lessons start."""
     pieces = FENCE.split(text)  # every second one is a block of code, in which comments are examples
-    pieces[::2] = [
-        TABLE.sub(lambda found: found[1] + _table(shlex.split(found[2]), root, file) + found[3], piece)
-        for piece in pieces[::2]
-    ]
+    pieces[::2] = [TABLE.sub(lambda found: _filled(found, root, file), piece) for piece in pieces[::2]]
     return "".join(pieces)
+
+
+def _filled(found: re.Match[str], root: Path, file: Path | None) -> str:
+    """A table with its marks, made again; one of commits is left as it is where there is no history."""
+    words = shlex.split(found[2])
+    if words == ["evidence"] and not records.has_history(root):
+        return found[0]
+    return found[1] + _table(words, root, file) + found[3]
 
 
 def fill_all(root: Path = ROOT, *, write: bool = True) -> list[Path]:
@@ -78,6 +89,10 @@ def markdown_files(root: Path = ROOT) -> list[Path]:
 def _table(words: Sequence[str], root: Path, file: Path | None) -> str:
     if words[0] == "ladder":
         return _ladder(root, file)
+    if words[0] == "evidence":
+        return _markdown(records.evidence_lines(root), text_columns=5)
+    if words[0] == "others":
+        return _markdown(records.peer_lines(root), text_columns=6)
     if words[0] == "figure":
         return _figure(words[1], words[2] if len(words) > 2 else "", root, file)
     patient = "when=recorded" in words
@@ -89,7 +104,7 @@ def _table(words: Sequence[str], root: Path, file: Path | None) -> str:
         device, phase = name.split("/")
         return f"Not measured yet on {device}: `ladder bench {phase.split('_')[0]}` fills this in.\n"
     if words[0] == "peers":
-        return _peers(_evidence(words[1], root))
+        return _peers(_evidence(words[1], root), root)
     for word in words[1:]:
         if "=" not in word:
             raise UserError(f"the table {' '.join(words)} in {file} says {word!r}, which has no value")
@@ -98,7 +113,8 @@ def _table(words: Sequence[str], root: Path, file: Path | None) -> str:
     order = settings.pop("sort", None)
     shown = [name for name in settings.pop("rows", "").split(",") if name]
     evidence = _evidence(words[0], root)
-    runs = [run for run in evidence.runs if _matches(run, settings)]
+    others = [] if "variant" in settings else beside(evidence, root / RESULTS.relative_to(ROOT))
+    runs = [run for run in [*evidence.runs, *others] if _matches(run, settings)]
     if order is not None:
         runs.sort(key=lambda run: run.options[order])
     if not runs and patient:
@@ -130,35 +146,68 @@ def _evidence(name: str, root: Path) -> Evidence:
 
 
 def _ladder(root: Path, file: Path | None) -> str:
+    """The phases with their gains as bare factors, and below them what each factor is of."""
     evidence = results(root / RESULTS.relative_to(ROOT))
-    lines = [["phase", "what it adds", "runs on", "hours", *(f"gain ({device})" for device in evidence)]]
+    lines = [["phase", "what it adds", *evidence]]
+    notes = []
+    usual = {device: _usual_model(files) for device, files in evidence.items()}
     for phase in PHASES:
         lesson = f"phases/{phase.name}/README.md"
         target = lesson
         if file is not None and file.parent != root:
             target = "../" * len(file.parent.relative_to(root).parts) + target
-        gains = [gain_text(phase, found.get(phase.name)) for found in evidence.values()]
-        name = f"[{phase.name}]({target})" if (root / lesson).exists() else phase.name
-        where = "CUDA; its tests anywhere" if phase.needs == "cuda" else "anything"
-        lines.append([name, phase.summary, where, f"{phase.hours:g}", *gains])
-    return _markdown(lines, text_columns=3)
+        found = {device: gain(phase, files.get(phase.name)) for device, files in evidence.items()}
+        short = f"{phase.number:02d} {phase.title}"
+        name = f"[{short}]({target})" if (root / lesson).exists() else short
+        lines.append([name, phase.summary, *(factor_text(one) for one in found.values())])
+        notes += [f"{phase.number:02d} {said}" for said in _gains_of(found, usual)]
+    models = ", ".join(f"{model} on {device}" for device, model in usual.items() if model)
+    said = f"Of output tokens a second, with {models}, unless said: {'; '.join(notes)}."
+    return f"{_markdown(lines, text_columns=2)}\n<sub>{said}</sub>\n"
 
 
-def _peers(evidence: Evidence) -> str:
-    """Each workload that another engine ran too: its throughput, this course's, and the best's factor."""
-    names = [phase.name for phase in PHASES]
-    peers = [run for run in evidence.runs if not run.variant.startswith(tuple(names))]
-    columns = list(dict.fromkeys(run.variant for run in peers))
+def _usual_model(files: Mapping[str, Evidence]) -> str:
+    """The model of most gains on a device."""
+    found = [gain(phase, files.get(phase.name)) for phase in PHASES]
+    return (
+        Counter(one.after.model for one in found if one is not None).most_common(1)[0][0]
+        if any(found)
+        else ""
+    )
+
+
+def _gains_of(found: Mapping[str, Gain | None], usual: Mapping[str, str]) -> list[str]:
+    """What a phase's factors are of: its metric unless that is the usual one, its work on each device."""
+    made = {device: one for device, one in found.items() if one is not None}
+    works = []
+    for device, one in made.items():
+        model = "" if one.after.model == usual[device] else f" with {one.after.model}"
+        works.append(f"{one.after.workload}{model} ({device})")
+    words = {gain_words(one.metric) for one in made.values()} - {USUAL}
+    return [": ".join([*words, ", ".join(works)])] if works else []
+
+
+def _peers(evidence: Evidence, root: Path) -> str:
+    """Each workload that another engine ran too: the best of each engine, this course's, and the factor."""
+    others = beside(evidence, root / RESULTS.relative_to(ROOT))
+    columns = list(dict.fromkeys(run.variant.split(" ")[0] for run in others))
     lines = [["workload", "model", *columns, evidence.phase, "over the best"]]
-    for model, workload in dict.fromkeys((run.model, run.workload) for run in peers):
+    for model, workload in dict.fromkeys((run.model, run.workload) for run in others):
         metric = "prompt_tokens_per_s" if workload.startswith("prefill") else "output_tokens_per_s"
         ours = evidence.one(evidence.phase, workload, model=model).median(metric)
         found = {
-            run.variant: run.median(metric) for run in peers if (run.model, run.workload) == (model, workload)
+            run.variant.split(" ")[0]: run
+            for run in others
+            if (run.model, run.workload) == (model, workload) and metric in run.metrics
         }
-        theirs = [number(found[name]) if name in found else "" for name in columns]
-        lines.append([workload, model, *theirs, number(ours), times(ours / max(found.values()))])
+        theirs = [_rate(found.get(name), metric) for name in columns]
+        best = max(run.median(metric) for run in found.values())
+        lines.append([workload, model, *theirs, number(ours), versus(ours, best)])
     return _markdown(lines, text_columns=2)
+
+
+def _rate(run: Run | None, metric: str) -> str:
+    return "" if run is None else f"{number(run.median(metric))} ({run.variant.split(' ', 1)[1]})"
 
 
 def _matches(run: Run, settings: dict[str, str]) -> bool:

@@ -22,7 +22,8 @@ from benchmarks.compiled import Compiled
 from benchmarks.engines import engine_of
 from benchmarks.evidence import BenchOptions, Evidence, Metric, Run, collect
 from benchmarks.measure import Sample, Samples, alternate, summarize, time_generation
-from benchmarks.plotting import bars, measured_once, panels, save, times
+from benchmarks.plotting import bars, panels, save
+from benchmarks.recorded_peers import beside, versus
 from benchmarks.replay import time_replay
 from benchmarks.roofline import ceilings, summarize_generation
 from benchmarks.targets import load_target
@@ -46,22 +47,6 @@ VARIANTS = {BEFORE: (False, False), NO_GRAPHS: (False, True), NO_OVERLAP: (True,
 MODELS = ("random:qwen3-0.6b", "random:qwen3-8b")
 STEP_TOKENS, ROWS, MAX_LEN = 16_384, 256, 4096
 CACHE_TOKENS = 300_000
-PEERS: Sequence[tuple[str, str, str, str, float]] = (
-    ("qwen3-0.6b", "offline-256", "nano-vLLM bb823b3", "output_tokens_per_s", 21_580),
-    ("qwen3-0.6b", "offline-256", "vLLM 0.24.0", "output_tokens_per_s", 23_693),
-    ("qwen3-0.6b", "single-512", "nano-vLLM bb823b3", "output_tokens_per_s", 500),
-    ("qwen3-0.6b", "single-512", "vLLM 0.24.0", "output_tokens_per_s", 604),
-    ("qwen3-0.6b", "prefill-64x1024", "nano-vLLM bb823b3", "prompt_tokens_per_s", 381_000),
-    ("qwen3-0.6b", "prefill-64x1024", "vLLM 0.24.0", "prompt_tokens_per_s", 437_000),
-    ("qwen3-8b", "offline-256", "nano-vLLM bb823b3", "output_tokens_per_s", 9030),
-    ("qwen3-8b", "offline-256", "vLLM 0.24.0", "output_tokens_per_s", 9367),
-    ("qwen3-8b", "single-512", "nano-vLLM bb823b3", "output_tokens_per_s", 178),
-    ("qwen3-8b", "single-512", "vLLM 0.24.0", "output_tokens_per_s", 194),
-    ("qwen3-8b", "prefill-64x1024", "nano-vLLM bb823b3", "prompt_tokens_per_s", 42_900),
-    ("qwen3-8b", "prefill-64x1024", "vLLM 0.24.0", "prompt_tokens_per_s", 43_900),
-)
-"""Measured on one NVIDIA H200 with torch 2.11.0, random weights in bfloat16 and prefix caching off or
-prompts distinct, on 2026-11-21. They are not measured again here, so they hold for that GPU only."""
 
 
 def run(options: BenchOptions) -> Evidence:
@@ -75,7 +60,7 @@ def run(options: BenchOptions) -> Evidence:
     runs: list[Run] = []
     for name in [options.model] if options.model else MODELS:
         bench = Bench(replace(options, model=name))
-        runs += bench.first_runs() + bench.throughput() + bench.overlap() + bench.startup() + bench.peers()
+        runs += bench.first_runs() + bench.throughput() + bench.overlap() + bench.startup()
         if name == MODELS[0]:
             runs += bench.serving() + bench.compiled() + bench.without_kernels()
         del bench
@@ -276,15 +261,6 @@ class Bench:
         kept = self.take({TORCH: partial(self.generation, engine, work)}, repeats=1)
         return [self.summarize(TORCH, work, kept[TORCH])]
 
-    def peers(self) -> list[Run]:
-        """The published engines, see `PEERS`."""
-        runs = []
-        for model, name, peer, metric, value in PEERS:
-            if self.name == f"random:{model}":
-                kept = self.single(peer, workload(name), {metric: value})
-                runs.append(replace(kept, noise=None))
-        return runs
-
     # Small helpers.
 
     def take(
@@ -326,13 +302,16 @@ def draw(evidence: Evidence, out: Path) -> None:
     figure, panel = panels(len(shown), rows=len(models), height=3.8)
     for axes, (model, name) in zip(panel, shown, strict=True):
         metric = "prompt_tokens_per_s" if name.startswith("prefill") else "output_tokens_per_s"
+        others = beside(evidence, model=model, workload=name)
         found = [run for run in evidence.find(model=model, workload=name) if metric in run.metrics]
-        ordered = sorted(found, key=lambda run: run.median(metric))
+        ordered = sorted([*found, *others], key=lambda run: run.median(metric))
         bars(ordered, metric, axes=axes, gain=False, label=label)
-        ours = evidence.one(PHASE, name, model=model).median(metric)
-        best = max((run for run in found if measured_once(run)), key=lambda run: run.median(metric))
-        factor = times(ours / best.median(metric))
-        axes.set_title(f"{model}, {name}: {factor} {best.variant.rsplit(' ', 1)[0]}")
+        best = max(others, key=lambda run: run.median(metric), default=None)
+        title = f"{model}, {name}"
+        if best is not None:
+            factor = versus(evidence.one(PHASE, name, model=model).median(metric), best.median(metric))
+            title += f": {factor.replace('level', 'level with')} {best.variant}"
+        axes.set_title(title)
     save(figure, out, evidence)
 
 

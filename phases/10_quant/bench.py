@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -13,9 +12,10 @@ from typing import Any
 import torch
 
 from benchmarks.engines import engine_of
-from benchmarks.evidence import BenchOptions, Evidence, Metric, Run, collect
-from benchmarks.measure import Sample, Samples, alternate, summarize, time_generation
+from benchmarks.evidence import BenchOptions, Evidence, Run, collect
+from benchmarks.measure import Sample, alternate, summarize, time_generation
 from benchmarks.plotting import bars, panels, save, times
+from benchmarks.recorded_peers import beside
 from benchmarks.roofline import ceilings
 from benchmarks.targets import load_target
 from benchmarks.workloads import Item, Workload, uniform, workload
@@ -26,17 +26,6 @@ PHASE, BEFORE = "10_quant", "09_cuda_graphs"
 SCHEMES_ON_CPU = ("int8", "w8a8", "int4")
 SCHEMES_ON_GPU = ("fp8", "int4")
 SMALL_HEAD = f"{PHASE} int4, int4 head"
-PEERS: Sequence[tuple[str, str, str, float]] = (
-    ("qwen3-8b", "fp8", "offline-256", 11_257),
-    ("qwen3-8b", "fp8", "single-512", 269),
-    ("qwen3-8b", "fp8", "prefill-64x1024", 68_400),
-    ("qwen3-8b", "fp8, fp8 keys", "offline-256", 11_485),
-    ("qwen3-8b", "int4", "single-512", 223),
-    ("qwen3-0.6b", "fp8", "offline-256", 22_911),
-    ("qwen3-0.6b", "fp8", "single-512", 719),
-    ("qwen3-0.6b", "fp8", "prefill-64x1024", 521_000),
-)
-"""vLLM 0.24.0 on one NVIDIA H200 with random weights, measured once, on 2026-11-21."""
 
 
 def run(options: BenchOptions) -> Evidence:
@@ -87,20 +76,6 @@ def on_gpu(options: BenchOptions) -> list[Run]:
         del engines
         gc.collect()
         torch.cuda.empty_cache()
-    return runs + peers(options)
-
-
-def peers(options: BenchOptions) -> list[Run]:
-    """What another engine does in the same formats, see `PEERS`."""
-    runs = []
-    for model, way, name, value in PEERS:
-        if options.model == f"random:{model}":
-            metric = _metric(name)
-            kept = Samples(kept=[{metric: value}])
-            found = summarize(
-                f"vLLM 0.24.0 {way}", workload(name), kept, model=options.model, dtype=options.dtype
-            )
-            runs.append(replace(found, metrics={metric: Metric((value,))}, noise=None))
     return runs
 
 
@@ -140,7 +115,13 @@ def draw(evidence: Evidence, out: Path) -> None:
     for place, (model, work) in zip(axes, shown, strict=False):
         found = evidence.find(model=model, workload=work)
         metric = _metric(work)
-        bars(found, metric, axes=place, gain=False, label=label)
+        bars(
+            [*found, *beside(evidence, model=model, workload=work)],
+            metric,
+            axes=place,
+            gain=False,
+            label=label,
+        )
         before = evidence.one(BEFORE, work, model=model).median(metric)
         best = max(
             (run for run in found if run.variant.startswith(PHASE)), key=lambda run: run.median(metric)

@@ -19,6 +19,7 @@ from benchmarks.engines import engine_of
 from benchmarks.evidence import BenchOptions, Evidence, Run, collect
 from benchmarks.measure import Sample, Samples, alternate, summarize, time_generation
 from benchmarks.plotting import colours, lines, log_axis, measured_once, number, panels, save
+from benchmarks.recorded_peers import beside
 from benchmarks.roofline import ceilings
 from benchmarks.server import Server
 from benchmarks.targets import load_target, targets
@@ -36,18 +37,6 @@ ARRIVING_SECONDS = 8
 SERVING = ("baseline", "continuous_batching", "paged_attention", "chunked_prefill", "prefix_caching")
 STEP_TOKENS, ROWS, MAX_LEN, CACHE_TOKENS = 16_384, 256, 4096, 300_000
 """Of the engine on a GPU; phase 09 is measured with the same."""
-
-PEER = "vLLM 0.24.0, its server"
-PEER_METRICS = {
-    "output_tokens_per_s": (22_632.0, 23_164.0),
-    "ttft_ms_p50": (425.0, 329.0),
-    "ttft_ms_p99": (568.0, 485.0),
-    "itl_ms_p50": (6.51, 5.97),
-    "itl_ms_p99": (11.5, 16.7),
-}
-"""Measured once, on 2026-11-21, on one NVIDIA H200 with 16 cores and random weights of this shape in
-bfloat16: `vllm serve` with dummy weights and a word tokenizer, `offline-256` sent at once by four client
-processes with 256 streams, twice. Its latency at fixed rates was not measured."""
 
 
 def run(options: BenchOptions) -> Evidence:
@@ -151,7 +140,7 @@ class OnCuda:
         return work.cold(self.shift)
 
     def throughput(self, server: Server) -> list[Run]:
-        """256 requests at once, from four client processes; beside it what another server did once."""
+        """256 requests at once, from four client processes."""
         work, facts = workload("offline-256"), {"users": 256}
         if self.options.quick:
             work, facts = work.first(16), {"users": 16}
@@ -160,11 +149,7 @@ class OnCuda:
             ENGINE: lambda _: time_generation(self.engine, self.cold(work), self.options.device),
             PHASE: lambda _: server.sample(self.cold(work), users=users),
         }
-        runs = self.compare(work, variants, facts)
-        if self.options.model == "random:qwen3-0.6b" and not self.options.quick:
-            kept = [{name: values[at] for name, values in PEER_METRICS.items()} for at in range(2)]
-            runs.append(one(PEER, work, self.options, Samples(kept), facts))
-        return runs
+        return self.compare(work, variants, facts)
 
     def first_token(self, server: Server) -> list[Run]:
         """One user, who waits for each answer: what the way through two processes adds."""
@@ -217,7 +202,9 @@ def draw(evidence: Evidence, out: Path) -> None:
     """Throughput; what each user waits for; and by prompt length (CPU) or by the clock (GPU)."""
     by_clock = evidence.find(ARRIVALS)
     figure, (left, middle, right) = panels(3, height=3.4)
-    runs = [r for r in evidence.runs if "users" in r.options and r.variant != LENGTHS]
+    own = [r for r in evidence.runs if "users" in r.options and r.variant != LENGTHS]
+    others = beside(evidence, model=own[0].model)
+    runs = sorted([*own, *others], key=lambda run: -run.options["users"] if others else 0)
     labels = [f"{_short(run.variant)}\n{_users(run)}" for run in runs]
     _rates(left, runs, labels)
     _waits(middle, runs)
@@ -240,7 +227,8 @@ def draw(evidence: Evidence, out: Path) -> None:
 
 
 def _short(variant: str) -> str:
-    return {PHASE: "served", ENGINE: "no server", ALONE: "phase 02 served", PEER: "vLLM served"}[variant]
+    words = {PHASE: "served", ENGINE: "no server", ALONE: "phase 02 served"}
+    return words.get(variant, f"{variant.split(',')[0]} served")
 
 
 def _users(run: Run) -> str:
@@ -280,4 +268,4 @@ def _waits(axes: Axes, runs: list[Run]) -> None:
     log_axis(axes, vertical=False)
     axes.set_xlabel("ms: first token (full), gap (pale); bar p50, line p99")
     first = max(run.median("ttft_ms_p50") for run in runs if run.variant == PHASE)
-    axes.set_title(f"Each of them: the first token after {first:,.0f} ms at most")
+    axes.set_title(f"Each of them: half of the first tokens within {first:,.0f} ms")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.evidence import Metric, Roofline, Run, collect, results
+from benchmarks.evidence import ROOT, Metric, Roofline, Run, collect, results
 from benchmarks.gains import gain, gain_text
 from benchmarks.tables import fill, fill_all
 from common.errors import UserError
@@ -72,35 +73,35 @@ def test_a_table_is_made_from_the_evidence(tmp_path):
         fill(marks.format("nonsense", ""), tmp_path)
 
 
-def test_other_engines_are_compared_by_the_rate_that_a_workload_is_about(tmp_path):
-    def of(variant: str, workload: str, **rates: float) -> Run:
-        metrics = {name: Metric((rate,)) for name, rate in rates.items()}
-        return Run(variant, workload, "hash", "m", "random", "float32", metrics)
-
-    runs = [
-        of("02_kv_cache", "single", output_tokens_per_s=30.0, prompt_tokens_per_s=7.0),
-        of("02_kv_cache, slowly", "single", output_tokens_per_s=1.0),
-        of("02_kv_cache", "prefill", output_tokens_per_s=1.0, prompt_tokens_per_s=80.0),
-        of("one 1.0", "single", output_tokens_per_s=20.0),
-        of("two 2.0", "single", output_tokens_per_s=10.0),
-        of("two 2.0", "prefill", prompt_tokens_per_s=100.0),
-    ]
-    evidence(*runs).write(tmp_path / "benchmarks" / "results" / "h200" / "02_kv_cache.json")
-    text = fill("<!-- table: peers h200/02_kv_cache -->\n<!-- /table -->", tmp_path)
-    assert "| workload | model | one 1.0 | two 2.0 | 02_kv_cache | over the best |" in text
-    assert "| single | m | 20 | 10 | 30 | 1.50× |" in text
-    assert "| prefill | m |  | 100 | 80 | 0.80× |" in text
-
-
 def test_the_ladder_table_links_every_lesson(tmp_path):
     text = fill("<!-- table: ladder -->\n<!-- /table -->", tmp_path, tmp_path / "docs" / "page.md")
-    assert all(f"| {phase.name} |" in text for phase in PHASES)  # no lesson in this folder: named, not linked
+    assert all(
+        f"| {phase.number:02d} {phase.title} |" in text for phase in PHASES
+    )  # no lesson in this folder: named, not linked
     for phase in PHASES:
         lesson = tmp_path / "phases" / phase.name / "README.md"
         lesson.parent.mkdir(parents=True)
         lesson.touch()
     text = fill("<!-- table: ladder -->\n<!-- /table -->", tmp_path, tmp_path / "docs" / "page.md")
-    assert all(f"[{phase.name}](../phases/{phase.name}/README.md)" in text for phase in PHASES)
+    for phase in PHASES:
+        assert f"[{phase.number:02d} {phase.title}](../phases/{phase.name}/README.md)" in text
+
+
+def test_the_ladder_fits_a_page_of_800_pixels():
+    """A letter is about 8 pixels wide, a cell has 26 around its text; a link is as wide as its words."""
+    table = fill("<!-- table: ladder -->\n<!-- /table -->", ROOT, ROOT / "README.md")
+    rows = [
+        [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", cell).strip() for cell in line.strip("|").split("|")]
+        for line in table.splitlines()
+        if line.startswith("|")
+    ]
+    columns = list(zip(*rows, strict=True))
+    narrow = [max(len(cell) for cell in column) for column in columns[:1] + columns[2:] if column[1] != ""]
+    left = 800 - sum(8 * letters + 26 for letters in narrow)
+    assert left > 350, f"{left} pixels are left for what a phase adds"
+    assert all(re.fullmatch(r"|[\d.,]+×", cell) for row in rows[2:] for cell in row[2:]), (
+        "a factor, or nothing"
+    )
 
 
 def test_gain_compares_the_same_work_with_the_phase_below():
