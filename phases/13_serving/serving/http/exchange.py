@@ -88,8 +88,7 @@ class Exchange:
                         self.unread = False
                         return bytes(body)
         except TimeoutError:
-            seconds = self.limits.body_seconds
-            raise ApiError(408, f"the body was not here after {seconds:g} s", close=True) from None
+            raise ApiError(408, f"no whole body after {self.limits.body_seconds:g} s", close=True) from None
 
     async def _next(self) -> MutableMapping[str, Any]:
         """Receive a part of the body. Raises `Gone` when the client has left."""
