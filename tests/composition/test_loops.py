@@ -8,10 +8,10 @@ from itertools import product
 from typing import Any
 
 import pytest
-import torch
 
 import continuous
 import forward
+from benchmarks.engines import engine_of
 from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
 from continuous.engine import Engine
@@ -20,10 +20,8 @@ from cuda_graphs.overlap import Overlapped
 from forward.model import Model
 from parallel import crew as crews
 from parallel.engine import Leader
-from phases import find_phase
 from phases.appendix.drafting_in_graphs.loop import InGraph
 from phases.appendix.guidance.loop import EarlyHalves
-from phases.config import EngineConfig
 from speculative.loops import Waiting
 from tests.ranks_kit import agree
 from tests.structured_kit import tokenizer
@@ -68,10 +66,8 @@ def tokens(engine: Engine, prompts: Sequence[list[int]], params: Any) -> list[li
 
 
 def built(model: Model | str, **options: Any) -> Engine:
-    phase = find_phase("14")
-    assert phase is not None
-    config = EngineConfig.of(phase, SIZES | options, torch.device("cpu"))
-    return config.build(model, device="cpu", dtype="float32", tokenizer=tokenizer())
+    sizes = SIZES | options
+    return engine_of("14", model, device="cpu", dtype="float32", tokenizer=tokenizer(), **sizes)
 
 
 def kinds(loop: Loop) -> list[type]:

@@ -14,16 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch
 
 import forward
+from benchmarks.engines import engine_of
 from common.request import Request
 from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
 from continuous.engine import Engine
 from forward.model import Model
-from phases import find_phase
-from phases.config import EngineConfig
 from tests.equivalence.compare import TIE, next_logits
 from tests.structured_kit import tokenizer
 
@@ -62,15 +60,11 @@ def model() -> Model:
 
 def built(model: Model, tokens: int, **options: Any) -> Engine:
     """An engine of phase 12 whose cache holds so many tokens."""
-    phase = find_phase("12")
-    assert phase is not None
     config = model.config
     token_bytes = 2 * 4 * config.num_layers * config.num_kv_heads * config.head_dim
     sizes = {"max_rows": 6, "max_len": MAX_LEN, "step_tokens": 64, "block_size": 4}
-    made = EngineConfig.of(
-        phase, sizes | {"cache_bytes": tokens * token_bytes} | options, torch.device("cpu")
-    )
-    return made.build(model, device="cpu", dtype="float32", tokenizer=tokenizer())
+    sizes |= {"cache_bytes": tokens * token_bytes}
+    return engine_of("12", model, device="cpu", dtype="float32", tokenizer=tokenizer(), **sizes, **options)
 
 
 def asked(rng: random.Random) -> Asked:

@@ -302,13 +302,30 @@ def test_every_taker_lands_and_commits() -> None:
 
 
 class Guess(Drafter):
-    """Drafts the same tokens for everybody."""
+    """Drafts the same tokens for everybody. left: who has left, and the row that it had then."""
 
     def __init__(self, *drafts: int) -> None:
         self.drafts = drafts
+        self.left: list[tuple[int, int]] = []
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
         return self.drafts[:most]
+
+    def leave(self, request: Request) -> None:
+        self.left.append((request.id, request.row))
+
+
+def test_the_drafter_hears_of_a_leaver_while_it_has_its_row() -> None:
+    steps, scheduler, _ = setup()
+    request, row = ask(scheduler, 0, 5, 20), 0
+    scheduler.drafter = drafter = Guess()
+    steps.land(steps.schedule())
+    scheduler.leave(request)
+    assert drafter.left == [(request.id, row)], (
+        "request 0 leaves row 0: its drafter is told once, before that"
+    )
+    scheduler.leave(request)
+    assert len(drafter.left) == 1, "request 0 has left already: its drafter is not told again"
 
 
 def test_drafts_without_room_are_dropped() -> None:
