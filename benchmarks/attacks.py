@@ -35,11 +35,11 @@ from common.errors import UserError
 
 NAME, REAL, TINY = "attacks", "smollm2", "random:tiny"
 FLAGS = ("--max-connections", "100", "--body-seconds", "5", "--access-log", "none")
-QUIET = 8.0
+QUIET = 5.0
 """Seconds that an attack is watched at least, and that the bystander is heard after it."""
 TOKENS = 100
 """Of a stream of the bystander, whose gaps are noted at its end."""
-HOLD = 90.0
+HOLD = 80.0
 """Seconds for which a connection is held, if the server lets it."""
 AMBIGUOUS = 'start: e\ne: e e e | e e | "a" | "bb"'
 """Cheap to compile; the items of its parse grow with the cube of the text."""
