@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -38,6 +38,18 @@ def engine(model: Model) -> PagedEngine:
 @pytest.fixture
 def make(engine: PagedEngine, tokenizer: Tokenizer) -> Callable[..., App]:
     return lambda **options: whole_app(Loopback(engine), tokenizer, "tiny", **options)
+
+
+@pytest.fixture(name="make")
+def make_with_grammars(model: Model, tokenizer: Tokenizer) -> Callable[..., App]:
+    """Like `make`, around a new engine each time that drafts and follows grammars."""
+
+    def made(**options: Any) -> App:
+        size = blocks(model, 200)
+        engine = load(model, max_rows=8, cache_bytes=size, step_tokens=256, tokenizer=tokenizer)
+        return whole_app(Loopback(engine), tokenizer, "tiny", **options)
+
+    return made
 
 
 def extension(app: App, kind: type[E]) -> E:

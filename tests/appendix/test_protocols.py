@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from common.text.tokenizer import Tokenizer
-from forward.model import Model
 from phases.appendix.protocols.responses import MOST_KEPT, Conversations
-from phases.appendix.server import whole_app
-from serving.app import App
 from serving.http.errors import ApiError
 from serving.http.limits import Limits
-from tests.equivalence.engines import blocks
-from tests.guidance_kit import served as load
-from tests.servers import Asked, Client, Loopback
+from tests.servers import Asked, Client
+from tests.serving_kit import make_with_grammars as make_with_grammars
 from tests.serving_kit import metrics, settle
 from tests.serving_kit import tokenizer as tokenizer
 
@@ -56,16 +50,6 @@ WITH_TOOLS: dict[str, dict[str, Any]] = {
         "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
     },
 }
-
-
-@pytest.fixture
-def make(model: Model, tokenizer: Tokenizer) -> Callable[..., App]:
-    def made(**options: Any) -> App:
-        size = blocks(model, 200)
-        engine = load(model, max_rows=8, cache_bytes=size, step_tokens=256, tokenizer=tokenizer)
-        return whole_app(Loopback(engine), tokenizer, "tiny", **options)
-
-    return made
 
 
 def events_of(asked: Asked) -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from tokenizers import Tokenizer as Backend
 from common.errors import UserError
 from common.text.tokenizer import Tokenizer
 from forward.loading import random_model
-from forward.model import Model
 from forward.shapes import SHAPES
 from phases.appendix.api.schema import ChatRequest
 from phases.appendix.guidance.backend import GuidanceBackend
@@ -27,12 +25,11 @@ from phases.appendix.server import whole_app
 from phases.appendix.tools.formats import HERMES, LLAMA, MISTRAL, CallFormat, format_of
 from phases.appendix.tools.reader import CallReader
 from phases.appendix.tools.request import conversation, refusal, tools_of
-from serving.app import App
 from serving.http.errors import ApiError
 from serving.http.limits import Limits
-from tests.equivalence.engines import blocks
 from tests.guidance_kit import served as load
 from tests.servers import Client, Loopback, tokenizer_for
+from tests.serving_kit import make_with_grammars as make_with_grammars
 from tests.serving_kit import tokenizer as tokenizer
 
 CITY = {
@@ -52,16 +49,6 @@ NOW = {"type": "function", "function": {"name": "now"}}
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 FORMATS = {"hermes": HERMES, "mistral": MISTRAL, "mistral-special": MISTRAL, "llama": LLAMA}
 SPECIAL = 5
-
-
-@pytest.fixture
-def make(model: Model, tokenizer: Tokenizer) -> Callable[..., App]:
-    def made(**options: Any) -> App:
-        size = blocks(model, 200)
-        engine = load(model, max_rows=8, cache_bytes=size, step_tokens=256, tokenizer=tokenizer)
-        return whole_app(Loopback(engine), tokenizer, "tiny", **options)
-
-    return made
 
 
 def templated(folder: Path, template: Any, special: str = "") -> Tokenizer:

@@ -43,13 +43,17 @@ class PromptPart:
         else:
             self._found = list(found)
 
-    def land(self) -> None:
-        """Wait for the copies and write them down."""
+    def arrived(self) -> Sequence[Tensor]:
+        """Wait for the copies, and return them."""
         if self._arrived is not None:
             self._arrived.synchronize()
+        return self._found
+
+    def land(self) -> None:
+        """Wait for the copies and write them down."""
         kept = self.request.prompt_logprobs
         assert kept is not None
-        chosen, ranks, ids, values = (tensor.tolist() for tensor in self._found)
+        chosen, ranks, ids, values = (tensor.tolist() for tensor in self.arrived())
         for place, pairs in enumerate(zip(ids, values, strict=True)):
             top = tuple(zip(*pairs, strict=True))
             kept[self.first + place] = PromptLogprob(chosen[place], ranks[place], top)

@@ -32,9 +32,8 @@ class PooledPart(PromptPart):
 
     def land(self) -> None:
         """See `PromptPart`."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        self.means.append((self.request.index, self._found[0].numpy().tobytes()))
+        (mean,) = self.arrived()
+        self.means.append((self.request.index, mean.numpy().tobytes()))
 
 
 class PoolingPlan(PromptPlan):
@@ -55,10 +54,10 @@ class PoolingPlan(PromptPlan):
 
     def takes(self, works: Sequence[Work], masked: bool) -> bool | None:
         """See `PromptPlan`. A request that was preempted begins again."""
+        if not self._sums:
+            return super().takes(works, masked)
         fresh = set(self.runner.rows.fresh.values())
         ticket = super().takes(works, masked)
-        if not self._sums:
-            return ticket
         running = {one: total for one, total in self._sums.items() if one.finish_reason is None}
         self._sums = {one: None if one in fresh else total for one, total in running.items()}
         self.open -= self._sums.keys()

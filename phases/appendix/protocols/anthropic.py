@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from common.text.tokenizer import Tokenizer
 from phases.appendix.protocols.translation import ErrorForm, EventBuilder, Translation
-from phases.appendix.tools.described import text_of, with_system
+from phases.appendix.tools.described import text_of
 from serving.app import App
 from serving.completion import Choice
 from serving.http.errors import ApiError, wrong
@@ -80,9 +80,9 @@ class Messages(Translation):
     def translate(self, request: MessagesRequest) -> dict[str, Any]:
         """See `Translation`."""
         messages = [made for said in request.messages for made in _messages(said)]
-        if request.system:
-            messages = with_system(messages, text_of(request.system))
         fields: dict[str, Any] = {"messages": messages, "stop": request.stop_sequences or request.stop}
+        if request.system:
+            fields["system"] = text_of(request.system)
         if request.tools:
             fields["tools"] = [_tool(tool) for tool in request.tools]
         if choice := request.tool_choice:
@@ -95,7 +95,7 @@ class Messages(Translation):
             fields["response_format"] = form
         return fields
 
-    def builder(self, request: MessagesRequest) -> EventBuilder:
+    def builder(self, request: MessagesRequest, messages: Any) -> EventBuilder:
         """See `Translation`."""
         if request.max_tokens is None:
             raise wrong("max_tokens", "max_tokens is missing, but must be given")
@@ -104,7 +104,7 @@ class Messages(Translation):
     async def count(self, app: App, exchange: Exchange) -> None:
         """Answer with the number of a prompt's tokens."""
         request, ready = await app.begin(exchange, MessagesRequest)
-        ids, _ = await self.chat.prompt(exchange, self.chat_request(request), ready)
+        ids, _ = await self.chat.prompt(exchange, self.chat_request(request)[0], ready)
         await exchange.json({"input_tokens": len(ids)})
 
 

@@ -9,7 +9,7 @@ from phases.appendix.api.openapi import Documented
 from phases.appendix.protocols import ollama
 from phases.appendix.protocols.anthropic import AnthropicErrors, Messages, MessagesRequest
 from phases.appendix.protocols.responses import Responses
-from phases.appendix.protocols.translation import ErrorForm
+from phases.appendix.protocols.translation import ErrorForm, Translation
 from serving.app import App
 
 FORMS = {"/v1/responses": ErrorForm(), "/v1/messages": AnthropicErrors(), "/api/": ollama.OllamaErrors()}
@@ -31,11 +31,15 @@ class Protocols(Documented):
         """See `Extension`."""
         chat = chat_of(app, self.strict, self.describe)
         messages = Messages(chat)
-        self.add(app, "/v1/responses", Responses(chat))
-        self.add(app, "/v1/messages", messages)
-        self.add(app, "/api/chat", ollama.Ollama(chat, talks=True))
-        self.add(app, "/api/generate", ollama.Ollama(chat, talks=False))
-        posts = {path: app.routes[path]["POST"] for path in self.bodies}
+        routes: dict[str, Translation] = {
+            "/v1/responses": Responses(chat),
+            "/v1/messages": messages,
+            "/api/chat": ollama.Ollama(chat, talks=True),
+            "/api/generate": ollama.Ollama(chat, talks=False),
+        }
+        self.bodies |= {path: route.body for path, route in routes.items()}
+        self.bodies |= {"/v1/messages/count_tokens": MessagesRequest, "/api/show": ollama.OllamaRequest}
+        posts = {path: partial(route.serve, app) for path, route in routes.items()}
         posts["/v1/messages/count_tokens"] = partial(messages.count, app)
         posts["/api/show"] = partial(ollama.show, app)
         for path, handle in posts.items():
@@ -43,4 +47,3 @@ class Protocols(Documented):
             app.routes[path] = {"POST": partial(form.told, handle)}
         app.routes["/api/tags"] = {"GET": partial(ollama.tags, app)}
         app.routes["/api/version"] = {"GET": lambda exchange: exchange.json({"version": ollama.VERSION})}
-        self.bodies |= {"/v1/messages/count_tokens": MessagesRequest, "/api/show": ollama.OllamaRequest}

@@ -77,10 +77,10 @@ class Ollama(Translation):
 
     def translate(self, request: OllamaRequest) -> dict[str, Any]:
         """See `Translation`."""
-        messages = [{"role": "user", "content": request.prompt}]
-        if request.system:
-            messages.insert(0, {"role": "system", "content": request.system})
-        fields: dict[str, Any] = {"messages": request.messages or [] if self.talks else messages}
+        fields: dict[str, Any] = {"messages": request.messages or []}
+        if not self.talks:
+            fields["messages"] = [{"role": "user", "content": request.prompt}]
+            fields["system"] = request.system or None
         given = {name: value for name, value in (request.options or {}).items() if value is not None}
         if given.get("num_predict") in (-1, -2):  # as many as there is room for
             del given["num_predict"]
@@ -93,7 +93,7 @@ class Ollama(Translation):
             fields["chat_template_kwargs"] = {"enable_thinking": request.think}
         return fields | {"tools": request.tools}
 
-    def builder(self, request: OllamaRequest) -> EventBuilder:
+    def builder(self, request: OllamaRequest, messages: Any) -> EventBuilder:
         """See `Translation`."""
         return OllamaEvents(self.model, talks=self.talks)
 

@@ -11,13 +11,12 @@ import msgspec
 from msgspec import Struct
 
 from phases.appendix.api.endpoints import WideChat
-from phases.appendix.protocols.translation import EventBuilder, Translation
-from phases.appendix.tools.described import text_of, with_system
+from phases.appendix.protocols.translation import EventBuilder, Messages, Translation
+from phases.appendix.tools.described import text_of
 from serving.completion import Choice
 from serving.http.errors import ApiError
 from serving.http.schema import Generation
 
-Messages = list[dict[str, Any]]
 NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
 MOST_KEPT, MOST_BYTES = 1024, 32 << 20
 """Responses whose conversations are kept for `previous_response_id`, and bytes of all of them together."""
@@ -104,10 +103,11 @@ class Responses(Translation):
 
     def translate(self, request: ResponsesRequest) -> dict[str, Any]:
         """See `Translation`."""
-        messages = self.conversation(request)
-        if request.instructions:
-            messages = with_system(messages, request.instructions)
-        fields: dict[str, Any] = {"messages": messages, "parallel_tool_calls": request.parallel_tool_calls}
+        fields: dict[str, Any] = {
+            "messages": self.conversation(request),
+            "system": request.instructions or None,
+        }
+        fields["parallel_tool_calls"] = request.parallel_tool_calls
         if request.tools:
             fields["tools"] = [{"type": tool.get("type"), "function": tool} for tool in request.tools]
         choice = request.tool_choice
@@ -127,10 +127,10 @@ class Responses(Translation):
             return [*before, {"role": "user", "content": request.input}]
         return _messages(before, request.input)
 
-    def builder(self, request: ResponsesRequest) -> EventBuilder:
+    def builder(self, request: ResponsesRequest, messages: Messages) -> EventBuilder:
         """See `Translation`."""
         kept = self.kept if request.store is not False else None
-        return ResponseEvents(self.model, request, kept, self.conversation(request))
+        return ResponseEvents(self.model, request, kept, messages)
 
 
 class ResponseEvents(EventBuilder):

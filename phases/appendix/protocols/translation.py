@@ -16,7 +16,8 @@ from common.errors import UserError
 from phases.appendix.api.answers import WideChatAnswer
 from phases.appendix.api.endpoints import WideChat
 from phases.appendix.api.schema import ChatRequest
-from serving.app import Handler
+from phases.appendix.tools.described import Message, with_system
+from serving.app import App, Handler
 from serving.completion import Choice, ChoiceGroup, Order, Piece
 from serving.endpoints import Endpoint
 from serving.http.answers import Answer, usage
@@ -25,6 +26,7 @@ from serving.http.exchange import EVENTS, Exchange, Header
 from serving.http.schema import Generation
 from serving.messages import Ready
 
+Messages = list[Message]
 _json = msgspec.json.Encoder().encode
 
 
@@ -128,50 +130,75 @@ class TranslatedAnswer(Answer):
         return b""
 
 
-class Translation(Endpoint):
+class Translation:
     """A route of another protocol.
 
     chat: the path that its requests take.
+    body: the fields of its requests.
     names: what the protocol calls the fields of a chat, for errors.
     """
 
+    body: type[Generation]
     names: Mapping[str, str] = {}
 
     def __init__(self, chat: WideChat) -> None:
-        super().__init__(chat.prompts, chat.model, chat.limits)
-        self.chat = chat
+        self.chat, self.model, self.prompts = chat, chat.model, chat.prompts
 
     def translate(self, request: Any) -> dict[str, Any]:
-        """Return the fields of a chat that a request means. Raises `ApiError`."""
+        """Return the fields of a chat that a request means, and `system`, a text for its system message.
+
+        Raises:
+            ApiError: it means none.
+        """
         raise NotImplementedError
 
-    def builder(self, request: Any) -> EventBuilder:
-        """Make what builds the answer. Raises `ApiError`."""
+    def builder(self, request: Any, messages: Messages) -> EventBuilder:
+        """Make what builds the answer. Raises `ApiError`.
+
+        messages: of the chat, without `system`.
+        """
         raise NotImplementedError
 
-    def chat_request(self, request: Any) -> ChatRequest:
-        """Return a request as a chat's. Raises `ApiError`."""
+    def chat_request(self, request: Any) -> tuple[ChatRequest, Messages]:
+        """Return a request as a chat's, and its messages without `system`. Raises `ApiError`."""
         if request.n not in (None, 1):
             raise wrong("n", f"n is {request.n}, but must be 1 here")
         same = {name: getattr(request, name) for name in Generation.__struct_fields__}
         try:
-            return ChatRequest(**(same | {"stream_options": None} | self.translate(request)))
+            fields = self.translate(request)
+            messages, system = fields["messages"], fields.pop("system", None)
+            if system is not None:
+                fields["messages"] = with_system(messages, system)
+            return ChatRequest(**(same | {"stream_options": None} | fields)), messages
         except UserError as error:
             raise wrong(self.names.get("messages", "messages"), str(error)) from None
+
+    async def serve(self, app: App, exchange: Exchange) -> None:
+        """Answer a request for tokens."""
+        request, _ = await app.begin(exchange, self.body)
+        await app.service.serve(exchange, Translated(self, request), request)
+
+
+class Translated(Endpoint):
+    """The chat's path for one request, which is translated once. Raises `ApiError`."""
+
+    def __init__(self, route: Translation, request: Any) -> None:
+        super().__init__(route.prompts, route.model, route.chat.limits)
+        self.route = route
+        self.request, self.messages = route.chat_request(request)
 
     async def orders(self, exchange: Exchange, request: Any, ready: Ready) -> list[Order]:
         """See `Endpoint`."""
         try:
-            return await self.chat.orders(exchange, self.chat_request(request), ready)
+            return await self.route.chat.orders(exchange, self.request, ready)
         except ApiError as error:
-            raise renamed(error, self.names) from None
+            raise renamed(error, self.route.names) from None
 
     def answer(self, exchange: Exchange, request: Any) -> Answer:
         """See `Endpoint`."""
-        made = self.chat_request(request)
-        chat = WideChatAnswer(self.prefix, self.model, self.prompts.tokenizer, made)
-        return TranslatedAnswer(chat, self.builder(request))
+        chat = WideChatAnswer(self.prefix, self.model, self.prompts.tokenizer, self.request)
+        return TranslatedAnswer(chat, self.route.builder(request, self.messages))
 
     def refusal(self, message: str, request: Any, order: Order | None = None) -> ApiError:
         """See `Endpoint`."""
-        return renamed(self.chat.refusal(message, self.chat_request(request), order), self.names)
+        return renamed(self.route.chat.refusal(message, self.request, order), self.route.names)
