@@ -16,25 +16,26 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 
 from benchmarks.evidence import ROOT, BenchOptions, Evidence, Metric, Run, collect
 from benchmarks.loadtest.user import Target, ask
+from benchmarks.server import Server, import_path
 from benchmarks.workloads import uniform
 from common.errors import UserError
 
 NAME, REAL, TINY = "attacks", "smollm2", "random:tiny"
-FLAGS = ("--max-connections", "100", "--body-seconds", "5", "--access-log", "none")
+OPTIONS: dict[str, Any] = {"max_connections": 100, "body_seconds": 5, "generation_config": "model"}
 QUIET = 5.0
 """Seconds that an attack is watched at least, and that the bystander is heard after it."""
 TOKENS = 100
@@ -228,35 +229,18 @@ def running(target: Target) -> float:
     return _metric(target, "vllm:num_requests_running") - 1
 
 
-@contextmanager
-def server(model: str) -> Iterator[tuple[Target, psutil.Process]]:
-    """Start a server, and yield where it listens and its API process."""
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "phases", "serve", model, "--port", "0", *FLAGS],
-            stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT, env=_environment(),
-        )  # fmt: skip
-        try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                if found := re.search(r"Ready: (http://\S+)", line):
-                    yield Target.of(found[1]), psutil.Process(process.pid)
-                    return
-            log.seek(0)
-            raise UserError(f"the server of {model} has not started: {log.read()[-500:].decode()}")
-        finally:
-            process.terminate()
-            process.wait(60)
-
-
 class Bystander:
     """A process that streams completions, one after another, and notes the gaps between their tokens."""
 
     def __init__(self, target: Target) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.attacks", target.host, str(target.port)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=_environment(),
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": import_path()},
+        )
 
     def gaps(self) -> list[float]:
         """Return the gaps since the last call, in milliseconds; a failed stream is one of 10⁹."""
@@ -270,11 +254,6 @@ class Bystander:
         """End it."""
         self._process.kill()
         self._process.communicate()
-
-
-def _environment() -> dict[str, str]:
-    folders = [ROOT, *sorted((ROOT / "phases").glob("[0-9]*"))]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders)), "COLUMNS": "200"}
 
 
 async def _stream(target: Target) -> None:
@@ -309,7 +288,8 @@ def run(options: BenchOptions) -> Evidence:
     work = uniform(NAME, 1, 3, TOKENS, 10_000)
     runs = []
     for model in (TINY,) if options.quick else (TINY, REAL):
-        with server(model) as (target, process):
+        with Server(model, **OPTIONS) as server:
+            target, process = server.target, server.process
             bystander = Bystander(target)
             try:
                 alone = Attack("nothing", _nothing, model)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.evidence import ROOT, BenchOptions, Evidence, Metric, Run, collect
+from benchmarks.server import import_path
 from benchmarks.workloads import uniform
 from common.errors import UserError
 from common.neighbours import processors, share, usage
@@ -79,7 +80,8 @@ class Decoder:
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env={**kept, **way.environment} | {"OMP_NUM_THREADS": str(way.threads), "PYTHONPATH": _path()},
+            env={**kept, **way.environment}
+            | {"OMP_NUM_THREADS": str(way.threads), "PYTHONPATH": import_path()},
         )
 
     def ask(self, requests: int, seconds: float) -> float:
@@ -96,15 +98,6 @@ class Decoder:
         """End it."""
         self._process.kill()
         self._process.communicate()
-
-
-def _path() -> str:
-    folders = [
-        str(ROOT),
-        *map(str, sorted((ROOT / "phases").glob("[0-9]*"))),
-        os.environ.get("PYTHONPATH", ""),
-    ]
-    return os.pathsep.join(filter(None, folders))
 
 
 @contextmanager

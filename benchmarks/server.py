@@ -85,9 +85,14 @@ class Server:
         self._process.stdout.close()
 
     @property
+    def process(self) -> psutil.Process:
+        """The API process."""
+        return psutil.Process(self._process.pid)
+
+    @property
     def api_seconds(self) -> float:
         """Processor time of the API process so far."""
-        used = psutil.Process(self._process.pid).cpu_times()
+        used = self.process.cpu_times()
         return float(used.user + used.system)
 
     def sample(self, work: Workload, *, users: int = 0, rate: float = 0.0, processes: int = 4) -> Sample:
