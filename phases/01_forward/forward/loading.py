@@ -18,7 +18,7 @@ from common.models.fields import shown
 from common.models.hub import model_folder
 from forward.cpu_linear import flip_linears, flipping_pays
 from forward.model import Model
-from forward.models import FAMILIES
+from forward.models import family_of
 from forward.shapes import SHAPES
 from forward.surgery import clone
 
@@ -106,7 +106,7 @@ def checkpoint_config(folder: Path) -> ModelConfig:
         UserError: see `ModelConfig.from_folder` and `load_weights`.
     """
     config = ModelConfig.from_folder(folder)
-    family = FAMILIES[config.family]
+    family = family_of(config.family)
     return replace(config, tie_word_embeddings=stores_once(folder, family.TIED, family.rename))
 
 
@@ -141,7 +141,7 @@ def random_tensors(
         for name, parameter in list(module.named_parameters(recurse=False)):
             shape = parameter.shape
             value = torch.empty(shape, device=device, dtype=dtype)
-            if isinstance(module, nn.Embedding | nn.Linear):
+            if isinstance(module, nn.Embedding | nn.Linear) or len(shape) > 1:
                 scale = 0.02 if isinstance(module, nn.Embedding) else shape[-1] ** -0.5
                 value.normal_(0.0, scale, generator=generator)
             else:  # a norm: no change, which Gemma stores as 0
@@ -152,7 +152,7 @@ def random_tensors(
 def skeleton(config: ModelConfig) -> Model:
     """The modules with shapes and no memory, so that every weight is allocated once, where it belongs."""
     with torch.device("meta"):
-        return FAMILIES[config.family](config)
+        return family_of(config.family)(config)
 
 
 def finish(model: Model, device: torch.device) -> Model:

@@ -1,5 +1,7 @@
 """The six families. Read `llama` first; `qwen2`, `qwen3` and `gemma3` are what they change in it."""
 
+import importlib
+
 from forward.model import Model
 from forward.models.gemma3 import Gemma3
 from forward.models.gpt2 import GPT2
@@ -16,4 +18,17 @@ FAMILIES: dict[str, type[Model]] = {
     "gemma3": Gemma3,
 }
 
-__all__ = ["FAMILIES", "GPT2", "Gemma3", "Llama", "Qwen2", "Qwen3"]
+LATER: dict[str, str] = {}
+"""A seam: families that a later phase brings, each as `module.Class`, imported when a model of it is made."""
+
+
+def family_of(name: str) -> type[Model]:
+    """Return the class of a family of `FAMILIES` or `LATER`."""
+    if name in FAMILIES:
+        return FAMILIES[name]
+    module, _, kind = LATER[name].rpartition(".")
+    found: type[Model] = getattr(importlib.import_module(module), kind)
+    return found
+
+
+__all__ = ["FAMILIES", "GPT2", "Gemma3", "Llama", "Qwen2", "Qwen3", "family_of"]
