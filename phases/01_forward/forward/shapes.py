@@ -6,7 +6,7 @@ model of random weights says is noise.
 
 from __future__ import annotations
 
-from common.models.config import ModelConfig, RopeConfig
+from common.models.config import ExpertConfig, ModelConfig, RopeConfig
 
 SHAPES: dict[str, ModelConfig] = {
     "qwen3-0.6b": ModelConfig(
@@ -42,6 +42,24 @@ SHAPES: dict[str, ModelConfig] = {
         attention_scale=128**-0.5,
         rope=RopeConfig(theta=1_000_000.0),
         eos_token_ids=(151_645,),
+    ),
+    "qwen3-30b-a3b": ModelConfig(
+        family="qwen3_moe",
+        vocab_size=151_936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_layers=48,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        max_position_embeddings=40_960,
+        norm_eps=1e-6,
+        activation="silu",
+        tie_word_embeddings=False,
+        attention_scale=128**-0.5,
+        rope=RopeConfig(theta=1_000_000.0),
+        eos_token_ids=(151_645,),
+        experts=ExpertConfig(count=128, top_k=8, intermediate_size=768),
     ),
     "gpt2": ModelConfig(
         family="gpt2",
@@ -101,5 +119,24 @@ SHAPES: dict[str, ModelConfig] = {
         attention_soft_cap=20.0,
         final_soft_cap=30.0,
         eos_token_ids=(0,),
+    ),
+    # Experts whose number and size are no powers of two, and one layer without any.
+    "tiny-moe": ModelConfig(
+        family="qwen3_moe",
+        vocab_size=257,
+        hidden_size=48,
+        intermediate_size=80,
+        num_layers=3,
+        num_heads=6,
+        num_kv_heads=3,
+        head_dim=16,
+        max_position_embeddings=1024,
+        norm_eps=1e-6,
+        activation="silu",
+        tie_word_embeddings=False,
+        attention_scale=16**-0.5,
+        rope=RopeConfig(),
+        eos_token_ids=(0,),
+        experts=ExpertConfig(count=7, top_k=3, intermediate_size=24, dense_layers=frozenset({1})),
     ),
 }
