@@ -137,6 +137,6 @@ SHAPES: dict[str, ModelConfig] = {
         attention_scale=16**-0.5,
         rope=RopeConfig(),
         eos_token_ids=(0,),
-        experts=ExpertConfig(count=7, top_k=3, intermediate_size=24, dense_layers=frozenset({1})),
+        experts=ExpertConfig(count=7, top_k=3, intermediate_size=112, dense_layers=frozenset({1})),
     ),
 }

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from common.text import llm
+from experts.feature import MixtureOfExperts
 from forward.model import Model
 from paged_cache import PagedEngine
 from serving import PRESET as BELOW
 
-__all__ = ["LLM", "PRESET", "load"]
+__all__ = ["LLM", "PRESET", "MixtureOfExperts", "load"]
 
-PRESET = BELOW.plus()
+PRESET = BELOW.plus(on=[MixtureOfExperts])
 
 
 def load(model: str | Path | Model, **options: Any) -> PagedEngine:
@@ -21,7 +22,7 @@ def load(model: str | Path | Model, **options: Any) -> PagedEngine:
 
     Args:
         model: see `forward.load_model`.
-        options: those of `serving.load`.
+        options: those of `serving.load`, and the fields of `MixtureOfExperts`.
 
     Raises:
         UserError: an option is unknown or out of its limits, or features do not go together.

@@ -1,0 +1,176 @@
+"""The experts of a layer in two tensors, and the ways to compute them.
+
+`Stacking` makes them while a model is loaded, one layer at a time: no more than one layer's weights are there
+twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from experts.layer import Experts
+from experts.routing import route, sort_by_expert
+from forward.layers import GatedMLP, activation
+from forward.loading import Linears
+from forward.model import Model
+from quant.loading import replace_layer
+
+
+class ExpertWay(Protocol):
+    """A way to compute a layer's experts for some numbers of tokens."""
+
+    def takes(self, tokens: int) -> bool:
+        """Return whether it computes this many tokens."""
+        ...
+
+    def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """`x [T, hidden]`, `weights` and `chosen [T, k]` -> `[T, hidden]`, the weighted sums."""
+        ...
+
+
+class StackedExperts(nn.Module):
+    """`Experts` with the weights of all in two tensors; it asks its ways, plain torch last.
+
+    gate_up: `[E, 2 I, hidden]`, an expert's gates and then its ups. down: `[E, hidden, I]`.
+    """
+
+    def __init__(self, old: Experts, kind: str) -> None:
+        super().__init__()
+        self.facts, self.kind, self.gate = old.facts, kind, old.gate
+        first, count = old.experts[0], len(old.experts)
+        assert isinstance(first, GatedMLP)
+        inside, hidden = first.gate_proj.weight.shape
+        gate_up = first.gate_proj.weight.new_empty(count, 2 * inside, hidden)
+        down = gate_up.new_empty(count, hidden, inside)
+        for number, expert in enumerate(old.experts):
+            gate_up[number, :inside] = expert.gate_proj.weight
+            gate_up[number, inside:] = expert.up_proj.weight
+            down[number] = expert.down_proj.weight
+        self.gate_up = nn.Parameter(gate_up, requires_grad=False)
+        self.down = nn.Parameter(down, requires_grad=False)
+        self.shared = SharedExpert(old) if old.facts.shared_size else None
+        self.ways: list[ExpertWay] = [SortedLoop(self)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., hidden]` -> `[..., hidden]`."""
+        flat = x.flatten(0, -2)
+        weights, chosen = self.choose(flat)
+        total = next(way for way in self.ways if way.takes(len(flat)))(flat, weights, chosen)
+        if self.shared is not None:
+            total = total + self.shared(flat)
+        return total.view(x.shape)
+
+    def choose(self, flat: Tensor) -> tuple[Tensor, Tensor]:
+        """See `route`."""
+        weights, chosen = route(self.gate(flat), self.facts.top_k, self.facts.normalize)
+        return weights if self.facts.weighted else torch.ones_like(weights), chosen
+
+
+class SharedExpert(nn.Module):
+    """The expert that every token goes through, with its own gate."""
+
+    def __init__(self, old: Experts) -> None:
+        super().__init__()
+        self.mlp, self.gate = old.shared_expert, old.shared_expert_gate
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[T, hidden]` -> `[T, hidden]`."""
+        return torch.sigmoid(self.gate(x)) * self.mlp(x)
+
+
+class SortedLoop:
+    """Plain torch: tokens sorted by expert, and each expert multiplies its own.
+
+    It waits for the device to learn how many tokens each expert has, so it cannot be recorded in a graph.
+    """
+
+    def __init__(self, layer: StackedExperts) -> None:
+        self.gate_up, self.down = layer.gate_up, layer.down
+        self.act: Callable[[Tensor], Tensor] = activation(layer.kind)
+        self.rows = 0
+
+    def takes(self, tokens: int) -> bool:
+        """Any number of tokens."""
+        return True
+
+    def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """See `ExpertWay`."""
+        order, offsets = sort_by_expert(chosen, len(self.down))
+        rows = x[order // chosen.shape[1]]  # [T k, hidden], expert by expert
+        products = torch.empty_like(rows)
+        for expert, (start, end) in enumerate(pairwise(offsets.tolist())):
+            if start < end:
+                gate, up = F.linear(rows[start:end], self.gate_up[expert]).chunk(2, dim=-1)
+                products[start:end] = F.linear(self.act(gate) * up, self.down[expert])
+        return combine(products, order, weights)
+
+
+def combine(products: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    """Bring the experts' products back to their tokens and sum them, in the order of a token's choices.
+
+    The order of the sum is the token's own, so it does not depend on who else is in the batch.
+
+    Args:
+        products: `[T k, hidden]`, expert by expert.
+        order: see `Sorted`.
+        weights: `[T, k]` float32.
+
+    Returns:
+        `[T, hidden]` in the dtype of `products`; sums are in float32.
+    """
+    tokens, top_k = weights.shape
+    back = torch.empty_like(products)
+    back[order] = products
+    by_token = back.view(tokens, top_k, -1)
+    total = torch.zeros(tokens, products.shape[-1], dtype=torch.float32, device=products.device)
+    for place in range(top_k):
+        total += weights[:, place, None] * by_token[:, place]
+    return total.to(products.dtype)
+
+
+class Stacking:
+    """Phase 01's `Linears` around another: experts are stacked when all weights are there."""
+
+    def __init__(self, inner: Linears) -> None:
+        self.inner = inner
+
+    def expect(self, model: Model) -> None:
+        """See `Linears.expect`."""
+        self.inner.expect(model)
+
+    def place(self, model: nn.Module, name: str, tensor: Tensor) -> None:
+        """See `Linears.place`."""
+        self.inner.place(model, name, tensor)
+
+    def finish(self, model: Model) -> Model:
+        """See `Linears.finish`."""
+        model = self.inner.finish(model)
+        for name in layers_of(model):
+            layer = model.get_submodule(name)
+            assert isinstance(layer, Experts)
+            replace_layer(model, name, StackedExperts(layer, model.config.activation))
+        return model
+
+    def changes(self, model: Model) -> bool:
+        """See `Linears.changes`."""
+        return self.inner.changes(model) or bool(layers_of(model))
+
+
+def layers_of(model: nn.Module) -> list[str]:
+    """Return the names of the layers of plain experts, not the layers: a list would keep them alive."""
+    return [
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, Experts) and all(isinstance(part, nn.Linear) for part in parts_of(layer))
+    ]
+
+
+def parts_of(layer: Experts) -> list[nn.Module]:
+    """Return the linear layers of a layer's experts; some are of another format where they are quantized."""
+    return [part for expert in layer.experts for part in expert.children()]
