@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from experts.kernels.grouped import gated_unit, weights_for_kernel
+from experts.kernels.grouped import GroupedWay, gated_unit, weights_for_kernel
 from experts.kernels.stack import ExpertStack, Swiglu
 from triton_paged_attention.linear import KINDS
 
@@ -149,3 +149,15 @@ def few_mlp(
         BLOCK_K=min(block_k, triton.next_power_of_2(inside)), **tile, **constants,
     )  # fmt: skip
     return out
+
+
+class GatheredWay(GroupedWay):
+    """An `ExpertWay` for a few tokens."""
+
+    def takes(self, tokens: int) -> bool:
+        """See `ExpertWay.takes`."""
+        return tokens <= FEW
+
+    def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """See `ExpertWay`."""
+        return few_mlp(x, self.gate_up, self.down, weights, chosen, self.act, first=self.first)

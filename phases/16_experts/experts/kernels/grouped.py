@@ -16,6 +16,7 @@ Floor, of a layer of Qwen3-30B-A3B in bfloat16 (9.4 MB an expert) on an H200 (4.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -238,3 +239,27 @@ def grouped_mlp(
 def as_stack(weight: Tensor | ExpertStack) -> ExpertStack:
     """Return plain weights of all experts as a stack."""
     return weight if isinstance(weight, ExpertStack) else ExpertStack(weight)
+
+
+def scratch_bytes(down: ExpertStack, tokens: int, top_k: int, itemsize: int) -> int:
+    """Return the bytes that `grouped_mlp` needs for a moment: what lies between its three kernels."""
+    _, hidden, inside = down.data.shape
+    return tokens * top_k * ((hidden + inside) * itemsize + (inside if down.rounds else 0) + 4)
+
+
+@dataclass(frozen=True, eq=False)
+class GroupedWay:
+    """An `ExpertWay` for any number of tokens; see `grouped_mlp` for its fields."""
+
+    gate_up: ExpertStack
+    down: ExpertStack
+    act: Swiglu = Swiglu()
+    first: int = 0
+
+    def takes(self, tokens: int) -> bool:
+        """See `ExpertWay.takes`."""
+        return True
+
+    def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """See `ExpertWay`."""
+        return grouped_mlp(x, self.gate_up, self.down, weights, chosen, self.act, first=self.first)
