@@ -2,8 +2,8 @@
 
 A profiler's trace of the same steps in three engines over the same kernels. A lane is busy where an operator,
 a call of the driver or a range around a step runs and does not wait for the device (host), and where a kernel
-or a copy runs (device). The profiler makes each of the host's calls some microseconds longer, so the picture shows proportions; for rates
-see phase 09.
+or a copy runs (device). The profiler makes each of the host's calls some microseconds longer, so the picture
+shows proportions; for rates see phase 09.
 """
 
 from __future__ import annotations
