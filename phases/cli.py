@@ -239,7 +239,6 @@ def serve(
     allowed_origins: a.Origins = None,
     allowed_hosts: a.Hosts = None,
     access_log: a.AccessLog = "-",
-    traces: a.TracesTo = None,
     generation_config: a.ServedSampling = "model",
     phase: a.ServingPhase = "13",
     device: a.DeviceName = "auto",

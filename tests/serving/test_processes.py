@@ -455,7 +455,6 @@ def test_the_engine_does_not_outlive_a_server_that_is_killed():
         (["--api-key", ""], "--api-key is empty"),
         (["--allowed-origins", "example.org"], "--allowed-origins has 'example.org'"),
         (["--allowed-hosts", "http://a"], "--allowed-hosts has 'http://a'"),
-        (["--traces", "collector:4318"], "--traces is 'collector:4318'"),
     ],
 )
 def test_a_server_that_cannot_start_says_why(arguments, words):
