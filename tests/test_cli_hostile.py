@@ -79,7 +79,7 @@ def test_what_is_wrong_is_told_before_anything_is_fetched(
 ) -> None:
     for command in ("run", "profile", "demo"):
         monkeypatch.setattr(
-            f"phases.commands.{command}.fetch_with_progress", lambda name: pytest.fail(f"{name} is fetched")
+            f"phases.commands.{command}.model_folder", lambda name: pytest.fail(f"{name} is fetched")
         )
     code, out, err = cli(*arguments)
     assert (code, out) == (2, "")
@@ -125,7 +125,7 @@ def text_of(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list
     """The arguments of a command that writes much, and nothing that takes long."""
     monkeypatch.setattr(doctor, "probe_read", lambda device: 1e9)
     monkeypatch.setattr(doctor, "probe_matmul", lambda device, dtype: 1e9)
-    monkeypatch.setattr("phases.commands.run.fetch_with_progress", lambda name: tiny)
+    monkeypatch.setattr("phases.commands.run.model_folder", lambda name: tiny)
     return TEXTS.__getitem__
 
 

@@ -12,6 +12,7 @@ from rich.rule import Rule
 from benchmarks.roofline import ceilings, generation_work, ideal_seconds
 from common.console import err, out, table
 from common.device import pick_device, pick_dtype
+from common.models.hub import model_folder
 from common.neighbours import share, usage, warn
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
@@ -20,7 +21,6 @@ from phases import PHASES, Phase
 from phases.commands import demo_server
 from phases.commands.demo_rungs import ELSEWHERE, MEMORY_ROWS, ROUNDS, SHOWS, Counter, RungWork, change, load
 from phases.commands.engines import Served, serve
-from phases.commands.fetch import fetch_with_progress
 from phases.registry import ROWS, missing_for
 
 RULES = (
@@ -60,7 +60,7 @@ def run(model: str, device: str, dtype: str) -> int:
     begun = usage()
     where = pick_device(device)
     kind = pick_dtype(dtype, where)
-    folder = fetch_with_progress(model)
+    folder = model_folder(model)
     tokenizer = Tokenizer(folder)
     questions = [QUESTION, *OTHERS]
     rules = {"role": "system", "content": RULES}

@@ -19,7 +19,7 @@ from rich.markup import escape
 from benchmarks.roofline import probe_matmul, probe_read
 from common.console import out, table
 from common.device import device_name, pick_device, pick_dtype
-from common.models.bundled import BUNDLED, damage, is_cached
+from common.models.bundled import BUNDLED, damage
 from common.neighbours import MOST, share, usage
 from common.paths import cache_home
 from phases import PHASES
@@ -93,8 +93,8 @@ def facts(device: torch.device) -> Iterator[tuple[str, str, str]]:
     space = shutil.disk_usage(disk).free / 1e9
     yield "Model cache", f"{cache_home()}, {space:.0f} GB free", "" if space > 3 else "set LADDER_HOME"
     for name, bundle in BUNDLED.items():
-        there = is_cached(name)
-        yield name, bundle.title if there else damage(name), "" if there else f"ladder fetch {name}"
+        wrong = damage(name)
+        yield name, wrong or bundle.title, f"ladder fetch {name}" if wrong else ""
 
 
 def speeds(device: torch.device) -> Iterator[tuple[str, str, str]]:

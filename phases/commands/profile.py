@@ -19,12 +19,12 @@ from common.console import err, out, table
 from common.device import pick_device, pick_dtype, synchronize
 from common.errors import UserError, integer
 from common.files import check_folder, whole
+from common.models.hub import model_folder
 from common.words import count
 from continuous.engine import Engine
 from forward.loading import load_model
 from forward.model import Model
 from phases import ROOT, Phase, phase_named
-from phases.commands.fetch import fetch_with_progress
 from phases.registry import import_phase, load_engine, missing_for
 
 FOLDER = ROOT / "build" / "profile"
@@ -87,7 +87,7 @@ def run(
         err.print(f"[dim]{rung.name} needs {missing} to be fast; here it runs a tiny model.[/dim]")
     name = model or ("random:tiny" if missing else "smollm2")
     import_phase(rung)  # before a model is made
-    source = name if name.startswith("random:") else str(fetch_with_progress(name))
+    source = name if name.startswith("random:") else str(model_folder(name))
     loaded = load_model(source, device=str(where), dtype=str(kind).removeprefix("torch."))
     if size.context + size.steps + 1 > loaded.max_len:
         raise UserError(

@@ -8,13 +8,13 @@ from common.console import err, out
 from common.device import pick_device
 from common.errors import UserError, choice, integer
 from common.files import read_text
+from common.models.hub import model_folder
 from common.progress import bar
 from common.text.tokenizer import Tokenizer
 from forward.loading import load_model
 from paged_cache.memory import weight_bytes
 from phases import ROOT
 from phases.appendix.checkpoint_formats.export import check_source, check_target, export
-from phases.commands.fetch import fetch_with_progress
 from quant.calibrate import blocks_of, samples
 from quant.formats import GROUPS, SCHEMES
 from quant.kv import KV_DTYPES, head_scales
@@ -58,7 +58,7 @@ def run(
         if method == "rtn" and kv_cache == "none"
         else read_text(calibration or TEXT, "--calibration", LONGEST_TEXT)
     )
-    source = fetch_with_progress(model)
+    source = model_folder(model)
     check_source(source)
     loaded = load_model(str(source), device=str(where), dtype="float32")
     tokens = [] if text is None else Tokenizer(source).encode(text)

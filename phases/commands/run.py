@@ -11,6 +11,7 @@ from typing import Any
 from common.console import err, out
 from common.device import pick_device, pick_dtype
 from common.errors import UserError
+from common.models.hub import model_folder
 from common.neighbours import usage, warn
 from common.sampling.defaults import sampling_defaults
 from common.sampling.params import SamplingParams
@@ -18,7 +19,6 @@ from common.text.tokenizer import Tokenizer
 from common.words import count
 from phases import Phase, phase_named
 from phases.commands.engines import Served, encode, serve
-from phases.commands.fetch import fetch_with_progress
 from phases.commands.grammars import check_grammar, show_trace
 from phases.config import options_from_yaml
 from phases.registry import check_options, load_engine, missing_for
@@ -65,7 +65,7 @@ def run(
     check_grammar(phase, params, trace, len(prompts))
     if model.startswith("random:"):
         raise UserError(f"model is {model!r}, but `ladder run` needs a model with a tokenizer")
-    folder = fetch_with_progress(model)
+    folder = model_folder(model)
     own = sampling_defaults(folder, generation_config)
     params = replace(params, **{name: value for name, value in own.items() if name not in said})  # type: ignore[arg-type]
     tokenizer = Tokenizer(folder)

@@ -18,6 +18,7 @@ from common.collector import keep_out
 from common.console import err, out
 from common.device import pick_device, pick_dtype
 from common.errors import UserError
+from common.models.hub import model_folder
 from common.neighbours import Usage, usage, warn
 from common.options import route
 from common.sampling.defaults import MODEL, sampling_defaults
@@ -29,7 +30,6 @@ from phases.appendix.access.origins import origins
 from phases.appendix.embeddings.pooling import PoolingObserver
 from phases.appendix.observability.traces import Traces
 from phases.appendix.server import whole_app, whole_server
-from phases.commands.fetch import fetch_with_progress
 from phases.commands.version import version
 from phases.config import options_from_yaml
 from phases.registry import ROWS, check_options, first_phases, load_engine, missing_for
@@ -114,7 +114,7 @@ def run(
 
 def _folder_of(model: str) -> Path:
     """Return the folder of the tokenizer and, if they are not random, the weights."""
-    return made_up_tokenizer(model) if model.startswith(RANDOM) else fetch_with_progress(model)
+    return made_up_tokenizer(model) if model.startswith(RANDOM) else model_folder(model)
 
 
 def make_app(
