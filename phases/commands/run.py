@@ -90,7 +90,7 @@ def run(
     if as_json:
         whole = to_json(phase, model, prompts, served) | mark
         # Where the output cannot show a character, JSON can still say which it is.
-        out.out(json.dumps(whole, ensure_ascii=not out.encoding.startswith("utf")), highlight=False)
+        out.out(json.dumps(whole, ensure_ascii=out.file.encoding.lower() != "utf-8"), highlight=False)
     else:
         by = "".join(f", by {value}" for value in mark.values())
         err.print(f"[dim]{describe(served)}{by}[/dim]", soft_wrap=True)
