@@ -30,20 +30,6 @@ OLDEST_TORCH = (2, 11)
 WAIT = 0.5
 
 
-def verify() -> int:
-    """Compare every stored model with its checksums, which reads all weights. Returns 1 if one differs."""
-    wrong = 0
-    for name in BUNDLED:
-        found = damage(name, contents=True)
-        if (cache_home() / "models" / name).exists():
-            wrong += bool(found)
-            out.print(f"{name}: {found or 'every file is what was stored'}", markup=False, highlight=False)
-        else:
-            out.print(f"{name}: not stored here", markup=False, highlight=False)
-    out.print("[dim]Models of the hub are checked by `hf cache verify`.[/dim]")
-    return 1 if wrong else 0
-
-
 def run() -> int:
     """Print the tables. Returns 0: a machine that lacks something is no error."""
     device = pick_device("auto")
