@@ -72,7 +72,7 @@ def test_the_default_needs_no_download_where_the_phase_is_not_at_home(
     capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(profile, "FOLDER", tmp_path)
-    monkeypatch.setattr(profile, "fetch_with_progress", lambda name: pytest.fail(name))
+    monkeypatch.setattr(profile, "model_folder", lambda name: pytest.fail(name))
     code, _, err = ladder(capsys, "6", "--device", "cpu", *SIZE[2:])
     assert code == 0
     assert "runs a tiny" in err  # the line is broken where the screen ends

@@ -44,7 +44,8 @@ def homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
 
 def bench(**changed: bool) -> int:
     asked = {"quick": False, "record": False} | changed
-    return benches.bench("01", **asked, device="cpu", dtype="auto", model=None, repeats=None)
+    given = {"phase": "01", "device": "cpu", "dtype": "auto", "model": None, "repeats": None}
+    return benches.bench(SimpleNamespace(**given, **asked))
 
 
 def written(home: Path) -> list[str]:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -94,15 +95,15 @@ def test_the_command(server, tmp_path: Path, capsys):
     numbers = tmp_path / "l.json"
     settings = {"workload": "paged_attention-small", "requests": 6, "vocab": 200, "processes": 2}
     settings |= {"api_key": "", "first_ms": 9e3, "gap_ms": 9e3, "json": numbers}
-    assert load.run(server.url, users="1,3", rate=None, **settings) == 0
+    assert load.run(SimpleNamespace(url=server.url, users="1,3", rate=None, **settings)) == 0
     runs = json.loads(numbers.read_text())["runs"]
     assert [one["load"] for one in runs] == ["1 user", "3 users"]
     assert all(one["failed"] == 0 and one["goodput_requests_per_s"] > 0 for one in runs)
     assert re.search(r"3 users", capsys.readouterr().out)
     with pytest.raises(UserError, match="only one of them"):
-        load.run(server.url, users="1", rate=1.0, **settings)
+        load.run(SimpleNamespace(url=server.url, users="1", rate=1.0, **settings))
     with pytest.raises(UserError, match="users is"):
-        load.run(server.url, users="many", rate=None, **settings)
+        load.run(SimpleNamespace(url=server.url, users="many", rate=None, **settings))
 
 
 def test_a_load_is_shown_as_it_goes_and_in_80_columns(capsys):

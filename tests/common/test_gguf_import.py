@@ -72,18 +72,6 @@ def test_scaled_rope_is_refused():
         model_config(meta, tied=True)
 
 
-def test_progress_ends_at_the_size_of_the_weights(tmp_path):
-    tiny_gguf.write(tmp_path / "tiny.gguf", "llama")
-    seen: list[tuple[int, int]] = []
-    import_gguf(tmp_path / "tiny.gguf", tmp_path / "model", lambda done, total: seen.append((done, total)))
-    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
-    assert (
-        seen[-1][0]
-        == seen[-1][1]
-        == sum(w.nbytes for w in load_file(tmp_path / "model/model.safetensors").values())
-    )
-
-
 def test_sentencepiece_text_round_trips_with_spaces_bytes_and_symbols(tmp_path):
     _, folder = imported(tmp_path, "gemma3")
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))

@@ -364,21 +364,6 @@ def test_smollm2_chat_equals_transformers(smollm2_folder):
 # What a text may cost before it is looked at.
 
 
-def replace(text: str, content: str) -> dict[str, object]:
-    return {"type": "Replace", "pattern": {"String": text}, "content": content}
-
-
-@pytest.mark.parametrize("kind", ["normalizer", "decoder"])
-def test_steps_that_fill_any_memory_are_refused(llama_folder, kind):
-    several = "normalizers" if kind == "normalizer" else "decoders"
-    thrice = {"type": "Sequence", several: [replace("a", 1000 * "a")] * 3}
-    change(llama_folder / "tokenizer.json", **{kind: thrice})
-    with pytest.raises(UserError, match=rf"the {kind} of .* up to 1,000,000,000 times as long"):
-        Tokenizer(llama_folder)
-    change(llama_folder / "tokenizer.json", **{kind: {"type": "Sequence", several: [replace(" ", "\u2581")]}})
-    Tokenizer(llama_folder)
-
-
 def test_the_most_characters_of_so_many_tokens(llama_folder):
     def most(normalizer: dict[str, object] | None) -> int | None:
         change(llama_folder / "tokenizer.json", normalizer=normalizer)
@@ -387,5 +372,3 @@ def test_the_most_characters_of_so_many_tokens(llama_folder):
     longest = max(map(len, Tokenizer(llama_folder).backend.get_vocab()))
     assert most(None) == 10 * longest
     assert most({"type": "NFC"}) == 40 * longest, "letters and accents may become one character"
-    assert most({"type": "Strip", "strip_left": True, "strip_right": True}) is None, "it drops any number"
-    assert most(replace(" ", "")) is None
