@@ -13,13 +13,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import quant.formats
-import quant.methods
 from benchmarks.evidence import Metric, Run, collect, results
 from common.events import TokenEvent
 from phases import PHASES, ROOT, find_phase, registry
-from phases.cli import METHODS, SCHEMES, main
-from phases.commands import benches, demo, doctor, engines, flags
+from phases.cli import main
+from phases.commands import demo, doctor, engines, flags
 from phases.commands.demo_rungs import ELSEWHERE, SHOWS
 from phases.commands.engines import serve
 from phases.commands.version import version
@@ -89,19 +87,6 @@ def test_wrong_input_is_one_line_and_exit_code_2(cli, arguments, words):
     (line,) = [line for line in err.splitlines() if "float32, 1 sample of" not in line]
     assert line.startswith("error: ")
     assert words in line
-
-
-@pytest.mark.parametrize("command", ["bench", "plot"])
-def test_benchmarks_that_are_not_of_a_phase_are_named(cli, command):
-    assert {"gpu_tests", "quality"} <= set(benches.extras())
-    code, _, err = cli(command, "nope")
-    assert code == 2
-    known = [phase.name for phase in PHASES] + sorted(benches.extras())
-    assert err == f"error: phase is 'nope', but it must be one of {', '.join(known)}\n"
-    assert "gpu_tests" not in cli("run", "nope")[2]
-    _, out, _ = cli(command, "--help")
-    joined = "".join(out.replace("│", " ").split())  # long names are cut at the end of a line
-    assert all(name in joined for name in benches.extras())
 
 
 EARLY = (
@@ -177,11 +162,6 @@ def test_flags_are_kept_until_a_phase_changes(tmp_path, monkeypatch):
     kept.write_text("[")
     monkeypatch.setattr(flags, "_made", lambda: made)
     assert flags.all_flags() == made, "a damaged file is made anew"
-
-
-def test_schemes_of_the_help_are_those_there_are():
-    assert set(SCHEMES) == set(quant.formats.SCHEMES)
-    assert set(METHODS) == set(quant.methods.METHODS)
 
 
 def test_version(cli):
@@ -266,49 +246,12 @@ def test_doctor_on_a_machine_without_memory_for_the_probes(cli, monkeypatch):
     assert "free some memory" in line
 
 
-def test_doctor_offers_fixes(monkeypatch, tmp_path):
-    monkeypatch.setattr(doctor, "OLDEST_TORCH", (99, 0))
-    monkeypatch.setattr(doctor, "is_cached", lambda name: False)
-    rows = {what: fix for what, _, fix in doctor.facts(torch.device("cpu"))}
-    assert rows["PyTorch"] == "make setup"
-    assert rows["smollm2"] == "ladder fetch smollm2"
-    assert rows["Python"] == ""
-
-
 def test_a_phase_that_is_not_native_here_says_so(cli, monkeypatch, smollm2_folder):
     monkeypatch.setattr("phases.commands.run.load_engine", lambda *_, **__: Interleaved("ab"))
     _, _, err = cli("run", "6", "--device", "cpu")
     assert "06_triton_paged_attention needs a CUDA device to be fast" in err
     _, _, err = cli("run", "5", "--device", "cpu")
     assert "to be fast" not in err
-
-
-def test_options_of_the_engine_reach_it_and_its_ledger_is_shown(cli, monkeypatch, smollm2_folder):
-    asked = {}
-
-    def load(phase, folder, **options):
-        asked.update(options)
-        engine = Interleaved("ab")
-        engine.ledger = "cache 7 blocks"
-        return engine
-
-    monkeypatch.setattr("phases.commands.run.load_engine", load)
-    arguments = ["--block-size", "8", "--cache-bytes", "50000", "--gpu-memory-utilization", "0.5"]
-    arguments += ["--max-rows", "3", "--max-len", "99", "--step-tokens", "64", "--policy", "priority"]
-    code, _, err = cli("run", "5", "--device", "cpu", *arguments)
-    assert code == 0 and "cache 7 blocks" not in err
-    code, _, err = cli("run", "5", "--device", "cpu", *arguments, "-v")
-    assert code == 0 and "cache 7 blocks" in err
-    del asked["device"], asked["dtype"], asked["tokenizer"]
-    assert asked == {
-        "block_size": 8,
-        "cache_bytes": 50_000,
-        "gpu_memory_utilization": 0.5,
-        "max_rows": 3,
-        "max_len": 99,
-        "step_tokens": 64,
-        "policy": "priority",
-    }
 
 
 @pytest.mark.parametrize("phase", ["4", "5"])
@@ -410,16 +353,6 @@ def test_run_chat_ends_with_its_end_token_and_without_its_text(cli, smollm2_fold
     (completion,) = found["completions"]
     assert completion["text"] == "The capital of France is Paris."
     assert completion["finish_reason"] == "stop"
-
-
-def test_run_streams_several_prompts_under_headings(cli, tmp_path, smollm2_folder):
-    path = tmp_path / "prompts.txt"
-    path.write_text("1, 2, 3,\n\nThe capital of France is\n", encoding="utf-8")
-    code, out, err = cli("run", "3", "--prompts-file", str(path), "--max-tokens", "3", "--device", "cpu")
-    assert code == 0
-    assert out.startswith("[1/2] 1, 2, 3,\n")
-    assert "\n\n[2/2] The capital of France is\n" in out
-    assert "tokens/s" in err
 
 
 def test_each_prompt_is_a_request(cli, smollm2_folder):

@@ -66,14 +66,6 @@ def test_an_idea_has_a_picture_and_an_example_by_hand(phase: Phase) -> None:
 
 
 @every_lesson
-def test_the_code_is_shown_from_the_source(phase: Phase) -> None:
-    code = sections(phase)[3]
-    assert "<!-- must read -->" in code
-    shown = re.findall(r"<!-- code: .*?<!-- /code -->", code, re.DOTALL)
-    assert sum(len(block.splitlines()) - 4 for block in shown) >= 8, "too few lines carry the idea"
-
-
-@every_lesson
 def test_a_command_is_followed_by_what_it_prints(phase: Phase) -> None:
     blocks = [text for language, text in FENCE.findall(sections(phase)[4]) if not language]
     commands = [text for text in blocks if re.match(r"(\.venv/bin/)?ladder ", text)]

@@ -11,26 +11,6 @@ from benchmarks.numbers import GENERATED, NUMBER, QUOTED, UNIT, WORKED
 from benchmarks.recorded_peers import beside, load, versus
 
 PAGE = (ROOT / "README.md").read_text(encoding="utf-8")
-PRINTED = """\x1b[1mWhat?\x1b[0m
-a model
-── 01: one ─────
-why
-Paris.
-── 02: two ─────
-Paris.
-── 03: three ───
-Paris.
-── 04: four ────
-Paris.
-── 05: five ────
-Left out.
-────────────────
-What?
-Paris.
-│ Phase │
-── and over HTTP ──
-curl
-"""
 
 
 def test_no_number_of_the_front_page_is_typed_by_hand() -> None:
@@ -71,13 +51,3 @@ def test_the_bars_are_the_tables_rates(tmp_path: Path) -> None:
     small = front._small_print(evidence, [run.variant for run in others])
     for said in ("NVIDIA H200", front.MODEL, evidence.git["commit"][:8], evidence.when[:10], "2026-11-21"):
         assert said in small, f"the picture does not say {said}"
-
-
-def test_the_terminal_shows_an_exchange_from_its_first_line(tmp_path: Path) -> None:
-    front.draw_terminal(PRINTED, tmp_path / "demo.svg")
-    svg = (tmp_path / "demo.svg").read_text(encoding="utf-8")
-    words = re.sub(r"\s+", " ", re.sub(r"<.*?>", " ", svg[svg.index("</defs>") :])).replace("&#160;", " ")
-    for shown in ("make demo", "What?", "01: one", "04: four", "Phase"):
-        assert shown in words, f"{shown!r} is not in the picture"
-    assert "05: five" not in words and "curl" not in words, "rungs are whole, and the table ends it"
-    assert words.index("What?") < words.index("01: one") < words.index("Phase")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from benchmarks import json_schema_suite as suite
 from common.errors import UserError
 from common.sampling.grammar import Grammar
 from structured.automata.backend import AutomataBackend
-from structured.matcher import Backend, Compiled, Matcher, Words
+from structured.matcher import Backend, Compiled
 
 PERSON = {
     "type": "object",
@@ -68,38 +67,6 @@ def test_a_checkout_is_read_and_scored(checkout: Path) -> None:
     found = suite.score_apart(partial(AutomataBackend, suite.byte_vocabulary()), given)
     assert (found.schemas, found.refused, found.passed, found.given_up) == (5, 2, 3, 0), found
     assert (found.wrong_accepts, found.wrong_rejects) == (0, 0), found.wrong
-
-
-def test_keys_that_a_grammar_puts_in_its_own_order_are_found() -> None:
-    inner = {"properties": {"x": {"type": "number"}, "y": {"enum": [1]}}, "additionalProperties": False}
-    schema = {"properties": {"y": {}, "b": {"items": {"type": "object", **inner}}, "x": {}}}
-    compiled = AutomataBackend(suite.byte_vocabulary()).compile(Grammar.json_schema(schema))
-    for items, valid in (
-        ([{"y": 1, "x": 1e-07}, {}], True),
-        ([{"y": 2, "x": 2.5}], False),
-        ([{"z": 1}], False),
-    ):
-        assert suite.takes(compiled.matcher, {"x": 0, "b": items, "y": 0}, schema) == valid, items
-    old = {"$schema": "http://json-schema.org/draft-04/schema#", "enum": [2]}
-    assert suite.takes(Limitless, 2.0, {}) and not suite.takes(Limitless, 2.0, old)
-
-
-class Limitless(Matcher):
-    """Takes the text 2 only."""
-
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-
-    accepting = property(lambda self: self.seen == [51])  # type: ignore[assignment]
-
-    def fill(self, words: Words) -> None: ...
-
-    def advance(self, tokens: Sequence[int]) -> int:
-        self.seen += tokens
-        return len(tokens)
-
-    def rollback(self, count: int) -> None:
-        self.seen = self.seen[: len(self.seen) - count]
 
 
 class Fatal(Backend):

@@ -17,7 +17,6 @@ from benchmarks.measure import (
     percentiles,
     request_metrics,
     summarize,
-    time_call,
     time_generation,
 )
 from benchmarks.workloads import workload
@@ -107,12 +106,6 @@ def test_a_sample_that_takes_long_is_not_repeated(noises, monkeypatch):
     assert (len(calls), samples.discarded, samples.noise()["other_cpu"]) == (1, 0, 0.5)
 
 
-def test_noise_limits():
-    assert not Noise(other_cpu=0.05, switches_per_s=10).dirty
-    assert Noise(other_cpu=0.2).dirty
-    assert Noise(switches_per_s=1000).dirty
-
-
 def test_percentiles():
     found = percentiles("itl_ms", [float(value) for value in range(101)])
     assert found == {"itl_ms_p50": 50.0, "itl_ms_p95": 95.0, "itl_ms_p99": 99.0, "itl_ms_mean": 50.0}
@@ -160,14 +153,6 @@ def test_time_generation_runs_the_whole_workload():
         work.sha256,
     )
     assert run.metrics["seconds"].samples == (sample["seconds"],)
-
-
-def test_time_call_counts():
-    calls = []
-    times = time_call(lambda: calls.append(1), repeats=5, warm_up=2)
-    assert (len(times), len(calls)) == (5, 7)
-    assert all(value >= 0 for value in times)
-    assert len(time_call(lambda: time.sleep(0.01), repeats=1, warm_up=0, floor=0.05)) > 1
 
 
 def test_a_sample_that_fails_leaves_nothing_frozen():

@@ -47,16 +47,6 @@ def failed(bench: ModuleType, part: str) -> Run:
     return found
 
 
-@pytest.mark.parametrize("counts", [{1: 1.0, 2: 1.7, 4: 2.9}, {1: 1.0}, {2: 1.7}, {}], ids=str)
-@pytest.mark.slow
-def test_the_figure_is_drawn_from_whatever_there_is(
-    bench: ModuleType, counts: dict[int, float], tmp_path: Path
-) -> None:
-    runs = [*made_up(bench, counts), failed(bench, "prefill")]
-    bench.draw(collect(bench.PHASE, runs, CPU), tmp_path / "figure.png")
-    assert (tmp_path / "figure.png").stat().st_size > 10_000
-
-
 def test_where_a_tokens_time_goes(bench: ModuleType) -> None:
     runs = made_up(bench, {1: 1.0, 2: 1.7})
     evidence = collect(bench.PHASE, runs, CPU)
@@ -128,25 +118,6 @@ def test_a_part_that_fails_does_not_stop_the_next(
             "after a part that failed the engine is made again"
         )
     assert (2, "same") in {(run.options["ranks"], run.options["part"]) for run in runs}
-
-
-@pytest.mark.parametrize("wrong", ["reduce one-shot", "startup", "offline", "same"])
-def test_engines_whose_own_sums_fail_add_up_by_nccl(
-    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, wrong: str
-) -> None:
-    script(bench, monkeypatch, wrong)
-    options = BenchOptions(torch.device("cuda"), torch.bfloat16)
-    runs = bench.measure(options, [2, 4], bench.PARTS, 240.0, lambda _: None)
-    for ranks in (2, 4):
-        of = [run for run in runs if run.options["ranks"] == ranks]
-        failed = [run.options["part"] for run in of if run.workload == bench.FAILED]
-        assert failed == [wrong], "NCCL's sums were to be tried once"
-        there = {run.options["part"] for run in of if run.workload != bench.FAILED}
-        assert {"startup", "same", *bench.WORK} <= there, f"{there}: what failed was not measured by NCCL"
-        assert f"{ranks} same nccl" in Scripted.asked
-    assert f"4 reduce {bench.WAYS[0]}" in Scripted.asked, "another number of ranks begins anew"
-    assert Scripted.limits["reduce nccl"] < 100 < Scripted.limits["single"] == 240.0
-    assert Scripted.asked.index("2 reduce nccl") == 0, "sums tell whether an engine can trust them"
 
 
 @pytest.mark.long

@@ -7,7 +7,6 @@ import json
 import pytest
 import torch
 
-from benchmarks.measure import Noise
 from benchmarks.roofline import (
     Ceilings,
     ceilings,
@@ -68,12 +67,6 @@ def test_generation_is_the_sum_of_its_steps():
     assert alone[0].weight_bytes == 2 * first.weight_bytes
 
 
-def test_without_a_cache_every_token_is_a_prefill():
-    config = small()
-    works = generation_work(config, BF16, [5], [3], batch=1, cached=False)
-    assert works == [prefill_work(config, BF16, [length]) for length in (5, 6, 7)]
-
-
 def test_prefill_counts_causal_pairs():
     config = small()
     one, two = prefill_work(config, BF16, [1]), prefill_work(config, BF16, [2])
@@ -130,22 +123,3 @@ def test_probe_is_cached(tmp_path, monkeypatch):
     ceilings("cpu", torch.float32)
     ceilings("cpu", torch.bfloat16)
     assert len(calls) == 4
-
-
-def test_a_disturbed_probe_is_repeated_and_not_kept(tmp_path, monkeypatch):
-    class Watch:
-        noise = Noise(other_cpu=0.5)
-
-        def __enter__(self) -> Watch:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-    rates = iter([1.0, 3.0, 2.0])
-    monkeypatch.setenv("LADDER_HOME", str(tmp_path))
-    monkeypatch.setattr("benchmarks.roofline.Watch", Watch)
-    monkeypatch.setattr("benchmarks.roofline.probe_read", lambda device: next(rates))
-    monkeypatch.setattr("benchmarks.roofline.probe_matmul", lambda device, dtype: 4.0)
-    assert ceilings("cpu", torch.float32) == Ceilings(3.0, 4.0)
-    assert not (tmp_path / "ceilings").exists()

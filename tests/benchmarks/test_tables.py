@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.evidence import ROOT, Metric, Roofline, Run, collect, results
+from benchmarks.evidence import Metric, Roofline, Run, collect, results
 from benchmarks.gains import gain, gain_text
 from benchmarks.tables import fill, fill_all
 from common.errors import UserError
@@ -85,23 +84,6 @@ def test_the_ladder_table_links_every_lesson(tmp_path):
     text = fill("<!-- table: ladder -->\n<!-- /table -->", tmp_path, tmp_path / "docs" / "page.md")
     for phase in PHASES:
         assert f"[{phase.number:02d} {phase.title}](../phases/{phase.name}/README.md)" in text
-
-
-def test_the_ladder_fits_a_page_of_800_pixels():
-    """A letter is about 8 pixels wide, a cell has 26 around its text; a link is as wide as its words."""
-    table = fill("<!-- table: ladder -->\n<!-- /table -->", ROOT, ROOT / "README.md")
-    rows = [
-        [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", cell).strip() for cell in line.strip("|").split("|")]
-        for line in table.splitlines()
-        if line.startswith("|")
-    ]
-    columns = list(zip(*rows, strict=True))
-    narrow = [max(len(cell) for cell in column) for column in columns[:1] + columns[2:] if column[1] != ""]
-    left = 800 - sum(8 * letters + 26 for letters in narrow)
-    assert left > 350, f"{left} pixels are left for what a phase adds"
-    assert all(re.fullmatch(r"|[\d.,]+×", cell) for row in rows[2:] for cell in row[2:]), (
-        "a factor, or nothing"
-    )
 
 
 def test_gain_compares_the_same_work_with_the_phase_below():

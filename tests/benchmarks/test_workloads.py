@@ -9,17 +9,6 @@ import pytest
 from benchmarks.workloads import LEAST_VOCAB, Item, Workload, names, uniform, workload
 from common.errors import UserError
 
-SERVING = (
-    "agent-session",
-    "chat-serving-short",
-    "chat-serving-mid",
-    "chat-serving-long",
-    "baseline",
-    "continuous_batching",
-    "paged_attention",
-    "chunked_prefill",
-    "prefix_caching",
-)
 HASHES = {
     "offline-256": "85afb66d5ea73919",
     "single-512": "0583be50a40482fe",
@@ -54,12 +43,6 @@ HASHES = {
 def test_hash_has_not_changed(name):
     """A change here makes every recorded measurement of the workload incomparable."""
     assert workload(name).sha256[:16] == HASHES[name]
-
-
-def test_every_workload_has_a_small_version():
-    large = {name for name in names() if not name.endswith("-small")}
-    assert {*SERVING, "offline-256", "single-512", "prefill-64x1024", "skewed-outputs"} == large
-    assert {f"{name}-small" for name in large} == set(names()) - large
 
 
 def test_offline_256_is_the_published_benchmark():

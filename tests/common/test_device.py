@@ -9,12 +9,8 @@ import torch
 
 from common.device import (
     device_name,
-    memory_allocated,
-    peak_memory,
     pick_device,
     pick_dtype,
-    reset_peak_memory,
-    synchronize,
 )
 from common.errors import UserError
 
@@ -65,12 +61,6 @@ def test_dtypes_by_name():
         UserError, match="dtype is 'int8', but it must be one of auto, float32, bfloat16, float16"
     ):
         pick_dtype("int8", "cpu")
-
-
-def test_the_cpu_has_nothing_to_wait_for_and_counts_no_memory():
-    synchronize("cpu")
-    reset_peak_memory("cpu")
-    assert memory_allocated("cpu") is None and peak_memory("cpu") is None
 
 
 @pytest.mark.parametrize(

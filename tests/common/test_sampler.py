@@ -12,15 +12,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from common.errors import UserError
 from common.sampling import ops
 from common.sampling.ops import NAN_TOKEN
-from common.sampling.params import MAX_BIASED_TOKENS, MAX_STOP_TOKEN_IDS, SamplingParams
-from common.sampling.sampler import Allowed, Needs, Plan, Sampled, Sampler
+from common.sampling.params import SamplingParams
+from common.sampling.sampler import Allowed, Plan, Sampled, Sampler
 from tests.dispatch import Operations
 
 Floats = NDArray[np.float64]
@@ -570,20 +567,6 @@ def test_logprobs_are_the_models_own() -> None:
     assert sampled.to_host().get() == [(int(sampled.tokens[row]), sampled.logprob(row)) for row in range(4)]
 
 
-def test_nobody_asks_for_logprobs_so_none_are_computed() -> None:
-    sampled = choose(sampler_for([{"params": SamplingParams()}], 10), torch.zeros(1, 10), [0])
-    assert sampled.logprobs is None
-    assert sampled.to_host().get() == [(0, None)]
-
-
-def test_more_top_logprobs_than_tokens() -> None:
-    logprob = choose(
-        sampler_for([{"params": SamplingParams(logprobs=20)}], 3), torch.zeros(1, 3), [0]
-    ).logprob(0)
-    assert logprob is not None
-    assert len(logprob.top) == 3
-
-
 # Bad logits.
 
 
@@ -654,32 +637,7 @@ EVERYTHING = SamplingParams(
 )
 
 
-REPORT = ["unsqueeze", "gather", "squeeze", "isnan", "masked_fill"]
 """What it costs to know of NaN: `[B]` numbers, read where the tokens are."""
-
-
-class Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the most bytes of tensors that live at once, of those that are made while it is active."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.live: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {
-            tensor.untyped_storage()._cdata
-            for tensor in tree_leaves((args, kwargs))
-            if isinstance(tensor, Tensor)
-        }
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
-            if storage is not None and storage._cdata not in before:
-                self.live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.live = {key: (ref, size) for key, (ref, size) in self.live.items() if not ref.expired()}
-        self.bytes = max(self.bytes, sum(size for _, size in self.live.values()))
-        return out
 
 
 def operations(params: Sequence[SamplingParams], vocab_size: int = 64) -> tuple[list[str], Plan]:
@@ -696,12 +654,6 @@ def operations(params: Sequence[SamplingParams], vocab_size: int = 64) -> tuple[
         sampler.sample(logits, on_device, [], steps, plan)
     assert torch.equal(logits, before)
     return record.names, plan
-
-
-def test_a_greedy_batch_costs_one_argmax() -> None:
-    names, plan = operations([SamplingParams()] * 5)
-    assert names == ["argmax", *REPORT]
-    assert plan == Plan(Needs(0), (), None)
 
 
 @pytest.mark.parametrize("others", [[], [SamplingParams()], [EVERYTHING]])
@@ -736,34 +688,6 @@ def test_a_plan_for_any_rows_chooses_the_same_tokens() -> None:
         expected = one.sample(logits, rows, rows_host, steps).tokens
         assert other.sample(logits, rows, [], steps, plan).tokens.tolist() == expected.tolist()
         steps += 1
-
-
-@pytest.mark.parametrize(
-    ("rows", "vocab_size"), [(1, 300), (1, 49_152), (2, 151_936), (20, 2_000), (9, 50_000)]
-)
-def test_memory_is_never_more_than_planned_and_not_much_less(rows: int, vocab_size: int) -> None:
-    worst = replace(
-        EVERYTHING,
-        stop_token_ids=tuple(range(min(vocab_size, MAX_STOP_TOKEN_IDS))),
-        logit_bias=dict.fromkeys(range(min(vocab_size, MAX_BIASED_TOKENS)), 1.0),
-    )
-    sampler = sampler_for([{"params": worst, "prompt_ids": [1, 2], "eos_ids": [5000]}] * rows, vocab_size)
-    places, steps = torch.arange(rows), torch.zeros(rows, dtype=torch.int64)
-    logits, plan = torch.zeros(rows, vocab_size), sampler.plan(range(rows))
-    allowed = torch.full((rows, -(-vocab_size // 32)), -1, dtype=torch.int32)
-    with Peak() as peak:
-        sampler.sample(logits, places, [], steps, plan, allowed)
-    planned = Sampler.scratch_bytes(rows, vocab_size, torch.device("cpu"))
-    assert peak.bytes <= planned <= 2 * peak.bytes
-    arrays = [value for value in vars(sampler).values() if isinstance(value, Tensor)]
-    taken = sum(array.nbytes for array in arrays)
-    assert len(arrays) == 8
-    assert taken <= Sampler.persistent_bytes(rows, vocab_size) <= 2 * taken
-
-
-def test_a_batch_may_be_empty() -> None:
-    sampled = choose(Sampler(2, 10, "cpu"), torch.zeros(0, 10), [])
-    assert sampled.tokens.shape == (0,)
 
 
 def test_rows_may_change_inside_and_outside_of_inference_mode() -> None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from common.events import TextStream, TokenEvent
 from common.sampling.params import SamplingParams
-from common.text.stop_checker import StopChecker
 from common.text.stop_strings import StopStrings
 from common.text.tokenizer import Tokenizer
 from tests.common import tiny_gguf
@@ -60,22 +59,6 @@ def test_the_automaton_finds_what_a_search_finds(letters: str, data: st.DataObje
         if found:
             return
         assert strings.depth[state] == longest_beginning(read, stops), f"{stops} after {read!r}"
-
-
-@settings(max_examples=200, deadline=None)
-@given(text=st.text("ab", max_size=25), stops=st.lists(st.text("ab", min_size=1, max_size=5), max_size=4))
-def test_nothing_given_out_is_taken_back(tokenizer: Tokenizer, text: str, stops: list[str]) -> None:
-    checker, given_out = StopChecker(tokenizer, SamplingParams(stop=tuple(stops))), ""
-    for read, letter in enumerate(text, 1):
-        if checker.push(tokenizer.encode(letter)[0]):
-            break
-        given_out += checker.take()
-        assert given_out + checker.held == text[:read]
-    found = first_stop(text, stops)
-    final = text if found is None else text[: found[0]]
-    assert checker.finish() == final
-    assert given_out + checker.take() == final
-    assert checker.take() == ""
 
 
 def test_states_are_made_only_where_the_text_leads() -> None:
