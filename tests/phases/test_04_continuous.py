@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,6 @@ from tests.fakes import expected_tokens
 from tests.schedules import (
     MAX_LEN,
     SCHEDULES,
-    failures_expected,
     fake_engine,
     finish,
     greedy,
@@ -161,28 +159,6 @@ def test_a_request_is_not_readmitted_while_a_token_is_in_flight() -> None:
     assert request.output_ids == expected_tokens([1, 2, 3], request.params, 0, MAX_LEN)[:1]
     (work,) = engine.scheduler.schedule()
     assert (work.start, work.count) == (0, 4)  # the prompt and the token that was in flight
-
-
-def test_rows_are_reused_lowest_first() -> None:
-    rows = Rows(3, 8)
-    requests = [Request(i, [1], 1, 4, SamplingParams()) for i in range(4)]
-    for request in requests[:3]:
-        rows.acquire(request)
-    rows.release(requests[1])
-    rows.release(requests[0])
-    rows.acquire(requests[3])
-    assert requests[3].row == 0 and rows.free == 1
-
-
-def test_a_request_that_comes_back_is_uploaded_with_its_output() -> None:
-    rows = Rows(2, 8)
-    gone, back = Request(0, [9], 1, 4, SamplingParams()), Request(1, [5, 6, 7], 1, 8, SamplingParams())
-    for request in (gone, back):
-        rows.acquire(request)
-    rows.release(gone)
-    assert list(rows.upload()) == [back], "a request that has left is uploaded"
-    assert rows.tokens[1, :3].tolist() == [5, 6, 7] and rows.tokens[0].tolist() == [0] * 8
-    assert list(rows.upload()) == []
 
 
 @pytest.mark.parametrize("lengths", [(3, 3, 3, 3), (1, 9, 2, 9), (9, 1, 1, 1), (4, 6, 5, 1)])
@@ -322,20 +298,6 @@ def test_a_consumer_that_leaves_aborts_the_rest(model: Model) -> None:
     assert generate(engine, [[9]], greedy(3)) and engine.idle
 
 
-def test_a_stream_that_is_never_read_holds_nothing(model: Model) -> None:
-    engine = continuous.load(model)
-    engine.stream([[1]], greedy(5))
-    assert engine.idle
-
-
-def test_interleaved_streams(model: Model) -> None:
-    engine = continuous.load(model)
-    alone = [generate(engine, [prompt], greedy(6))[0].token_ids for prompt in ([1, 2], [3])]
-    one, other = engine.stream([[1, 2]], greedy(6)), engine.stream([[3]], greedy(6))
-    pairs = [(a.token_id, b.token_id) for a, b in zip(one, other, strict=True)]
-    assert [list(side) for side in zip(*pairs, strict=True)] == alone
-
-
 def test_consumer_is_not_left_in_inference_mode(model: Model) -> None:
     for _ in continuous.load(model).stream([[1]], greedy(2)):
         assert not torch.is_inference_mode_enabled()
@@ -352,15 +314,6 @@ def test_logprobs_are_those_of_phase_01(model: Model) -> None:
             [t for t, _ in p.top] for p in other.logprobs
         ]
         assert [p.chosen for p in one.logprobs] == pytest.approx([p.chosen for p in other.logprobs], abs=1e-4)
-
-
-def test_times_are_those_of_the_request() -> None:
-    engine, _ = fake(1)
-    before = time.perf_counter()
-    first, second = (engine.add([1], greedy(2))[0] for _ in range(2))
-    finish(engine)
-    assert before <= first.arrival <= first.first_token < first.finished  # type: ignore[operator]
-    assert first.finished < second.first_token  # type: ignore[operator]
 
 
 # Failures.
@@ -387,15 +340,6 @@ def test_an_exception_in_the_model_fails_that_step_only(
     for one, other in zip(alone, done, strict=True):
         assert one.token_ids[: len(other.token_ids)] == other.token_ids
     assert engine.idle and engine.scheduler.rows.free == 2 and "out of luck" in caplog.text
-
-
-def test_an_exception_names_itself_in_the_request() -> None:
-    engine, runner = fake(2)
-    (request,) = engine.add([1], greedy(2))
-    runner.fail_get = True
-    with failures_expected():
-        engine.step()
-    assert request.finish_reason == "error" and str(request.error) == "step failed"
 
 
 # Batches and attention.
@@ -463,11 +407,6 @@ def test_groups_cover_everybody_and_pad_little(
         assert padded - (queries[members] * contexts[members]).sum() <= padding
 
 
-def test_equal_decodes_are_one_call() -> None:
-    ones = np.ones(64, np.int64)
-    assert len(group(range(64), ones, 500 * ones, 0, np.arange(64))) == 1
-
-
 def test_decodes_read_views_of_the_rows(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is copied: what attention reads lies inside the store."""
     engine = continuous.load(model, max_rows=4)
@@ -494,12 +433,6 @@ def test_what_an_earlier_request_left_in_a_row_is_not_seen(model: Model) -> None
     assert [one.token_ids for one in actual] == [one.token_ids for one in expected]
 
 
-def test_half_precision_runs() -> None:
-    engine = continuous.load("random:tiny", device="cpu", dtype="bfloat16")
-    done = generate(engine, [[1] * 40, [2] * 3], greedy(5))
-    assert [len(one.token_ids) for one in done] == [5, 5]
-
-
 @pytest.mark.timeout(300)
 def test_llm_speaks_text(smollm2_folder: Any) -> None:
     llm = continuous.LLM(smollm2_folder, device="cpu", max_rows=4, max_len=256)
@@ -520,8 +453,3 @@ def test_llm_speaks_text(smollm2_folder: Any) -> None:
     assert isinstance(llm.engine, Engine) and llm.engine.idle
     (single,) = llm.generate("The capital of France is", SamplingParams(max_tokens=6), progress=False)
     assert single.text == done[0].text
-
-
-def test_llm_needs_a_tokenizer() -> None:
-    with pytest.raises(UserError, match="random:tiny"):
-        continuous.LLM("random:tiny")

@@ -274,15 +274,6 @@ def test_preemption_goes_on_until_there_is_room() -> None:
     finish(engine)
 
 
-def test_who_needs_room_and_is_last_by_rank_goes_himself() -> None:
-    engine, _ = fake(2, 3)
-    first, second = (engine.add([1] * n, greedy(4))[0] for n in (5, 4))
-    engine.step()  # 2 and 1 blocks of 3; the second needs another
-    engine.step()
-    assert (first.preemptions, second.preemptions) == (0, 1), "the first was preempted for one after it"
-    assert len(first.output_ids) == 2 and second.row < 0
-
-
 def test_siblings_run_where_their_rank_is() -> None:
     engine, _ = fake(6, 40, policy="priority")
     engine.add([1] * 3, greedy(9), priority=5)
@@ -415,19 +406,6 @@ def test_the_first_to_write_copies_and_the_last_keeps_the_original() -> None:
     cache.check()
 
 
-def test_a_copy_needs_a_free_block() -> None:
-    rows, cache = Rows(2, 40), PagedCache(2, 40, 2, 4)
-    parent, child = (admitted(rows, number, 6) for number in range(2))
-    assert cache.reserve(parent, 6)
-    cache.fork(parent, child, 6)
-    before = cache.tables.copy()
-    assert not cache.reserve(parent, 7), "a block was promised for a copy, but none is free"
-    assert (cache.tables == before).all() and cache.take_copies() == []
-    cache.release(child)
-    assert cache.reserve(parent, 7) and cache.take_copies() == []
-    cache.check()
-
-
 def test_a_fork_shares_no_more_than_the_prompt() -> None:
     """Blocks that the parent has beyond the prompt, for drafts, are its own."""
     rows, cache = Rows(2, 40), PagedCache(2, 40, 8, 4)
@@ -460,17 +438,6 @@ def test_samples_wait_until_there_are_rows_for_all() -> None:
     assert all(request.row < 0 for request in several)
     finish(engine)
     assert [request.finish_reason for request in several] == ["length"] * 3
-
-
-def test_a_sample_that_is_aborted_in_line_gets_no_row() -> None:
-    engine, _ = fake(3, 20)
-    engine.add([1] * 3, greedy(4))
-    engine.step()
-    several = engine.add([2] * 3, greedy(2, n=3))
-    engine.abort(several[1])
-    finish(engine)
-    assert [request.finish_reason for request in several] == ["length", "abort", "length"]
-    assert several[1].row < 0 and engine.scheduler.rows.free == 3, "a request that has ended holds a row"
 
 
 def test_copies_read_before_anything_is_written() -> None:
@@ -540,18 +507,6 @@ def test_torch_attention_equals_the_reference(seed: int) -> None:
             scale=0.3, sliding_window=window, soft_cap=cap,
         )  # fmt: skip
         torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
-
-
-def test_slots_follow_the_block_tables() -> None:
-    rows, cache = Rows(2, 40), PagedCache(2, 40, 10, 4)
-    scatter(cache, random.Random(0))
-    request = Request(0, [1] * 10, 10, 20, SamplingParams())
-    rows.acquire(request)
-    cache.reserve(request, 10)
-    batch = paged_batch(rows, cache, [Work(request, 0, 2, 8)])
-    table = cache.blocks_of(0)
-    assert batch.block_tables.tolist() == [table] and batch.block_tables.dtype == torch.int32
-    assert batch.slots.tolist() == [table[p // 4] * 4 + p % 4 for p in range(2, 10)]
 
 
 def test_slots_of_a_pool_beyond_two_thousand_million_tokens() -> None:

@@ -19,7 +19,6 @@ triton = pytest.importorskip("triton")
 
 import paged_cache  # noqa: E402
 import triton_paged_attention  # noqa: E402
-from common.errors import UserError  # noqa: E402
 from common.events import generate  # noqa: E402
 from common.models.config import RopeConfig  # noqa: E402
 from common.sampling.params import SamplingParams  # noqa: E402
@@ -47,8 +46,6 @@ from triton_paged_attention.decode import Workspace, paged_decode  # noqa: E402
 from triton_paged_attention.decode_v1 import paged_decode_v1  # noqa: E402
 from triton_paged_attention.decode_v2 import paged_decode_v2  # noqa: E402
 from triton_paged_attention.decode_v3 import paged_decode_v3  # noqa: E402
-from triton_paged_attention.feature import KINDS  # noqa: E402
-from triton_paged_attention.kernels.kv_store import kv_store  # noqa: E402
 from triton_paged_attention.kernels.norms import NormWeights, add_rms_norm, rms_norm  # noqa: E402
 from triton_paged_attention.kernels.rope import FusedRope, HeadNorms, norm_rope  # noqa: E402
 from triton_paged_attention.layers import optimize  # noqa: E402
@@ -60,10 +57,8 @@ from triton_paged_attention.linear import (  # noqa: E402
 )
 from triton_paged_attention.prefill import paged_prefill, query_tiles  # noqa: E402
 from triton_paged_attention.tables import (  # noqa: E402
-    DECODE,
     PREFILL,
     DecodeConfig,
-    DecodeKey,
     PrefillConfig,
     PrefillKey,
 )
@@ -218,17 +213,6 @@ def test_prefill_of_ragged_queries(feature: str, tma: bool) -> None:
     assert_attention(batch, out, TOLERANCE[torch.float32], what, **FEATURES[feature])
 
 
-@pytest.mark.parametrize("block", [4, 16, 128])
-@pytest.mark.parametrize("heads,d", [((3, 1), 64), ((6, 2), 80), ((2, 2), 96), ((4, 1), 256)])
-@pytest.mark.slow
-def test_prefill_over_head_shapes_and_block_sizes(block: int, heads: tuple[int, int], d: int) -> None:
-    batch = make([40, 90], [40, 30], heads=heads, d=d, block=block, seed=d)
-    out = prefill(batch, PrefillConfig(block_m=32, block_n=32))
-    assert_attention(
-        batch, out, TOLERANCE[torch.float32], f"prefill, blocks of {block}, {heads} heads of {d}"
-    )
-
-
 def test_query_tiles_cover_every_token_once_and_longest_first() -> None:
     queries, contexts = [1, 0, 70, 33], [50, 9, 70, 200]
     tiles = query_tiles(queries, contexts, 32)
@@ -244,16 +228,6 @@ def test_query_tiles_cover_every_token_once_and_longest_first() -> None:
     assert reads == sorted(reads, reverse=True), f"the longest tile comes first, but they read {reads} keys"
     only = query_tiles(queries, contexts, 32, np.array([False, False, True, False]))
     assert sorted(only[:, 1]) == [1, 33, 65] and (only[:, 0] == 2).all()
-
-
-def test_defaults_fill_the_gpu_and_fit_its_memory() -> None:
-    device = torch.device(DEVICE)
-    assert DECODE.lookup(DecodeKey(4096, 128, 2), device).splits == 1
-    assert DECODE.lookup(DecodeKey(1, 128, 2), device).splits > 1
-    for d_pad in (64, 128, 256):
-        for itemsize in (2, 4):
-            config = DECODE.lookup(DecodeKey(8, d_pad, itemsize), device)
-            assert 2 * config.block_n * d_pad * itemsize * config.num_stages <= 232448
 
 
 # The small operators.
@@ -296,19 +270,6 @@ def test_gated_activation(kind: str) -> None:
         else F.gelu(both[:, :80], approximate="tanh" if "tanh" in kind else "none")
     )
     assert_near(gated(both, kind), act * both[:, 80:], 1e-6, f"{kind}(gate) * up")
-
-
-def test_kv_store_scatters_by_slot_and_skips_padding() -> None:
-    pool = torch.zeros(2, 6, 4, 3, 16, device=DEVICE)
-    k, v = torch.randn(2, 4, 3, 16, device=DEVICE)
-    slots = torch.tensor([5, 0, -1, 23], device=DEVICE)
-    kv_store(k, v, LayerBlocks(*pool), slots)
-    for cache, new in zip(pool, (k, v), strict=True):
-        stored = cache.view(24, 3, 16)
-        assert torch.equal(stored[[5, 0, 23]], new[[0, 1, 3]]), (
-            "tokens 0, 1 and 3 are not in slots 5, 0 and 23"
-        )
-        assert cache.count_nonzero() == 3 * 48, "token 2 is padding, slot -1, and was stored"
 
 
 @pytest.mark.parametrize("norm", ["no norm", "norm", "norm of 1 + weight"])
@@ -550,9 +511,3 @@ def test_a_linear_asks_its_ways_and_the_library_last() -> None:
     assert torch.equal(out, x[:3]), "what a way computes is not written"
     fused.total = lambda part, residual: 2 * part if residual is None else 2 * part + residual
     assert torch.equal(fused(x[:1], residual=x[1:2]), 2 * x[:1] + x[1:2])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_unknown_backend_is_refused(kind: str) -> None:
-    with pytest.raises(UserError, match=f"{kind} is 'cuda', but must be one of torch, triton"):
-        triton_paged_attention.load("random:tiny", device=DEVICE, dtype="float32", **{kind: "cuda"})

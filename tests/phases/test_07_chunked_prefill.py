@@ -23,7 +23,6 @@ from tests.fuzz.machines import machine
 from tests.schedules import (
     MAX_LEN,
     SCHEDULES,
-    failures_expected,
     fake_engine,
     finish,
     greedy,
@@ -235,18 +234,6 @@ def test_siblings_do_not_fork_before_every_chunk_has_landed() -> None:
     assert (work.start, work.count, len(work.takers)) == (8, 4, 3)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_chunk_that_fails_ends_the_siblings_too(overlap: bool) -> None:
-    engine, runner = fake(step_tokens=8, overlap=overlap)
-    requests = engine.add([1] * 12, greedy(3, n=3, seed=1))
-    runner.fail_get = True
-    with failures_expected():
-        finish(engine)
-    ends = [request.finish_reason for request in requests]
-    assert ends == ["error"] * 3, f"the first chunk failed, but the samples end with {ends}"
-    assert engine.scheduler.rows.free == 8 and engine.scheduler.cache.free == 1000
-
-
 def test_a_prompt_advances_though_decodes_just_fill_the_budget() -> None:
     engine, _ = fake(12, step_tokens=4)
     decoding = begun(engine, 4)
@@ -310,16 +297,6 @@ def test_chunks_of_several_prompts_side_by_side() -> None:
     prompts = [engine.add([n] * 25, greedy(1))[0] for n in (1, 2, 3, 4)]
     assert [step(engine).get(prompt, 0) for prompt in [prompts[0]]] == [10]
     assert [prompt.num_computed_tokens for prompt in prompts] == [10, 10, 10, 2]
-
-
-def test_first_come_first_served_among_prompts() -> None:
-    engine, _ = fake(step_tokens=10)
-    first, second = (engine.add([n] * 25, greedy(1))[0] for n in (1, 2))
-    computed = []
-    while not second.output_ids:
-        step(engine)
-        computed.append((first.num_computed_tokens, second.num_computed_tokens))
-    assert computed == [(10, 0), (20, 0), (25, 5), (25, 15), (25, 25)]
 
 
 def test_shortest_first_lets_short_prompts_pass() -> None:

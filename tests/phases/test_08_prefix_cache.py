@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 import chunked_prefill
 import prefix_cache
 from chunked_prefill import ChunkedScheduler
-from common.errors import UserError
 from common.events import generate
-from common.request import Request
 from continuous.policies import POLICIES
 from continuous.rows import Rows
 from forward.model import Model
@@ -155,14 +153,6 @@ def test_a_running_request_shares_what_it_has_generated_so_far(index: str) -> No
     engine.step()
     assert late.cached_tokens == 12 and running.finish_reason is None
     finish(engine)
-
-
-@BOTH
-def test_a_preempted_request_finds_its_own_blocks(index: str) -> None:
-    engine, runner = fake(MAKE[index](), blocks=12, block_size=4)
-    one, other = run(engine, ([1] * 20, greedy(20, seed=0)), ([2] * 20, greedy(20, seed=1)))
-    assert (one.preemptions, other.preemptions) == (0, 1) and other.cached_tokens > 0
-    assert runner.computed < 2 * 39 + 20
 
 
 @BOTH
@@ -351,34 +341,6 @@ def test_only_what_is_missing_is_evicted(index: str) -> None:
     assert again.cached_tokens == 4, "the beginning of the first prompt was evicted too"
 
 
-@BOTH
-def test_looking_changes_nothing(index: str) -> None:
-    made = MAKE[index]()
-    engine, _ = fake(made, blocks=100)
-    run(engine, ([1] * 12, greedy(1)))
-    cache = engine.scheduler.cache
-    request = Request(9, [1] * 12, 12, 13, greedy(1))
-    state = made.evictable, sorted(made.blocks()), list(cache.allocator.refs), vars(cache.stats).copy()
-    for _ in range(2):
-        assert cache.lookup(request) == 8 and cache.fits(request)
-    assert state == (made.evictable, sorted(made.blocks()), cache.allocator.refs, vars(cache.stats))
-
-
-@BOTH
-def test_the_integrity_check_sees_a_stray_user(model: Model, index: str) -> None:
-    engine = prefix_cache.load(model, index=index)
-    engine.add([1] * 20, greedy(3))
-    engine.step()
-    engine.cache.tables[0, 0] ^= 1  # the request now claims somebody else's block
-    with pytest.raises(AssertionError):
-        engine.check_integrity()
-
-
-def test_unknown_index(model: Model) -> None:
-    with pytest.raises(UserError, match="index is 'tree'"):
-        prefix_cache.load(model, index="tree")
-
-
 # Admission.
 
 
@@ -431,12 +393,6 @@ def grow(index: Any, text: str, first: int, salt: str = "") -> Any:
     cursor = index.attach([], salt)
     cursor, _, _ = index.extend(cursor, keys(text), list(range(first, first + len(text))))
     return cursor
-
-
-def test_keys_are_full_blocks() -> None:
-    one = block_keys([1, 2, 3, 4, 5], 2)
-    assert len(one) == 2 and one == block_keys([1, 2, 3, 4], 2) and one[0] != one[1]
-    assert block_keys([], 4) == block_keys([1, 2, 3], 4) == []
 
 
 @pytest.mark.parametrize("index", MAKE)
