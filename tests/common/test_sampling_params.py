@@ -13,7 +13,6 @@ from common.errors import UserError
 from common.sampling.params import (
     GREEDY_BELOW,
     MAX_BIASED_TOKENS,
-    MAX_INT,
     MAX_N,
     MAX_STOP_CHARACTERS,
     MAX_STOP_TOKEN_IDS,
@@ -82,29 +81,6 @@ def test_refusals_name_field_value_and_limit(field: str, value: Any, limit: str)
     if not isinstance(value, (tuple, list, dict)):
         assert repr(value) in sentence or str(value) in sentence
     assert "\n" not in sentence
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"max_tokens": 0},
-        {"temperature": 0},
-        {"temperature": 100},
-        {"top_p": 1},
-        {"top_p": 0},
-        {"min_p": 1},
-        {"logprobs": 0},
-        {"logprobs": 20},
-        {"min_tokens": 128},
-        {"logit_bias": {0: -100, 7: 100}},
-        {"max_tokens": MAX_INT, "min_tokens": MAX_INT, "top_k": MAX_INT, "n": MAX_N},
-        {"stop": ["a" * MAX_STOP_CHARACTERS] * MAX_STOPS},
-        {"stop_token_ids": [MAX_INT] * MAX_STOP_TOKEN_IDS},
-        {"logit_bias": dict.fromkeys(range(MAX_BIASED_TOKENS), 1)},
-    ],
-)
-def test_limits_belong_to_the_range(settings: dict[str, Any]) -> None:
-    SamplingParams(**settings)
 
 
 @pytest.mark.parametrize(("field", "item"), [("stop", "a"), ("stop_token_ids", 3)])

@@ -106,18 +106,6 @@ def test_special_tokens_of_all_files_reach_the_template(llama_folder, decoder):
         assert found == theirs.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
 
 
-def test_templates_by_name_may_be_files_of_their_own(llama_folder):
-    """So `transformers` 5 writes them."""
-    change(llama_folder / "tokenizer_config.json", chat_template="plain")
-    (llama_folder / "additional_chat_templates").mkdir()
-    (llama_folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools | length }} tools")
-    for default in ("plain", "a file"):
-        tokenizer = Tokenizer(llama_folder)
-        assert tokenizer.chat_template.source == default
-        assert tokenizer.tool_template.source == "{{ tools | length }} tools"
-        (llama_folder / "chat_template.jinja").write_text("a file")
-
-
 def test_a_prompt_that_begins_a_text_itself_is_not_begun_twice(folder):
     tokenizer = Tokenizer(folder)
     bos = tokenizer.bos_token_id
@@ -167,20 +155,6 @@ def test_published_truncation_and_padding_are_switched_off(llama_folder):
     backend.enable_padding(length=50)
     backend.save(str(llama_folder / "tokenizer.json"))
     assert len(Tokenizer(llama_folder).encode("x" * 20)) == 20
-
-
-def test_unusable_input_is_named(llama_folder):
-    with pytest.raises(UserError, match=r"'\\ud83d' at position 1"):
-        Tokenizer(llama_folder).encode("a\ud83d")
-    (llama_folder / "tokenizer_config.json").write_text("{")
-    with pytest.raises(UserError, match=r"tokenizer_config\.json is not valid JSON"):
-        Tokenizer(llama_folder)
-    (llama_folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(UserError, match=r"tokenizer\.json cannot be used"):
-        Tokenizer(llama_folder)
-    (llama_folder / "tokenizer.json").unlink()
-    with pytest.raises(UserError, match=r"has no tokenizer\.json"):
-        Tokenizer(llama_folder)
 
 
 def test_unusable_files_are_named(llama_folder):

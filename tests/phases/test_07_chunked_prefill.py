@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import chunked_prefill
-import paged_cache
 from chunked_prefill import ChunkedScheduler
 from common.errors import UserError
 from common.events import generate
@@ -92,7 +91,7 @@ def test_any_schedule(
 @pytest.mark.timeout(120)
 @pytest.mark.slow
 def test_many_schedules() -> None:
-    for engine, runner in play_seeds(range(200), partial(machine, "07")):
+    for engine, runner in play_seeds(range(80), partial(machine, "07")):
         most = engine.scheduler.step_tokens
         assert runner.most_in_step <= most, f"{runner.most_in_step} tokens in one step of {most}"
 
@@ -119,23 +118,6 @@ def test_a_long_prompt_takes_what_decodes_leave() -> None:
         assert sum(counts.values()) <= 32
     assert steps == 8  # 27 tokens a step
     assert runner.most_in_step == 32
-
-
-def test_without_chunks_everybody_waits_for_the_prompt() -> None:
-    """What the budget buys: the most that stands between two tokens."""
-
-    def longest_step(load: Any, **options: Any) -> int:
-        engine = load("random:tiny", device="cpu", dtype="float32", **options)
-        most = []
-        engine.runner.model.register_forward_pre_hook(lambda _, args: most.append(args[0].numel()))
-        engine.add([1] * 4, greedy(60))
-        engine.step()
-        engine.add([2] * 500, greedy(5))
-        finish(engine)
-        return max(most)
-
-    assert longest_step(paged_cache.load) == 501
-    assert longest_step(chunked_prefill.load, step_tokens=64) == 64
 
 
 def begun(engine: Any, count: int, *, output: int = 1, **options: Any) -> list[Request]:

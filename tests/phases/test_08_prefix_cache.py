@@ -105,9 +105,9 @@ def test_any_schedule(
 @pytest.mark.parametrize("kind", INDEXES)
 @pytest.mark.slow
 def test_many_schedules(kind: str) -> None:
-    engines = [engine for engine, _ in play_seeds(range(150), partial(machine, kind))]
+    engines = [engine for engine, _ in play_seeds(range(50), partial(machine, kind))]
     hits = sum(engine.scheduler.cache.stats.hit_tokens > 0 for engine in engines)  # type: ignore[attr-defined]
-    assert hits > 40, f"only {hits} of 150 scripts find anything in the cache"
+    assert hits > 12, f"only {hits} of 50 scripts find anything in the cache"
 
 
 # Hits.
@@ -141,18 +141,6 @@ def test_generated_tokens_are_found_by_the_next_turn(index: str) -> None:
     (second,) = run(engine, (history, greedy(2)))
     # 17 tokens were known and 16 computed: the last sampled one never was.
     assert second.cached_tokens == 16
-
-
-@BOTH
-def test_a_running_request_shares_what_it_has_generated_so_far(index: str) -> None:
-    engine, _ = fake(MAKE[index](), block_size=4)
-    (running,) = engine.add([1] * 6, greedy(30, seed=1))
-    for _ in range(8):
-        engine.step()
-    (late,) = engine.add([*running.tokens, 3], greedy(1))
-    engine.step()
-    assert late.cached_tokens == 12 and running.finish_reason is None
-    finish(engine)
 
 
 @BOTH
@@ -341,6 +329,16 @@ def test_only_what_is_missing_is_evicted(index: str) -> None:
     assert again.cached_tokens == 4, "the beginning of the first prompt was evicted too"
 
 
+@BOTH
+def test_the_integrity_check_sees_a_stray_user(model: Model, index: str) -> None:
+    engine = prefix_cache.load(model, index=index)
+    engine.add([1] * 20, greedy(3))
+    engine.step()
+    engine.cache.tables[0, 0] ^= 1  # the request now claims somebody else's block
+    with pytest.raises(AssertionError):
+        engine.check_integrity()
+
+
 # Admission.
 
 
@@ -465,19 +463,6 @@ def test_collisions_are_counted_and_never_served() -> None:
         "a block is found where its tokens stand, but not its past"
     )
     made.detach(cursor)
-
-
-def test_nothing_is_inserted_behind_a_collision() -> None:
-    made = HashIndex(lambda data: data[8] if data else 0)  # the last block's token, whatever came before
-    first = grow(made, "xb", 0)
-    second, held, new = made.extend(made.attach([], ""), keys("abc"), [10, 11, 12])
-    assert (held, new, made.collisions) == ([10, 11, 12], [10], 1)
-    assert made.match(keys("ac"), "").blocks == [10], "c is found behind a, but it stood behind b"
-    second, held, new = made.extend(second, keys("d"), [13])
-    assert (held, new) == ([13], []), "a request that has collided inserts again"
-    made.detach(first)
-    made.detach(second)
-    assert made.evictable == 3
 
 
 def test_a_collision_does_not_open_another_tenants_tree() -> None:
