@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.errors import UserError
+from experts.kernels.choosing import route_at_once
 from experts.kernels.few import few_mlp
 from experts.kernels.grouped import LARGE, TABLE, Tile, grouped_mlp
 from experts.kernels.sorting import most_tiles, sort_in_tiles
@@ -95,12 +96,27 @@ def test_there_is_room_for_any_routing() -> None:
     assert most_tiles(33, 3, 16) == 4, "17, 15 and 1 rows take four tiles; no routing takes five"
 
 
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize(("count", "top_k"), [(7, 3), (5, 5), (1, 1), (128, 8)])
+def test_a_router_chooses_in_one_kernel(
+    count: int, top_k: int, normalize: bool, rng: torch.Generator
+) -> None:
+    logits = torch.randn(6, count, device=DEVICE, generator=rng)
+    logits[1] = 0.5  # all are equal
+    logits[2, count // 2 :] = logits[2].max()  # some are
+    logits[3, 0] = 200.0  # all others have no probability
+    weights, chosen = route_at_once(logits, top_k, normalize)
+    wanted, numbers = route(logits, top_k, normalize)
+    assert chosen.tolist() == numbers.tolist()
+    assert_close(weights, wanted, "weights")
+
+
 PLAIN, CLAMPED = Swiglu(), Swiglu(limit=0.5, interleaved=True)
 
 
 def compute(way: str, x: Tensor, up: ExpertStack, down: ExpertStack, *more: Any) -> Tensor:
     if way == "few":
-        return few_mlp(x, up, down, *more, shape=(32, 128, 4))
+        return few_mlp(x, up, down, *more, shapes=((32, 128, 4), (16, 64, 4)))
     return grouped_mlp(x, up, down, *more, tile=SMALL)
 
 

@@ -45,16 +45,21 @@ class StackedExperts(nn.Module):
     def __init__(self, old: Experts, kind: str) -> None:
         super().__init__()
         self.facts, self.kind, self.gate = old.facts, kind, old.gate
-        self.gate_up = stacked([[expert.gate_proj, expert.up_proj] for expert in old.experts])  # type: ignore[list-item]
-        self.down = stacked([[expert.down_proj] for expert in old.experts])  # type: ignore[list-item]
-        for name, stack in (
-            ("gate_up", self.gate_up),
-            ("down", self.down),
-        ):  # as the model's memory is counted
+        self.route: Callable[[Tensor, int, bool], tuple[Tensor, Tensor]] = route
+        self.keep(
+            stacked([[expert.gate_proj, expert.up_proj] for expert in old.experts]),  # type: ignore[list-item]
+            stacked([[expert.down_proj] for expert in old.experts]),  # type: ignore[list-item]
+        )
+        self.shared = SharedExpert(old) if old.facts.shared_size else None
+
+    def keep(self, gate_up: ExpertStack, down: ExpertStack) -> None:
+        """Compute with these stacks, or with a rank's part of them, in plain torch."""
+        self.gate_up, self.down = gate_up, down
+        for name, stack in (("gate_up", gate_up), ("down", down)):  # as the model's memory is counted
             self.register_buffer(f"{name}_data", stack.data)
             self.register_buffer(f"{name}_scale", stack.scale)
-        self.shared = SharedExpert(old) if old.facts.shared_size else None
-        self.ways: list[ExpertWay] = [SortedLoop(self.gate_up, self.down, activation(kind))]
+            self.register_buffer(f"{name}_bias", stack.bias)
+        self.ways: list[ExpertWay] = [SortedLoop(gate_up, down, activation(self.kind))]
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., hidden]` -> `[..., hidden]`."""
@@ -67,7 +72,7 @@ class StackedExperts(nn.Module):
 
     def choose(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         """See `route`."""
-        weights, chosen = route(self.gate(flat), self.facts.top_k, self.facts.normalize)
+        weights, chosen = self.route(self.gate(flat), self.facts.top_k, self.facts.normalize)
         return weights if self.facts.weighted else torch.ones_like(weights), chosen
 
 
@@ -101,7 +106,7 @@ class SortedLoop:
         """See `ExpertWay`."""
         order, offsets = sort_by_expert(chosen, len(self.down))
         rows = x[order // chosen.shape[1]]  # [T k, hidden], expert by expert
-        products = torch.empty_like(rows)
+        products = torch.zeros_like(rows)  # another rank's experts add nothing here
         for expert, (start, end) in enumerate(pairwise(offsets.tolist())):
             if start < end:
                 gate, up = F.linear(rows[start:end], self.gate_up[expert]).chunk(2, dim=-1)

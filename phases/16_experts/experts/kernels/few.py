@@ -24,6 +24,8 @@ from experts.kernels.stack import ExpertStack, Swiglu
 
 FEW = 4
 """Tokens up to which experts are gathered."""
+SHAPES = ((8, 512, 4), (4, 256, 4))
+"""Outputs of a program, inputs it reads at a time, and warps, of the first product and of the second."""
 
 
 @triton.jit
@@ -86,20 +88,17 @@ def few_mlp(
     chosen: Tensor,
     act: Swiglu,
     *,
-    shape: tuple[int, int, int] = (8, 512, 4),
+    shapes: tuple[tuple[int, int, int], ...] = SHAPES,
 ) -> Tensor:
-    """`grouped_mlp` for a few tokens.
-
-    shape: `BLOCK_N`, `BLOCK_K` and warps, for measurements.
-    """
-    chosen, weights, (block_n, block_k, warps) = chosen.contiguous(), weights.contiguous(), shape
-    count, top_k, tokens = len(down.data), chosen.shape[1], len(x)
-    for stack, gate, programs in ((gate_up, act, tokens * top_k), (down, None, tokens)):
+    """`grouped_mlp` for a few tokens. shapes: for measurements."""
+    chosen, weights, (tokens, top_k) = chosen.contiguous(), weights.contiguous(), chosen.shape
+    for stack, gate, (block_n, block_k, warps) in zip((gate_up, down), (act, None), shapes, strict=True):
         tensors, constants = product_arguments(x.contiguous(), stack, gate, top_k)
+        programs = tokens if gate is None else tokens * top_k
         n, k = constants["N"], constants["K"]
         out = torch.empty(programs, n, dtype=x.dtype, device=x.device)
         few_kernel[(programs, triton.cdiv(n, block_n))](
-            out, *tensors, weights, chosen, count, **constants, BLOCK_N=block_n,
+            out, *tensors, weights, chosen, len(stack.data), **constants, BLOCK_N=block_n,
             BLOCK_K=min(block_k, triton.next_power_of_2(k)), num_warps=warps,
         )  # fmt: skip
         x = out
