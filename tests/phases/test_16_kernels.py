@@ -211,3 +211,26 @@ def test_parts_of_the_experts_add_up_to_all(way: str, scheme: Scheme | None, rng
         for at in ((0, 4), (4, 3))
     ]
     assert_close(parts[0] + parts[1], whole, "four experts and three")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ["grouped", "few"])
+def test_a_graph_holds_any_routing(way: str, rng: torch.Generator) -> None:
+    up, down = stacks(rng)
+    x = normal(rng, 6, HIDDEN)
+    logits = torch.zeros(6, E, device=DEVICE)
+
+    def step() -> Tensor:
+        return compute(way, x, up, down, *route_at_once(logits, TOP, True), PLAIN)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for kind in ("spread", "crowd"):
+        logits.copy_(torch.randn(6, E, device=DEVICE, generator=rng))
+        if kind == "crowd":
+            logits[:, [2, 5, 0]] += 50.0
+        graph.replay()
+        wanted = loop(x, up, down, *route(logits, TOP, True), PLAIN)
+        assert_close(out, wanted, f"{way}, {kind}, in a graph")
