@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from experts.kernels.grouped import TABLE, Tile, grouped_mlp, tile_for
+from common.errors import UserError
+from experts.kernels.few import few_mlp
+from experts.kernels.grouped import LARGE, TABLE, Tile, grouped_mlp
 from experts.kernels.sorting import most_tiles, sort_in_tiles
-from experts.kernels.stack import Stack, Swiglu
+from experts.kernels.stack import ExpertStack, Swiglu, stacked
 from experts.routing import route, sort_by_expert
+from quant.formats import FP8, FP8_BLOCK, FP8_WEIGHTS, INT4, INT8, Scheme
+from quant.linear import QuantLinear
 from tests.quant_layers import DEVICE, DTYPE, assert_close
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -27,12 +34,12 @@ def normal(rng: torch.Generator, *shape: int, size: float = 1.0) -> Tensor:
     return (size * torch.randn(*shape, device=DEVICE, generator=rng)).to(DTYPE)
 
 
-def stacks(rng: torch.Generator, bias: bool = False) -> tuple[Stack, Stack]:
+def stacks(rng: torch.Generator, bias: bool = False) -> tuple[ExpertStack, ExpertStack]:
     up = normal(rng, E, 2 * INNER, HIDDEN, size=HIDDEN**-0.5)
     down = normal(rng, E, HIDDEN, INNER, size=INNER**-0.5)
     if not bias:
-        return Stack(up), Stack(down)
-    return Stack(up, bias=normal(rng, E, 2 * INNER)), Stack(down, bias=normal(rng, E, HIDDEN))
+        return ExpertStack(up), ExpertStack(down)
+    return ExpertStack(up, bias=normal(rng, E, 2 * INNER)), ExpertStack(down, bias=normal(rng, E, HIDDEN))
 
 
 def routed(rng: torch.Generator, tokens: int, kind: str = "spread") -> tuple[Tensor, Tensor]:
@@ -44,7 +51,9 @@ def routed(rng: torch.Generator, tokens: int, kind: str = "spread") -> tuple[Ten
     return route(logits, TOP, normalize=True)
 
 
-def loop(x: Tensor, up: Stack, down: Stack, weights: Tensor, chosen: Tensor, act: Swiglu) -> Tensor:
+def loop(
+    x: Tensor, up: ExpertStack, down: ExpertStack, weights: Tensor, chosen: Tensor, act: Swiglu
+) -> Tensor:
     """Each token's choices, one after the other, in float32."""
     out = torch.zeros(x.shape, device=x.device)
     for token, (row, experts) in enumerate(zip(weights, chosen.tolist(), strict=True)):
@@ -85,11 +94,97 @@ def test_there_is_room_for_any_routing() -> None:
     assert most_tiles(33, 3, 16) == 4, "17, 15 and 1 rows take four tiles; no routing takes five"
 
 
+PLAIN, CLAMPED = Swiglu(), Swiglu(limit=0.5, interleaved=True)
+
+
+def compute(way: str, x: Tensor, up: ExpertStack, down: ExpertStack, *more: Any, **options: Any) -> Tensor:
+    if way == "few":
+        return few_mlp(x, up, down, *more, shape=(32, 128, 4), **options)
+    return grouped_mlp(x, up, down, *more, tile=SMALL, **options)
+
+
+@pytest.mark.parametrize("way", ["grouped", "few"])
 @pytest.mark.parametrize("kind", ["spread", "crowd"])
-@pytest.mark.parametrize("tokens", [1, 3, 40])
-def test_it_is_the_loop_over_experts(tokens: int, kind: str, rng: torch.Generator) -> None:
-    up, down = stacks(rng)
+@pytest.mark.parametrize(("tokens", "act"), [(1, PLAIN), (5, PLAIN), (40, PLAIN), (5, CLAMPED)])
+def test_it_is_the_loop_over_experts(
+    way: str, kind: str, tokens: int, act: Swiglu, rng: torch.Generator
+) -> None:
+    up, down = stacks(rng, bias=act is CLAMPED)
     x = normal(rng, tokens, HIDDEN)
     weights, chosen = routed(rng, tokens, kind)
-    found = grouped_mlp(x, up.data, down.data, weights, chosen, "silu", tile=SMALL)
-    assert_close(found, loop(x, up, down, weights, chosen, Swiglu()), f"{tokens} tokens, {kind}")
+    found = compute(way, x, up, down, weights, chosen, act)
+    assert_close(found, loop(x, up, down, weights, chosen, act), f"{way}, {tokens} tokens, {kind}, {act}")
+
+
+@pytest.mark.parametrize("way", ["grouped", "few"])
+@pytest.mark.parametrize("scheme", [FP8, FP8_WEIGHTS, FP8_BLOCK, INT8], ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize("tokens", [2, 9])
+def test_eight_bits_are_the_dequantized_experts(
+    way: str, scheme: Scheme, tokens: int, rng: torch.Generator
+) -> None:
+    # In blocks, one of them not whole.
+    hidden, inner = (144, 128) if scheme.scales == "block" else (HIDDEN, INNER)
+    layers = [
+        [
+            QuantLinear.of(plain(rng, n, k), scheme, "x")
+            for n, k in ((inner, hidden), (inner, hidden), (hidden, inner))
+        ]
+        for _ in range(E)
+    ]
+    up, down = stacked([each[:2] for each in layers]), stacked([each[2:] for each in layers])
+    assert up.weight_bytes < 0.6 * 2 * 2 * inner * hidden, "about half of sixteen bits"
+    x = normal(rng, tokens, hidden)
+    weights, chosen = routed(rng, tokens)
+    wanted = torch.zeros(tokens, hidden, device=DEVICE)
+    for token in range(tokens):
+        for weight, expert in zip(weights[token], chosen[token].tolist(), strict=True):
+            gate, linear, out = layers[expert]
+            middle = F.silu(gate.exact(x[token])) * linear.exact(x[token])
+            wanted[token] += weight * out.exact(middle.to(DTYPE))
+    assert_close(compute(way, x, up, down, weights, chosen, PLAIN), wanted, f"{way}, {scheme.name}")
+
+
+def plain(rng: torch.Generator, n: int, k: int) -> nn.Linear:
+    layer = nn.Linear(k, n, bias=False, device=DEVICE, dtype=DTYPE)
+    layer.weight = nn.Parameter(normal(rng, n, k, size=k**-0.5), requires_grad=False)
+    return layer
+
+
+def test_experts_of_four_bits_are_refused_by_name(rng: torch.Generator) -> None:
+    layers = [[QuantLinear.of(plain(rng, 32, 64), INT4, "x")] for _ in range(2)]
+    with pytest.raises(UserError, match="not in w8a8 or int4"):
+        stacked(layers)
+
+
+@pytest.mark.parametrize("way", ["grouped", "few"])
+def test_a_token_does_not_depend_on_the_others(way: str, rng: torch.Generator) -> None:
+    up, down = stacks(rng)
+    x = normal(rng, 40, HIDDEN)
+    weights, chosen = routed(rng, 40)
+    whole = compute(way, x, up, down, weights, chosen, PLAIN)
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    for rows in (order, order[:7], order[:1]):
+        part = compute(way, x[rows], up, down, weights[rows], chosen[rows], PLAIN)
+        assert torch.equal(part, whole[rows]), f"{len(rows)} of 40 tokens, in another order"
+
+
+def test_one_size_cuts_every_sum() -> None:
+    assert len({tile.block_k for tile in (LARGE, *(tile for _, tile in TABLE))}) == 1
+
+
+@pytest.mark.parametrize("way", ["grouped", "few"])
+@pytest.mark.parametrize("scheme", [None, FP8], ids=["plain", "fp8"])
+def test_parts_of_the_experts_add_up_to_all(way: str, scheme: Scheme | None, rng: torch.Generator) -> None:
+    sizes = ((INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER))
+    layers: list[list[nn.Module]] = [[plain(rng, *size) for size in sizes] for _ in range(E)]
+    if scheme is not None:
+        layers = [[QuantLinear.of(layer, scheme, "x") for layer in each] for each in layers]  # type: ignore[arg-type]
+    up, down = stacked([each[:2] for each in layers]), stacked([each[2:] for each in layers])
+    x = normal(rng, 6, HIDDEN)
+    weights, chosen = routed(rng, 6)
+    whole = compute(way, x, up, down, weights, chosen, PLAIN).float()
+    parts = [
+        compute(way, x, up.part(*at), down.part(*at), weights, chosen, PLAIN, first=at[0]).float()
+        for at in ((0, 4), (4, 3))
+    ]
+    assert_close(parts[0] + parts[1], whole, "four experts and three")

@@ -16,6 +16,7 @@ Floor, of a layer of Qwen3-30B-A3B in bfloat16 (9.4 MB an expert) on an H200 (4.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from experts.kernels.sorting import Tiles, sort_in_tiles
-from experts.kernels.stack import Stack, Swiglu
+from experts.kernels.stack import ExpertStack, Swiglu
 from quant.formats import BLOCK
 from quant.products import round_rows
 from triton_paged_attention.linear import KINDS, activate
@@ -68,7 +69,7 @@ def gated_unit(gate, up, KIND: tl.constexpr, LIMIT: tl.constexpr):
 
 @triton.jit
 def tile_product(a, w, acc, scale, row, k0, columns, SIDE: tl.constexpr):
-    """`acc + a @ w`, with the scales of blocks if there are: `a [M, K]`, `w [K, N]` of weight rows `row [N]`."""
+    """`acc + a @ w`, with blocks' scales if there are: `a [M, K]`, `w [K, N]` of weight rows `row [N]`."""
     if a.dtype != w.dtype:
         w = w.to(a.dtype)  # eight bits are exact in sixteen
     if SIDE == 0:
@@ -101,7 +102,7 @@ def grouped_kernel(
 ):  # fmt: skip
     """One program per tile and `BLOCK_N` of `N` outputs.
 
-    UP: the first product, from tokens to places of `order`, gated. Otherwise the second, from there to choices.
+    UP: the first product, gated, from tokens to places of `order`; else the second, from there to choices.
     """
     parts: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     tile, part = tl.program_id(0) // parts, tl.program_id(0) % parts
@@ -169,7 +170,7 @@ def add_choices_kernel(
     tl.store(out + token * SIZE + n, total.to(out.dtype.element_ty), mask=n < SIZE)
 
 
-def weights_for_kernel(stack: Stack, x: Tensor) -> tuple[list[Any], dict[str, Any]]:
+def weights_for_kernel(stack: ExpertStack, x: Tensor) -> tuple[list[Any], dict[str, Any]]:
     """Return a kernel's arguments `x, x_scale, data, scale, bias` and constants for `x` times a stack."""
     values, units = round_rows(x, "fp8") if stack.rounds else (x, x)
     block = stack.scheme is not None and stack.scheme.scales == "block"
@@ -181,7 +182,7 @@ def weights_for_kernel(stack: Stack, x: Tensor) -> tuple[list[Any], dict[str, An
 
 
 def grouped_product(
-    x: Tensor, stack: Stack, weights: Tensor, tiles: Tiles, tile: Tile, act: Swiglu | None
+    x: Tensor, stack: ExpertStack, weights: Tensor, tiles: Tiles, tile: Tile, act: Swiglu | None
 ) -> Tensor:
     """One product of all experts: with `act` the first, `[T, K] -> [T k, N / 2]`, otherwise the second.
 
@@ -191,10 +192,9 @@ def grouped_product(
     block_n = tile.block_n // (1 if act is None else 2)
     args, constants = weights_for_kernel(stack, x)
     out = torch.empty(weights.numel(), size, dtype=x.dtype, device=x.device)
-    most = tiles.table.shape[1]
-    how = act or Swiglu()
+    most, how = tiles.table.shape[1], act or Swiglu()
     grouped_kernel[(most * triton.cdiv(size, block_n),)](
-        out, *args, weights, tiles.order, tiles.table, most, 0 if stack.scale is None else stack.scale[0].numel(),
+        out, *args, weights, tiles.order, tiles.table, most, stack.scale_stride,
         N=size, K=x.shape[1], TOP_K=top_k, UP=act is not None, KIND=KINDS[how.kind], LIMIT=how.limit,
         INTERLEAVED=how.interleaved, ROWS=tile.rows, BLOCK_N=block_n, BLOCK_K=tile.block_k,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **constants,
@@ -204,8 +204,8 @@ def grouped_product(
 
 def grouped_mlp(
     x: Tensor,
-    gate_up: Tensor | Stack,
-    down: Tensor | Stack,
+    gate_up: Tensor | ExpertStack,
+    down: Tensor | ExpertStack,
     weights: Tensor,
     chosen: Tensor,
     activation: str | Swiglu = "silu",
@@ -236,6 +236,30 @@ def grouped_mlp(
     return out
 
 
-def as_stack(weight: Tensor | Stack) -> Stack:
+def as_stack(weight: Tensor | ExpertStack) -> ExpertStack:
     """Return plain weights of all experts as a stack."""
-    return weight if isinstance(weight, Stack) else Stack(weight)
+    return weight if isinstance(weight, ExpertStack) else ExpertStack(weight)
+
+
+def scratch_bytes(down: ExpertStack, tokens: int, top_k: int, itemsize: int) -> int:
+    """Return the bytes that `grouped_mlp` needs for a moment: what lies between its three kernels."""
+    _, hidden, inside = down.data.shape
+    return tokens * top_k * ((hidden + inside) * itemsize + (inside if down.rounds else 0) + 4)
+
+
+@dataclass(frozen=True, eq=False)
+class GroupedWay:
+    """An `ExpertWay` for any number of tokens; see `grouped_mlp` for its fields."""
+
+    gate_up: ExpertStack
+    down: ExpertStack
+    act: Swiglu = Swiglu()
+    first: int = 0
+
+    def takes(self, tokens: int) -> bool:
+        """See `ExpertWay.takes`."""
+        return True
+
+    def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """See `ExpertWay`."""
+        return grouped_mlp(x, self.gate_up, self.down, weights, chosen, self.act, first=self.first)

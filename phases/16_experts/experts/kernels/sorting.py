@@ -75,7 +75,7 @@ def most_tiles(choices: int, experts: int, rows: int) -> int:
 
 
 def sort_in_tiles(chosen: Tensor, experts: int, rows: int, first: int = 0) -> Tiles:
-    """Sort the choices `chosen [T, k]` of `experts` experts from number `first` on; all others are left out."""
+    """Sort the choices `chosen [T, k]` of `experts` experts from number `first` on; leave out all others."""
     choices, device = chosen.numel(), chosen.device
     most = most_tiles(choices, experts, rows)
     order = torch.empty(choices, dtype=torch.int32, device=device)

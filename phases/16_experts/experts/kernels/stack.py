@@ -33,11 +33,11 @@ class Swiglu(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Stack:
+class ExpertStack:
     """One weight `[N, K]` for each expert.
 
     data: `[E, N, K]`, plain numbers or those of eight bits.
-    scale: float32 of eight bits: `[E, N]` (channel) or `[E, N / 128, K / 128]` (block), rounded up; else None.
+    scale: float32, of eight bits: `[E, N]` (channel), or `[E, N / 128, K / 128]` (block), rounded up.
     bias: `[E, N]` or None.
     scheme: phase 10's, of eight bits.
     """
@@ -53,15 +53,21 @@ class Stack:
         return self.scheme is not None and self.scheme.activations is not None
 
     @property
+    def scale_stride(self) -> int:
+        """From one expert's scales to the next one's."""
+        return 0 if self.scale is None else self.scale[0].numel()
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of one expert."""
-        scales = 0 if self.scale is None else self.scale[0].numel() * self.scale.itemsize
-        return self.data[0].numel() * self.data.itemsize + scales
+        return self.data[0].numel() * self.data.itemsize + 4 * self.scale_stride
 
-    def part(self, start: int, count: int) -> Stack:
+    def part(self, start: int, count: int) -> ExpertStack:
         """Return the stack of `count` experts from `start` on, a copy: the whole can be let go of."""
         found = (self.data, self.scale, self.bias)
-        return Stack(*(None if t is None else t[start : start + count].clone() for t in found), self.scheme)  # type: ignore[arg-type]
+        return ExpertStack(
+            *(None if t is None else t[start : start + count].clone() for t in found), self.scheme
+        )  # type: ignore[arg-type]
 
     def dequantize(self, expert: int) -> Tensor:
         """One expert's weight, `[N, K]` float32: the oracle of the kernels."""
@@ -75,8 +81,8 @@ def readable(scheme: Scheme) -> bool:
     return scheme.weights == "fp8" or (scheme.weights == "int8" and scheme.activations is None)
 
 
-def stacked(experts: Sequence[Sequence[nn.Module]]) -> Stack:
-    """Stack the linear layers of experts: for each expert those of one input, their outputs end to end.
+def stacked(experts: Sequence[Sequence[nn.Module]]) -> ExpertStack:
+    """ExpertStack the linear layers of experts: for each expert those of one input, their outputs end to end.
 
     Each may be plain or phase 10's of eight bits, all in the same way. One expert at a time is copied.
 
@@ -98,7 +104,7 @@ def stacked(experts: Sequence[Sequence[nn.Module]]) -> Stack:
             made[place][number].copy_(tensor)  # type: ignore[index]
     whole, scales, biases = made
     assert whole is not None
-    return Stack(whole, scales, biases, scheme)
+    return ExpertStack(whole, scales, biases, scheme)
 
 
 def _joined(layers: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None, Tensor | None, Scheme | None]:
