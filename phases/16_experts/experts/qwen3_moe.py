@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from torch import nn
+
 from common.models.config import ModelConfig
 from experts.layer import Experts
 from forward.attention import LayerSpec
@@ -14,6 +16,8 @@ from forward.models.qwen3 import Qwen3Attention
 
 class SparseBlock(LlamaBlock):
     """A Llama block with `Experts`, in the layers that have them."""
+
+    mlp: nn.Module  # type: ignore[assignment]  # `LlamaBlock` has one kind only
 
     def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
         super().__init__(config, spec)

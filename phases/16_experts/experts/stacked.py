@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from experts.kernels.stack import ExpertStack, stacked
 from experts.layer import Experts
 from experts.routing import route, sort_by_expert
-from forward.layers import GatedMLP, activation
+from forward.layers import activation
 from forward.loading import Linears
 from forward.model import Model
 from quant.loading import replace_layer
@@ -35,27 +36,25 @@ class ExpertWay(Protocol):
 
 
 class StackedExperts(nn.Module):
-    """`Experts` with the weights of all in two tensors; it asks its ways, plain torch last.
+    """`Experts` with the weights of all in two stacks; it asks its ways, plain torch last.
 
-    gate_up: `[E, 2 I, hidden]`, an expert's gates and then its ups. down: `[E, hidden, I]`.
+    gate_up: of every expert `[2 I, hidden]`, its gates and then its ups. down: `[hidden, I]`.
+    kind: of the activation, as a model's configuration names it.
     """
 
     def __init__(self, old: Experts, kind: str) -> None:
         super().__init__()
         self.facts, self.kind, self.gate = old.facts, kind, old.gate
-        first, count = old.experts[0], len(old.experts)
-        assert isinstance(first, GatedMLP)
-        inside, hidden = first.gate_proj.weight.shape
-        gate_up = first.gate_proj.weight.new_empty(count, 2 * inside, hidden)
-        down = gate_up.new_empty(count, hidden, inside)
-        for number, expert in enumerate(old.experts):
-            gate_up[number, :inside] = expert.gate_proj.weight
-            gate_up[number, inside:] = expert.up_proj.weight
-            down[number] = expert.down_proj.weight
-        self.gate_up = nn.Parameter(gate_up, requires_grad=False)
-        self.down = nn.Parameter(down, requires_grad=False)
+        self.gate_up = stacked([[expert.gate_proj, expert.up_proj] for expert in old.experts])  # type: ignore[list-item]
+        self.down = stacked([[expert.down_proj] for expert in old.experts])  # type: ignore[list-item]
+        for name, stack in (
+            ("gate_up", self.gate_up),
+            ("down", self.down),
+        ):  # as the model's memory is counted
+            self.register_buffer(f"{name}_data", stack.data)
+            self.register_buffer(f"{name}_scale", stack.scale)
         self.shared = SharedExpert(old) if old.facts.shared_size else None
-        self.ways: list[ExpertWay] = [SortedLoop(self)]
+        self.ways: list[ExpertWay] = [SortedLoop(self.gate_up, self.down, activation(kind))]
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., hidden]` -> `[..., hidden]`."""
@@ -87,13 +86,12 @@ class SharedExpert(nn.Module):
 class SortedLoop:
     """Plain torch: tokens sorted by expert, and each expert multiplies its own.
 
-    It waits for the device to learn how many tokens each expert has, so it cannot be recorded in a graph.
+    It reads plain weights. It waits for the device to learn how many tokens each expert has, so no graph can
+    be recorded of it.
     """
 
-    def __init__(self, layer: StackedExperts) -> None:
-        self.gate_up, self.down = layer.gate_up, layer.down
-        self.act: Callable[[Tensor], Tensor] = activation(layer.kind)
-        self.rows = 0
+    def __init__(self, gate_up: ExpertStack, down: ExpertStack, act: Callable[[Tensor], Tensor]) -> None:
+        self.gate_up, self.down, self.act = gate_up.data, down.data, act
 
     def takes(self, tokens: int) -> bool:
         """Any number of tokens."""
@@ -135,10 +133,14 @@ def combine(products: Tensor, order: Tensor, weights: Tensor) -> Tensor:
 
 
 class Stacking:
-    """Phase 01's `Linears` around another: experts are stacked when all weights are there."""
+    """Phase 01's `Linears` around another: experts are stacked when all weights are there.
 
-    def __init__(self, inner: Linears) -> None:
-        self.inner = inner
+    eight: stack experts of eight bits too, for kernels that read them. Otherwise these stay as phase 10 made
+        them, one by one.
+    """
+
+    def __init__(self, inner: Linears, *, eight: bool = False) -> None:
+        self.inner, self.eight = inner, eight
 
     def expect(self, model: Model) -> None:
         """See `Linears.expect`."""
@@ -151,7 +153,7 @@ class Stacking:
     def finish(self, model: Model) -> Model:
         """See `Linears.finish`."""
         model = self.inner.finish(model)
-        for name in layers_of(model):
+        for name in self._layers(model):
             layer = model.get_submodule(name)
             assert isinstance(layer, Experts)
             replace_layer(model, name, StackedExperts(layer, model.config.activation))
@@ -159,18 +161,13 @@ class Stacking:
 
     def changes(self, model: Model) -> bool:
         """See `Linears.changes`."""
-        return self.inner.changes(model) or bool(layers_of(model))
+        return self.inner.changes(model) or bool(self._layers(model))
+
+    def _layers(self, model: nn.Module) -> list[str]:
+        """Return the names of what is to be stacked, not the layers: a list would keep them all alive."""
+        found = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, Experts)]
+        return [name for name, layer in found if self.eight or _plain(layer)]
 
 
-def layers_of(model: nn.Module) -> list[str]:
-    """Return the names of the layers of plain experts, not the layers: a list would keep them alive."""
-    return [
-        name
-        for name, layer in model.named_modules()
-        if isinstance(layer, Experts) and all(isinstance(part, nn.Linear) for part in parts_of(layer))
-    ]
-
-
-def parts_of(layer: Experts) -> list[nn.Module]:
-    """Return the linear layers of a layer's experts; some are of another format where they are quantized."""
-    return [part for expert in layer.experts for part in expert.children()]
+def _plain(layer: Experts) -> bool:
+    return all(isinstance(part, nn.Linear) for expert in layer.experts for part in expert.children())
