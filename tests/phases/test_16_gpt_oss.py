@@ -155,7 +155,7 @@ def configure(folder: Path, **change: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
 
 
-@pytest.mark.parametrize("engine", ["forward"])
+@pytest.mark.parametrize("engine", ["forward", "experts"])
 def test_a_checkpoint_of_four_bits_equals_transformers(engine: str, tmp_path: Path) -> None:
     reference = oracle(tmp_path)
     pack(tmp_path)
@@ -167,7 +167,7 @@ def test_a_checkpoint_of_four_bits_equals_transformers(engine: str, tmp_path: Pa
     if engine == "forward":
         model = load_model(tmp_path, device="cpu", dtype="float32")
     else:
-        model = experts.load(tmp_path, device="cpu", dtype="float32", **SMALL).runner.model
+        model = experts.load(tmp_path, device="cpu", dtype="float32", **{**SMALL, "max_len": 64}).runner.model
     assert_same_logits(model, reference)
 
 
@@ -296,8 +296,9 @@ ENGINES: dict[str, Any] = {
     "09": lambda model: cuda_graphs.load(model, **SMALL),
     "11": lambda model: speculative.load(model, draft_adaptive=False, **SMALL),
     "12": lambda model: structured.load(model, **SMALL),
+    "16": lambda model: experts.load(model, **SMALL),
     "16, one by one": lambda model: experts.load(model, experts=False, **SMALL),
-    "16, preempting": lambda model: experts.load(model, experts=False, **SMALL, cache_bytes=40 * 4608),
+    "16, preempting": lambda model: experts.load(model, **SMALL, cache_bytes=40 * 4608),
 }
 
 
@@ -330,5 +331,5 @@ def test_kernels_give_the_tokens_of_phase_01(tiny: Model) -> None:
     prompts = [[5, 6, 7, 8] * 4, [3], list(range(1, 30))]
     params = [SamplingParams(max_tokens=3, ignore_eos=True) for _ in prompts]
     expected = generate(forward.load(tiny), prompts, params)
-    engine = experts.load(tiny, kernels=True, experts=False, **SMALL)
+    engine = experts.load(tiny, kernels=True, **SMALL)
     assert_all_same(tiny, expected, generate(engine, prompts, params), params)

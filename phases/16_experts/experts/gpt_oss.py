@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from common.errors import UserError
 from common.models.config import ModelConfig
+from experts.kernels.stack import ExpertStack, Swiglu
 from experts.layer import Experts, Router
 from forward.attention import LayerSpec
 from forward.models.llama import Llama, LlamaAttention, LlamaBlock
 
-ALPHA, LIMIT = 1.702, 7.0
-"""Of an expert's gates, and of gates and ups."""
+SWIGLU = Swiglu("silu", limit=7.0, interleaved=True)
 MXFP4 = "mxfp4"
 BLOCK = 32
 """Numbers that share a power of two."""
@@ -78,6 +78,15 @@ class Matrices(nn.Module):
             return self.weight[expert]
         return unpack(self.blocks[expert], self.scales[expert], self.bias.dtype)
 
+    def stack(self) -> ExpertStack:
+        """Return all of them as kernels read them, unpacked."""
+        if not self.packed:
+            return ExpertStack(self.weight, bias=self.bias)
+        whole = self.bias.new_empty(*self.scales.shape[:2], BLOCK * self.scales.shape[2])
+        for expert, matrix in enumerate(whole):
+            matrix.copy_(self.matrix(expert))
+        return ExpertStack(whole, bias=self.bias)
+
     def multiply(self, expert: int, x: Tensor) -> Tensor:
         """`[T, in]` -> `[T, out]`."""
         return F.linear(x, self.matrix(expert), self.bias[expert])
@@ -99,9 +108,11 @@ class ClampedMLPs(nn.Module):
 
     def expert(self, number: int, x: Tensor) -> Tensor:
         """`[T, hidden]` -> `[T, hidden]`."""
-        both = self.gate_up.multiply(number, x)
-        gate, up = both[..., ::2].clamp(max=LIMIT), both[..., 1::2].clamp(-LIMIT, LIMIT)
-        return self.down.multiply(number, (up + 1) * gate * torch.sigmoid(ALPHA * gate))
+        return self.down.multiply(number, SWIGLU(self.gate_up.multiply(number, x)))
+
+    def stacks(self) -> tuple[ExpertStack, ExpertStack, Swiglu]:
+        """See `Stacks`: phase 16's feature has nothing to stack."""
+        return self.gate_up.stack(), self.down.stack(), SWIGLU
 
 
 class BiasedRouter(Router):
@@ -133,7 +144,7 @@ class GptOssAttention(LlamaAttention):
         self.sinks = nn.Parameter(torch.empty(spec.num_heads))
 
     @property
-    def spec(self) -> LayerSpec:  # type: ignore[override]
+    def spec(self) -> LayerSpec:
         """The layer's facts. Made anew, because the weights are loaded after the layer is made."""
         return replace(self._plain, sinks=self.sinks)
 

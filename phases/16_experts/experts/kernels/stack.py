@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.errors import UserError
+from forward.layers import activation
 from quant.formats import Scheme
 from quant.linear import QuantLinear
 from quant.weights import QuantizedWeight
@@ -30,6 +32,14 @@ class Swiglu(NamedTuple):
     def parts(self, both: Tensor) -> tuple[Tensor, Tensor]:
         """Split what the first product makes, `[..., 2 I]`, in gates and ups."""
         return (both[..., ::2], both[..., 1::2]) if self.interleaved else both.chunk(2, dim=-1)  # type: ignore[return-value]
+
+    def __call__(self, both: Tensor) -> Tensor:
+        """`[..., 2 I]` -> `[..., I]`, in plain torch."""
+        gate, up = self.parts(both)
+        if not self.limit:
+            return activation(self.kind)(gate) * up
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
 @dataclass(frozen=True)
@@ -68,6 +78,10 @@ class ExpertStack:
         return ExpertStack(
             *(None if t is None else t[start : start + count].clone() for t in found), self.scheme
         )  # type: ignore[arg-type]
+
+    def multiply(self, expert: int, x: Tensor) -> Tensor:
+        """`[T, K]` times one expert's plain weight: `[T, N]`."""
+        return F.linear(x, self.data[expert], None if self.bias is None else self.bias[expert])
 
     def dequantize(self, expert: int) -> Tensor:
         """One expert's weight, `[N, K]` float32: the oracle of the kernels."""
