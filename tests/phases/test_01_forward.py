@@ -25,7 +25,7 @@ from forward.attention import LayerSpec, RecomputeAttention, attend, causal_mask
 from forward.layers import LayerNorm, RMSNorm
 from forward.loading import random_model
 from forward.model import Model
-from forward.models import FAMILIES
+from forward.models import family_of
 from forward.models.gemma3 import Gemma3RMSNorm
 from forward.rope import Rope, apply_rope, inverse_frequencies
 from forward.shapes import SHAPES
@@ -355,7 +355,7 @@ def test_published_sizes() -> None:
     """The shapes have the parameter counts that their names claim."""
     with torch.device("meta"):
         sizes = {
-            name: sum(p.numel() for p in FAMILIES[config.family](config).parameters())
+            name: sum(p.numel() for p in family_of(config.family)(config).parameters())
             for name, config in SHAPES.items()
         }
     assert sizes["gpt2"] == 124_439_808
@@ -449,7 +449,7 @@ def builds_or_is_refused(raw: dict[str, Any]) -> bool:
         few = min(config.num_layers, 4)  # a thousand layers would only take longer
         small = replace(config, num_layers=few, sliding_windows=config.sliding_windows[:few])
         with torch.device("meta"):
-            model = FAMILIES[config.family](small)
+            model = family_of(config.family)(small)
     except UserError as error:
         assert "\n" not in str(error) and len(str(error)) < 400, error
         return False

@@ -62,12 +62,7 @@ def loop(
         for weight, expert in zip(row, experts, strict=True):
             both = up.data[expert].float() @ x[token].float()
             both = both if up.bias is None else both + up.bias[expert].float()
-            gate, linear = (both[::2], both[1::2]) if act.interleaved else both.chunk(2)
-            if act.limit:
-                gate, linear = gate.clamp(max=act.limit), linear.clamp(-act.limit, act.limit)
-                inner = gate * torch.sigmoid(1.702 * gate) * (linear + 1)
-            else:
-                inner = torch.nn.functional.silu(gate) * linear
+            inner = act(both)
             part = down.data[expert].float() @ inner
             part = part if down.bias is None else part + down.bias[expert].float()
             out[token] += weight * part

@@ -18,7 +18,7 @@ from common.errors import UserError
 from common.models.config import ModelConfig
 from common.sampling.params import SamplingParams
 from experts.expert_parallel import Traffic, cut_inside, first_experts, imbalance, rows_of_ranks, traffic
-from experts.kernels.stack import ExpertStack, stacked
+from experts.kernels.stack import ExpertStack, Swiglu, stacked
 from forward.loading import random_model
 from quant.formats import FP8, FP8_BLOCK
 from quant.linear import QuantLinear
@@ -82,7 +82,7 @@ def test_an_inside_that_is_cut_is_the_same_inside(scheme: Any, sizes: tuple[int,
     parts: list[tuple[ExpertStack, ExpertStack]] = []
     for rank in range(2):
         ranks: Any = _Rank(rank, 2)
-        parts.append((cut_inside(up, ranks, gated=True), cut_inside(down, ranks, gated=False)))
+        parts.append((cut_inside(up, ranks, Swiglu()), cut_inside(down, ranks, None)))
     half = sizes[1] // 2
 
     def gates(stack: ExpertStack) -> list[Tensor]:
@@ -100,10 +100,10 @@ def test_an_inside_that_is_cut_is_the_same_inside(scheme: Any, sizes: tuple[int,
 def test_an_inside_that_cannot_be_cut_is_refused() -> None:
     ranks: Any = _Rank(0, 3)
     with pytest.raises(UserError, match="tensor_parallel is 3, but an expert's inside is 8: cut 'experts'"):
-        cut_inside(_stacks(None, 6, 8)[0], ranks, gated=True)
+        cut_inside(_stacks(None, 6, 8)[0], ranks, Swiglu())
     ranks = _Rank(0, 4)
     with pytest.raises(UserError, match="an expert's inside is 384"):
-        cut_inside(_stacks(FP8_BLOCK, 130, 384)[1], ranks, gated=False)
+        cut_inside(_stacks(FP8_BLOCK, 130, 384)[1], ranks, None)
     with pytest.raises(UserError, match="cut is 'columns', but"):
         experts.load("random:tiny-moe", cut="columns", **SMALL)
 

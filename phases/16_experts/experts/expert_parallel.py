@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from common.errors import UserError, choice
 from common.options import option
-from experts.kernels.stack import ExpertStack
+from experts.kernels.stack import ExpertStack, Swiglu
 from experts.layer import Experts
 from experts.stacked import ExpertWay, StackedExperts, Stacking
 from forward.model import Model
@@ -82,31 +82,38 @@ def traffic(chosen: Tensor, count: int, ranks: int, token_bytes: int) -> Traffic
     return Traffic(2 * (ranks - 1) * tokens * token_bytes, 2 * int(visits.sum()) * token_bytes)
 
 
-def cut_inside(stack: ExpertStack, ranks: Ranks, *, gated: bool) -> ExpertStack:
-    """A rank's part of every expert: of the rows of gates and of ups, or of the columns of `down`.
+def cut_inside(stack: ExpertStack, ranks: Ranks, act: Swiglu | None) -> ExpertStack:
+    """A rank's part of every expert: with `act` the rows of some gates and ups, else columns of `down`.
 
     Raises:
         UserError: the parts would not be equal, or a scale would be of two ranks.
     """
     blocks = stack.scheme is not None and stack.scheme.scales == "block"
-    size = stack.data.shape[1] // 2 if gated else stack.data.shape[2]
+    size = stack.data.shape[2] if act is None else stack.data.shape[1] // 2
     if size % (ranks.size * (BLOCK if blocks else 1)):
         raise UserError(f"tensor_parallel is {ranks.size}, but an expert's inside is {size}: cut 'experts'")
 
     def part(tensor: Tensor, dim: int) -> Tensor:
-        return tensor.chunk(ranks.size, dim)[ranks.rank]
+        return tensor.chunk(ranks.size, dim)[ranks.rank].contiguous()
 
-    def rows(tensor: Tensor) -> Tensor:
-        gates, ups = tensor.chunk(2, 1)
-        return torch.cat([part(gates, 1), part(ups, 1)], 1)
+    def rows(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None or act is None or act.interleaved:
+            return None if tensor is None else part(tensor, 1)
+        return torch.cat([part(half, 1) for half in tensor.chunk(2, 1)], 1)
 
-    scale, bias = stack.scale, stack.bias
-    if gated:
-        own = [None if tensor is None else rows(tensor) for tensor in (scale, bias)]
-        return replace(stack, data=rows(stack.data), scale=own[0], bias=own[1])
-    scale = part(scale, 2).contiguous() if blocks and scale is not None else scale
+    data, scale, bias = stack.data, stack.scale, stack.bias
+    if act is not None:
+        return ExpertStack(rows(data), rows(scale), rows(bias), stack.scheme)  # type: ignore[arg-type]
+    scale = part(scale, 2) if blocks and scale is not None else scale
     bias = torch.zeros_like(bias) if bias is not None and ranks.rank else bias  # it is added once
-    return replace(stack, data=part(stack.data, 2).contiguous(), scale=scale, bias=bias)
+    return replace(stack, data=part(data, 2), scale=scale, bias=bias)
+
+
+def some_of(stack: ExpertStack, own: range) -> ExpertStack:
+    """Return the stack of some experts, copied, so that the others are let go of."""
+    tensors = (stack.data, stack.scale, stack.bias)
+    found = (None if t is None else t[own.start : own.stop].clone() for t in tensors)
+    return ExpertStack(*found, stack.scheme)  # type: ignore[arg-type]
 
 
 class OverRanks:
@@ -168,11 +175,13 @@ class Sharing(Quantize):
                 layer.experts = layer.experts[own.start : own.stop]
         model = self.inner.finish(model)
         for layer in model.modules():
-            if not self.by_expert and isinstance(layer, StackedExperts):
-                layer.keep(
-                    cut_inside(layer.gate_up, self.ranks, gated=True),
-                    cut_inside(layer.down, self.ranks, gated=False),
-                )
+            if not isinstance(layer, StackedExperts):
+                continue
+            up, down, own = layer.gate_up, layer.down, self.own(layer.facts.count)
+            if not self.by_expert:
+                layer.keep(cut_inside(up, self.ranks, layer.act), cut_inside(down, self.ranks, None))
+            elif len(down.data) > len(own):  # a family's that lay in stacks already
+                layer.keep(some_of(up, own), some_of(down, own))
         return model
 
 

@@ -12,7 +12,6 @@ import torch
 from common.errors import UserError, integer
 from common.options import option
 from experts import cut
-from experts.kernels.stack import Swiglu
 from experts.stacked import StackedExperts, Stacking
 from forward.model import Model
 from paged_cache import Feature, Parts
@@ -67,7 +66,7 @@ class MixtureOfExperts(Feature):
         from experts.kernels.grouped import GroupedWay, scratch_bytes
 
         for layer in _layers(parts.own_model()):
-            about = layer.gate_up, layer.down, Swiglu(layer.kind)
+            about = layer.gate_up, layer.down, layer.act
             layer.ways, layer.route = [GatheredWay(*about), GroupedWay(*about)], route_at_once
         last, size = layer, parts.model.dtype.itemsize
         parts.reserve.append(

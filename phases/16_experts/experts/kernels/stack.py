@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.errors import UserError
+from forward.layers import activation
 from quant.formats import Scheme
 from quant.linear import QuantLinear
 from quant.weights import QuantizedWeight
@@ -26,6 +28,14 @@ class Swiglu(NamedTuple):
     kind: str = "silu"
     limit: float = 0.0
     interleaved: bool = False
+
+    def __call__(self, both: Tensor) -> Tensor:
+        """`[..., 2 I]` -> `[..., I]`, in plain torch."""
+        gate, up = (both[..., ::2], both[..., 1::2]) if self.interleaved else both.chunk(2, dim=-1)
+        if not self.limit:
+            return activation(self.kind)(gate) * up
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
 @dataclass(frozen=True)
@@ -48,14 +58,13 @@ class ExpertStack:
         """True if the input is rounded to e4m3, token by token."""
         return self.scheme is not None and self.scheme.activations is not None
 
-    @property
-    def scale_stride(self) -> int:
-        """From one expert's scales to the next one's."""
-        return 0 if self.scale is None else self.scale[0].numel()
+    def multiply(self, expert: int, x: Tensor) -> Tensor:
+        """`[T, K]` times one expert's plain weight: `[T, N]`."""
+        return F.linear(x, self.data[expert], None if self.bias is None else self.bias[expert])
 
 
 def stacked(experts: Sequence[Sequence[nn.Module]]) -> ExpertStack:
-    """ExpertStack the linear layers of experts: for each expert those of one input, their outputs end to end.
+    """Stack the linear layers of experts: for each expert those of one input, their outputs end to end.
 
     Each may be plain or phase 10's of eight bits, all in the same way. One expert at a time is copied.
 
