@@ -173,6 +173,11 @@ class ModelConfig:
             ends = raw.get("eos_token_id")
             raw = {**outside, **inner} | ({} if ends is None else {"eos_token_id": ends})
             _refuse_unsupported(raw)
+        if family in hf.NEEDED:
+            said = {**hf.ROPE_PARAMETERS.read(raw), **hf.ROPE_SCALING.read(raw), **raw}
+            for name in hf.NEEDED[family]:
+                if said.get(name) is None:
+                    raise UserError(f"there is no field {name!r}, which a {family} model needs")
         values = {ours: field.read(raw) for ours, field in hf.FIELDS[family].items()}
         values |= _gpt2(raw, values) if family == "gpt2" else _rope_family(family, raw, values)
         values["experts"] = _experts(family, raw, values["num_layers"])

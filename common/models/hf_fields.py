@@ -18,6 +18,7 @@ FAMILIES = {
     "qwen3": "qwen3",
     "qwen2_moe": "qwen2_moe",
     "qwen3_moe": "qwen3_moe",
+    "gpt_oss": "gpt_oss",
     "gemma3_text": "gemma3",
     "gemma3": "gemma3",
 }
@@ -71,6 +72,13 @@ FIELDS: dict[str, dict[str, Field]] = {
         "attention_bias": _ATTENTION_BIAS,
         "num_kv_heads": replace(_SIZES["num_kv_heads"], default=4),
     },
+    "gpt_oss": {
+        **_SIZES,
+        "attention_bias": replace(_ATTENTION_BIAS, default=True),
+        "num_kv_heads": replace(_SIZES["num_kv_heads"], default=8),
+        "head_dim": Field("head_dim", int, 1, 1 << 12, 64),
+        "norm_eps": replace(_SIZES["norm_eps"], default=1e-5),
+    },
     "gemma3": {
         **_SIZES,
         # Google's own files of the larger sizes leave out what transformers has as its default.
@@ -96,12 +104,19 @@ _EXPERTS = {
 EXPERTS = {
     "qwen2_moe": {**_EXPERTS, "shared_size": Field("shared_expert_intermediate_size", int, 1, 1 << 22)},
     "qwen3_moe": _EXPERTS,
+    "gpt_oss": {
+        "count": _EXPERTS["count"],
+        "top_k": Field("num_experts_per_tok experts_per_token", int, 1, 1 << 12),
+        "intermediate_size": _SIZES["intermediate_size"],
+    },
 }
 """Of each family of experts, the fields that are one of `ExpertConfig`'s each, under its name there."""
 SPARSE_STEP = Field("decoder_sparse_step", int, 1, 1 << 10, 1)
 DENSE_LAYERS = Field("mlp_only_layers", list, default=[])
 DENSE_LAYER = Field("mlp_only_layers", int, 0, 1 << 10)
 SCALE_WEIGHTS = Field("scale_attn_weights", bool, default=True)
+NEEDED = {"gpt_oss": ("layer_types", "sliding_window", "rope_theta", "rope_type")}
+"""Fields for which `transformers` has defaults of that family's own."""
 QUERY_SCALE = Field("query_pre_attn_scalar", float, 1e-3, 1e6, 256.0)
 LOCAL_THETA = Field("rope_local_base_freq", float, 1.0, 1e15, None)
 ROPE_PARAMETERS = Field("rope_parameters", dict, default={})
@@ -149,6 +164,8 @@ ONLY = {
     "use_bidirectional_attention": False,
     "add_cross_attention": False,
     "qkv_bias": True,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
     "attn_logit_softcapping": None,  # Gemma 3 has the field, but `transformers` does not apply it
 }
 """Fields that change what is computed, and the one value that is computed here."""

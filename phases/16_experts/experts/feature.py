@@ -12,7 +12,6 @@ import torch
 from common.errors import UserError, integer
 from common.options import option
 from experts import cut
-from experts.kernels.stack import Swiglu
 from experts.stacked import StackedExperts, Stacking
 from forward.model import Model
 from paged_cache import Feature, Parts
@@ -62,12 +61,13 @@ class MixtureOfExperts(Feature):
         """Give the layers the kernels' ways, where there are kernels."""
         if "kernels" not in parts.features or not any(_layers(parts.model)):
             return
-        from experts.kernels.few import GatheredWay  # Triton comes with it
+        from experts.kernels.choosing import route_at_once  # Triton comes with it
+        from experts.kernels.few import GatheredWay
         from experts.kernels.grouped import GroupedWay, scratch_bytes
 
         for layer in _layers(parts.own_model()):
-            about = layer.gate_up, layer.down, Swiglu(layer.kind)
-            layer.ways = [GatheredWay(*about), GroupedWay(*about)]
+            about = layer.gate_up, layer.down, layer.act
+            layer.ways, layer.route = [GatheredWay(*about), GroupedWay(*about)], route_at_once
         last, size = layer, parts.model.dtype.itemsize
         parts.reserve.append(
             lambda whole: scratch_bytes(last.down, whole.size("step_tokens"), last.facts.top_k, size)

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experts.kernels.stack import ExpertStack, stacked
+from experts.kernels.stack import ExpertStack, Swiglu, stacked
 from experts.layer import Experts
 from experts.routing import route, sort_by_expert
-from forward.layers import activation
 from forward.loading import Linears
 from forward.model import Model
 from quant.loading import replace_layer
@@ -35,6 +33,23 @@ class ExpertWay(Protocol):
         ...
 
 
+@runtime_checkable
+class Stacks(Protocol):
+    """A family's experts that lie in stacks already."""
+
+    def stacks(self) -> tuple[ExpertStack, ExpertStack, Swiglu]:
+        """Return `gate_up`, `down`, and the function between them."""
+        ...
+
+
+def stacks_of(layer: Experts, kind: str) -> tuple[ExpertStack, ExpertStack, Swiglu]:
+    """Return a layer's experts as `Stacks.stacks` does."""
+    if isinstance(layer.experts, Stacks):
+        return layer.experts.stacks()
+    gate_up = stacked([[expert.gate_proj, expert.up_proj] for expert in layer.experts])  # type: ignore[list-item]
+    return gate_up, stacked([[expert.down_proj] for expert in layer.experts]), Swiglu(kind)  # type: ignore[list-item]
+
+
 class StackedExperts(nn.Module):
     """`Experts` with the weights of all in two stacks; it asks its ways, plain torch last.
 
@@ -45,16 +60,19 @@ class StackedExperts(nn.Module):
     def __init__(self, old: Experts, kind: str) -> None:
         super().__init__()
         self.facts, self.kind, self.gate = old.facts, kind, old.gate
-        self.gate_up = stacked([[expert.gate_proj, expert.up_proj] for expert in old.experts])  # type: ignore[list-item]
-        self.down = stacked([[expert.down_proj] for expert in old.experts])  # type: ignore[list-item]
-        for name, stack in (
-            ("gate_up", self.gate_up),
-            ("down", self.down),
-        ):  # as the model's memory is counted
+        self.route: Callable[[Tensor, int, bool], tuple[Tensor, Tensor]] = route
+        gate_up, down, self.act = stacks_of(old, kind)
+        self.keep(gate_up, down)
+        self.shared = SharedExpert(old) if old.facts.shared_size else None
+
+    def keep(self, gate_up: ExpertStack, down: ExpertStack) -> None:
+        """Compute with these stacks, or with a rank's part of them, in plain torch."""
+        self.gate_up, self.down = gate_up, down
+        for name, stack in (("gate_up", gate_up), ("down", down)):  # as the model's memory is counted
             self.register_buffer(f"{name}_data", stack.data)
             self.register_buffer(f"{name}_scale", stack.scale)
-        self.shared = SharedExpert(old) if old.facts.shared_size else None
-        self.ways: list[ExpertWay] = [SortedLoop(self.gate_up, self.down, activation(kind))]
+            self.register_buffer(f"{name}_bias", stack.bias)
+        self.ways: list[ExpertWay] = [SortedLoop(gate_up, down, self.act)]
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., hidden]` -> `[..., hidden]`."""
@@ -67,7 +85,7 @@ class StackedExperts(nn.Module):
 
     def choose(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         """See `route`."""
-        weights, chosen = route(self.gate(flat), self.facts.top_k, self.facts.normalize)
+        weights, chosen = self.route(self.gate(flat), self.facts.top_k, self.facts.normalize)
         return weights if self.facts.weighted else torch.ones_like(weights), chosen
 
 
@@ -90,8 +108,8 @@ class SortedLoop:
     be recorded of it.
     """
 
-    def __init__(self, gate_up: ExpertStack, down: ExpertStack, act: Callable[[Tensor], Tensor]) -> None:
-        self.gate_up, self.down, self.act = gate_up.data, down.data, act
+    def __init__(self, gate_up: ExpertStack, down: ExpertStack, act: Swiglu) -> None:
+        self.gate_up, self.down, self.act = gate_up, down, act
 
     def takes(self, tokens: int) -> bool:
         """Any number of tokens."""
@@ -99,13 +117,13 @@ class SortedLoop:
 
     def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """See `ExpertWay`."""
-        order, offsets = sort_by_expert(chosen, len(self.down))
+        order, offsets = sort_by_expert(chosen, len(self.down.data))
         rows = x[order // chosen.shape[1]]  # [T k, hidden], expert by expert
-        products = torch.empty_like(rows)
+        products = torch.zeros_like(rows)  # another rank's experts add nothing here
         for expert, (start, end) in enumerate(pairwise(offsets.tolist())):
             if start < end:
-                gate, up = F.linear(rows[start:end], self.gate_up[expert]).chunk(2, dim=-1)
-                products[start:end] = F.linear(self.act(gate) * up, self.down[expert])
+                inner = self.act(self.gate_up.multiply(expert, rows[start:end]))
+                products[start:end] = self.down.multiply(expert, inner)
         return combine(products, order, weights)
 
 
@@ -170,4 +188,6 @@ class Stacking:
 
 
 def _plain(layer: Experts) -> bool:
-    return all(isinstance(part, nn.Linear) for expert in layer.experts for part in expert.children())
+    return isinstance(layer.experts, Stacks) or all(
+        isinstance(part, nn.Linear) for expert in layer.experts for part in expert.children()
+    )
