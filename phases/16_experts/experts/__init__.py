@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from common.text import llm
+from experts.expert_parallel import ExpertParallel
 from experts.feature import MixtureOfExperts
 from forward.model import Model
 from paged_cache import PagedEngine
-from serving import PRESET as BELOW
+from parallel import PRESET as BELOW
 
-__all__ = ["LLM", "PRESET", "MixtureOfExperts", "load"]
+__all__ = ["LLM", "PRESET", "ExpertParallel", "MixtureOfExperts", "load"]
 
-PRESET = BELOW.plus(on=[MixtureOfExperts])
+PRESET = BELOW.plus(on=[MixtureOfExperts, ExpertParallel])
 
 
 def load(model: str | Path | Model, **options: Any) -> PagedEngine:
@@ -22,7 +23,7 @@ def load(model: str | Path | Model, **options: Any) -> PagedEngine:
 
     Args:
         model: see `forward.load_model`.
-        options: those of `serving.load`, and the fields of `MixtureOfExperts`.
+        options: those of `parallel.load`, and the fields of `MixtureOfExperts` and `ExpertParallel`.
 
     Raises:
         UserError: an option is unknown or out of its limits, or features do not go together.

@@ -61,12 +61,13 @@ class MixtureOfExperts(Feature):
         """Give the layers the kernels' ways, where there are kernels."""
         if "kernels" not in parts.features or not any(_layers(parts.model)):
             return
-        from experts.kernels.few import GatheredWay  # Triton comes with it
+        from experts.kernels.choosing import route_at_once  # Triton comes with it
+        from experts.kernels.few import GatheredWay
         from experts.kernels.grouped import GroupedWay, scratch_bytes
 
         for layer in _layers(parts.own_model()):
             about = layer.gate_up, layer.down, layer.act
-            layer.ways = [GatheredWay(*about), GroupedWay(*about)]
+            layer.ways, layer.route = [GatheredWay(*about), GroupedWay(*about)], route_at_once
         last, size = layer, parts.model.dtype.itemsize
         parts.reserve.append(
             lambda whole: scratch_bytes(last.down, whole.size("step_tokens"), last.facts.top_k, size)

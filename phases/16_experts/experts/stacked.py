@@ -6,6 +6,7 @@ twice.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Protocol, runtime_checkable
 
@@ -58,17 +59,20 @@ class StackedExperts(nn.Module):
 
     def __init__(self, old: Experts, kind: str) -> None:
         super().__init__()
-        self.facts, self.kind, self.gate = old.facts, kind, old.gate
-        self.gate_up, self.down, self.act = stacks_of(old, kind)
-        for name, stack in (
-            ("gate_up", self.gate_up),
-            ("down", self.down),
-        ):  # as the model's memory is counted
+        self.facts, self.gate = old.facts, old.gate
+        self.route: Callable[[Tensor, int, bool], tuple[Tensor, Tensor]] = route
+        gate_up, down, self.act = stacks_of(old, kind)
+        self.keep(gate_up, down)
+        self.shared = SharedExpert(old) if old.facts.shared_size else None
+
+    def keep(self, gate_up: ExpertStack, down: ExpertStack) -> None:
+        """Compute with these stacks, or with a rank's part of them, in plain torch."""
+        self.gate_up, self.down = gate_up, down
+        for name, stack in (("gate_up", gate_up), ("down", down)):  # as the model's memory is counted
             self.register_buffer(f"{name}_data", stack.data)
             self.register_buffer(f"{name}_scale", stack.scale)
             self.register_buffer(f"{name}_bias", stack.bias)
-        self.shared = SharedExpert(old) if old.facts.shared_size else None
-        self.ways: list[ExpertWay] = [SortedLoop(self.gate_up, self.down, self.act)]
+        self.ways: list[ExpertWay] = [SortedLoop(gate_up, down, self.act)]
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., hidden]` -> `[..., hidden]`."""
@@ -81,7 +85,7 @@ class StackedExperts(nn.Module):
 
     def choose(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         """See `route`."""
-        weights, chosen = route(self.gate(flat), self.facts.top_k, self.facts.normalize)
+        weights, chosen = self.route(self.gate(flat), self.facts.top_k, self.facts.normalize)
         return weights if self.facts.weighted else torch.ones_like(weights), chosen
 
 
@@ -115,7 +119,7 @@ class SortedLoop:
         """See `ExpertWay`."""
         order, offsets = sort_by_expert(chosen, len(self.down.data))
         rows = x[order // chosen.shape[1]]  # [T k, hidden], expert by expert
-        products = torch.empty_like(rows)
+        products = torch.zeros_like(rows)  # another rank's experts add nothing here
         for expert, (start, end) in enumerate(pairwise(offsets.tolist())):
             if start < end:
                 inner = self.act(self.gate_up.multiply(expert, rows[start:end]))

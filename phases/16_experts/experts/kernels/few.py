@@ -2,7 +2,7 @@
 
 With one token each of its experts is used once: a product is a read of eight matrices that do not lie side by
 side, and sorting would only be in the way. A program finds its expert's matrix by the choice and owns a few
-of its outputs, as a product of a matrix and a vector does. The first kernel has a program per choice and
+of its outputs, as a product of a matrix and a vector does. The first product has a program per choice and
 tile of outputs; the second one per token and tile, which adds up the token's choices in the order of the
 router, so nothing is left to combine.
 
@@ -19,12 +19,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from experts.kernels.grouped import GroupedWay, gated_unit, weights_for_kernel
+from experts.kernels.grouped import GroupedWay, finish_sums, gated_unit, product_arguments, rows_of_gates
 from experts.kernels.stack import ExpertStack, Swiglu
-from triton_paged_attention.linear import KINDS
 
 FEW = 4
 """Tokens up to which experts are gathered."""
+SHAPES = ((8, 512, 4), (4, 256, 4))
+"""Outputs of a program, inputs it reads at a time, and warps, of the first product and of the second."""
 
 
 @triton.jit
@@ -39,80 +40,44 @@ def read_tile(data, row, inside, k, x, scale, columns, K: tl.constexpr, SIDE: tl
 
 
 @triton.jit
-def finish_vector(total, scale, bias, row, inside, CHANNEL: tl.constexpr, BIAS: tl.constexpr):
-    """Finished sums `[N]` of weight rows, with what belongs to each of these."""
-    if CHANNEL:
-        total *= tl.load(scale + row, mask=inside, other=0.0)
-    if BIAS:
-        total += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
-    return total
-
-
-@triton.jit
-def few_up_kernel(
-    out, x, x_scale, data, scale, bias, chosen, first, E, scale_stride,
-    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr,
-    INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, CHANNEL: tl.constexpr, SIDE: tl.constexpr,
-    ROUNDED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """One program per choice and `BLOCK_N` of its `N` gated outputs."""
-    choice = tl.program_id(0)
-    expert = tl.load(chosen + choice) - first
-    if (expert < 0) | (expert >= E):
-        return
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = n < N
-    row = n * 2 if INTERLEAVED else n
-    up_row = n * 2 + 1 if INTERLEAVED else N + n
-    columns: tl.constexpr = (K + SIDE - 1) // SIDE if SIDE > 0 else 0
-    data += expert * 2 * N * K
-    bias += expert * 2 * N
-    scale += expert * scale_stride
-    token = choice // TOP_K
-    gate = tl.zeros([BLOCK_N], tl.float32)
-    up = tl.zeros([BLOCK_N], tl.float32)
-    for start in tl.static_range(0, K, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        vector = tl.load(x + token * K + k, mask=k < K, other=0.0).to(tl.float32)
-        gate += read_tile(data, row, inside, k, vector, scale, columns, K, SIDE)
-        up += read_tile(data, up_row, inside, k, vector, scale, columns, K, SIDE)
-    if ROUNDED:
-        unit = tl.load(x_scale + token)
-        gate *= unit
-        up *= unit
-    gate = finish_vector(gate, scale, bias, row, inside, CHANNEL, BIAS)
-    up = finish_vector(up, scale, bias, up_row, inside, CHANNEL, BIAS)
-    inner = gated_unit(gate, up, KIND, LIMIT)
-    tl.store(out + choice * N + n, inner.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def few_down_kernel(
-    out, x, x_scale, data, scale, bias, chosen, weights, first, E, scale_stride,
-    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BIAS: tl.constexpr, CHANNEL: tl.constexpr,
+def few_kernel(
+    out, x, x_scale, data, scale, bias, weights, chosen, E, scale_stride,
+    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, UP: tl.constexpr, KIND: tl.constexpr,
+    LIMIT: tl.constexpr, INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, CHANNEL: tl.constexpr,
     SIDE: tl.constexpr, ROUNDED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One program per token and `BLOCK_N` of its `N` outputs: the sum over its choices."""
-    token = tl.program_id(0)
+    """One program per `BLOCK_N` of `N` outputs, of a choice (UP) or of a token, whose choices it adds up."""
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row, up_row = rows_of_gates(n, N, INTERLEAVED) if UP else (n, n)
     columns: tl.constexpr = (K + SIDE - 1) // SIDE if SIDE > 0 else 0
+    rows: tl.constexpr = 2 * N if UP else N
+    choices: tl.constexpr = 1 if UP else TOP_K
     total = tl.zeros([BLOCK_N], tl.float32)
-    for place in tl.static_range(TOP_K):
-        choice = token * TOP_K + place
-        expert = tl.load(chosen + choice) - first
+    for place in tl.static_range(choices):
+        choice = tl.program_id(0) * choices + place
+        expert = tl.load(chosen + choice)
         here = (expert >= 0) & (expert < E)
-        inside = (n < N) & here
+        inside = (n < N) & here  # nothing is read of an expert that is on another rank
+        source = choice // TOP_K if UP else choice
+        matrix, scales = data + expert * rows * K, scale + expert * scale_stride
         part = tl.zeros([BLOCK_N], tl.float32)
+        up = tl.zeros([BLOCK_N], tl.float32)
         for start in tl.static_range(0, K, BLOCK_K):
             k = start + tl.arange(0, BLOCK_K)
-            vector = tl.load(x + choice * K + k, mask=(k < K) & here, other=0.0).to(tl.float32)
-            part += read_tile(data + expert * N * K, n, inside, k, vector, scale + expert * scale_stride,
-                              columns, K, SIDE)  # fmt: skip
-        if ROUNDED:
-            part *= tl.load(x_scale + choice, mask=here, other=0.0)
-        part = finish_vector(part, scale + expert * scale_stride, bias + expert * N, n, inside, CHANNEL, BIAS)
-        total += part * tl.load(weights + choice, mask=here, other=0.0)
-    tl.store(out + token * N + n, total.to(out.dtype.element_ty), mask=n < N)
+            vector = tl.load(x + source * K + k, mask=(k < K) & here, other=0.0).to(tl.float32)
+            part += read_tile(matrix, row, inside, k, vector, scales, columns, K, SIDE)
+            if UP:
+                up += read_tile(matrix, up_row, inside, k, vector, scales, columns, K, SIDE)
+        unit = tl.load(x_scale + source, mask=here, other=0.0) if ROUNDED else 1.0
+        biases = bias + expert * rows
+        part = finish_sums(part, unit, scales, biases, row, inside, ROUNDED, CHANNEL, BIAS)
+        if UP:
+            up = finish_sums(up, unit, scales, biases, up_row, inside, ROUNDED, CHANNEL, BIAS)
+            total += gated_unit(part, up, KIND, LIMIT)
+        else:
+            total += part * tl.load(weights + choice, mask=here, other=0.0)
+    at = out + tl.program_id(0) * N + n
+    tl.store(at, total.to(out.dtype.element_ty), mask=n < N)
 
 
 def few_mlp(
@@ -123,32 +88,21 @@ def few_mlp(
     chosen: Tensor,
     act: Swiglu,
     *,
-    first: int = 0,
-    shape: tuple[int, int, int] = (8, 512, 4),
+    shapes: tuple[tuple[int, int, int], ...] = SHAPES,
 ) -> Tensor:
-    """`grouped_mlp` for a few tokens.
-
-    shape: `BLOCK_N`, `BLOCK_K` and warps, for measurements.
-    """
-    chosen, weights, (block_n, block_k, warps) = chosen.contiguous(), weights.contiguous(), shape
-    (count, hidden, inside), top_k = down.data.shape, chosen.shape[1]
-    tile = {"TOP_K": top_k, "BLOCK_N": block_n, "num_warps": warps}
-    args, constants = weights_for_kernel(gate_up, x.contiguous())
-    inner = torch.empty(chosen.numel(), inside, dtype=x.dtype, device=x.device)
-    if down.rounds:  # it is rounded as a whole, and choices of other ranks' experts are never written
-        inner.zero_()
-    few_up_kernel[(chosen.numel(), triton.cdiv(inside, block_n))](
-        inner, *args, chosen, first, count, gate_up.scale_stride, N=inside, K=hidden, KIND=KINDS[act.kind],
-        LIMIT=act.limit, INTERLEAVED=act.interleaved, BLOCK_K=min(block_k, triton.next_power_of_2(hidden)),
-        **tile, **constants,
-    )  # fmt: skip
-    args, constants = weights_for_kernel(down, inner)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    few_down_kernel[(len(x), triton.cdiv(hidden, block_n))](
-        out, *args, chosen, weights, first, count, down.scale_stride, N=hidden, K=inside,
-        BLOCK_K=min(block_k, triton.next_power_of_2(inside)), **tile, **constants,
-    )  # fmt: skip
-    return out
+    """`grouped_mlp` for a few tokens. shapes: for measurements."""
+    chosen, weights, (tokens, top_k) = chosen.contiguous(), weights.contiguous(), chosen.shape
+    for stack, gate, (block_n, block_k, warps) in zip((gate_up, down), (act, None), shapes, strict=True):
+        tensors, constants = product_arguments(x.contiguous(), stack, gate, top_k)
+        programs = tokens if gate is None else tokens * top_k
+        n, k = constants["N"], constants["K"]
+        out = torch.empty(programs, n, dtype=x.dtype, device=x.device)
+        few_kernel[(programs, triton.cdiv(n, block_n))](
+            out, *tensors, weights, chosen, len(stack.data), **constants, BLOCK_N=block_n,
+            BLOCK_K=min(block_k, triton.next_power_of_2(k)), num_warps=warps,
+        )  # fmt: skip
+        x = out
+    return x
 
 
 class GatheredWay(GroupedWay):
@@ -160,4 +114,4 @@ class GatheredWay(GroupedWay):
 
     def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """See `ExpertWay`."""
-        return few_mlp(x, self.gate_up, self.down, weights, chosen, self.act, first=self.first)
+        return few_mlp(x, self.gate_up, self.down, weights, chosen, self.act)

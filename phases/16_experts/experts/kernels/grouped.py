@@ -83,12 +83,22 @@ def tile_product(a, w, acc, scale, row, k0, columns, SIDE: tl.constexpr):
 
 
 @triton.jit
-def finish_rows(acc, scale, bias, row, inside, CHANNEL: tl.constexpr, BIAS: tl.constexpr):
-    """A finished sum `[M, N]` of weight rows `row [N]`, with what belongs to each of these."""
+def rows_of_gates(n, N: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Return the weight rows of gates `n` and of the ups that belong to them."""
+    return (n * 2 if INTERLEAVED else n), (n * 2 + 1 if INTERLEAVED else N + n)
+
+
+@triton.jit
+def finish_sums(
+    acc, unit, scale, bias, row, inside, ROUNDED: tl.constexpr, CHANNEL: tl.constexpr, BIAS: tl.constexpr
+):  # fmt: skip
+    """Finish sums `[N]` or `[M, N]` of weight rows `row [N]`. unit: what the input was divided by."""
+    if ROUNDED:
+        acc *= unit
     if CHANNEL:
-        acc *= tl.load(scale + row, mask=inside, other=0.0)[None, :]
+        acc *= tl.load(scale + row, mask=inside, other=0.0)
     if BIAS:
-        acc += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)[None, :]
+        acc += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
     return acc
 
 
@@ -116,16 +126,13 @@ def grouped_kernel(
     choice = tl.load(order + begin + i, mask=there, other=0)
     if UP:
         source, target = choice // TOP_K, begin + i
-        row = n * 2 if INTERLEAVED else n
-        up_row = n * 2 + 1 if INTERLEAVED else N + n
-        data += expert * 2 * N * K
-        bias += expert * 2 * N
+        row, up_row = rows_of_gates(n, N, INTERLEAVED)
     else:
         source, target = begin + i, choice
-        row = n
-        up_row = n
-        data += expert * N * K
-        bias += expert * N
+        row, up_row = n, n
+    matrices: tl.constexpr = 2 if UP else 1
+    data += expert * matrices * N * K
+    bias += expert * matrices * N
     scale += expert * scale_stride
     columns: tl.constexpr = (K + SIDE - 1) // SIDE if SIDE > 0 else 0
     row_in, up_in = tl.where(inside, row, 0), tl.where(inside, up_row, 0)  # what is read without a mask
@@ -141,13 +148,11 @@ def grouped_kernel(
         if UP:
             w = tl.load(from_up + k0, mask=inside[None, :] & left[:, None], other=0.0)
             acc_up = tile_product(a, w, acc_up, scale, up_in, k0, columns, SIDE)
-    if ROUNDED:
-        unit = tl.load(x_scale + source, mask=there, other=0.0)[:, None]
-        acc *= unit
-        acc_up *= unit
-    acc = finish_rows(acc, scale, bias, row, inside, CHANNEL, BIAS)
+    unit = tl.load(x_scale + source, mask=there, other=0.0)[:, None] if ROUNDED else 1.0
+    acc = finish_sums(acc, unit, scale, bias, row, inside, ROUNDED, CHANNEL, BIAS)
     if UP:
-        acc = gated_unit(acc, finish_rows(acc_up, scale, bias, up_row, inside, CHANNEL, BIAS), KIND, LIMIT)
+        acc_up = finish_sums(acc_up, unit, scale, bias, up_row, inside, ROUNDED, CHANNEL, BIAS)
+        acc = gated_unit(acc, acc_up, KIND, LIMIT)
     else:
         acc *= tl.load(weights + choice, mask=there, other=0.0)[:, None]
     at = out + target.to(tl.int64)[:, None] * N + n[None, :]
@@ -156,26 +161,35 @@ def grouped_kernel(
 
 @triton.jit
 def add_choices_kernel(
-    out, parts, chosen, first, E, SIZE: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr
+    out, parts, chosen, E, SIZE: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
     """One program per token and part of it: the sum of its choices among the experts that are here."""
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_N], tl.float32)
     for place in tl.static_range(TOP_K):
-        expert = tl.load(chosen + token * TOP_K + place) - first
+        expert = tl.load(chosen + token * TOP_K + place)
         here = (expert >= 0) & (expert < E)
         found = tl.load(parts + (token * TOP_K + place) * SIZE + n, mask=(n < SIZE) & here, other=0.0)
         total += found.to(tl.float32)
     tl.store(out + token * SIZE + n, total.to(out.dtype.element_ty), mask=n < SIZE)
 
 
-def weights_for_kernel(stack: ExpertStack, x: Tensor) -> tuple[list[Any], dict[str, Any]]:
-    """Return a kernel's arguments `x, x_scale, data, scale, bias` and constants for `x` times a stack."""
+def product_arguments(
+    x: Tensor, stack: ExpertStack, act: Swiglu | None, top_k: int
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """Return a kernel's `x, x_scale, data, scale, bias`, and the constants of a product of experts.
+
+    act: of the first product; None for the second.
+    """
     values, units = round_rows(x, "fp8") if stack.rounds else (x, x)
     block = stack.scheme is not None and stack.scheme.scales == "block"
-    args = [values, units, stack.data, *(x if t is None else t for t in (stack.scale, stack.bias))]
-    return args, {
+    tensors = [values, units, stack.data, *(x if t is None else t for t in (stack.scale, stack.bias))]
+    kind, limit, interleaved = act or Swiglu()
+    return tensors, {
+        "scale_stride": 0 if stack.scale is None else stack.scale[0].numel(),
+        "N": stack.data.shape[1] // (1 if act is None else 2), "K": stack.data.shape[2], "TOP_K": top_k,
+        "UP": act is not None, "KIND": KINDS[kind], "LIMIT": limit, "INTERLEAVED": interleaved,
         "CHANNEL": stack.scale is not None and not block, "SIDE": BLOCK if block else 0,
         "ROUNDED": stack.rounds, "BIAS": stack.bias is not None,
     }  # fmt: skip
@@ -188,57 +202,46 @@ def grouped_product(
 
     The first goes from tokens to places of `tiles.order`, the second from there to choices.
     """
-    size, top_k = stack.data.shape[1] // (1 if act is None else 2), weights.shape[1]
-    block_n = tile.block_n // (1 if act is None else 2)
-    args, constants = weights_for_kernel(stack, x)
-    out = torch.empty(weights.numel(), size, dtype=x.dtype, device=x.device)
-    most, how = tiles.table.shape[1], act or Swiglu()
-    grouped_kernel[(most * triton.cdiv(size, block_n),)](
-        out, *args, weights, tiles.order, tiles.table, most, stack.scale_stride,
-        N=size, K=x.shape[1], TOP_K=top_k, UP=act is not None, KIND=KINDS[how.kind], LIMIT=how.limit,
-        INTERLEAVED=how.interleaved, ROWS=tile.rows, BLOCK_N=block_n, BLOCK_K=tile.block_k,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, **constants,
+    tensors, constants = product_arguments(x, stack, act, weights.shape[1])
+    most, block_n = tiles.table.shape[1], tile.block_n // (1 if act is None else 2)
+    out = torch.empty(weights.numel(), constants["N"], dtype=x.dtype, device=x.device)
+    grouped_kernel[(most * triton.cdiv(constants["N"], block_n),)](
+        out, *tensors, weights, tiles.order, tiles.table, most, **constants,
+        ROWS=tile.rows, BLOCK_N=block_n, BLOCK_K=tile.block_k, num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
     )  # fmt: skip
     return out
 
 
 def grouped_mlp(
     x: Tensor,
-    gate_up: Tensor | ExpertStack,
-    down: Tensor | ExpertStack,
+    gate_up: ExpertStack,
+    down: ExpertStack,
     weights: Tensor,
     chosen: Tensor,
-    activation: str | Swiglu = "silu",
+    act: Swiglu,
     *,
-    first: int = 0,
     tile: Tile | None = None,
 ) -> Tensor:
     """Each token through the experts it chose: `[T, hidden]` -> `[T, hidden]`.
 
     Args:
         gate_up, down: of `E` experts, `[E, 2 I, hidden]` and `[E, hidden, I]`.
-        weights, chosen: `[T, k]` float32 and int64, see `routing.route`.
-        first: the number of the first expert that is here; choices of others add nothing.
+        weights, chosen: `[T, k]` float32 and int64, see `routing.route`. A choice that is no number of an
+            expert here adds nothing.
         tile: for measurements; by default the table's.
     """
-    gate_up, down = as_stack(gate_up), as_stack(down)
-    act = activation if isinstance(activation, Swiglu) else Swiglu(activation)
     count, chosen, weights = len(gate_up.data), chosen.contiguous(), weights.contiguous()
     tile = tile or tile_for(chosen.numel(), count)
-    tiles = sort_in_tiles(chosen, count, tile.rows, first)
+    tiles = sort_in_tiles(chosen, count, tile.rows)
     inner = grouped_product(x.contiguous(), gate_up, weights, tiles, tile, act)
     parts = grouped_product(inner, down, weights, tiles, tile, None)
     out, block = torch.empty_like(x), min(1024, triton.next_power_of_2(x.shape[1]))
     add_choices_kernel[(len(x), triton.cdiv(x.shape[1], block))](
-        out, parts, chosen, first, count,
+        out, parts, chosen, count,
         SIZE=x.shape[1], TOP_K=chosen.shape[1], BLOCK_N=block, num_warps=max(1, block // 256),
     )  # fmt: skip
     return out
-
-
-def as_stack(weight: Tensor | ExpertStack) -> ExpertStack:
-    """Return plain weights of all experts as a stack."""
-    return weight if isinstance(weight, ExpertStack) else ExpertStack(weight)
 
 
 def scratch_bytes(down: ExpertStack, tokens: int, top_k: int, itemsize: int) -> int:
@@ -253,8 +256,7 @@ class GroupedWay:
 
     gate_up: ExpertStack
     down: ExpertStack
-    act: Swiglu = Swiglu()
-    first: int = 0
+    act: Swiglu
 
     def takes(self, tokens: int) -> bool:
         """See `ExpertWay.takes`."""
@@ -262,4 +264,4 @@ class GroupedWay:
 
     def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """See `ExpertWay`."""
-        return grouped_mlp(x, self.gate_up, self.down, weights, chosen, self.act, first=self.first)
+        return grouped_mlp(x, self.gate_up, self.down, weights, chosen, self.act)

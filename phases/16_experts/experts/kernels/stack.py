@@ -29,13 +29,9 @@ class Swiglu(NamedTuple):
     limit: float = 0.0
     interleaved: bool = False
 
-    def parts(self, both: Tensor) -> tuple[Tensor, Tensor]:
-        """Split what the first product makes, `[..., 2 I]`, in gates and ups."""
-        return (both[..., ::2], both[..., 1::2]) if self.interleaved else both.chunk(2, dim=-1)  # type: ignore[return-value]
-
     def __call__(self, both: Tensor) -> Tensor:
         """`[..., 2 I]` -> `[..., I]`, in plain torch."""
-        gate, up = self.parts(both)
+        gate, up = (both[..., ::2], both[..., 1::2]) if self.interleaved else both.chunk(2, dim=-1)
         if not self.limit:
             return activation(self.kind)(gate) * up
         gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
@@ -67,32 +63,9 @@ class ExpertStack:
         """From one expert's scales to the next one's."""
         return 0 if self.scale is None else self.scale[0].numel()
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of one expert."""
-        return self.data[0].numel() * self.data.itemsize + 4 * self.scale_stride
-
-    def part(self, start: int, count: int) -> ExpertStack:
-        """Return the stack of `count` experts from `start` on, a copy: the whole can be let go of."""
-        found = (self.data, self.scale, self.bias)
-        return ExpertStack(
-            *(None if t is None else t[start : start + count].clone() for t in found), self.scheme
-        )  # type: ignore[arg-type]
-
     def multiply(self, expert: int, x: Tensor) -> Tensor:
         """`[T, K]` times one expert's plain weight: `[T, N]`."""
         return F.linear(x, self.data[expert], None if self.bias is None else self.bias[expert])
-
-    def dequantize(self, expert: int) -> Tensor:
-        """One expert's weight, `[N, K]` float32: the oracle of the kernels."""
-        if self.scheme is None or self.scale is None:
-            return self.data[expert].float()
-        return QuantizedWeight(self.scheme, self.data[expert], self.scale[expert]).dequantize()
-
-
-def readable(scheme: Scheme) -> bool:
-    """Return True if the kernels read weights of a scheme."""
-    return scheme.weights == "fp8" or (scheme.weights == "int8" and scheme.activations is None)
 
 
 def stacked(experts: Sequence[Sequence[nn.Module]]) -> ExpertStack:
@@ -128,7 +101,8 @@ def _joined(layers: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None, Tensor 
     if all(isinstance(layer, nn.Linear) for layer in layers):
         return torch.cat([layer.weight for layer in layers]), None, bias, None  # type: ignore[misc]
     weights = [layer.weight for layer in layers if isinstance(layer, QuantLinear)]
-    if len(weights) < len(layers) or not all(readable(weight.scheme) for weight in weights):
+    kinds = {(weight.scheme.weights, weight.scheme.activations) for weight in weights}
+    if len(weights) < len(layers) or not kinds <= {("fp8", None), ("fp8", "fp8"), ("int8", None)}:
         raise UserError("experts are read as they are, in fp8 or in int8, not in w8a8 or int4")
     weight = QuantizedWeight.cat([weight.per_channel() for weight in weights])
     return weight.data, weight.scale, bias, weight.scheme
