@@ -331,8 +331,8 @@ def test_without_the_feature_layers_are_phase_01_s(moe: Model) -> None:
 def test_quantized_experts(scheme: str, moe: Model) -> None:
     """On a CPU they stay phase 10's layers, one by one; the router is never rounded."""
     prompts, params = work()
-    plain = experts.load(moe, experts=False, quantization=scheme, **SMALL)
-    engine = experts.load(moe, quantization=scheme, **SMALL)
+    alone: dict[str, Any] = {**SMALL, "max_rows": 2, "drafter": "none", "quantization": scheme}
+    plain, engine = experts.load(moe, experts=False, **alone), experts.load(moe, **alone)
     layer = engine.runner.model.get_submodule("layers.0.mlp")
     assert sum(isinstance(part, QuantLinear) for part in layer.modules()) >= 2 * 7
     assert layer.gate.weight is moe.get_submodule("layers.0.mlp").gate.weight  # type: ignore[union-attr]

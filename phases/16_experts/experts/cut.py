@@ -1,9 +1,9 @@
 """A dense model's MLPs cut into experts, with a router fitted to what the model itself computes.
 
-`down(a)` with `a = act(gate(x)) * up(x)` is a sum over neurons, so an MLP is a sum of eight smaller ones, each
-of an eighth of the neurons: with all of them, and weights of 1, the dense model's output. With fewer, those
-that add little should be left out. So neurons that are large for the same tokens go into one expert
-(MoEfication, arXiv 2110.01786), and a router learns to predict from `x` how large each expert's part is.
+`down(a)`, `a = act(gate(x)) * up(x)`, is a sum over neurons, so an MLP is a sum of eight smaller ones, each
+of an eighth of them: with all eight, and weights of 1, the dense model's output. With fewer, those that add
+little should be left out. So neurons that are large for the same tokens go into one expert (MoEfication,
+arXiv 2110.01786), and a router learns to predict from `x` how large each expert's part is.
 
 Nothing is trained by gradients: it takes one pass over some thousand tokens.
 """
