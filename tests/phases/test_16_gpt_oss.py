@@ -30,7 +30,7 @@ from common.models.config import ModelConfig
 from common.sampling.params import SamplingParams
 from experts.gpt_oss import E2M1, unpack
 from forward.attention import LayerSpec, RecomputeAttention, attend, causal_mask
-from forward.loading import load_model
+from forward.loading import load_model, skeleton
 from forward.model import Model
 from paged_cache.reference import gather
 from tests import ranks_kit
@@ -232,6 +232,7 @@ def test_the_published_file() -> None:
     shape = forward.shapes.SHAPES["gpt-oss-20b"]
     config = ModelConfig.from_hf(raw)
     assert replace(config, quantization=None, eos_token_ids=shape.eos_token_ids) == shape
+    assert sum(weight.numel() for weight in skeleton(shape).parameters()) == 20_914_757_184
 
 
 # Sinks.
