@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from common.errors import UserError
 from common.models.config import ModelConfig
 from experts.kernels.stack import ExpertStack, Swiglu
-from experts.layer import Experts, ExpertRouter
+from experts.layer import ExpertRouter, Experts
 from forward.attention import LayerSpec
 from forward.models.llama import Llama, LlamaAttention, LlamaBlock
 
