@@ -106,12 +106,7 @@ def test_the_command(server, tmp_path: Path, capsys):
         load.run(SimpleNamespace(url=server.url, users="many", rate=None, **settings))
 
 
-def test_a_load_is_shown_as_it_goes_and_in_80_columns(capsys):
-    with load.err.status("") as status:
-        progress = load.Progress(status, "4 users", 12)
-        assert status.status == "4 users: 0 of 12 answered"
-        progress(outcome(0.0, [0.1, 0.2]))
-        assert status.status == "4 users: 1 of 12 answered"
+def test_a_load_is_shown_in_80_columns():
     screen = Console(width=80, file=io.StringIO())
     screen.print(load.shown([{"load": "4 users", **summarize([outcome(0.0, [0.1, 0.2])])}]))
     lines = screen.file.getvalue().splitlines()
