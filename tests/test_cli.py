@@ -15,9 +15,10 @@ import torch
 
 from benchmarks.evidence import Metric, Run, collect
 from common.events import TokenEvent
+from common.sampling.params import SamplingParams
 from phases import PHASES, ROOT, find_phase, registry
 from phases.cli import main
-from phases.commands import demo, doctor, engines, flags
+from phases.commands import demo, doctor, flags
 from phases.commands.demo_rungs import ELSEWHERE, SHOWS
 from phases.commands.engines import serve
 from phases.commands.version import version
@@ -279,10 +280,14 @@ class FakeText:
 
 
 def test_interleaved_completions_are_shown_in_order(monkeypatch):
-    monkeypatch.setattr(engines, "TextStream", FakeText)
+    monkeypatch.setattr("common.events.TextStream", FakeText)
     shown: list[tuple[int, str]] = []
     served = serve(
-        Interleaved("abc", "", "xyzzy"), Letters(), [[1], [2, 2], [3]], None, lambda *p: shown.append(p)
+        Interleaved("abc", "", "xyzzy"),
+        Letters(),
+        [[1], [2, 2], [3]],
+        SamplingParams(),
+        lambda *p: shown.append(p),
     )
     assert shown == [(0, "a"), (0, "b"), (0, "c"), (2, "xyz"), (2, "z"), (2, "y")]
     assert [completion.text for completion in served.completions] == ["abc", "", "xyzzy"]
