@@ -27,7 +27,6 @@ from phases import Phase, phase_named
 from phases.appendix.access.hosts import hosts, names_of
 from phases.appendix.access.origins import origins
 from phases.appendix.embeddings.pooling import PoolingObserver
-from phases.appendix.observability.traces import Traces
 from phases.appendix.server import whole_app, whole_server
 from phases.commands.fetch import fetch_with_progress
 from phases.commands.version import version
@@ -54,7 +53,6 @@ def run(
     allowed_origins: str | None,
     allowed_hosts: str | None,
     access_log: str,
-    traces: str | None,
     device: str,
     dtype: str,
     generation_config: str,
@@ -63,7 +61,6 @@ def run(
 ) -> int:
     """Serve until a signal; returns the exit code.
 
-    traces: where spans go, if anywhere.
     generation_config: where settings come from that a request does not say: model or neutral.
     options: of the engine, which come before what the file says, of `Limits`, and of `ReplicaOptions`.
     """
@@ -79,8 +76,6 @@ def run(
     missing = missing_for(rung, where)
     if missing:
         err.print(f"[dim]{rung.name} runs in an interpreter or not at all here: it needs {missing}[/dim]")
-    if traces is not None:
-        Traces.to(traces, name or model).close()  # an address that is none is told here
     keys = _keys(api_key)
     make = partial(
         make_app,
@@ -97,7 +92,6 @@ def run(
         allowed_origins=origins(allowed_origins),
         hosts=names_of(host, hosts(allowed_hosts), keys=bool(keys)),
         access_log=access_log,
-        traces=traces,
         generation_config=generation_config,
         version=version(),
     )
@@ -126,14 +120,12 @@ def make_app(
     *,
     name: str,
     folder: Path | None = None,
-    traces: str | None = None,
     generation_config: str = MODEL,
     **server: Any,
 ) -> App:
     """The application with an engine that is yet to be started.
 
     folder: see `_folder_of`; None on a machine that has to look for itself.
-    traces: where spans go, if anywhere.
     generation_config: see `sampling_defaults`.
     server: what `whole_app` takes besides.
     """
@@ -143,10 +135,9 @@ def make_app(
             atexit.register(shutil.rmtree, folder, ignore_errors=True)
     source = model if model.startswith(RANDOM) else str(folder)
     make = partial(make_engine, phase, source, str(folder), device, dtype, options)
-    telling = None if traces is None else Traces.to(traces, name)
     engine = EngineProcess(make, observer=PoolingObserver)
     defaults = sampling_defaults(folder, generation_config)
-    return whole_app(engine, Tokenizer(folder), name, traces=telling, defaults=defaults, **server)
+    return whole_app(engine, Tokenizer(folder), name, defaults=defaults, **server)
 
 
 def make_engine(

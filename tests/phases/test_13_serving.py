@@ -329,7 +329,7 @@ REFUSED: dict[str, tuple[Any, int, str | None, str]] = {
     "too many prompts": ({"prompt": ["a"] * 257}, 400, "prompt", "at most 256"),
     "too many stops": ({"prompt": "a", "stop": ["x"] * 17}, 400, "stop", "at most 16"),
     "bias of no token": ({"prompt": "a", "logit_bias": {"300": 1}}, 400, "logit_bias", "256"),
-    "best_of streamed": ({"prompt": "a", "best_of": 2, "stream": True}, 400, "best_of", "stream"),
+    "best_of": ({"prompt": "a", "n": 2, "best_of": 3}, 400, "best_of", "best_of"),
     "suffix": ({"prompt": "a", "suffix": "b"}, 400, "suffix", ""),
     "prompt_logprobs streamed": ({"prompt": "a", "prompt_logprobs": 1, "stream": True}, 400,
         "prompt_logprobs", "echo"),
