@@ -526,7 +526,7 @@ async def test_a_slow_reader_is_dropped_and_others_are_not(make, model, tokenize
 
 
 @pytest.mark.parametrize(
-    "rounds", [pytest.param(8, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.long)]
+    "rounds", [pytest.param(4, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.long)]
 )
 def test_thousands_who_leave(make, rounds):
     """At every moment of a request's life, a hundred at a time; blocks come back, memory does not grow."""
