@@ -10,7 +10,6 @@ import pytest
 from common.errors import UserError
 from phases.appendix.access.keys import Keys
 from phases.appendix.access.origins import origins
-from phases.appendix.observability.live import whole_page
 from tests.servers import Client
 from tests.serving_kit import engine as engine
 from tests.serving_kit import extension
@@ -54,18 +53,6 @@ async def test_keys(make):
     ).status == 200
     for path in ("/health", "/ready", "/ping", "/", "/docs", "/favicon.ico"):
         assert (await Client(app).get(path)).status == 200
-
-
-async def test_the_page_is_one_file_for_everybody(make):
-    """It needs no key because it tells nothing: its bytes are those of the repository, whatever runs."""
-    app = make(keys=("secret",))
-    asked = await Client(app).get("/")
-    assert b"".join(asked.chunks) == whole_page() and "www-authenticate" not in asked.headers
-    assert (await Client(app).request("/", b"{}", "POST").run()).status == 405
-    refused = await Client(app).get("/events")
-    assert refused.status == 401 and refused.headers["www-authenticate"].startswith("Bearer"), (
-        "a browser would open its own box"
-    )
 
 
 async def test_pages_of_allowed_origins_may_ask(make):

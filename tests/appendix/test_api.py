@@ -15,11 +15,7 @@ from common.text.tokenizer import Tokenizer
 from forward.attention import RecomputeAttention
 from forward.model import Model
 from phases.appendix.api.answers import WideAnswer
-from phases.appendix.api.endpoints import WideCompletions
-from phases.appendix.api.schema import CompletionRequest
 from phases.appendix.server import whole_app
-from serving.endpoints import Prompts
-from serving.http.limits import Limits
 from tests.equivalence.engines import blocks
 from tests.guidance_kit import served as load
 from tests.servers import Client, Loopback, tokenizer_for
@@ -153,19 +149,6 @@ async def test_offsets_are_those_of_the_text(make, stream):
         assert said[at : at + 1] == tokens[place], f"token {place} does not begin at {at}"
 
 
-async def test_likeliest_tokens_that_look_alike(make):
-    """Parts of characters are all the same text: what is told of it is the likeliest of them."""
-    body = {"prompt": "abc", "max_tokens": 40, "ignore_eos": True, "temperature": 1, "seed": 1}
-    few, many = [
-        (await Client(make()).post("/v1/completions", body | {"logprobs": most}))[1]["choices"][0]
-        for most in (1, 20)
-    ]
-    for one, all_ in zip(few["logprobs"]["top_logprobs"], many["logprobs"]["top_logprobs"], strict=True):
-        assert max(all_.values()) == pytest.approx(max(one.values()), abs=1e-4), (
-            "a less likely token has taken the place of the likeliest"
-        )
-
-
 async def test_prompt_logprobs_in_vllms_shape(make, model, tokenizer):
     app = make()
     ids = tokenizer.encode("abcdef" * 9)
@@ -186,22 +169,6 @@ async def test_prompt_logprobs_in_vllms_shape(make, model, tokenizer):
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "prompt_logprobs": 0}
     said = (await Client(app).post("/v1/chat/completions", chat))[1]
     assert len(said["prompt_logprobs"]) == said["usage"]["prompt_tokens"]
-
-
-async def test_nulls_in_a_chat_say_nothing(make):
-    fields = [
-        "add_generation_prompt",
-        "continue_final_message",
-        "add_special_tokens",
-        "tools",
-        "tool_choice",
-    ]
-    fields += ["response_format", "logprobs", "top_logprobs", "chat_template", "chat_template_kwargs"]
-    message = {"role": "assistant", "content": None, "tool_calls": [], "refusal": None, "reasoning": None}
-    body = {"messages": [{"role": "user", "content": "x"}, message], "max_tokens": 1}
-    for path in ("/v1/chat/completions", "/tokenize"):
-        asked = await Client(make()).request(path, body | dict.fromkeys(fields)).run()
-        assert asked.status == 200 and "messages" not in asked.headers.get("x-ladder-ignored", "")
 
 
 async def test_fields_of_messages_that_say_nothing_to_this_model_are_named(make):
@@ -301,15 +268,6 @@ async def test_tokenize_and_back(make):
     assert long["count"] == 5000
 
 
-def test_names_are_those_that_the_client_has_sent(tokenizer):
-    endpoint = WideCompletions(Prompts(tokenizer), "tiny", Limits())
-    words = "prompt_logprobs is set, but must be None"
-    found = endpoint.refusal(words, CompletionRequest(prompt="a", echo=True, logprobs=1))
-    assert (found.param, str(found)) == ("echo", "echo with logprobs is set, but must be None")
-    kept = endpoint.refusal(words, CompletionRequest(prompt="a", prompt_logprobs=1))
-    assert str(kept) == words, "the client has sent prompt_logprobs, and is told of another field"
-
-
 async def test_nobody_waits_for_a_long_request_of_another(make, tokenizer, monkeypatch):
     """What takes long is done by threads, on the way in and on the way out."""
     seen: dict[str, str] = {}
@@ -356,13 +314,6 @@ async def test_what_other_servers_take_is_taken(make, what):
     assert status == 200, found
     assert len(found["choices"]) == (TAKEN[what].get("n") or 1)
     await settle(app)
-
-
-async def test_a_template_of_a_client_is_text_like_any_other(make, tokenizer):
-    """What stands in a message is never run."""
-    body = {"messages": [{"role": "user", "content": "{{ 7 * 7 }}{% raw %}"}]}
-    ids = (await Client(make()).post("/tokenize", body))[1]["tokens"]
-    assert "{{ 7 * 7 }}" in tokenizer.decode(ids)
 
 
 async def test_pages_of_the_api_ask_nobody_else(make):

@@ -24,7 +24,6 @@ from paged_cache import PagedEngine
 from phases.appendix.guidance import backend as llguidance
 from phases.appendix.guidance.backend import FEW, OPTIONS, GuidanceBackend, source_of
 from phases.appendix.guidance.drafter import GrammarDrafter
-from phases.appendix.guidance.feature import Guidance
 from phases.appendix.guidance.masks import ThreadedMasks
 from speculative.control import Control
 from speculative.ngram import NGrams
@@ -45,15 +44,12 @@ from tests.phases.test_12_structured import (  # noqa: F401  the rules of the au
 )
 from tests.schedules import check
 from tests.structured_kit import (
-    CROWD,
     EOS,
     PROMPT,
     SIZE,
     Guess,
     Make,
     bits,
-    blocks,
-    crowd,
     must_cut_guesses,
     must_end_its_own_step,
     must_harm_nobody,
@@ -137,30 +133,6 @@ def test_a_schema_reaches_the_library_with_our_options(schema: str) -> None:
 
 def test_masks_that_cannot_be_made_end_their_own_step(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     must_end_its_own_step(engine_of(model, speculate=False), monkeypatch, "_follow")
-
-
-@pytest.mark.parametrize("count", [2, 6])
-def test_grammars_that_all_fail_at_once_end_each_output_once(
-    model: Model, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A step in which nobody is left to make a mask for."""
-    engine = engine_of(model, speculate=False)
-    assert isinstance(engine.masks, ThreadedMasks)
-    backend = engine.masks.pool.backend
-    advance, calls = backend.advance, Counter[str]()
-
-    def refuse(moves: Sequence[tuple[Matcher, Sequence[int]]]) -> list[int]:
-        calls["moves"] += bool(moves)
-        return [0] * len(moves) if calls["moves"] > 3 else advance(moves)
-
-    monkeypatch.setattr(backend, "advance", refuse)
-    params = SamplingParams(max_tokens=20, temperature=1.0, seed=1, grammar=Grammar.regex("[ab]{18}"))
-    ends = Counter(
-        event.index for event in engine.stream([PROMPT] * count, params) if event.finish_reason is not None
-    )
-    assert ends == dict.fromkeys(range(count), 1), f"ends by request: {dict(ends)}"
-    assert calls["moves"] == 4, f"matchers were moved {calls['moves']} times, but four tokens had come"
-    check(engine)
 
 
 def test_masks_are_begun_before_tokens_are_dealt_out(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,15 +263,6 @@ def test_what_older_drafts_ignore_beside_a_reference_is_ignored() -> None:
         backend.compile(Grammar.json_schema({"$schema": newest, **schema}))
 
 
-def test_what_is_forced_is_drafted_for_a_few_and_not_for_many() -> None:
-    """Their steps have slower kernels, and everybody in them waits."""
-    drafter = GrammarDrafter(most_ahead=Guidance().jump_rows)
-    running = [Request(n, [1], 1, 9, SamplingParams(), constraint=object()) for n in range(5)]
-    for count in range(1, 6):
-        drafter.begin(running[:count])
-        assert drafter.looks_ahead == (count <= 4), f"{count} requests: looks ahead is {drafter.looks_ahead}"
-
-
 @pytest.mark.parametrize("count", [1, 4], ids=["alone", "several"])
 @pytest.mark.parametrize("overlap", [True, False], ids=["ahead", "in turn"])
 def test_forced_tokens_save_steps_and_change_nothing(model: Model, overlap: bool, count: int) -> None:
@@ -373,13 +336,6 @@ def test_guesses_of_another_drafter_are_cut_where_the_grammar_says(model: Model,
     drafter = engine.scheduler.drafter = GrammarDrafter(Guess(text))
     must_cut_guesses(engine_of(model, overlap=False, jump_forward=False), engine)
     assert drafter.refused > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("overlap", [True, False], ids=["ahead", "speculating"])
-def test_a_thousand_parse(model: Model, overlap: bool) -> None:
-    many = CROWD | {"max_rows": 64, "cache_bytes": blocks(model, 260)}
-    crowd(engine_of(model, **many, overlap=overlap), 1000, SCHEMAS)
 
 
 def test_hostile_grammars_harm_nobody(model: Model) -> None:

@@ -155,16 +155,6 @@ async def test_calls_and_their_answers(make, path):
     assert status == 200, after
 
 
-async def test_a_call_of_ollamas_is_told_when_it_is_whole(make):
-    """Its API knows no `required`: the call is in the form that the model may choose."""
-    body = {"messages": SAID, "tools": [OPENAI], "tool_choice": "required"}
-    app = make()
-    call = {"function": {"name": "weather", "arguments": {"city": "Rome"}}}
-    turns = [*SAID, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "sunny"}]
-    status, whole = await Client(app).post("/api/chat", body | {"messages": turns, "stream": False})
-    assert status == 200 and whole["done"], whole
-
-
 async def test_structured_output(make):
     form = {"type": "json_schema", "name": "city", "schema": CITY}
     bodies = {

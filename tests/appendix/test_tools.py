@@ -92,18 +92,6 @@ def test_a_template_without_tools_is_refused_by_name(tmp_path, template, words):
         format_of(templated(tmp_path, template))
 
 
-def test_a_template_of_its_own_for_tools(tmp_path):
-    several = [
-        {"name": "default", "template": "plain {{ messages[0].content }}"},
-        {"name": "tool_use", "template": "<tool_call> {{ tools[0] }} {{ messages[0].content }}"},
-    ]
-    made = templated(tmp_path, several)
-    said = [{"role": "user", "content": "x"}]
-    assert made.decode(made.chat(said)) == "plain x"
-    assert made.decode(made.chat(said, tools=["t"])) == "<tool_call> t x"
-    assert format_of(made) == HERMES
-
-
 def test_a_trigger_that_is_a_special_token(tmp_path):
     made = templated(tmp_path, "{{ tools }}[TOOL_CALLS]", special="[TOOL_CALLS]")
     assert format_of(made).token == 257
@@ -183,12 +171,6 @@ def test_grammars_take_calls_that_follow_their_schema_and_no_others(backend, tok
         assert matcher.advance(spelled) == len(spelled) - 1, (
             "text may spell the trigger, and be taken for one"
         )
-
-
-def test_a_named_function_is_the_only_one(backend, tokenizer):
-    grammar = HERMES.grammar([("now", NOTHING)], must=True, several=True)
-    assert allows(backend, tokenizer, grammar, written(HERMES, [("now", "{}")]), HERMES)
-    assert not allows(backend, tokenizer, grammar, written(HERMES, GOOD[0]), HERMES)
 
 
 def test_wide_schemas_in_a_grammar_are_refused_like_others():
@@ -286,12 +268,6 @@ def test_what_is_wrong_with_tools_is_named(tokenizer, what):
     assert (said.value.status, said.value.param) == (400, param) and words in str(said.value), said.value
 
 
-def test_tools_that_nobody_wants_are_left_out(tokenizer):
-    assert tools_of(asked(tools=[NOW], tool_choice="none"), tokenizer, Limits()) is None
-    assert tools_of(asked(tools=[]), tokenizer, Limits()) is None
-    assert tools_of(asked(tool_choice="auto"), tokenizer, Limits()) is None
-
-
 def test_conversations_with_calls(tokenizer):
     """What OpenAI's client sends back of an answer: nulls, and arguments as a text of JSON."""
     call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": '{"a": [1]}'}}
@@ -319,12 +295,6 @@ def test_conversations_with_calls(tokenizer):
             conversation(broken)
     with pytest.raises(ApiError, match="has a name"):
         conversation([{"role": "assistant", "tool_calls": [{}]}])
-
-
-def test_special_tokens_in_the_keys_of_arguments_are_text(tmp_path):
-    made = templated(tmp_path, "<tool_call>{{ tools | tojson }}", special="<|end|>")
-    assert 257 not in made.chat([{"role": "user", "content": "x"}], tools=[{"<|end|>": 1}])
-    assert "<|end|>" in made.decode(made.chat([{"role": "user", "content": "x"}], tools=[{"<|end|>": 1}]))
 
 
 def test_a_tool_that_cannot_be_compiled_is_named(backend):
@@ -449,22 +419,6 @@ async def test_either_a_call_or_the_format(make):
     assert {"stop", "tool_calls"} <= kinds, f"only {kinds} came in {len(answers)} tries"
 
 
-async def test_free_text_beside_tools_is_free(make):
-    app = make()
-    body = {"messages": [{"role": "user", "content": "x"}], "tools": [NOW], "max_tokens": 20, "seed": 1}
-    for more in ({}, {"tool_choice": "none"}, {"logprobs": True, "stream": True}):
-        one = await Client(app).request("/v1/chat/completions", body | more).run()
-        assert one.status == 200
-        if not more.get("stream"):
-            (answer,) = one.json()["choices"]
-            assert answer["message"]["content"] and "tool_calls" not in answer["message"]
-            continue
-        pieces = [event["choices"][0] for event in one.events()[:-1]]
-        assert "".join(piece["delta"].get("content", "") for piece in pieces)
-        told = [entry for piece in pieces if piece["logprobs"] for entry in piece["logprobs"]["content"]]
-        assert len(told) == 20, "log-probabilities of some tokens are missing"
-
-
 async def test_tools_are_refused_where_there_are_none(model, tmp_path):
     plain = templated(tmp_path, "{{ messages[0].content }}")
     engine = Loopback(load(model, max_rows=2, tokenizer=plain))
@@ -481,13 +435,3 @@ async def test_tools_and_another_grammar(make):
     body = {"messages": [{"role": "user", "content": "x"}], "tools": [NOW], "guided_regex": "a+"}
     status, found = await Client(make()).post("/v1/chat/completions", body)
     assert (status, found["error"]["param"]) == (400, "guided_regex"), found
-
-
-async def test_tools_are_counted_as_they_are_shown(make):
-    app = make()
-    said = {"messages": [{"role": "user", "content": "x"}]}
-    alone = (await Client(app).post("/tokenize", said))[1]["count"]
-    shown = (await Client(app).post("/tokenize", said | {"tools": [NOW]}))[1]["count"]
-    body = said | {"tools": [NOW], "max_tokens": 1}
-    used = (await Client(app).post("/v1/chat/completions", body))[1]["usage"]["prompt_tokens"]
-    assert alone < shown == used
