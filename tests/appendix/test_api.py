@@ -5,20 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import threading
 from typing import Any
 
 import pytest
 import torch
 
-from common.text.tokenizer import Tokenizer
 from forward.attention import RecomputeAttention
 from forward.model import Model
-from phases.appendix.api.answers import WideAnswer
 from phases.appendix.server import whole_app
 from tests.equivalence.engines import blocks
 from tests.guidance_kit import served as load
-from tests.servers import Client, Loopback, tokenizer_for
+from tests.servers import Client, Loopback
 from tests.serving_kit import engine as engine
 from tests.serving_kit import make as make
 from tests.serving_kit import settle
@@ -181,34 +178,6 @@ async def test_fields_of_messages_that_say_nothing_to_this_model_are_named(make)
     assert status == 400 and "messages.cache_control" in found["error"]["message"]
 
 
-async def test_a_prompt_is_read_with_special_tokens_or_without(model, engine, tmp_path):
-    tokenizer = tokenizer_for(tmp_path, 257)
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    begin = tokenizer.backend.id_to_token(next(iter(tokenizer.special_ids)))
-    (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps(config | {"add_bos_token": True, "bos_token": begin})
-    )
-    tokenizer = Tokenizer(tmp_path)
-    bos, plain = tokenizer.bos_token_id, tokenizer.encode("ab", add_special_tokens=False)
-    client = Client(whole_app(Loopback(engine), tokenizer, "tiny"))
-    for prompt, special, expected in (
-        ("ab", None, [bos, *plain]),
-        ("ab", True, [bos, *plain]),
-        ("ab", False, plain),
-        (begin + "ab", True, [bos, *plain]),
-        (begin + "ab", False, [bos, *plain]),
-    ):
-        body = {
-            "prompt": prompt,
-            "add_special_tokens": special,
-            "max_tokens": 1,
-            "return_token_ids": True,
-        }
-        assert (await client.post("/tokenize", body))[1]["tokens"] == expected
-        found = (await client.post("/v1/completions", body))[1]
-        assert found["usage"]["prompt_tokens"] == len(expected), (prompt, special)
-
-
 async def test_an_assistants_message_is_continued(make, tokenizer):
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "so it"}]
     body = {
@@ -266,45 +235,6 @@ async def test_tokenize_and_back(make):
     assert (await Client(app).post("/tokenize", {}))[0] == 400
     long = (await Client(app).post("/tokenize", {"prompt": "x" * 5000}))[1]
     assert long["count"] == 5000
-
-
-async def test_nobody_waits_for_a_long_request_of_another(make, tokenizer, monkeypatch):
-    """What takes long is done by threads, on the way in and on the way out."""
-    seen: dict[str, str] = {}
-    chat, decode, place = Tokenizer.chat, Tokenizer.decode, WideAnswer._place
-
-    def noted(name: str, function: Any) -> Any:
-        def note(*given: Any, **more: Any) -> Any:
-            seen[name] = threading.current_thread().name
-            return function(*given, **more)
-
-        return note
-
-    monkeypatch.setattr(Tokenizer, "chat", noted("chat", chat))
-    monkeypatch.setattr(Tokenizer, "decode", noted("decode", decode))
-    monkeypatch.setattr(WideAnswer, "_place", noted("answer", place))
-    loop = threading.current_thread().name
-    client = Client(make())
-    long = {
-        "many empty messages": [{"role": "user", "content": ""}] * 100,
-        "a long role": [{"role": "user" * 1000, "content": ""}],
-        "long calls": [
-            {"role": "user", "content": "x"},
-            {"role": "assistant", "tool_calls": [{"function": {"name": "f" * 3000, "arguments": "{}"}}]},
-        ],
-    }
-    for what, said in long.items():
-        await client.post("/v1/chat/completions", {"messages": said, "max_tokens": 1})
-        assert seen.pop("chat") != loop, f"the event loop itself has tokenized {what}"
-    status, found = await client.post("/detokenize", {"tokens": [5] * 3000})
-    assert seen.pop("decode") != loop, "the event loop itself has decoded 3,000 ids"
-    assert status == 200 and found["prompt"] == tokenizer.decode([5] * 3000, skip_special_tokens=False)
-    body = {"prompt": [5] * 600, "max_tokens": 1, "prompt_logprobs": 1}
-    status, found = await client.post("/v1/completions", body)
-    assert status == 200 and len(found["choices"][0]["prompt_logprobs"]) == 600
-    assert seen.pop("answer") != loop, "the event loop itself has put 600 log-probabilities together"
-    await client.post("/v1/completions", body | {"prompt": [5]})
-    assert seen.pop("answer") == loop, "a thread for a short answer costs more than it saves"
 
 
 @pytest.mark.parametrize("what", TAKEN)

@@ -648,21 +648,3 @@ def test_a_rank_counts_groups_from_its_own_first() -> None:
     assert layer.part("weight_shape", torch.tensor([16, 128]), 1).tolist() == [16, 64]
     with pytest.raises(UserError, match="in the order of activations: they cannot be cut"):
         layer.part("g_idx", groups.flip(0)[64:], 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["packed", "gptq"])
-def test_ranks_read_their_parts_of_a_checkpoint(folders: dict[str, Path], tmp_path: Path, kind: str) -> None:
-    folder = tmp_path / "packed"
-    if kind == "gptq":
-        gptq_checkpoint(folders["llama"], tmp_path / "plain", folder)
-    else:
-        model = load_model(str(folders["llama"]), device="cpu", dtype="float32")
-        quantize_model(model, INT4.with_group(32))
-        export(model, folders["llama"], folder)
-    sizes = {**SMALL, "device": "cpu", "dtype": "float32"}
-    alone: Any = load_engine(phase_named("14"), str(folder), **sizes)
-    engine: Any = load_engine(phase_named("14"), str(folder), tensor_parallel=2, **sizes)
-    found = [[done.token_ids for done in one.generate(PROMPTS, PARAMS)] for one in (alone, engine)]
-    engine.loop.close()
-    assert found[0] == found[1]

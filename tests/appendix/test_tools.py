@@ -32,19 +32,11 @@ from tests.servers import Client, Loopback, tokenizer_for
 from tests.serving_kit import make_with_grammars as make_with_grammars
 from tests.serving_kit import tokenizer as tokenizer
 
-CITY = {
-    "type": "object",
-    "properties": {
-        "city": {"enum": ["Rome", "Oslo"]},
-        "days": {"type": "integer", "minimum": 1, "maximum": 9},
-    },
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
-WEATHER = {
-    "type": "function",
-    "function": {"name": "weather", "description": "Of a city", "parameters": CITY},
-}
+DAYS = {"type": "integer", "minimum": 1, "maximum": 9}
+CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": DAYS}}
+CITY |= {"required": ["city", "days"], "additionalProperties": False}
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "", "parameters": CITY}}
+SAID: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
 NOW = {"type": "function", "function": {"name": "now"}}
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 FORMATS = {"hermes": HERMES, "mistral": MISTRAL, "mistral-special": MISTRAL, "llama": LLAMA}
@@ -239,20 +231,14 @@ def asked(**fields: Any) -> ChatRequest:
 WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "no function": ({"tools": [{"type": "function"}]}, "tools", "tools[0]"),
     "another type": ({"tools": [{"type": "custom", "function": {"name": "x"}}]}, "tools", "type function"),
-    "no name": ({"tools": [{"type": "function", "function": {}}]}, "tools", "name"),
     "a strange name": ({"tools": [{"type": "function", "function": {"name": 'a"b'}}]}, "tools", "a-z"),
-    "a long name": ({"tools": [{"type": "function", "function": {"name": "a" * 65}}]}, "tools", "64"),
     "parameters of no object": ({"tools": [{"type": "function",
         "function": {"name": "x", "parameters": {"type": "array"}}}]}, "tools", "schema of an object"),
-    "deep parameters": ({"tools": [{"type": "function",
-        "function": {"name": "x", "parameters": {"not": json.loads("[" * 200 + "]" * 200)}}}]}, "tools",
-        "128"),
     "twice": ({"tools": [NOW, NOW]}, "tools", "two functions"),
     "too many": ({"tools": [NOW] * 129}, "tools", "at most 128"),
     "too large": ({"tools": [{"type": "function", "function": {"name": "x", "description": "x" * 70_000}}]},
         "tools", "65,536"),
     "choice without tools": ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-    "a strange choice": ({"tools": [NOW], "tool_choice": "any"}, "tool_choice", "required"),
     "a choice of no tool": ({"tools": [NOW], "tool_choice": {"type": "function",
         "function": {"name": "gone"}}}, "tool_choice", "'gone'"),
     "a call and a format": ({"tools": [NOW], "tool_choice": "required",
@@ -317,13 +303,7 @@ def test_a_tool_that_cannot_be_compiled_is_named(backend):
 @pytest.mark.parametrize("most", [1, 16, 30, 45])
 async def test_a_call_that_is_cut_is_told_alike_at_once_and_in_pieces(make, most):
     client = Client(make())
-    body = {
-        "messages": [{"role": "user", "content": "x"}],
-        "tools": [WEATHER],
-        "tool_choice": "required",
-        "max_tokens": most,
-        "seed": 1,
-    }
+    body = SAID | {"tools": [WEATHER], "tool_choice": "required", "max_tokens": most, "seed": 1}
     (whole,) = (await client.post("/v1/chat/completions", body))[1]["choices"]
     streamed = await client.request("/v1/chat/completions", body | {"stream": True}).run()
     deltas = [event["choices"][0]["delta"] for event in streamed.events()[:-1]]
@@ -339,14 +319,8 @@ async def test_a_call_that_is_cut_is_told_alike_at_once_and_in_pieces(make, most
 async def test_calls_are_made_where_they_must_be(make, choice):
     """At a high temperature, with random weights: only the grammar can make these calls."""
     app = make()
-    body = {
-        "messages": [{"role": "user", "content": "x"}],
-        "tools": [WEATHER, NOW],
-        "tool_choice": choice,
-        "parallel_tool_calls": False,
-        "max_tokens": 400,
-        "return_token_ids": True,
-    }
+    body = SAID | {"tools": [WEATHER, NOW], "tool_choice": choice, "parallel_tool_calls": False}
+    body |= {"max_tokens": 400, "return_token_ids": True}
     for seed in range(3):
         more = body | {"seed": seed}
         status, whole = await Client(app).post("/v1/chat/completions", more)
