@@ -20,7 +20,7 @@ from forward.model import Model
 from tests.equivalence.compare import assert_all_same, margin
 from tests.equivalence.engines import ENGINES, SLOW
 
-MODELS = ("random:tiny", "random:tiny-window")
+MODELS = ("random:tiny", "random:tiny-window", "random:tiny-moe")
 Work = tuple[list[list[int]], list[SamplingParams]]
 
 
