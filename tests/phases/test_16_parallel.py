@@ -97,6 +97,15 @@ def test_an_inside_that_is_cut_is_the_same_inside(scheme: Any, sizes: tuple[int,
     assert torch.equal(biases[0] + biases[1], down.bias), "the bias is added once"
 
 
+def test_interleaved_gates_keep_their_ups() -> None:
+    whole = torch.arange(2 * 12 * 3.0).view(2, 12, 3)
+    for rank in range(3):
+        ranks: Any = _Rank(rank, 3)
+        part = cut_inside(ExpertStack(whole, bias=whole[..., 0]), ranks, Swiglu(interleaved=True))
+        assert torch.equal(part.data, whole[:, 4 * rank : 4 * rank + 4]), "gate, up, gate, up"
+        assert part.bias is not None and torch.equal(part.bias, part.data[..., 0])
+
+
 def test_an_inside_that_cannot_be_cut_is_refused() -> None:
     ranks: Any = _Rank(0, 3)
     with pytest.raises(UserError, match="tensor_parallel is 3, but an expert's inside is 8: cut 'experts'"):
