@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from common.sampling.params import SamplingParams
 from common.text.detokenizer import Detokenizer
-from common.text.stop_strings import StopStrings
 from common.text.tokenizer import Tokenizer
 
 
@@ -19,8 +18,7 @@ class StopChecker:
 
     The text of the first `min_tokens` tokens is not searched.
 
-    A token costs time in proportion to its own text, however long the text before it and the stop strings
-    are: all strings are searched at once by `StopStrings`.
+    A token costs time in proportion to its own text and to what is held back, not to the text before.
 
     Attributes:
         held: what came after `text` and may be the beginning of a stop string.
@@ -42,8 +40,7 @@ class StopChecker:
         self._detokenizer = Detokenizer(
             tokenizer, shown=shown, after=prompt, middle=params.grammar is not None
         )
-        self._strings = StopStrings(params.stop) if params.stop else None
-        self._state, self._exempt = 0, params.min_tokens
+        self._stops, self._exempt = params.stop, params.min_tokens
 
     @property
     def begins(self) -> bool:
@@ -80,14 +77,14 @@ class StopChecker:
         return self.text
 
     def _search(self, piece: str) -> None:
-        text = piece
-        if self._strings is not None:
-            text = self.held + piece
-            self._state, end, size = self._strings.search(self._state, piece)
-            if size:
-                self._known.append(text[: len(self.held) + end - size])
-                self.held, self.stopped = "", True
-                return
-            safe = len(text) - self._strings.depth[self._state]
-            text, self.held = text[:safe], text[safe:]
-        self._known.append(text)
+        text = self.held + piece
+        found = [(at + len(stop), -len(stop)) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            end, size = min(found)
+            self._known.append(text[: end + size])
+            self.held, self.stopped = "", True
+            return
+        begins = (at for at in range(len(text)) if any(stop.startswith(text[at:]) for stop in self._stops))
+        safe = next(begins, len(text)) if self._stops else len(text)
+        self._known.append(text[:safe])
+        self.held = text[safe:]

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 from benchmarks.evidence import FIGURES, RESULTS, BenchOptions, Evidence, results
 from benchmarks.gains import factor_text, gain, gain_words
@@ -27,31 +27,23 @@ MADE_BY = {"json_schema_bench": "json_schema_suite", "hostile_grammars": "12_str
 """Evidence whose benchmark has another name: the same script, given a checkout; another run of it."""
 
 
-def bench(
-    phase: str,
-    *,
-    quick: bool,
-    record: bool,
-    device: str,
-    dtype: str,
-    model: str | None,
-    repeats: int | None,
-) -> int:
+def bench(given: SimpleNamespace) -> int:
     """Measure a phase against the one before it, and show the result beside what the repository has.
 
     Evidence and figure go to the cache; with `record` they replace those of the repository.
     """
+    quick, record, repeats = given.quick, given.record, given.repeats
     if repeats is not None:
         integer("--repeats", repeats, low=1, high=MOST_REPEATS)
     if quick and record:
         raise UserError("--record keeps what was measured with care: leave --quick out")
     if record:
         clean(ROOT)
-    name = _named(phase)
+    name = _named(given.phase)
     from common.device import device_name, pick_device, pick_dtype
 
     module = _module(name)
-    where = pick_device(device)
+    where = pick_device(given.device)
     device_is = device_folder(where.type, device_name(where))
     home = ROOT if record else cache_home() / ("quick" if quick else "bench")
     folders = [home / path.relative_to(ROOT) / device_is for path in (RESULTS, FIGURES)]
@@ -59,8 +51,8 @@ def bench(
         check_folder(folder)
     options = BenchOptions(
         device=where,
-        dtype=pick_dtype(dtype, where),
-        model=model,
+        dtype=pick_dtype(given.dtype, where),
+        model=given.model,
         quick=quick,
         repeats=repeats or (1 if quick else 3),
     )

@@ -30,7 +30,6 @@ from tests.serving_kit import tokenizer as tokenizer
 
 TAKEN: dict[str, dict[str, Any]] = {
     "more samples than rows": {"n": 9},
-    "best of more than there are rows": {"n": 2, "best_of": 9},
     "top_p of nothing": {"top_p": 0, "temperature": 1},
     "seed of more bits": {"seed": 2**70},
     "negative seed": {"seed": -(2**70)},
@@ -187,17 +186,6 @@ async def test_prompt_logprobs_in_vllms_shape(make, model, tokenizer):
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "prompt_logprobs": 0}
     said = (await Client(app).post("/v1/chat/completions", chat))[1]
     assert len(said["prompt_logprobs"]) == said["usage"]["prompt_tokens"]
-
-
-async def test_best_of_returns_the_likeliest(make):
-    app = make()
-    body = {"prompt": "abc", "max_tokens": 4, "seed": 1, "ignore_eos": True, "return_token_ids": True}
-    everything = (await Client(app).post("/v1/completions", body | {"n": 6, "logprobs": 0}))[1]["choices"]
-    best = (await Client(app).post("/v1/completions", body | {"n": 2, "best_of": 6}))[1]
-    order = sorted(everything, key=lambda c: sum(c["logprobs"]["token_logprobs"]), reverse=True)
-    assert [c["token_ids"] for c in best["choices"]] == [c["token_ids"] for c in order[:2]]
-    assert best["choices"][0]["logprobs"] is None, "logprobs that nobody asked for"
-    assert best["usage"]["completion_tokens"] == 24
 
 
 async def test_nulls_in_a_chat_say_nothing(make):

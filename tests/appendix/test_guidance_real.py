@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from common.sampling.grammar import Grammar
@@ -15,9 +13,8 @@ from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from paged_cache import PagedEngine
 from phases.appendix.guidance.spelling import Spelling
-from structured.automata.backend import AutomataBackend
 from tests.guidance_kit import served
-from tests.structured_kit import bits, must_validate
+from tests.structured_kit import must_validate
 
 pytestmark = [pytest.mark.weights, pytest.mark.timeout(280)]
 
@@ -80,33 +77,6 @@ def test_bytes_of_tokens_spell_texts(folder: Path) -> None:
         assert b"".join(vocabulary.tokens[token] for token in ids).decode() == text, text
     for token in (*tokenizer.special_ids, *tokenizer.eos_token_ids):
         assert vocabulary.tokens[token] == b"", f"special token {token} has bytes"
-
-
-@pytest.mark.parametrize("pattern", ["(ab|c)+d", "[0-9]{1,3}(,[0-9]{3})*", "[a-z]+ (is|was) [a-z]+"])
-def test_masks_over_a_real_vocabulary_are_llguidances(folder: Path, pattern: str) -> None:
-    pytest.importorskip("llguidance")
-    from phases.appendix.guidance.backend import GuidanceBackend
-
-    _, vocabulary = vocabulary_of(folder)
-    size = len(vocabulary.tokens)
-    mine = AutomataBackend(vocabulary).compile(Grammar.regex(pattern))
-    other = GuidanceBackend(vocabulary).compile(Grammar.regex(pattern))
-    words = np.zeros((2, vocabulary.words), np.int32)
-    for seed in range(3):
-        rng, left, right = random.Random(seed), mine.matcher(), other.matcher()
-        for _ in range(12):
-            words[:] = 0
-            left.fill(words[0])
-            right.fill(words[1])
-            found = bits(words[0], size)
-            if not right.forced():
-                assert found == bits(words[1], size), f"{pattern!r} with seed {seed}"
-            found = [token for token in found if token not in vocabulary.eos]
-            if not found:
-                break
-            token = rng.choice(found)
-            if right.agrees([token]):
-                assert left.advance([token]) == right.advance([token]) == 1
 
 
 @pytest.mark.slow

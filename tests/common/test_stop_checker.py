@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Sequence
 
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from common.events import TextStream, TokenEvent
 from common.sampling.params import SamplingParams
 from common.text.stop_checker import StopChecker
-from common.text.stop_strings import StopStrings
 from common.text.tokenizer import Tokenizer
 from tests.common import tiny_gguf
 
@@ -38,31 +36,7 @@ def first_stop(text: str, stops: Sequence[str]) -> tuple[int, int] | None:
     return None
 
 
-def longest_beginning(text: str, stops: Sequence[str]) -> int:
-    """The reference: how much of the text's end may be the beginning of a stop string."""
-    sizes = range(min(len(text), max(map(len, stops), default=0)), 0, -1)
-    return next((size for size in sizes if any(stop.startswith(text[-size:]) for stop in stops)), 0)
-
-
-@pytest.mark.parametrize("letters", ["ab", "abc"])
 @settings(max_examples=500, deadline=None)
-@given(data=st.data())
-def test_the_automaton_finds_what_a_search_finds(letters: str, data: st.DataObject) -> None:
-    stops = data.draw(st.lists(st.text(letters, min_size=1, max_size=6), max_size=8))
-    pieces = data.draw(st.lists(st.text(letters, max_size=5), max_size=10))
-    strings, state, read = StopStrings(stops), 0, ""
-    for piece in pieces:
-        expected = first_stop(read + piece, stops)
-        state, end, size = strings.search(state, piece)
-        found = (len(read) + end - size, len(read) + end) if size else None
-        assert found == expected, f"{stops} in {read + piece!r}"
-        read += piece
-        if found:
-            return
-        assert strings.depth[state] == longest_beginning(read, stops), f"{stops} after {read!r}"
-
-
-@settings(max_examples=200, deadline=None)
 @given(text=st.text("ab", max_size=25), stops=st.lists(st.text("ab", min_size=1, max_size=5), max_size=4))
 def test_nothing_given_out_is_taken_back(tokenizer: Tokenizer, text: str, stops: list[str]) -> None:
     checker, given_out = StopChecker(tokenizer, SamplingParams(stop=tuple(stops))), ""
@@ -76,14 +50,6 @@ def test_nothing_given_out_is_taken_back(tokenizer: Tokenizer, text: str, stops:
     assert checker.finish() == final
     assert given_out + checker.take() == final
     assert checker.take() == ""
-
-
-def test_states_are_made_only_where_the_text_leads() -> None:
-    stops = ["".join(random.Random(seed).choices("abcdef", k=1024)) for seed in range(64)]
-    strings = StopStrings(stops)
-    state = strings.search(0, "xyz" * 1000 + stops[0][:100])[0]
-    assert strings.depth[state] == 100
-    assert len(strings.depth) < 2000, "states were made for text that was never read"
 
 
 @pytest.mark.parametrize(

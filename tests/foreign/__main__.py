@@ -73,7 +73,6 @@ def run(suite: Suite, group: Files, checkout: Path, python: str) -> dict[str, di
             f"--timeout={SECONDS}",
         ]
         command += ["-p", suite.plugin] if suite.plugin else []
-        command += [] if suite.conftest else ["--noconftest"]
         subprocess.run([*command, *group.paths], cwd=folder, env=os.environ | env, check=False)
         return read(suite, report) if report.exists() else {}
 

@@ -30,9 +30,10 @@ from common.models.config import ModelConfig
 from common.sampling.params import SamplingParams
 from experts.gpt_oss import E2M1, unpack
 from forward.attention import LayerSpec, RecomputeAttention, attend, causal_mask
-from forward.loading import load_model
+from forward.loading import load_model, skeleton
 from forward.model import Model
 from paged_cache.reference import gather
+from tests import ranks_kit
 from tests.equivalence.compare import assert_all_same
 from tests.schedules import check
 
@@ -231,6 +232,7 @@ def test_the_published_file() -> None:
     shape = forward.shapes.SHAPES["gpt-oss-20b"]
     config = ModelConfig.from_hf(raw)
     assert replace(config, quantization=None, eos_token_ids=shape.eos_token_ids) == shape
+    assert sum(weight.numel() for weight in skeleton(shape).parameters()) == 20_914_757_184
 
 
 # Sinks.
@@ -333,3 +335,19 @@ def test_kernels_give_the_tokens_of_phase_01(tiny: Model) -> None:
     expected = generate(forward.load(tiny), prompts, params)
     engine = experts.load(tiny, kernels=True, **SMALL)
     assert_all_same(tiny, expected, generate(engine, prompts, params), params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", ["experts", "inside"])
+def test_two_ranks_give_the_tokens_of_one(cut: str, tmp_path: Path) -> None:
+    """Heads and their sinks are cut as in phase 14, experts that come as stacks as those that do not."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    oracle(tmp_path, **heads, vocab_size=259, max_position_embeddings=512)
+    pack(tmp_path)
+    expected = ranks_kit.tokens_of(experts.load(tmp_path, **ranks_kit.SMALL))
+    engine: Any = experts.load(tmp_path, tensor_parallel=2, rank_check=1, cut=cut, **ranks_kit.SMALL)
+    try:
+        ranks_kit.same(ranks_kit.tokens_of(engine), expected, f"two ranks, {cut}")
+    finally:
+        engine.loop.close()
+        ranks_kit.end_crews()

@@ -59,7 +59,7 @@ class StackedExperts(nn.Module):
 
     def __init__(self, old: Experts, kind: str) -> None:
         super().__init__()
-        self.facts, self.kind, self.gate = old.facts, kind, old.gate
+        self.facts, self.gate = old.facts, old.gate
         self.route: Callable[[Tensor, int, bool], tuple[Tensor, Tensor]] = route
         gate_up, down, self.act = stacks_of(old, kind)
         self.keep(gate_up, down)

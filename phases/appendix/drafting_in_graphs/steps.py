@@ -27,7 +27,6 @@ from paged_cache import PagedEngine
 from paged_cache.memory import activation_bytes
 from phases.appendix.drafting_in_graphs.drafter import CarriedSource, InGraphDrafter
 from phases.appendix.drafting_in_graphs.graph import AheadGraph, Pair
-from speculative.draft_model import DraftModel
 from speculative.head import HeadSource
 from speculative.ngram import NGrams
 
@@ -72,8 +71,8 @@ class Ahead:
 
     Args:
         engine: with a `GraphRunner`; its drafter is `drafter`, or one around that.
-        drafter: over a `DraftModel` with a `GraphRunner` of its own, or over `NGrams`.
-        most: drafts of a request in a step.
+        drafter: over a `HeadSource` with a `GraphRunner` of its own, or over `NGrams`.
+        most: drafts of a request in a step, as far as the decode kernel takes them.
 
     landing: the flight that is being collected. replays: steps that were launched.
     blank: rows behind whose newest token stand no guesses, as far as the host knows.
@@ -81,10 +80,10 @@ class Ahead:
 
     def __init__(self, engine: PagedEngine, drafter: InGraphDrafter, most: int) -> None:
         source = drafter.speculator.source
-        assert isinstance(source, (DraftModel, NGrams)) and isinstance(engine.runner, GraphRunner)
+        assert isinstance(source, (HeadSource, NGrams)) and isinstance(engine.runner, GraphRunner)
         drafter.speculator.source = CarriedSource(source, self)
         self.engine, self.runner, self.drafter = engine, engine.runner, drafter
-        self.source = source if isinstance(source, DraftModel) else None
+        self.source = source if isinstance(source, HeadSource) else None
         self.runners = [engine.runner]
         if self.source is not None:
             assert isinstance(self.source.runner, GraphRunner)
@@ -94,10 +93,11 @@ class Ahead:
         self.blank: set[int] = set()
         device = engine.runner.model.device
         self.next_at = torch.zeros(engine.scheduler.rows.count, dtype=torch.int64, device=device)
-        self.lengths = draft_lengths(most)
+        attentions = [runner.machine.attention for runner in self.runners]
+        self.lengths = draft_lengths(min([most, *(one.most_queries - 1 for one in attentions)]))
         self.sizes = request_sizes(engine.scheduler.rows.count, models=len(self.runners))
         self._staging = Staging(4 * self.sizes[-1], device)
-        kept = source.taps.kept if isinstance(source, HeadSource) else None
+        kept = None if self.source is None else self.source.taps.kept
         large, *small = (runner.machine for runner in self.runners)
         pair = Pair(large, small[0] if small else None, self.next_at, kept)
         capturer = Capturer(device)
