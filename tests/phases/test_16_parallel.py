@@ -115,6 +115,10 @@ def test_an_inside_that_cannot_be_cut_is_refused() -> None:
         cut_inside(_stacks(FP8_BLOCK, 130, 384)[1], ranks, None)
     with pytest.raises(UserError, match="cut is 'columns', but"):
         experts.load("random:tiny-moe", cut="columns", **SMALL)
+    with pytest.raises(UserError, match="tensor_parallel is 9, but a layer has 7 experts: cut 'inside'"):
+        experts.load("random:tiny-moe", tensor_parallel=9, **SMALL)
+    with pytest.raises(UserError, match="active_experts cuts a dense model on one GPU"):
+        experts.load("random:tiny", tensor_parallel=3, active_experts=4, **SMALL)
 
 
 # The same tokens.
