@@ -29,16 +29,7 @@ from common.errors import EngineLost, UserError
 INTERRUPTED, TERMINATED = 130, 143
 LONGEST_LINE = 1000
 """Characters of an error; a longer one loses its middle."""
-CANNOT_WRITE = {
-    errno.EACCES,
-    errno.EBADF,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EIO,
-    errno.ENOSPC,
-    errno.EPERM,
-    errno.EROFS,
-}
+CANNOT_WRITE = {errno.EACCES, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EPERM, errno.EROFS}
 
 
 def exit_code(command: Callable[[], int]) -> int:
@@ -127,7 +118,7 @@ def _say(line: str) -> None:
 
 def _flush(streams: tuple[Any, ...]) -> None:
     """Write what is left now, because Python complains where it cannot when it shuts down."""
-    for stream in streams:
+    for stream in filter(None, streams):  # there is none where it was closed
         try:
             stream.flush()
         except (OSError, ValueError):

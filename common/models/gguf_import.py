@@ -140,7 +140,6 @@ def model_config(meta: Metadata, tied: bool) -> dict[str, Any]:
         "bos_token_id": meta["tokenizer.ggml.bos_token_id"],
         "eos_token_id": meta["tokenizer.ggml.eos_token_id"],
         "pad_token_id": meta.get("tokenizer.ggml.padding_token_id"),
-        "attention_bias": False,
         "torch_dtype": "float32",
     }
     if architecture == "llama":
@@ -148,9 +147,6 @@ def model_config(meta: Metadata, tied: bool) -> dict[str, Any]:
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
             **config,
-            "hidden_act": "silu",
-            "rope_scaling": None,
-            "mlp_bias": False,
         }
     # What GGUF leaves to the reader, because it is the same in every Gemma 3 of this size: Gemma 3 Technical
     # Report (https://arxiv.org/abs/2503.19786), section 2, and google/gemma-3-270m's config.json.
@@ -159,14 +155,10 @@ def model_config(meta: Metadata, tied: bool) -> dict[str, Any]:
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
         **config,
-        "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": 256,
         "rope_local_base_freq": 10_000.0,
-        "rope_scaling": None,
         "sliding_window": get("attention.sliding_window"),
         "layer_types": ["full_attention" if i % 6 == 5 else "sliding_attention" for i in layers],
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": None,
     }
 
 

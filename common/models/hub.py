@@ -57,12 +57,8 @@ def local(name: str | Path) -> Path | None:
 
 
 def _bundled_near(name: str) -> str:
-    """Return the bundled model that a name is near to, or begins like, or nothing."""
-    plain = re.sub(r"[^a-z0-9]", "", name.rpartition("/")[2].lower())
-    for known in BUNDLED:
-        own = known.replace("-", "")
-        if len(plain) > 3 and (plain.startswith(own) or own.startswith(plain)):
-            return known
+    """Return the bundled model that a name is near to, or nothing."""
+    plain = name.rpartition("/")[2].lower()
     return next(iter(get_close_matches(plain, BUNDLED, n=1, cutoff=0.7)), "")
 
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from itertools import cycle, islice
 from types import SimpleNamespace
 from typing import Any
 
-from rich.status import Status
 from rich.table import Table
 
 from benchmarks.loadtest.loops import Plan, poisson
 from benchmarks.loadtest.loops import run as ask_all
 from benchmarks.loadtest.report import Goal, summarize
-from benchmarks.loadtest.user import Outcome, Target
+from benchmarks.loadtest.user import Target
 from benchmarks.server import bodies_of
 from benchmarks.workloads import Workload
 from benchmarks.workloads import workload as named
@@ -23,8 +21,8 @@ from common import words
 from common.console import err, out, table
 from common.errors import UserError, integer, number
 from common.files import whole
+from common.progress import bar
 
-QUIET = 10.0
 COLUMNS = {
     "output_tokens_per_s": "tokens\na second",
     "goodput_requests_per_s": "good\na second",
@@ -50,8 +48,9 @@ def run(given: SimpleNamespace) -> int:
     target = Target.of(given.url, given.api_key)
     rows: list[dict[str, Any]] = []
     for label, plan in plans(work, given.users, given.rate, given.requests):
-        with err.status("") as status:
-            outcomes = ask_all(target, plan, given.processes, Progress(status, label, plan.requests))
+        with bar(label, plan.requests) as answered:
+            answered("")
+            outcomes = ask_all(target, plan, given.processes, lambda outcome: answered(""))
         found: dict[str, Any] = {
             "load": label,
             "workload": given.workload,
@@ -117,23 +116,3 @@ def _plain(error: str) -> str:
         "TimeoutError": "the server has not answered in time",
     }.get(name)
     return f"{said} ({reason or name})" if said else error
-
-
-class Progress:
-    """The number of answered requests: on a screen at once, elsewhere in a line every `QUIET` seconds."""
-
-    def __init__(self, status: Status, label: str, requests: int) -> None:
-        self.status, self.label, self.requests = status, label, requests
-        self.answered, self.said = 0, time.monotonic()
-        status.update(str(self))
-
-    def __str__(self) -> str:
-        return f"{self.label}: {self.answered:,} of {self.requests:,} answered"
-
-    def __call__(self, outcome: Outcome) -> None:
-        """Count a request that was answered, or failed."""
-        self.answered += 1
-        self.status.update(str(self))
-        if not err.is_terminal and time.monotonic() - self.said > QUIET:
-            self.said = time.monotonic()
-            err.print(f"[dim]{self}[/dim]")

@@ -23,7 +23,7 @@ from common.errors import UserError
 from forward.loading import load_model
 from phases import phase_named
 from phases.appendix.checkpoint_formats.configs import stored
-from phases.appendix.checkpoint_formats.export import check_source, configuration, export
+from phases.appendix.checkpoint_formats.export import check_source, export
 from phases.appendix.checkpoint_formats.layouts import (
     AWQ_ORDER,
     StoredLinear,
@@ -144,30 +144,6 @@ def expect(layout: TensorLayout, found: Mapping[str, Tensor], n: int = 16, k: in
     }
     for name, (_, dtype) in wanted.items():
         assert found[name].dtype == dtype or dtype == torch.float32, name
-
-
-@pytest.mark.parametrize("zeros", [False, True])
-def test_pack_quantized_as_compressed_tensors_reads_it(zeros: bool) -> None:
-    """Packed and unpacked by the library itself."""
-    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-
-    random = torch.Generator().manual_seed(0)
-    numbers = torch.randint(-8, 8, (16, 64), generator=random, dtype=torch.int8)
-    zero = torch.randint(-8, 8, (16, 2), generator=random, dtype=torch.int8) * zeros
-    scale = torch.rand(16, 2, generator=random)
-    raw = compressed(weights={"symmetric": not zeros, "group_size": 32})
-    layout = stored(raw).layout("layers.0.mlp.up_proj")
-    assert layout is not None
-    found = {
-        "weight_packed": pack_to_int32(numbers, 4),
-        "weight_scale": scale,
-        "weight_shape": torch.tensor([16, 64]),
-    }
-    if zeros:
-        found["weight_zero_point"] = pack_to_int32(zero, 4, packed_dim=0).contiguous()
-    expect(layout, found)
-    weight = layout.read(found, (16, 64), "w").check("w")
-    assert torch.equal(weight.dequantize(), by_hand(numbers, scale, zero, torch.arange(64) // 32))
 
 
 DAMAGE: dict[str, tuple[str, str, Any, str]] = {
@@ -393,12 +369,6 @@ def test_only_engines_with_the_formats_take_a_quantized_checkpoint(packed: Path)
         quant.load(str(packed), device="cpu", **SMALL)
     with pytest.raises(UserError, match="quantization is 'int8', but the checkpoint is quantized already"):
         load(str(packed), device="cpu", quantization="int8", **SMALL)
-
-
-def test_the_head_of_a_quantized_checkpoint_may_be_quantized_as_well(packed: Path) -> None:
-    small = load(str(packed), device="cpu", head="int8", **SMALL)
-    assert isinstance(small.runner.model.lm_head, QuantLinear), "the head was to be int8, but is plain"
-    assert isinstance(load(str(packed), device="cpu", **SMALL).runner.model.lm_head, nn.Linear)
 
 
 FILES: dict[str, tuple[str, Any, str]] = {
@@ -666,18 +636,6 @@ def test_what_goes_along_and_what_is_refused(folders: dict[str, Path], packed: P
         check_source(packed)
 
 
-def test_groups_of_several_sizes_are_written_by_name() -> None:
-    model = nn.Sequential()
-    for name, k in (("down_proj", 256), ("up_proj", 64)):
-        layer = nn.Linear(k, 16, bias=False)
-        model.add_module(name, QuantLinear.of(layer, INT4, name))
-    found = configuration(model)["config_groups"]  # type: ignore[arg-type]
-    assert {tuple(g["targets"]): g["weights"]["group_size"] for g in found.values()} == {
-        ("re:.*down_proj$",): 128,
-        ("re:.*up_proj$",): 64,
-    }
-
-
 # Ranks.
 
 
@@ -690,21 +648,3 @@ def test_a_rank_counts_groups_from_its_own_first() -> None:
     assert layer.part("weight_shape", torch.tensor([16, 128]), 1).tolist() == [16, 64]
     with pytest.raises(UserError, match="in the order of activations: they cannot be cut"):
         layer.part("g_idx", groups.flip(0)[64:], 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["packed", "gptq"])
-def test_ranks_read_their_parts_of_a_checkpoint(folders: dict[str, Path], tmp_path: Path, kind: str) -> None:
-    folder = tmp_path / "packed"
-    if kind == "gptq":
-        gptq_checkpoint(folders["llama"], tmp_path / "plain", folder)
-    else:
-        model = load_model(str(folders["llama"]), device="cpu", dtype="float32")
-        quantize_model(model, INT4.with_group(32))
-        export(model, folders["llama"], folder)
-    sizes = {**SMALL, "device": "cpu", "dtype": "float32"}
-    alone: Any = load_engine(phase_named("14"), str(folder), **sizes)
-    engine: Any = load_engine(phase_named("14"), str(folder), tensor_parallel=2, **sizes)
-    found = [[done.token_ids for done in one.generate(PROMPTS, PARAMS)] for one in (alone, engine)]
-    engine.loop.close()
-    assert found[0] == found[1]

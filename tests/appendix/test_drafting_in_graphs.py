@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("triton")
 
@@ -22,12 +21,13 @@ from common.request import Request
 from common.sampling.params import SamplingParams
 from continuous.work import Work
 from cuda_graphs.capture import Capturer
+from forward.attention import RecomputeAttention
 from forward.model import Model
 from forward.surgery import clone
 from paged_cache import PagedEngine
 from phases import find_phase
 from phases.appendix.drafting_in_graphs.loop import InGraph
-from phases.appendix.latency.attention import LatencyAttention
+from phases.appendix.latency import attention
 from phases.appendix.latency.block import LatencyBlock
 from phases.registry import load_engine
 from speculative import head
@@ -87,13 +87,10 @@ def test_a_lone_request_is_verified_by_the_kernels_for_few(
     """All its tokens in one kernel of attention a layer, padding included, behind its lone tokens."""
     monkeypatch.setattr(LatencyBlock, "few", True)  # as where there are columns
     monkeypatch.setattr(Capturer, "capture", lambda self, function: function)
-    few, seen = LatencyAttention.attend_few, []
-
-    def counted(self: LatencyAttention, layer: Any, qkv: Tensor, *rest: Any, **options: Any) -> Any:
-        seen.append(len(qkv))
-        return few(self, layer, qkv, *rest, **options)
-
-    monkeypatch.setattr(LatencyAttention, "attend_few", counted)
+    few, seen = attention.attend_few, []
+    monkeypatch.setattr(
+        attention, "attend_few", lambda qkv, *rest, **more: seen.append(len(qkv)) or few(qkv, *rest, **more)
+    )
     prompts, params = [[5, 6, 7]], [SamplingParams(max_tokens=6, ignore_eos=True)]
     right = continuous.load(model, max_rows=1, max_len=64).generate(prompts, params)
     fused = {**dict.fromkeys(PLAIN, "triton"), "latency": True}
@@ -322,8 +319,7 @@ def test_a_head_inside_the_graph_drafts_what_it_would_say(
         features = made.mix(hidden_states(model, ids, made.taps)[:-1])
         tokens = ids[1:]
         for place, draft in enumerate(drafts):
-            attention, places = forward.attention.RecomputeAttention(), torch.arange(len(tokens))
-            out = made.step(tokens, features, places, attention)
+            out = made.step(tokens, features, torch.arange(len(tokens)), RecomputeAttention())
             logits = made.logits(out[-1])
             if request.params.temperature == 0:
                 assert float(logits[draft]) >= float(logits.max()) - 1e-4, (
@@ -339,12 +335,6 @@ def test_a_head_inside_the_graph_drafts_what_it_would_say(
     for some, each in (([[1, 2, 3]], params[0]), ([[1, 2, 3], [5] * 20], params)):
         engine.generate(some, each)
     assert seen > 40
-
-
-def test_lengths_that_have_graphs() -> None:
-    from phases.appendix.drafting_in_graphs.steps import draft_lengths
-
-    assert [draft_lengths(most) for most in (0, 1, 2, 4)] == [[], [1], [1, 2], [1, 2, 4]]
 
 
 @pytest.mark.gpu

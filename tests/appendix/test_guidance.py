@@ -13,23 +13,16 @@ import numpy as np
 import pytest
 
 from benchmarks.hostile_grammars import hostile
-from common.errors import UserError
-from common.request import Request
 from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
-from common.sampling.sampler import Allowed
-from continuous.work import Work
 from forward.model import Model
 from paged_cache import PagedEngine
 from phases.appendix.guidance import backend as llguidance
 from phases.appendix.guidance.backend import FEW, OPTIONS, GuidanceBackend, source_of
 from phases.appendix.guidance.drafter import GrammarDrafter
-from phases.appendix.guidance.feature import Guidance
-from phases.appendix.guidance.masks import ThreadedMasks
 from speculative.control import Control
 from speculative.ngram import NGrams
 from speculative.speculation import Speculator
-from structured.loop import NOBODYS, Landed
 from structured.matcher import Matcher
 from tests.guidance_kit import GRAMMARS, SCHEMAS, engine_of, loaded, vocabulary
 from tests.phases.test_12_structured import (  # noqa: F401  the rules of the automata hold here, too
@@ -45,22 +38,18 @@ from tests.phases.test_12_structured import (  # noqa: F401  the rules of the au
 )
 from tests.schedules import check
 from tests.structured_kit import (
-    CROWD,
     EOS,
     PROMPT,
     SIZE,
     Guess,
     Make,
     bits,
-    blocks,
-    crowd,
     must_cut_guesses,
     must_end_its_own_step,
     must_harm_nobody,
     must_match,
     must_refuse,
     run,
-    tokenizer,
 )
 
 pytestmark = pytest.mark.timeout(120)
@@ -139,70 +128,6 @@ def test_masks_that_cannot_be_made_end_their_own_step(model: Model, monkeypatch:
     must_end_its_own_step(engine_of(model, speculate=False), monkeypatch, "_follow")
 
 
-@pytest.mark.parametrize("count", [2, 6])
-def test_grammars_that_all_fail_at_once_end_each_output_once(
-    model: Model, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A step in which nobody is left to make a mask for."""
-    engine = engine_of(model, speculate=False)
-    assert isinstance(engine.masks, ThreadedMasks)
-    backend = engine.masks.pool.backend
-    advance, calls = backend.advance, Counter[str]()
-
-    def refuse(moves: Sequence[tuple[Matcher, Sequence[int]]]) -> list[int]:
-        calls["moves"] += bool(moves)
-        return [0] * len(moves) if calls["moves"] > 3 else advance(moves)
-
-    monkeypatch.setattr(backend, "advance", refuse)
-    params = SamplingParams(max_tokens=20, temperature=1.0, seed=1, grammar=Grammar.regex("[ab]{18}"))
-    ends = Counter(
-        event.index for event in engine.stream([PROMPT] * count, params) if event.finish_reason is not None
-    )
-    assert ends == dict.fromkeys(range(count), 1), f"ends by request: {dict(ends)}"
-    assert calls["moves"] == 4, f"matchers were moved {calls['moves']} times, but four tokens had come"
-    check(engine)
-
-
-def test_masks_are_begun_before_tokens_are_dealt_out(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dealing out 256 tokens takes a millisecond, in which threads make masks, but none of who has ended."""
-    engine = engine_of(model, speculate=False)
-    assert isinstance(engine.masks, ThreadedMasks)
-    begin, fill = engine.masks.begin, engine.masks.fill
-    early = 0
-    expected: dict[Request, int] = {}
-
-    def begun(works: Sequence[Work], landed: Landed = NOBODYS) -> bool:
-        nonlocal early
-        for request, tokens in landed.items():
-            if request.finish_reason is None:
-                expected[request] = len(request.tokens) + len(tokens)
-                early += 1
-        return begin(works, landed)
-
-    def filled(works: Sequence[Work]) -> Allowed | None:
-        made = engine.masks._filling  # type: ignore[attr-defined]
-        for request in [output.request for output in made.outputs] if made is not None else ():
-            if request in expected:
-                assert len(request.tokens) == expected.pop(request), (
-                    f"request {request.id}: not dealt out yet"
-                )
-            assert request.finish_reason is None, f"request {request.id} has ended, and a mask is made for it"
-            taken = request.constraint.taken  # type: ignore[attr-defined]
-            assert taken == len(request.output_ids), f"request {request.id}: its matcher is {taken} tokens in"
-        return fill(works)
-
-    monkeypatch.setattr(engine.masks, "begin", begun)
-    monkeypatch.setattr(engine.masks, "fill", filled)
-    params = [
-        SamplingParams(max_tokens=most, temperature=1.0, seed=most, grammar=Grammar.regex("[ab]{3,9}"))
-        for most in range(4, 12)
-    ]
-    done = engine.generate([PROMPT] * len(params), params)
-    assert early > 20, f"of {sum(len(c.token_ids) for c in done)} tokens, masks knew {early} early"
-    assert {c.finish_reason for c in done} == {"stop", "length"}
-    check(engine)
-
-
 def test_a_few_outputs_share_a_lexer_and_many_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is shared is locked while it works: threads would wait for each other. One that no thread can
     use beside the others learns again what they know."""
@@ -215,25 +140,6 @@ def test_a_few_outputs_share_a_lexer_and_many_do_not(monkeypatch: pytest.MonkeyP
         assert set(counts.values()) == {FEW * 64 // most} and len(counts) == most, f"{cores} cores: {counts}"
         del outputs[: FEW // 2]
         assert compiled.matcher().lexer == 0, "a place that is free is not taken again"
-
-
-def test_who_waits_for_one_thread_need_not_wake_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llguidance, "FEW_ALONE", 7)
-    known = vocabulary()
-    for cores, most in ((1, 7), (2, 7), (3, FEW)):
-        monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: set(range(cores)))
-        backend = GuidanceBackend(known)
-        compiled = backend.compile(Grammar.regex("[a-z]{9}"))
-        words = np.zeros((9, known.words), np.int32)
-        alone = []
-        for count in (1, FEW, FEW + 1, 7, 8):
-            jobs = [(compiled.matcher(), row, ()) for row in range(count)]
-            done = backend.begin(jobs, words[:count])
-            alone.append(done is None)
-            if done is not None:
-                done.result(30)
-        expected = [count <= most for count in (1, FEW, FEW + 1, 7, 8)]
-        assert alone == expected, f"{cores} cores, 1, 4, 5, 7 and 8 masks: made by who asks: {alone}"
 
 
 @pytest.mark.parametrize("schema", [{"type": "string", "maxLength": 5}, {"enum": ["abc", "the"]}, True])
@@ -263,41 +169,6 @@ def test_masks_do_not_depend_on_the_lexer_or_on_who_reads_the_tokenizer(schema: 
         if token == EOS:
             break
         assert backend.advance([(matcher, (token,)) for matcher in rows]) == [1] * len(rows)
-
-
-def test_what_older_drafts_ignore_beside_a_reference_is_ignored() -> None:
-
-    backend = GuidanceBackend(vocabulary())
-    pair = {"properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
-    schema: dict[str, Any] = {
-        "type": "object",
-        "properties": {
-            "default": {"$ref": "#/definitions/pair", "maxProperties": 0, "enum": ["never"]},
-            "x": {"enum": [{"$ref": "a value", "maxItems": 1}]},
-        },
-        "required": ["default", "x"],
-        "additionalProperties": False,
-        "definitions": {"pair": {"type": "object", **pair}},
-    }
-    for draft, value in (
-        ("http://json-schema.org/draft-07/schema#", {"a": 1}),
-        ("http://json-schema.org/draft-04/schema", {"a": 1}),
-    ):
-        ids = tokenizer().encode(json.dumps({"default": value, "x": {"$ref": "a value", "maxItems": 1}}))
-        matcher = backend.compile(Grammar.json_schema({"$schema": draft, **schema})).matcher()
-        assert matcher.advance(ids) == len(ids) and matcher.accepting, f"{draft} refuses {value}"
-    newest = "https://json-schema.org/draft/2020-12/schema"
-    with pytest.raises(UserError, match="refused"):
-        backend.compile(Grammar.json_schema({"$schema": newest, **schema}))
-
-
-def test_what_is_forced_is_drafted_for_a_few_and_not_for_many() -> None:
-    """Their steps have slower kernels, and everybody in them waits."""
-    drafter = GrammarDrafter(most_ahead=Guidance().jump_rows)
-    running = [Request(n, [1], 1, 9, SamplingParams(), constraint=object()) for n in range(5)]
-    for count in range(1, 6):
-        drafter.begin(running[:count])
-        assert drafter.looks_ahead == (count <= 4), f"{count} requests: looks ahead is {drafter.looks_ahead}"
 
 
 @pytest.mark.parametrize("count", [1, 4], ids=["alone", "several"])
@@ -373,13 +244,6 @@ def test_guesses_of_another_drafter_are_cut_where_the_grammar_says(model: Model,
     drafter = engine.scheduler.drafter = GrammarDrafter(Guess(text))
     must_cut_guesses(engine_of(model, overlap=False, jump_forward=False), engine)
     assert drafter.refused > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("overlap", [True, False], ids=["ahead", "speculating"])
-def test_a_thousand_parse(model: Model, overlap: bool) -> None:
-    many = CROWD | {"max_rows": 64, "cache_bytes": blocks(model, 260)}
-    crowd(engine_of(model, **many, overlap=overlap), 1000, SCHEMAS)
 
 
 def test_hostile_grammars_harm_nobody(model: Model) -> None:

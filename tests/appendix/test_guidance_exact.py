@@ -67,6 +67,13 @@ def test_what_cannot_be_followed_is_refused_by_name(schema: Any, where: str) -> 
         takes(schema, "")
 
 
+def test_what_older_dialects_ignore_beside_a_reference_is_left_out() -> None:
+    beside = {"$ref": "#/definitions/a", "maxProperties": 0, "enum": ["never"]}
+    older = {"$schema": "http://json-schema.org/draft-07/schema#", "properties": {"x": beside}}
+    assert exact(older)["properties"]["x"] == {"$ref": "#/definitions/a"}
+    assert exact({"properties": {"x": beside}})["properties"]["x"] == beside
+
+
 def test_a_schema_inside_a_grammar_cannot_end_the_process() -> None:
     with pytest.raises(UserError, match="beyond 64 bits"):
         backend().compile(Grammar("lark", f'start: %json {{"const": {-(2**63)}}}'))

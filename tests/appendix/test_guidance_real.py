@@ -94,22 +94,3 @@ def test_people_are_extracted(folder: Path, backend: str) -> None:
         assert completion.finish_reason == "stop", f"{person}: cut after {text!r}"
         must_validate(text, PERSON, str(person))
         assert tuple(json.loads(text).values()) == person, f"{person}: {text}"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "overlap",
-    [pytest.param(True, id="overlap"), pytest.param(False, id="in turn", marks=pytest.mark.long)],
-)
-def test_jumping_forward_saves_a_tenth_of_the_steps(smollm2_folder: Path, overlap: bool) -> None:
-    pytest.importorskip("llguidance")
-    steps, texts = [], []
-    for jump in (False, True):
-        engine = engine_of(smollm2_folder, overlap=overlap, speculate=False, jump_forward=jump)
-        assert engine.tokenizer is not None
-        prompts = [engine.tokenizer.encode(question(PEOPLE[0]))]
-        params = SamplingParams(max_tokens=80, grammar=Grammar.json_schema(PERSON))
-        texts.append(engine.generate(prompts, params)[0].token_ids)
-        steps.append(engine.stats.steps)
-    assert texts[0] == texts[1], "drafts of forced tokens change the text"
-    assert steps[1] <= 0.9 * steps[0], f"{steps[1]} steps instead of {steps[0]}"

@@ -240,30 +240,6 @@ def test_the_next_step_is_staged_while_masks_are_made(model: Model) -> None:
     assert len(staged) >= 3, f"steps that were staged early, by requests: {staged}"
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(280)
-def test_masked_steps_that_a_graph_cannot_sample(model: Model) -> None:
-    """Log-probabilities and top-k are sampled eagerly, from what the first graph leaves."""
-    pytest.importorskip("triton")
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("needs Triton's interpreter")
-    letters = Grammar.regex("[a-z]{9}")
-    params = [
-        SamplingParams(max_tokens=3, grammar=letters, logprobs=1),
-        SamplingParams(max_tokens=3, temperature=2.0, top_k=2, seed=3, grammar=letters),
-    ]
-    for one in params:
-        engine = engine_of(model, **PLAIN, max_rows=1)
-        (found,) = engine.generate([PROMPT], [one])
-        (wanted,) = engine_of(model).generate([PROMPT], [one])
-        said = f"top_k {one.top_k}, logprobs {one.logprobs}"
-        assert found.token_ids == wanted.token_ids, (
-            f"{said}: {found.token_ids}, and without graphs {wanted.token_ids}"
-        )
-        assert (found.logprobs is None) == (wanted.logprobs is None), f"{said}: log-probabilities are lost"
-        assert engine.runner.replays == 2, "a decode step was not replayed"  # type: ignore[attr-defined]
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("overlap", [True, False], ids=["ahead", "in turn"])
 def test_on_a_gpu(overlap: bool) -> None:

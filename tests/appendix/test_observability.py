@@ -13,7 +13,7 @@ from paged_cache import BlockPool
 from phases.appendix.observability.live import Live
 from phases.appendix.observability.log import AccessLog
 from phases.appendix.observability.observer import EngineObserver
-from phases.appendix.observability.picture import MOST_NODES, picture
+from phases.appendix.observability.picture import picture
 from phases.appendix.server import whole_app
 from serving import messages
 from serving.messages import AddPrompt
@@ -96,23 +96,8 @@ def test_the_tree_shows_what_is_shared_and_nobodys_tokens():
     assert all(len(node) == 3 and all(isinstance(value, int) for value in node) for node in nodes)
 
 
-def test_a_large_tree_is_cut():
-    made = made_engine()
-    params = SamplingParams(max_tokens=1, ignore_eos=True)
-    made.generate([[1 + n] * 5 for n in range(60)], params)
-    found = picture(made)["tree"]
-    assert len(found["nodes"]) == MOST_NODES and found["more"] == 60 - MOST_NODES
-
-
 def test_an_index_without_a_tree_has_none():
     assert picture(made_engine(index="hash"))["tree"] is None
-
-
-async def test_a_mark_of_the_wrong_type_is_refused(tmp_path: Path):
-    tokenizer = tokenizer_for(tmp_path, 257)
-    app = whole_app(Loopback(engine_with(tokenizer)), tokenizer, "tiny")
-    status, answer = await Client(app).post("/v1/completions", {"prompt": "x", "return_token_marks": "y"})
-    assert status == 400 and "return_token_marks" in answer["error"]["message"]
 
 
 async def test_the_log_survives_a_full_disk(make, tmp_path, monkeypatch):

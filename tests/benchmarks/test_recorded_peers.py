@@ -12,7 +12,6 @@ import torch
 from benchmarks.evidence import PEERS_FILE, RESULTS, Evidence, Metric, Run, collect, results
 from benchmarks.other_engines import record
 from benchmarks.recorded_peers import beside, load
-from benchmarks.tables import fill
 from common.errors import UserError
 
 H200 = RESULTS / "h200" / PEERS_FILE
@@ -89,24 +88,3 @@ def test_the_best_of_any_version_counts(tmp_path: Path) -> None:
         "one 1.0": 20.0,
     }
     assert beside(evidence(), tmp_path, workload="another") == []
-
-
-def test_a_table_compares_by_the_rate_that_a_workload_is_about(tmp_path: Path) -> None:
-    folder = tmp_path / "benchmarks" / "results"
-    write(
-        folder,
-        ("one", "1.0", "single", {"output_tokens_per_s": [20.0]}),
-        ("two", "2.0", "single", {"output_tokens_per_s": [10.0]}),
-        ("two", "2.0", "prefill", {"prompt_tokens_per_s": [100.0]}),
-    )
-    evidence(
-        a_run("02_kv_cache", "single", output_tokens_per_s=30.0, prompt_tokens_per_s=7.0),
-        a_run("02_kv_cache, slowly", "single", output_tokens_per_s=1.0),
-        a_run("02_kv_cache", "prefill", output_tokens_per_s=1.0, prompt_tokens_per_s=80.0),
-    ).write(folder / "cpu" / "02_kv_cache.json")
-    text = fill("<!-- table: peers cpu/02_kv_cache -->\n<!-- /table -->", tmp_path)
-    assert "| workload | model | one | two | 02_kv_cache | over the best |" in text
-    assert "| single | m | 20 (1.0) | 10 (2.0) | 30 | 1.50× |" in text
-    assert "| prefill | m |  | 100 (2.0) | 80 | 0.80× |" in text
-    rows = fill("<!-- table: cpu/02_kv_cache workload=single -->\n<!-- /table -->", tmp_path)
-    assert "| one 1.0 | 20 |" in rows, "other engines stand below our rows"

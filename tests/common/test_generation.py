@@ -24,7 +24,6 @@ from common.events import (
 )
 from common.rules import check_prompt, finish_reason
 from common.sampling.params import SamplingParams
-from common.text.stop_checker import StopChecker
 from common.text.tokenizer import Tokenizer
 
 EOS = 256
@@ -165,17 +164,15 @@ def first_stop(text: str, stops: Sequence[str], start: int = 0) -> int | None:
 
 
 def test_a_stop_string_may_be_spread_over_tokens(tokenizer: Tokenizer) -> None:
-    checker = StopChecker(tokenizer, SamplingParams(stop=("END",)))
-    shown = []
+    stream = TextStream(tokenizer, SamplingParams(stop=("END",)))
+    shown, reason = [], None
     for letter in "the E ENEND":
-        stopped = checker.push(tokenizer.encode(letter)[0])
-        shown.append(checker.text)
-    assert stopped
-    assert checker.text == "the E EN"
+        reason, _ = stream.advance(tokenizer.encode(letter)[0], None)
+        shown.append(stream.text)
+    assert reason == "stop"
+    assert stream.text == "the E EN"
     assert shown[4] == "the "  # the E is held back: it may be the beginning of END
     assert shown[5] == "the E "  # and it was not
-    assert checker.push(tokenizer.encode("x")[0])  # nothing is added after a stop
-    assert checker.finish() == "the E EN"
 
 
 @settings(max_examples=300, deadline=None)
@@ -195,19 +192,18 @@ def test_the_cut_into_tokens_does_not_matter(
         tokens += tokenizer.encode(rest[:size])
         rest = rest[size:]
     params = SamplingParams(stop=tuple(stops), min_tokens=exempt)
-    checker = StopChecker(tokenizer, params)
-    given_out = ""
+    stream, reason = TextStream(tokenizer, params), None
     for token in tokens:
-        stopped = checker.push(token)
-        assert checker.text.startswith(given_out)
-        given_out = checker.text
-        if stopped:
+        reason, _ = stream.advance(token, None)
+        if reason is not None:
             break
     # The text of the first tokens, without a character that they leave incomplete, is not searched.
     start = len(tokenizer.decode(tokens[:exempt]).rstrip("\ufffd"))
     end = first_stop(text, stops, start)
-    assert checker.stopped == (end is not None)
-    assert checker.finish() == (text if end is None else text[:end])
+    assert (reason == "stop") == (end is not None)
+    if end is None:
+        stream.advance(None, "length")
+    assert stream.text == (text if end is None else text[:end])
 
 
 # Texts.

@@ -6,7 +6,7 @@ import pytest
 
 from common import neighbours
 from common.environment import QUIET, SPIN, settle
-from common.neighbours import Usage, processors, share, warning
+from common.neighbours import Usage, processors, share, warn
 
 
 def test_the_share_is_what_neither_we_nor_our_children_used(monkeypatch):
@@ -17,12 +17,14 @@ def test_the_share_is_what_neither_we_nor_our_children_used(monkeypatch):
     assert share(before, Usage(12.0, 100.5, 21.0)) == 0.0, "never negative"
 
 
-def test_a_warning_names_the_share_and_what_helps(monkeypatch):
+def test_a_warning_names_the_share_and_what_helps(monkeypatch, capsys):
     monkeypatch.setattr(neighbours, "usage", lambda: Usage(11.0, 0.5 * len(processors()), 0.0))
-    assert "Other programs take 50% of the processor" in warning(Usage(10.0))
-    assert "OMP_WAIT_POLICY=PASSIVE" in warning(Usage(10.0))
+    warn(Usage(10.0))
+    said = capsys.readouterr().err
+    assert "Other programs take 50% of the processor" in said and "OMP_WAIT_POLICY=PASSIVE" in said
     monkeypatch.setattr(neighbours, "usage", lambda: Usage(11.0, 0.3 * len(processors()), 0.0))
-    assert warning(Usage(10.0)) == ""
+    warn(Usage(10.0))
+    assert capsys.readouterr().err == ""
 
 
 def test_settings_are_made_and_the_users_own_win():

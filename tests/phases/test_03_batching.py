@@ -330,13 +330,3 @@ def test_tokens_equal_phase_01(model: Model) -> None:
     naive = generate(forward.load(model), prompts, params)
     together = generate(batching.load(model, batch_size=5), prompts, params)
     assert_all_same(model, naive, together)
-
-
-def test_leaving_early_is_harmless(model: Model) -> None:
-    engine = batching.load(model, batch_size=2)
-    (params,) = lasting(9)
-    stream = engine.stream([[1], [2], [3]], params)
-    next(stream)
-    stream.close()
-    again = generate(engine, [[1]], params)[0].token_ids
-    assert again == generate(batching.load(model), [[1]], params)[0].token_ids

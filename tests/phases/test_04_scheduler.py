@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from common.errors import UserError
 from common.request import Request
 from common.sampling.params import SamplingParams
 from continuous.policies import POLICIES
@@ -220,15 +219,6 @@ def test_who_gets_no_room_waits_and_nobody_new_takes_his_turn() -> None:
     assert first.num_computed_tokens == 4 and first.placeholders == first.in_flight == 0
     cache.refuses.clear()
     assert parts(steps.step()) == [(0, 4, 1), (1, 5, 1), (2, 0, 4)]
-
-
-def test_a_request_that_needs_more_than_the_cache_has_is_refused() -> None:
-    _, scheduler, _ = setup(room=10)
-    request = Request(0, [1] * 6, 6, 12, SamplingParams(max_tokens=6))
-    with pytest.raises(UserError, match="may need 11 tokens of cache"):
-        scheduler.check([request])
-    request.limit = 11  # the last token is never computed
-    scheduler.check([request])
 
 
 def test_a_failed_step_commits_nothing() -> None:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import pytest
 
-import continuous
 from common.interrupts import Uninterrupted
 from common.request import Request
 from common.sampling.params import SamplingParams
@@ -17,29 +16,11 @@ from continuous.cache import RowCache
 from continuous.engine import Engine
 from continuous.scheduler import Scheduler
 from continuous.work import Work
-from forward.model import Model
 from tests.fakes import FakePending, FakeRunner, expected_tokens
 from tests.schedules import MAX_LEN, check, fake_engine
 
-PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15, 16, 17], [3, 3]]
-PARAMS = [
-    SamplingParams(max_tokens=12, ignore_eos=True),
-    SamplingParams(max_tokens=9, temperature=0.9, seed=5, ignore_eos=True),
-    SamplingParams(max_tokens=7, temperature=1.0, seed=6, n=2, ignore_eos=True),
-]
-
-
 # A victim that is forgotten in the line would hang.
 pytestmark = pytest.mark.timeout(20)
-
-
-def small(model: Model) -> Engine:
-    return continuous.load(model, max_rows=4, max_len=64)
-
-
-@pytest.fixture(scope="module")
-def expected(model: Model) -> list[list[int]]:
-    return [completion.token_ids for completion in small(model).generate(PROMPTS, PARAMS)]
 
 
 # Two halves, and masks between them.
@@ -128,22 +109,6 @@ def test_a_text_that_cannot_be_made_ends_its_own_request(overlap: bool, error: B
     assert bad.finish_reason == "error" and bad.error is error
     for request in (first, last):
         assert request.output_ids == expected_tokens(request.tokens[:2], params, 0, MAX_LEN), request.id
-
-
-def test_settings_that_cannot_be_taken_end_their_own_request(model: Model, expected: list[list[int]]) -> None:
-    engine = small(model)
-    inner = engine.runner.set_row
-
-    def set_row(request: Request) -> None:
-        if request.index == 1:
-            raise OverflowError("too large")
-        inner(request)
-
-    engine.runner.set_row = set_row  # type: ignore[method-assign]
-    first, bad, *last = engine.generate(PROMPTS, PARAMS)
-    assert bad.finish_reason == "error" and not bad.token_ids
-    assert [c.token_ids for c in (first, *last)] == [expected[0], *expected[2:]]
-    check(engine)
 
 
 # Ctrl-C.

@@ -650,7 +650,7 @@ QUESTIONS = (
 
 
 @pytest.mark.weights
-@pytest.mark.slow
+@pytest.mark.long
 def test_weights_that_are_shipped_load_by_default_and_guess_well() -> None:
     """On questions that nobody was trained on; the text is that of phase 09, token for token."""
     path = WEIGHTS / "smollm2-head.safetensors"
@@ -751,7 +751,11 @@ GRAPHS = {"kernels": True, "graphs": True, "graph_tokens": 32, **PLAIN}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("script", "overlap"), [("always right, and beyond what was asked for", True), ("any length", False)]
+    ("script", "overlap"),
+    [
+        ("always right, and beyond what was asked for", True),
+        pytest.param("any length", False, marks=pytest.mark.long),
+    ],
 )
 def test_verify_graphs_give_the_same_tokens(model: Model, script: str, overlap: bool) -> None:
     prompts = [[5, 6, 7, 8] * 3, [3, 1], [7]]

@@ -329,7 +329,7 @@ REFUSED: dict[str, tuple[Any, int, str | None, str]] = {
     "too many prompts": ({"prompt": ["a"] * 257}, 400, "prompt", "at most 256"),
     "too many stops": ({"prompt": "a", "stop": ["x"] * 17}, 400, "stop", "at most 16"),
     "bias of no token": ({"prompt": "a", "logit_bias": {"300": 1}}, 400, "logit_bias", "256"),
-    "best_of streamed": ({"prompt": "a", "best_of": 2, "stream": True}, 400, "best_of", "stream"),
+    "best_of": ({"prompt": "a", "n": 2, "best_of": 3}, 400, "best_of", "best_of"),
     "suffix": ({"prompt": "a", "suffix": "b"}, 400, "suffix", ""),
     "prompt_logprobs streamed": ({"prompt": "a", "prompt_logprobs": 1, "stream": True}, 400,
         "prompt_logprobs", "echo"),
@@ -526,7 +526,7 @@ async def test_a_slow_reader_is_dropped_and_others_are_not(make, model, tokenize
 
 
 @pytest.mark.parametrize(
-    "rounds", [pytest.param(8, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.long)]
+    "rounds", [pytest.param(4, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.long)]
 )
 def test_thousands_who_leave(make, rounds):
     """At every moment of a request's life, a hundred at a time; blocks come back, memory does not grow."""

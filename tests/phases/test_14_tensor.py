@@ -131,7 +131,7 @@ def expected(llama: Path) -> list[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_ranks_give_the_tokens_of_one(llama: Path, expected: list[list[int]], size: int) -> None:
     same(in_ranks(str(llama), size, SMALL), expected, f"{size} ranks of files")
 

@@ -19,7 +19,6 @@ from common.temporary import new_folder
 from tests.servers import Running
 
 MIB = 1 << 20
-CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
 ATTACKS: dict[str, tuple[str, dict[str, Any], int]] = {
     "a prompt of 4 MB": ("/v1/completions", {"prompt": "a" * (4 * MIB - 100), "max_tokens": 1}, 400),
     "a conversation of 4 MB": ("/v1/chat/completions",

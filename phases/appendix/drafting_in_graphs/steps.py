@@ -13,6 +13,7 @@ import torch
 from common.request import Request
 from common.sampling.sampler import HostSampled, Needs, Sampled
 from continuous.batch import upload
+from continuous.engine import Engine
 from continuous.runner import Pending, Token
 from continuous.work import Work
 from cuda_graphs.buckets import decode_sizes, smallest
@@ -25,10 +26,11 @@ from cuda_graphs.staging import Staging
 from forward.model import Model
 from paged_cache import PagedEngine
 from paged_cache.memory import activation_bytes
-from phases.appendix.drafting_in_graphs.drafter import CarriedSource, InGraphDrafter
+from phases.appendix.drafting_in_graphs.drafter import InGraphDrafter
 from phases.appendix.drafting_in_graphs.graph import AheadGraph, Pair
 from speculative.head import HeadSource
 from speculative.ngram import NGrams
+from speculative.speculation import Source
 
 FEW_LOOKED_UP = 4
 """Requests in a graph that looks n-grams up, at most. Every engine pays for these graphs with memory and time
@@ -66,8 +68,10 @@ class Flight(Pending):
         return found
 
 
-class Ahead:
+class Ahead(Source):
     """Launches steps that verify and draft in one graph.
+
+    It takes the place of the drafter's source, which hears of ordinary steps only.
 
     Args:
         engine: with a `GraphRunner`; its drafter is `drafter`, or one around that.
@@ -81,7 +85,8 @@ class Ahead:
     def __init__(self, engine: PagedEngine, drafter: InGraphDrafter, most: int) -> None:
         source = drafter.speculator.source
         assert isinstance(source, (HeadSource, NGrams)) and isinstance(engine.runner, GraphRunner)
-        drafter.speculator.source = CarriedSource(source, self)
+        self.inner, self.watches, self.accept = source, source.watches, source.accept
+        drafter.speculator.source = self
         self.engine, self.runner, self.drafter = engine, engine.runner, drafter
         self.source = source if isinstance(source, HeadSource) else None
         self.runners = [engine.runner]
@@ -235,15 +240,27 @@ class Ahead:
 
     # Landing.
 
-    def landed(self, work: Work) -> bool:
-        """Bring the drafter's books up to what the device has done; False: it was an ordinary step."""
+    def landed(self, work: Work, accepted: int) -> None:
+        """Bring the drafter's books up to what the device has done."""
         drafts = None if self.landing is None else self.landing.made.pop(id(work), None)
-        if drafts is None:
-            return False
+        if drafts is None:  # an ordinary step
+            self.inner.landed(work, accepted)
+            return
         (self.blank.discard if drafts[0] >= 0 else self.blank.add)(work.row)
         if self.source is not None and work.request.row >= 0 and work.request in self.source.shadows:
             self.source.carried(work.request, drafts)
-        return True
+
+    def guess(self, requests: Sequence[Request], lengths: Sequence[int]) -> Sequence[Sequence[int]]:
+        """See `Source`; so are the others."""
+        return self.inner.guess(requests, lengths)
+
+    def attach(self, engine: Engine) -> None:
+        """The source meets the engine."""
+        self.inner.attach(engine)
+
+    def leave(self, request: Request) -> None:
+        """The source forgets a request."""
+        self.inner.leave(request)
 
 
 def draft_lengths(most: int) -> list[int]:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from common.events import TextStream, TokenEvent
 from common.sampling.params import SamplingParams
-from common.text.stop_checker import StopChecker
 from common.text.tokenizer import Tokenizer
 from tests.common import tiny_gguf
 
@@ -38,18 +37,21 @@ def first_stop(text: str, stops: Sequence[str]) -> tuple[int, int] | None:
 
 @settings(max_examples=500, deadline=None)
 @given(text=st.text("ab", max_size=25), stops=st.lists(st.text("ab", min_size=1, max_size=5), max_size=4))
-def test_nothing_given_out_is_taken_back(tokenizer: Tokenizer, text: str, stops: list[str]) -> None:
-    checker, given_out = StopChecker(tokenizer, SamplingParams(stop=tuple(stops))), ""
+def test_nothing_is_shown_that_may_begin_a_stop_string(
+    tokenizer: Tokenizer, text: str, stops: list[str]
+) -> None:
+    stream = TextStream(tokenizer, SamplingParams(stop=tuple(stops)))
     for read, letter in enumerate(text, 1):
-        if checker.push(tokenizer.encode(letter)[0]):
+        reason, _ = stream.advance(tokenizer.encode(letter)[0], None)
+        if reason is not None:
             break
-        given_out += checker.take()
-        assert given_out + checker.held == text[:read]
+        held = text[len(stream.text) : read]
+        assert stream.text + held == text[:read]
+        assert not held or any(stop.startswith(held) for stop in stops)
+    else:
+        stream.advance(None, "length")
     found = first_stop(text, stops)
-    final = text if found is None else text[: found[0]]
-    assert checker.finish() == final
-    assert given_out + checker.take() == final
-    assert checker.take() == ""
+    assert stream.text == (text if found is None else text[: found[0]])
 
 
 @pytest.mark.parametrize(
