@@ -11,14 +11,10 @@ import pytest
 import torch
 
 from benchmarks.trace import BETWEEN, read_trace, short_name, step_tables
-from benchmarks.workloads import uniform
-from continuous import stats
-from forward.loading import load_model
-from phases import PHASES, find_phase
+from phases import PHASES
 from phases.cli import main
 from phases.commands import profile
 from phases.commands.profile import summary
-from phases.registry import load_engine
 
 SIZE = ["--model", "random:tiny", "--batch", "2", "--context", "6", "--steps", "2"]
 
@@ -77,36 +73,6 @@ def test_the_default_needs_no_download_where_the_phase_is_not_at_home(
     assert code == 0
     assert "runs a tiny" in err  # the line is broken where the screen ends
     assert [path.name for path in tmp_path.iterdir()] == ["06_triton_paged_attention.json.gz"]
-
-
-def test_all_requests_are_there_in_the_decode_steps_that_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunked, the first prompt would have ended before the last one began."""
-    phase, size = find_phase("7"), profile.Size(batch=3, context=200, steps=2)
-    assert phase is not None
-    model = load_model("random:tiny", device="cpu", dtype="float32")
-    new_tokens = size.steps + 1 + profile.chunk_steps(phase, size)
-    engine = load_engine(phase, model, **profile.engine_options(phase, model, size, new_tokens))
-    shown: list[str] = []
-    running: list[int] = []
-    inner = stats.marked
-
-    def marked(works: Any) -> Any:
-        if works:
-            kind = "prefill" if any(work.count > 1 for work in works) else "decode"
-            shown.append(f"step: {kind}")
-            running.append(len(works))
-        return inner(works)
-
-    monkeypatch.setattr("continuous.engine.marked", marked)
-    work = uniform("profile", size.batch, size.context, new_tokens, 200)
-    for _ in range(2):
-        shown.clear()
-        running.clear()
-        profile.serve_steps(engine, work, size.steps)
-        chunks = shown.count("step: prefill")
-        assert shown == ["step: prefill"] * chunks + ["step: decode"] * size.steps and chunks > 1
-        assert running[chunks:][: size.steps] == [size.batch] * size.steps
-        assert engine.idle
 
 
 WRONG = {
