@@ -14,6 +14,7 @@ from torch import Tensor
 
 from common.events import Logprob
 from common.sampling import ops
+from common.sampling.params import MAX_BIASED_TOKENS, MAX_STOP_TOKEN_IDS
 from common.sampling.rows import (
     FREQUENCY,
     KEY,
@@ -27,7 +28,6 @@ from common.sampling.rows import (
     Needs,
     Plan,
     SamplerRows,
-    most_edits,
 )
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -210,7 +210,7 @@ class Sampler(SamplerRows):
         """Return the most bytes of temporary tensors that choosing tokens for so many places takes at a time.
 
         That is a copy of the logits to edit, and the widest moment of one part of the batch: selection by
-        radix (48 bytes a logit and a histogram), penalties or a draw (20), or edits. The logits themselves
+        radix (48 bytes a logit and a histogram), penalties or a draw (20), and edits. The logits themselves
         are not in it, and neither is a prompt that comes with penalties (12 bytes a token, one at a time).
         """
 
@@ -219,8 +219,9 @@ class Sampler(SamplerRows):
 
         bins = 1 << ops.DIGIT_BITS
         radix = at_once(max(vocab_size, bins)) * (48 * vocab_size + 8 * bins)
-        others = at_once(vocab_size) * max(20 * vocab_size, 4 * vocab_size + 32 * most_edits(vocab_size))
-        return 4 * batch * vocab_size + max(radix, others) + 512 * batch
+        others = at_once(vocab_size) * 20 * vocab_size
+        edits = 28 * batch * min(2 * vocab_size, MAX_BIASED_TOKENS + MAX_STOP_TOKEN_IDS)
+        return 4 * batch * vocab_size + max(radix, others) + edits + 512 * batch
 
     @torch.inference_mode()
     def sample(
@@ -329,11 +330,10 @@ class Sampler(SamplerRows):
                 ops.forbid(logits[part], allowed[part])
         elif allowed is not None and not self.chooser.reads(plan):
             self.chooser.forbid(self, logits, allowed)
-        for places, width in plan.edits:
-            at, some = rows[places], logits[places]
-            active = steps[places].unsqueeze(1) < self.edit_until[at, :width]  # [B, E]
-            values = torch.where(active, self.edit_values[at, :width], 0.0)
-            logits[places] = some.scatter_add_(1, self.edit_ids[at, :width], values)
+        if plan.edits is not None:
+            tokens, values, until, at = plan.edits
+            values = torch.where(steps[at] < until, values, 0.0)
+            logits.index_put_((at, tokens), values, accumulate=True)
         for places in plan.penalties:
             at, some = rows[places], logits[places]
             floats = self.floats[at].unsqueeze(2)  # [B, 5, 1]
