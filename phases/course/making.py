@@ -16,8 +16,8 @@ from phases.course.blanks import blank, without
 from phases.course.exercises import Exercise, Question, exercises, files_of, questions
 from phases.course.lessons import (
     CHECKOUT,
+    bodies_of,
     gives_away,
-    lines_of,
     linked,
     masked,
     must_read,
@@ -56,7 +56,7 @@ def made_files(chosen: Iterable[Exercise], answered: Collection[str] = ()) -> di
     for file, names in blanks.items():
         source = (ROOT / file).read_text(encoding="utf-8")
         made[file] = blank(source, names)
-        bodies |= {f"{file}:{name}": lines for name, lines in lines_of(source, names).items()}
+        bodies |= {f"{file}:{name}": lines for name, lines in bodies_of(source, names).items()}
         ids |= {f"{file}:{name}": given for name, given in names.items() if given}
     own = {exercise.file for exercise in chosen}
     for file in [file for file in made if file not in own and gives_away(made[file], bodies)]:

@@ -15,7 +15,7 @@ from phases import PHASES
 from phases.course import making
 from phases.course.blanks import NotThere, blank, functions, graft, is_blank, without
 from phases.course.exercises import exercises, of_phases
-from phases.course.lessons import PICTURE, TARGET, gives_away, lines_of, must_read, trap_of
+from phases.course.lessons import PICTURE, TARGET, bodies_of, gives_away, must_read, trap_of
 from phases.course.making import made_files
 
 SOURCE = '''"""A module."""
@@ -107,7 +107,7 @@ def answers() -> dict[str, list[str]]:
     found = {}
     for exercise in exercises():
         source = exercise.path.read_text(encoding="utf-8")
-        for name, lines in lines_of(source, exercise.functions).items():
+        for name, lines in bodies_of(source, exercise.functions).items():
             found[f"{exercise.id} {name}"] = lines
     return found
 
