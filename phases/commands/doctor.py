@@ -25,8 +25,6 @@ from common.paths import cache_home
 from phases import PHASES
 from phases.registry import missing_for
 
-OLDEST_PYTHON = (3, 11)
-OLDEST_TORCH = (2, 11)
 WAIT = 0.5
 
 
@@ -54,10 +52,8 @@ def run() -> int:
 
 def facts(device: torch.device) -> Iterator[tuple[str, str, str]]:
     """Rows of (what, what there is here, how to mend it or nothing)."""
-    old = sys.version_info < OLDEST_PYTHON
-    yield "Python", platform.python_version(), "install Python 3.11 or newer" if old else ""
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    yield "PyTorch", torch.__version__, "make setup" if version < OLDEST_TORCH else ""
+    yield "Python", platform.python_version(), ""
+    yield "PyTorch", torch.__version__, ""
     yield "Triton", *_triton(device)
     yield "Device", _device(device), _device_fix(device)
     yield "dtype", f"{_short(pick_dtype('auto', device))} by default", ""
