@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from common.sampling.params import SamplingParams
 from forward.model import Model
 from phases import PHASES, find_phase
-from phases.commands.demo_rungs import CHUNK, ELSEWHERE, MEMORY_ROWS, SHOWS, change, counted, load
+from phases.commands.demo_rungs import CHUNK, ELSEWHERE, MEMORY_ROWS, SHOWS, counted, load
 
 BEGIN = list(range(1, 61))
 PROMPTS = [BEGIN + [100 + number] * (3 + number) for number in range(8)]
@@ -42,12 +42,3 @@ def test_each_rung_changes_its_number(model):
     assert five.largest > seven.largest == CHUNK
     assert eight.computed < seven.computed - 3 * len(BEGIN)
     assert ten.weights < eight.weights / 2
-
-
-def test_a_change_is_said_in_words():
-    two, three, nine = (find_phase(number) for number in ("2", "3", "9"))
-    before = {"computed": 9000, "steps": 100}
-    assert change(two, before, before | {"computed": 600}) == "tokens computed: 9,000 to 600 (15× fewer)"
-    assert change(three, before, before) == "passes over the weights: 100"
-    assert change(two, None, before) == "tokens computed: 9,000"
-    assert change(nine, before, before) == ""

@@ -29,7 +29,6 @@ from phases import Phase, phase_named
 from phases.appendix.access.hosts import hosts, names_of
 from phases.appendix.access.origins import origins
 from phases.appendix.embeddings.pooling import PoolingObserver
-from phases.appendix.observability.traces import Traces
 from phases.appendix.server import whole_app, whole_server
 from phases.commands.arguments import joined
 from phases.commands.version import version
@@ -62,8 +61,6 @@ def run(given: SimpleNamespace) -> int:
     if missing := missing_for(rung, where):
         err.print(f"[dim]{rung.name} runs in an interpreter or not at all here: it needs {missing}[/dim]")
     given.name = given.name or given.model
-    if given.traces is not None:
-        Traces.to(given.traces, given.name).close()  # an address that is none is told here
     keys = _keys(given.api_key)
     server = {
         "limits": checked,
@@ -116,7 +113,6 @@ def make_app(
         EngineProcess(make, observer=PoolingObserver),
         Tokenizer(folder),
         given.name,
-        traces=None if given.traces is None else Traces.to(given.traces, given.name),
         defaults=sampling_defaults(folder, given.generation_config),
         **server,
     )

