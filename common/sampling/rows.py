@@ -15,7 +15,7 @@ from torch import Tensor
 
 from common.errors import UserError
 from common.sampling import ops
-from common.sampling.params import SamplingParams
+from common.sampling.params import MAX_BIASED_TOKENS, MAX_STOP_TOKEN_IDS, SamplingParams
 
 MAX_VOCAB: Final = 1 << 21  # so that the integer weights of a row add up to less than 2**62
 
@@ -159,9 +159,10 @@ class SamplerRows:
     def persistent_bytes(rows: int, vocab_size: int) -> int:
         """Return the most bytes that the arrays of so many rows ever take on the device.
 
-        Settings, token ids, and the penalties' arrays.
+        Settings, token ids, the penalties' arrays, and the edits of a plan.
         """
-        return rows * (5 * 4 + 3 * 8) + 4 * vocab_size + rows * vocab_size * (1 + 4)
+        edits = (8 + 4 + 8 + 8) * (MAX_BIASED_TOKENS + MAX_STOP_TOKEN_IDS)
+        return rows * (5 * 4 + 3 * 8 + edits + vocab_size * (1 + 4)) + 4 * vocab_size
 
     def new_seed(self) -> int:
         """Draw a seed of 64 bits."""

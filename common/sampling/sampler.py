@@ -14,7 +14,6 @@ from torch import Tensor
 
 from common.events import Logprob
 from common.sampling import ops
-from common.sampling.params import MAX_BIASED_TOKENS, MAX_STOP_TOKEN_IDS
 from common.sampling.rows import (
     FREQUENCY,
     KEY,
@@ -206,7 +205,7 @@ class Sampler(SamplerRows):
         """Return the most bytes of temporary tensors that choosing tokens for so many places takes at a time.
 
         That is a copy of the logits to edit, and the widest moment of one part of the batch: selection by
-        radix (48 bytes a logit and a histogram), penalties or a draw (20), and edits. The logits themselves
+        radix (48 bytes a logit and a histogram), or penalties or a draw (20). The logits themselves
         are not in it, and neither is a prompt that comes with penalties (12 bytes a token, one at a time).
         """
 
@@ -216,8 +215,7 @@ class Sampler(SamplerRows):
         bins = 1 << ops.DIGIT_BITS
         radix = at_once(max(vocab_size, bins)) * (48 * vocab_size + 8 * bins)
         others = at_once(vocab_size) * 20 * vocab_size
-        edits = 28 * batch * min(2 * vocab_size, MAX_BIASED_TOKENS + MAX_STOP_TOKEN_IDS)
-        return 4 * batch * vocab_size + max(radix, others) + edits + 512 * batch
+        return 4 * batch * vocab_size + max(radix, others) + 512 * batch
 
     @torch.inference_mode()
     def sample(
