@@ -24,24 +24,12 @@ from common.sampling.rows import (
     TEMPERATURE,
     TOP_K,
     TOP_P,
-    Needs,
-    Plan,
     SamplerRows,
 )
+from common.sampling.rows import Needs as Needs
+from common.sampling.rows import Plan as Plan
 
 _LARGEST = torch.finfo(torch.float32).max
-
-__all__ = [
-    "TORCH",
-    "Allowed",
-    "Chooser",
-    "HostSampled",
-    "Masks",
-    "Needs",
-    "Plan",
-    "Sampled",
-    "Sampler",
-]
 
 
 class Sampled(NamedTuple):
