@@ -151,6 +151,14 @@ LADDER: tuple[Phase, ...] = (
         headline_runs={"cpu": {"route": "prefix"}, "cuda": {"route": "prefix"}},
         headline_before=("13_serving, copies",),
     ),
+    Phase(
+        16,
+        "experts",
+        "Mixture of experts",
+        "a token goes through a few of many MLPs: a model of more weights reads fewer of them",
+        headline_runs={"cpu": {"active_experts": 4}},
+        headline_before=("13_serving", "dense of equal activity"),
+    ),
 )
 """Every phase there is a plan for up to now; `PHASES` holds those that exist."""
 
