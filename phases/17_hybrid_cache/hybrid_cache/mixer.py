@@ -69,6 +69,10 @@ class DeltaInputs(NamedTuple):
     beta: Tensor
     conv: Tensor
 
+    def cut(self, first: int, last: int) -> DeltaInputs:
+        """The tokens `first .. last - 1` of a ragged batch."""
+        return DeltaInputs(*(part[first:last] for part in self[:3]), self.conv)
+
     def tokens(self, layer: DeltaSpec, mixed: Tensor) -> DeltaTokens:
         """Return the rule's inputs, given what the convolution has made of `self.mixed`."""
         leading, keys = mixed.shape[:-1], layer.key_heads * layer.key_dim
