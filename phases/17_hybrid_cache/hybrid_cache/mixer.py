@@ -71,7 +71,8 @@ class DeltaInputs(NamedTuple):
 
     def cut(self, first: int, last: int) -> DeltaInputs:
         """The tokens `first .. last - 1` of a ragged batch."""
-        return DeltaInputs(*(part[first:last] for part in self[:3]), self.conv)
+        mixed, decay, beta = (part[first:last] for part in self[:3])
+        return DeltaInputs(mixed, decay, beta, self.conv)
 
     def tokens(self, layer: DeltaSpec, mixed: Tensor) -> DeltaTokens:
         """Return the rule's inputs, given what the convolution has made of `self.mixed`."""

@@ -43,21 +43,23 @@ class StateManager(Manager):
     Args:
         limits: of the engine.
         pages: numbers of pages.
+        stock: of the others, from which this one takes nothing.
+        tables: of the rows.
 
     slots: `[pages]`, each page's slot, or `null`, the one behind the last, which is always zeros.
     seen: tokens of each page that its state has seen. A snapshot has seen all.
     idle: snapshots that no running request needs, the oldest first.
     """
 
-    def __init__(self, limits: Limits, pages: int) -> None:
-        self.null = slot_count(limits.rows)
-        self.table_of_slots = np.zeros((0, pages), np.int32)
-        super().__init__((), Stock(0), self.table_of_slots, set(), limits)
+    def __init__(self, limits: Limits, pages: int, stock: Stock, tables: NDArray[np.int32]) -> None:
+        super().__init__((), stock, np.zeros((0, pages), np.int32), set(), limits)
+        self.tables, self.null = tables, slot_count(limits.rows)
         self.slots = np.full(pages, self.null, np.int32)
         self.seen = [0] * pages
         self.idle: dict[int, None] = {}
         self._free = list(range(self.null))
         self._copies: list[tuple[int, int]] = []
+        self._moves: StateMoves
 
     # Rules of the kind.
 
@@ -129,7 +131,7 @@ class StateManager(Manager):
         self.idle.pop(page, None)
         self._free_slot(page)
 
-    def launch(self, works: Sequence[Work], tables: NDArray[np.int32]) -> StateMoves | None:
+    def launch(self, works: Sequence[Work]) -> None:
         """Give slots to the pages in which the works end, and to one snapshot in each prompt.
 
         What these works read goes only when all of them have their slots, and the device hears of that with
@@ -137,7 +139,7 @@ class StateManager(Manager):
         """
         left, snapshots, size = [], [], self.block_size
         for work in works:
-            table, end = tables[work.row], work.start + work.count
+            table, end = self.tables[work.row], work.start + work.count
             place = (end - 1) // size
             page = int(table[place])
             left += table[slice(*self.held[work.row])].tolist()
@@ -153,21 +155,20 @@ class StateManager(Manager):
             if self.slots[page] == self.null and (self._free or self.idle):
                 self._take(page)
             self.seen[page] = size  # where it has one: the work may have begun within this page
-        moves = self._moves()
+        pages = np.array(sorted(self.changed), np.int64)
+        self.changed.clear()
+        self._moves = StateMoves(pages, self.slots[pages], self._copies)
+        self._copies = []
         for page in snapshots:
             if self.has(page) and not self.users[page]:
                 self.idle[page] = None
         for page in left:
             self._let_go(page)
-        return moves
 
-    def _moves(self) -> StateMoves | None:
-        pages, copies = np.array(sorted(self.changed), np.int64), self._copies
-        if not len(pages) and not copies:
-            return None
-        self.changed.clear()
-        self._copies = []
-        return StateMoves(pages, self.slots[pages], copies)
+    def take_moves(self) -> StateMoves | None:
+        """What `StatePool.regroup` does before the works that were launched last; None: nothing."""
+        moves = self._moves
+        return moves if len(moves.pages) or moves.copies else None
 
     def _hold(self, row: int, table: Table, start: int) -> None:
         """Make a row a user of the state behind `start` tokens."""

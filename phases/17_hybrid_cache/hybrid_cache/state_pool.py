@@ -102,7 +102,8 @@ class StatePool:
         if ones:
             at = torch.from_numpy(host.query_starts[ones]).to(x.device)
             source, into = ([slots[part][i] for i in ones] for part in (0, 2))
-            tokens = DeltaInputs(*(part[at].unsqueeze(1) for part in inputs[:3]), inputs.conv)
+            mixed, decay, beta = (part[at].unsqueeze(1) for part in inputs[:3])
+            tokens = DeltaInputs(mixed, decay, beta, inputs.conv)
             out[at] = self._advance(layer, tokens, source, into).squeeze(1)
         for i in np.flatnonzero(host.query_lens > 1).tolist():
             first, last = (int(host.query_starts[j]) for j in (i, i + 1))
