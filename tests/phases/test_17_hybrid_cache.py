@@ -4,24 +4,39 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunked_prefill import ChunkedScheduler
+import forward
+import hybrid_cache
+from chunked_prefill import Chunked, ChunkedScheduler
+from common.events import Completion, generate
+from common.sampling.params import SamplingParams
 from continuous.engine import Engine
 from continuous.policies import POLICIES
 from continuous.rows import Rows
 from continuous.work import Work
-from hybrid_cache import HybridCache, Layout
+from cuda_graphs import Graphs, Overlap
+from forward.loading import load_model
+from forward.model import Model
+from hybrid_cache import Hybrid, HybridCache, Layout
 from hybrid_cache.index import NoIndex
 from hybrid_cache.managers import Manager, WindowManager
+from paged_cache import BlockPool, PagedSizes, build
 from paged_cache.scheduler import PagedScheduler
-from prefix_cache import HashIndex, RadixIndex
-from tests.fakes import NOTHING, FakeDrafter, FakeRunner, fingerprint, must
+from prefix_cache import HashIndex, Prefix, PrefixCache, RadixIndex
+from speculative import Speculate
+from tests.equivalence.compare import assert_all_same
+from tests.fakes import NOTHING, FakeDrafter, FakeRunner, OneAhead, fingerprint, must
 from tests.schedules import MAX_LEN, SCHEDULES, operations, play, play_seeds
+from triton_paged_attention import Kernels
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -112,8 +127,6 @@ def fake(
     runner = GroupRunner(table, cache)
     engine = Engine(scheduler, runner)  # type: ignore[arg-type]
     if overlap:
-        from tests.fakes import OneAhead
-
         engine.loop = OneAhead()
     return engine, runner
 
@@ -210,3 +223,113 @@ def test_some_thousand_random_steps_leak_nothing(drafts: bool) -> None:
 @pytest.mark.parametrize("drafts", [False, True])
 def test_a_hundred_thousand_random_steps_leak_nothing(drafts: bool) -> None:
     assert run_seeds(range(5000), drafts) > 100_000
+
+
+# Engines. Blocks that nobody holds are full of NaN.
+
+FEATURES: dict[str, list[Any]] = {
+    "alone": [Hybrid()],
+    "chunks": [Chunked(), Hybrid()],
+    "prefixes": [Chunked(), Prefix(), Hybrid()],
+    "hashes": [Chunked(), Prefix(index="hash"), Hybrid()],
+    "overlap": [Chunked(), Prefix(), Overlap(), Hybrid()],
+    "drafts": [Chunked(), Prefix(), Overlap(), Speculate(draft_adaptive=False), Hybrid()],
+}
+
+
+@cache
+def windowed() -> Model:
+    return load_model("random:tiny-window", device="cpu", dtype="float32")
+
+
+@cache
+def asked() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Lengths far below and above the window of 24, repetitions for drafts, and samples of one prompt."""
+    rng = random.Random(1)
+    text = [rng.randrange(1, 257) for _ in range(150)]
+    prompts = [text[:n] for n in (1, 23, 24, 25, 90, 150)] + [[7, 8, 9] * 30, text[:60] + [3] * 40]
+    params = [SamplingParams(max_tokens=40, ignore_eos=True) for _ in prompts]
+    params[4] = SamplingParams(max_tokens=30, n=3, temperature=0.8, seed=5, ignore_eos=True)
+    return prompts, params
+
+
+@cache
+def truth() -> list[Completion]:
+    return generate(forward.load(windowed()), *asked())
+
+
+def hybrid(features: Sequence[Any], blocks: int, block_size: int = 4, **options: Any) -> Any:
+    """An engine with as much memory as so many blocks of all layers take; free blocks are poisoned."""
+    sizes = {"max_rows": 4, "max_len": 256, "step_tokens": 40 if len(features) > 1 else 256} | options
+    cache_bytes = blocks * BlockPool.bytes_per_block(windowed().config, block_size, torch.float32)
+    engine = build(windowed(), PagedSizes(block_size=block_size, cache_bytes=cache_bytes, **sizes), features)
+    runner = engine.runner
+    pool, stock = runner.attention.pool, engine.cache.stock  # type: ignore[attr-defined]
+    pool.stained = True  # a block with NaN is wiped for its next owner
+    regroup = pool.regroup
+
+    def poison(moves: Any) -> None:
+        regroup(moves)
+        free = [block for block in range(stock.books.count) if stock.books.refs[block] == 0]
+        pool.data[:, :, free] = float("nan")
+        assert not pool.data[:, :, stock.null].any(), "something was written to the null block"
+
+    runner.attention.pool.regroup = poison  # type: ignore[attr-defined]
+    return engine
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on", FEATURES)
+def test_an_engine_gives_phase_01s_tokens(on: str) -> None:
+    engine = hybrid(FEATURES[on], blocks=50 if on == "alone" else 34)
+    for _ in range(2):  # the second time prompts are found
+        assert_all_same(windowed(), truth(), generate(engine, *asked()), asked()[1])
+        engine.check_integrity()
+    assert engine.scheduler.preemptions > 0 or on == "alone"
+    if on not in ("alone", "chunks"):
+        assert engine.cache.stats.hit_tokens > 0
+    nothing_leaks(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("graphs", [False, True])
+def test_kernels_and_graphs_give_phase_01s_tokens(graphs: bool) -> None:
+    features: list[Any] = [Chunked(), Prefix(), Kernels(), Overlap(), Hybrid()]
+    if graphs:
+        features.append(Graphs(graph_rows=2, graph_tokens=32, sampling="torch"))
+    engine = hybrid(features, blocks=80, step_tokens=24)
+    prompts, params = asked()
+    some = [3]
+    few = [replace(params[at], max_tokens=4) for at in some]
+    expected = [one for one in truth() if one.index in some]
+    found = generate(engine, [prompts[at] for at in some], few)
+    for one, other in zip(expected, found, strict=True):
+        assert one.token_ids[:4] == other.token_ids
+    if graphs:
+        assert engine.runner.replays > 0
+    nothing_leaks(engine)
+
+
+def test_a_model_without_windows_keeps_the_cache_it_has(model: Model) -> None:
+    engine = hybrid_cache.load(model, max_rows=2, max_len=64)
+    assert type(engine.cache) is PrefixCache
+
+
+# Real weights.
+
+
+@pytest.mark.slow
+def test_gemma_far_beyond_its_window(gemma3_folder: Path) -> None:
+    """2,100 tokens are four windows of 512: the same tokens as phase 05, which keeps everything."""
+    model = load_model(str(gemma3_folder), device="cpu", dtype="float32")
+    rng = random.Random(0)
+    prompt = [2, *(rng.randrange(1000, 50_000) for _ in range(2099))]
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    sizes = PagedSizes(max_rows=2, max_len=2200)
+    (plain,) = generate(build(model, sizes), [prompt], params)
+    engine = build(model, sizes, [Chunked(), Prefix(), Hybrid()])
+    for _ in range(2):  # the second time the prompt is found
+        assert_all_same(model, [plain], generate(engine, [prompt], params), [params])
+    assert isinstance(engine.cache, HybridCache) and engine.cache.stats.hit_tokens == 2096
+    layout = Layout.of(model.config)
+    assert [len(groups) for groups in layout.kinds.values()] == [5, 1] and layout.size == 3
