@@ -66,12 +66,11 @@ class Compiled(Feature):
 
     def install(self, parts: Parts) -> None:
         """Compiled layers."""
-        from cuda_graphs.sampling import TritonChooser
         from triton_paged_attention.attention import TritonPagedAttention
 
         check_triton(parts.model.device.type)
         model = compile_layers(parts.own_model())
         attention = partial(TritonPagedAttention, num_heads=model.config.num_heads)
-        parts.bring(self, attention=attention, chooser=TritonChooser())
+        parts.bring(self, attention=attention)  # graphs bring the chooser
         if model.device.type == "cuda":
             parts.usual["block_size"] = CUDA_BLOCK_SIZE

@@ -67,7 +67,7 @@ def whole(
 # What `phases.commands.benches.extras` finds, written down because the help must not wait for it.
 EXTRAS_HELP = (
     "attacks, decode_step, gpu_tests, json_schema_suite, ladder, neighbours, paged_attention, quality, "
-    "replicas or sampling"
+    "replicas, sampling or step_times"
 )
 # And what `quant.formats` and `quant.methods` have.
 SCHEMES = ("fp8", "fp8-block", "fp8-weights", "int8", "w8a8", "int4")

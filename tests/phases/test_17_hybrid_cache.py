@@ -1,0 +1,335 @@
+"""Phase 17: layers that remember differently share one pool, and nothing is read that was given back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import forward
+import hybrid_cache
+from chunked_prefill import Chunked, ChunkedScheduler
+from common.events import Completion, generate
+from common.sampling.params import SamplingParams
+from continuous.engine import Engine
+from continuous.policies import POLICIES
+from continuous.rows import Rows
+from continuous.work import Work
+from cuda_graphs import Graphs, Overlap
+from forward.loading import load_model
+from forward.model import Model
+from hybrid_cache import Hybrid, HybridCache, Layout
+from hybrid_cache.index import NoIndex
+from hybrid_cache.managers import Manager, WindowManager
+from paged_cache import BlockPool, PagedSizes, build
+from paged_cache.scheduler import PagedScheduler
+from prefix_cache import HashIndex, Prefix, PrefixCache, RadixIndex
+from speculative import Speculate
+from tests.equivalence.compare import assert_all_same
+from tests.fakes import NOTHING, FakeDrafter, FakeRunner, OneAhead, fingerprint, must
+from tests.schedules import MAX_LEN, SCHEDULES, operations, play, play_seeds
+from triton_paged_attention import Kernels
+
+pytestmark = pytest.mark.timeout(120)
+
+INDEXES: dict[str, Any] = {"radix": RadixIndex, "hash": HashIndex, "none": NoIndex}
+LAYOUTS = {
+    "like gemma": Layout(1, {5: [[0], [1]], None: [[2]]}),
+    "windows only": Layout(2, {7: [[0, 1]]}),
+    "two windows": Layout(1, {3: [[0]], None: [[1], [2]], 12: [[3]]}),
+}
+
+
+class GroupRunner(FakeRunner):
+    """A `FakeRunner` with a model of what each group must hold for a query: the keys in its window.
+
+    It looks for them as the device does, by its own copy of where pages have their blocks. A block that was
+    given back is nowhere, or holds what its next owner wrote.
+    """
+
+    cache: HybridCache
+
+    def __init__(self, rows: Rows, cache: HybridCache) -> None:
+        super().__init__(rows, cache)
+        self.places = cache.blocks.copy()
+
+    def forward(self, works: Sequence[Work], *, masked: bool = False) -> Any:
+        if not self.fail_run and (moves := self.cache.take_moves(works)) is not None:
+            self.places[:, moves.pages] = moves.blocks
+        return super().forward(works, masked=masked)
+
+    def _compute(self, work: Work, written: dict[tuple[int, int], Work]) -> list[list[int]]:
+        name, tokens = f"request {work.request.id}, row {work.row}", self.tokens[work.row]
+        end = work.start + work.count
+        tokens.update(enumerate(work.drafts, start=end - len(work.drafts)))
+        prints, print_ = list[int](), 0
+        for position in range(end):
+            print_ = fingerprint(print_, tokens[position])
+            prints.append(print_)
+        group = 0
+        for manager in self.cache.managers:
+            for _ in manager.groups:
+                self._compute_group(name, group, manager, work, prints, written)
+                group += 1
+        return self._choose(work, prints[end - len(work.drafts) - 1 :])
+
+    def _compute_group(
+        self,
+        name: str,
+        group: int,
+        manager: Manager,
+        work: Work,
+        prints: list[int],
+        written: dict[tuple[int, int], Work],
+    ) -> None:
+        oldest = max(0, work.start - manager.window + 1) if isinstance(manager, WindowManager) else 0
+        for position in range(oldest, len(prints)):
+            page, offset = super().slot(work, position)
+            block = int(self.places[group, page])
+            must(block != manager.stock.null, f"{name}: token {position} was given back in group {group}")
+            if position < work.start:
+                held, _ = self.slots.get((block, offset), NOTHING)
+                right = fingerprint(prints[position], group)
+                must(held == right, f"{name}: the keys of token {position} are not in group {group}")
+                continue
+            must((block, offset) not in written, f"{name} writes token {position} where another has written")
+            users = self.cache.allocator.refs[page]
+            must(users <= max(1, len(work.takers)), f"{name}: token {position} goes to a page of {users}")
+            written[block, offset] = work
+            self.slots[block, offset] = fingerprint(prints[position], group), self.steps
+
+
+def fake(
+    layout: Layout,
+    index: Any,
+    *,
+    rows: int = 4,
+    blocks: int = 400,
+    block_size: int = 4,
+    step_tokens: int = 16,
+    chunked: bool = True,
+    overlap: bool = False,
+    policy: str = "fcfs",
+) -> tuple[Engine, GroupRunner]:
+    table = Rows(rows, MAX_LEN)
+    step_tokens = step_tokens if chunked else MAX_LEN
+    cache = HybridCache(rows, MAX_LEN, blocks, block_size, index, layout, step_tokens=step_tokens)
+    kind: Any = ChunkedScheduler if chunked else PagedScheduler
+    scheduler = kind(table, cache, step_tokens=step_tokens, policy=POLICIES[policy])
+    runner = GroupRunner(table, cache)
+    engine = Engine(scheduler, runner)  # type: ignore[arg-type]
+    if overlap:
+        engine.loop = OneAhead()
+    return engine, runner
+
+
+def smallest_pool(layout: Layout, block_size: int, step_tokens: int) -> int:
+    """Blocks that just hold the longest request, the null block included."""
+    cache = HybridCache(1, MAX_LEN, 4000, block_size, NoIndex(), layout, step_tokens=step_tokens)
+    return sum(manager.most(MAX_LEN) for manager in cache.managers) + 1
+
+
+def nothing_leaks(engine: Any) -> None:
+    cache = engine.scheduler.cache
+    assert cache.stock.pinned == 0, f"nobody is left, but {cache.stock.pinned} blocks are pinned"
+    cache.forget()
+    assert cache.stock.books.free == cache.stock.books.count, "blocks are lost"
+    assert not cache.stock.slid and not cache.stock.ends
+
+
+def machine(rng: random.Random, drafts: bool = False) -> tuple[Engine, GroupRunner]:
+    """A random engine that just holds the longest request, and a little more."""
+    layout = rng.choice(list(LAYOUTS.values()))
+    block_size, step_tokens = rng.choice([1, 2, 3, 4, 8]), rng.randrange(2, 30)
+    chunked = rng.random() < 0.8
+    least = smallest_pool(layout, block_size, step_tokens if chunked else MAX_LEN)
+    engine, runner = fake(
+        layout,
+        INDEXES[rng.choice(list(INDEXES))](),
+        rows=rng.randrange(3, 7),
+        blocks=least + rng.randrange(20),
+        block_size=block_size,
+        step_tokens=step_tokens,
+        chunked=chunked,
+        overlap=not drafts and rng.random() < 0.5,
+        policy=rng.choice(list(POLICIES)),
+    )
+    if drafts:
+        engine.scheduler.drafter = FakeDrafter(rng.randrange(1 << 30))
+    return engine, runner
+
+
+@pytest.mark.slow
+@SCHEDULES
+@given(
+    script=operations,
+    layout=st.sampled_from(list(LAYOUTS.values())),
+    index=st.sampled_from(list(INDEXES)),
+    block_size=st.sampled_from([1, 2, 3, 4, 8]),
+    spare=st.integers(0, 20),
+    step_tokens=st.integers(2, 30),
+    overlap=st.booleans(),
+)
+def test_any_schedule(
+    script: list[Any],
+    layout: Layout,
+    index: str,
+    block_size: int,
+    spare: int,
+    step_tokens: int,
+    overlap: bool,
+) -> None:
+    blocks = smallest_pool(layout, block_size, step_tokens) + spare
+    engine, runner = fake(
+        layout,
+        INDEXES[index](),
+        blocks=blocks,
+        block_size=block_size,
+        step_tokens=step_tokens,
+        overlap=overlap,
+    )
+    play(engine, runner, script)
+    nothing_leaks(engine)
+
+
+def run_seeds(seeds: range, drafts: bool) -> int:
+    steps = preempted = hits = 0
+    for engine, runner in play_seeds(seeds, lambda rng: machine(rng, drafts)):
+        nothing_leaks(engine)
+        steps += runner.steps
+        preempted += engine.scheduler.preemptions
+        hits += engine.scheduler.cache.stats.hit_tokens > 0  # type: ignore[attr-defined]
+        assert not drafts or runner.drafted >= runner.accepted
+    assert preempted > len(seeds) // 10, f"only {preempted} preemptions"
+    return steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafts", [False, True])
+def test_some_thousand_random_steps_leak_nothing(drafts: bool) -> None:
+    assert run_seeds(range(120), drafts) > 2000
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_hundred_thousand_random_steps_leak_nothing(drafts: bool) -> None:
+    assert run_seeds(range(5000), drafts) > 100_000
+
+
+# Engines. Blocks that nobody holds are full of NaN.
+
+FEATURES: dict[str, list[Any]] = {
+    "alone": [Hybrid()],
+    "chunks": [Chunked(), Hybrid()],
+    "prefixes": [Chunked(), Prefix(), Hybrid()],
+    "hashes": [Chunked(), Prefix(index="hash"), Hybrid()],
+    "overlap": [Chunked(), Prefix(), Overlap(), Hybrid()],
+    "drafts": [Chunked(), Prefix(), Overlap(), Speculate(draft_adaptive=False), Hybrid()],
+}
+
+
+@cache
+def windowed() -> Model:
+    return load_model("random:tiny-window", device="cpu", dtype="float32")
+
+
+@cache
+def asked() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Lengths far below and above the window of 24, repetitions for drafts, and samples of one prompt."""
+    rng = random.Random(1)
+    text = [rng.randrange(1, 257) for _ in range(150)]
+    prompts = [text[:n] for n in (1, 23, 24, 25, 90, 150)] + [[7, 8, 9] * 30, text[:60] + [3] * 40]
+    params = [SamplingParams(max_tokens=40, ignore_eos=True) for _ in prompts]
+    params[4] = SamplingParams(max_tokens=30, n=3, temperature=0.8, seed=5, ignore_eos=True)
+    return prompts, params
+
+
+@cache
+def truth() -> list[Completion]:
+    return generate(forward.load(windowed()), *asked())
+
+
+def hybrid(features: Sequence[Any], blocks: int, block_size: int = 4, **options: Any) -> Any:
+    """An engine with as much memory as so many blocks of all layers take; free blocks are poisoned."""
+    sizes = {"max_rows": 4, "max_len": 256, "step_tokens": 40 if len(features) > 1 else 256} | options
+    cache_bytes = blocks * BlockPool.bytes_per_block(windowed().config, block_size, torch.float32)
+    engine = build(windowed(), PagedSizes(block_size=block_size, cache_bytes=cache_bytes, **sizes), features)
+    runner = engine.runner
+    pool, stock = runner.attention.pool, engine.cache.stock  # type: ignore[attr-defined]
+    pool.stained = True  # a block with NaN is wiped for its next owner
+    regroup = pool.regroup
+
+    def poison(moves: Any) -> None:
+        regroup(moves)
+        free = [block for block in range(stock.books.count) if stock.books.refs[block] == 0]
+        pool.data[:, :, free] = float("nan")
+        assert not pool.data[:, :, stock.null].any(), "something was written to the null block"
+
+    runner.attention.pool.regroup = poison  # type: ignore[attr-defined]
+    return engine
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on", FEATURES)
+def test_an_engine_gives_phase_01s_tokens(on: str) -> None:
+    engine = hybrid(FEATURES[on], blocks=50 if on == "alone" else 34)
+    for _ in range(2):  # the second time prompts are found
+        assert_all_same(windowed(), truth(), generate(engine, *asked()), asked()[1])
+        engine.check_integrity()
+    assert engine.scheduler.preemptions > 0 or on == "alone"
+    if on not in ("alone", "chunks"):
+        assert engine.cache.stats.hit_tokens > 0
+    nothing_leaks(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("graphs", [False, True])
+def test_kernels_and_graphs_give_phase_01s_tokens(graphs: bool) -> None:
+    features: list[Any] = [Chunked(), Prefix(), Kernels(), Overlap(), Hybrid()]
+    if graphs:
+        features.append(Graphs(graph_rows=2, graph_tokens=32, sampling="torch"))
+    engine = hybrid(features, blocks=80, step_tokens=24)
+    prompts, params = asked()
+    some = [3]
+    few = [replace(params[at], max_tokens=4) for at in some]
+    expected = [one for one in truth() if one.index in some]
+    found = generate(engine, [prompts[at] for at in some], few)
+    for one, other in zip(expected, found, strict=True):
+        assert one.token_ids[:4] == other.token_ids
+    if graphs:
+        assert engine.runner.replays > 0
+    nothing_leaks(engine)
+
+
+def test_a_model_without_windows_keeps_the_cache_it_has(model: Model) -> None:
+    engine = hybrid_cache.load(model, max_rows=2, max_len=64)
+    assert type(engine.cache) is PrefixCache
+
+
+# Real weights.
+
+
+@pytest.mark.slow
+def test_gemma_far_beyond_its_window(gemma3_folder: Path) -> None:
+    """2,100 tokens are four windows of 512: the same tokens as phase 05, which keeps everything."""
+    model = load_model(str(gemma3_folder), device="cpu", dtype="float32")
+    rng = random.Random(0)
+    prompt = [2, *(rng.randrange(1000, 50_000) for _ in range(2099))]
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    sizes = PagedSizes(max_rows=2, max_len=2200)
+    (plain,) = generate(build(model, sizes), [prompt], params)
+    engine = build(model, sizes, [Chunked(), Prefix(), Hybrid()])
+    for _ in range(2):  # the second time the prompt is found
+        assert_all_same(model, [plain], generate(engine, [prompt], params), [params])
+    assert isinstance(engine.cache, HybridCache) and engine.cache.stats.hit_tokens == 2096
+    layout = Layout.of(model.config)
+    assert [len(groups) for groups in layout.kinds.values()] == [5, 1] and layout.size == 3
