@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import hybrid_cache
 import kv_cache
 from common.errors import UserError
-from common.models.config import ModelConfig
+from common.events import TokenEvent
+from common.models.config import DeltaConfig, ModelConfig
 from common.sampling.params import SamplingParams
-from forward import load_model
+from forward import Generator, load_model
 from forward.attention import RecomputeAttention
 from forward.loading import random_model
 from forward.model import Model
 from forward.models import family_of
 from forward.shapes import SHAPES
 from hybrid_cache.delta_rule import DeltaTokens, causal_conv, one_chunk, recurrence, scan, unit
+from hybrid_cache.mixer import DeltaInputs, DeltaSpec
+from hybrid_cache.state_pool import StatePool
+from paged_cache import PagedBatch
 
 AWKWARD = {
     "vocab_size": 97,
@@ -218,3 +227,157 @@ def test_random_models_are_stable() -> None:
     model = random_model(SHAPES["tiny-delta"], device="cpu", dtype=torch.float32)
     logits = our_logits(model, torch.randint(0, 257, (200,)))
     assert bool(logits.isfinite().all()) and float(logits.std()) < 20
+
+
+# Engines.
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    """Its states decay slowly, so that a wrong one is seen long after."""
+    made = random_model(SHAPES["tiny-delta"], device="cpu", dtype=torch.float32)
+    for name, parameter in made.named_parameters():
+        if name.endswith("A_log"):
+            parameter.data.fill_(-4.0)
+    return made
+
+
+def outputs(events: Iterable[TokenEvent]) -> dict[tuple[int, int], list[int | None]]:
+    found: dict[tuple[int, int], list[int | None]] = {}
+    for event in events:
+        found.setdefault((event.index, event.sample), []).append(event.token_id)
+    return found
+
+
+def prompts_of(*lengths: int, seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(1, 257) for _ in range(length)] for length in lengths]
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=25)
+AT_ONCE = prompts_of(5, 33, 70, 1, 16, 17, 50, 64)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Model) -> dict[tuple[int, int], list[int | None]]:
+    """Phase 01's: the recurrence over the whole sequence, for every token again."""
+    return outputs(Generator(model).stream(AT_ONCE, GREEDY))
+
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "usual": {},
+    "chunks": {"step_tokens": 7, "block_size": 4, "max_rows": 3},
+    "chunks-longer-than-pages": {"step_tokens": 37, "block_size": 3},
+    "few-blocks": {"block_size": 4, "cache_bytes": 45 * 4 * 512},
+    "no-prefix-cache": {"prefix_cache": False, "block_size": 8},
+    "no-overlap": {"overlap": False, "block_size": 8},
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_engine_gives_the_tokens_of_phase_01(
+    name: str, model: Model, expected: dict[tuple[int, int], list[int | None]]
+) -> None:
+    """Twice: the second time prompts begin behind snapshots, and in slots that others have used."""
+    engine = hybrid_cache.load(model, **ENGINES[name])
+    for time in ("first", "second"):
+        found = outputs(engine.stream(AT_ONCE, GREEDY))
+        wrong = [index for index, _ in expected if found[index, 0] != expected[index, 0]]
+        assert not wrong, f"{name}, {time} time: prompts {wrong} have other tokens than in phase 01"
+        engine.scheduler.check_integrity()
+    cache = engine.scheduler.cache
+    assert isinstance(cache, hybrid_cache.HybridCache)
+    if name == "few-blocks":
+        assert engine.scheduler.preemptions
+    if name == "usual":
+        assert cache.stats.hit_tokens > 100
+
+
+def test_samples_of_one_prompt_part_with_copies_of_its_state(model: Model) -> None:
+    """In the middle of a block and at its end: 19 and 20 tokens in blocks of 4."""
+    params = SamplingParams(temperature=1.0, max_tokens=12, n=3, seed=5)
+    prompts = prompts_of(19, 20, seed=1)
+    wanted = outputs(Generator(model).stream(prompts, params))
+    engine = hybrid_cache.load(model, block_size=4)
+    assert outputs(engine.stream(prompts, params)) == wanted
+    assert len({tuple(tokens) for tokens in wanted.values()}) == 6
+    engine.scheduler.check_integrity()
+
+
+def test_a_conversation_goes_on_from_a_snapshot(model: Model) -> None:
+    """The second prompt begins with the first and its answer; what is found need not be computed."""
+    engine = hybrid_cache.load(model, block_size=4)
+    (first,) = prompts_of(30, seed=2)
+    answer = [token for token in outputs(engine.stream([first], GREEDY))[0, 0] if token is not None]
+    second = first + answer + prompts_of(9, seed=3)[0]
+    cache = engine.scheduler.cache
+    assert isinstance(cache, hybrid_cache.HybridCache)
+    before = cache.stats.hit_tokens
+    found = outputs(engine.stream([second], GREEDY))
+    assert found == outputs(Generator(model).stream([second], GREEDY))
+    assert cache.stats.hit_tokens - before >= 48, "decodes leave a snapshot at each block's end"
+
+
+def test_kernels_and_torch_agree(model: Model, expected: dict[tuple[int, int], list[int | None]]) -> None:
+    by_torch = dict.fromkeys(("norms", "rope", "activation", "projections"), "torch")
+    engine = hybrid_cache.load(model, kernels=True, block_size=16, step_tokens=60, **by_torch)
+    few = AT_ONCE[1:3]
+    found = outputs(engine.stream(few, SamplingParams(temperature=0.0, max_tokens=4)))
+    for at, index in enumerate((1, 2)):
+        assert found[at, 0] == expected[index, 0][:4], f"prompt {index} has other tokens by kernels"
+
+
+def test_guesses_are_refused_by_name(model: Model) -> None:
+    with pytest.raises(UserError, match="speculate is on, but must be off"):
+        hybrid_cache.load(model, drafter="ngram", draft_length=2)
+
+
+@pytest.mark.parametrize(
+    ("width", "works", "block_size"),
+    [
+        (4, [(0, 1), (5, 1), (8, 1)], 4),
+        (2, [(0, 7), (6, 9), (8, 1)], 4),
+        (4, [(3, 130), (2, 3), (9, 1), (0, 2)], 16),
+        (4, [(0, 65), (64, 3)], 8),
+    ],
+)
+def test_kernels_leave_the_states_of_torch(width: int, works: list[tuple[int, int]], block_size: int) -> None:
+    """Outputs, states at the end, and those at the last block boundary within each work (start, count)."""
+    from hybrid_cache.delta_kernels import KernelMixer
+
+    rng = torch.Generator().manual_seed(0)
+    config = DeltaConfig(3, 6, 12, 20, width, (True,))
+    spec = DeltaSpec.of(config, 0)
+    starts, counts = (np.array(column) for column in zip(*works, strict=True))
+    contexts, total = starts + counts, int(counts.sum())
+    places = -(-int(contexts.max()) // block_size)
+    pools = []
+    for _ in range(2):
+        pool = StatePool(config, 40, 64, block_size, device=torch.device("cpu"), dtype=torch.float32)
+        rng.manual_seed(1)
+        for part in (pool.recurrent, pool.conv):
+            part[:, :-1] = torch.randn(part[:, :-1].shape, generator=rng)
+        pool.places[: len(works) * places] = torch.randperm(40, generator=rng)[: len(works) * places].int()
+        pools.append(pool)
+    ends = np.cumsum(counts)
+    batch = cast(PagedBatch, SimpleNamespace(
+        host=SimpleNamespace(query_lens=counts, query_starts=np.r_[0, ends], context_lens=contexts),
+        query_starts=torch.tensor(np.r_[0, ends], dtype=torch.int32),
+        context_lens=torch.tensor(contexts, dtype=torch.int32),
+        block_tables=torch.arange(len(works) * places, dtype=torch.int32).view(len(works), places),
+        positions=torch.zeros(total), input_ids=torch.zeros(total),
+    ))  # fmt: skip
+    inputs = DeltaInputs(
+        torch.randn(total, spec.channels, generator=rng),
+        -0.3 * torch.rand(total, 6, generator=rng),
+        torch.rand(total, 6, generator=rng),
+        torch.randn(spec.channels, width, generator=rng),
+    )
+    by_torch, by_kernels = pools
+    by_torch.begin(batch)
+    wanted = by_torch.mix(spec, inputs)
+    mixer = KernelMixer(by_kernels)
+    mixer.begin(batch, decodes=bool((counts == 1).all()))
+    torch.testing.assert_close(mixer.mix(spec, inputs), wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(by_kernels.recurrent, by_torch.recurrent, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(by_kernels.conv, by_torch.conv, atol=0, rtol=0)
