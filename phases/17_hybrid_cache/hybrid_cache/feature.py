@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
+from chunked_prefill import Chunked
 from hybrid_cache.attention import GroupedTorch
 from hybrid_cache.cache import HybridCache
 from hybrid_cache.index import NoIndex
@@ -57,4 +58,7 @@ def _cache(
     prefix = parts.features.get("prefix_cache")
     index: PrefixIndex = INDEXES[prefix.index]() if isinstance(prefix, Prefix) else NoIndex()
     own = layout.blocks(blocks, parts.model.config.num_layers)
-    return HybridCache(rows, max_len, own, block_size, index, layout, step_tokens=parts.size("step_tokens"))
+    chunked, most = parts.features.get("chunked_prefill"), parts.size("step_tokens")
+    if isinstance(chunked, Chunked) and chunked.chunk_tokens is not None:
+        most = min(most, chunked.chunk_tokens)
+    return HybridCache(rows, max_len, own, block_size, index, layout, step_tokens=most)
