@@ -15,7 +15,7 @@ from hybrid_cache.managers import FullManager, Manager, WindowManager
 from hybrid_cache.pool import HybridPool
 from hybrid_cache.stock import Stock
 from paged_cache import PagedEngine
-from serving import PRESET as BELOW
+from parallel import PRESET as BELOW
 
 __all__ = [
     "LLM",

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from common.request import Request
 from continuous.work import Work
+from hybrid_cache.index import NoIndex
 from hybrid_cache.layout import Layout
 from hybrid_cache.managers import FullManager, Limits, Manager, WindowManager
 from hybrid_cache.state import StateManager, StateMoves
@@ -202,7 +203,7 @@ class HybridCache(PrefixCache):
         """See `PrefixCache.commit`. A page of the index without blocks gets those of its twin."""
         row, first = request.row, self._committed[request.row]
         own: list[int] = self.tables[row, first : upto // self.block_size].tolist()
-        if not own:
+        if not own or isinstance(self.index, NoIndex):  # nothing is kept for a hit
             return
         self.allocator.retain(own)  # a page that dies takes its blocks along
         super().commit(request, upto)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
+from chunked_prefill import Chunked
 from common.errors import UserError
 from forward.loading import config_of
 from forward.model import Model
@@ -88,4 +89,7 @@ def _cache(
     prefix = parts.features.get("prefix_cache")
     index: PrefixIndex = INDEXES[prefix.index]() if isinstance(prefix, Prefix) else NoIndex()
     own = layout.blocks(blocks)
-    return HybridCache(rows, max_len, own, block_size, index, layout, step_tokens=parts.size("step_tokens"))
+    chunked, most = parts.features.get("chunked_prefill"), parts.size("step_tokens")
+    if isinstance(chunked, Chunked) and chunked.chunk_tokens is not None:
+        most = min(most, chunked.chunk_tokens)
+    return HybridCache(rows, max_len, own, block_size, index, layout, step_tokens=most)
