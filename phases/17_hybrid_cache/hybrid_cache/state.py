@@ -33,8 +33,8 @@ class StateMoves(NamedTuple):
 
 
 def slot_count(rows: int) -> int:
-    """Return the slots of an engine: a row may read one and write another. The rest are snapshots."""
-    return 2 * rows
+    """Return the slots of an engine: a row may read one and write another, and as many are snapshots."""
+    return 3 * rows
 
 
 class StateManager(Manager):
@@ -49,6 +49,7 @@ class StateManager(Manager):
     slots: `[pages]`, each page's slot, or `null`, the one behind the last, which is always zeros.
     seen: tokens of each page that its state has seen. A snapshot has seen all.
     idle: snapshots that no running request needs, the oldest first.
+    newest: the snapshot that each row's decodes have left last. It takes the place of the one before.
     """
 
     def __init__(self, limits: Limits, pages: int, stock: Stock, tables: NDArray[np.int32]) -> None:
@@ -57,6 +58,7 @@ class StateManager(Manager):
         self.slots = np.full(pages, self.null, np.int32)
         self.seen = [0] * pages
         self.idle: dict[int, None] = {}
+        self.newest = [-1] * limits.rows
         self._free = list(range(self.null))
         self._copies: list[tuple[int, int]] = []
         self._moves: StateMoves
@@ -121,7 +123,8 @@ class StateManager(Manager):
             self.users[mine] -= 1
 
     def leave(self, row: int, table: Table, committed: int) -> None:
-        """Let go of the state; a snapshot stays."""
+        """Let go of the state; snapshots stay."""
+        self.newest[row] = -1
         for page in table[slice(*self.held[row])].tolist():
             self._let_go(page)
         self.held[row] = 0, 0
@@ -143,6 +146,12 @@ class StateManager(Manager):
             place = (end - 1) // size
             page = int(table[place])
             left += table[slice(*self.held[work.row])].tolist()
+            if work.count > 1:
+                self.newest[work.row] = -1
+            elif place * size == work.start > 0:
+                if self.newest[work.row] in self.idle:
+                    self.lose(self.newest[work.row])
+                self.newest[work.row] = left[-1]
             self.held[work.row] = place, place + 1
             self.users[page] += 1
             self.idle.pop(page, None)
