@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,20 +19,32 @@ from torch import Tensor
 
 import hybrid_cache
 import kv_cache
+from chunked_prefill import ChunkedScheduler
 from common.errors import UserError
 from common.events import TokenEvent
 from common.models.config import DeltaConfig, ModelConfig
 from common.sampling.params import SamplingParams
+from continuous.engine import Engine
+from continuous.policies import POLICIES
+from continuous.rows import Rows
+from continuous.work import Work
 from forward import Generator, load_model
 from forward.attention import RecomputeAttention
 from forward.loading import random_model
 from forward.model import Model
 from forward.models import family_of
 from forward.shapes import SHAPES
+from hybrid_cache import HybridCache, Layout
 from hybrid_cache.delta_rule import DeltaTokens, causal_conv, one_chunk, recurrence, scan, unit
+from hybrid_cache.index import NoIndex
 from hybrid_cache.mixer import DeltaInputs, DeltaSpec
 from hybrid_cache.state_pool import StatePool
 from paged_cache import PagedBatch
+from paged_cache.scheduler import PagedScheduler
+from prefix_cache import RadixIndex
+from tests.fakes import FakeRunner, OneAhead, fingerprint, must
+from tests.phases.test_17_hybrid_cache import GroupRunner, nothing_leaks, smallest_pool
+from tests.schedules import MAX_LEN, play, random_script
 
 AWKWARD = {
     "vocab_size": 97,
@@ -381,3 +393,99 @@ def test_kernels_leave_the_states_of_torch(width: int, works: list[tuple[int, in
     torch.testing.assert_close(mixer.mix(spec, inputs), wanted, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(by_kernels.recurrent, by_torch.recurrent, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(by_kernels.conv, by_torch.conv, atol=0, rtol=0)
+
+
+# Any schedule.
+
+
+class StateRunner(GroupRunner):
+    """A `GroupRunner` whose states are fingerprints of the tokens that they have seen.
+
+    It finds slots as the device does. A work must find the state behind the tokens before its own, and no
+    work of a step may write what another one reads or writes.
+    """
+
+    def __init__(self, rows: Rows, cache: HybridCache) -> None:
+        super().__init__(rows, cache)
+        assert cache.states is not None
+        self.null, self.snapshots = cache.states.null, 0
+        self.slot_of = np.full(len(cache.states.slots), self.null)
+        self.states: dict[int, int] = {self.null: 0}
+        self.reads: dict[int, Work] = {}
+        self.writes: dict[int, Work] = {}
+
+    def forward(self, works: Sequence[Work], *, masked: bool = False) -> Any:
+        self.reads, self.writes = {}, {}
+        if not self.fail_run and (moves := self.cache.take_moves(works)) is not None:
+            self.places[:, moves.pages] = moves.blocks
+            if moves.states is not None:
+                self.slot_of[moves.states.pages] = moves.states.slots
+                copied = [self.states[source] for source, _ in moves.states.copies]
+                self.states |= {
+                    pair[1]: state for pair, state in zip(moves.states.copies, copied, strict=True)
+                }
+        return FakeRunner.forward(self, works, masked=masked)
+
+    def _compute(self, work: Work, written: dict[tuple[int, int], Work]) -> list[list[int]]:
+        chosen = super()._compute(work, written)
+        name, size, end = f"request {work.request.id}", self.cache.block_size, work.start + work.count
+        states, state = [0], 0
+        for position in range(end):
+            state = fingerprint(state, self.tokens[work.row][position])
+            states.append(state)
+        table, last = self.cache.tables[work.row], (end - 1) // size
+        source = self.slot_of[table[(work.start - 1) // size]] if work.start else self.null
+        right = self.states.get(int(source)) == states[work.start]
+        must(right, f"{name}: slot {source} has not the state behind {work.start} tokens")
+        must(self.writes.get(int(source), work) is work, f"{name} reads slot {source}, which others write")
+        self.reads[int(source)] = work
+        into = int(self.slot_of[table[last]])
+        must(into != self.null, f"{name}: nowhere to write the state behind {end} tokens")
+        self._write(name, work, into, states[end])
+        if last * size > work.start and (boundary := int(self.slot_of[table[last - 1]])) != self.null:
+            self.snapshots += 1
+            self._write(name, work, boundary, states[last * size])
+        return chosen
+
+    def _write(self, name: str, work: Work, slot: int, state: int) -> None:
+        for others in (self.reads, self.writes):
+            must(others.get(slot, work) is work, f"{name} writes slot {slot}, which another work uses")
+        self.writes[slot], self.states[slot] = work, state
+
+
+def stateful(rng: random.Random) -> tuple[Engine, StateRunner]:
+    """A random engine of layers with keys and of layers with states."""
+    rows, block_size, step_tokens = rng.randrange(2, 6), rng.choice([1, 2, 3, 4, 8]), rng.randrange(2, 30)
+    kinds: Any = rng.choice([{None: [[1]]}, {5: [[0]], None: [[1]]}])
+    layout = Layout(1, kinds, DeltaConfig(1, 1, 1, 1, 2, (False, False, True)))
+    index = rng.choice([RadixIndex, NoIndex])()
+    table, chunked = Rows(rows, MAX_LEN), rng.random() < 0.8
+    step_tokens = step_tokens if chunked else MAX_LEN
+    least = smallest_pool(layout, block_size, step_tokens)
+    blocks = least + rng.randrange(20)
+    cache = HybridCache(rows, MAX_LEN, blocks, block_size, index, layout, step_tokens=step_tokens)
+    kind: Any = ChunkedScheduler if chunked else PagedScheduler
+    scheduler = kind(table, cache, step_tokens=step_tokens, policy=POLICIES[rng.choice(list(POLICIES))])
+    runner = StateRunner(table, cache)
+    engine = Engine(scheduler, runner)  # type: ignore[arg-type]
+    if rng.random() < 0.5:
+        engine.loop = OneAhead()
+    return engine, runner
+
+
+def test_any_schedule_reads_the_right_states() -> None:
+    snapshots = hits = preemptions = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        engine, runner = stateful(rng)
+        try:
+            play(engine, runner, random_script(rng))
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        hits += runner.cache.stats.hit_tokens
+        nothing_leaks(engine)
+        states = runner.cache.states
+        assert states is not None and len(states._free) == states.null, "slots are lost"
+        snapshots += runner.snapshots
+        preemptions += engine.scheduler.preemptions
+    assert min(snapshots, hits, preemptions) > 10, (snapshots, hits, preemptions)
