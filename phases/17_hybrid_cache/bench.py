@@ -97,7 +97,7 @@ class Bench:
         for count, context, output in shapes:
             work = uniform(f"decode-{count}x{context}+{output}", count, context, output)
             phases = {BEFORE: "08", PHASE: "17"} if self.on_cpu else {BEFORE: "08", SERVED: "13", PHASE: "17"}
-            # Only groups shall differ on a CPU; on a GPU phase 13 is beside it, with graphs and overlap as well.
+            # On a CPU only groups shall differ; on a GPU phase 13 has graphs and overlap as well.
             alike: dict[str, Any] = {"drafter": "none"} | ({"overlap": False} if self.on_cpu else {})
             size = (count + 2) * (context + output + 64) * self.config.kv_bytes_per_token(self.dtype)
             engines = {
