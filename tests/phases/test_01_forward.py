@@ -357,6 +357,7 @@ def test_published_sizes() -> None:
         sizes = {
             name: sum(p.numel() for p in FAMILIES[config.family](config).parameters())
             for name, config in SHAPES.items()
+            if config.family in FAMILIES  # not one that a later phase brings
         }
     assert sizes["gpt2"] == 124_439_808
     assert sizes["qwen3-0.6b"] == 596_049_920

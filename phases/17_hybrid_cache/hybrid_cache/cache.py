@@ -14,6 +14,7 @@ from continuous.work import Work
 from hybrid_cache.index import NoIndex
 from hybrid_cache.layout import Layout
 from hybrid_cache.managers import FullManager, Limits, Manager, WindowManager
+from hybrid_cache.state import StateManager, StateMoves
 from hybrid_cache.stock import Stock
 from paged_cache.allocator import BlockAllocator
 from prefix_cache.cache import PrefixCache
@@ -25,6 +26,7 @@ class Moves(NamedTuple):
 
     pages: NDArray[np.int64]
     blocks: NDArray[np.int32]
+    states: StateMoves | None = None
 
 
 class Pages(BlockAllocator):
@@ -85,6 +87,8 @@ class HybridCache(PrefixCache):
             at += len(groups)
             manager = FullManager if kind is None else partial(WindowManager, kind)
             self.managers.append(manager(groups, self.stock, own, self._changed, limits))
+        self.states = None if layout.states is None else StateManager(limits, pages, self.stock, self.tables)
+        self.managers += [] if self.states is None else [self.states]
         self.stocks = list(dict.fromkeys(manager.stock for manager in self.managers))
 
     # Room, in blocks.
@@ -225,11 +229,12 @@ class HybridCache(PrefixCache):
         """What `HybridPool.regroup` sends to the device before these works run; None: nothing has changed."""
         for manager in self.managers:
             manager.launch(works)
-        if not self._changed:
+        states = None if self.states is None else self.states.take_moves()
+        if not self._changed and states is None:
             return None
         pages = np.array(sorted(self._changed), np.int64)
         self._changed.clear()
-        return Moves(pages, self.blocks[:, pages])
+        return Moves(pages, self.blocks[:, pages], states)
 
     def take_copies(self) -> list[tuple[int, int]]:
         """See `PagedCache.take_copies`: pairs of blocks."""

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
 from chunked_prefill import Chunked
+from common.errors import UserError
+from forward.loading import config_of
+from forward.model import Model
 from hybrid_cache.attention import GroupedTorch
 from hybrid_cache.cache import HybridCache
 from hybrid_cache.index import NoIndex
 from hybrid_cache.layout import Layout
 from hybrid_cache.pool import HybridPool
+from hybrid_cache.state import slot_count
+from hybrid_cache.state_pool import StatePool
 from paged_cache import Feature, PagedAttention, Parts
 from prefix_cache import INDEXES, Prefix
 from prefix_cache.index import PrefixIndex
+from speculative import Speculate
 from triton_paged_attention import Kernels
 
 
@@ -26,11 +32,23 @@ class Hybrid(Feature):
     name: ClassVar[str] = "hybrid_cache"
     phase: ClassVar[int] = 17
 
+    def prepare(self, parts: Parts) -> None:
+        """Guess nothing for a model with states, unless the caller asks for it, which `install` refuses."""
+        asked, given = parts.recipe, parts.recipe.model
+        config = given.config if isinstance(given, Model) else config_of(given)
+        if config.delta is not None:
+            features = (NO_GUESSES if each == Speculate() else each for each in asked.features)
+            parts.recipe = replace(asked, features=tuple(features))
+
     def install(self, parts: Parts) -> None:
         """Another pool and cache, and attention for them. A model of one kind of layers stays as it was."""
         layout = Layout.of(parts.model.config)
         if layout.plain:
             return
+        if layout.states is not None:
+            _refuse_states(parts)
+            each = StatePool.bytes_per_slot(layout.states, parts.model.dtype)
+            parts.reserve.append(lambda whole: each * (slot_count(whole.size("max_rows")) + 1))
         parts.wrap(
             self,
             pool=lambda plain: partial(_pool, parts, layout),
@@ -47,6 +65,19 @@ class Hybrid(Feature):
         return kernels.attention_of(GroupedTriton, parts.model)
 
 
+def _refuse_states(parts: Parts) -> None:
+    """Refuse features that would need a part of a state, or an earlier one."""
+    drafts = parts.features.get("speculate", NO_GUESSES)
+    if drafts != NO_GUESSES:
+        raise UserError(
+            "speculate is on, but must be off for a model with layers of Gated DeltaNet: their state cannot "
+            "give back a guess that was wrong"
+        )
+
+
+NO_GUESSES = Speculate(drafter="none")
+
+
 def _pool(parts: Parts, layout: Layout, *args: Any, **options: Any) -> HybridPool:
     length = parts.sizes.context(parts.model)
     return HybridPool(*args, **options, layout=layout, rows=parts.size("max_rows"), max_len=length)
@@ -57,7 +88,7 @@ def _cache(
 ) -> HybridCache:
     prefix = parts.features.get("prefix_cache")
     index: PrefixIndex = INDEXES[prefix.index]() if isinstance(prefix, Prefix) else NoIndex()
-    own = layout.blocks(blocks, parts.model.config.num_layers)
+    own = layout.blocks(blocks)
     chunked, most = parts.features.get("chunked_prefill"), parts.size("step_tokens")
     if isinstance(chunked, Chunked) and chunked.chunk_tokens is not None:
         most = min(most, chunked.chunk_tokens)

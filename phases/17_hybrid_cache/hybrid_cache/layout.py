@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from common.models.config import ModelConfig
+from common.models.config import DeltaConfig, ModelConfig
 
 Kind = int | None
 """Layers of a kind need the same pages: the window, or None for full attention."""
@@ -20,10 +20,12 @@ class Layout:
     size: layers in a group, and so in a block: keys and values of `P` tokens of each. The last group of a
         kind may have fewer.
     kinds: for each kind its groups, and of each group its layers. Groups are numbered in this order.
+    states: of the layers that keep a state instead, which are in no group; None: there are none.
     """
 
     size: int
     kinds: Mapping[Kind, Sequence[Sequence[int]]]
+    states: DeltaConfig | None = None
 
     @classmethod
     def of(cls, config: ModelConfig) -> Layout:
@@ -34,6 +36,8 @@ class Layout:
         """
         members: dict[Kind, list[int]] = {}
         for layer, window in enumerate(config.sliding_windows):
+            if config.delta is not None and config.delta.layers[layer]:
+                continue
             members.setdefault(window, []).append(layer)
         counts = [len(layers) for layers in members.values()]
         size = max(counts) if max(counts) < NEARLY * min(counts) else min(counts)
@@ -43,6 +47,7 @@ class Layout:
                 kind: [layers[at : at + size] for at in range(0, len(layers), size)]
                 for kind, layers in members.items()
             },
+            config.delta,
         )
 
     @property
@@ -53,8 +58,8 @@ class Layout:
     @property
     def plain(self) -> bool:
         """True if there is one kind, which keeps everything: then the paged cache has it all."""
-        return set(self.kinds) == {None}
+        return set(self.kinds) == {None} and self.states is None
 
-    def blocks(self, of_all_layers: int, num_layers: int) -> int:
-        """Return how many blocks of one group take the memory of so many blocks of all layers."""
-        return of_all_layers * num_layers // self.size
+    def blocks(self, of_all_layers: int) -> int:
+        """Return how many blocks of one group take the memory of so many blocks of all layers in groups."""
+        return of_all_layers * sum(len(group) for group in self.groups) // self.size

@@ -10,6 +10,8 @@ from torch import Tensor
 from common.models.config import ModelConfig
 from hybrid_cache.cache import Moves, page_count
 from hybrid_cache.layout import Layout
+from hybrid_cache.state import slot_count
+from hybrid_cache.state_pool import StatePool
 from paged_cache.attention import PagedBatch
 from paged_cache.pool import BlockPool, KVFormat
 
@@ -29,6 +31,7 @@ class HybridPool(BlockPool):
     group_of: by layer.
     null: the last block, of zeros.
     places: `[groups, pages]` int32, the block of each page in each group, or `null`.
+    states: of the layers that are in no group; None: there are none.
     """
 
     def __init__(
@@ -45,8 +48,8 @@ class HybridPool(BlockPool):
         max_len: int,
     ) -> None:
         kv = kv or KVFormat()
-        count = layout.blocks(blocks, config.num_layers)
-        one = replace(config, num_layers=layout.size, sliding_windows=())
+        count = layout.blocks(blocks)
+        one = replace(config, num_layers=layout.size, sliding_windows=(), delta=None)
         super().__init__(one, count, block_size, device=device, dtype=dtype, kv=replace(kv, scales=None))
         self.exact, self.block_size, self.null = kv.exact(dtype), block_size, count - 1
         inside, self.group_of, places = self.layers, [0] * config.num_layers, [0] * config.num_layers
@@ -63,11 +66,17 @@ class HybridPool(BlockPool):
         pages = page_count(layout, count, rows, -(-max_len // block_size))
         shape = (len(layout.groups), pages)
         self.places = torch.full(shape, self.null, dtype=torch.int32, device=device)
+        self.states: StatePool | None = None
+        if layout.states is not None:
+            slots = slot_count(rows)
+            self.states = StatePool(layout.states, slots, pages, block_size, device=device, dtype=dtype)
 
     def regroup(self, moves: Moves | None) -> None:
         """Note where pages have their blocks now, before the step that reads it."""
         if moves is not None:
-            pages, blocks = (torch.from_numpy(part) for part in moves)
+            if self.states is not None:
+                self.states.regroup(moves.states)
+            pages, blocks = (torch.from_numpy(part) for part in moves[:2])
             if self.places.is_cuda:  # only from pinned memory does the copy not wait for the device
                 pages, blocks = pages.pin_memory(), blocks.pin_memory()
             device = self.places.device

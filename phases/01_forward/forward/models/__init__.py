@@ -18,7 +18,7 @@ FAMILIES: dict[str, type[Model]] = {
     "gemma3": Gemma3,
 }
 
-LATER: dict[str, str] = {}
+LATER: dict[str, str] = {"qwen3_5": "hybrid_cache.qwen3_5.Qwen35"}
 """A seam: families that a later phase brings, each as `module.Class`, imported when a model of it is made."""
 
 
