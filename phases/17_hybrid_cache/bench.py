@@ -152,7 +152,7 @@ def plain(context: int, blocks: int) -> PrefixCache:
 def hybrid(config: ModelConfig, context: int, blocks: int) -> HybridCache:
     """The hybrid cache of a model in the memory of so many blocks of all layers."""
     layout = Layout.of(config)
-    own = layout.blocks(blocks, config.num_layers)
+    own = layout.blocks(blocks)
     return HybridCache(ROWS, context, own, BLOCK, RadixIndex(), layout, step_tokens=STEP_TOKENS)
 
 

@@ -344,9 +344,9 @@ RULES = Layout(1, {6: [[0], [1]], None: [[2]]})
 class Books:
     """A cache, and requests whose steps land at once."""
 
-    def __init__(self, layout: Layout = RULES, blocks: int = 100, step_tokens: int = 8) -> None:
+    def __init__(self, layout: Layout = RULES, blocks: int = 100, index: Any = None) -> None:
         self.rows = Rows(4, 64)
-        self.cache = HybridCache(4, 64, blocks, 4, RadixIndex(), layout, step_tokens=step_tokens)
+        self.cache = HybridCache(4, 64, blocks, 4, index or RadixIndex(), layout, step_tokens=8)
 
     def add(self, tokens: Sequence[int], limit: int = 64) -> Request:
         request = Request(0, list(tokens), len(tokens), limit, SamplingParams(ignore_eos=True))
@@ -444,6 +444,38 @@ def test_all_kinds_agree_on_a_hit(seed: int) -> None:
         )
 
     assert books.cache.agree(pages) == max(n for n in range(len(pages) + 1) if usable(n))
+
+
+def test_an_agreement_is_asked_for_until_it_holds() -> None:
+    """Each kind shortens the hit of the other until none is left of it, or both can begin behind it."""
+
+    class Kind:
+        def __init__(self, *lengths: int) -> None:
+            self.lengths = lengths
+
+        def agrees(self, pages: Sequence[int]) -> int:
+            return max(length for length in self.lengths if length <= len(pages))
+
+    books = Books()
+    one, other = Kind(0, 2, 5, 7), Kind(0, 2, 4, 6, 8)
+    books.cache.managers = [one, other]  # type: ignore[list-item]
+    assert books.cache.agree(range(8)) == 2
+    books.cache.managers = [one]  # type: ignore[list-item]
+    assert [books.cache.agree(range(length)) for length in (8, 6, 1)] == [7, 5, 0]
+
+
+def test_pages_before_the_window_stay_for_hits_only() -> None:
+    books, alone = Books(), Books(index=NoIndex())
+    for one in (books, alone):
+        request = one.add([1] * 32)
+        one.compute(request, 32)
+        assert one.cache.reserve(request, 33)
+        window = one.cache.managers[0]
+        assert window.held[request.row][0] == window.first(32)
+        kept = one.kept(request)
+        assert kept[window.first(32) :] == [True] * len(kept[window.first(32) :])
+        assert all(kept) == (one is books), "only an index can find what is kept"
+        assert len(one.cache.stock.slid) == (window.first(32) if one is books else 0)
 
 
 def test_a_twin_without_blocks_gets_them() -> None:
