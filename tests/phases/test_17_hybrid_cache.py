@@ -18,18 +18,19 @@ import forward
 import hybrid_cache
 from chunked_prefill import Chunked, ChunkedScheduler
 from common.events import Completion, generate
+from common.request import Request
 from common.sampling.params import SamplingParams
 from continuous.engine import Engine
 from continuous.policies import POLICIES
 from continuous.rows import Rows
 from continuous.work import Work
 from cuda_graphs import Graphs, Overlap
-from forward.loading import load_model
+from forward.loading import load_model, random_model
 from forward.model import Model
-from hybrid_cache import Hybrid, HybridCache, Layout
+from hybrid_cache import Hybrid, HybridCache, HybridPool, Layout
 from hybrid_cache.index import NoIndex
 from hybrid_cache.managers import Manager, WindowManager
-from paged_cache import BlockPool, PagedSizes, build
+from paged_cache import BlockPool, KVFormat, PagedSizes, build
 from paged_cache.scheduler import PagedScheduler
 from prefix_cache import HashIndex, Prefix, PrefixCache, RadixIndex
 from speculative import Speculate
@@ -333,3 +334,222 @@ def test_gemma_far_beyond_its_window(gemma3_folder: Path) -> None:
     assert isinstance(engine.cache, HybridCache) and engine.cache.stats.hit_tokens == 2096
     layout = Layout.of(model.config)
     assert [len(groups) for groups in layout.kinds.values()] == [5, 1] and layout.size == 3
+
+
+# Rules, one by one: pages of 4 tokens, a window of 6, and all keys.
+
+RULES = Layout(1, {6: [[0], [1]], None: [[2]]})
+
+
+class Books:
+    """A cache, and requests whose steps land at once."""
+
+    def __init__(self, layout: Layout = RULES, blocks: int = 100, index: Any = None) -> None:
+        self.rows = Rows(4, 64)
+        self.cache = HybridCache(4, 64, blocks, 4, index or RadixIndex(), layout, step_tokens=8)
+
+    def add(self, tokens: Sequence[int], limit: int = 64) -> Request:
+        request = Request(0, list(tokens), len(tokens), limit, SamplingParams(ignore_eos=True))
+        assert self.cache.fits(request)
+        request.num_computed_tokens = request.cached_tokens = self.cache.lookup(request)
+        self.rows.acquire(request)
+        assert self.cache.reserve(request, len(request.tokens))
+        return request
+
+    def compute(self, request: Request, upto: int) -> None:
+        """Step by step, as many tokens as a step has."""
+        while request.num_computed_tokens < upto:
+            end = min(upto, request.num_computed_tokens + 8)
+            request.tokens += [0] * (end - len(request.tokens))
+            assert self.cache.reserve(request, end)
+            request.num_computed_tokens = end
+            self.cache.commit(request, end)
+            self.cache.check()
+
+    def end(self, request: Request) -> None:
+        self.cache.release(request)
+        self.rows.release(request)
+
+    def kept(self, request: Request, manager: int = 0) -> list[bool]:
+        """Whether each page of a request has blocks of a kind."""
+        return [self.cache.managers[manager].has(page) for page in self.cache.blocks_of(request.row)]
+
+
+def test_a_window_keeps_what_its_next_query_sees() -> None:
+    books = Books()
+    window, full = books.cache.managers
+    for start in range(60):
+        oldest = max(0, start - 5)
+        assert window.first(start) == oldest // 4 and full.first(start) == 0
+    request = books.add([1] * 9)
+    for upto in range(9, 40):
+        books.compute(request, upto)
+        first, end = window.held[request.row]
+        assert first * 4 <= max(0, upto - 6) and end * 4 >= upto, f"token {upto - 1} does not see its window"
+        assert end - first <= 4, "a window holds more than itself and a step"
+
+
+def test_a_long_prompt_reserves_a_window_and_a_step() -> None:
+    books = Books()
+    request = books.add([1] * 40)
+    window, full = books.cache.managers
+    assert window.held[request.row] == (0, 4) and full.held[request.row] == (0, 10)  # 5 + 8 tokens, and 40
+    assert books.cache.stock.pinned == 2 * 4 + 10
+    most = 0
+    for upto in range(8, 41, 8):
+        books.compute(request, upto)
+        most = max(most, books.cache.stock.pinned)
+    assert most <= window.most(40) + full.most(40) == 2 * 4 + 10
+    assert not Books(blocks=18).cache.holds(40) and Books(blocks=19).cache.holds(40)
+
+
+def test_a_hit_of_a_window_is_matched_from_the_right() -> None:
+    books = Books()
+    tokens = list(range(1, 33))
+    first = books.add(tokens)
+    books.compute(first, 32)
+    pages = books.cache.blocks_of(first.row)
+    books.end(first)
+    window = books.cache.managers[0]
+    assert books.cache.lookup(Request(1, [*tokens, 7], 33, 64, SamplingParams())) == 32
+    window.lose(pages[2])  # no hit from 5 pages on needs it: position 20 sees 15 to 20
+    assert window.agrees(pages) == 8 and window.agrees(pages[:5]) == 5
+    assert window.agrees(pages[:4]) == 2 and window.agrees(pages[:3]) == 2
+    window.lose(pages[7])
+    assert books.cache.lookup(Request(1, [*tokens, 7], 33, 64, SamplingParams())) == 28
+    second = books.add([*tokens, 7])
+    assert second.cached_tokens == 28
+    books.compute(second, 33)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_all_kinds_agree_on_a_hit(seed: int) -> None:
+    rng = random.Random(seed)
+    books = Books(Layout(1, {3: [[0]], 10: [[1]], None: [[2]]}))
+    request = books.add(list(range(1, 49)))
+    books.compute(request, 48)
+    pages = books.cache.blocks_of(request.row)
+    books.end(request)
+    small, large, _ = books.cache.managers
+    for manager in (small, large):
+        for page in pages:
+            if rng.random() < 0.3:
+                manager.lose(page)
+
+    def usable(length: int) -> bool:
+        return all(
+            manager.has(page)
+            for manager in (small, large)
+            for page in pages[manager.first(4 * length) : length]
+        )
+
+    assert books.cache.agree(pages) == max(n for n in range(len(pages) + 1) if usable(n))
+
+
+def test_an_agreement_is_asked_for_until_it_holds() -> None:
+    """Each kind shortens the hit of the other until none is left of it, or both can begin behind it."""
+
+    class Kind:
+        def __init__(self, *lengths: int) -> None:
+            self.lengths = lengths
+
+        def agrees(self, pages: Sequence[int]) -> int:
+            return max(length for length in self.lengths if length <= len(pages))
+
+    books = Books()
+    one, other = Kind(0, 2, 5, 7), Kind(0, 2, 4, 6, 8)
+    books.cache.managers = [one, other]  # type: ignore[list-item]
+    assert books.cache.agree(range(8)) == 2
+    books.cache.managers = [one]  # type: ignore[list-item]
+    assert [books.cache.agree(range(length)) for length in (8, 6, 1)] == [7, 5, 0]
+
+
+def test_pages_before_the_window_stay_for_hits_only() -> None:
+    books, alone = Books(), Books(index=NoIndex())
+    for one in (books, alone):
+        request = one.add([1] * 32)
+        one.compute(request, 32)
+        assert one.cache.reserve(request, 33)
+        window = one.cache.managers[0]
+        assert window.held[request.row][0] == window.first(32)
+        kept = one.kept(request)
+        assert kept[window.first(32) :] == [True] * len(kept[window.first(32) :])
+        assert all(kept) == (one is books), "only an index can find what is kept"
+        assert len(one.cache.stock.slid) == (window.first(32) if one is books else 0)
+
+
+def test_a_twin_without_blocks_gets_them() -> None:
+    books = Books()
+    first, second = books.add([5] * 12), books.add([5] * 12)
+    for request in (first, second):  # both compute the prompt before either lands
+        assert books.cache.reserve(request, 12)
+        request.num_computed_tokens = 12
+    books.cache.commit(first, 12)
+    books.compute(first, 28)
+    stock, window = books.cache.stock, books.cache.managers[0]
+    while stock.slid:
+        stock.lose_oldest(stock.slid)
+    assert books.kept(first) == [False] * 3 + [True] * 4
+    books.cache.commit(second, 12)
+    assert books.cache.blocks_of(second.row)[:3] == books.cache.blocks_of(first.row)[:3]
+    assert books.kept(second)[1:3] == [True, True] and window.held[second.row][0] <= 1
+    books.cache.check()
+    for request in (first, second):
+        books.end(request)
+    books.cache.check()
+
+
+def test_each_layer_has_its_own_scales() -> None:
+    config = windowed().config
+    scales = torch.arange(1.0, 1 + config.num_layers * 2 * config.num_kv_heads).view(
+        config.num_layers, 2, config.num_kv_heads
+    )
+    pool = HybridPool(
+        config,
+        8,
+        4,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        kv=KVFormat(torch.int8, scales),
+        layout=Layout.of(config),
+        rows=2,
+        max_len=32,
+    )
+    for layer, own in enumerate(pool.layers):
+        assert own.k_scale is not None and own.v_scale is not None
+        assert torch.equal(own.k_scale, scales[layer, 0]) and torch.equal(own.v_scale, scales[layer, 1])
+        assert own.k.dtype == torch.int8 and own.k.shape == (24, 4, config.num_kv_heads, config.head_dim)
+    assert pool.layers[0].k.data_ptr() == pool.layers[2].k.data_ptr(), "one pool for all groups"
+
+
+@pytest.mark.parametrize(
+    ("windows", "size", "groups"),
+    [
+        ((512,) * 15 + (None,) * 3, 3, [5, 1]),
+        ((512,) * 22 + (None,) * 4, 4, [6, 1]),
+        ((128, None) * 12, 12, [1, 1]),
+        ((64,) * 5, 5, [1]),
+        ((64,) * 5 + (None,) * 6, 6, [1, 1]),
+    ],
+)
+def test_layers_in_groups(windows: tuple[int | None, ...], size: int, groups: list[int]) -> None:
+    config = replace(windowed().config, num_layers=len(windows), sliding_windows=windows)
+    layout = Layout.of(config)
+    assert layout.size == size and [len(found) for found in layout.kinds.values()] == groups
+    assert sorted(layer for group in layout.groups for layer in group) == list(range(len(windows)))
+    assert layout.plain == (set(windows) == {None})
+
+
+def test_a_model_of_windows_only() -> None:
+    """Mistral's first model: no layer keeps everything, so a request of any length holds a window."""
+    config = replace(windowed().config, sliding_windows=(8, 8, 8))
+    model = random_model(config, device="cpu", dtype=torch.float32)
+    (plain,) = generate(forward.load(model), [[3] * 50], SamplingParams(max_tokens=30, ignore_eos=True))
+    engine = build(
+        model, PagedSizes(block_size=4, max_rows=1, step_tokens=16), [Chunked(), Prefix(), Hybrid()]
+    )
+    (request,) = engine.add([3] * 50, SamplingParams(max_tokens=30, ignore_eos=True))
+    while not engine.idle:
+        engine.step()
+        assert engine.cache.stock.pinned <= 7  # type: ignore[attr-defined]
+    assert request.output_ids == plain.token_ids

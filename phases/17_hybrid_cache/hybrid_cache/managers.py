@@ -84,8 +84,8 @@ class Manager(ABC):
 
     def most(self, tokens: int) -> int:
         """Return the blocks that a request of so many tokens needs at once, at most."""
-        ends = range(0, tokens + 1, self.block_size)
-        return self.width * max((self.reach(at, tokens) - self.first(at) for at in ends), default=0)
+        starts = range(0, tokens + 1, self.block_size)
+        return self.width * max(self.reach(at, tokens) - self.first(at) for at in starts)
 
     def launch(self, works: Sequence[Work]) -> None:  # noqa: B027  # most kinds need nothing
         """Move blocks to where these works, which are about to run, will look for them; before `Moves`."""
@@ -245,6 +245,13 @@ class WindowManager(Manager):
         It takes as many at once as it will ever hold, so that it is not stopped half way.
         """
         return -(-min(upto, max(start, self.window - 1) + self.step_tokens) // self.block_size)
+
+    def most(self, tokens: int) -> int:
+        """As many as a window and a step touch, which may begin anywhere in a page."""
+        span = self.window - 1 + self.step_tokens
+        return self.width * min(
+            -(-tokens // self.block_size), (span + self.block_size - 2) // self.block_size + 1
+        )
 
     def agrees(self, pages: Sequence[int]) -> int:
         """Of the pages before a hit's end only those within the window need blocks: match from the right."""
