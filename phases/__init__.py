@@ -167,7 +167,6 @@ LADDER: tuple[Phase, ...] = (
         headline="requests_in_flight",
         headline_runs={"cpu": {"context": 8192}, "cuda": {"context": 8192}},
         headline_before=("08_prefix_cache",),
-        hours=4,
     ),
 )
 """Every phase there is a plan for up to now; `PHASES` holds those that exist."""
