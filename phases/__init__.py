@@ -158,7 +158,6 @@ LADDER: tuple[Phase, ...] = (
         "a token goes through a few of many MLPs: a model of more weights reads fewer of them",
         headline_runs={"cpu": {"active_experts": 4}},
         headline_before=("13_serving", "dense of equal activity"),
-        hours=4,
     ),
 )
 """Every phase there is a plan for up to now; `PHASES` holds those that exist."""
