@@ -159,6 +159,15 @@ LADDER: tuple[Phase, ...] = (
         headline_runs={"cpu": {"active_experts": 4}},
         headline_before=("13_serving", "dense of equal activity"),
     ),
+    Phase(
+        17,
+        "hybrid_cache",
+        "Hybrid cache",
+        "layers that remember less keep less: windows give blocks back, states are one block",
+        headline="requests_in_flight",
+        headline_runs={"cpu": {"context": 8192}, "cuda": {"context": 8192}},
+        headline_before=("08_prefix_cache",),
+    ),
 )
 """Every phase there is a plan for up to now; `PHASES` holds those that exist."""
 

@@ -21,6 +21,8 @@ FAMILIES = {
     "gpt_oss": "gpt_oss",
     "gemma3_text": "gemma3",
     "gemma3": "gemma3",
+    "qwen3_5_text": "qwen3_5",
+    "qwen3_5": "qwen3_5",
 }
 """Hugging Face ``model_type`` -> our family name."""
 MODEL_TYPE = Field("model_type", str, choices=tuple(FAMILIES))
@@ -92,6 +94,11 @@ FIELDS: dict[str, dict[str, Field]] = {
         "head_dim": Field("head_dim", int, 1, 1 << 12, 256),
         "tie_word_embeddings": Field("tie_word_embeddings", bool, default=True),
     },
+    "qwen3_5": {
+        **_SIZES,
+        "attention_bias": _ATTENTION_BIAS,
+        "head_dim": Field("head_dim", int, 1, 1 << 12, 256),
+    },
 }
 """Of each family, the fields that are one of `ModelConfig`'s each, under its name there."""
 
@@ -151,6 +158,16 @@ FIRST_WINDOW = Field("max_window_layers", int, 0, 1 << 10, 28)
 WINDOW_PATTERN = Field("sliding_window_pattern _sliding_window_pattern", int, 1, 1 << 10, 6)
 LAYER_TYPES = Field("layer_types", list, default=None)
 LAYER_TYPE = Field("layer_types", str, choices=("full_attention", "sliding_attention"))
+FULL_INTERVAL = Field("full_attention_interval", int, 1, 1 << 10, 4)
+DELTA_LAYER_TYPE = Field("layer_types", str, choices=("linear_attention", "full_attention"))
+DELTA = {
+    "key_heads": Field("linear_num_key_heads", int, 1, 1 << 12, 16),
+    "value_heads": Field("linear_num_value_heads", int, 1, 1 << 12, 32),
+    "key_dim": Field("linear_key_head_dim", int, 1, 1 << 12, 128),
+    "value_dim": Field("linear_value_head_dim", int, 1, 1 << 12, 128),
+    "conv_width": Field("linear_conv_kernel_dim", int, 2, 1 << 6, 4),
+}
+ROTARY_SHARE = Field("partial_rotary_factor", float, 1e-3, 1.0, 0.25)
 
 SAME_ACTIVATIONS = {
     "swish": "silu",
@@ -169,5 +186,12 @@ ONLY = {
     "attn_logit_softcapping": None,  # Gemma 3 has the field, but `transformers` does not apply it
 }
 """Fields that change what is computed, and the one value that is computed here."""
+ONLY_IN = {
+    "qwen3_5": {
+        **{name: value for name, value in ONLY.items() if name != ROTARY_SHARE.names},
+        "attn_output_gate": True,
+    },
+}
+"""The same of families that compute some of these."""
 OUTSIDE = ("model_type", "tie_word_embeddings", "bos_token_id", "quantization_config", "compression_config")
 """Fields of a multimodal model that say something of the language model inside."""

@@ -6,7 +6,7 @@ model of random weights says is noise.
 
 from __future__ import annotations
 
-from common.models.config import ExpertConfig, ModelConfig, RopeConfig
+from common.models.config import DeltaConfig, ExpertConfig, ModelConfig, RopeConfig
 
 SHAPES: dict[str, ModelConfig] = {
     "qwen3-0.6b": ModelConfig(
@@ -82,6 +82,31 @@ SHAPES: dict[str, ModelConfig] = {
         sliding_windows=(128, None) * 12,
         eos_token_ids=(200_002, 199_999, 200_012),
         experts=ExpertConfig(count=32, top_k=4, intermediate_size=2880),
+    ),
+    "qwen3.5-0.8b": ModelConfig(
+        family="qwen3_5",
+        vocab_size=248_320,
+        hidden_size=1024,
+        intermediate_size=3584,
+        num_layers=24,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=256,
+        max_position_embeddings=262_144,
+        norm_eps=1e-6,
+        activation="silu",
+        tie_word_embeddings=True,
+        attention_scale=256**-0.5,
+        rope=RopeConfig(theta=10_000_000.0, share=0.25),
+        delta=DeltaConfig(
+            key_heads=16,
+            value_heads=16,
+            key_dim=128,
+            value_dim=128,
+            conv_width=4,
+            layers=(True, True, True, False) * 6,
+        ),
+        eos_token_ids=(248_044,),
     ),
     "gpt2": ModelConfig(
         family="gpt2",
@@ -181,5 +206,31 @@ SHAPES: dict[str, ModelConfig] = {
         sliding_windows=(24, None, 24),
         eos_token_ids=(0,),
         experts=ExpertConfig(count=5, top_k=2, intermediate_size=40),
+    ),
+    # The same with layers that keep a state: groups of value heads, and sizes that no tile divides.
+    "tiny-delta": ModelConfig(
+        family="qwen3_5",
+        vocab_size=257,
+        hidden_size=48,
+        intermediate_size=80,
+        num_layers=5,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        max_position_embeddings=1024,
+        norm_eps=1e-5,
+        activation="silu",
+        tie_word_embeddings=False,
+        attention_scale=16**-0.5,
+        rope=RopeConfig(share=0.5),
+        delta=DeltaConfig(
+            key_heads=3,
+            value_heads=6,
+            key_dim=12,
+            value_dim=20,
+            conv_width=4,
+            layers=(True, True, False, True, False),
+        ),
+        eos_token_ids=(0,),
     ),
 }
