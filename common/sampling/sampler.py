@@ -139,10 +139,6 @@ class Chooser:
         """Return the logits to choose from: over ranks, perhaps those of all ranks."""
         return logits
 
-    def reads(self, plan: Plan) -> bool:
-        """Tell whether `choose` reads masks itself, so that `forbid` is not called."""
-        return False
-
     def forbid(self, sampler: Sampler, logits: Tensor, allowed: Allowed) -> None:
         """Put every token that is not allowed at minus infinity, in place; other places are not touched."""
         for part in sampler.parts(len(allowed.places)):
@@ -153,7 +149,7 @@ class Chooser:
     ) -> Tensor:
         """Return one token for each row of the adjusted `logits [B, V]`: `[B]` int64.
 
-        allowed: the masks of the step, which are applied already unless this `reads` them.
+        allowed: the masks of the step, which are applied already.
         """
         if not plan.draws:
             return logits.argmax(1)  # of equals the first
@@ -327,7 +323,7 @@ class Sampler(SamplerRows):
         if isinstance(allowed, Tensor):
             for part in self.parts(len(logits)):
                 ops.forbid(logits[part], allowed[part])
-        elif allowed is not None and not self.chooser.reads(plan):
+        elif allowed is not None:
             self.chooser.forbid(self, logits, allowed)
         for places, width in plan.edits:
             at, some = rows[places], logits[places]

@@ -111,7 +111,6 @@ Hosts = Annotated[
     ),
 ]
 AccessLog = Annotated[str, flag("a file for a line of JSON a request, - or none")]
-TracesTo = Annotated[str | None, flag("a collector's address for OpenTelemetry's spans")]
 ServedSampling = Annotated[
     str,
     flag(

@@ -19,7 +19,7 @@ from rich.markup import escape
 from benchmarks.roofline import probe_matmul, probe_read
 from common.console import out, table
 from common.device import device_name, pick_device, pick_dtype
-from common.models.bundled import BUNDLED, damage, is_cached
+from common.models.bundled import BUNDLED, damage
 from common.neighbours import MOST, share, usage
 from common.paths import cache_home
 from phases import PHASES
@@ -28,20 +28,6 @@ from phases.registry import missing_for
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 11)
 WAIT = 0.5
-
-
-def verify() -> int:
-    """Compare every stored model with its checksums, which reads all weights. Returns 1 if one differs."""
-    wrong = 0
-    for name in BUNDLED:
-        found = damage(name, contents=True)
-        if (cache_home() / "models" / name).exists():
-            wrong += bool(found)
-            out.print(f"{name}: {found or 'every file is what was stored'}", markup=False, highlight=False)
-        else:
-            out.print(f"{name}: not stored here", markup=False, highlight=False)
-    out.print("[dim]Models of the hub are checked by `hf cache verify`.[/dim]")
-    return 1 if wrong else 0
 
 
 def run() -> int:
@@ -93,8 +79,8 @@ def facts(device: torch.device) -> Iterator[tuple[str, str, str]]:
     space = shutil.disk_usage(disk).free / 1e9
     yield "Model cache", f"{cache_home()}, {space:.0f} GB free", "" if space > 3 else "set LADDER_HOME"
     for name, bundle in BUNDLED.items():
-        there = is_cached(name)
-        yield name, bundle.title if there else damage(name), "" if there else f"ladder fetch {name}"
+        wrong = damage(name)
+        yield name, wrong or bundle.title, f"ladder fetch {name}" if wrong else ""
 
 
 def speeds(device: torch.device) -> Iterator[tuple[str, str, str]]:

@@ -212,20 +212,14 @@ def _told(tree: ast.Module, data: frozenset[str]) -> Iterator[tuple[str, int]]:
         frozenset(id(each.args.args[0]) for each in methods if each.args.args),
     )
     for node in ast.walk(tree):
-        for told in (
-            *_of_name(node, parents.get(id(node)), names),
-            *_of_shape(node, parents.get(id(node)), names),
-        ):
+        for told in (*_of_name(node, parents.get(id(node)), names), *_of_shape(node, names)):
             yield told, node.lineno  # type: ignore[attr-defined]
 
 
 def _of_name(node: ast.AST, parent: ast.AST | None, names: _Names) -> Iterator[str]:
     match node:
-        case ast.Name(id=("getattr" | "type") as name) if not (
-            isinstance(parent, ast.Call) and parent.func is node
-        ):
-            if not (name == "type" and isinstance(parent, ast.Subscript) and parent.value is node):
-                yield f"{name} as a value"
+        case ast.Name(id=("getattr" | "type") as name):
+            yield f"{name} in {ast.unparse(parent or node)[:40]}"
         case ast.Name(id=name) if name in UNWANTED or _special(name):
             yield name
         case ast.Name(id="self", ctx=ast.Store() | ast.Del()):
@@ -247,7 +241,7 @@ def _of_name(node: ast.AST, parent: ast.AST | None, names: _Names) -> Iterator[s
             yield "global"
 
 
-def _of_shape(node: ast.AST, parent: ast.AST | None, names: _Names) -> Iterator[str]:
+def _of_shape(node: ast.AST, names: _Names) -> Iterator[str]:
     match node:
         case ast.ClassDef(bases=bases, keywords=keywords):
             yield from (f"{each.arg}= of a class" for each in keywords)
@@ -255,18 +249,7 @@ def _of_shape(node: ast.AST, parent: ast.AST | None, names: _Names) -> Iterator[
                 name = _chain(base.value if isinstance(base, ast.Subscript) else base)[-1]
                 if name not in BASES | names.classes:
                     yield f"{name} as a base"
-        case ast.Call(func=ast.Name(id="getattr"), args=[_, ast.Constant(value=str(name)), *_]):
-            if name in REACHING or _special(name):
-                yield f"getattr of {name}"
-        case ast.Call(func=ast.Name(id="getattr")):
-            yield f"getattr of a computed name, {ast.unparse(node)[:40]}"
-        case ast.Call(func=ast.Name(id="type"), args=[ast.Name(id="self")]):
-            pass
-        case ast.Call(func=ast.Name(id="type"), args=[_]):
-            named = isinstance(parent, ast.Attribute) and parent.attr == "__name__" and _loads(parent)
-            if not (named or isinstance(parent, ast.Compare)):
-                yield "type(...) for more than its name"
-        case ast.Call(func=func, args=args) if (name := _chain(func)[-1]) in MAKERS:
+        case ast.Call(func=func) if (name := _chain(func)[-1]) in MAKERS:
             yield f"{name} called"
         case ast.Call(func=ast.Attribute(value=ast.Name(id=owner), attr=name), args=args):
             if owner in names.classes and name in names.methods and args and ast.unparse(args[0]) != "self":
