@@ -152,6 +152,14 @@ LADDER: tuple[Phase, ...] = (
         headline_before=("13_serving, copies",),
     ),
     Phase(
+        16,
+        "experts",
+        "Mixture of experts",
+        "a token goes through a few of many MLPs: a model of more weights reads fewer of them",
+        headline_runs={"cpu": {"active_experts": 4}},
+        headline_before=("13_serving", "dense of equal activity"),
+    ),
+    Phase(
         17,
         "hybrid_cache",
         "Hybrid cache",
@@ -159,7 +167,6 @@ LADDER: tuple[Phase, ...] = (
         headline="requests_in_flight",
         headline_runs={"cpu": {"context": 8192}, "cuda": {"context": 8192}},
         headline_before=("08_prefix_cache",),
-        hours=4,
     ),
 )
 """Every phase there is a plan for up to now; `PHASES` holds those that exist."""

@@ -19,7 +19,6 @@ from common.errors import UserError
 from common.errors import choice as choose
 from phases.commands import arguments as a
 from phases.commands.arguments import PHASE_HELP, flag, joined
-from phases.commands.course_cli import course_app
 from phases.process import INTERRUPTED, exit_code
 
 
@@ -43,7 +42,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-app.add_typer(course_app, name="course")
+app.add_typer(a.course_app, name="course")
 
 
 def _print_version(wanted: bool) -> None:
@@ -350,6 +349,8 @@ def _call(given: Sequence[str]) -> int:
         from phases.commands.flags import add_engine_flags
 
         add_engine_flags(WITH_ENGINE_FLAGS[named], server=named == "serve")
+    if named == "course":
+        from phases.commands import course  # noqa: F401  (adds its commands)
     try:
         code = app(given, prog_name="ladder", standalone_mode=False)
     except Exception as error:

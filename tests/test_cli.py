@@ -206,7 +206,7 @@ def test_doctor(cli, monkeypatch):
         "Device",
         "dtype",
         "smollm2",
-        "01_forward",
+        "Phases",
         "28.3 GB/s, measured now",
         "1,234 GFLOP/s in ",
     ):

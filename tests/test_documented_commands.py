@@ -12,7 +12,7 @@ import typer.main
 
 from phases import PHASES, find_phase, registry
 from phases.cli import WITH_ENGINE_FLAGS, app
-from phases.commands import benches
+from phases.commands import benches, course  # noqa: F401  (the commands of `ladder course`)
 from phases.commands.flags import add_engine_flags
 from tests.test_links import sources
 

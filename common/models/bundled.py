@@ -22,7 +22,7 @@ from filelock import FileLock
 
 from common.console import err
 from common.errors import UserError
-from common.models.fields import Field, read_object
+from common.models.fields import read_object
 from common.paths import cache_home, expand
 
 _FORMAT = 1  # raise it when the import changes, and folders converted before are made anew
@@ -88,15 +88,13 @@ def damage(name: str, *, contents: bool = False) -> str:
         record = read_object(folder / _RECORD)
         if record.get("format") != _FORMAT or record.get("sha256") != bundle.sha256:
             return "it was made from another file or by another version"
-        files = Field("files", dict).read(record)
         for file in _FILES:
-            facts, path = Field(file, dict).read(files), folder / file
-            size, want = path.stat().st_size, Field("bytes", int, 0, 1 << 40).read(facts)
-            if size != want:
-                return f"{file} has {size} bytes instead of {want}"
-            if contents and _sha256(path) != Field("sha256", str).read(facts):
+            path, facts = folder / file, record["files"][file]
+            if (size := path.stat().st_size) != facts["bytes"]:
+                return f"{file} has {size} bytes instead of {facts['bytes']}"
+            if contents and _sha256(path) != facts["sha256"]:
                 return f"{file} is not what was stored"
-    except UserError as error:
+    except (UserError, KeyError, TypeError) as error:
         return f"{_RECORD} is damaged: {error}"
     except OSError as error:
         return f"{error.filename} cannot be read ({error.strerror})"

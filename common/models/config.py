@@ -57,6 +57,29 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class ExpertConfig:
+    """A layer whose MLP is a mixture of experts.
+
+    ``normalize``: the weights of a token's ``top_k`` experts sum to 1. ``weighted`` is false where each has
+    the weight 1. ``shared_size`` is the inside of the expert that every token goes through, 0 where there is
+    none. ``dense_layers`` have a plain MLP.
+    """
+
+    count: int
+    top_k: int
+    intermediate_size: int
+    normalize: bool = True
+    weighted: bool = True
+    shared_size: int = 0
+    dense_layers: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        """Refuse to choose more experts than there are."""
+        if self.top_k > self.count:
+            raise UserError(f"num_experts_per_tok is {self.top_k}, but there are {self.count} experts")
+
+
+@dataclass(frozen=True)
 class DeltaConfig:
     """Layers of Gated DeltaNet (arXiv 2412.06464), which keep one state instead of keys and values.
 
@@ -79,29 +102,6 @@ class DeltaConfig:
                 f"linear_num_value_heads is {self.value_heads}, which is not a multiple of "
                 f"linear_num_key_heads {self.key_heads}"
             )
-
-
-@dataclass(frozen=True)
-class ExpertConfig:
-    """A layer whose MLP is a mixture of experts.
-
-    ``normalize``: the weights of a token's ``top_k`` experts sum to 1. ``weighted`` is false where each has
-    the weight 1. ``shared_size`` is the inside of the expert that every token goes through, 0 where there is
-    none. ``dense_layers`` have a plain MLP.
-    """
-
-    count: int
-    top_k: int
-    intermediate_size: int
-    normalize: bool = True
-    weighted: bool = True
-    shared_size: int = 0
-    dense_layers: frozenset[int] = frozenset()
-
-    def __post_init__(self) -> None:
-        """Refuse to choose more experts than there are."""
-        if self.top_k > self.count:
-            raise UserError(f"num_experts_per_tok is {self.top_k}, but there are {self.count} experts")
 
 
 @dataclass(frozen=True)
@@ -291,6 +291,17 @@ def _rope_family(family: str, raw: Mapping[str, Any], values: Mapping[str, Any])
     }
 
 
+def _experts(family: str, raw: Mapping[str, Any], layers: int) -> ExpertConfig | None:
+    """The mixture of experts of a family that has one."""
+    if family not in hf.EXPERTS:
+        return None
+    values = {ours: field.read(raw) for ours, field in hf.EXPERTS[family].items()}
+    step, given = hf.SPARSE_STEP.read(raw), hf.DENSE_LAYERS.read(raw)
+    dense = {hf.DENSE_LAYER.check(layer, f"mlp_only_layers[{i}]") for i, layer in enumerate(given)}
+    dense |= {layer for layer in range(layers) if (layer + 1) % step}
+    return ExpertConfig(**values, dense_layers=frozenset(dense))
+
+
 def _delta(raw: Mapping[str, Any], layers: int) -> DeltaConfig:
     """The layers of Gated DeltaNet: those of ``layer_types``, or all but every fourth."""
     types, interval = hf.LAYER_TYPES.read(raw), hf.FULL_INTERVAL.read(raw)
@@ -310,17 +321,6 @@ def _rotary_share(raw: Mapping[str, Any]) -> float:
         _merged(*({hf.ROTARY_SHARE.names: given.get(hf.ROTARY_SHARE.names)} for given in facts))
     )
     return share
-
-
-def _experts(family: str, raw: Mapping[str, Any], layers: int) -> ExpertConfig | None:
-    """The mixture of experts of a family that has one."""
-    if family not in hf.EXPERTS:
-        return None
-    values = {ours: field.read(raw) for ours, field in hf.EXPERTS[family].items()}
-    step, given = hf.SPARSE_STEP.read(raw), hf.DENSE_LAYERS.read(raw)
-    dense = {hf.DENSE_LAYER.check(layer, f"mlp_only_layers[{i}]") for i, layer in enumerate(given)}
-    dense |= {layer for layer in range(layers) if (layer + 1) % step}
-    return ExpertConfig(**values, dense_layers=frozenset(dense))
 
 
 def _sliding_windows(family: str, raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:

@@ -105,7 +105,9 @@ class SpecialGuard:
         blind.normalizer = normalizers.Sequence(back)
         if self._backend.pre_tokenizer is not None:
             blind.pre_tokenizer = self._backend.pre_tokenizer
-        blind.add_special_tokens([_sought_first(token) for _, token in self._added if token.special])
+        # They are sought before the text is normalized, so before stand-ins are turned back.
+        states = [token.__getstate__() for _, token in self._added if token.special]
+        blind.add_special_tokens([AddedToken(**{**state, "normalized": False}) for state in states])
         blind.add_tokens([token for _, token in self._added if not token.special])
         return blind
 
@@ -114,15 +116,3 @@ class SpecialGuard:
         """The ids of added tokens that the model's own vocabulary has not, and that have others here."""
         pairs = ((self._blind.token_to_id(token.content), index) for index, token in self._added)
         return {ours: index for ours, index in pairs if ours is not None and ours != index}
-
-
-def _sought_first(token: AddedToken) -> AddedToken:
-    """The same token, sought before the text is normalized, so before stand-ins are turned back."""
-    return AddedToken(
-        token.content,
-        single_word=token.single_word,
-        lstrip=token.lstrip,
-        rstrip=token.rstrip,
-        normalized=False,
-        special=True,
-    )

@@ -82,7 +82,7 @@ def run(given: SimpleNamespace) -> int:
             f"but {name} has at most {loaded.max_len}"
         )
     path = folder / f"{rung.name}.json.gz"
-    tokens = min(size.steps + 1 + chunk_steps(rung, size), loaded.max_len - size.context)
+    tokens = size.steps + 1
     engine = load_engine(rung, loaded, **engine_options(rung, loaded, size, tokens))
     assert isinstance(engine, Engine)
     vocab = min(10_000, loaded.config.vocab_size)
@@ -105,31 +105,11 @@ def run(given: SimpleNamespace) -> int:
     return 0
 
 
-CHUNKED = 7
-"""The phase from which on prompts may take several steps, in which others decode already."""
-MOST_CHUNKS = 4
-"""Steps that all prompts together may take, decodes aside."""
-
-
-def step_tokens(size: Size) -> int:
-    """Tokens of a step: enough for prompts to take few steps, and few enough to show chunks."""
-    return max(256, -(-size.batch * size.context // MOST_CHUNKS))
-
-
-def chunk_steps(phase: Phase, size: Size) -> int:
-    """The most steps with prompt tokens. The first prompt decodes in them, and must not end too early."""
-    if phase.number < CHUNKED:
-        return 0
-    budget = step_tokens(size)
-    return -(-size.batch * size.context // max(budget // 4, budget - size.batch)) + 1
-
-
 def engine_options(phase: Phase, model: Model, size: Size, new_tokens: int) -> dict[str, Any]:
     """Just as much room as the workload needs: the default would take most of the device's memory."""
     tokens = size.context + new_tokens
     at_once = max(2048, size.batch * tokens)  # all prompts in one step
-    options: dict[str, Any] = {"max_rows": size.batch, "max_len": tokens}
-    options["step_tokens"] = at_once if phase.number < CHUNKED else step_tokens(size)
+    options: dict[str, Any] = {"max_rows": size.batch, "max_len": tokens, "step_tokens": at_once}
     if phase.number > 4:
         blocks = size.batch * (tokens // 64 + 2) * 64
         options["cache_bytes"] = 2 * blocks * model.config.kv_bytes_per_token(model.dtype)

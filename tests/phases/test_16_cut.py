@@ -25,6 +25,8 @@ from forward.attention import RecomputeAttention
 from forward.loading import load_model
 from forward.model import Model
 from forward.surgery import clone
+from phases import phase_named
+from phases.registry import load_engine
 from tests.equivalence.compare import assert_all_same
 from tests.schedules import check
 
@@ -60,6 +62,13 @@ def test_all_experts_are_the_dense_model(name: str) -> None:
     assert len(layers) == dense.config.num_layers
     assert_all_same(dense, expected, generate(engine, PROMPTS, PARAMS), PARAMS)
     check(engine)
+
+
+def test_what_the_appendix_adds_leaves_experts_alone(tiny: Model) -> None:
+    """A step of one call knows MLPs, and must not take a layer of experts for one."""
+    expected = generate(forward.load(tiny), PROMPTS, PARAMS)
+    engine: Any = load_engine(phase_named("16"), tiny, active_experts=8, **SMALL)
+    assert_all_same(tiny, expected, generate(engine, PROMPTS, PARAMS), PARAMS)
 
 
 def test_fewer_experts_are_nearer_the_more_there_are(tiny: Model) -> None:

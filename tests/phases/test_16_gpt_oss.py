@@ -35,6 +35,7 @@ from forward.model import Model
 from paged_cache.reference import gather
 from tests import ranks_kit
 from tests.equivalence.compare import assert_all_same
+from tests.paged_batches import DEVICE, TOLERANCE, assert_near, make
 from tests.schedules import check
 
 YARN = {
@@ -255,7 +256,6 @@ def test_a_sink_is_one_more_key_of_value_0() -> None:
 def test_sinks_in_kernels(size: float, window: int | None) -> None:
     """Decodes in one split and in many, of one token and of several, and a prefill."""
     pytest.importorskip("triton")
-    from tests.paged_batches import DEVICE, TOLERANCE, assert_near, make
     from triton_paged_attention.decode import paged_decode
     from triton_paged_attention.prefill import paged_prefill, query_tiles
     from triton_paged_attention.tables import DecodeConfig, PrefillConfig
@@ -304,15 +304,19 @@ ENGINES: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def tiny() -> Model:
+def small_model(device: str) -> Model:
     """Random weights whose sinks differ, as 0 hides a head that is mistaken for another."""
-    model = load_model("random:tiny-gpt-oss", device="cpu", dtype="float32")
-    generator = torch.Generator().manual_seed(5)
+    model = load_model("random:tiny-gpt-oss", device=device, dtype="float32")
+    torch.manual_seed(5)
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):
-            parameter.normal_(0.0, 2.0, generator=generator)
+            parameter.normal_(0.0, 2.0)
     return model
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Model:
+    return small_model("cpu")
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -328,13 +332,15 @@ def test_the_tokens_are_phase_01_s(name: str, tiny: Model) -> None:
         check(engine)
 
 
-def test_kernels_give_the_tokens_of_phase_01(tiny: Model) -> None:
+def test_kernels_give_the_tokens_of_phase_01() -> None:
+    """In the interpreter, or on a GPU, where steps are graphs."""
     pytest.importorskip("triton")
+    model = small_model(DEVICE)
     prompts = [[5, 6, 7, 8] * 4, [3], list(range(1, 30))]
     params = [SamplingParams(max_tokens=3, ignore_eos=True) for _ in prompts]
-    expected = generate(forward.load(tiny), prompts, params)
-    engine = experts.load(tiny, kernels=True, **SMALL)
-    assert_all_same(tiny, expected, generate(engine, prompts, params), params)
+    expected = generate(forward.load(model), prompts, params)
+    engine = experts.load(model, kernels=True, **SMALL)
+    assert_all_same(model, expected, generate(engine, prompts, params), params)
 
 
 @pytest.mark.slow

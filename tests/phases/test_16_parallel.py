@@ -97,6 +97,15 @@ def test_an_inside_that_is_cut_is_the_same_inside(scheme: Any, sizes: tuple[int,
     assert torch.equal(biases[0] + biases[1], down.bias), "the bias is added once"
 
 
+def test_interleaved_gates_keep_their_ups() -> None:
+    whole = torch.arange(2 * 12 * 3.0).view(2, 12, 3)
+    for rank in range(3):
+        ranks: Any = _Rank(rank, 3)
+        part = cut_inside(ExpertStack(whole, bias=whole[..., 0]), ranks, Swiglu(interleaved=True))
+        assert torch.equal(part.data, whole[:, 4 * rank : 4 * rank + 4]), "gate, up, gate, up"
+        assert part.bias is not None and torch.equal(part.bias, part.data[..., 0])
+
+
 def test_an_inside_that_cannot_be_cut_is_refused() -> None:
     ranks: Any = _Rank(0, 3)
     with pytest.raises(UserError, match="tensor_parallel is 3, but an expert's inside is 8: cut 'experts'"):
@@ -106,6 +115,10 @@ def test_an_inside_that_cannot_be_cut_is_refused() -> None:
         cut_inside(_stacks(FP8_BLOCK, 130, 384)[1], ranks, None)
     with pytest.raises(UserError, match="cut is 'columns', but"):
         experts.load("random:tiny-moe", cut="columns", **SMALL)
+    with pytest.raises(UserError, match="tensor_parallel is 9, but a layer has 7 experts: cut 'inside'"):
+        experts.load("random:tiny-moe", tensor_parallel=9, **SMALL)
+    with pytest.raises(UserError, match="active_experts cuts a dense model on one GPU"):
+        experts.load("random:tiny", tensor_parallel=3, active_experts=4, **SMALL)
 
 
 # The same tokens.

@@ -31,12 +31,14 @@ from torch import Tensor, nn
 
 from common.errors import UserError, choice
 from common.options import option
+from experts.feature import MixtureOfExperts
 from experts.kernels.stack import ExpertStack, Swiglu
 from experts.layer import Experts
 from experts.stacked import ExpertWay, StackedExperts, Stacking
+from forward.loading import config_of
 from forward.model import Model
-from paged_cache import Feature, Parts
-from parallel.feature import Split
+from paged_cache import Feature, Parts, Recipe
+from parallel.feature import Parallel, Split
 from parallel.ranks import Ranks
 from quant.formats import BLOCK
 from quant.loading import Quantize
@@ -199,10 +201,22 @@ class ExpertParallel(Feature):
         choice("cut", self.cut, CUTS)
 
     def prepare(self, parts: Parts) -> None:
-        """Let each rank keep its part while the model is loaded."""
+        """Let each rank keep its part while the model is loaded. Rank 0 checks before any other begins."""
+        for one in parts.recipe.features:
+            if isinstance(one, Parallel) and one.tensor_parallel > 1:
+                self.check(parts.recipe, one.tensor_parallel)
         ranks = _ranks(parts)
         if ranks is not None and isinstance(parts.linears, Stacking):
             parts.wrap(self, linears=lambda inner: Sharing(inner, ranks, self.cut))
+
+    def check(self, recipe: Recipe, size: int) -> None:
+        """Raise `UserError` for what `size` ranks cannot do."""
+        facts = None if isinstance(recipe.model, Model) else config_of(str(recipe.model)).experts
+        asked = any(isinstance(one, MixtureOfExperts) and one.active_experts for one in recipe.features)
+        if facts is None and asked:
+            raise UserError(f"tensor_parallel is {size}, but active_experts cuts a dense model on one GPU")
+        if facts is not None and self.cut == "experts" and facts.count < size:
+            raise UserError(f"tensor_parallel is {size}, but a layer has {facts.count} experts: cut 'inside'")
 
     def install(self, parts: Parts) -> None:
         """Add up what the ranks compute."""

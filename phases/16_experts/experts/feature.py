@@ -54,8 +54,11 @@ class MixtureOfExperts(Feature):
         if facts is None:
             cut.cut(model, _text(parts), count)
             Stacking(Quantize()).finish(model)
-        for layer in _layers(model):
-            layer.facts = replace(layer.facts, top_k=count)
+        else:
+            facts = replace(facts, top_k=count)
+            model.config = replace(model.config, experts=facts)
+            for layer in _layers(model):
+                layer.facts = facts
 
     def install(self, parts: Parts) -> None:
         """Give the layers the kernels' ways, where there are kernels."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from common.errors import UserError
 from common.models.config import ModelConfig
 from experts.kernels.stack import ExpertStack, Swiglu
-from experts.layer import Experts, Router
+from experts.layer import ExpertRouter, Experts
 from forward.attention import LayerSpec
 from forward.models.llama import Llama, LlamaAttention, LlamaBlock
 
@@ -115,7 +115,7 @@ class ClampedMLPs(nn.Module):
         return self.gate_up.stack(), self.down.stack(), SWIGLU
 
 
-class BiasedRouter(Router):
+class BiasedRouter(ExpertRouter):
     """A router with a bias."""
 
     def __init__(self, hidden_size: int, count: int) -> None:

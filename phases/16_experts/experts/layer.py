@@ -11,7 +11,7 @@ from experts.routing import route
 from forward.layers import GatedMLP
 
 
-class Router(nn.Module):
+class ExpertRouter(nn.Module):
     """A score for each expert. It is no `nn.Linear`, so that whatever rounds these leaves it alone.
 
     Its weight is small, and a wrong expert costs more than a rounded one.
@@ -38,7 +38,7 @@ class Experts(nn.Module):
         assert config.experts is not None
         self.facts: ExpertConfig = config.experts
         hidden, facts = config.hidden_size, config.experts
-        self.gate = Router(hidden, facts.count)
+        self.gate = ExpertRouter(hidden, facts.count)
         self.experts = nn.ModuleList(
             GatedMLP(hidden, facts.intermediate_size, config.activation) for _ in range(facts.count)
         )

@@ -38,12 +38,6 @@ class Qwen3MoeBlock(SparseBlock):
     attention_class: ClassVar[type[LlamaAttention]] = Qwen3Attention
 
 
-class LlamaMoe(Llama):
-    """A Llama of `SparseBlock`: what a dense Llama becomes when its MLPs are cut into experts."""
-
-    block_class: ClassVar[type[LlamaBlock]] = SparseBlock
-
-
 class Qwen2Moe(Llama):
     """A Llama of `Qwen2MoeBlock`; it has a shared expert."""
 

@@ -19,7 +19,6 @@ FAMILIES: dict[str, type[Model]] = {
 }
 
 LATER: dict[str, str] = {
-    "llama_moe": "experts.qwen3_moe.LlamaMoe",
     "qwen2_moe": "experts.qwen3_moe.Qwen2Moe",
     "qwen3_moe": "experts.qwen3_moe.Qwen3Moe",
     "gpt_oss": "experts.gpt_oss.GptOss",

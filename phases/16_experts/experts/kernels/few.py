@@ -18,7 +18,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from experts.kernels.choosing import early
 from experts.kernels.grouped import GroupedWay, finish_sums, gated_unit, product_arguments, rows_of_gates
 from experts.kernels.stack import ExpertStack, Swiglu
 
@@ -45,6 +47,7 @@ def few_kernel(
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, UP: tl.constexpr, KIND: tl.constexpr,
     LIMIT: tl.constexpr, INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, CHANNEL: tl.constexpr,
     SIDE: tl.constexpr, ROUNDED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per `BLOCK_N` of `N` outputs, of a choice (UP) or of a token, whose choices it adds up."""
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -53,6 +56,9 @@ def few_kernel(
     rows: tl.constexpr = 2 * N if UP else N
     choices: tl.constexpr = 1 if UP else TOP_K
     total = tl.zeros([BLOCK_N], tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     for place in tl.static_range(choices):
         choice = tl.program_id(0) * choices + place
         expert = tl.load(chosen + choice)
@@ -100,6 +106,7 @@ def few_mlp(
         few_kernel[(programs, triton.cdiv(n, block_n))](
             out, *tensors, weights, chosen, len(stack.data), **constants, BLOCK_N=block_n,
             BLOCK_K=min(block_k, triton.next_power_of_2(k)), num_warps=warps,
+            **early(x.device),
         )  # fmt: skip
         x = out
     return x
