@@ -355,7 +355,7 @@ def test_guesses_are_refused_by_name(model: Model) -> None:
 )
 def test_kernels_leave_the_states_of_torch(width: int, works: list[tuple[int, int]], block_size: int) -> None:
     """Outputs, states at the end, and those at the last block boundary within each work (start, count)."""
-    from hybrid_cache.delta_kernels import KernelMixer
+    from hybrid_cache.delta_kernels import mix_by_kernels
 
     rng = torch.Generator().manual_seed(0)
     config = DeltaConfig(3, 6, 12, 20, width, (True,))
@@ -388,9 +388,9 @@ def test_kernels_leave_the_states_of_torch(width: int, works: list[tuple[int, in
     by_torch, by_kernels = pools
     by_torch.begin(batch)
     wanted = by_torch.mix(spec, inputs)
-    mixer = KernelMixer(by_kernels)
-    mixer.begin(batch, decodes=bool((counts == 1).all()))
-    torch.testing.assert_close(mixer.mix(spec, inputs), wanted, atol=1e-5, rtol=1e-5)
+    by_kernels.begin(batch)
+    found = mix_by_kernels(by_kernels, spec, inputs, decodes=bool((counts == 1).all()))
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(by_kernels.recurrent, by_torch.recurrent, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(by_kernels.conv, by_torch.conv, atol=0, rtol=0)
 

@@ -28,8 +28,9 @@ class StatePool:
     recurrent: `[layers, slots + 1, H, Dk, Dv]` float32, in the order of the layers that have states.
     conv: `[layers, slots + 1, W - 1, C]`.
     places: `[pages]` int32, each page's slot.
-    step: `[3, B]` int32, the slots of this step's requests: where the state before it is, where that at the
-        last page boundary within the step goes (-1: nowhere), and where the last one goes (-1: padding).
+    step: `[4, B]` int32, of this step's requests: the slots where the state before it is, where that at the
+        last page boundary within the step goes (-1: nowhere), and where the last one goes (-1: padding); and
+        the tokens before that boundary, or 0.
     """
 
     step: Tensor
@@ -79,13 +80,10 @@ class StatePool:
         boundary = self._slots(batch, last - 1)
         saved = (last * size > starts) & (boundary != self.null)
         live = (counts > 0) & (ends > 0)
-        self.step = torch.stack(
-            (
-                source,
-                torch.where(live & saved, boundary, -1),
-                torch.where(live, self._slots(batch, last), -1),
-            )
-        ).int()
+        boundary = torch.where(live & saved, boundary, -1)
+        into = torch.where(live, self._slots(batch, last), -1)
+        cut = torch.where(boundary >= 0, last * size - starts, 0)
+        self.step = torch.stack((source, boundary, into, cut)).int()
         self.batch = batch
 
     def _slots(self, batch: PagedBatch, places: Tensor) -> Tensor:
@@ -107,10 +105,9 @@ class StatePool:
             out[at] = self._advance(layer, tokens, source, into).squeeze(1)
         for i in np.flatnonzero(host.query_lens > 1).tolist():
             first, last = (int(host.query_starts[j]) for j in (i, i + 1))
-            source, boundary, into = (part[i] for part in slots)
+            source, boundary, into, count = (part[i] for part in slots)
             if boundary >= 0:
-                end = int(host.context_lens[i])
-                cut = last - (end - (end - 1) // self.block_size * self.block_size)
+                cut = first + count
                 out[first:cut] = self._advance(layer, inputs.cut(first, cut), source, boundary)
                 first, source = cut, boundary
             out[first:last] = self._advance(layer, inputs.cut(first, last), source, into)
