@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybrid_cache.mixer import DeltaInputs, DeltaSpec
+from hybrid_cache.mixer import DeltaInputs
 from hybrid_cache.state_pool import StatePool
 
 CHUNK = 16
@@ -173,9 +173,9 @@ def scan_kernel(
         shift(x, kept, source, boundary, into, first, cut, count, keys, C, W, W_PAD, DK, DK_PAD)
 
 
-def mix_by_kernels(pool: StatePool, layer: DeltaSpec, inputs: DeltaInputs, decodes: bool) -> Tensor:
+def mix_by_kernels(pool: StatePool, inputs: DeltaInputs, decodes: bool) -> Tensor:
     """`StatePool.mix` by kernels. decodes: True if every request computes one token."""
-    index, x = pool.index[layer.index], inputs.mixed.contiguous()
+    layer, index, x = inputs.config, pool.index[inputs.layer], inputs.mixed.contiguous()
     out = x.new_empty(len(x), layer.value_heads, layer.value_dim)
     weight, decay, beta = (part.contiguous() for part in (inputs.conv, inputs.decay, inputs.beta))
     requests = pool.step.shape[1]

@@ -10,7 +10,7 @@ from continuous.batch import Batch
 from forward.attention import LayerSpec
 from hybrid_cache.attention import GroupedTorch
 from hybrid_cache.delta_kernels import mix_by_kernels
-from hybrid_cache.mixer import DeltaInputs, DeltaSpec, Mixer
+from hybrid_cache.mixer import DeltaInputs, Mixer
 from hybrid_cache.pool import HybridPool
 from paged_cache.attention import PagedBatch
 from paged_cache.pool import LayerBlocks
@@ -52,7 +52,7 @@ class GroupedTriton(TritonPagedAttention, Mixer):
             self._torch.place(layer)
         return self.pool.layers[layer.index], self.batch.slots
 
-    def mix(self, layer: DeltaSpec, inputs: DeltaInputs) -> Tensor:
+    def mix(self, inputs: DeltaInputs) -> Tensor:
         """See `Mixer.mix`."""
         assert self.pool.states is not None
-        return mix_by_kernels(self.pool.states, layer, inputs, self._decodes)
+        return mix_by_kernels(self.pool.states, inputs, self._decodes)
