@@ -37,7 +37,7 @@ from forward.shapes import SHAPES
 from hybrid_cache import HybridCache, LayerGroups
 from hybrid_cache.delta_rule import DeltaTokens, causal_conv, one_chunk, recurrence, scan, unit
 from hybrid_cache.index import NoIndex
-from hybrid_cache.mixer import DeltaInputs, DeltaSpec
+from hybrid_cache.mixer import DeltaInputs
 from hybrid_cache.state_pool import StatePool
 from paged_cache import PagedBatch
 from paged_cache.scheduler import PagedScheduler
@@ -355,11 +355,10 @@ def test_guesses_are_refused_by_name(model: Model) -> None:
 )
 def test_kernels_leave_the_states_of_torch(width: int, works: list[tuple[int, int]], block_size: int) -> None:
     """Outputs, states at the end, and those at the last block boundary within each work (start, count)."""
-    from hybrid_cache.delta_kernels import KernelMixer
+    from hybrid_cache.delta_kernels import mix_by_kernels
 
     rng = torch.Generator().manual_seed(0)
-    config = DeltaConfig(3, 6, 12, 20, width, (True,))
-    spec = DeltaSpec.of(config, 0)
+    config = DeltaConfig(3, 6, 12, 20, width, (True, False))
     starts, counts = (np.array(column) for column in zip(*works, strict=True))
     contexts, total = starts + counts, int(counts.sum())
     places = -(-int(contexts.max()) // block_size)
@@ -380,17 +379,19 @@ def test_kernels_leave_the_states_of_torch(width: int, works: list[tuple[int, in
         positions=torch.zeros(total), input_ids=torch.zeros(total),
     ))  # fmt: skip
     inputs = DeltaInputs(
-        torch.randn(total, spec.channels, generator=rng),
+        0,
+        config,
+        torch.randn(config.channels, width, generator=rng),
+        torch.randn(total, config.channels, generator=rng),
         -0.3 * torch.rand(total, 6, generator=rng),
         torch.rand(total, 6, generator=rng),
-        torch.randn(spec.channels, width, generator=rng),
     )
     by_torch, by_kernels = pools
     by_torch.begin(batch)
-    wanted = by_torch.mix(spec, inputs)
-    mixer = KernelMixer(by_kernels)
-    mixer.begin(batch, decodes=bool((counts == 1).all()))
-    torch.testing.assert_close(mixer.mix(spec, inputs), wanted, atol=1e-5, rtol=1e-5)
+    wanted = by_torch.mix(inputs)
+    by_kernels.begin(batch)
+    found = mix_by_kernels(by_kernels, inputs, decodes=bool((counts == 1).all()))
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(by_kernels.recurrent, by_torch.recurrent, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(by_kernels.conv, by_torch.conv, atol=0, rtol=0)
 
