@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ class Ceilings:
 class Cost:
     """What one stretch of computation needs, whoever computes it.
 
-    weight_bytes, kv_bytes: bytes read. flops: multiplications and additions, counted separately.
+    weight_bytes, kv_bytes: bytes read; states, which are written as well, count as keys and values. flops: multiplications and additions, counted separately.
     """
 
     weight_bytes: float
@@ -75,7 +76,23 @@ def layer_parameters(config: ModelConfig) -> int:
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     attention = config.hidden_size * (query + 2 * kv) + query * config.hidden_size
     gated = 2 if config.family == "gpt2" else 3  # GPT-2's MLP has two matrices, the others a gate as well
-    return config.num_layers * (attention + gated * config.hidden_size * config.intermediate_size)
+    mlps = config.num_layers * gated * config.hidden_size * config.intermediate_size
+    delta, states = config.delta, _state_layers(config)
+    if delta is None:
+        return config.num_layers * attention + mlps
+    values = delta.value_heads * delta.value_dim  # into the gate, out of it, and two numbers a head
+    mixer = config.hidden_size * (delta.channels + 2 * values + 2 * delta.value_heads)
+    attention += config.hidden_size * query  # these layers' attention has a gate as well
+    return (config.num_layers - states) * attention + states * mixer + mlps
+
+
+def state_bytes(config: ModelConfig) -> float:
+    """Bytes of all layers' states of one request, in float32; each token reads them and writes them back."""
+    return 0 if config.delta is None else 4 * _state_layers(config) * prod(config.delta.state_shape)
+
+
+def _state_layers(config: ModelConfig) -> int:
+    return sum(config.delta.layers) if config.delta is not None else 0
 
 
 def decode_work(config: ModelConfig, dtype: torch.dtype, batch: int, context: float) -> Cost:
@@ -88,7 +105,8 @@ def decode_work(config: ModelConfig, dtype: torch.dtype, batch: int, context: fl
     weights = layer_parameters(config) + head
     return Cost(
         weight_bytes=weights * dtype.itemsize,
-        kv_bytes=batch * _keys(config, context) * _kv_bytes_per_key(config, dtype),
+        kv_bytes=batch
+        * (_keys(config, context) * _kv_bytes_per_key(config, dtype) + 2 * state_bytes(config)),
         flops=2.0 * batch * weights + batch * _keys(config, context) * _flops_per_key(config),
     )
 
@@ -140,7 +158,7 @@ def generation_work(
         Cost(prefill.weight_bytes * waves, prefill.kv_bytes, prefill.flops),
         Cost(
             weight_bytes=one.weight_bytes * steps,
-            kv_bytes=keys * _kv_bytes_per_key(config, dtype),
+            kv_bytes=keys * _kv_bytes_per_key(config, dtype) + sum(decodes) * one.kv_bytes,
             flops=one.flops * sum(decodes) + keys * _flops_per_key(config),
         ),
     ]
@@ -192,13 +210,21 @@ def summarize_generation(
 
 def _keys(config: ModelConfig, context: float) -> float:
     """Keys that one query reads, summed over the layers: `context`, or less in sliding-window layers."""
-    return sum(context if window is None else min(context, window) for window in config.sliding_windows)
+    return sum(context if window is None else min(context, window) for window in _windows(config))
+
+
+def _windows(config: ModelConfig) -> list[int | None]:
+    """The window of each layer of attention."""
+    keys = (
+        [True] * config.num_layers if config.delta is None else [not state for state in config.delta.layers]
+    )
+    return [window for window, has in zip(config.sliding_windows, keys, strict=True) if has]
 
 
 def _pairs(config: ModelConfig, length: int) -> float:
     """Query-key pairs of one causal prompt, summed over the layers."""
     total = 0.0
-    for window in config.sliding_windows:
+    for window in _windows(config):
         seen = length if window is None else min(length, window)
         total += seen * (seen + 1) / 2 + (length - seen) * seen
     return total
