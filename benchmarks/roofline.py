@@ -48,7 +48,8 @@ class Ceilings:
 class Cost:
     """What one stretch of computation needs, whoever computes it.
 
-    weight_bytes, kv_bytes: bytes read; states, which are written as well, count as keys and values. flops: multiplications and additions, counted separately.
+    weight_bytes, kv_bytes: bytes read; a state, which is written as well, counts twice as keys and values.
+    flops: multiplications and additions, counted separately.
     """
 
     weight_bytes: float
