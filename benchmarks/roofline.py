@@ -72,19 +72,33 @@ class Cost:
         )
 
 
-def layer_parameters(config: ModelConfig) -> int:
-    """Weights of all layers' matrix products: projections and MLP, without embedding, norms and biases."""
+def layer_parameters(config: ModelConfig, experts: float | None = None) -> float:
+    """Weights of all layers' matrix products: projections and MLP, without embedding, norms and biases.
+
+    experts: so many of a mixture's experts in each layer; None: all.
+    """
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     attention = config.hidden_size * (query + 2 * kv) + query * config.hidden_size
     gated = 2 if config.family == "gpt2" else 3  # GPT-2's MLP has two matrices, the others a gate as well
-    mlps = config.num_layers * gated * config.hidden_size * config.intermediate_size
+    mixers = _mixer_parameters(config, attention)
+    dense, facts = gated * config.hidden_size * config.intermediate_size, config.experts
+    if facts is None:
+        return mixers + config.num_layers * dense
+    inside = facts.intermediate_size * (facts.count if experts is None else experts) + facts.shared_size
+    sparse = config.hidden_size * (3 * inside + facts.count)
+    plain = len([layer for layer in facts.dense_layers if layer < config.num_layers])
+    return mixers + plain * dense + (config.num_layers - plain) * sparse
+
+
+def _mixer_parameters(config: ModelConfig, attention: int) -> int:
+    """Weights around what mixes tokens, in all layers; those of a layer of plain attention are `attention`."""
     delta, states = config.delta, _state_layers(config)
     if delta is None:
-        return config.num_layers * attention + mlps
+        return config.num_layers * attention
     values = delta.value_heads * delta.value_dim  # into the gate, out of it, and two numbers a head
     mixer = config.hidden_size * (delta.channels + 2 * values + 2 * delta.value_heads)
-    attention += config.hidden_size * query  # these layers' attention has a gate as well
-    return (config.num_layers - states) * attention + states * mixer + mlps
+    attention += config.hidden_size * config.num_heads * config.head_dim  # here attention has a gate as well
+    return (config.num_layers - states) * attention + states * mixer
 
 
 def state_bytes(config: ModelConfig) -> float:
@@ -96,6 +110,18 @@ def _state_layers(config: ModelConfig) -> int:
     return sum(config.delta.layers) if config.delta is not None else 0
 
 
+def experts_read(config: ModelConfig, tokens: float) -> float | None:
+    """Return how many of a layer's experts some tokens choose on average, if all are chosen alike."""
+    if config.experts is None:
+        return None
+    return config.experts.count * (1 - (1 - config.experts.top_k / config.experts.count) ** tokens)
+
+
+def parameters_of_a_token(config: ModelConfig) -> float:
+    """Weights of the layers that one token is multiplied with."""
+    return layer_parameters(config, None if config.experts is None else config.experts.top_k)
+
+
 def decode_work(config: ModelConfig, dtype: torch.dtype, batch: int, context: float) -> Cost:
     """One decode step: one new token for each of `batch` sequences that attend to `context` keys each.
 
@@ -103,25 +129,28 @@ def decode_work(config: ModelConfig, dtype: torch.dtype, batch: int, context: fl
     `batch` rows are read, which is nothing.
     """
     head = config.vocab_size * config.hidden_size
-    weights = layer_parameters(config) + head
+    read = layer_parameters(config, experts_read(config, batch)) + head
     return Cost(
-        weight_bytes=weights * dtype.itemsize,
+        weight_bytes=read * dtype.itemsize,
         kv_bytes=batch
         * (_keys(config, context) * _kv_bytes_per_key(config, dtype) + 2 * state_bytes(config)),
-        flops=2.0 * batch * weights + batch * _keys(config, context) * _flops_per_key(config),
+        flops=2.0 * batch * (parameters_of_a_token(config) + head)
+        + batch * _keys(config, context) * _flops_per_key(config),
     )
 
 
 def prefill_work(config: ModelConfig, dtype: torch.dtype, prompt_lens: Sequence[int]) -> Cost:
     """Prompts computed in one pass: every token through the layers, the head for each prompt's last token."""
     head = config.vocab_size * config.hidden_size
-    layers = layer_parameters(config)
     tokens = sum(prompt_lens)
+    read = layer_parameters(config, experts_read(config, tokens))
     pairs = sum(_pairs(config, length) for length in prompt_lens)
     return Cost(
-        weight_bytes=(layers + head) * dtype.itemsize,
+        weight_bytes=(read + head) * dtype.itemsize,
         kv_bytes=0.0,  # keys and values of a prompt are used where they are made
-        flops=2.0 * tokens * layers + 2.0 * len(prompt_lens) * head + pairs * _flops_per_key(config),
+        flops=2.0 * tokens * parameters_of_a_token(config)
+        + 2.0 * len(prompt_lens) * head
+        + pairs * _flops_per_key(config),
     )
 
 
@@ -158,7 +187,7 @@ def generation_work(
     return [
         Cost(prefill.weight_bytes * waves, prefill.kv_bytes, prefill.flops),
         Cost(
-            weight_bytes=one.weight_bytes * steps,
+            weight_bytes=decode_work(config, dtype, batch, 0).weight_bytes * steps,
             kv_bytes=keys * _kv_bytes_per_key(config, dtype) + sum(decodes) * one.kv_bytes,
             flops=one.flops * sum(decodes) + keys * _flops_per_key(config),
         ),

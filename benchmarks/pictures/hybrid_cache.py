@@ -10,12 +10,12 @@ from chunked_prefill import ChunkedScheduler
 from common.request import Request
 from common.sampling.params import SamplingParams
 from continuous.rows import Rows
-from hybrid_cache import HybridCache, Layout
+from hybrid_cache import HybridCache, LayerGroups
 from hybrid_cache.index import NoIndex
 
 P, STEP_TOKENS, BLOCKS = 4, 8, 43
 """Tokens in a page, tokens of a step, and blocks of the pool, the null block included."""
-LAYOUT = Layout(1, {None: [[0]], 12: [[1]], 6: [[2]]})
+LAYOUT = LayerGroups(1, {None: [[0]], 12: [[1]], 6: [[2]]})
 NAMES = ("all keys", "a window of 12", "a window of 6")
 PROMPTS = {"a": 20, "b": 6, "c": 12}
 OUTPUT = 12

@@ -57,6 +57,29 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class ExpertConfig:
+    """A layer whose MLP is a mixture of experts.
+
+    ``normalize``: the weights of a token's ``top_k`` experts sum to 1. ``weighted`` is false where each has
+    the weight 1. ``shared_size`` is the inside of the expert that every token goes through, 0 where there is
+    none. ``dense_layers`` have a plain MLP.
+    """
+
+    count: int
+    top_k: int
+    intermediate_size: int
+    normalize: bool = True
+    weighted: bool = True
+    shared_size: int = 0
+    dense_layers: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        """Refuse to choose more experts than there are."""
+        if self.top_k > self.count:
+            raise UserError(f"num_experts_per_tok is {self.top_k}, but there are {self.count} experts")
+
+
+@dataclass(frozen=True)
 class DeltaConfig:
     """Layers of Gated DeltaNet (arXiv 2412.06464), which keep one state instead of keys and values.
 
@@ -133,6 +156,7 @@ class ModelConfig:
     delta: DeltaConfig | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    experts: ExpertConfig | None = None
     quantization: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
@@ -196,8 +220,14 @@ class ModelConfig:
             ends = raw.get("eos_token_id")
             raw = {**outside, **inner} | ({} if ends is None else {"eos_token_id": ends})
             _refuse_unsupported(raw, family)
+        if family in hf.NEEDED:
+            said = {**hf.ROPE_PARAMETERS.read(raw), **hf.ROPE_SCALING.read(raw), **raw}
+            for name in hf.NEEDED[family]:
+                if said.get(name) is None:
+                    raise UserError(f"there is no field {name!r}, which a {family} model needs")
         values = {ours: field.read(raw) for ours, field in hf.FIELDS[family].items()}
         values |= _gpt2(raw, values) if family == "gpt2" else _rope_family(family, raw, values)
+        values["experts"] = _experts(family, raw, values["num_layers"])
         values["activation"] = hf.SAME_ACTIVATIONS.get(values["activation"], values["activation"])
         values["quantization"] = _quantization(raw)
         bos: int = _token_id("bos_token_id", values["vocab_size"]).read(raw)
@@ -278,6 +308,17 @@ def _rope_family(family: str, raw: Mapping[str, Any], values: Mapping[str, Any])
     }
 
 
+def _experts(family: str, raw: Mapping[str, Any], layers: int) -> ExpertConfig | None:
+    """The mixture of experts of a family that has one."""
+    if family not in hf.EXPERTS:
+        return None
+    values = {ours: field.read(raw) for ours, field in hf.EXPERTS[family].items()}
+    step, given = hf.SPARSE_STEP.read(raw), hf.DENSE_LAYERS.read(raw)
+    dense = {hf.DENSE_LAYER.check(layer, f"mlp_only_layers[{i}]") for i, layer in enumerate(given)}
+    dense |= {layer for layer in range(layers) if (layer + 1) % step}
+    return ExpertConfig(**values, dense_layers=frozenset(dense))
+
+
 def _delta(raw: Mapping[str, Any], layers: int) -> DeltaConfig:
     """The layers of Gated DeltaNet: those of ``layer_types``, or all but every fourth."""
     types, interval = hf.LAYER_TYPES.read(raw), hf.FULL_INTERVAL.read(raw)
@@ -301,8 +342,10 @@ def _rotary_share(raw: Mapping[str, Any]) -> float:
 
 def _sliding_windows(family: str, raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     """Each layer's window, from ``layer_types`` or from the older fields that imply it."""
-    if family == "qwen3_5" or (family in ("qwen2", "qwen3") and not hf.WINDOW_IS_USED.read(raw)):
+    if family == "qwen3_5" or (family in hf.QWEN and not hf.WINDOW_IS_USED.read(raw)):
         return (None,) * layers  # Qwen's files carry a window that is switched off
+    if family in hf.QWEN and family in hf.EXPERTS:
+        raise UserError(f"use_sliding_window is true, but only false is supported in a {family} model")
     window, types = hf.WINDOW.read(raw), hf.LAYER_TYPES.read(raw)
     if types is not None:
         full = [
@@ -311,7 +354,7 @@ def _sliding_windows(family: str, raw: Mapping[str, Any], layers: int) -> tuple[
     elif family == "gemma3":
         pattern = hf.WINDOW_PATTERN.read(raw)
         full = [(i + 1) % pattern == 0 for i in range(layers)]
-    elif family in ("qwen2", "qwen3"):
+    elif family in hf.QWEN:
         first = hf.FIRST_WINDOW.read(raw)
         full = [i < first for i in range(layers)]
     else:

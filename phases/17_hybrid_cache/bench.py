@@ -22,7 +22,7 @@ from common.request import Request
 from common.sampling.params import SamplingParams
 from continuous.rows import Rows
 from continuous.scheduler import Scheduler
-from hybrid_cache import HybridCache, Layout
+from hybrid_cache import HybridCache, LayerGroups
 from paged_cache import PagedCache, PagedEngine
 from prefix_cache import PrefixCache, RadixIndex
 
@@ -151,7 +151,7 @@ def plain(context: int, blocks: int) -> PrefixCache:
 
 def hybrid(config: ModelConfig, context: int, blocks: int) -> HybridCache:
     """The hybrid cache of a model in the memory of so many blocks of all layers."""
-    layout = Layout.of(config)
+    layout = LayerGroups.of(config)
     own = layout.blocks(blocks)
     return HybridCache(ROWS, context, own, BLOCK, RadixIndex(), layout, step_tokens=STEP_TOKENS)
 

@@ -19,7 +19,6 @@ from phases.appendix.embeddings.endpoint import EmbeddingRoute
 from phases.appendix.observability.live import Live
 from phases.appendix.observability.log import AccessLog
 from phases.appendix.observability.metrics import Metrics
-from phases.appendix.observability.traces import Traces
 from phases.appendix.protocols.extension import Protocols
 from serving.app import App, Extension
 from serving.client import EngineClient
@@ -39,7 +38,6 @@ def whole_app(
     limits: Limits | None = None,
     strict: bool = False,
     version: str = "0",
-    traces: Traces | None = None,
     describe_tools: bool = True,
     **server: Any,
 ) -> App:
@@ -50,7 +48,6 @@ def whole_app(
         allowed_origins: whose web pages may read answers; see `origins`.
         keys: of which a client needs one; none: everybody may come in.
         access_log: a path, "-" for standard error, or "none".
-        traces: where spans go, if anywhere.
         limits: on what a client may send.
         strict: refuse unknown fields.
         version: of the server.
@@ -60,7 +57,7 @@ def whole_app(
     metrics, checked = Metrics(), limits or Limits()
     extensions: list[Extension] = [metrics, Hosts(hosts)]
     extensions += [Origins(allowed_origins)] if allowed_origins else []
-    extensions += [Keys(keys), *([traces] if traces is not None else []), AccessLog(access_log, metrics)]
+    extensions += [Keys(keys), AccessLog(access_log, metrics)]
     extensions += [BodyParts(checked), Api(version, strict, describe_tools)]
     extensions += [Protocols(strict, describe_tools), EmbeddingRoute(strict), Live(), Forms()]
     return App(engine, tokenizer, model, limits=checked, extensions=extensions, **server)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,8 @@ import pytest
 import torch
 
 import parallel
-import serving
 from common.errors import UserError
-from common.sampling.params import SamplingParams
-from tests.ranks_kit import PARAMS, PROMPTS, SMALL, end_crews, in_ranks, same, tokens_of, write_checkpoint
+from tests.ranks_kit import SMALL, end_crews, in_ranks, write_checkpoint
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,22 +31,27 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-FEW = PROMPTS[:3], [*PARAMS[:2], SamplingParams(max_tokens=3, seed=2, temperature=1.0, ignore_eos=True)]
+class Files:
+    """Memory that every rank has: files, for the kernels in Triton's interpreter."""
 
-
-@pytest.mark.slow
-def test_tokens_are_those_of_one_rank(llama: Path) -> None:
-    prompts, params = FEW
-    short = [SamplingParams(**{**vars(p), "max_tokens": 4}) for p in params]
-    given = SMALL | {"kernels": True, "max_len": 32}
-    wanted = tokens_of(serving.load(str(llama), **given), prompts, short)
-    same(in_ranks(str(llama), 2, given | {"all_reduce": "one-shot"}, prompts, short), wanted, "one-shot")
+    def __init__(self, ranks: Any, size: int) -> None:
+        name = int(ranks.first(torch.tensor([uuid.uuid4().int >> 66])))
+        paths = [Path("/dev/shm") / f"ladder-{name:x}-{rank}" for rank in range(ranks.size)]
+        with paths[ranks.rank].open("wb") as file:
+            file.truncate(size)
+        ranks.smallest(0)  # until all are there
+        self.own = [torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8) for path in paths]
+        ranks.smallest(0)  # until each has all
+        os.unlink(paths[ranks.rank])
+        self.table = torch.tensor([part.data_ptr() for part in self.own])
+        self.stop = torch.zeros(1, dtype=torch.int32)
 
 
 def _sums(ranks: Any) -> list[str]:
     """What is wrong with sums of some shapes, one after the other in the same places."""
     from phases.appendix.all_reduce import symmetric as module
 
+    module.Shared = Files  # type: ignore[assignment,misc]
     module.PROGRAMS = 3  # so that programs have several rows, and some have more than others
     hidden, wrong = 24, []
     reducer = module.Symmetric(ranks, hidden, torch.float32, 1 << 12)
@@ -115,6 +119,6 @@ def test_numbers_go_over_the_wire_sixteen_bytes_at_a_time() -> None:
 @pytest.mark.slow
 def test_kernels_are_refused_without_kernels(llama: Path) -> None:
     with pytest.raises(
-        UserError, match="all_reduce is 'one-shot', but must be 'nccl' or 'auto' without kernels"
+        UserError, match="all_reduce is 'one-shot', but must be 'nccl' or 'auto' without kernels on a GPU"
     ):
         in_ranks(str(llama), 2, SMALL | {"all_reduce": "one-shot"})

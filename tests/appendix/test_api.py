@@ -5,24 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import threading
 from typing import Any
 
 import pytest
 import torch
 
-from common.text.tokenizer import Tokenizer
 from forward.attention import RecomputeAttention
 from forward.model import Model
-from phases.appendix.api.answers import WideAnswer
-from phases.appendix.api.endpoints import WideCompletions
-from phases.appendix.api.schema import CompletionRequest
 from phases.appendix.server import whole_app
-from serving.endpoints import Prompts
-from serving.http.limits import Limits
 from tests.equivalence.engines import blocks
 from tests.guidance_kit import served as load
-from tests.servers import Client, Loopback, tokenizer_for
+from tests.servers import Client, Loopback
 from tests.serving_kit import engine as engine
 from tests.serving_kit import make as make
 from tests.serving_kit import settle
@@ -30,7 +23,6 @@ from tests.serving_kit import tokenizer as tokenizer
 
 TAKEN: dict[str, dict[str, Any]] = {
     "more samples than rows": {"n": 9},
-    "best of more than there are rows": {"n": 2, "best_of": 9},
     "top_p of nothing": {"top_p": 0, "temperature": 1},
     "seed of more bits": {"seed": 2**70},
     "negative seed": {"seed": -(2**70)},
@@ -154,19 +146,6 @@ async def test_offsets_are_those_of_the_text(make, stream):
         assert said[at : at + 1] == tokens[place], f"token {place} does not begin at {at}"
 
 
-async def test_likeliest_tokens_that_look_alike(make):
-    """Parts of characters are all the same text: what is told of it is the likeliest of them."""
-    body = {"prompt": "abc", "max_tokens": 40, "ignore_eos": True, "temperature": 1, "seed": 1}
-    few, many = [
-        (await Client(make()).post("/v1/completions", body | {"logprobs": most}))[1]["choices"][0]
-        for most in (1, 20)
-    ]
-    for one, all_ in zip(few["logprobs"]["top_logprobs"], many["logprobs"]["top_logprobs"], strict=True):
-        assert max(all_.values()) == pytest.approx(max(one.values()), abs=1e-4), (
-            "a less likely token has taken the place of the likeliest"
-        )
-
-
 async def test_prompt_logprobs_in_vllms_shape(make, model, tokenizer):
     app = make()
     ids = tokenizer.encode("abcdef" * 9)
@@ -189,33 +168,6 @@ async def test_prompt_logprobs_in_vllms_shape(make, model, tokenizer):
     assert len(said["prompt_logprobs"]) == said["usage"]["prompt_tokens"]
 
 
-async def test_best_of_returns_the_likeliest(make):
-    app = make()
-    body = {"prompt": "abc", "max_tokens": 4, "seed": 1, "ignore_eos": True, "return_token_ids": True}
-    everything = (await Client(app).post("/v1/completions", body | {"n": 6, "logprobs": 0}))[1]["choices"]
-    best = (await Client(app).post("/v1/completions", body | {"n": 2, "best_of": 6}))[1]
-    order = sorted(everything, key=lambda c: sum(c["logprobs"]["token_logprobs"]), reverse=True)
-    assert [c["token_ids"] for c in best["choices"]] == [c["token_ids"] for c in order[:2]]
-    assert best["choices"][0]["logprobs"] is None, "logprobs that nobody asked for"
-    assert best["usage"]["completion_tokens"] == 24
-
-
-async def test_nulls_in_a_chat_say_nothing(make):
-    fields = [
-        "add_generation_prompt",
-        "continue_final_message",
-        "add_special_tokens",
-        "tools",
-        "tool_choice",
-    ]
-    fields += ["response_format", "logprobs", "top_logprobs", "chat_template", "chat_template_kwargs"]
-    message = {"role": "assistant", "content": None, "tool_calls": [], "refusal": None, "reasoning": None}
-    body = {"messages": [{"role": "user", "content": "x"}, message], "max_tokens": 1}
-    for path in ("/v1/chat/completions", "/tokenize"):
-        asked = await Client(make()).request(path, body | dict.fromkeys(fields)).run()
-        assert asked.status == 200 and "messages" not in asked.headers.get("x-ladder-ignored", "")
-
-
 async def test_fields_of_messages_that_say_nothing_to_this_model_are_named(make):
     message = {"role": "user", "content": "x", "weight": 1, "cache_control": {"type": "ephemeral"}}
     body = {"messages": [message], "max_tokens": 1}
@@ -224,34 +176,6 @@ async def test_fields_of_messages_that_say_nothing_to_this_model_are_named(make)
     assert asked.headers["x-ladder-ignored"] == "messages.cache_control, messages.weight"
     status, found = await Client(make(strict=True)).post("/v1/chat/completions", body)
     assert status == 400 and "messages.cache_control" in found["error"]["message"]
-
-
-async def test_a_prompt_is_read_with_special_tokens_or_without(model, engine, tmp_path):
-    tokenizer = tokenizer_for(tmp_path, 257)
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    begin = tokenizer.backend.id_to_token(next(iter(tokenizer.special_ids)))
-    (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps(config | {"add_bos_token": True, "bos_token": begin})
-    )
-    tokenizer = Tokenizer(tmp_path)
-    bos, plain = tokenizer.bos_token_id, tokenizer.encode("ab", add_special_tokens=False)
-    client = Client(whole_app(Loopback(engine), tokenizer, "tiny"))
-    for prompt, special, expected in (
-        ("ab", None, [bos, *plain]),
-        ("ab", True, [bos, *plain]),
-        ("ab", False, plain),
-        (begin + "ab", True, [bos, *plain]),
-        (begin + "ab", False, [bos, *plain]),
-    ):
-        body = {
-            "prompt": prompt,
-            "add_special_tokens": special,
-            "max_tokens": 1,
-            "return_token_ids": True,
-        }
-        assert (await client.post("/tokenize", body))[1]["tokens"] == expected
-        found = (await client.post("/v1/completions", body))[1]
-        assert found["usage"]["prompt_tokens"] == len(expected), (prompt, special)
 
 
 async def test_an_assistants_message_is_continued(make, tokenizer):
@@ -313,54 +237,6 @@ async def test_tokenize_and_back(make):
     assert long["count"] == 5000
 
 
-def test_names_are_those_that_the_client_has_sent(tokenizer):
-    endpoint = WideCompletions(Prompts(tokenizer), "tiny", Limits())
-    words = "prompt_logprobs is set, but must be None"
-    found = endpoint.refusal(words, CompletionRequest(prompt="a", echo=True, logprobs=1))
-    assert (found.param, str(found)) == ("echo", "echo with logprobs is set, but must be None")
-    kept = endpoint.refusal(words, CompletionRequest(prompt="a", prompt_logprobs=1))
-    assert str(kept) == words, "the client has sent prompt_logprobs, and is told of another field"
-
-
-async def test_nobody_waits_for_a_long_request_of_another(make, tokenizer, monkeypatch):
-    """What takes long is done by threads, on the way in and on the way out."""
-    seen: dict[str, str] = {}
-    chat, decode, place = Tokenizer.chat, Tokenizer.decode, WideAnswer._place
-
-    def noted(name: str, function: Any) -> Any:
-        def note(*given: Any, **more: Any) -> Any:
-            seen[name] = threading.current_thread().name
-            return function(*given, **more)
-
-        return note
-
-    monkeypatch.setattr(Tokenizer, "chat", noted("chat", chat))
-    monkeypatch.setattr(Tokenizer, "decode", noted("decode", decode))
-    monkeypatch.setattr(WideAnswer, "_place", noted("answer", place))
-    loop = threading.current_thread().name
-    client = Client(make())
-    long = {
-        "many empty messages": [{"role": "user", "content": ""}] * 100,
-        "a long role": [{"role": "user" * 1000, "content": ""}],
-        "long calls": [
-            {"role": "user", "content": "x"},
-            {"role": "assistant", "tool_calls": [{"function": {"name": "f" * 3000, "arguments": "{}"}}]},
-        ],
-    }
-    for what, said in long.items():
-        await client.post("/v1/chat/completions", {"messages": said, "max_tokens": 1})
-        assert seen.pop("chat") != loop, f"the event loop itself has tokenized {what}"
-    status, found = await client.post("/detokenize", {"tokens": [5] * 3000})
-    assert seen.pop("decode") != loop, "the event loop itself has decoded 3,000 ids"
-    assert status == 200 and found["prompt"] == tokenizer.decode([5] * 3000, skip_special_tokens=False)
-    body = {"prompt": [5] * 600, "max_tokens": 1, "prompt_logprobs": 1}
-    status, found = await client.post("/v1/completions", body)
-    assert status == 200 and len(found["choices"][0]["prompt_logprobs"]) == 600
-    assert seen.pop("answer") != loop, "the event loop itself has put 600 log-probabilities together"
-    await client.post("/v1/completions", body | {"prompt": [5]})
-    assert seen.pop("answer") == loop, "a thread for a short answer costs more than it saves"
-
-
 @pytest.mark.parametrize("what", TAKEN)
 async def test_what_other_servers_take_is_taken(make, what):
     app = make()
@@ -368,13 +244,6 @@ async def test_what_other_servers_take_is_taken(make, what):
     assert status == 200, found
     assert len(found["choices"]) == (TAKEN[what].get("n") or 1)
     await settle(app)
-
-
-async def test_a_template_of_a_client_is_text_like_any_other(make, tokenizer):
-    """What stands in a message is never run."""
-    body = {"messages": [{"role": "user", "content": "{{ 7 * 7 }}{% raw %}"}]}
-    ids = (await Client(make()).post("/tokenize", body))[1]["tokens"]
-    assert "{{ 7 * 7 }}" in tokenizer.decode(ids)
 
 
 async def test_pages_of_the_api_ask_nobody_else(make):

@@ -163,17 +163,6 @@ def test_a_body_that_nobody_read_ends_the_connection() -> None:
     assert wire.closed, "answered, and the rest of the body may trickle in for ever"
 
 
-def test_a_connection_goes_on_after_an_answer() -> None:
-    place = Place()
-    connection, wire = place.connect()
-    for _ in range(3):
-        connection.data_received(GET)
-        place.clock.wait(60.0)  # an answer may take as long as it likes
-        answer(connection)
-        place.clock.wait(KEEP_ALIVE_SECONDS - 1)
-    assert not wire.closed and wire.written == b""
-
-
 @pytest.mark.parametrize("pieces", [[GET + GET], [GET, GET], [GET, GET[:9]], [GET + GET[:9], GET[9:]]])
 def test_a_leaver_is_noticed_whatever_is_pipelined_behind(pieces: list[bytes]) -> None:
     place = Place()
@@ -198,14 +187,6 @@ def test_what_was_kept_aside_is_answered_next() -> None:
     assert [cycle.scope["path"] for cycle in connection.owed] == ["/version"]
 
 
-def test_what_is_kept_aside_has_a_limit() -> None:
-    place = Place()
-    connection, wire = place.connect()
-    connection.data_received(GET)
-    connection.data_received(1001 * b"a")
-    assert wire.closed
-
-
 def test_the_longest_waiting_connection_makes_room() -> None:
     place = Place()
     served, served_wire = place.connect()
@@ -222,13 +203,6 @@ def test_the_longest_waiting_connection_makes_room() -> None:
     assert not served_wire.closed, "a request that is being answered was cut for a newcomer"
     newest.data_received(GET)
     answer(newest)
-
-
-def test_without_anybody_who_waits_newcomers_are_refused() -> None:
-    place = Place()
-    for _ in range(3):
-        place.connect()[0].data_received(GET)
-    assert place.connect()[1].closed
 
 
 def test_what_is_no_http_is_refused_and_told() -> None:

@@ -20,7 +20,7 @@ from forward.shapes import SHAPES
 from paged_cache import PagedEngine
 from phases import phase_named
 from phases.appendix.cpu_step import feature
-from phases.appendix.cpu_step.plan import MOST, OneCall
+from phases.appendix.cpu_step.feature import MOST, OneCall
 from phases.registry import load_engine
 from tests.equivalence.compare import assert_all_same
 

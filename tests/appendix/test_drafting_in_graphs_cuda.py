@@ -18,9 +18,7 @@ from forward.shapes import SHAPES
 from paged_cache import BlockPool
 from phases.appendix.drafting_in_graphs import columns
 from phases.appendix.drafting_in_graphs.graph import several
-from phases.appendix.latency import linear as linears
 from phases.appendix.latency.attention import LatencyAttention
-from phases.appendix.latency.linear import add_way
 from phases.appendix.latency.lone_few import FewParts
 from phases.appendix.latency.surgery import install as latency
 from phases.appendix.latency.tables import LoneFewConfig
@@ -142,32 +140,6 @@ class TestOnAGPU:
         assert_near(hidden[1], hidden[0], 10 * CLOSE, f"12 layers, {tokens} tokens behind {context}")
 
 
-def layer(weight: Tensor, bias: Tensor | None = None, *, ahead: bool = True) -> FusedLinear:
-    """A linear layer with a way for one token."""
-    plain = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    plain.weight = nn.Parameter(weight)
-    if bias is not None:
-        plain.bias = nn.Parameter(bias)
-    fused = FusedLinear(plain)
-    add_way(fused, run_ahead=ahead)
-    return fused
-
-
-def test_which_layers_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody's without the hardware; with it, those of bfloat16 for whose few tokens there are kernels."""
-    made = layer(random(64, 576), ahead=False)
-    monkeypatch.setattr(columns, "available", lambda device: False)
-    assert len(columns.by_columns(made).ways) == 1, "there is no such kernel here"
-    monkeypatch.setattr(columns, "available", lambda device: True)
-    way = columns.by_columns(made, fewest=1).ways[0]
-    assert isinstance(way, columns.Columns)
-    assert way.linear is made.linear, "the weight is copied"
-    assert (way.run_ahead, way.fewest) == (False, 1), "how it starts is lost"
-    assert len(columns.by_columns(FusedLinear(made.linear)).ways) == 0, "a layer without a way for one token"
-    half = layer(random(64, 576).half())
-    assert len(columns.by_columns(half).ways) == 1, "it is not of bfloat16"
-
-
 @pytest.mark.parametrize(("hidden", "columned"), [(576, True), (2048, False)])
 def test_which_blocks_change(monkeypatch: pytest.MonkeyPatch, hidden: int, columned: bool) -> None:
     """All matrices of a block or none; the head of a model, whose result is float32, never."""
@@ -185,24 +157,6 @@ def test_which_blocks_change(monkeypatch: pytest.MonkeyPatch, hidden: int, colum
     ]
     assert ways == [columned] * 4
     assert not isinstance(model.lm_head.ways[0], columns.Columns)
-
-
-def test_who_is_a_column(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the number of tokens, and by the layer: one with a bias keeps its way for one token."""
-    taken: list[str] = []
-    for module, name in ((columns, "columns"), (linears, "gemv")):
-        monkeypatch.setattr(module, name, lambda x, *_, name=name, **around: taken.append(name) or x)
-    monkeypatch.setattr(columns, "available", lambda device: True)
-    for fewest, bias, wanted in [
-        (1, None, ["columns", "columns", "columns"]),
-        (2, None, ["gemv", "columns", "columns"]),
-        (1, random(64), ["gemv"]),
-    ]:
-        made = columns.by_columns(layer(random(64, 576), bias), fewest=fewest)
-        taken.clear()
-        for tokens in (1, 2, 8):
-            made(random(tokens, 576))
-        assert taken == wanted, f"one, two and eight tokens, from {fewest} on, bias {bias is not None}"
 
 
 @pytest.mark.parametrize(

@@ -56,18 +56,6 @@ async def test_they_are_the_means_of_the_hidden_states(make, model, tokenizer):
     await settle(app)
 
 
-async def test_inputs_share_steps_with_each_other_and_with_completions(make):
-    app = make()
-    said = {"prompt": "abc", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
-    alone = (await Client(app).post("/v1/completions", said))[1]["choices"][0]["text"]
-    before = app.engine.engine.stats.steps
-    many = Client(app).post("/v1/embeddings", {"input": TEXTS[:2] * 3})
-    (_, beside), _ = await asyncio.gather(Client(app).post("/v1/completions", said), many)
-    assert beside["choices"][0]["text"] == alone
-    assert app.engine.engine.stats.steps - before < 60
-    await settle(app)
-
-
 async def test_a_mean_survives_preemption(model, tokenizer):
     engine = load(model, max_rows=4, cache_bytes=blocks(model, 42), step_tokens=64, speculate=False)
     app = whole_app(Loopback(engine), tokenizer, "tiny")
@@ -111,8 +99,3 @@ async def test_who_leaves_is_let_go_and_keys_are_asked(make):
     app.engine.busy = True
     await settle(app)
     assert metrics(app).troubles["left"] == 1 and ("/v1/embeddings", 401) in metrics(app).answers
-
-
-async def test_settings_of_a_sampler_say_nothing_here(make):
-    asked = await Client(make()).request("/v1/embeddings", {"input": "a", "temperature": 3.0}).run()
-    assert asked.status == 200 and asked.headers["x-ladder-ignored"] == "temperature"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import threading
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,26 +13,17 @@ import numpy as np
 import pytest
 
 from benchmarks.hostile_grammars import hostile
-from common.errors import UserError
-from common.request import Request
 from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
-from common.sampling.sampler import Allowed
-from continuous.work import Work
 from forward.model import Model
 from paged_cache import PagedEngine
 from phases.appendix.guidance import backend as llguidance
 from phases.appendix.guidance.backend import FEW, OPTIONS, GuidanceBackend, source_of
-from phases.appendix.guidance.drafter import FEW_IN_TURN, GrammarDrafter
-from phases.appendix.guidance.feature import Guidance
-from phases.appendix.guidance.loop import EarlyHalves
-from phases.appendix.guidance.masks import ThreadedMasks
+from phases.appendix.guidance.drafter import GrammarDrafter
 from speculative.control import Control
 from speculative.ngram import NGrams
 from speculative.speculation import Speculator
-from structured.loop import NOBODYS, Landed
 from structured.matcher import Matcher
-from tests.fakes import OddOnly
 from tests.guidance_kit import GRAMMARS, SCHEMAS, engine_of, loaded, vocabulary
 from tests.phases.test_12_structured import (  # noqa: F401  the rules of the automata hold here, too
     HOSTILE,
@@ -49,24 +38,18 @@ from tests.phases.test_12_structured import (  # noqa: F401  the rules of the au
 )
 from tests.schedules import check
 from tests.structured_kit import (
-    CROWD,
     EOS,
     PROMPT,
     SIZE,
     Guess,
     Make,
     bits,
-    blocks,
-    crowd,
     must_cut_guesses,
     must_end_its_own_step,
     must_harm_nobody,
-    must_mask_every_step,
     must_match,
     must_refuse,
     run,
-    text_of,
-    tokenizer,
 )
 
 pytestmark = pytest.mark.timeout(120)
@@ -125,19 +108,6 @@ def test_wrong_grammars(engine: PagedEngine, grammar: Grammar, says: str) -> Non
     must_refuse(engine, grammar, says)
 
 
-def test_a_schema_reaches_the_library_as_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing else runs in a process while it reads a large schema: an engine compiles one unread."""
-    schema = Grammar.json_schema({"enum": ["x" * 20 + str(n) for n in range(100)]})
-
-    def read_again(*given: Any, **options: Any) -> Any:
-        raise AssertionError("a schema that was checked is read once more")
-
-    monkeypatch.setattr("common.sampling.grammar.json.loads", read_again)
-    assert schema.source[1:] in source_of(schema)
-    with pytest.raises(AssertionError, match="once more"):
-        Grammar.json_schema("{}")
-
-
 @pytest.mark.parametrize(
     "schema",
     [
@@ -158,166 +128,18 @@ def test_masks_that_cannot_be_made_end_their_own_step(model: Model, monkeypatch:
     must_end_its_own_step(engine_of(model, speculate=False), monkeypatch, "_follow")
 
 
-@pytest.mark.parametrize("count", [2, 6])
-def test_grammars_that_all_fail_at_once_end_each_output_once(
-    model: Model, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A step in which nobody is left to make a mask for."""
-    engine = engine_of(model, speculate=False)
-    assert isinstance(engine.masks, ThreadedMasks)
-    backend = engine.masks.pool.backend
-    advance, calls = backend.advance, Counter[str]()
-
-    def refuse(moves: Sequence[tuple[Matcher, Sequence[int]]]) -> list[int]:
-        calls["moves"] += bool(moves)
-        return [0] * len(moves) if calls["moves"] > 3 else advance(moves)
-
-    monkeypatch.setattr(backend, "advance", refuse)
-    params = SamplingParams(max_tokens=20, temperature=1.0, seed=1, grammar=Grammar.regex("[ab]{18}"))
-    ends = Counter(
-        event.index for event in engine.stream([PROMPT] * count, params) if event.finish_reason is not None
-    )
-    assert ends == dict.fromkeys(range(count), 1), f"ends by request: {dict(ends)}"
-    assert calls["moves"] == 4, f"matchers were moved {calls['moves']} times, but four tokens had come"
-    check(engine)
-
-
-def test_masks_are_begun_before_tokens_are_dealt_out(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dealing out 256 tokens takes a millisecond, in which threads make masks, but none of who has ended."""
-    engine = engine_of(model, speculate=False)
-    assert isinstance(engine.masks, ThreadedMasks)
-    begin, fill = engine.masks.begin, engine.masks.fill
-    early = 0
-    expected: dict[Request, int] = {}
-
-    def begun(works: Sequence[Work], landed: Landed = NOBODYS) -> bool:
-        nonlocal early
-        for request, tokens in landed.items():
-            if request.finish_reason is None:
-                expected[request] = len(request.tokens) + len(tokens)
-                early += 1
-        return begin(works, landed)
-
-    def filled(works: Sequence[Work]) -> Allowed | None:
-        made = engine.masks._filling  # type: ignore[attr-defined]
-        for request in [output.request for output in made.outputs] if made is not None else ():
-            if request in expected:
-                assert len(request.tokens) == expected.pop(request), (
-                    f"request {request.id}: not dealt out yet"
-                )
-            assert request.finish_reason is None, f"request {request.id} has ended, and a mask is made for it"
-            taken = request.constraint.taken  # type: ignore[attr-defined]
-            assert taken == len(request.output_ids), f"request {request.id}: its matcher is {taken} tokens in"
-        return fill(works)
-
-    monkeypatch.setattr(engine.masks, "begin", begun)
-    monkeypatch.setattr(engine.masks, "fill", filled)
-    params = [
-        SamplingParams(max_tokens=most, temperature=1.0, seed=most, grammar=Grammar.regex("[ab]{3,9}"))
-        for most in range(4, 12)
-    ]
-    done = engine.generate([PROMPT] * len(params), params)
-    assert early > 20, f"of {sum(len(c.token_ids) for c in done)} tokens, masks knew {early} early"
-    assert {c.finish_reason for c in done} == {"stop", "length"}
-    check(engine)
-
-
-def test_outputs_that_run_together_do_not_share_a_lexer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_few_outputs_share_a_lexer_and_many_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is shared is locked while it works: threads would wait for each other. One that no thread can
     use beside the others learns again what they know."""
-    monkeypatch.setattr(llguidance, "MAKING", 60.0)
-    for cores, most in ((1, 1), (2, 1), (3, 8), (16, 64), (64, 64)):
+    for cores, making, most in ((2, 60.0, 1), (3, 60.0, 8), (64, 60.0, 64), (64, 0.0, 1)):
+        monkeypatch.setattr(llguidance, "MAKING", making)
         monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: set(range(cores)))
-        backend = GuidanceBackend(vocabulary())
-        assert backend.lexers == most, f"{cores} cores: {backend.lexers} lexers of a grammar"
-        many = backend.compile(Grammar.regex("[a-z]+"))
-        outputs = [many.matcher() for _ in range(70)]
-        assert len({one.lexer for one in outputs}) == most, f"{cores} cores"
-    compiled = backend.compile(Grammar.regex("[a-z]+"))
-    together = [compiled.matcher() for _ in range(3)]
-    lexers = [one.lexer for one in together]
-    assert lexers == [0, 1, 2], f"three outputs at a time have lexers {lexers}"
-    del together[1]
-    assert compiled.matcher().lexer == 1, "a lexer that nobody uses is not taken again"
-    monkeypatch.setattr(llguidance, "MAKING", 0.0)
-    compiled = GuidanceBackend(vocabulary()).compile(Grammar.regex("[a-z]+"))
-    together = [compiled.matcher() for _ in range(3)]
-    assert {one.lexer for one in together} == {0}, "a lexer that takes long is made again"
-
-
-def test_who_must_not_wait_does_not_wait_for_a_lexer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that made lexers for the requests that came with it held everybody else up for 75 ms."""
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(9)))
-    backend = GuidanceBackend(vocabulary())
-    compiled = backend.compile(Grammar.regex("[a-z]+"))
-    go, make = threading.Event(), compiled._make  # type: ignore[attr-defined]
-
-    def slowly() -> Any:
-        assert go.wait(30), "nobody lets it go on"
-        return make()
-
-    compiled._make = slowly  # type: ignore[attr-defined]
-    outputs = [compiled.soon() for _ in range(FEW + 2)]
-    got = [output is not None for output in outputs]
-    assert got == [True] * FEW + [False] * 2, f"with one lexer these got an output at once: {got}"
-    go.set()
-    deadline = time.monotonic() + 30
-    while sum(output is not None for output in outputs) < 32 * FEW and time.monotonic() < deadline:
-        outputs.append(compiled.soon())
-        time.sleep(0.001)
-    counts = Counter(output.lexer for output in outputs if output is not None)
-    assert len(counts) == 32, f"8 threads, but lexers {sorted(counts)}"
-    assert max(counts.values()) - min(counts.values()) <= 1, f"outputs of each lexer: {dict(counts)}"
-
-
-def test_no_step_makes_a_lexer(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(9)))
-    made: list[str] = []
-    parser = GuidanceBackend._parser
-
-    def noted(self: Any, source: str) -> Any:
-        made.append(threading.current_thread().name)
-        return parser(self, source)
-
-    monkeypatch.setattr(GuidanceBackend, "_parser", noted)
-    engine = engine_of(model)
-    params = SamplingParams(max_tokens=4, temperature=1.0, seed=1, n=8, grammar=Grammar.regex("[a-z]{3}"))
-    requests = engine.add(PROMPT, params)
-    run(engine)
-    assert [request.finish_reason for request in requests] == ["stop"] * 8
-    makers = {name.partition("_")[0] for name in made}
-    assert makers == {"grammar", "lexers"}, f"threads that have made lexers of one grammar: {sorted(makers)}"
-
-
-def test_who_waits_for_one_thread_need_not_wake_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llguidance, "FEW_ALONE", 7)
-    known = vocabulary()
-    for cores, most in ((1, 7), (2, 7), (3, FEW)):
-        monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: set(range(cores)))
-        backend = GuidanceBackend(known)
-        compiled = backend.compile(Grammar.regex("[a-z]{9}"))
-        words = np.zeros((9, known.words), np.int32)
-        alone = []
-        for count in (1, FEW, FEW + 1, 7, 8):
-            jobs = [(compiled.matcher(), row, ()) for row in range(count)]
-            done = backend.begin(jobs, words[:count])
-            alone.append(done is None)
-            if done is not None:
-                done.result(30)
-        expected = [count <= most for count in (1, FEW, FEW + 1, 7, 8)]
-        assert alone == expected, f"{cores} cores, 1, 4, 5, 7 and 8 masks: made by who asks: {alone}"
-
-
-def test_a_lexer_that_cannot_be_made_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(9)))
-    compiled = GuidanceBackend(vocabulary()).compile(Grammar.regex("[a-z]+"))
-    compiled._make = lambda: 1 // 0  # type: ignore[attr-defined]
-    outputs: list[Matcher] = []
-    deadline = time.monotonic() + 30
-    while len(outputs) < 2 * FEW and time.monotonic() < deadline:
-        if (made := compiled.soon()) is not None:
-            outputs.append(made)
-    assert len(outputs) == 2 * FEW, f"after {len(outputs)} outputs of a lexer nobody gets one any more"
+        compiled = GuidanceBackend(vocabulary()).compile(Grammar.regex("[a-z]+"))
+        outputs = [compiled.matcher() for _ in range(FEW * 64)]
+        counts = Counter(one.lexer for one in outputs)
+        assert set(counts.values()) == {FEW * 64 // most} and len(counts) == most, f"{cores} cores: {counts}"
+        del outputs[: FEW // 2]
+        assert compiled.matcher().lexer == 0, "a place that is free is not taken again"
 
 
 @pytest.mark.parametrize("schema", [{"type": "string", "maxLength": 5}, {"enum": ["abc", "the"]}, True])
@@ -349,59 +171,6 @@ def test_masks_do_not_depend_on_the_lexer_or_on_who_reads_the_tokenizer(schema: 
         assert backend.advance([(matcher, (token,)) for matcher in rows]) == [1] * len(rows)
 
 
-def test_what_older_drafts_ignore_beside_a_reference_is_ignored() -> None:
-
-    backend = GuidanceBackend(vocabulary())
-    pair = {"properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
-    schema: dict[str, Any] = {
-        "type": "object",
-        "properties": {
-            "default": {"$ref": "#/definitions/pair", "maxProperties": 0, "enum": ["never"]},
-            "x": {"enum": [{"$ref": "a value", "maxItems": 1}]},
-        },
-        "required": ["default", "x"],
-        "additionalProperties": False,
-        "definitions": {"pair": {"type": "object", **pair}},
-    }
-    for draft, value in (
-        ("http://json-schema.org/draft-07/schema#", {"a": 1}),
-        ("http://json-schema.org/draft-04/schema", {"a": 1}),
-    ):
-        ids = tokenizer().encode(json.dumps({"default": value, "x": {"$ref": "a value", "maxItems": 1}}))
-        matcher = backend.compile(Grammar.json_schema({"$schema": draft, **schema})).matcher()
-        assert matcher.advance(ids) == len(ids) and matcher.accepting, f"{draft} refuses {value}"
-    newest = "https://json-schema.org/draft/2020-12/schema"
-    with pytest.raises(UserError, match="refused"):
-        backend.compile(Grammar.json_schema({"$schema": newest, **schema}))
-
-
-class OddOnlyEarly(OddOnly):
-    """Can be begun before the last tokens are dealt out, and says whether that is all."""
-
-    begun, done = 0, True
-
-    def begin(self, works: Sequence[Work], landed: Landed = NOBODYS) -> bool:
-        self.begun += 1
-        return self.done
-
-
-@pytest.mark.parametrize("done", [True, False])
-def test_halves_of_masked_steps_overlap(model: Model, done: bool) -> None:
-    masks = OddOnlyEarly(model.config.vocab_size)
-    masks.done = done
-    must_mask_every_step(model, masks, EarlyHalves)
-    assert masks.begun >= 4, "no mask was begun early"
-
-
-def test_what_is_forced_is_drafted_for_a_few_and_not_for_many() -> None:
-    """Their steps have slower kernels, and everybody in them waits."""
-    drafter = GrammarDrafter(most_ahead=Guidance().jump_rows)
-    running = [Request(n, [1], 1, 9, SamplingParams(), constraint=object()) for n in range(5)]
-    for count in range(1, 6):
-        drafter.begin(running[:count])
-        assert drafter.looks_ahead == (count <= 4), f"{count} requests: looks ahead is {drafter.looks_ahead}"
-
-
 @pytest.mark.parametrize("count", [1, 4], ids=["alone", "several"])
 @pytest.mark.parametrize("overlap", [True, False], ids=["ahead", "in turn"])
 def test_forced_tokens_save_steps_and_change_nothing(model: Model, overlap: bool, count: int) -> None:
@@ -421,9 +190,6 @@ def test_forced_tokens_save_steps_and_change_nothing(model: Model, overlap: bool
     with_, without = (
         engine_of(model, overlap=overlap, speculate=False, jump_forward=jump) for jump in (True, False)
     )
-    for engine in (with_, without):  # nobody waits for a lexer
-        compiled = engine.masks.pool.ask(schema).wait()  # type: ignore[attr-defined]
-        _ = [compiled.matcher() for _ in range(count)]
     left, right = (engine.generate([PROMPT] * count, params) for engine in (with_, without))
     assert [c.token_ids for c in left] == [c.token_ids for c in right], "jumping forward changes the text"
     drafter = with_.scheduler.drafter
@@ -452,23 +218,6 @@ def test_steps_take_turns_on_a_cpu_while_somebody_has_a_grammar(model: Model) ->
     check(engine)
 
 
-def test_a_cpu_drafts_what_is_forced_only_for_few(model: Model) -> None:
-    word = Grammar.choice(["anthering thename average"])
-    params = SamplingParams(max_tokens=40, grammar=word)
-    steps, texts = {}, set()
-    for count in (FEW_IN_TURN, FEW_IN_TURN + 1):
-        engine = loaded(model, speculate=False)
-        texts |= {text_of(completion) for completion in engine.generate([PROMPT] * count, params)}
-        steps[count] = engine.stats.steps
-        forced = engine.scheduler.drafter.forced
-        assert bool(forced) == (count == FEW_IN_TURN), (
-            f"{forced} forced tokens were drafted for {count} requests"
-        )
-        check(engine)
-    assert texts == {"anthering thename average"}
-    assert steps[FEW_IN_TURN] < steps[FEW_IN_TURN + 1], "drafts save no steps"
-
-
 def test_a_certain_token_that_does_not_come_ends_its_own_request(model: Model) -> None:
     engine = engine_of(model, speculate=False, jump_forward=True)
     word = Grammar.choice(["anthering thename average"])
@@ -495,13 +244,6 @@ def test_guesses_of_another_drafter_are_cut_where_the_grammar_says(model: Model,
     drafter = engine.scheduler.drafter = GrammarDrafter(Guess(text))
     must_cut_guesses(engine_of(model, overlap=False, jump_forward=False), engine)
     assert drafter.refused > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("overlap", [True, False], ids=["ahead", "speculating"])
-def test_a_thousand_parse(model: Model, overlap: bool) -> None:
-    many = CROWD | {"max_rows": 64, "cache_bytes": blocks(model, 260)}
-    crowd(engine_of(model, **many, overlap=overlap), 1000, SCHEMAS)
 
 
 def test_hostile_grammars_harm_nobody(model: Model) -> None:

@@ -15,14 +15,13 @@ from hypothesis import strategies as st
 
 from common.models.hub import model_folder
 from common.sampling.grammar import Grammar
-from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from phases.appendix.guidance.backend import fill_in_turn
 from phases.appendix.guidance.feature import Name, backend_named
 from phases.appendix.guidance.matcher import Effort
 from phases.appendix.guidance.spelling import Spelling
 from structured.matcher import Compiled, Matcher
-from tests.guidance_kit import served, vocabulary
+from tests.guidance_kit import vocabulary
 from tests.structured_kit import EOS, SIZE, bits, mask, tokenizer
 
 SCHEMA = json.dumps({"enum": [{"a": 1}, [True, "b"], "é", 12]})
@@ -131,15 +130,6 @@ BOMBS = {
     "ambiguous": 'start: e\ne: e e e | e e | "a" | "bb"',
     "ambiguous, longer": 'start: e\ne: e e e e | e e | e "b" e | "a" | "bb" | "ab"',
 }
-ORDINARY = {
-    "a tool of 128": {"anyOf": [{"properties": {"name": {"const": f"tool_{n}"}, "text": {"type": "string"}},
-        "required": ["name", "text"]} for n in range(128)]},
-    "a choice of 2000": {"enum": [f"value number {n}" for n in range(2000)]},
-    "a tree": {
-        "$ref": "#/$defs/n",
-        "$defs": {"n": {"properties": {"v": {}, "c": {"items": {"$ref": "#/$defs/n"}}}, "required": ["c"]}},
-    },
-}  # fmt: skip
 
 
 @cache
@@ -179,15 +169,6 @@ def test_a_grammar_that_is_dear_to_follow_ends_its_own_outputs(name: str, output
     assert sum(seconds) < outputs * 3.0, f"{name!r} has taken {sum(seconds):.1f} s of {outputs} outputs"
 
 
-@pytest.mark.weights
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ORDINARY)
-def test_ordinary_grammars_are_far_from_the_limits(name: str) -> None:
-    grammar = Grammar("json_schema", json.dumps(ORDINARY[name]))
-    ended, _ = follow(backend_named("llguidance")(real()), 4, grammar, 200)
-    assert ended == []
-
-
 def test_a_budget_counts_slow_tokens_only(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("phases.appendix.guidance.matcher.time.thread_time", lambda: now)
@@ -209,44 +190,3 @@ def test_a_budget_counts_slow_tokens_only(monkeypatch: pytest.MonkeyPatch) -> No
     effort = Effort()
     token(0.051)
     assert "a token may take 50 ms" in effort.problem
-
-
-# Conversations that repeat themselves.
-
-COLOURS = json.dumps(
-    {
-        "type": "object",
-        "properties": {"colour": {"enum": ["red", "green", "blue"]}, "sure": {"type": "boolean"}},
-        "required": ["colour", "sure"],
-        "additionalProperties": False,
-    }
-)
-
-
-@pytest.mark.weights
-@pytest.mark.slow
-@pytest.mark.parametrize("jump", [True, False], ids=["jump", "no jump"])
-def test_earlier_answers_in_a_conversation_change_nothing(jump: bool) -> None:
-    """Each draft ends in the end of an earlier answer. Without guesses there are the same tokens."""
-    known = Tokenizer(model_folder("smollm2"))
-    params = SamplingParams(max_tokens=24, grammar=Grammar("json_schema", COLOURS), temperature=0.0)
-    prompts = []
-    for thing in ("grass", "blood", "the sky", "a leaf", "a rose", "the sea"):
-        talk = [{"role": "user", "content": "Name a colour as JSON."}]
-        for colour in ("red", "green", "blue", "red"):
-            talk += [{"role": "assistant", "content": json.dumps({"colour": colour, "sure": True})}]
-            talk += [{"role": "user", "content": f"And the colour of {thing}?"}]
-        prompts.append(known.chat(talk, add_generation_prompt=True))
-    options: dict[str, Any] = {"max_rows": 4, "max_len": 512, "cache_bytes": 64 << 20, "device": "cpu"}
-    options |= {"jump_forward": jump}
-    said = {}
-    for kind in ("none", "ngram"):
-        adaptive = {} if kind == "none" else {"draft_adaptive": False}
-        engine = served("smollm2", "12", drafter=kind, tokenizer=known, **options, **adaptive)
-        requests = [engine.add(prompt, params)[0] for prompt in prompts]
-        while not engine.idle:
-            engine.step()
-        wrong = {request.id: str(request.error) for request in requests if request.error is not None}
-        assert not wrong, f"drafter {kind}: valid requests have ended in errors: {wrong}"
-        said[kind] = [request.output_ids for request in requests]
-    assert said["ngram"] == said["none"]

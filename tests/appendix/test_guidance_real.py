@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from common.sampling.grammar import Grammar
@@ -15,9 +13,8 @@ from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from paged_cache import PagedEngine
 from phases.appendix.guidance.spelling import Spelling
-from structured.automata.backend import AutomataBackend
 from tests.guidance_kit import served
-from tests.structured_kit import bits, must_validate
+from tests.structured_kit import must_validate
 
 pytestmark = [pytest.mark.weights, pytest.mark.timeout(280)]
 
@@ -82,33 +79,6 @@ def test_bytes_of_tokens_spell_texts(folder: Path) -> None:
         assert vocabulary.tokens[token] == b"", f"special token {token} has bytes"
 
 
-@pytest.mark.parametrize("pattern", ["(ab|c)+d", "[0-9]{1,3}(,[0-9]{3})*", "[a-z]+ (is|was) [a-z]+"])
-def test_masks_over_a_real_vocabulary_are_llguidances(folder: Path, pattern: str) -> None:
-    pytest.importorskip("llguidance")
-    from phases.appendix.guidance.backend import GuidanceBackend
-
-    _, vocabulary = vocabulary_of(folder)
-    size = len(vocabulary.tokens)
-    mine = AutomataBackend(vocabulary).compile(Grammar.regex(pattern))
-    other = GuidanceBackend(vocabulary).compile(Grammar.regex(pattern))
-    words = np.zeros((2, vocabulary.words), np.int32)
-    for seed in range(3):
-        rng, left, right = random.Random(seed), mine.matcher(), other.matcher()
-        for _ in range(12):
-            words[:] = 0
-            left.fill(words[0])
-            right.fill(words[1])
-            found = bits(words[0], size)
-            if not right.forced():
-                assert found == bits(words[1], size), f"{pattern!r} with seed {seed}"
-            found = [token for token in found if token not in vocabulary.eos]
-            if not found:
-                break
-            token = rng.choice(found)
-            if right.agrees([token]):
-                assert left.advance([token]) == right.advance([token]) == 1
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["llguidance", "automata"])
 def test_people_are_extracted(folder: Path, backend: str) -> None:
@@ -124,22 +94,3 @@ def test_people_are_extracted(folder: Path, backend: str) -> None:
         assert completion.finish_reason == "stop", f"{person}: cut after {text!r}"
         must_validate(text, PERSON, str(person))
         assert tuple(json.loads(text).values()) == person, f"{person}: {text}"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "overlap",
-    [pytest.param(True, id="overlap"), pytest.param(False, id="in turn", marks=pytest.mark.long)],
-)
-def test_jumping_forward_saves_a_tenth_of_the_steps(smollm2_folder: Path, overlap: bool) -> None:
-    pytest.importorskip("llguidance")
-    steps, texts = [], []
-    for jump in (False, True):
-        engine = engine_of(smollm2_folder, overlap=overlap, speculate=False, jump_forward=jump)
-        assert engine.tokenizer is not None
-        prompts = [engine.tokenizer.encode(question(PEOPLE[0]))]
-        params = SamplingParams(max_tokens=80, grammar=Grammar.json_schema(PERSON))
-        texts.append(engine.generate(prompts, params)[0].token_ids)
-        steps.append(engine.stats.steps)
-    assert texts[0] == texts[1], "drafts of forced tokens change the text"
-    assert steps[1] <= 0.9 * steps[0], f"{steps[1]} steps instead of {steps[0]}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,11 +10,9 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-import continuous
 import paged_cache
 from common.events import generate
 from common.sampling.params import SamplingParams
-from cuda_graphs.capture import Capturer
 from forward.attention import LayerSpec
 from forward.loading import load_model, random_model
 from forward.model import Model
@@ -23,7 +20,6 @@ from forward.shapes import SHAPES
 from paged_cache import LayerBlocks, PagedEngine
 from phases import find_phase, registry
 from phases.appendix.latency import surgery
-from phases.appendix.latency.attention import LatencyAttention
 from phases.appendix.latency.block import LatencyBlock
 from phases.appendix.latency.gemv import gemv
 from phases.appendix.latency.heads import project_heads
@@ -177,22 +173,6 @@ def test_attention_of_a_few_tokens_of_a_lone_request(
         assert not places, f"{what}: {name} in slots {places} are wrong; new ones belong in {slots.tolist()}"
 
 
-def test_a_request_of_padding_with_tokens_is_stored_nowhere() -> None:
-    """Where a graph's requests all have as many tokens, the padding has them, too."""
-    batch = make([16], [3])
-    batch.context_lens[0] = 0
-    batch.tables[:] = GARBAGE
-    cos, sin = torch.ones(2, 3, 64, device=DEVICE)
-    before = [part.clone() for part in batch.cache[:2]]
-    attend_few(
-        torch.randn(3, 8 * 64, device=DEVICE), (cos, sin), None, LayerSpec(0, 4, 2, 64, 0.2), batch.cache,
-        batch.tables, batch.context_lens, batch.query_starts, torch.full((3,), -1, device=DEVICE),
-        workspace=Workspace(400, 64, DEVICE), config=LoneFewConfig(block_n=16, splits=4), meet=True,
-    )  # fmt: skip
-    for name, part, old in zip(("keys", "values"), batch.cache[:2], before, strict=True):
-        assert torch.equal(part.nan_to_num(7.0), old.nan_to_num(7.0)), f"{name} of slot -1 were stored"
-
-
 @pytest.mark.parametrize("size", [48, 512, 1536])
 @pytest.mark.parametrize("gate", [None, "silu"])
 def test_gemv_with_norm_bias_residual_and_gate(size: int, gate: str | None) -> None:
@@ -246,42 +226,13 @@ def test_which_layers_of_a_block_have_ways() -> None:
         assert waits == expected, f"layer {index}: the next kernel may not run ahead of {waits}"
 
 
-@pytest.mark.slow
-def test_a_step_of_a_few_tokens_runs_the_kernels_for_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three requests, one of which ends first: their tokens are phase 05's."""
-    monkeypatch.setattr(LatencyBlock, "few", True)
-    model = load_model("random:tiny", device=DEVICE, dtype="float32" if DEVICE == "cpu" else "float16")
-    prompts, params = (
-        [[5, 6, 7], [8], [9, 3]],
-        [SamplingParams(max_tokens=n, ignore_eos=True) for n in (3, 2, 3)],
-    )
-    options: dict[str, Any] = {"max_len": 64, "max_rows": 3}
-    tokens = []
-    few_steps = LatencyBlock._attend_few
-    monkeypatch.setattr(
-        LatencyBlock,
-        "_attend_few",
-        lambda self, a, b, x, *c: tokens.append(len(x)) or few_steps(self, a, b, x, *c),
-    )
-    after = generate(
-        engine_of(model, **options),
-        prompts,
-        params,
-    )
-    assert tokens == [6, 6, 3, 3, 2, 2], f"two layers; the prompts, then decodes: {tokens}"
-    if DEVICE == "cpu":
-        before = generate(paged_cache.load(model, **options), prompts, params)
-        assert [c.token_ids for c in after] == [c.token_ids for c in before], "not the tokens of phase 05"
-
-
 def test_a_step_of_one_token_takes_the_direct_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens of a lone request are phase 05's, and every decode went through the fused path."""
     model = load_model("random:tiny", device=DEVICE, dtype="float32")
     params = SamplingParams(max_tokens=3, ignore_eos=True)
     before = generate(paged_cache.load(model, max_len=64, max_rows=1), [[5, 6, 7]], params)
-    calls = []
-    single = LatencyBlock._attend_lone
-    monkeypatch.setattr(LatencyBlock, "_attend_lone", lambda self, *a: calls.append(1) or single(self, *a))
+    calls, single = [], LatencyBlock.__call__
+    monkeypatch.setattr(LatencyBlock, "__call__", lambda self, *a: calls.append(1) or single(self, *a))
     after = generate(
         engine_of(model, max_len=64, max_rows=1),
         [[5, 6, 7]],
@@ -289,52 +240,6 @@ def test_a_step_of_one_token_takes_the_direct_way(monkeypatch: pytest.MonkeyPatc
     )
     assert [c.token_ids for c in after] == [c.token_ids for c in before], "not the tokens of phase 05"
     assert len(calls) == 2 * model.config.num_layers
-
-
-@pytest.mark.parametrize("d", [8, 80, *(pytest.param(d, marks=pytest.mark.slow) for d in (24, 40, 100, 192))])
-@pytest.mark.slow
-def test_a_lone_request_gets_its_tokens_whatever_the_size_of_a_head(d: int) -> None:
-    """A head is padded to a power of two, and nobody writes the padding in the workspace."""
-    config = replace(SHAPES["tiny"], head_dim=d, attention_scale=d**-0.5)
-    model = random_model(config, device=DEVICE, dtype=torch.float32)
-    params = SamplingParams(max_tokens=3, ignore_eos=True)
-    before = generate(paged_cache.load(model, max_len=64, max_rows=1), [[5, 6, 7]], params)
-    after = generate(engine_of(model, max_len=64, max_rows=1), [[5, 6, 7]], params)
-    assert [c.token_ids for c in after] == [c.token_ids for c in before], (
-        f"heads of {d}: not the tokens of phase 05"
-    )
-
-
-@pytest.mark.slow
-def test_drafts_of_a_lone_request_are_verified_by_the_kernels_for_few(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """All its tokens in one kernel of attention a layer, behind its lone tokens."""
-    monkeypatch.setattr(LatencyBlock, "few", True)
-    if DEVICE == "cpu":
-        monkeypatch.setattr(Capturer, "capture", lambda self, function: function)
-    model = load_model("random:tiny", device=DEVICE, dtype="float32" if DEVICE == "cpu" else "float16")
-    few, seen = LatencyAttention.attend_few, []
-
-    def counted(self: LatencyAttention, layer: Any, qkv: Any, *rest: Any, **options: Any) -> Any:
-        seen.append(len(qkv))
-        return few(self, layer, qkv, *rest, **options)
-
-    monkeypatch.setattr(LatencyAttention, "attend_few", counted)
-    prompts, params = [[5, 6, 7]], [SamplingParams(max_tokens=7, ignore_eos=True)]
-    phase = find_phase("11")
-    assert phase is not None
-    sizes: dict[str, Any] = {"max_rows": 1, "max_len": 64, "block_size": 8, "cache_bytes": 1 << 20}
-    drafts = {"drafter": "model", "draft_model": "random:tiny", "draft_length": 2, "draft_adaptive": False}
-    engine = registry.load_engine(
-        phase, model, kernels=True, graphs=True, graph_tokens=0, latency=True, rehearsal=False,
-        overlap=False, draft_ahead=False, **drafts, **sizes,
-    )  # fmt: skip
-    after = generate(engine, prompts, params)
-    assert seen.count(3) >= 2 * model.config.num_layers, f"a token and two drafts in each layer: {seen}"
-    if DEVICE == "cpu":
-        before = generate(continuous.load(model, max_rows=1, max_len=64), prompts, params)
-        assert [c.token_ids for c in after] == [c.token_ids for c in before], "a draft changes a token"
 
 
 @pytest.mark.slow

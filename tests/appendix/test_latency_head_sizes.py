@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
 from forward.attention import LayerSpec
 from paged_cache import LayerBlocks
-from phases.appendix.latency.gemv import gemv
 from phases.appendix.latency.heads import project_heads
 from phases.appendix.latency.lone import attend_lone
-from phases.appendix.latency.tables import GemvConfig, HeadsConfig, LoneConfig
+from phases.appendix.latency.tables import HeadsConfig, LoneConfig
 from tests.head_sizes import HEADS, KV_HEADS, angles, by_torch, each_size
 from tests.paged_batches import DEVICE, TOLERANCE, assert_near, expected, make, walled
 from triton_paged_attention.decode import Workspace
-from triton_paged_attention.kernels.norms import NormWeights
 from triton_paged_attention.kernels.rope import HeadNorms
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -64,25 +61,3 @@ def test_a_lone_token(meet: bool, d: int, dtype: torch.dtype) -> None:
     )
     product = attended.to(dtype).float().flatten(1) @ weight.float().t() + bias.float() + residual.float()
     assert_near(got, product, limit, f"heads of {d}: projection [token, number]")
-
-
-@each_size
-@pytest.mark.parametrize("gate", [None, "silu"])
-def test_projections(gate: str | None, d: int, dtype: torch.dtype) -> None:
-    """Matrices of as many columns as six heads have numbers."""
-    size, rows = HEADS * d, 20
-    x, norm = torch.randn(1, size, device=DEVICE).to(dtype), torch.randn(size, device=DEVICE).to(dtype)
-    weight = (torch.randn(2 * rows, size, device=DEVICE) / size**0.5).to(dtype)
-    residual = torch.randn(1, 2 * rows, device=DEVICE).to(dtype)
-    normed = F.rms_norm(x.float(), (size,), norm.float() + 1, 1e-5).to(dtype).float()
-    wanted = normed @ weight.float().t()
-    given = {"norm": NormWeights(walled(norm), 1e-5, True), "gate": gate}
-    if gate is None:
-        wanted, given["residual"] = wanted + residual, walled(residual)
-    else:
-        wanted = F.silu(wanted[:, :rows]) * wanted[:, rows:]
-    # Few programs, since each takes the interpreter a millisecond; and more than one sweep where it can be.
-    shape = GemvConfig(32, min(256, 1 << (size - 1).bit_length()))
-    limit = 1e-5 if dtype == torch.float32 else 3e-2
-    what = f"{size} inputs, {gate or 'no'} gate: output [token, number]"
-    assert_near(gemv(walled(x), walled(weight), config=shape, **given), wanted, limit, what)

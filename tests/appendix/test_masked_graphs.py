@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 
@@ -20,7 +19,7 @@ from common.request import Request
 from common.sampling import ops
 from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
-from common.sampling.sampler import TORCH, Allowed, Sampler
+from common.sampling.sampler import TORCH, Allowed
 from continuous.work import Work
 from forward.model import Model
 from paged_cache import PagedEngine
@@ -46,13 +45,6 @@ def kernels_run_on() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def only(token: int, vocab: int) -> torch.Tensor:
-    """A mask that allows one token."""
-    words = np.zeros(-(-vocab // 32), np.uint32)
-    words[token // 32] = 1 << token % 32
-    return torch.from_numpy(words.view(np.int32))
-
-
 def test_the_kernel_masks_what_torch_masks() -> None:
     pytest.importorskip("triton")
     from phases.appendix.masked_graphs.kernel import forbid, with_kernel
@@ -75,65 +67,6 @@ def test_the_kernel_masks_what_torch_masks() -> None:
             touched = room.any(1).nonzero().flatten().tolist()
             assert touched in ([], [2]), f"padding masks places {[place - 2 for place in touched]}"
     assert with_kernel(TORCH).forbid is not TORCH.forbid
-
-
-@pytest.mark.parametrize("vocab", [20, 257, 4096, 9001])
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"temperature": 0.9}, {"temperature": 0.9, "top_k": 3}, {"presence_penalty": 0.5}],
-    ids=["greedy", "sampled", "top-k", "penalties"],
-)
-def test_reading_under_masks_chooses_what_is_chosen_behind_them(vocab: int, settings: dict[str, Any]) -> None:
-    """Masks of many tokens, of one, of none (whose token nobody reads), and no mask; padding of a graph."""
-    pytest.importorskip("triton")
-    from cuda_graphs.sampling import TritonChooser
-    from phases.appendix.masked_graphs.kernel import with_kernel
-
-    device = kernels_run_on()
-    made, size = torch.Generator().manual_seed(vocab), 7
-    last = only(vocab - 1, vocab)
-    many = torch.randint(-(2**31), 2**31 - 1, (3, len(last)), generator=made, dtype=torch.int32)
-    many[1, 1:] = 0
-    words = torch.stack([*many, last, 0 * last]).to(device)
-    places = torch.tensor([0, 2, 3, 5, -1], device=device)  # of masks 0 to 3; 1, 4 and 6 have none
-    tokens: dict[object, list[int]] = {}
-    for kind in (TritonChooser(), with_kernel(TritonChooser())):
-        sampler = Sampler(size, vocab, device, chooser=kind)
-        for row in range(size):
-            given = settings if row != 2 else {}  # one of them is greedy
-            sampler.set_row(row, SamplingParams(seed=row, **given))
-        alone = not settings.keys() - {"temperature"}
-        for dtype in (torch.float32, torch.bfloat16) if alone else (torch.float32,):
-            logits = torch.randn(size, vocab, generator=torch.Generator().manual_seed(5)).to(device, dtype)
-            before, rows = logits.clone(), torch.arange(size, device=device)
-            real = places[:4] if type(kind) is TritonChooser else places  # torch has no padding
-            allowed = Allowed(words[: len(real)], real)
-            found = sampler.sample(logits, rows, list(range(size)), rows * 3, allowed=allowed).tokens.tolist()
-            assert found == tokens.setdefault(dtype, found), f"{dtype}, {type(kind).__name__}: {found}"
-            if type(kind) is not TritonChooser:
-                assert torch.equal(logits, before) or not alone, "the logits have been written"
-        free = sampler.sample(before.float(), rows, list(range(size)), rows * 3).tokens.tolist()
-        assert free == tokens.setdefault("free", free), f"{type(kind).__name__} without masks: {free}"
-
-
-def test_more_masks_than_are_looked_through_at_once() -> None:
-    pytest.importorskip("triton")
-    from cuda_graphs.sampling import TritonChooser
-    from phases.appendix.masked_graphs.kernel import MASKS, rehearse, with_kernel
-
-    device = kernels_run_on()
-    count = MASKS.value + 4
-    sampler = Sampler(1, 64, device, chooser=with_kernel(TritonChooser()))
-    rehearse(sampler)  # all that it does is compile
-    sampler.set_row(0, SamplingParams())
-    rows = torch.zeros(count, dtype=torch.int64, device=device)
-    wanted = [1 + number % 60 for number in range(count)]
-    words = torch.stack([only(token, 64) for token in wanted])
-    allowed = Allowed(words.to(device), torch.arange(count, device=device))
-    logits = torch.zeros(count, 64, device=device)
-    found = sampler.sample(logits, rows, [0] * count, rows, allowed=allowed).tokens.tolist()
-    wrong = [number for number in range(count) if found[number] != wanted[number]]
-    assert not wrong, f"rows {wrong} are not given the token that their masks allow"
 
 
 @pytest.mark.parametrize("size", [4, 16])
@@ -305,30 +238,6 @@ def test_the_next_step_is_staged_while_masks_are_made(model: Model) -> None:
     for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
         assert one == other, f"request {number}: {one} where steps are staged early, else {other}"
     assert len(staged) >= 3, f"steps that were staged early, by requests: {staged}"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(280)
-def test_masked_steps_that_a_graph_cannot_sample(model: Model) -> None:
-    """Log-probabilities and top-k are sampled eagerly, from what the first graph leaves."""
-    pytest.importorskip("triton")
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("needs Triton's interpreter")
-    letters = Grammar.regex("[a-z]{9}")
-    params = [
-        SamplingParams(max_tokens=3, grammar=letters, logprobs=1),
-        SamplingParams(max_tokens=3, temperature=2.0, top_k=2, seed=3, grammar=letters),
-    ]
-    for one in params:
-        engine = engine_of(model, **PLAIN, max_rows=1)
-        (found,) = engine.generate([PROMPT], [one])
-        (wanted,) = engine_of(model).generate([PROMPT], [one])
-        said = f"top_k {one.top_k}, logprobs {one.logprobs}"
-        assert found.token_ids == wanted.token_ids, (
-            f"{said}: {found.token_ids}, and without graphs {wanted.token_ids}"
-        )
-        assert (found.logprobs is None) == (wanted.logprobs is None), f"{said}: log-probabilities are lost"
-        assert engine.runner.replays == 2, "a decode step was not replayed"  # type: ignore[attr-defined]
 
 
 @pytest.mark.gpu

@@ -7,16 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from common.sampling.params import SamplingParams
 from forward import load_model
 from paged_cache import BlockPool
 from phases.appendix.observability.live import Live
 from phases.appendix.observability.log import AccessLog
 from phases.appendix.observability.observer import EngineObserver
-from phases.appendix.observability.picture import MOST_NODES, picture
-from phases.appendix.observability.traces import Traces
+from phases.appendix.observability.picture import picture
 from phases.appendix.server import whole_app
 from serving import messages
 from serving.messages import AddPrompt
@@ -99,23 +96,8 @@ def test_the_tree_shows_what_is_shared_and_nobodys_tokens():
     assert all(len(node) == 3 and all(isinstance(value, int) for value in node) for node in nodes)
 
 
-def test_a_large_tree_is_cut():
-    made = made_engine()
-    params = SamplingParams(max_tokens=1, ignore_eos=True)
-    made.generate([[1 + n] * 5 for n in range(60)], params)
-    found = picture(made)["tree"]
-    assert len(found["nodes"]) == MOST_NODES and found["more"] == 60 - MOST_NODES
-
-
 def test_an_index_without_a_tree_has_none():
     assert picture(made_engine(index="hash"))["tree"] is None
-
-
-async def test_a_mark_of_the_wrong_type_is_refused(tmp_path: Path):
-    tokenizer = tokenizer_for(tmp_path, 257)
-    app = whole_app(Loopback(engine_with(tokenizer)), tokenizer, "tiny")
-    status, answer = await Client(app).post("/v1/completions", {"prompt": "x", "return_token_marks": "y"})
-    assert status == 400 and "return_token_marks" in answer["error"]["message"]
 
 
 async def test_the_log_survives_a_full_disk(make, tmp_path, monkeypatch):
@@ -136,53 +118,6 @@ async def test_the_log_survives_a_full_disk(make, tmp_path, monkeypatch):
     )
     assert (await Client(app).post("/v1/completions", {"prompt": "a", "max_tokens": 1}))[0] == 200
     assert metrics(app).lost_log_lines == 1
-
-
-async def test_spans_of_requests(make):
-    """A client's trace goes on here: queue, prefill and decode below its request, in order, and closed."""
-    sdk = pytest.importorskip("opentelemetry.sdk.trace")
-    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-
-    kept, provider = InMemorySpanExporter(), sdk.TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(kept))
-    app = make(traces=Traces(provider, "tiny"))
-    body = {"prompt": "abc", "max_tokens": 6, "ignore_eos": True}
-    trace = "0af7651916cd43dd8448eb211c80319c"
-    more = {"traceparent": f"00-{trace}-b7ad6b7169203331-01", "x_request_id": "mine"}
-    asked = [Client(app).post("/v1/completions", body, **more) for _ in range(10)]  # of which 8 run
-    await asyncio.gather(*asked)
-    spans = kept.get_finished_spans()
-    requests = [span for span in spans if span.name == "POST /v1/completions"]
-    assert len(requests) == 10 and len(spans) == 40, [span.name for span in spans]
-    for request in requests:
-        assert (
-            f"{request.context.trace_id:032x}" == trace
-            and f"{request.parent.span_id:016x}" == more["traceparent"].split("-")[2]
-        )
-        below = {s.name: s for s in spans if s.parent and s.parent.span_id == request.context.span_id}
-        assert set(below) == {"queue", "prefill", "decode"}, f"{set(below)} below a request"
-        queue, prefill, decode = below["queue"], below["prefill"], below["decode"]
-        times = [request.start_time, queue.start_time, queue.end_time, prefill.end_time, decode.end_time]
-        assert times == sorted(times) and decode.end_time <= request.end_time, times
-        assert prefill.start_time == queue.end_time and decode.start_time == prefill.end_time
-        told = request.attributes
-        assert (told["gen_ai.usage.input_tokens"], told["gen_ai.usage.output_tokens"]) == (3, 6)
-        assert told["gen_ai.response.finish_reasons"] == ("length",)
-        assert told["http.response.status_code"] == 200 and told["ladder.request.id"] == "mine"
-    waits = sorted(s.end_time - s.start_time for s in spans if s.name == "queue")
-    assert waits[-1] > waits[0], "nobody was seen to wait for a row"
-
-    kept.clear()
-    late = body | {"max_tokens": 900, "deadline_ms": 40}
-    assert (await Client(app).post("/v1/completions", late))[0] == 504
-    await Client(app).post("/v1/completions", body, traceparent=more["traceparent"][:-1] + "0")
-    (failed,) = [span for span in kept.get_finished_spans() if span.name.startswith("POST")]
-    assert not failed.status.is_ok and failed.attributes["error.type"] == "deadline", (
-        "a client whose trace is not kept has a span, or a failure looks like a success"
-    )
-    assert (await Client(app).post("/v1/completions", body, traceparent="nonsense"))[0] == 200
-    assert (await Client(app).post("/v1/completions", {"prompt": ""}))[0] == 400
 
 
 async def test_watching(make):

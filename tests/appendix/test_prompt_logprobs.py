@@ -96,17 +96,6 @@ def test_they_are_phase_01s(model, name):
         assert one.output_ids[:size] == other.output_ids[:size], f"asking changed request {one.id}'s tokens"
 
 
-@pytest.mark.parametrize("name", ["05 small blocks", "08 radix"])
-def test_of_several_samples_the_first_has_them(model, name):
-    engine = asked(name, model)
-    params = SamplingParams(max_tokens=3, n=3, temperature=1.0, seed=1, prompt_logprobs=2)
-    requests = engine.add([5, 6, 7, 8] * 5, params)
-    run(engine)
-    check(model, requests[0], 2)
-    for request in requests[1:]:
-        assert not any(request.prompt_logprobs or ()), f"sample {request.sample} has computed no prompt"
-
-
 def test_who_leaves_is_watched_no_longer(model):
     engine = asked("07 tiny budget", model)
     (request,) = engine.add([7] * 60, SamplingParams(max_tokens=3, prompt_logprobs=1))
@@ -131,19 +120,6 @@ def test_a_prompt_that_is_found_is_computed_all_the_same(model):
         run(engine)
         assert (request.cached_tokens > 0) == (wants is None and request.id > 0), f"request {request.id}"
     assert engine.cache.free == engine.cache.allocator.count
-
-
-def test_no_more_logits_at_a_time_than_a_step_may_sample(model, monkeypatch):
-    engine, sizes, logits = asked("05 small blocks", model), [], Model.logits
-
-    def counted(self, hidden):
-        sizes.append(len(hidden))
-        return logits(self, hidden)
-
-    monkeypatch.setattr(Model, "logits", counted)
-    engine.add([9] * 50, SamplingParams(max_tokens=1, prompt_logprobs=0))
-    run(engine)
-    assert sum(sizes) == 1 + 49 and max(sizes) <= engine.scheduler.rows.count, sizes
 
 
 def test_earlier_phases_and_caches_without_room_refuse(model):

@@ -180,14 +180,6 @@ def test_attention_waits_for_the_first_layers_projection_alone() -> None:
     assert ahead == [index > 0 for index in range(model.config.num_layers)], f"layers run ahead: {ahead}"
 
 
-@named
-def test_one_token_is_a_product_of_the_dequantized_weight(scheme: Scheme, rng: torch.Generator) -> None:
-    for n, k in ((48, 256), (32, 384), (80, 1152)):
-        plain = layer_of(scheme, n, k, rng, bias=n == 32)
-        x = torch.randn(1, k, device=DEVICE, generator=rng).to(DTYPE)
-        assert_close(layered(plain)(x), plain.exact(x), f"{scheme.name}, one token times [{n}, {k}]")
-
-
 @pytest.mark.parametrize("scheme", ["fp8", "w8a8", "int8", "int4"])
 def test_every_step_takes_a_way_and_gives_the_same_tokens(
     scheme: str, monkeypatch: pytest.MonkeyPatch

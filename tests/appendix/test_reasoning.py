@@ -18,12 +18,7 @@ from tests.servers import Client, Loopback
 TRIGGER = "<tool_call>"
 CASES = [  # opened by the template; the output; reasoning; what follows
     (False, "<think>\nIt is\n\nlate. \n</think>\n\nGood night.", "It is\n\nlate.", "Good night."),
-    (
-        True,
-        "\nIt is late.\n</think>\n\nGood <think>night</think>.",
-        "It is late.",
-        "Good <think>night</think>.",
-    ),
+    (True, "\nLate.\n</think>\n\nGood <think>night</think>.", "Late.", "Good <think>night</think>."),
     (False, "No <think>thought</think>.", "", "No <think>thought</think>."),
     (False, " \n<think></think>x", "", "x"),
     (False, "<think>cut </thi", "cut </thi", ""),
@@ -77,9 +72,8 @@ async def test_a_chat_has_its_reasoning_apart_at_once_and_in_chunks(model, tmp_p
     assert answer["content"] == "yes", "a grammar's output was taken for reasoning"
     theirs = (await Client(app).post("/v1/messages", body))[1]["content"]
     assert theirs[0]["type"] == "thinking" and theirs[0]["thinking"] == message["reasoning_content"]
-    ours = (
-        await Client(app).post("/v1/responses", {"input": "x", "max_output_tokens": 6, "temperature": 0})
-    )[1]
+    asked = {"input": "x", "max_output_tokens": 6, "temperature": 0}
+    ours = (await Client(app).post("/v1/responses", asked))[1]
     assert ours["output"][0]["content"][0]["text"] == message["reasoning_content"]
 
 

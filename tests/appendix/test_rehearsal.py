@@ -15,7 +15,6 @@ from forward.model import Model
 from phases import phase_named
 from phases.appendix.rehearsal.rehearsal import play, rehearse, scenes
 from phases.registry import load_engine
-from triton_paged_attention import tables
 
 
 @pytest.mark.parametrize("options", [{}, {"step_tokens": 7}, {"max_rows": 1}, {"max_len": 8}], ids=str)
@@ -35,18 +34,6 @@ def test_an_engine_forgets_its_rehearsal(model: Model, options: dict[str, Any]) 
     assert rehearsed.cache.stats.hit_tokens == 0, "a rehearsed prompt is shared with a real one"
 
 
-def test_scenes_have_steps_of_all_kinds(model: Model) -> None:
-    engine = prefix_cache.load(model, max_rows=4, max_len=200, step_tokens=64, cache_bytes=1 << 20)
-    played = scenes(engine)
-    assert any(len(scene.lengths) == 1 for scene in played) and any(
-        len(scene.lengths) > 4 for scene in played
-    )
-    totals = {sum(scene.lengths) % 16 == 0 for scene in played}
-    assert totals == {True, False}, "kernels are compiled apart for numbers that 16 divides"
-    for feature in ("temperature", "top_k", "repetition_penalty", "logprobs"):
-        assert len({getattr(scene.params, feature) for scene in played}) > 1, feature
-
-
 def test_scenes_are_played_as_they_are_written(model: Model) -> None:
     """A prompt that another scene's blocks hold in part is a short one, and its step one of another kind."""
     engine = prefix_cache.load(model, max_rows=4, max_len=200, step_tokens=64, cache_bytes=1 << 20)
@@ -58,27 +45,6 @@ def test_scenes_are_played_as_they_are_written(model: Model) -> None:
             lengths = [min(length, 200 - scene.tokens - 1) for length in scene.lengths]
             expected = scene.running * (16 + 5) + sum(lengths) + len(lengths) * (scene.tokens - 1)
             assert engine.stats.computed_tokens == expected, scene.title
-
-
-@pytest.mark.parametrize("kv_heads", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("processors", [40, 132])
-def test_every_number_of_splits_is_rehearsed(
-    model: Model, kv_heads: int, processors: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Decodes beside a long prompt, 1 to as many as there are rows: none meets a kernel of its own."""
-    monkeypatch.setattr(tables, "multiprocessors", lambda _: processors)
-    monkeypatch.setattr(tables, "shared_memory", lambda _: 232_448)
-    engine = prefix_cache.load(model, max_rows=256, max_len=200, cache_bytes=1 << 20)
-
-    def kernel(requests: int) -> tuple[int, int]:
-        found = tables.decode_default(tables.DecodeKey(requests * kv_heads, 128, 2), torch.device("cpu"))
-        return 1 << (found.splits - 1).bit_length(), found.num_warps
-
-    played = {kernel(scene.running) for scene in scenes(engine) if scene.running}
-    missing = [(count, *kernel(count)) for count in range(1, 257) if kernel(count) not in played]
-    assert not missing, (
-        f"decodes beside a prompt: the kernel of (requests, splits, warps) {missing[0]} is new"
-    )
 
 
 @pytest.mark.gpu

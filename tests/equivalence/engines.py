@@ -9,6 +9,7 @@ import batching
 import chunked_prefill
 import continuous
 import cuda_graphs
+import experts
 import forward
 import kv_cache
 import paged_cache
@@ -73,5 +74,7 @@ ENGINES: dict[str, Callable[[Model], Engine]] = {
     ),
     "11 ngram preempting": tight(speculative.load, step_tokens=50, draft_adaptive=False),
     "12 structured": lambda model: structured.load(model, max_rows=8, step_tokens=64),
+    "16 experts": lambda model: experts.load(model, max_rows=8, step_tokens=64),
+    "16 preempting": tight(experts.load, step_tokens=50),
 }
 """Engines with `add`, `step` and `abort`."""

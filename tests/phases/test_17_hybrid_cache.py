@@ -27,7 +27,7 @@ from continuous.work import Work
 from cuda_graphs import Graphs, Overlap
 from forward.loading import load_model, random_model
 from forward.model import Model
-from hybrid_cache import Hybrid, HybridCache, HybridPool, Layout
+from hybrid_cache import Hybrid, HybridCache, HybridPool, LayerGroups
 from hybrid_cache.index import NoIndex
 from hybrid_cache.managers import Manager, WindowManager
 from paged_cache import BlockPool, KVFormat, PagedSizes, build
@@ -43,9 +43,9 @@ pytestmark = pytest.mark.timeout(120)
 
 INDEXES: dict[str, Any] = {"radix": RadixIndex, "hash": HashIndex, "none": NoIndex}
 LAYOUTS = {
-    "like gemma": Layout(1, {5: [[0], [1]], None: [[2]]}),
-    "windows only": Layout(2, {7: [[0, 1]]}),
-    "two windows": Layout(1, {3: [[0]], None: [[1], [2]], 12: [[3]]}),
+    "like gemma": LayerGroups(1, {5: [[0], [1]], None: [[2]]}),
+    "windows only": LayerGroups(2, {7: [[0, 1]]}),
+    "two windows": LayerGroups(1, {3: [[0]], None: [[1], [2]], 12: [[3]]}),
 }
 
 
@@ -109,7 +109,7 @@ class GroupRunner(FakeRunner):
 
 
 def fake(
-    layout: Layout,
+    layout: LayerGroups,
     index: Any,
     *,
     rows: int = 4,
@@ -132,7 +132,7 @@ def fake(
     return engine, runner
 
 
-def smallest_pool(layout: Layout, block_size: int, step_tokens: int) -> int:
+def smallest_pool(layout: LayerGroups, block_size: int, step_tokens: int) -> int:
     """Blocks that just hold the longest request, the null block included."""
     cache = HybridCache(1, MAX_LEN, 4000, block_size, NoIndex(), layout, step_tokens=step_tokens)
     return sum(manager.most(MAX_LEN) for manager in cache.managers) + 1
@@ -181,7 +181,7 @@ def machine(rng: random.Random, drafts: bool = False) -> tuple[Engine, GroupRunn
 )
 def test_any_schedule(
     script: list[Any],
-    layout: Layout,
+    layout: LayerGroups,
     index: str,
     block_size: int,
     spare: int,
@@ -332,19 +332,19 @@ def test_gemma_far_beyond_its_window(gemma3_folder: Path) -> None:
     for _ in range(2):  # the second time the prompt is found
         assert_all_same(model, [plain], generate(engine, [prompt], params), [params])
     assert isinstance(engine.cache, HybridCache) and engine.cache.stats.hit_tokens == 2096
-    layout = Layout.of(model.config)
+    layout = LayerGroups.of(model.config)
     assert [len(groups) for groups in layout.kinds.values()] == [5, 1] and layout.size == 3
 
 
 # Rules, one by one: pages of 4 tokens, a window of 6, and all keys.
 
-RULES = Layout(1, {6: [[0], [1]], None: [[2]]})
+RULES = LayerGroups(1, {6: [[0], [1]], None: [[2]]})
 
 
 class Books:
     """A cache, and requests whose steps land at once."""
 
-    def __init__(self, layout: Layout = RULES, blocks: int = 100, index: Any = None) -> None:
+    def __init__(self, layout: LayerGroups = RULES, blocks: int = 100, index: Any = None) -> None:
         self.rows = Rows(4, 64)
         self.cache = HybridCache(4, 64, blocks, 4, index or RadixIndex(), layout, step_tokens=8)
 
@@ -425,7 +425,7 @@ def test_a_hit_of_a_window_is_matched_from_the_right() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_all_kinds_agree_on_a_hit(seed: int) -> None:
     rng = random.Random(seed)
-    books = Books(Layout(1, {3: [[0]], 10: [[1]], None: [[2]]}))
+    books = Books(LayerGroups(1, {3: [[0]], 10: [[1]], None: [[2]]}))
     request = books.add(list(range(1, 49)))
     books.compute(request, 48)
     pages = books.cache.blocks_of(request.row)
@@ -511,7 +511,7 @@ def test_each_layer_has_its_own_scales() -> None:
         device=torch.device("cpu"),
         dtype=torch.float32,
         kv=KVFormat(torch.int8, scales),
-        layout=Layout.of(config),
+        layout=LayerGroups.of(config),
         rows=2,
         max_len=32,
     )
@@ -534,7 +534,7 @@ def test_each_layer_has_its_own_scales() -> None:
 )
 def test_layers_in_groups(windows: tuple[int | None, ...], size: int, groups: list[int]) -> None:
     config = replace(windowed().config, num_layers=len(windows), sliding_windows=windows)
-    layout = Layout.of(config)
+    layout = LayerGroups.of(config)
     assert layout.size == size and [len(found) for found in layout.kinds.values()] == groups
     assert sorted(layer for group in layout.groups for layer in group) == list(range(len(windows)))
     assert layout.plain == (set(windows) == {None})

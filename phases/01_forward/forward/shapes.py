@@ -6,7 +6,7 @@ model of random weights says is noise.
 
 from __future__ import annotations
 
-from common.models.config import DeltaConfig, ModelConfig, RopeConfig
+from common.models.config import DeltaConfig, ExpertConfig, ModelConfig, RopeConfig
 
 SHAPES: dict[str, ModelConfig] = {
     "qwen3-0.6b": ModelConfig(
@@ -42,6 +42,46 @@ SHAPES: dict[str, ModelConfig] = {
         attention_scale=128**-0.5,
         rope=RopeConfig(theta=1_000_000.0),
         eos_token_ids=(151_645,),
+    ),
+    "qwen3-30b-a3b": ModelConfig(
+        family="qwen3_moe",
+        vocab_size=151_936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_layers=48,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        max_position_embeddings=40_960,
+        norm_eps=1e-6,
+        activation="silu",
+        tie_word_embeddings=False,
+        attention_scale=128**-0.5,
+        rope=RopeConfig(theta=1_000_000.0),
+        eos_token_ids=(151_645,),
+        experts=ExpertConfig(count=128, top_k=8, intermediate_size=768),
+    ),
+    "gpt-oss-20b": ModelConfig(
+        family="gpt_oss",
+        vocab_size=201_088,
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_layers=24,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=64,
+        max_position_embeddings=131_072,
+        norm_eps=1e-5,
+        activation="silu",
+        tie_word_embeddings=False,
+        attention_scale=64**-0.5,
+        attention_bias=True,
+        rope=RopeConfig(
+            theta=150_000.0, kind="yarn", factor=32.0, original_max_position=4096, truncate=False
+        ),
+        sliding_windows=(128, None) * 12,
+        eos_token_ids=(200_002, 199_999, 200_012),
+        experts=ExpertConfig(count=32, top_k=4, intermediate_size=2880),
     ),
     "qwen3.5-0.8b": ModelConfig(
         family="qwen3_5",
@@ -126,6 +166,46 @@ SHAPES: dict[str, ModelConfig] = {
         attention_soft_cap=20.0,
         final_soft_cap=30.0,
         eos_token_ids=(0,),
+    ),
+    # Experts whose number and size are no powers of two, and one layer without any.
+    "tiny-moe": ModelConfig(
+        family="qwen3_moe",
+        vocab_size=257,
+        hidden_size=48,
+        intermediate_size=80,
+        num_layers=3,
+        num_heads=6,
+        num_kv_heads=3,
+        head_dim=16,
+        max_position_embeddings=1024,
+        norm_eps=1e-6,
+        activation="silu",
+        tie_word_embeddings=False,
+        attention_scale=16**-0.5,
+        rope=RopeConfig(),
+        eos_token_ids=(0,),
+        experts=ExpertConfig(count=7, top_k=3, intermediate_size=112, dense_layers=frozenset({1})),
+    ),
+    # The same with sinks, a window in every other layer and a longer context than it was trained for.
+    "tiny-gpt-oss": ModelConfig(
+        family="gpt_oss",
+        vocab_size=257,
+        hidden_size=48,
+        intermediate_size=40,
+        num_layers=3,
+        num_heads=6,
+        num_kv_heads=3,
+        head_dim=16,
+        max_position_embeddings=1024,
+        norm_eps=1e-5,
+        activation="silu",
+        tie_word_embeddings=False,
+        attention_scale=16**-0.5,
+        attention_bias=True,
+        rope=RopeConfig(theta=150.0, kind="yarn", factor=32.0, original_max_position=32, truncate=False),
+        sliding_windows=(24, None, 24),
+        eos_token_ids=(0,),
+        experts=ExpertConfig(count=5, top_k=2, intermediate_size=40),
     ),
     # The same with layers that keep a state: groups of value heads, and sizes that no tile divides.
     "tiny-delta": ModelConfig(

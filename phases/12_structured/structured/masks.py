@@ -109,10 +109,9 @@ class GrammarMasks:
             request.constraint = self.pool.ask(grammar)
         assert isinstance(request.constraint, Compilation)
         compiled = request.constraint.get()
-        matcher = None if compiled is None else compiled.soon()
-        if matcher is not None:
-            request.constraint = self.place(matcher)
-        return matcher is not None
+        if compiled is not None:
+            request.constraint = self.place(compiled.matcher())
+        return compiled is not None
 
     def place(self, matcher: Matcher) -> Constraint:
         """Make the place of a new output."""

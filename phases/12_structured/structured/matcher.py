@@ -57,10 +57,6 @@ class Compiled(ABC):
     def matcher(self) -> Matcher:
         """Return the matcher of a new output, at the start."""
 
-    def soon(self) -> Matcher | None:
-        """Return the same to a step, which must not wait; None: it is being made, ask again."""
-        return self.matcher()
-
 
 class Backend(ABC):
     """Compiles grammars for a vocabulary."""

@@ -41,7 +41,6 @@ class EngineClient:
     state: only "ready" takes completions.
     ready, stats: what the engine has said about itself, and after its last step.
     now: `time.perf_counter()` when the step that is being dealt out has come.
-    wanted: kinds of notes that somebody reads of every completion; see `serving.messages`.
     on_step: hears of a step when its tokens are dealt out.
     """
 
@@ -49,7 +48,6 @@ class EngineClient:
         self.state: State = "starting"
         self.ready: Ready | None = None
         self.stats, self.now, self.restarts = StepStats(), 0.0, 0
-        self.wanted: tuple[str, ...] = ()
         self.on_step: Callable[[StepReport], None] = lambda step: None
         self._sinks: dict[int, Sink] = {}
         self._next = 0
@@ -92,7 +90,7 @@ class EngineClient:
         if not self._sinks:
             self._heard = time.monotonic()  # it had no reason to speak before
         self._sinks.update(zip(numbers, sinks, strict=True))
-        self.tell(AddPrompt(numbers.start, prompt, params, priority, salt, [*self.wanted, *wanted]))
+        self.tell(AddPrompt(numbers.start, prompt, params, priority, salt, [*wanted]))
         return numbers
 
     def abort(self, numbers: Iterable[int]) -> None:

@@ -48,10 +48,6 @@ class RanksChooser(Chooser):
         self.gathered += 1
         return gathered(self.ranks, logits, sampler.vocab_size)
 
-    def reads(self, plan: Plan) -> bool:
-        """See `Chooser.reads`."""
-        return self.inner.reads(plan)
-
     def forbid(self, sampler: Sampler, logits: Tensor, allowed: Allowed) -> None:
         """See `Chooser.forbid`."""
         self.inner.forbid(sampler, logits, allowed)

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from common.request import Request
 from continuous.work import Work
 from hybrid_cache.index import NoIndex
-from hybrid_cache.layout import Layout
-from hybrid_cache.managers import FullManager, Limits, Manager, WindowManager
+from hybrid_cache.layout import LayerGroups
+from hybrid_cache.managers import FullManager, Manager, ManagerSizes, WindowManager
 from hybrid_cache.state import StateManager, StateMoves
 from hybrid_cache.stock import Stock
 from paged_cache.allocator import BlockAllocator
@@ -67,7 +67,7 @@ class HybridCache(PrefixCache):
         blocks: int,
         block_size: int,
         index: PrefixIndex,
-        layout: Layout,
+        layout: LayerGroups,
         *,
         step_tokens: int,
         watermark: float = 0.01,
@@ -80,7 +80,7 @@ class HybridCache(PrefixCache):
         self._changed: set[int] = set()
         self._block_copies: list[tuple[int, list[tuple[int, int]]]] = []  # by page
         self.managers: list[Manager] = []  # in the order of the layout
-        limits = Limits(rows, block_size, step_tokens)
+        limits = ManagerSizes(rows, block_size, step_tokens)
         at = 0
         for kind, groups in layout.kinds.items():
             own = self.blocks[at : at + len(groups)]
@@ -116,7 +116,7 @@ class HybridCache(PrefixCache):
         return all(count <= stock.spare for stock, count in cost.items())
 
     def _match(self, request: Request) -> Match:
-        """As much of what the index knows as all managers agree on."""
+        """Find as much as the index knows and all managers agree on."""
         found = super()._match(request)
         return Match(found.blocks[: self.agree(found.blocks)], found.unpinned)
 
@@ -226,7 +226,7 @@ class HybridCache(PrefixCache):
     # What the runner takes.
 
     def take_moves(self, works: Sequence[Work]) -> Moves | None:
-        """What `HybridPool.regroup` sends to the device before these works run; None: nothing has changed."""
+        """Return what `HybridPool.regroup` sends to the device before these works run; None: nothing."""
         for manager in self.managers:
             manager.launch(works)
         states = None if self.states is None else self.states.take_moves()
@@ -264,7 +264,7 @@ class HybridCache(PrefixCache):
                 raise AssertionError("a page has other users than the requests that hold it")
 
 
-def page_count(layout: Layout, blocks: int, rows: int, places: int) -> int:
+def page_count(layout: LayerGroups, blocks: int, rows: int, places: int) -> int:
     """Return how many pages there may be, so that blocks run out first.
 
     A page has a block of each group that keeps everything. Without such a group it may have none at all: then

@@ -14,7 +14,7 @@ from forward.model import Model
 from hybrid_cache.attention import GroupedTorch
 from hybrid_cache.cache import HybridCache
 from hybrid_cache.index import NoIndex
-from hybrid_cache.layout import Layout
+from hybrid_cache.layout import LayerGroups
 from hybrid_cache.pool import HybridPool
 from hybrid_cache.state import slot_count
 from hybrid_cache.state_pool import StatePool
@@ -42,7 +42,7 @@ class Hybrid(Feature):
 
     def install(self, parts: Parts) -> None:
         """Another pool and cache, and attention for them. A model of one kind of layers stays as it was."""
-        layout = Layout.of(parts.model.config)
+        layout = LayerGroups.of(parts.model.config)
         if layout.plain:
             return
         if layout.states is not None:
@@ -78,13 +78,13 @@ def _refuse_states(parts: Parts) -> None:
 NO_GUESSES = Speculate(drafter="none")
 
 
-def _pool(parts: Parts, layout: Layout, *args: Any, **options: Any) -> HybridPool:
+def _pool(parts: Parts, layout: LayerGroups, *args: Any, **options: Any) -> HybridPool:
     length = parts.sizes.context(parts.model)
     return HybridPool(*args, **options, layout=layout, rows=parts.size("max_rows"), max_len=length)
 
 
 def _cache(
-    parts: Parts, layout: Layout, rows: int, max_len: int, blocks: int, block_size: int
+    parts: Parts, layout: LayerGroups, rows: int, max_len: int, blocks: int, block_size: int
 ) -> HybridCache:
     prefix = parts.features.get("prefix_cache")
     index: PrefixIndex = INDEXES[prefix.index]() if isinstance(prefix, Prefix) else NoIndex()

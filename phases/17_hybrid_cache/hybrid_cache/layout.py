@@ -14,7 +14,7 @@ NEARLY = 1.25
 
 
 @dataclass(frozen=True)
-class Layout:
+class LayerGroups:
     """Groups of layers, by kind.
 
     size: layers in a group, and so in a block: keys and values of `P` tokens of each. The last group of a
@@ -28,7 +28,7 @@ class Layout:
     states: DeltaConfig | None = None
 
     @classmethod
-    def of(cls, config: ModelConfig) -> Layout:
+    def of(cls, config: ModelConfig) -> LayerGroups:
         """Return the layout of a model's attention layers, as vLLM's cache manager has it.
 
         The kind with the fewest layers makes one group, and the others as many groups as they need of that

@@ -21,7 +21,7 @@ Table = NDArray[np.int32]
 """A request's row of the block tables: the page of each place."""
 
 
-class Limits(NamedTuple):
+class ManagerSizes(NamedTuple):
     """Sizes of an engine: requests that run at most, tokens in a page, and of one request in a step."""
 
     rows: int
@@ -57,7 +57,7 @@ class Manager(ABC):
         stock: Stock,
         blocks: NDArray[np.int32],
         changed: set[int],
-        limits: Limits,
+        limits: ManagerSizes,
     ) -> None:
         self.groups, self.stock, self.blocks, self.changed = groups, stock, blocks, changed
         self.width = len(groups)
@@ -247,7 +247,7 @@ class WindowManager(Manager):
         return -(-min(upto, max(start, self.window - 1) + self.step_tokens) // self.block_size)
 
     def most(self, tokens: int) -> int:
-        """As many as a window and a step touch, which may begin anywhere in a page."""
+        """All pages that a window and a step touch, which may begin anywhere in a page."""
         span = self.window - 1 + self.step_tokens
         return self.width * min(
             -(-tokens // self.block_size), (span + self.block_size - 2) // self.block_size + 1

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from common.models.config import ModelConfig
 from hybrid_cache.cache import Moves, page_count
-from hybrid_cache.layout import Layout
+from hybrid_cache.layout import LayerGroups
 from hybrid_cache.state import slot_count
 from hybrid_cache.state_pool import StatePool
 from paged_cache.attention import PagedBatch
@@ -17,7 +17,8 @@ from paged_cache.pool import BlockPool, KVFormat
 
 
 class HybridPool(BlockPool):
-    """Blocks of `Layout.size` layers: `[size, 2, N, P, KH, D]`. Layer `l` of a group is the `i`-th in each.
+    """Blocks of `LayerGroups.size` layers, `[size, 2, N, P, KH, D]`: the `i`-th is the `i`-th of any group.
+
 
     Graphs read `places` at a fixed address, so all that was made for one table works for many: a step's
     block tables name pages, and `split` looks up each group's blocks on the device.
@@ -43,7 +44,7 @@ class HybridPool(BlockPool):
         device: torch.device,
         dtype: torch.dtype,
         kv: KVFormat | None = None,
-        layout: Layout,
+        layout: LayerGroups,
         rows: int,
         max_len: int,
     ) -> None:

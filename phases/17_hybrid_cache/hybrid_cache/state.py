@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from continuous.work import Work
-from hybrid_cache.managers import Limits, Manager, Table
+from hybrid_cache.managers import Manager, ManagerSizes, Table
 from hybrid_cache.stock import Stock
 
 
 class StateMoves(NamedTuple):
-    """What changes on the device before a step: pages whose slots are others now, and slots to copy.
+    """Changes on the device before a step: pages whose slots are others now, and slots to copy.
 
     pages: `[n]` int64; slots: `[n]` int32; copies: pairs `(source, target)`.
     """
@@ -52,7 +52,7 @@ class StateManager(Manager):
     newest: the snapshot that each row's decodes have left last. It takes the place of the one before.
     """
 
-    def __init__(self, limits: Limits, pages: int, stock: Stock, tables: NDArray[np.int32]) -> None:
+    def __init__(self, limits: ManagerSizes, pages: int, stock: Stock, tables: NDArray[np.int32]) -> None:
         super().__init__((), stock, np.zeros((0, pages), np.int32), set(), limits)
         self.tables, self.null = tables, slot_count(limits.rows)
         self.slots = np.full(pages, self.null, np.int32)
@@ -175,7 +175,7 @@ class StateManager(Manager):
             self._let_go(page)
 
     def take_moves(self) -> StateMoves | None:
-        """What `StatePool.regroup` does before the works that were launched last; None: nothing."""
+        """Return what `StatePool.regroup` does before the works launched last; None: nothing."""
         moves = self._moves
         return moves if len(moves.pages) or moves.copies else None
 

@@ -46,16 +46,16 @@ class OwnSums(Feature):
 
     def _reducer(self, ranks: Ranks, parts: Parts) -> Reducer:
         """Choose how sums are made. Raises `UserError` for kernels where there can be none."""
-        way, cuda = self.all_reduce, parts.model.device.type == "cuda"
-        if way == "nccl" or (way == "auto" and not (cuda and "kernels" in parts.features)):
+        way = self.all_reduce
+        can = parts.model.device.type == "cuda" and "kernels" in parts.features
+        if way == "nccl" or (way == "auto" and not can):
             return PLAIN
-        if "kernels" not in parts.features:
-            raise UserError(f"all_reduce is {way!r}, but must be 'nccl' or 'auto' without kernels")
-        from phases.appendix.all_reduce.symmetric import MOST, OtherRanks, Symmetric  # Triton comes with it
+        if not can:
+            raise UserError(f"all_reduce is {way!r}, but must be 'nccl' or 'auto' without kernels on a GPU")
+        from phases.appendix.all_reduce.symmetric import OtherRanks, Symmetric  # Triton comes with it
 
         try:
-            model = parts.model  # the interpreter needs long for large sums
-            return Symmetric(ranks, model.config.hidden_size, model.dtype, MOST if cuda else 1 << 16)
+            return Symmetric(ranks, parts.model.config.hidden_size, parts.model.dtype)
         except OtherRanks as error:
             if way != "auto":
                 raise

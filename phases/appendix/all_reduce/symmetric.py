@@ -1,19 +1,16 @@
 """Memory that every rank has, at an address that all ranks know, and sums over it.
 
-On GPUs it is PyTorch's symmetric memory: each rank's part is mapped into the others' address spaces, so a
-kernel reads and writes it over NVLink as if it were its own. On a CPU it is a shared file, for the same
-kernels in Triton's interpreter.
+PyTorch's symmetric memory: each rank's part is mapped into the others' address spaces, so a kernel reads and
+writes it over NVLink as if it were its own.
 """
 
 from __future__ import annotations
 
-import os
-import uuid
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
 import triton
 from torch import Tensor
 
@@ -46,39 +43,22 @@ class Shared:
     """
 
     def __init__(self, ranks: Ranks, size: int) -> None:
-        self.size = size
-        if ranks.device.type == "cuda":
-            import torch.distributed._symmetric_memory as symmetric
-
-            global _met
-            counts = ranks.gather(torch.tensor([_met], device=ranks.device))
-            if bool((counts != counts[0]).any()):
-                raise OtherRanks("symmetric memory is for the first ranks of a process")
-            _met += 1
-            self._own: Any = symmetric.empty(size, dtype=torch.uint8, device=ranks.device)
-            self._own.zero_()
-            torch.cuda.synchronize(ranks.device)
-            assert dist.group.WORLD is not None
-            self._handle = symmetric.rendezvous(self._own, dist.group.WORLD.group_name)
-            begins = [int(address) for address in self._handle.buffer_ptrs]
-            offset = self._own.data_ptr() - begins[ranks.rank]  # the same on every rank
-            addresses = [begin + offset for begin in begins]
-            self.stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        else:
-            name = int(ranks.first(torch.tensor([uuid.uuid4().int >> 66])))
-            paths = [Path("/dev/shm") / f"ladder-{name:x}-{rank}" for rank in range(ranks.size)]
-            with paths[ranks.rank].open("wb") as file:
-                file.truncate(size)
-            ranks.smallest(0)  # until everybody's is there
-            self._own = [
-                torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8) for path in paths
-            ]
-            ranks.smallest(0)  # until everybody has all
-            os.unlink(paths[ranks.rank])
-            addresses = [part.data_ptr() for part in self._own]
-            self.stop = torch.zeros(1, dtype=torch.int32)
+        global _met
+        counts = ranks.gather(torch.tensor([_met], device=ranks.device))
+        if bool((counts != counts[0]).any()):
+            raise OtherRanks("symmetric memory is for the first ranks of a process")
+        _met += 1
+        self._own: Any = symmetric.empty(size, dtype=torch.uint8, device=ranks.device)
+        self._own.zero_()
+        torch.cuda.synchronize(ranks.device)
+        assert dist.group.WORLD is not None
+        self._handle = symmetric.rendezvous(self._own, dist.group.WORLD.group_name)
+        begins = [int(address) for address in self._handle.buffer_ptrs]
+        offset = self._own.data_ptr() - begins[ranks.rank]  # the same on every rank
+        addresses = [begin + offset for begin in begins]
+        self.stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self.table = torch.tensor(addresses, dtype=torch.int64, device=ranks.device)
-        ranks.smallest(0)
+        ranks.smallest(0)  # until all are there
 
 
 MOST = 512 << 10

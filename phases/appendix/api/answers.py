@@ -83,13 +83,13 @@ class WideAnswer(Answer):
         return super().shape(choice) | ids | self.prompt_logprobs(choice.order)
 
     async def body(self, group: ChoiceGroup) -> bytes:
-        """See `Answer`; the completions are the likeliest ones.
+        """See `Answer`.
 
         With log-probabilities of long prompts it takes seconds, and a thread, so that others do not wait.
         """
 
         def make() -> bytes:
-            return msgspec.json.encode(self.whole(group, likeliest(group, self.request.n or 1)))
+            return msgspec.json.encode(self.whole(group))
 
         found = [order.notes[PROMPT] for order in group.orders] + [one.logprobs for one in group.choices]
         return await asyncio.to_thread(make) if sum(map(len, found)) > LONG_ANSWER else make()
@@ -172,9 +172,9 @@ class WideChatAnswer(WideAnswer):
         called = calls is not None and calls.complete and choice.reason == "stop"
         return "tool_calls" if called else choice.reason
 
-    def whole(self, group: ChoiceGroup, keep: list[Choice]) -> dict[str, Any]:
+    def whole(self, group: ChoiceGroup) -> dict[str, Any]:
         """See `Answer`."""
-        return super().whole(group, keep) | self.prompt_logprobs(group.orders[0])
+        return super().whole(group) | self.prompt_logprobs(group.orders[0])
 
     def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
         """See `Answer`. The first chunk of a choice says who speaks, the last one why it ended."""
@@ -249,21 +249,8 @@ def told(choice: Choice, piece: Piece) -> zip[tuple[int, Logprob]]:
     return zip(choice.tokens[part], choice.logprobs[part], strict=False)
 
 
-def likeliest(group: ChoiceGroup, n: int) -> list[Choice]:
-    """Of each prompt's completions the `n` whose tokens are the most likely on average, the best first."""
-    keep, rest = [], iter(group.choices)
-    for order in group.orders:
-        mine = [next(rest) for _ in range(order.params.n)]
-        keep += mine if len(mine) <= n else sorted(mine, key=_mean, reverse=True)[:n]
-    return keep
-
-
 def _text(data: bytes) -> str:
     return data.decode("utf-8", "replace")
-
-
-def _mean(choice: Choice) -> float:
-    return sum(one.chosen for one in choice.logprobs) / max(1, len(choice.logprobs))
 
 
 def _finite(value: float) -> float:

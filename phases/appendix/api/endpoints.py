@@ -1,4 +1,4 @@
-"""Routes for tokens with all fields: grammars, chats and tools, log-probabilities, `best_of`, `echo`."""
+"""Routes for tokens with all fields: grammars, chats and tools, log-probabilities, `echo`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from contextlib import suppress
 from typing import Any
 
 from common.errors import UserError
-from common.sampling.params import MAX_N
 from common.text.ids import LONG
 from phases.appendix.api.answers import WideAnswer, WideChatAnswer, WideOrder
 from phases.appendix.api.grammars import grammar_of
@@ -45,11 +44,8 @@ class WideCompletions(Endpoint):
             prompt_logprobs = max(logprobs, prompt_logprobs or 0)
         else:
             not_streamed(request)
-        best = best_of(request)
-        if best is not None:
-            logprobs = logprobs or 0
         orders: list[Order] = []
-        more = {"n": best, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+        more = {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
         for prompt in prompts_of(request.prompt, ready, self.limits):
             if isinstance(prompt, str):
                 special, text = request.add_special_tokens is not False, prompt
@@ -93,8 +89,7 @@ class WideCompletions(Endpoint):
 
     def names(self, request: Any) -> dict[str, str]:
         """Return the fields in which settings of other names were given."""
-        names = {} if request.best_of is None else {"n": "best_of"}
-        return names | ({"prompt_logprobs": "echo with logprobs"} if request.prompt_logprobs is None else {})
+        return {"prompt_logprobs": "echo with logprobs"} if request.prompt_logprobs is None else {}
 
     def refusal(self, message: str, request: Any, order: Order | None = None) -> ApiError:
         """See `Endpoint`. What is wrong with a grammar is told of the field that asked for it."""
@@ -240,15 +235,3 @@ def not_streamed(request: CompletionRequest | ChatRequest) -> None:
     """Raise `ApiError` where vLLM's field is streamed, which its server does not do either."""
     if request.stream and request.prompt_logprobs is not None:
         raise wrong("prompt_logprobs", "prompt_logprobs cannot be streamed; echo with logprobs can")
-
-
-def best_of(request: CompletionRequest) -> int | None:
-    """Return how many completions there are to be, of which the `n` most likely ones are the answer."""
-    best, n = request.best_of, request.n or 1
-    if best is None or best == n:
-        return None
-    if not n <= best <= MAX_N:
-        raise wrong("best_of", f"best_of is {best}, but must be at least n, {n}, and at most {MAX_N}")
-    if request.stream:
-        raise wrong("best_of", "best_of cannot be streamed: which are best is known at the end")
-    return best

@@ -47,7 +47,7 @@ class CompletionRequest(Wide, kw_only=True):
     prompt: str | list[str | int | list[int]]
     echo: bool | None = False
     logprobs: int | None = None
-    best_of: int | None = None
+    best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
 
 

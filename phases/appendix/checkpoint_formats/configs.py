@@ -23,8 +23,14 @@ from quant.formats import BLOCK, FP8_BLOCK, Scheme
 
 _BITS = Field("bits num_bits", int, 1, 32)
 _GROUP = Field("group_size q_group_size", int, -1, 1 << 20)
-_BY_LAYER = ("dynamic", "modules_in_block_to_quantize")
-"""Fields of GPTQModel's files that give layers a format of their own."""
+_UNREAD = {
+    "gptq": (
+        *("meta_quantizer", "rotation", "is_marlin_format", "adapter"),
+        *("dynamic", "modules_in_block_to_quantize"),  # these two give layers a format of their own
+    ),
+    "compressed-tensors": ("sparsity_config", "transform_config"),
+}
+"""Fields that change what numbers mean, if they say anything."""
 _PATTERN = 200
 """The longest pattern for names, in characters."""
 _GROUP_FIELDS = ("targets", "weights", "input_activations", "output_activations", "format")
@@ -76,6 +82,9 @@ def stored(raw: Mapping[str, Any]) -> Stored:
     """
     method = Field("quant_method", str, choices=tuple(_METHODS)).read(raw)
     try:
+        for name in _UNREAD.get(method, ()):
+            if raw.get(name):
+                raise UserError(f"{name} is {shown(raw[name])}, but is not supported")
         return _METHODS[method](raw)
     except UserError as error:
         raise UserError(f"quantization_config: {method}: {error}") from None
@@ -89,29 +98,25 @@ def matches(pattern: str, name: str) -> bool:
     return pattern in names or (not name.startswith("layers.") and pattern == name.rpartition(".")[2])
 
 
-def _parts(raw: Any, name: str, start: str = ".*", end: str = "") -> tuple[str, ...]:
+def _parts(raw: Mapping[str, Any], name: str, start: str = ".*", end: str = "") -> tuple[str, ...]:
     """Patterns of the names in which one of a list's strings stands between two expressions."""
-    given = Field(name, list, default=[]).check(raw, name) if raw is not None else []
+    given = Field(name, list, default=[]).read(raw)
     return tuple(f"re:{start}{re.escape(Field(name, str).check(part, name))}{end}" for part in given)
 
 
-def _patterns(raw: Any, name: str) -> tuple[str, ...]:
+def _patterns(raw: Mapping[str, Any], name: str) -> tuple[str, ...]:
     """A list of names; an expression that could take forever is refused."""
-    given = Field(name, list, default=[]).check(raw, name) if raw is not None else []
+    given = Field(name, list, default=[]).read(raw)
     for pattern in given:
-        Field(name, str).check(pattern, name)
-        if not pattern.startswith("re:"):
-            continue
-        try:
-            re.compile(pattern[3:])
-        except (re.error, RecursionError) as error:
-            raise UserError(f"{name} {shown(pattern)} is no regular expression ({error})") from None
-        # Repeated groups, and many repetitions after each other, are how a short pattern takes years.
-        repeats = re.findall(r"(?<!\\)[*+?{]", pattern)
-        if len(pattern) > _PATTERN or re.search(r"\)[*+{]", pattern) or len(repeats) > 4:
-            raise UserError(
-                f"{name} {shown(pattern)} is too involved: 4 repetitions, none of a group, may be there"
-            )
+        if Field(name, str).check(pattern, name).startswith("re:"):
+            # Repeated groups, and many repetitions after each other, are how a short pattern takes years.
+            dear = re.search(r"\)[*+{]", pattern) or len(re.findall(r"(?<!\\)[*+?{]", pattern)) > 4
+            try:
+                re.compile(pattern[3:])
+            except (re.error, RecursionError):
+                dear = True
+            if dear or len(pattern) > _PATTERN:
+                raise UserError(f"{name} {shown(pattern)} is too involved, or no regular expression")
     return tuple(given)
 
 
@@ -126,20 +131,15 @@ def _fp8(raw: Mapping[str, Any]) -> Stored:
         layout = TensorLayout("plain", FP8_BLOCK, "weight_scale_inv")
     else:
         raise UserError(f"weight_block_size is {shown(block)}, but only [{BLOCK}, {BLOCK}] is supported")
-    skipped: list[str] = []
+    skipped: tuple[str, ...] = ()
     for name in ("modules_to_not_convert", "ignored_layers"):  # the beginning or the end of a layer's name
-        skipped += _patterns(raw.get(name), name)
-        skipped += _parts(raw.get(name), name, start="", end=r"(\.|$)") + _parts(raw.get(name), name, end="$")
+        skipped += _patterns(raw, name) + _parts(raw, name, "", r"(\.|$)") + _parts(raw, name, end="$")
     return Stored((Rule(("Linear",), layout),), ("lm_head", *skipped))
 
 
 def _gptq(raw: Mapping[str, Any]) -> Stored:
     """GPTQ's own layout, in which act-order shows as a group for each input."""
-    for name in ("meta_quantizer", "rotation", "is_marlin_format", "adapter", *_BY_LAYER):
-        if raw.get(name):
-            raise UserError(f"{name} is {shown(raw[name])}, but is not supported")
-    if (bits := _BITS.read(raw)) != 4:
-        raise UserError(f"bits is {bits}, but only 4 are supported")
+    _only(raw, "bits", 4)
     head = () if Field("lm_head", bool, default=False).read(raw) else ("lm_head",)
     version = Field("checkpoint_format format", str, default="gptq", choices=("gptq", "gptq_v2")).read(raw)
     zeros = not Field("sym", bool, default=True).read(raw)
@@ -150,20 +150,16 @@ def _gptq(raw: Mapping[str, Any]) -> Stored:
 
 def _awq(raw: Mapping[str, Any]) -> Stored:
     """AutoAWQ's layout."""
-    if (bits := _BITS.read(raw)) != 4:
-        raise UserError(f"bits is {bits}, but only 4 are supported")
+    _only(raw, "bits", 4)
     _only(raw, "version", "gemm", missing=True)
     _only(raw, "zero_point", True, missing=True)
     scheme = Scheme("awq", "int4", "group", group=_GROUP.read(raw), zeros=True)
-    skipped = _parts(raw.get("modules_to_not_convert"), "modules_to_not_convert")
+    skipped = _parts(raw, "modules_to_not_convert")
     return Stored((Rule(("Linear",), TensorLayout("awq", scheme, "scales")),), ("lm_head", *skipped))
 
 
 def _compressed(raw: Mapping[str, Any]) -> Stored:
     """compressed-tensors: groups of layers, each with its format."""
-    for name in ("sparsity_config", "transform_config"):
-        if raw.get(name):
-            raise UserError(f"{name} is {shown(raw[name])}, but is not supported")
     _only(raw, "quantization_status", "compressed", missing=True)
     groups = Field("config_groups", dict).read(raw)
     rules = []
@@ -172,20 +168,22 @@ def _compressed(raw: Mapping[str, Any]) -> Stored:
             group = Field(key, dict).check(given, key)
             _known(group, _GROUP_FIELDS)
             form = group.get("format") or raw.get("format")
-            rules.append(Rule(_patterns(group.get("targets"), "targets"), _compressed_layout(group, form)))
+            rules.append(Rule(_patterns(group, "targets"), _compressed_layout(group, form)))
         except UserError as error:
             raise UserError(f"{shown(key)}: {error}") from None
     # "Linear" means all of them, so the groups that name layers come first.
     rules.sort(key=lambda rule: "Linear" in rule.targets)
-    return Stored(tuple(rules), _patterns(raw.get("ignore"), "ignore"), _kv(raw.get("kv_cache_scheme")))
+    return Stored(tuple(rules), _patterns(raw, "ignore"), _eight(raw, "kv_cache_scheme", False))
 
 
 _FORMATS = {
-    "float-quantized": ("float", "plain"),
-    "int-quantized": ("int", "plain"),
-    "naive-quantized": ("", "plain"),
-    "pack-quantized": ("int", "packed"),
+    "float-quantized": ("fp8",),
+    "int-quantized": ("int8",),
+    "naive-quantized": ("fp8", "int8"),
+    "pack-quantized": ("int4", "int8"),
 }
+"""The numbers that each holds."""
+_NUMBERS = {(8, "float"): "fp8", (8, "int"): "int8", (4, "int"): "int4"}
 
 
 def _compressed_layout(group: Mapping[str, Any], form: Any) -> TensorLayout:
@@ -195,64 +193,50 @@ def _compressed_layout(group: Mapping[str, Any], form: Any) -> TensorLayout:
     weights = Field("weights", dict).read(group)
     _known(weights, _ARGUMENTS, "weights.")
     Field("scale_dtype", str, default="", choices=_FLOATS).read(weights)
-    kind = Field("type", str, default="int", choices=("int", "float")).read(weights)
-    bits, (wanted, layout) = _BITS.read(weights), _FORMATS[form]
-    if kind != (wanted or kind) or (bits, kind) not in ((8, "float"), (8, "int"), (4, "int")):
+    bits, kind = _BITS.read(weights), _kind(weights)
+    numbers: Any = _NUMBERS.get((bits, kind))
+    if numbers not in _FORMATS[form]:
         raise UserError(f"weights of {bits} bits and type {kind} are not supported in {form}")
-    if (bits == 4) != (layout == "packed") and not (bits == 8 and kind == "int"):
-        raise UserError(f"weights of {bits} bits are not supported in {form}")
-    if weights.get("dynamic"):
-        raise UserError("weights.dynamic is true, but weights are fixed")
+    _only(weights, "dynamic", False, missing=True)
     strategy = Field("strategy", str, choices=("tensor", "channel", "block", "group")).read(weights)
     if strategy == "block" and weights.get("block_structure") != [BLOCK, BLOCK]:
         found = shown(weights.get("block_structure"))
         raise UserError(f"block_structure is {found}, but only [{BLOCK}, {BLOCK}] is supported")
-    numbers = {(8, "float"): "fp8", (8, "int"): "int8", (4, "int"): "int4"}[bits, kind]
-    order = weights.get("actorder")
-    if order not in (None, False, "weight", "static"):
-        raise UserError(f"actorder is {shown(order)}, but must be weight or static")
+    if weights.get("actorder") not in (None, False, "weight", "static"):
+        raise UserError(f"actorder is {shown(weights['actorder'])}, but must be weight or static")
     scheme = Scheme(
         name=f"{form}-{numbers}",
-        weights=numbers,  # type: ignore[arg-type]
+        weights=numbers,
         scales=strategy,
         group=_GROUP.read(weights) if strategy == "group" else 0,
         zeros=not Field("symmetric", bool, default=True).read(weights),
-        activations=_activations(group.get("input_activations"), numbers),  # type: ignore[arg-type]
+        activations=_eight(group, "input_activations", True),  # type: ignore[arg-type]
     )
-    return TensorLayout(layout, scheme)  # type: ignore[arg-type]
+    return TensorLayout("packed" if form == "pack-quantized" else "plain", scheme)
 
 
-def _activations(raw: Any, numbers: str) -> str | None:
-    if raw is None:
+def _kind(raw: Mapping[str, Any]) -> str:
+    found: str = Field("type", str, default="int", choices=("int", "float")).read(raw)
+    return found
+
+
+def _eight(raw: Mapping[str, Any], name: str, tokens: bool) -> str | None:
+    """Return what inputs are rounded to, token by token, or what keys and values are kept in."""
+    if raw.get(name) is None:
         return None
-    given = Field("input_activations", dict).check(raw, "input_activations")
-    _known(given, _ARGUMENTS, "input_activations.")
-    kind = {"float": "fp8", "int": "int8"}[
-        Field("type", str, default="int", choices=("int", "float")).read(given)
-    ]
-    if given.get("dynamic") is not True or _BITS.read(given) != 8 or given.get("symmetric") is False:
-        raise UserError(
-            "input_activations must be of 8 bits, symmetric and dynamic: others are not supported"
-        )
-    strategy = Field("strategy", str, default="token", choices=("token", "group", "tensor")).read(given)
-    if strategy == "tensor" or (strategy == "group" and kind != "fp8"):
-        raise UserError(f"input_activations.strategy {strategy!r} is not supported for {kind}, only 'token'")
-    return kind
-
-
-def _kv(raw: Any) -> str | None:
-    """Return what keys and values are kept in."""
-    if raw is None:
-        return None
-    given = Field("kv_cache_scheme", dict).check(raw, "kv_cache_scheme")
-    _known(given, _ARGUMENTS, "kv_cache_scheme.")
-    kind = Field("type", str, default="int", choices=("int", "float")).read(given)
-    strategy = given.get("strategy") or "tensor"
-    fine = _BITS.read(given) == 8 and not given.get("dynamic") and given.get("symmetric", True) is True
-    if not fine or strategy != "tensor":
-        raise UserError(
-            f"kv_cache_scheme is {shown(given)}, but only 8 static bits for each tensor are supported"
-        )
+    given = Field(name, dict).read(raw)
+    _known(given, _ARGUMENTS, f"{name}.")
+    kind, strategy = _kind(given), given.get("strategy") or ("token" if tokens else "tensor")
+    # An input of fp8 in groups has finer scales than a token's.
+    fine = ("token", "group") if tokens and kind == "float" else ("token",) if tokens else ("tensor",)
+    same = (
+        _BITS.read(given) == 8
+        and bool(given.get("dynamic")) == tokens
+        and given.get("symmetric") is not False
+    )
+    if not same or strategy not in fine:
+        kept = "8 dynamic bits for each token" if tokens else "8 static bits for each tensor"
+        raise UserError(f"{name} is {shown(given)}, but only {kept} are supported")
     return "fp8" if kind == "float" else "int8"
 
 
@@ -268,7 +252,7 @@ def _only(raw: Mapping[str, Any], name: str, value: Any, missing: bool = False) 
     given = raw.get(name)
     if given is None and missing:
         return
-    same = given.lower() == value if isinstance(given, str) else given is value
+    same = given.lower() == value if isinstance(given, str) else given == value and type(given) is type(value)
     if not same:
         raise UserError(f"{name} is {shown(given)}, but only {shown(value)} is supported")
 

@@ -26,8 +26,6 @@ from quant.formats import BLOCK, Scheme
 from quant.linear import QuantLinear
 from quant.weights import QuantizedWeight, unpack_nibbles
 
-PARTIAL = ".partial"
-"""The folder in which a checkpoint is written, until all of it is."""
 _KEPT = (
     "generation_config.json",
     "tokenizer.json",
@@ -54,21 +52,13 @@ def check_source(folder: Path) -> None:
 
 
 def check_target(folder: Path) -> Path:
-    """The same folder by its whole name, which ``.`` has not.
-
-    Raises `UserError` unless it is empty or not there.
-    """
+    """Return the same folder by its whole name. Raises `UserError` unless it is empty or not there."""
     try:
-        if folder.exists() and (not folder.is_dir() or any(_others(folder))):
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise UserError(f"{folder} is there already: name a folder that is not")
         return folder.resolve()
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error.strerror or error}") from None
-
-
-def _others(folder: Path) -> list[Path]:
-    """Return what is in a folder, but for what a command that was killed has left."""
-    return [path for path in folder.iterdir() if path.name != PARTIAL]
 
 
 def export(model: Model, source: Path, folder: Path, kv: tuple[str, Tensor] | None = None) -> None:
@@ -85,8 +75,7 @@ def export(model: Model, source: Path, folder: Path, kv: tuple[str, Tensor] | No
         UserError: it cannot be written.
     """
     folder = check_target(folder)
-    # One that is there may be where somebody stands, or a disk of its own: it stays, and is filled.
-    work = folder / PARTIAL if folder.is_dir() else folder.with_name(f".{folder.name}{PARTIAL}")
+    work = folder.with_name(f".{folder.name}.partial")
     try:
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
@@ -100,16 +89,12 @@ def export(model: Model, source: Path, folder: Path, kv: tuple[str, Tensor] | No
         found = tensors(model, dtype)
         config["tie_word_embeddings"] = not any(name.startswith("lm_head.") for name in found)
         if kv is not None:
-            config["quantization_config"]["kv_cache_scheme"] = _kv_scheme(kv[0])
+            config["quantization_config"]["kv_cache_scheme"] = _arguments(kv[0], "tensor")
             found |= kv_tensors(kv[1])
         (work / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         found = {name: tensor.cpu().contiguous() for name, tensor in found.items()}
         save_file(found, work / "model.safetensors", {"format": "pt"})
-        if work.parent == folder:
-            for path in list(work.iterdir()):
-                path.rename(folder / path.name)
-        else:
-            work.rename(folder)
+        work.rename(folder)
     except (OSError, SafetensorError) as error:  # the latter is what a full disk is, for the weights
         said = getattr(error, "strerror", None) or error
         raise UserError(f"{folder} cannot be written: {said}") from None
@@ -169,8 +154,14 @@ def configuration(model: Model) -> dict[str, Any]:
         targets = ["Linear"] if len(kinds) == 1 else [f"re:.*{end}$" for end in ends]
         groups[f"group_{number}"] = {
             "targets": targets,
-            "weights": _weights(scheme),
-            "input_activations": _activations(scheme),
+            "weights": _arguments(
+                scheme.weights,
+                scheme.scales,
+                symmetric=not scheme.zeros,
+                group_size=scheme.group or None,
+                block_structure=[BLOCK, BLOCK] if scheme.scales == "block" else None,
+            ),
+            "input_activations": scheme.activations and _arguments(scheme.activations, "token", dynamic=True),
             "output_activations": None,
             "format": _format(scheme),
         }
@@ -195,31 +186,13 @@ def kv_tensors(scales: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _kv_scheme(kind: str) -> dict[str, Any]:
-    number = "float" if kind == "fp8" else "int"
-    return {"num_bits": 8, "type": number, "symmetric": True, "strategy": "tensor", "dynamic": False}
-
-
 def _format(scheme: Scheme) -> str:
     if scheme.weights == "fp8":
         return "float-quantized"
     return "int-quantized" if scheme.activations else "pack-quantized"
 
 
-def _weights(scheme: Scheme) -> dict[str, Any]:
-    return {
-        "num_bits": scheme.bits,
-        "type": "float" if scheme.weights == "fp8" else "int",
-        "symmetric": not scheme.zeros,
-        "strategy": scheme.scales,
-        "group_size": scheme.group or None,
-        "block_structure": [BLOCK, BLOCK] if scheme.scales == "block" else None,
-        "dynamic": False,
-    }
-
-
-def _activations(scheme: Scheme) -> dict[str, Any] | None:
-    if scheme.activations is None:
-        return None
-    kind = "float" if scheme.activations == "fp8" else "int"
-    return {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True}
+def _arguments(numbers: str, strategy: str, **more: Any) -> dict[str, Any]:
+    kind = "float" if numbers == "fp8" else "int"
+    made = {"num_bits": 4 if numbers == "int4" else 8, "type": kind, "symmetric": True}
+    return {**made, "strategy": strategy, "dynamic": False, **more}

@@ -24,16 +24,9 @@ struct Operator {
   double factor;  // eps, or what scores are multiplied by
 };
 
-static V load(const float *from) { return _mm512_loadu_ps(from); }
-
-static V load(const uint16_t *from) {
-  __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
-}
-
-static V load(const int8_t *from) {
-  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
-}
+static V load(const float *at) { return _mm512_loadu_ps(at); }
+static V load(const uint16_t *at) { return (V)_mm512_slli_epi32(_mm512_cvtepu16_epi32(*(const __m256i_u *)at), 16); }
+static V load(const int8_t *at) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(*(const __m128i_u *)at)); }
 
 static uint32_t nearest(float x) {  // a bfloat16 in the upper half, ties to even
   uint32_t bits = std::bit_cast<uint32_t>(x);
@@ -116,14 +109,12 @@ struct Step {
     Int begin = o.window ? std::max<Int>(0, end - o.window) : 0;
     float *q = workspace + t * width + o.x + head * n, *out = workspace + t * width + o.y + head * n;
     float most = -INFINITY, total = 0;
-    std::vector<float> scores(end);
+    std::vector<float> weights(end);
     for (Int i = begin; i < end; i++) {
       V sum = {};
       for (Int j = 0; j < n; j += WIDTH) sum += load((A *)o.keys + place(o, t, i, kv) + j) * load(q + j);
-      scores[i] = _mm512_reduce_add_ps(sum) * float(o.factor);
-      most = std::max(most, scores[i]);
+      most = std::max(most, weights[i] = _mm512_reduce_add_ps(sum) * float(o.factor));
     }
-    float *weights = scores.data();
 #pragma omp simd reduction(+ : total)
     for (Int i = begin; i < end; i++) total += weights[i] = std::exp(weights[i] - most);
     std::fill(out, out + n, 0);
@@ -134,8 +125,6 @@ struct Step {
       }
     for (Int i = 0; i < n; i++) out[i] = rounded(out[i]);
   }
-
-  Int tasks(const Operator &o) const { return o.code <= INT8 ? o.tasks : T * o.tasks; }
 
   void task(const Operator &o, Int i) {
     Int t = i / o.tasks, head = i % o.tasks, first = i * ROWS, end = std::min(first + ROWS, o.outputs);
@@ -157,7 +146,7 @@ struct Step {
     for (;;) {
       uint32_t mine = ticket.fetch_add(1), stage = mine >> 16, seen;
       if (stage == count) return;
-      Int all = tasks(operators[stage]);
+      Int all = operators[stage].tasks * (operators[stage].code <= INT8 ? 1 : T);
       if ((mine & 0xffff) < all) {
         task(operators[stage], mine & 0xffff);
         if (done.fetch_add(1) + 1 < all) continue;

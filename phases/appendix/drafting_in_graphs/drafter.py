@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 from common.request import Request
-from continuous.engine import Engine
 from continuous.work import Work
 from speculative.loops import Watcher
-from speculative.speculation import Source, Speculator
+from speculative.speculation import Speculator
 from speculative.stats import SpeculationStats
 
 
@@ -60,36 +58,3 @@ class InGraphDrafter(Watcher):
     def leave(self, request: Request) -> None:
         """See `Speculator.leave`."""
         self.speculator.leave(request)
-
-
-class Books(Protocol):
-    """Knows which works were steps in a graph."""
-
-    def landed(self, work: Work) -> bool:
-        """Enter what the device has done; False: it was an ordinary step."""
-        ...
-
-
-class CarriedSource(Source):
-    """A `Source` around another one that hears of ordinary steps only; others are entered in the `books`."""
-
-    def __init__(self, inner: Source, books: Books) -> None:
-        self.inner, self.books = inner, books
-        self.watches, self.accept = inner.watches, inner.accept
-
-    def guess(self, requests: Sequence[Request], lengths: Sequence[int]) -> Sequence[Sequence[int]]:
-        """See `Source`."""
-        return self.inner.guess(requests, lengths)
-
-    def attach(self, engine: Engine) -> None:
-        """See `Source`."""
-        self.inner.attach(engine)
-
-    def landed(self, work: Work, accepted: int) -> None:
-        """See `Source`."""
-        if not self.books.landed(work):
-            self.inner.landed(work, accepted)
-
-    def leave(self, request: Request) -> None:
-        """See `Source`."""
-        self.inner.leave(request)

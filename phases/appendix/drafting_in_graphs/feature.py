@@ -12,6 +12,7 @@ import torch
 from paged_cache import Feature, PagedEngine, Parts
 from speculative import Speculate, Speculator
 from speculative.draft_model import DraftModel
+from speculative.head import HeadSource
 from speculative.loops import Watcher
 from speculative.ngram import NGrams
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:  # there is no Triton everywhere
 
 @dataclass(frozen=True)
 class DraftAhead(Feature):
-    """Models and n-grams draft inside graphs, and a few tokens are the columns of a tensor core."""
+    """A head and n-grams draft inside graphs, and a few tokens are the columns of a tensor core."""
 
     name: ClassVar[str] = "draft_ahead"
     phase: ClassVar[int] = 11
@@ -46,7 +47,7 @@ class DraftAhead(Feature):
             install(parts.own_model())
             if small is not None:
                 install(small.runner.model, fewest=1)
-        if isinstance(source, (DraftModel, NGrams)) and "overlap" in parts.features and speculate.whole:
+        if isinstance(source, (HeadSource, NGrams)) and "overlap" in parts.features and speculate.whole:
             self._whole_steps(parts, speculator, speculate.length)
 
     def _whole_steps(self, parts: Parts, speculator: Speculator, length: int) -> None:
@@ -57,7 +58,7 @@ class DraftAhead(Feature):
         drafter = InGraphDrafter(speculator)
         parts.wrap(self, drafter=lambda plain: drafter)
         parts.loops["in graph"] = partial(in_graph, drafter, length)
-        models = 2 if isinstance(speculator.source, DraftModel) else 1
+        models = 2 if isinstance(speculator.source, HeadSource) else 1
         parts.reserve.append(
             lambda whole: ahead_bytes(whole.model, whole.size("max_rows"), length, models=models)
         )

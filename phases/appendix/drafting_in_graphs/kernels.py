@@ -8,6 +8,8 @@ length of its prompt.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -123,73 +125,76 @@ def side_by_side_kernel(
     tl.store(out + (token * PARTS + part) * SIZE + i, x, mask=mask)
 
 
-def find_places(
-    given: Tensor,  # [4, B] int64
-    next_at: Tensor,  # [R] int64, the position of each row's newest token
-    *,
-    at: Tensor,  # [B] int64, -1: padding
-    rows: Tensor,  # [B] int64
-    token_rows: Tensor,  # [B * (K + 1)] int64, and so the next two
-    token_at: Tensor,
-    steps: Tensor,
-    contexts: Tensor,  # [B] int32
-    small_rows: Tensor,  # [B] int64
-    small_token_rows: Tensor,  # [B * (K + 1)] int64
-    small_at: Tensor,
-    small_contexts: Tensor,  # [B] int32
-    drafts: int,
-) -> None:
-    """Fill in all others from `given` and `next_at`."""
+class Places(NamedTuple):
+    """Positions of everything in a step; one number a request, or `[B * (K + 1)]` for all its places.
+
+    The order is `places_kernel`'s. at, token_at and small_at: positions, -1 for padding.
+    """
+
+    at: Tensor  # [B] int64
+    rows: Tensor  # [B] int64
+    token_rows: Tensor
+    token_at: Tensor
+    steps: Tensor
+    contexts: Tensor  # [B] int32
+    small_rows: Tensor  # [B] int64; the drafter's, and so the next three
+    small_token_rows: Tensor
+    small_at: Tensor
+    small_contexts: Tensor  # [B] int32
+
+
+class Chain(NamedTuple):
+    """Sources of the drafts; the last three are for all drafts but the first: `[(K - 1) * B]`."""
+
+    picked: Tensor  # [B] int64, where among the places the last right one is
+    draft_steps: Tensor  # [K, B] int64, the step number of each draft
+    rows: Tensor  # int64
+    at: Tensor  # int64, where the drafter computes the draft before it; -1: padding
+    contexts: Tensor  # int32
+
+
+def find_places(given: Tensor, next_at: Tensor, places: Places, drafts: int) -> None:
+    """Fill in the places of a step; `next_at [R]` int64 is the position of each row's newest token."""
     size = given.shape[1]
-    places_kernel[(size,)](
-        given, next_at, at, rows, token_rows, token_at, steps, contexts,
-        small_rows, small_token_rows, small_at, small_contexts, size, K=drafts, num_warps=1,
-    )  # fmt: skip
+    places_kernel[(size,)](given, next_at, *places, size, K=drafts, num_warps=1)
 
 
 def accept(
     sampled: Tensor,  # [B * (K + 1)] int64
     ids: Tensor,  # [B * (K + 1)] int64, the newest token of each request and its drafts
-    *,
-    at: Tensor,
-    rows: Tensor,
     given: Tensor,
     tokens: Tensor,  # [R, max_len] int64
     next_at: Tensor,
     told: Tensor,  # [B, 2 * K + 2] int64: how many were right, all that was sampled, the drafts made since
-    picked: Tensor,  # [B] int64, where among the places the last right one is
-    draft_steps: Tensor,  # [K, B] int64, the step number of each draft
-    chain_rows: Tensor,  # [(K - 1) * B] int64, and so the next: for all drafts but the first
-    chain_at: Tensor,  # where the drafter computes the draft before it; -1: padding
-    chain_contexts: Tensor,  # int32
+    places: Places,
+    chain: Chain,
     drafts: int,
 ) -> None:
-    """Write the tokens that are kept behind the newest, move `next_at` on, and fill in the last five."""
-    accept_kernel[(len(at),)](
-        sampled, ids, at, rows, given, tokens, next_at, told, picked, draft_steps,
-        chain_rows, chain_at, chain_contexts, tokens.shape[1], len(at), K=drafts, num_warps=1,
+    """Write the tokens that are kept behind the newest, move `next_at` on, and fill in the chain."""
+    size = len(places.at)
+    accept_kernel[(size,)](
+        sampled, ids, places.at, places.rows, given, tokens, next_at, told, *chain, tokens.shape[1], size,
+        K=drafts, num_warps=1,
     )  # fmt: skip
 
 
 def hand_on(
     made: Tensor,  # [B] int64, the drafts, or where they stand in `names`
     number: int,  # of these drafts, from 0
-    *,
-    names: Tensor | None = None,  # [N] int64, token ids
-    at: Tensor,
-    rows: Tensor,
+    names: Tensor | None,  # [N] int64, token ids
     given: Tensor,
     tokens: Tensor,
     next_at: Tensor,
     told: Tensor,
+    places: Places,
     small_tokens: Tensor,  # [R, max_len] int64, the drafter's
     newest: Tensor,  # [B] int64, the drafts' token ids
     drafts: int,
 ) -> None:
     """Write one draft of each request where it will be read."""
-    hand_on_kernel[(len(at),)](
-        made, made if names is None else names, at, rows, given, tokens, next_at, told, small_tokens, newest,
-        tokens.shape[1], small_tokens.shape[1], len(at),
+    hand_on_kernel[(len(made),)](
+        made, made if names is None else names, places.at, places.rows, given, tokens, next_at, told,
+        small_tokens, newest, tokens.shape[1], small_tokens.shape[1], len(made),
         K=drafts, D=number, NAMED=names is not None, num_warps=1,
     )  # fmt: skip
 

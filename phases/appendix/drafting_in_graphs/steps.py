@@ -13,6 +13,7 @@ import torch
 from common.request import Request
 from common.sampling.sampler import HostSampled, Needs, Sampled
 from continuous.batch import upload
+from continuous.engine import Engine
 from continuous.runner import Pending, Token
 from continuous.work import Work
 from cuda_graphs.buckets import decode_sizes, smallest
@@ -25,11 +26,11 @@ from cuda_graphs.staging import Staging
 from forward.model import Model
 from paged_cache import PagedEngine
 from paged_cache.memory import activation_bytes
-from phases.appendix.drafting_in_graphs.drafter import CarriedSource, InGraphDrafter
+from phases.appendix.drafting_in_graphs.drafter import InGraphDrafter
 from phases.appendix.drafting_in_graphs.graph import AheadGraph, Pair
-from speculative.draft_model import DraftModel
 from speculative.head import HeadSource
 from speculative.ngram import NGrams
+from speculative.speculation import Source
 
 FEW_LOOKED_UP = 4
 """Requests in a graph that looks n-grams up, at most. Every engine pays for these graphs with memory and time
@@ -67,13 +68,15 @@ class Flight(Pending):
         return found
 
 
-class Ahead:
+class Ahead(Source):
     """Launches steps that verify and draft in one graph.
+
+    It takes the place of the drafter's source, which hears of ordinary steps only.
 
     Args:
         engine: with a `GraphRunner`; its drafter is `drafter`, or one around that.
-        drafter: over a `DraftModel` with a `GraphRunner` of its own, or over `NGrams`.
-        most: drafts of a request in a step.
+        drafter: over a `HeadSource` with a `GraphRunner` of its own, or over `NGrams`.
+        most: drafts of a request in a step, as far as the decode kernel takes them.
 
     landing: the flight that is being collected. replays: steps that were launched.
     blank: rows behind whose newest token stand no guesses, as far as the host knows.
@@ -81,10 +84,11 @@ class Ahead:
 
     def __init__(self, engine: PagedEngine, drafter: InGraphDrafter, most: int) -> None:
         source = drafter.speculator.source
-        assert isinstance(source, (DraftModel, NGrams)) and isinstance(engine.runner, GraphRunner)
-        drafter.speculator.source = CarriedSource(source, self)
+        assert isinstance(source, (HeadSource, NGrams)) and isinstance(engine.runner, GraphRunner)
+        self.inner, self.watches, self.accept = source, source.watches, source.accept
+        drafter.speculator.source = self
         self.engine, self.runner, self.drafter = engine, engine.runner, drafter
-        self.source = source if isinstance(source, DraftModel) else None
+        self.source = source if isinstance(source, HeadSource) else None
         self.runners = [engine.runner]
         if self.source is not None:
             assert isinstance(self.source.runner, GraphRunner)
@@ -94,10 +98,11 @@ class Ahead:
         self.blank: set[int] = set()
         device = engine.runner.model.device
         self.next_at = torch.zeros(engine.scheduler.rows.count, dtype=torch.int64, device=device)
-        self.lengths = draft_lengths(most)
+        attentions = [runner.machine.attention for runner in self.runners]
+        self.lengths = draft_lengths(min([most, *(one.most_queries - 1 for one in attentions)]))
         self.sizes = request_sizes(engine.scheduler.rows.count, models=len(self.runners))
         self._staging = Staging(4 * self.sizes[-1], device)
-        kept = source.taps.kept if isinstance(source, HeadSource) else None
+        kept = None if self.source is None else self.source.taps.kept
         large, *small = (runner.machine for runner in self.runners)
         pair = Pair(large, small[0] if small else None, self.next_at, kept)
         capturer = Capturer(device)
@@ -235,15 +240,27 @@ class Ahead:
 
     # Landing.
 
-    def landed(self, work: Work) -> bool:
-        """Bring the drafter's books up to what the device has done; False: it was an ordinary step."""
+    def landed(self, work: Work, accepted: int) -> None:
+        """Bring the drafter's books up to what the device has done."""
         drafts = None if self.landing is None else self.landing.made.pop(id(work), None)
-        if drafts is None:
-            return False
+        if drafts is None:  # an ordinary step
+            self.inner.landed(work, accepted)
+            return
         (self.blank.discard if drafts[0] >= 0 else self.blank.add)(work.row)
         if self.source is not None and work.request.row >= 0 and work.request in self.source.shadows:
             self.source.carried(work.request, drafts)
-        return True
+
+    def guess(self, requests: Sequence[Request], lengths: Sequence[int]) -> Sequence[Sequence[int]]:
+        """See `Source`; so are the others."""
+        return self.inner.guess(requests, lengths)
+
+    def attach(self, engine: Engine) -> None:
+        """The source meets the engine."""
+        self.inner.attach(engine)
+
+    def leave(self, request: Request) -> None:
+        """The source forgets a request."""
+        self.inner.leave(request)
 
 
 def draft_lengths(most: int) -> list[int]:

@@ -11,9 +11,9 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from functools import cached_property, partial
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from typing import Any
 from weakref import WeakSet
 
@@ -25,7 +25,6 @@ from phases.appendix.guidance.exact import LARGEST, OPTIONS, OWN_OPTIONS, SUSPEC
 from phases.appendix.guidance.matcher import SLOW, GuidanceMatcher, Job
 from phases.appendix.guidance.spelling import Spelling
 from structured.matcher import Backend, Compiled, Words
-from structured.pool import step_back
 
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
@@ -42,15 +41,15 @@ NOTHING = "NoExtensionBias"
 
 FEW = 4
 """Up to so many masks are made by the thread that asks: waking others takes longer. As many outputs share a
-lexer before another one is made."""
+lexer before another one is taken."""
 FEW_ALONE = 32
 """The same where a single other thread could make them: with one processor more, nothing is made sooner."""
 SPACING = 0.004
 """Seconds between the beginnings of two compilations. However short each is, threads that compile one after
 the other ask for Python's lock again and again, and who computes has to wait for it as often."""
 MOST_THREADS = 16
-MAKING = 0.1
-"""Seconds that may go into further lexers of one grammar."""
+MAKING = 0.02
+"""Seconds that may go into the lexers of one grammar, while the requests that want it wait."""
 CHARACTER = r'[^"\\\x00-\x1F\x7F]'
 SLICES = [f"{CHARACTER}{{1,{most}}}" for most in (*range(5, 13), 14, 18, 30)] + [f"{CHARACTER}+"]
 """Tokens by their length, as they stand in a string of JSON. As long as all of a slice fit, none of its
@@ -61,91 +60,27 @@ BASE_BYTES, BYTES_PER_CHARACTER = 100_000, 60
 
 
 class GuidanceGrammar(Compiled):
-    """A grammar and its lexers.
+    """A grammar: parsers at its start, each with a lexer of its own.
 
     An output gets a copy of a parser, and shares that one's lexer: what it has learnt for one output is known
-    to the others, but only one thread at a time may use it. So there are some for each thread, if enough
-    outputs want them, and each output gets the one that fewest have. More would only learn the same again.
+    to the others, but only one thread at a time may use it. So a few outputs share one, and many are spread.
 
-    Args:
-        first: a parser at its start.
-        make: makes another one, with a lexer of its own.
-        most: lexers.
-        maker: makes lexers for those who must not wait.
-        eos: see `GuidanceMatcher`.
-        size: see `Compiled.bytes`.
+    size: see `Compiled.bytes`. eos: see `GuidanceMatcher`.
     """
 
-    def __init__(
-        self,
-        first: ll.LLMatcher,
-        make: Callable[[], ll.LLMatcher],
-        most: int,
-        maker: Executor,
-        eos: Sequence[int],
-        size: int,
-    ) -> None:
-        self._make, self._most, self._maker, self._eos, self.bytes = make, most, maker, eos, size
-        self._lexers = [Lexer(0, first)]
+    def __init__(self, starts: Sequence[ll.LLMatcher], eos: Sequence[int], size: int) -> None:
+        self._starts, self._eos, self.bytes = starts, eos, size
+        self._users = [WeakSet[GuidanceMatcher]() for _ in starts]
         self._lock = threading.Lock()
-        self._making = False
 
     def matcher(self) -> GuidanceMatcher:
-        """Copy a parser at its start, with a lexer that nobody else uses as long as there may be more."""
+        """Copy a parser at its start, whose lexer has few outputs."""
         with self._lock:
-            lexer = self._fewest
-            if lexer.users and len(self._lexers) < self._most:
-                lexer = self._further(self._make())
-            return lexer.output(self._eos)
-
-    def soon(self) -> GuidanceMatcher | None:
-        """Copy a parser at its start.
-
-        A few outputs share a lexer. Those behind them wait until a thread has made more, twice as many as
-        there were.
-        """
-        with self._lock:
-            lexer = self._fewest
-            if len(lexer.users) < FEW or len(self._lexers) >= self._most:
-                return lexer.output(self._eos)
-            if not self._making:
-                self._making = True
-                self._maker.submit(self._double)
-            return None
-
-    @property
-    def _fewest(self) -> Lexer:
-        return min(self._lexers, key=lambda lexer: len(lexer.users))
-
-    def _further(self, start: ll.LLMatcher) -> Lexer:
-        self._lexers.append(Lexer(len(self._lexers), start))
-        return self._lexers[-1]
-
-    def _double(self) -> None:
-        made = []
-        try:
-            made = [self._make() for _ in range(min(len(self._lexers), self._most - len(self._lexers)))]
-        finally:
-            with self._lock:
-                for start in made:
-                    self._further(start)
-                if not made:  # what has failed once is not tried again
-                    self._most = len(self._lexers)
-                self._making = False
-
-
-class Lexer:
-    """One lexer of a grammar: a parser at its start, which has it, and the outputs that share it."""
-
-    def __init__(self, number: int, start: ll.LLMatcher) -> None:
-        self.number, self.start = number, start
-        self.users: WeakSet[GuidanceMatcher] = WeakSet()
-
-    def output(self, eos: Sequence[int]) -> GuidanceMatcher:
-        """Return a new output's parser."""
-        made = GuidanceMatcher(self.start.deep_copy(), self.number, eos)
-        self.users.add(made)
-        return made
+            counts = [len(users) for users in self._users]
+            number = next((n for n, count in enumerate(counts) if count < FEW), counts.index(min(counts)))
+            made = GuidanceMatcher(self._starts[number].deep_copy(), number, self._eos)
+            self._users[number].add(made)
+            return made
 
 
 class GuidanceBackend(Backend):
@@ -166,7 +101,6 @@ class GuidanceBackend(Backend):
         # them: 256 masks take 15 threads 3.7 ms with a lexer for each, and 2.7 with four times as many.
         self.lexers = 1 if threads == 1 else 4 << (threads - 1).bit_length()
         self.asker = ThreadPoolExecutor(1, thread_name_prefix="masks")
-        self.maker = ThreadPoolExecutor(1, thread_name_prefix="lexers", initializer=step_back)
         self._beginning, self._begun = threading.Lock(), 0.0  # when the last compilation has
 
     def compile(self, grammar: Grammar) -> GuidanceGrammar:
@@ -185,11 +119,11 @@ class GuidanceBackend(Backend):
             if said.startswith(NOTHING):
                 said = "no output satisfies it"
             raise UserError(f"grammar ({grammar}) is refused: {said}")
-        seconds = time.perf_counter() - begun
-        most = max(1, min(self.lexers, int(MAKING / seconds)))
+        starts = [inner]
+        while len(starts) < self.lexers and time.perf_counter() - begun < MAKING:
+            starts.append(self._parser(source))
         size = BASE_BYTES + BYTES_PER_CHARACTER * len(grammar.source)
-        make = partial(self._parser, source)
-        return GuidanceGrammar(inner, make, most, self.maker, self.vocabulary.eos, size)
+        return GuidanceGrammar(starts, self.vocabulary.eos, size)
 
     @cached_property
     def _exact(self) -> ll.LLTokenizer:

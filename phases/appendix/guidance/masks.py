@@ -76,14 +76,12 @@ class ThreadedMasks(GrammarMasks):
         pool: where compiled grammars come from.
         most_forced: works in a step, at most, for which somebody asks what is forced behind its tokens.
 
-    filled: masks made up to now.
     single: of requests that somebody put here, the places of the output where one token alone was allowed.
     """
 
     def __init__(self, plain: GrammarMasks, pool: GrammarPool, *, most_forced: int) -> None:
         super().__init__(pool, plain.vocab_size, sorted(plain.eos), plain.device, refusal=plain.refusal)
         self.most_forced = most_forced
-        self.filled = 0
         self.single: dict[Request, set[int]] = {}
         self._staging = MaskStaging(-(-plain.vocab_size // 32), plain.device)
         self._filling: Filling | None = None
@@ -130,7 +128,6 @@ class ThreadedMasks(GrammarMasks):
         hold_back(made.words, held)
         if self.single:
             self._note(made)
-        self.filled += len(made.places)
         self._sent = made.outputs
         return self._staging.send(np.array(made.places, np.int64))
 

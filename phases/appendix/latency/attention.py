@@ -48,53 +48,26 @@ class LatencyAttention(TritonPagedAttention):
         super().begin_sorted(batch, members, tiles)
         self._requests = len(batch.context_lens) - (members is not None)
 
-    def attend_lone(
+    def attend_fused(
         self,
         layer: LayerSpec,
         qkv: Tensor,
         cos_sin: tuple[Tensor, Tensor],
         norms: HeadNorms | None,
         *,
+        few: bool,
         meet: bool,
-    ) -> LoneParts:
-        """From the projection's output to attention's, head norms, RoPE and KV store included."""
-        batch = self.batch
-        return attend_lone(
-            qkv,
-            cos_sin,
-            norms,
-            layer,
-            self.pool.layers[layer.index],
-            batch.block_tables,
-            batch.context_lens,
-            batch.slots,
-            workspace=self._workspace,
-            config=self._lone_config,
-            meet=meet,
-        )
+    ) -> LoneParts | FewParts:
+        """From the projection's output to attention's, head norms, RoPE and KV store included.
 
-    def attend_few(
-        self,
-        layer: LayerSpec,
-        qkv: Tensor,
-        cos_sin: tuple[Tensor, Tensor],
-        norms: HeadNorms | None,
-        *,
-        meet: bool,
-    ) -> FewParts:
-        """The same for a few tokens."""
-        batch = self.batch
-        return attend_few(
-            qkv,
-            cos_sin,
-            norms,
-            layer,
-            self.pool.layers[layer.index],
-            batch.block_tables,
-            batch.context_lens,
-            batch.query_starts,
-            batch.slots,
-            workspace=self._few_workspace,
-            config=self._few_config,
-            meet=meet,
+        few: whether the request has more than one token. meet: see `attend_lone`.
+        """
+        batch, cache = self.batch, self.pool.layers[layer.index]
+        given = qkv, cos_sin, norms, layer, cache, batch.block_tables, batch.context_lens
+        if few:
+            room, config = self._few_workspace, self._few_config
+            where = batch.query_starts, batch.slots
+            return attend_few(*given, *where, workspace=room, config=config, meet=meet)
+        return attend_lone(
+            *given, batch.slots, workspace=self._workspace, config=self._lone_config, meet=meet
         )

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from forward.attention import Attention
 from phases.appendix.latency.attention import LatencyAttention
-from phases.appendix.latency.linear import CombinesFewHeads, CombinesHeads
+from phases.appendix.latency.linear import CombinesHeads
 from phases.appendix.latency.lone_few import FEW_TOKENS
-from triton_paged_attention.layers import FusedAttention, FusedBlock, FusedMLP, FusedRMSNorm, Stream
+from triton_paged_attention.layers import FusedAttention, FusedBlock, FusedMLP, Stream
 
 
 class LatencyBlock:
@@ -19,7 +19,7 @@ class LatencyBlock:
     """
 
     few = False
-    few_heads: CombinesFewHeads | None = None
+    few_heads: CombinesHeads | None = None
 
     def __init__(self, heads: CombinesHeads | None = None) -> None:
         self.heads = heads
@@ -39,41 +39,14 @@ class LatencyBlock:
         attend, mlp, norm = block.self_attn, block.mlp, block.post_attention_layernorm
         assert isinstance(x, Tensor) and isinstance(attention, LatencyAttention)
         assert isinstance(attend, FusedAttention) and isinstance(mlp, FusedMLP)
-        way = self._attend_lone if len(x) == 1 and attention.alone else self._attend_few
-        x = way(attend, block.input_layernorm, x, cos_sin, attention)
+        lone = len(x) == 1 and attention.alone
+        heads = self.heads if lone else self.few_heads
+        qkv = attend.qkv_proj(x, norm=block.input_layernorm.weights)
+        if not lone and not attention.takes_few(attend.spec, len(x)):  # of several requests
+            x = attend.o_proj(attend.attend(qkv, cos_sin, attention), residual=x)
+        else:
+            meet = heads is None
+            parts = attention.attend_fused(attend.spec, qkv, cos_sin, attend.norms, few=not lone, meet=meet)
+            x = attend.o_proj(parts.out, residual=x) if heads is None else heads(parts, x)
         # Two kernels that read a matrix each, and nothing in between.
         return mlp.down_proj(mlp.gate_up_proj(x, norm=norm.weights, gate=mlp.kind), residual=x)
-
-    def _attend_lone(
-        self,
-        attend: FusedAttention,
-        norm: FusedRMSNorm,
-        x: Tensor,
-        cos_sin: tuple[Tensor, Tensor],
-        attention: LatencyAttention,
-    ) -> Tensor:
-        """One token, `[1, hidden]` -> `[1, hidden]`: three kernels, two of which read a matrix each."""
-        qkv = attend.qkv_proj(x, norm=norm.weights)
-        if self.heads is not None:
-            parts = attention.attend_lone(attend.spec, qkv, cos_sin, attend.norms, meet=False)
-            return self.heads(parts, x)
-        parts = attention.attend_lone(attend.spec, qkv, cos_sin, attend.norms, meet=True)
-        return attend.o_proj(parts.out, residual=x)
-
-    def _attend_few(
-        self,
-        attend: FusedAttention,
-        norm: FusedRMSNorm,
-        x: Tensor,
-        cos_sin: tuple[Tensor, Tensor],
-        attention: LatencyAttention,
-    ) -> Tensor:
-        """Two to eight tokens: the same, with attention in two kernels where they are of several requests."""
-        qkv = attend.qkv_proj(x, norm=norm.weights)
-        if not attention.takes_few(attend.spec, len(x)):
-            return attend.o_proj(attend.attend(qkv, cos_sin, attention), residual=x)
-        if self.few_heads is not None:
-            few = attention.attend_few(attend.spec, qkv, cos_sin, attend.norms, meet=False)
-            return self.few_heads(few, x)
-        few = attention.attend_few(attend.spec, qkv, cos_sin, attend.norms, meet=True)
-        return attend.o_proj(few.out, residual=x)

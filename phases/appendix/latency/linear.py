@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from phases.appendix.latency.gemv import gemv
 from phases.appendix.latency.heads import project_heads
 from phases.appendix.latency.lone import LoneParts
-from phases.appendix.latency.lone_few import FewParts
 from phases.appendix.latency.tables import HeadsConfig, heads_config
 from triton_paged_attention.linear import FusedLinear
 
@@ -48,10 +47,9 @@ def add_way(fused: FusedLinear, **options: Any) -> LatencyWay | None:
     return way
 
 
-CombinesHeads = Callable[[LoneParts, Tensor], Tensor]
-"""From a lone token's splits and a residual `[1, hidden]` to its sum with the projection behind attention."""
-CombinesFewHeads = Callable[[FewParts, Tensor], Tensor]
-"""The same for two to eight tokens, `[T, hidden]`; no kernel of this entry does it."""
+CombinesHeads = Callable[[Any, Tensor], Tensor]
+"""From the splits of a request's tokens, `LoneParts` or `FewParts`, and a residual `[T, hidden]` to its sum
+with the projection behind attention."""
 
 
 def heads_of(linear: nn.Module) -> CombinesHeads | None:

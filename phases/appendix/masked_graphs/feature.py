@@ -18,7 +18,7 @@ from structured.masks import GrammarMasks
 
 @dataclass(frozen=True)
 class MaskedGraphs(Feature):
-    """Masks are read by the kernel that chooses, and with graphs the second half of a masked step is one."""
+    """Masks are applied by a kernel, and with graphs the second half of a masked step is one."""
 
     name: ClassVar[str] = "masked_graphs"
     phase: ClassVar[int] = 12
@@ -32,11 +32,9 @@ class MaskedGraphs(Feature):
         """Bring a sampler, a plan, and a loop that sends what the next step reads while masks are made."""
         if not isinstance(parts.masks, GrammarMasks) or "kernels" not in parts.features:
             raise UserError("masked_graphs is on, but kernels or structured is off")
-        from phases.appendix.masked_graphs.kernel import rehearse, with_kernel
+        from phases.appendix.masked_graphs.kernel import with_kernel
 
         parts.wrap(self, chooser=with_kernel)
-        if parts.stages["rehearse"]:
-            parts.stages["connect"].append(lambda whole: rehearse(whole.engine.runner.sampler))
         graphs = parts.features.get("graphs")
         if not isinstance(graphs, Graphs):
             return

@@ -1,4 +1,4 @@
-"""Notes from the engine's process: drafts and forced tokens, when a request got its row, pictures."""
+"""Notes from the engine's process: drafts and forced tokens, pictures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from common.request import Request
 from continuous.engine import Engine
 from phases.appendix.guidance.masks import ThreadedMasks
 from phases.appendix.observability.picture import picture
-from serving.messages import ENTERED, MARKS, AddPrompt, Command, DrawEngine, StepReport
+from serving.messages import MARKS, AddPrompt, Command, DrawEngine, StepReport
 from serving.worker import Observer
 
 log = logging.getLogger(__name__)
@@ -21,25 +21,21 @@ DRAFT, FORCED = "draft", "forced"
 
 
 class EngineObserver(Observer):
-    """Writes marks, entries and pictures into the reports of those who asked; nothing else costs anything."""
+    """Writes marks and pictures into the reports of those who asked; nothing else costs anything."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         log_late_kernels()
         self.marks = Marks(engine)
         self._draws = False
-        self._lined: dict[int, Request] = {}  # traced, and without a row so far
 
     def hear(self, command: Command, requests: Sequence[Request]) -> None:
         """See `Observer`."""
         match command:
             case DrawEngine():
                 self._draws = True
-            case AddPrompt():
-                if ENTERED in command.wanted:
-                    self._lined[command.first] = requests[0]
-                if MARKS in command.wanted:
-                    self.marks.follow(range(command.first, command.first + len(requests)), requests)
+            case AddPrompt() if MARKS in command.wanted:
+                self.marks.follow(range(command.first, command.first + len(requests)), requests)
 
     def due(self) -> bool:
         """Tell if a picture is asked for."""
@@ -47,12 +43,6 @@ class EngineObserver(Observer):
 
     def write(self, step: StepReport, now: float) -> None:
         """See `Observer`."""
-        for number, request in list(self._lined.items()):
-            served = request.row >= 0 or len(request.tokens) > request.prompt_len
-            if served:
-                step.notes.append((number, ENTERED, [now]))
-            if served or request.finish_reason is not None:
-                del self._lined[number]
         self.marks.write(step)
         if self._draws:
             self._draws, step.picture = False, picture(self.engine)

@@ -10,36 +10,17 @@ from typing import Any
 
 from phases.appendix.guidance.exact import NUMBERS, exact
 
-ENFORCED = frozenset(
-    {
-        *(
-            "type",
-            "enum",
-            "const",
-            "anyOf",
-            "allOf",
-            "$ref",
-            "$defs",
-            "definitions",
-            "properties",
-            "required",
-        ),
-        *("additionalProperties", "patternProperties", "items", "prefixItems", "minItems", "maxItems"),
-        *("minLength", "maxLength", "pattern", "format", "minProperties", "maxProperties", *NUMBERS),
-    }
-)
-FORMATS = frozenset(
-    {
-        *("date", "date-time", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"),
-    }
-)
-SILENT = frozenset(
-    {
-        *("title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"),
-        *("$schema", "$id", "$comment", "$anchor", "nullable", "discriminator", "xml", "externalDocs"),
-        *("contentEncoding", "contentMediaType", "unevaluatedProperties"),
-    }
-)
+ENFORCED = {
+    *("type", "enum", "const", "anyOf", "allOf", "$ref", "$defs", "definitions", "properties", "required"),
+    *("additionalProperties", "patternProperties", "items", "prefixItems", "minItems", "maxItems"),
+    *("minLength", "maxLength", "pattern", "format", *NUMBERS),
+}
+FORMATS = ("date", "date-time", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+SILENT = {
+    *("title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"),
+    *("$schema", "$id", "$comment", "$anchor", "nullable", "discriminator", "xml", "externalDocs"),
+    *("contentEncoding", "contentMediaType", "unevaluatedProperties"),
+}
 """Keywords that ask for nothing a value could break; `unevaluatedProperties` is what grammars do anyway."""
 _LOOKS = ("(?=", "(?!", "(?<", "\\1", "\\2", "\\b", "\\B", "\\p")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
@@ -63,11 +44,11 @@ def loosen(schema: Any, where: str = "") -> tuple[Any, list[str]]:
         return found
 
     for key, value in schema.items():
-        if key in SILENT or key.startswith("x-") or value is None or _asks_nothing(key, value):
+        if key in SILENT or key.startswith("x-") or value is None:
             continue
         if key == "oneOf" and isinstance(value, list) and "anyOf" not in schema:
             made["anyOf"] = [inner(part, f"oneOf.{place}") for place, part in enumerate(value)]
-        elif key not in ENFORCED or not _can(key, value, schema):
+        elif key not in ENFORCED or not _can(key, value):
             left.append(where + key)
         elif key in _MAPS and isinstance(value, dict):
             prefix = "" if key == "properties" else f"{key}."
@@ -81,27 +62,13 @@ def loosen(schema: Any, where: str = "") -> tuple[Any, list[str]]:
     return made, left
 
 
-def _asks_nothing(key: str, value: Any) -> bool:
-    """Return True if a keyword with this value is met by every value."""
-    if key == "propertyNames":
-        return value is True or value == {} or value == {"type": "string"}
-    return (key == "uniqueItems" and value is False) or (key in ("if", "contains") and value is True)
-
-
-def _can(key: str, value: Any, schema: dict[str, Any]) -> bool:
+def _can(key: str, value: Any) -> bool:
     """Return True if a keyword that grammars know can be enforced with this value."""
     if key == "format":
         return value in FORMATS
-    if key == "pattern":
-        return isinstance(value, str) and not any(look in value for look in _LOOKS)
-    if key == "patternProperties":
-        return isinstance(value, dict) and not any(look in name for name in value for look in _LOOKS)
-    if key in ("minProperties", "maxProperties"):
-        required, named = schema.get("required"), schema.get("properties")
-        if not isinstance(required or [], list) or not isinstance(named or {}, dict):
-            return False
-        # Keys that may be there or not are not counted, and of others a key twice would count as two.
-        return not set(named or {}) - set(required or []) and value <= len(set(required or [])) + 1
+    if key in ("pattern", "patternProperties"):
+        kind = str if key == "pattern" else dict
+        return isinstance(value, kind) and not any(look in str(value) for look in _LOOKS)
     if key == "required":
         return isinstance(value, list) and all(isinstance(name, str) for name in value)
     try:

@@ -67,13 +67,13 @@ class Answer:
 
     async def body(self, group: ChoiceGroup) -> bytes:
         """Return the answer to a request that is not streamed."""
-        return _json(self.whole(group, group.choices))
+        return _json(self.whole(group))
 
-    def whole(self, group: ChoiceGroup, keep: list[Choice]) -> dict[str, Any]:
-        """Return the same with these completions, before it is written as JSON."""
+    def whole(self, group: ChoiceGroup) -> dict[str, Any]:
+        """Return the same before it is written as JSON."""
         return {
             **(self._head | {"object": self.object}),
-            "choices": [self.shape(choice) | {"index": index} for index, choice in enumerate(keep)],
+            "choices": [self.shape(choice) | {"index": index} for index, choice in enumerate(group.choices)],
             "usage": usage(group),
         }
 

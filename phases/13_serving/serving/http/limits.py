@@ -18,7 +18,7 @@ class Limits:
     max_parts: int = option(50_000, "objects, lists and keys in a request's body")
     max_text: int = option(1 << 20, "characters of a text at /tokenize")
     max_prompts: int = option(256, "prompts of one request")
-    max_choices: int = option(256, "completions of one request: prompts times n, or times best_of")
+    max_choices: int = option(256, "completions of one request: prompts times n")
     max_stops: int = option(16, "stop strings of one request")
     max_bias: int = option(300, "entries of logit_bias")
     max_schema_bytes: int = option(64 << 10, "bytes of a JSON schema, a grammar, or all tools together")
