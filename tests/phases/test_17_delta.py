@@ -36,7 +36,6 @@ from forward.models import family_of
 from forward.shapes import SHAPES
 from hybrid_cache import HybridCache, LayerGroups
 from hybrid_cache.delta_rule import DeltaTokens, causal_conv, one_chunk, recurrence, scan, unit
-from hybrid_cache.index import NoIndex
 from hybrid_cache.mixer import DeltaInputs
 from hybrid_cache.state_pool import StatePool
 from paged_cache import PagedBatch
@@ -459,7 +458,7 @@ def stateful(rng: random.Random) -> tuple[Engine, StateRunner]:
     rows, block_size, step_tokens = rng.randrange(2, 6), rng.choice([1, 2, 3, 4, 8]), rng.randrange(2, 30)
     kinds: Any = rng.choice([{None: [[1]]}, {5: [[0]], None: [[1]]}])
     layout = LayerGroups(1, kinds, DeltaConfig(1, 1, 1, 1, 2, (False, False, True)))
-    index = rng.choice([RadixIndex, NoIndex])()
+    index = rng.choice([RadixIndex(), None])
     table, chunked = Rows(rows, MAX_LEN), rng.random() < 0.8
     step_tokens = step_tokens if chunked else MAX_LEN
     least = smallest_pool(layout, block_size, step_tokens)

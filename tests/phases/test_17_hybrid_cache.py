@@ -28,7 +28,6 @@ from cuda_graphs import Graphs, Overlap
 from forward.loading import load_model, random_model
 from forward.model import Model
 from hybrid_cache import Hybrid, HybridCache, HybridPool, LayerGroups
-from hybrid_cache.index import NoIndex
 from hybrid_cache.managers import Manager, WindowManager
 from paged_cache import BlockPool, KVFormat, PagedSizes, build
 from paged_cache.scheduler import PagedScheduler
@@ -41,7 +40,7 @@ from triton_paged_attention import Kernels
 
 pytestmark = pytest.mark.timeout(120)
 
-INDEXES: dict[str, Any] = {"radix": RadixIndex, "hash": HashIndex, "none": NoIndex}
+INDEXES: dict[str, Any] = {"radix": RadixIndex, "hash": HashIndex, "none": lambda: None}
 LAYOUTS = {
     "like gemma": LayerGroups(1, {5: [[0], [1]], None: [[2]]}),
     "windows only": LayerGroups(2, {7: [[0, 1]]}),
@@ -134,7 +133,7 @@ def fake(
 
 def smallest_pool(layout: LayerGroups, block_size: int, step_tokens: int) -> int:
     """Blocks that just hold the longest request, the null block included."""
-    cache = HybridCache(1, MAX_LEN, 4000, block_size, NoIndex(), layout, step_tokens=step_tokens)
+    cache = HybridCache(1, MAX_LEN, 4000, block_size, None, layout, step_tokens=step_tokens)
     return sum(manager.most(MAX_LEN) for manager in cache.managers) + 1
 
 
@@ -344,9 +343,9 @@ RULES = LayerGroups(1, {6: [[0], [1]], None: [[2]]})
 class Books:
     """A cache, and requests whose steps land at once."""
 
-    def __init__(self, layout: LayerGroups = RULES, blocks: int = 100, index: Any = None) -> None:
+    def __init__(self, layout: LayerGroups = RULES, blocks: int = 100, index: Any = RadixIndex) -> None:
         self.rows = Rows(4, 64)
-        self.cache = HybridCache(4, 64, blocks, 4, index or RadixIndex(), layout, step_tokens=8)
+        self.cache = HybridCache(4, 64, blocks, 4, index and index(), layout, step_tokens=8)
 
     def add(self, tokens: Sequence[int], limit: int = 64) -> Request:
         request = Request(0, list(tokens), len(tokens), limit, SamplingParams(ignore_eos=True))
@@ -465,7 +464,7 @@ def test_an_agreement_is_asked_for_until_it_holds() -> None:
 
 
 def test_pages_before_the_window_stay_for_hits_only() -> None:
-    books, alone = Books(), Books(index=NoIndex())
+    books, alone = Books(), Books(index=None)
     for one in (books, alone):
         request = one.add([1] * 32)
         one.compute(request, 32)
