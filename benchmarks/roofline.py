@@ -91,7 +91,7 @@ def layer_parameters(config: ModelConfig, experts: float | None = None) -> float
 
 
 def _mixer_parameters(config: ModelConfig, attention: int) -> int:
-    """Weights around what mixes tokens, in all layers; those of a layer of plain attention are `attention`."""
+    """Weights around what mixes tokens, in all layers. attention: those of a layer of plain attention."""
     delta, states = config.delta, _state_layers(config)
     if delta is None:
         return config.num_layers * attention
