@@ -36,8 +36,7 @@ from forward.models import family_of
 from forward.shapes import SHAPES
 from hybrid_cache import HybridCache, LayerGroups
 from hybrid_cache.delta_rule import DeltaTokens, causal_conv, one_chunk, recurrence, scan, unit
-from hybrid_cache.index import NoIndex
-from hybrid_cache.mixer import DeltaInputs, DeltaSpec
+from hybrid_cache.mixer import DeltaInputs
 from hybrid_cache.state_pool import StatePool
 from paged_cache import PagedBatch
 from paged_cache.scheduler import PagedScheduler
@@ -143,7 +142,7 @@ RAW = {**AWKWARD, "model_type": "qwen3_5_text"}
     [
         ({"attn_output_gate": False}, "attn_output_gate is False, but only True"),
         ({"linear_num_value_heads": 4}, "not a multiple of linear_num_key_heads 3"),
-        ({"layer_types": [LINEAR]}, "layer_types has 1 entries for 5 layers"),
+        ({"layer_types": [LINEAR, "full_attention"]}, "layer_types has 2 entries for 5 layers"),
         ({"layer_types": ["sliding_attention"] * 5}, "'sliding_attention' is not supported, only linear"),
         ({"partial_rotary_factor": 0.5, "rope_parameters": {"partial_rotary_factor": 0.25}}, "at another"),
         ({"partial_rotary_factor": 1.5}, "must be a number between 0.001 and 1"),
@@ -355,11 +354,10 @@ def test_guesses_are_refused_by_name(model: Model) -> None:
 )
 def test_kernels_leave_the_states_of_torch(width: int, works: list[tuple[int, int]], block_size: int) -> None:
     """Outputs, states at the end, and those at the last block boundary within each work (start, count)."""
-    from hybrid_cache.delta_kernels import KernelMixer
+    from hybrid_cache.delta_kernels import mix_by_kernels
 
     rng = torch.Generator().manual_seed(0)
-    config = DeltaConfig(3, 6, 12, 20, width, (True,))
-    spec = DeltaSpec.of(config, 0)
+    config = DeltaConfig(3, 6, 12, 20, width, (True, False))
     starts, counts = (np.array(column) for column in zip(*works, strict=True))
     contexts, total = starts + counts, int(counts.sum())
     places = -(-int(contexts.max()) // block_size)
@@ -380,17 +378,19 @@ def test_kernels_leave_the_states_of_torch(width: int, works: list[tuple[int, in
         positions=torch.zeros(total), input_ids=torch.zeros(total),
     ))  # fmt: skip
     inputs = DeltaInputs(
-        torch.randn(total, spec.channels, generator=rng),
+        0,
+        config,
+        torch.randn(config.channels, width, generator=rng),
+        torch.randn(total, config.channels, generator=rng),
         -0.3 * torch.rand(total, 6, generator=rng),
         torch.rand(total, 6, generator=rng),
-        torch.randn(spec.channels, width, generator=rng),
     )
     by_torch, by_kernels = pools
     by_torch.begin(batch)
-    wanted = by_torch.mix(spec, inputs)
-    mixer = KernelMixer(by_kernels)
-    mixer.begin(batch, decodes=bool((counts == 1).all()))
-    torch.testing.assert_close(mixer.mix(spec, inputs), wanted, atol=1e-5, rtol=1e-5)
+    wanted = by_torch.mix(inputs)
+    by_kernels.begin(batch)
+    found = mix_by_kernels(by_kernels, inputs, decodes=bool((counts == 1).all()))
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(by_kernels.recurrent, by_torch.recurrent, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(by_kernels.conv, by_torch.conv, atol=0, rtol=0)
 
@@ -458,7 +458,7 @@ def stateful(rng: random.Random) -> tuple[Engine, StateRunner]:
     rows, block_size, step_tokens = rng.randrange(2, 6), rng.choice([1, 2, 3, 4, 8]), rng.randrange(2, 30)
     kinds: Any = rng.choice([{None: [[1]]}, {5: [[0]], None: [[1]]}])
     layout = LayerGroups(1, kinds, DeltaConfig(1, 1, 1, 1, 2, (False, False, True)))
-    index = rng.choice([RadixIndex, NoIndex])()
+    index = rng.choice([RadixIndex(), None])
     table, chunked = Rows(rows, MAX_LEN), rng.random() < 0.8
     step_tokens = step_tokens if chunked else MAX_LEN
     least = smallest_pool(layout, block_size, step_tokens)

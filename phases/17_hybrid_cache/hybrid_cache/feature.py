@@ -13,14 +13,12 @@ from forward.loading import config_of
 from forward.model import Model
 from hybrid_cache.attention import GroupedTorch
 from hybrid_cache.cache import HybridCache
-from hybrid_cache.index import NoIndex
 from hybrid_cache.layout import LayerGroups
 from hybrid_cache.pool import HybridPool
 from hybrid_cache.state import slot_count
 from hybrid_cache.state_pool import StatePool
 from paged_cache import Feature, PagedAttention, Parts
 from prefix_cache import INDEXES, Prefix
-from prefix_cache.index import PrefixIndex
 from speculative import Speculate
 from triton_paged_attention import Kernels
 
@@ -87,7 +85,7 @@ def _cache(
     parts: Parts, layout: LayerGroups, rows: int, max_len: int, blocks: int, block_size: int
 ) -> HybridCache:
     prefix = parts.features.get("prefix_cache")
-    index: PrefixIndex = INDEXES[prefix.index]() if isinstance(prefix, Prefix) else NoIndex()
+    index = INDEXES[prefix.index]() if isinstance(prefix, Prefix) else None
     own = layout.blocks(blocks)
     chunked, most = parts.features.get("chunked_prefill"), parts.size("step_tokens")
     if isinstance(chunked, Chunked) and chunked.chunk_tokens is not None:
