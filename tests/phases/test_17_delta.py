@@ -420,10 +420,8 @@ class StateRunner(GroupRunner):
             self.places[:, moves.pages] = moves.blocks
             if moves.states is not None:
                 self.slot_of[moves.states.pages] = moves.states.slots
-                copied = [self.states[source] for source, _ in moves.states.copies]
-                self.states |= {
-                    pair[1]: state for pair, state in zip(moves.states.copies, copied, strict=True)
-                }
+                copies = moves.states.copies.tolist()
+                self.states |= {target: self.states[source] for source, target in copies}
         return FakeRunner.forward(self, works, masked=masked)
 
     def _compute(self, work: Work, written: dict[tuple[int, int], Work]) -> list[list[int]]:
