@@ -112,7 +112,7 @@ class DeltaConfig:
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """What a layer keeps of a request: a matrix for each value head."""
+        """A matrix for each value head: the state of a request in a layer."""
         return self.value_heads, self.key_dim, self.value_dim
 
     @property

@@ -144,7 +144,7 @@ RAW = {**AWKWARD, "model_type": "qwen3_5_text"}
     [
         ({"attn_output_gate": False}, "attn_output_gate is False, but only True"),
         ({"linear_num_value_heads": 4}, "not a multiple of linear_num_key_heads 3"),
-        ({"layer_types": [LINEAR]}, "layer_types has 1 entries for 5 layers"),
+        ({"layer_types": [LINEAR, "full_attention"]}, "layer_types has 2 entries for 5 layers"),
         ({"layer_types": ["sliding_attention"] * 5}, "'sliding_attention' is not supported, only linear"),
         ({"partial_rotary_factor": 0.5, "rope_parameters": {"partial_rotary_factor": 0.25}}, "at another"),
         ({"partial_rotary_factor": 1.5}, "must be a number between 0.001 and 1"),
