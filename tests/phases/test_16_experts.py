@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -323,6 +324,22 @@ def test_the_caller_s_model_stays_as_it_is(moe: Model) -> None:
         "StackedExperts",
     ]  # type: ignore[union-attr]
     assert own.get_parameter("embed_tokens.weight") is moe.get_parameter("embed_tokens.weight")
+
+
+def test_one_layer_at_a_time_is_there_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[weakref.ref[Experts]] = []
+    alive: list[int] = []
+    plain = StackedExperts.__init__
+
+    def noted(made: StackedExperts, old: Experts, kind: str) -> None:
+        alive.append(sum(layer() is not None for layer in seen))
+        seen.append(weakref.ref(old))
+        plain(made, old, kind)
+
+    monkeypatch.setattr(StackedExperts, "__init__", noted)
+    experts.load("random:tiny-moe", device="cpu", dtype="float32", **SMALL)
+    assert alive == [0, 0], "a layer that is stacked is still there when the next one is"
+    assert all(layer() is None for layer in seen)
 
 
 def test_without_the_feature_layers_are_phase_01_s(moe: Model) -> None:
