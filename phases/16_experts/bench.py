@@ -262,12 +262,10 @@ def draw(evidence: Evidence, out: Path) -> None:
 def _heat(layers: list[Run], axes: Axes) -> None:
     names = list(layers[0].metrics)
     grid = [[run.median(name) for name in names] for run in layers]
-    image = axes.pcolormesh(grid, cmap="viridis", vmin=0.0, vmax=1.0)
+    axes.pcolormesh(grid, cmap="viridis", vmin=0.0, vmax=1.0)
     axes.invert_yaxis()
-    assert axes.figure is not None
-    axes.figure.colorbar(image, ax=axes).ax.set_title("share", fontsize=8)
     axes.set_xticks([place + 0.5 for place in range(len(names))], [str(place) for place in range(len(names))])
-    axes.set_xlabel("expert")
+    axes.set_xlabel("expert (dark: chosen by no token, yellow: by all)")
     axes.set_ylabel("layer")
     axes.grid(visible=False)
     largest = max(max(row) for row in grid)
