@@ -44,7 +44,7 @@ PHASE, BEFORE, DENSE = "16_experts", "13_serving", "dense of equal activity"
 SHAPE = "random:qwen3-30b-a3b"
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 ACTIVE = (4, 5, 6, 7, 8)
-READ, WINDOW = 4096, 512
+READ, WINDOW = 2048, 512
 """Tokens of the text that quality is measured on, and how many are read from nothing."""
 
 
@@ -72,7 +72,7 @@ def on_cpu(options: BenchOptions) -> list[Run]:
     engines: dict[tuple[str, int | None], PagedEngine] = {(BEFORE, None): serving.load(model, **sizes)}
     engines |= {(PHASE, active): cut(active) for active in (4, 8)}
     runs = []
-    for batch, output in ((1, 48), (16, 16)):
+    for batch, output in ((1, 32), (16, 8)):
         work = uniform(f"decode-{batch}x32+{output}", batch, 32, 4 if options.quick else output)
         runs += timed(engines, work, options, {"batch": batch})
     text = tokenizer.encode(TEXT.read_text(encoding="utf-8"))[: WINDOW if options.quick else READ]
@@ -262,11 +262,10 @@ def draw(evidence: Evidence, out: Path) -> None:
 def _heat(layers: list[Run], axes: Axes) -> None:
     names = list(layers[0].metrics)
     grid = [[run.median(name) for name in names] for run in layers]
-    image = axes.imshow(grid, aspect="auto", cmap="viridis", vmin=0.0)
-    assert axes.figure is not None
-    axes.figure.colorbar(image, ax=axes, label="share of the tokens")
-    axes.set_xticks(range(len(names)))
-    axes.set_xlabel("expert")
+    axes.pcolormesh(grid, cmap="viridis", vmin=0.0, vmax=1.0)
+    axes.invert_yaxis()
+    axes.set_xticks([place + 0.5 for place in range(len(names))], [str(place) for place in range(len(names))])
+    axes.set_xlabel("expert (dark: chosen by no token, yellow: by all)")
     axes.set_ylabel("layer")
     axes.grid(visible=False)
     largest = max(max(row) for row in grid)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -325,6 +326,22 @@ def test_the_caller_s_model_stays_as_it_is(moe: Model) -> None:
     assert own.get_parameter("embed_tokens.weight") is moe.get_parameter("embed_tokens.weight")
 
 
+def test_one_layer_at_a_time_is_there_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[weakref.ref[Experts]] = []
+    alive: list[int] = []
+    plain = StackedExperts.__init__
+
+    def noted(made: StackedExperts, old: Experts, kind: str) -> None:
+        alive.append(sum(layer() is not None for layer in seen))
+        seen.append(weakref.ref(old))
+        plain(made, old, kind)
+
+    monkeypatch.setattr(StackedExperts, "__init__", noted)
+    experts.load("random:tiny-moe", device="cpu", dtype="float32", **SMALL)
+    assert alive == [0, 0], "a layer that is stacked is still there when the next one is"
+    assert all(layer() is None for layer in seen)
+
+
 def test_without_the_feature_layers_are_phase_01_s(moe: Model) -> None:
     assert experts.load(moe, experts=False, **SMALL).runner.model is moe
 
@@ -365,4 +382,5 @@ def test_rows_that_a_step_multiplies(moe: Model, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(SortedLoop, "__call__", counted)
     generate(experts.load(moe, **SMALL), *work())
-    assert seen and all(rows == 3 * tokens for tokens, rows in seen)
+    assert seen and all(tokens > 1 for tokens, _ in seen), "a token alone needs no sorting"
+    assert all(rows == 3 * tokens for tokens, rows in seen)
