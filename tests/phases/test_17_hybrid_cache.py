@@ -574,3 +574,14 @@ def test_a_model_of_windows_only() -> None:
         engine.step()
         assert engine.cache.stock.pinned <= 7  # type: ignore[attr-defined]
     assert request.output_ids == plain.token_ids
+
+
+def test_experts_with_windows_and_sinks() -> None:
+    """gpt-oss's shape: a window in every other layer, sinks, and a mixture of experts."""
+    model = load_model("random:tiny-gpt-oss", device="cpu", dtype="float32")
+    prompts, params = [[5] * 70, list(range(1, 100))], SamplingParams(max_tokens=12, ignore_eos=True)
+    plain = generate(forward.load(model), prompts, params)
+    engine = hybrid_cache.load(model, max_rows=2, max_len=128, block_size=4, step_tokens=32)
+    assert isinstance(engine.cache, HybridCache)
+    assert_all_same(model, plain, generate(engine, prompts, params), [params] * 2)
+    nothing_leaks(engine)
