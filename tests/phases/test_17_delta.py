@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import Iterable, Sequence
@@ -42,6 +43,7 @@ from paged_cache import PagedBatch
 from paged_cache.scheduler import PagedScheduler
 from prefix_cache import RadixIndex
 from tests.fakes import FakeRunner, OneAhead, fingerprint, must
+from tests.paged_batches import DEVICE
 from tests.phases.test_17_hybrid_cache import GroupRunner, nothing_leaks, smallest_pool
 from tests.schedules import MAX_LEN, play, random_script
 
@@ -330,8 +332,11 @@ def test_a_conversation_goes_on_from_a_snapshot(model: Model) -> None:
 
 
 def test_kernels_and_torch_agree(model: Model, expected: dict[tuple[int, int], list[int | None]]) -> None:
-    by_torch = dict.fromkeys(("norms", "rope", "activation", "projections"), "torch")
-    engine = hybrid_cache.load(model, kernels=True, block_size=16, step_tokens=60, **by_torch)
+    """In the interpreter, or on a GPU inside graphs."""
+    own = ("norms", "rope", "activation", "projections")
+    options: dict[str, Any] = {} if DEVICE == "cuda" else dict.fromkeys(own, "torch") | {"kernels": True}
+    on_device = copy.deepcopy(model).to(DEVICE)
+    engine = hybrid_cache.load(on_device, block_size=16, step_tokens=60, **options)
     few = AT_ONCE[1:3]
     found = outputs(engine.stream(few, SamplingParams(temperature=0.0, max_tokens=4)))
     for at, index in enumerate((1, 2)):
@@ -363,27 +368,26 @@ def test_kernels_leave_the_states_of_torch(width: int, works: list[tuple[int, in
     places = -(-int(contexts.max()) // block_size)
     pools = []
     for _ in range(2):
-        pool = StatePool(config, 40, 64, block_size, device=torch.device("cpu"), dtype=torch.float32)
+        pool = StatePool(config, 40, 64, block_size, device=torch.device(DEVICE), dtype=torch.float32)
         rng.manual_seed(1)
         for part in (pool.recurrent, pool.conv):
-            part[:, :-1] = torch.randn(part[:, :-1].shape, generator=rng)
+            part[:, :-1] = torch.randn(part[:, :-1].shape, generator=rng).to(DEVICE)
         pool.places[: len(works) * places] = torch.randperm(40, generator=rng)[: len(works) * places].int()
         pools.append(pool)
     ends = np.cumsum(counts)
     batch = cast(PagedBatch, SimpleNamespace(
         host=SimpleNamespace(query_lens=counts, query_starts=np.r_[0, ends], context_lens=contexts),
-        query_starts=torch.tensor(np.r_[0, ends], dtype=torch.int32),
-        context_lens=torch.tensor(contexts, dtype=torch.int32),
-        block_tables=torch.arange(len(works) * places, dtype=torch.int32).view(len(works), places),
-        positions=torch.zeros(total), input_ids=torch.zeros(total),
+        query_starts=torch.tensor(np.r_[0, ends], dtype=torch.int32, device=DEVICE),
+        context_lens=torch.tensor(contexts, dtype=torch.int32, device=DEVICE),
+        block_tables=torch.arange(len(works) * places, dtype=torch.int32, device=DEVICE).view(-1, places),
     ))  # fmt: skip
     inputs = DeltaInputs(
         0,
         config,
-        torch.randn(config.channels, width, generator=rng),
-        torch.randn(total, config.channels, generator=rng),
-        -0.3 * torch.rand(total, 6, generator=rng),
-        torch.rand(total, 6, generator=rng),
+        torch.randn(config.channels, width, generator=rng).to(DEVICE),
+        torch.randn(total, config.channels, generator=rng).to(DEVICE),
+        -0.3 * torch.rand(total, 6, generator=rng).to(DEVICE),
+        torch.rand(total, 6, generator=rng).to(DEVICE),
     )
     by_torch, by_kernels = pools
     by_torch.begin(batch)
@@ -420,10 +424,8 @@ class StateRunner(GroupRunner):
             self.places[:, moves.pages] = moves.blocks
             if moves.states is not None:
                 self.slot_of[moves.states.pages] = moves.states.slots
-                copied = [self.states[source] for source, _ in moves.states.copies]
-                self.states |= {
-                    pair[1]: state for pair, state in zip(moves.states.copies, copied, strict=True)
-                }
+                copies = moves.states.copies.tolist()
+                self.states |= {target: self.states[source] for source, target in copies}
         return FakeRunner.forward(self, works, masked=masked)
 
     def _compute(self, work: Work, written: dict[tuple[int, int], Work]) -> list[list[int]]:

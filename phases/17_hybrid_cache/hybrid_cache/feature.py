@@ -44,7 +44,11 @@ class Hybrid(Feature):
         if layout.plain:
             return
         if layout.states is not None:
-            _refuse_states(parts)
+            if parts.features.get("speculate", NO_GUESSES) != NO_GUESSES:
+                raise UserError(
+                    "speculate is on, but must be off for a model with layers of Gated DeltaNet: their state "
+                    "cannot give back a guess that was wrong"
+                )
             each = StatePool.bytes_per_slot(layout.states, parts.model.dtype)
             parts.reserve.append(lambda whole: each * (slot_count(whole.size("max_rows")) + 1))
         parts.wrap(
@@ -61,16 +65,6 @@ class Hybrid(Feature):
         from hybrid_cache.kernels import GroupedTriton
 
         return kernels.attention_of(GroupedTriton, parts.model)
-
-
-def _refuse_states(parts: Parts) -> None:
-    """Refuse features that would need a part of a state, or an earlier one."""
-    drafts = parts.features.get("speculate", NO_GUESSES)
-    if drafts != NO_GUESSES:
-        raise UserError(
-            "speculate is on, but must be off for a model with layers of Gated DeltaNet: their state cannot "
-            "give back a guess that was wrong"
-        )
 
 
 NO_GUESSES = Speculate(drafter="none")

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from common.models.config import DeltaConfig
+from continuous.batch import upload
 from hybrid_cache.delta_rule import causal_conv, recurrence, scan
 from hybrid_cache.mixer import DeltaInputs
 from hybrid_cache.state import StateMoves
@@ -59,10 +60,11 @@ class StatePool:
         """Do what changes before a step."""
         if moves is None:
             return
-        device = self.places.device
-        self.places[torch.from_numpy(moves.pages).to(device)] = torch.from_numpy(moves.slots).to(device)
-        if moves.copies:
-            sources, targets = (torch.tensor(side, device=device) for side in zip(*moves.copies, strict=True))
+        wide = {"pages": moves.pages, "copies": moves.copies}
+        moved = upload(self.places.device, wide, {"slots": moves.slots})
+        self.places[moved["pages"]] = moved["slots"]
+        if len(moves.copies):
+            sources, targets = moved["copies"].unbind(1)
             self.recurrent[:, targets] = self.recurrent[:, sources]
             self.conv[:, targets] = self.conv[:, sources]
 
