@@ -372,7 +372,8 @@ class Books:
     def add(self, tokens: Sequence[int], limit: int = 64) -> Request:
         request = Request(0, list(tokens), len(tokens), limit, SamplingParams(ignore_eos=True))
         assert self.cache.fits(request)
-        request.num_computed_tokens = request.cached_tokens = self.cache.lookup(request)
+        found = self.cache.lookup(request)
+        request.num_computed_tokens, request.cached_tokens = found, found
         self.rows.acquire(request)
         assert self.cache.reserve(request, len(request.tokens))
         return request
