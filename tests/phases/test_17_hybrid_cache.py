@@ -385,11 +385,11 @@ class Books:
             request.tokens += [0] * (end - len(request.tokens))
             assert self.cache.reserve(request, end)
             request.num_computed_tokens = end
-            self.cache.commit(request, end)
+            self.cache.commit(request, upto=end)
             self.cache.check()
 
     def end(self, request: Request) -> None:
-        self.cache.release(request)
+        self.cache.release(request=request)
         self.rows.release(request)
 
     def kept(self, request: Request, manager: int = 0) -> list[bool]:
