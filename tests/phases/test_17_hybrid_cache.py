@@ -33,8 +33,9 @@ from paged_cache import BlockPool, KVFormat, PagedSizes, build
 from paged_cache.scheduler import PagedScheduler
 from prefix_cache import HashIndex, Prefix, PrefixCache, RadixIndex
 from speculative import Speculate
-from tests.equivalence.compare import assert_all_same
+from tests.equivalence.compare import TIE, assert_all_same
 from tests.fakes import NOTHING, FakeDrafter, FakeRunner, OneAhead, fingerprint, must
+from tests.ranks_kit import end_crews
 from tests.schedules import MAX_LEN, SCHEDULES, operations, play, play_seeds
 from triton_paged_attention import Kernels
 
@@ -319,20 +320,41 @@ def test_a_model_without_windows_keeps_the_cache_it_has(model: Model) -> None:
 
 
 @pytest.mark.slow
+@torch.inference_mode()
 def test_gemma_far_beyond_its_window(gemma3_folder: Path) -> None:
-    """2,100 tokens are four windows of 512: the same tokens as phase 05, which keeps everything."""
+    """2,100 tokens are four windows of 512: after every prefix transformers chooses the same token."""
+    transformers = pytest.importorskip("transformers")
     model = load_model(str(gemma3_folder), device="cpu", dtype="float32")
     rng = random.Random(0)
     prompt = [2, *(rng.randrange(1000, 50_000) for _ in range(2099))]
     params = SamplingParams(max_tokens=8, ignore_eos=True)
-    sizes = PagedSizes(max_rows=2, max_len=2200)
-    (plain,) = generate(build(model, sizes), [prompt], params)
-    engine = build(model, sizes, [Chunked(), Prefix(), Hybrid()])
-    for _ in range(2):  # the second time the prompt is found
-        assert_all_same(model, [plain], generate(engine, [prompt], params), [params])
-    assert isinstance(engine.cache, HybridCache) and engine.cache.stats.hit_tokens == 2096
+    engine = build(model, PagedSizes(max_rows=2, max_len=2200), [Chunked(), Prefix(), Hybrid()])
+    first, again = (generate(engine, [prompt], params)[0].token_ids for _ in range(2))
+    assert first == again and isinstance(engine.cache, HybridCache)
+    assert engine.cache.stats.hit_tokens == 2096, "the second time the prompt is found"
     layout = LayerGroups.of(model.config)
     assert [len(groups) for groups in layout.kinds.values()] == [5, 1] and layout.size == 3
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(gemma3_folder, dtype=torch.float32).eval()
+    logits = oracle(torch.tensor([prompt + first[:-1]]), logits_to_keep=len(first)).logits[0]
+    chosen = logits.gather(1, torch.tensor(first).unsqueeze(1)).squeeze(1)
+    assert (logits.amax(dim=1) - chosen <= TIE).all()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_ranks_keep_the_same_blocks() -> None:
+    """Every rank schedules alike, so each gives back the same pages of its own heads."""
+    try:
+        options: dict[str, Any] = {"max_rows": 4, "max_len": 128, "step_tokens": 40, "block_size": 4}
+        options |= {"device": "cpu", "dtype": "float32", "drafter": "none"}
+        prompts, params = [[9] * 70, list(range(1, 60))], SamplingParams(max_tokens=20, ignore_eos=True)
+        engine = hybrid_cache.load("random:tiny-window", tensor_parallel=2, **options)
+        found = [one.token_ids for one in engine.generate(prompts, params)]
+        assert isinstance(engine.cache, HybridCache)
+        alone = hybrid_cache.load("random:tiny-window", **options)
+        assert found == [one.token_ids for one in alone.generate(prompts, params)]
+    finally:
+        end_crews()
 
 
 # Rules, one by one: pages of 4 tokens, a window of 6, and all keys.
