@@ -586,3 +586,14 @@ def test_experts_with_windows_and_sinks() -> None:
     assert isinstance(engine.cache, HybridCache)
     assert_all_same(model, plain, generate(engine, prompts, params), [params] * 2)
     nothing_leaks(engine)
+
+
+def test_drafts_may_be_more_than_a_chunk() -> None:
+    """A step verifies as many drafts as it has tokens, whatever a chunk of a prompt may be."""
+    features = [Chunked(chunk_tokens=2), Speculate(draft_adaptive=False), Hybrid()]
+    engine = hybrid(features, blocks=60)
+    (found,) = generate(engine, [[7, 8, 9] * 20], SamplingParams(max_tokens=40, ignore_eos=True))
+    (plain,) = generate(
+        forward.load(windowed()), [[7, 8, 9] * 20], SamplingParams(max_tokens=40, ignore_eos=True)
+    )
+    assert_all_same(windowed(), [plain], [found])
