@@ -26,7 +26,7 @@ from triton.compiler import ASTSource
 
 import phases  # noqa: F401  # puts every phase's package on the path
 from phases.appendix.drafting_in_graphs import kernels as ahead
-from phases.appendix.drafting_in_graphs.lookup import AT_ONCE, look_up_kernel
+from phases.appendix.drafting_in_graphs.kernels import AT_ONCE, look_up_kernel
 from phases.appendix.latency.lone_few import lone_few_kernel
 from phases.appendix.latency.tables import LoneKey, lone_few_config
 from phases.appendix.quant_kernels.configs import loop_config

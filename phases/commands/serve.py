@@ -24,8 +24,7 @@ from common.sampling.defaults import MODEL, sampling_defaults
 from common.sockets import listen
 from common.text.tokenizer import Tokenizer
 from phases import Phase, phase_named
-from phases.appendix.access.hosts import hosts, names_of
-from phases.appendix.access.origins import origins
+from phases.appendix.access.doors import hosts, names_of, origins
 from phases.appendix.embeddings.pooling import PoolingObserver
 from phases.appendix.server import whole_app, whole_server
 from phases.commands.fetch import fetch_with_progress
@@ -49,7 +48,6 @@ def run(
     api_key: str | None,
     name: str | None,
     strict: bool,
-    describe_tools: bool,
     allowed_origins: str | None,
     allowed_hosts: str | None,
     access_log: str,
@@ -88,7 +86,6 @@ def run(
         limits=checked,
         keys=keys,
         strict=strict,
-        describe_tools=describe_tools,
         allowed_origins=origins(allowed_origins),
         hosts=names_of(host, hosts(allowed_hosts), keys=bool(keys)),
         access_log=access_log,
